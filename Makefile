@@ -1,0 +1,26 @@
+# The two that everybody needs are in README.md; these are for people who change the code.
+PYTHON ?= .venv/bin/python
+
+.PHONY: venv format lint types test check sizes
+
+venv:
+	python3 -m venv .venv
+	$(PYTHON) -m pip install -q -c constraints.txt torch -e '.[dev]'
+
+format:
+	$(PYTHON) -m ruff format src tests benchmarks
+
+lint:
+	$(PYTHON) -m ruff format --check src tests benchmarks
+	$(PYTHON) -m ruff check src tests benchmarks
+
+types:
+	$(PYTHON) -m mypy
+
+test:
+	$(PYTHON) -m pytest -n 2
+
+sizes:
+	$(PYTHON) benchmarks/sizes.py
+
+check: lint types test sizes

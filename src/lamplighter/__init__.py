@@ -1,0 +1,3 @@
+"""Lamplighter: language-model training that never goes dark."""
+
+__version__ = "0.1.0"

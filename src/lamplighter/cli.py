@@ -1,0 +1,456 @@
+"""The parent's door: the verb table first, imports after; the first word is on the screen before anything is loaded.
+
+In:  a command line.
+Out: an exit code. Config is parsed here; everything that lasts happens in a child, under watch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lamplighter.config import Resolved
+    from lamplighter.rundir import RunDir
+
+HELP = """\
+Lamplighter: language-model training that never goes dark.
+
+usage: lamp VERB ...
+
+  demo                    embedded text -> tokenizer -> cache -> train -> sample, about a minute on 2 CPU cores
+  train [run.yaml]        train; the same command again resumes where it stopped
+  watch RUN               the live display of a run that is going on, from any terminal
+  why RUN                 what it is doing right now: phase, process state, the stack of every thread
+  stop RUN | save RUN     end it with everything saved | save now and go on
+  runs                    all runs and how they stand
+  checkpoints RUN         step, losses, size, age, valid or not
+  generate RUN|DIR        text from a model
+
+lamp VERB --help says more; lamp --version.
+"""
+
+VERB_HELP = {
+    "demo": """\
+usage: lamp demo [--run NAME] [--resume auto|never] [--runs-dir DIR] [--section.key value]
+
+Generates the embedded corpus, trains a tokenizer and a small model on it in about a minute, with samples, the loss
+beside the floor that no model can beat, checkpoints, and a ledger of where the time went.
+""",
+    "train": """\
+usage: lamp train [run.yaml] [--preset NAME] [--resume auto|never|checkpoint-N|PATH] [--run NAME] [--test]
+                  [--verbose] [--force] [--print-config] [--runs-dir DIR] [--section.key value ...]
+
+  --preset NAME     one of: {presets}
+  --resume HOW      auto (default): go on from the newest valid checkpoint; never: begin anew, the old folder is kept
+                    as NAME.1; or a checkpoint of this run, or a path
+  --run NAME        the run's name; default: the YAML's stem, else the preset
+  --test            the real path, small, in under a minute
+  --verbose         a line for each step
+  --force           insist on a run that was refused
+  --print-config    show the resolved run and where each value came from; start nothing
+  --runs-dir DIR    where runs live (default: runs)
+
+Order: default < preset < run.yaml < command line. Every field:
+""",
+    "watch": "usage: lamp watch RUN [--runs-dir DIR]\n\nThe live display of a run, from any terminal. Ctrl+C leaves the run alone.\n",
+    "why": "usage: lamp why RUN [--runs-dir DIR]\n\nPhase, process state and the stack of every thread, in a second; disturbs nothing.\n",
+    "stop": "usage: lamp stop RUN [--runs-dir DIR]\n\nSaves the last completed step and ends the run (exit 75).\n",
+    "save": "usage: lamp save RUN [--runs-dir DIR]\n\nSaves the last completed step now; the run goes on.\n",
+    "runs": "usage: lamp runs [--json] [--runs-dir DIR]\n\nAll runs and how they stand.\n",
+    "checkpoints": "usage: lamp checkpoints RUN [--json] [--runs-dir DIR]\n\nEvery checkpoint, verified against its manifest.\n",
+    "generate": """\
+usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]
+                     [--top-p P] [--seed S] [--checkpoint best|latest|checkpoint-N] [--interactive] [--runs-dir DIR]
+
+Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
+""",
+}
+
+TO_STDERR = ("generate", "checkpoints", "runs", "why")  # their result goes to stdout, all other words to stderr
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    verb = words[0] if words else "--help"
+    if verb in ("-h", "--help", "help"):
+        return _write(1, HELP)
+    if verb in ("-V", "--version"):
+        from lamplighter import __version__
+
+        return _write(1, f"lamp {__version__}\n")
+    if verb not in VERBS:
+        return _unknown_verb(verb)
+    if "--help" in words or "-h" in words:
+        return _verb_help(verb)
+    quiet = "--print-config" in words or "--json" in words
+    if verb in ("demo", "train", "watch", "generate") and not quiet:
+        _write(2 if verb in TO_STDERR else 1, f"{time.strftime('%H:%M:%S')}  lamp {verb}: reading the request\n")
+    return _guarded(lambda: VERBS[verb](words[1:]))
+
+
+def _guarded(act: Callable[[], int]) -> int:
+    """A user's mistake is three lines and an exit code, never a traceback."""
+    from lamplighter.errors import LEFT_AT_ONCE, LampError
+
+    try:
+        return act()
+    except LampError as error:
+        _write(2, "\n".join(error.lines()) + "\n")
+        return error.code
+    except KeyboardInterrupt:
+        return LEFT_AT_ONCE
+    except BrokenPipeError:
+        return 0
+
+
+def _write(fd: int, text: str) -> int:
+    try:
+        os.write(fd, text.encode())
+    except OSError:  # nobody reads any more; what was asked for still happens
+        return 0
+    return 0
+
+
+def _unknown_verb(verb: str) -> int:
+    import difflib
+
+    near = difflib.get_close_matches(verb, VERBS, 1, 0.4)
+    why = f"did you mean lamp {near[0]}?" if near else "verbs: " + " ".join(VERBS)
+    _write(2, f"error: lamp has no verb {verb}\nwhy:   {why}\nnext:  lamp --help\n")
+    return 2
+
+
+def _verb_help(verb: str) -> int:
+    text = VERB_HELP[verb]
+    if verb == "train":
+        from lamplighter.config import fields, preset_names
+
+        text = text.format(presets=", ".join(preset_names()))
+        rows = [f"  --{name:<26} {info.description} (default: {info.default})" for name, info in fields().items()]
+        text += "\n".join(rows) + "\n"
+    return _write(1, text)
+
+
+def _parse(verb: str, function: Callable[..., Any], words: list[str]) -> dict[str, Any]:
+    """Bind the words to the function's parameters; an unknown flag gets its nearest match."""
+    import cyclopts
+
+    from lamplighter.config import unknown
+    from lamplighter.errors import UsageError
+
+    app = cyclopts.App(name=f"lamp {verb}", help_flags=[], version_flags=[])
+    app.default(function)
+    try:
+        _, bound, *_ = app.parse_args(words, exit_on_error=False, print_error=False)
+    except cyclopts.UnknownOptionError as error:
+        names = [f"--{name.replace('_', '-')}" for name in function.__annotations__ if name != "return"]
+        raise unknown(error.token.value if error.token else "that", "", UsageError, names) from None
+    except cyclopts.CycloptsError as error:
+        raise UsageError(" ".join(str(error).split()), "", f"lamp {verb} --help") from None
+    return dict(bound.arguments)
+
+
+# ---------------------------------------------------------------- train and demo
+
+
+def _train_flags(
+    run_yaml: Path | None = None,
+    /,
+    *,
+    preset: str | None = None,
+    run: str | None = None,
+    resume: str = "auto",
+    test: bool = False,
+    verbose: bool = False,
+    force: bool = False,
+    print_config: bool = False,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """What `lamp train` takes besides fields."""
+
+
+def train(words: list[str]) -> int:
+    """Resolve the config, take the run, start the child, stay with it."""
+    return _start_training("train", words)
+
+
+def demo(words: list[str]) -> int:
+    """The demo preset under its own name."""
+    return _start_training("demo", ["--preset", "demo", *words])
+
+
+def _start_training(verb: str, words: list[str]) -> int:
+    from lamplighter.config import dump, parse_overrides, resolve
+
+    rest, overrides = parse_overrides(words)
+    flags = _parse(verb, _train_flags, rest)
+    resolved = resolve(flags.get("preset"), flags.get("run_yaml"), overrides, flags.get("test", False))
+    if flags.get("print_config"):
+        return _write(1, dump(resolved))
+    return _train(verb, words, resolved, flags)
+
+
+def _run_name(flags: dict[str, Any]) -> str:
+    from lamplighter.errors import UsageError
+
+    yaml: Path | None = flags.get("run_yaml")
+    name = str(flags.get("run") or (yaml.stem if yaml else None) or flags.get("preset") or "train")
+    if "/" in name or name.startswith("."):
+        raise UsageError(f"{name} cannot be a run's name", "a run is one folder of --runs-dir", "--run my-run")
+    return name + ("-test" if flags.get("test") else "")
+
+
+def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any]) -> int:
+    from lamplighter.config import dump
+    from lamplighter.rundir import (
+        RunDir,
+        cannot_write,
+        is_running,
+        move_aside,
+        open_lines,
+        read_json,
+        take_lock,
+        write_atomic,
+    )
+    from lamplighter.watch.supervise import Order, Supervisor
+    from lamplighter.watch.voice import Voice
+
+    began = time.time()
+    run = RunDir(flags.get("runs_dir", Path("runs")) / _run_name(flags))
+    resume = flags.get("resume", "auto")
+    moved = None
+    if resume == "never" and run.path.exists() and not is_running(run):
+        moved = move_aside(run.path)
+        resume = "auto"
+    run.create()
+    try:
+        lock_fd = take_lock(run)
+        voice = Voice(1, console_fd=open_lines(run.console))
+    except OSError as error:
+        raise cannot_write(run.path, error) from error
+    if moved is not None:
+        voice.say(f"the old run is kept as {moved}")
+    try:
+        code = _finished_already(run, resolved, voice)
+        if code is not None:
+            return code
+        _refuse_drift(run, resolved, voice)
+        write_atomic(run.config, dump(resolved))
+        voice.say(
+            f"run {run.path}: everything about it is in this folder; look from elsewhere with: lamp watch {run.name}"
+        )
+        request = {"resume": resume, "preset": resolved.preset, "force": flags.get("force", False)}
+        again = _same_command(verb, words)
+        order = Order(
+            "train",
+            request,
+            again,
+            resolved.run.budget,
+            resolved.run.watch.stop_grace_s,
+            began,
+            lock_fd,
+            flags.get("verbose", False),
+        )
+        code = Supervisor(run, order, voice).supervise()
+        if code == 0:
+            _say_next(run, flags, voice, (read_json(run.status) or {}).get("step", 0))
+        return code
+    except OSError as error:
+        raise cannot_write(run.path, error) from error
+    finally:
+        voice.close()
+
+
+def _same_command(verb: str, words: list[str]) -> str:
+    import shlex
+
+    kept = list(words[2:] if verb == "demo" and words[:2] == ["--preset", "demo"] else words)
+    while "--resume" in kept:
+        at = kept.index("--resume")
+        del kept[at : at + 2]
+    return shlex.join(["lamp", verb, *kept])
+
+
+def _finished_already(run: RunDir, resolved: Resolved, voice: Any) -> int | None:
+    """A finished run says so and exits 0, unless train.steps or train.epochs was raised."""
+    from lamplighter.config import load_dump
+    from lamplighter.rundir import read_json
+
+    status = read_json(run.status) or {}
+    if status.get("state") != "finished" or not run.config.exists():
+        return None
+    old, new = load_dump(run.config).train, resolved.run.train
+    raised = (new.steps or 0) > status.get("steps", 0) or (new.epochs or 0) > (old.epochs or 0)
+    if raised:
+        return None
+    voice.say(
+        f"{run.name} is finished: {status.get('step')} steps. Raise train.steps to go on, or --resume never to begin anew."
+    )
+    voice.say(f"next: lamp generate {run.name}")
+    return 0
+
+
+def _refuse_drift(run: RunDir, resolved: Resolved, voice: Any) -> None:
+    """A resume may change save, eval, watch and budget; train.steps with a warning; nothing else."""
+    from lamplighter.config import drift, load_dump
+    from lamplighter.errors import BadConfig
+
+    if not run.config.exists() or not any(run.checkpoints.glob("checkpoint-*")):
+        return
+    old = load_dump(run.config)
+    changes = drift(old, resolved.run)
+    if changes:
+        raise BadConfig(
+            f"run {run.name} was started with other settings",
+            "; ".join(changes),
+            "give the old settings to go on, --run NAME for a new run, or --resume never to begin anew",
+        )
+    if old.train.steps != resolved.run.train.steps:
+        voice.say(
+            f"WARNING  train.steps: {old.train.steps} -> {resolved.run.train.steps}; the schedule changes from here"
+        )
+
+
+def _say_next(run: RunDir, flags: dict[str, Any], voice: Any, step: int) -> None:
+    where = "" if flags.get("runs_dir", Path("runs")) == Path("runs") else f" --runs-dir {flags['runs_dir']}"
+    voice.say(f"made: {run.checkpoints}/checkpoint-{step} (opens with transformers as it is), {run.report}")
+    voice.say(f"next: lamp generate {run.name}{where}    or: lamp checkpoints {run.name}{where}", "bold")
+
+
+# ---------------------------------------------------------------- looking at runs
+
+
+def _run_flags(run: str, /, *, runs_dir: Path = Path("runs")) -> None:
+    """A run by name."""
+
+
+def _find_run(verb: str, words: list[str], need_running: bool = False) -> RunDir:
+    from lamplighter.errors import InputMissing
+    from lamplighter.rundir import RunDir, is_running, read_json
+
+    flags = _parse(verb, _run_flags, words)
+    run = find_run(flags["run"], flags.get("runs_dir", Path("runs")))
+    if need_running and not is_running(run):
+        status = read_json(run.status) or {}
+        raise InputMissing(
+            f"{run.name} is not running",
+            str(status.get("outcome") or f"its last state was {status.get('state', 'unknown')}"),
+            f"all it said is in {run.console}",
+        )
+    return RunDir(run.path)
+
+
+def find_run(name: str, runs_dir: Path) -> RunDir:
+    """A run by name or by path; the nearest name if there is none."""
+    import difflib
+
+    from lamplighter.errors import InputMissing
+    from lamplighter.rundir import RunDir
+
+    for path in (runs_dir / name, Path(name)):
+        if (path / "events.jsonl").exists() or (path / "checkpoints").is_dir():
+            return RunDir(path)
+    known = [path.parent.name for path in runs_dir.glob("*/events.jsonl")]
+    near = difflib.get_close_matches(name, known, 1, 0.4)
+    why = f"did you mean {near[0]}?" if near else f"runs in {runs_dir}: {', '.join(sorted(known)) or 'none'}"
+    raise InputMissing(f"there is no run {name}", why, "lamp runs lists them; --runs-dir looks elsewhere")
+
+
+def watch(words: list[str]) -> int:
+    """The live display of somebody else's run."""
+    from lamplighter.watch.follow import follow
+
+    return follow(_find_run("watch", words))
+
+
+def why(words: list[str]) -> int:
+    from lamplighter.watch.follow import explain
+
+    return explain(_find_run("why", words, need_running=True))
+
+
+def stop(words: list[str]) -> int:
+    from lamplighter.watch.follow import stop_run
+
+    return stop_run(_find_run("stop", words, need_running=True))
+
+
+def save(words: list[str]) -> int:
+    from lamplighter.watch.follow import save_run
+
+    return save_run(_find_run("save", words, need_running=True))
+
+
+def _runs_flags(*, json: bool = False, runs_dir: Path = Path("runs")) -> None:
+    """All runs."""
+
+
+def runs(words: list[str]) -> int:
+    from lamplighter.watch.follow import list_runs
+
+    flags = _parse("runs", _runs_flags, words)
+    return list_runs(flags.get("runs_dir", Path("runs")), flags.get("json", False))
+
+
+# ---------------------------------------------------------------- verbs that end with a result
+
+
+def _checkpoints_flags(run: str, /, *, json: bool = False, runs_dir: Path = Path("runs")) -> None:
+    """The checkpoints of a run."""
+
+
+def checkpoints(words: list[str]) -> int:
+    from lamplighter.watch.follow import session
+
+    flags = _parse("checkpoints", _checkpoints_flags, words)
+    run = find_run(flags["run"], flags.get("runs_dir", Path("runs")))
+    return session("checkpoints", {"run": str(run.path.resolve()), "json": flags.get("json", False)})
+
+
+def _generate_flags(
+    model: str,
+    /,
+    *,
+    prompt: str = "",
+    num_samples: int = 1,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1,
+    checkpoint: str = "latest",
+    interactive: bool = False,
+    threads: int | None = None,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """How to generate."""
+
+
+def generate(words: list[str]) -> int:
+    """Text from a run's checkpoint or from any model folder."""
+    from inspect import signature
+
+    from lamplighter.watch.follow import session
+
+    given = _parse("generate", _generate_flags, words)
+    defaults = {name: p.default for name, p in signature(_generate_flags).parameters.items()}
+    flags = {**defaults, **given}
+    runs_dir = flags.pop("runs_dir")
+    folder = Path(flags["model"])
+    is_folder = (folder / "config.json").is_file()
+    flags["model"] = str((folder if is_folder else find_run(flags["model"], runs_dir).path).resolve())
+    return session("generate", flags, interactive=flags["interactive"])
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "demo": demo, "train": train, "watch": watch, "why": why, "stop": stop, "save": save, "runs": runs,
+    "checkpoints": checkpoints, "generate": generate,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main())

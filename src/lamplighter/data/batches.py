@@ -1,0 +1,209 @@
+"""Ids become batches: windows over the stream, in an order that is a pure function of (seed, step), fetched ahead.
+
+In:  a Split, a seed, a step.
+Out: Batch(inputs, targets, ...), the same for that step always and everywhere.
+
+Window i is stream tokens [i*T, i*T + T]: T inputs, and the same shifted by one as targets. The last window is filled
+up (inputs with end-of-text, targets with -100), so every token is a target exactly once per epoch. Sample s of a run,
+counted from 0 over all steps, is window permutation(seed, epoch)[s mod windows] of epoch s div windows. The permutation
+is arithmetic of our own (a Feistel network), so it is O(1) at any step and no library's random numbers decide it.
+
+Shapes: B sequences of a batch, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lamplighter.data.tokens import Split
+
+NO_TARGET = -100
+ROUNDS = 6
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one optimizer step (or one step of validation) sees."""
+
+    step: int
+    inputs: Int64s
+    targets: Int64s
+    segments: Int64s | None
+    samples: Int64s
+    epoch: float
+    real_tokens: int
+
+
+# ---------------------------------------------------------------- the order
+
+
+def _mix(x: Uint64s) -> Uint64s:
+    """The finisher of splitmix64: every bit of the result depends on every bit of x."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _keys(seed: int, epochs: Uint64s) -> Uint64s:
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    start = _mix(np.array([seed & (1 << 64) - 1], np.uint64) + golden)
+    return _mix(start + (epochs + np.uint64(1)) * golden)
+
+
+def permute(seed: int, epochs: Int64s, positions: Int64s, size: int) -> Int64s:
+    """Where each position of 0..size-1 goes in its epoch: a bijection per (seed, epoch)."""
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = _keys(seed, epochs.astype(np.uint64))
+    out = _feistel(positions.astype(np.uint64), keys, half, mask)
+    while (outside := out >= np.uint64(size)).any():  # the network permutes up to 4 times as many: walk on
+        out[outside] = _feistel(out[outside], keys[outside], half, mask)
+    return out.astype(np.int64)
+
+
+def _feistel(x: Uint64s, keys: Uint64s, half: np.uint64, mask: np.uint64) -> Uint64s:
+    left, right = x >> half, x & mask
+    for number in range(ROUNDS):
+        noise = _mix(keys + np.uint64(number) * np.uint64(0xD1342543DE82EF95) + right) & mask
+        left, right = right, left ^ noise
+    return (left << half) | right
+
+
+# ---------------------------------------------------------------- windows
+
+
+def count_windows(tokens: int, seq_len: int) -> int:
+    """How many windows a stream has; its first token is nobody's target."""
+    return max(0, -(-(tokens - 1) // seq_len))
+
+
+def _windows(split: Split, windows: Int64s, seq_len: int, pad_id: int) -> tuple[Int64s, Int64s]:
+    starts = windows * seq_len
+    whole = starts + seq_len + 1 <= len(split)
+    ids = np.full((len(windows), seq_len + 1), NO_TARGET, np.int64)
+    ids[whole] = split.gather(starts[whole], seq_len + 1)
+    for row in np.flatnonzero(~whole).tolist():
+        rest = split.read(int(starts[row]), len(split))
+        ids[row, : len(rest)] = rest
+    inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
+    inputs[inputs == NO_TARGET] = pad_id
+    return inputs, targets
+
+
+def make_batch(split: Split, seed: int, step: int, batch_size: int, seq_len: int, pad_id: int) -> Batch:
+    """The batch of a step (steps count from 1), over all ranks."""
+    windows = count_windows(len(split), seq_len)
+    if not windows:
+        raise ValueError(f"the {split.name} split has no tokens")
+    numbers = np.arange((step - 1) * batch_size, step * batch_size, dtype=np.int64)
+    samples = permute(seed, numbers // windows, numbers % windows, windows)
+    inputs, targets = _windows(split, samples, seq_len, pad_id)
+    real = int((targets != NO_TARGET).sum())
+    return Batch(step, inputs, targets, None, samples, step * batch_size / windows, real)
+
+
+def rows_of_rank(batch: Batch, rank: int, world: int) -> Batch:
+    """The rows that one of `world` ranks works on; together the ranks have each row once."""
+    begin, end = (number * len(batch.samples) // world for number in (rank, rank + 1))
+    targets = batch.targets[begin:end]
+    return replace(
+        batch,
+        inputs=batch.inputs[begin:end],
+        targets=targets,
+        samples=batch.samples[begin:end],
+        real_tokens=int((targets != NO_TARGET).sum()),
+    )
+
+
+def validation_batches(
+    split: Split, seq_len: int, batch_size: int, pad_id: int, limit_windows: int | None = None
+) -> Iterator[Batch]:
+    """Every window once, in order; with a limit, that many, evenly spread. The last batch may have fewer rows."""
+    total = count_windows(len(split), seq_len)
+    count = total if limit_windows is None else min(total, limit_windows)
+    chosen = np.arange(count, dtype=np.int64) * total // max(1, count)
+    for step, begin in enumerate(range(0, count, batch_size), 1):
+        samples = chosen[begin : begin + batch_size]
+        inputs, targets = _windows(split, samples, seq_len, pad_id)
+        real = int((targets != NO_TARGET).sum())
+        yield Batch(step, inputs, targets, None, samples, min(1.0, (begin + len(samples)) / count), real)
+
+
+# ---------------------------------------------------------------- fetched ahead
+
+
+class BatchStream:
+    """A thread makes the next few batches while a step runs; any step may be asked for next."""
+
+    def __init__(
+        self, split: Split, seed: int, batch_size: int, seq_len: int, pad_id: int, first_step: int = 1, depth: int = 3
+    ) -> None:
+        self._make: Callable[[int], Batch] = lambda step: make_batch(split, seed, step, batch_size, seq_len, pad_id)
+        self._depth = depth
+        self._ready: deque[Batch] = deque()
+        self._wanted = first_step  # the step that the thread makes next
+        self._error: Exception | None = None
+        self._closed = False
+        self._change = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="lamp-batches", daemon=True)
+        self._thread.start()
+
+    def next(self, step: int) -> Batch:
+        """The batch of `step`; waits where it is not made yet; raises what the thread met."""
+        with self._change:
+            expected = self._ready[0].step if self._ready else self._wanted
+            if step != expected and self._error is None:
+                self._ready.clear()
+                self._wanted = step
+                self._change.notify_all()
+            while not self._ready and self._error is None and not self._closed:
+                self._change.wait()
+            if self._ready:
+                self._change.notify_all()
+                return self._ready.popleft()
+            if self._error is not None:
+                raise self._error
+            raise RuntimeError("the batch stream is closed")
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                while len(self._ready) >= self._depth and not self._closed:
+                    self._change.wait()
+                if self._closed:
+                    return
+                step = self._wanted
+            try:
+                batch = self._make(step)
+            except Exception as error:  # noqa: BLE001 (goes to whoever asks next)
+                with self._change:
+                    self._error = error
+                    self._change.notify_all()
+                return
+            with self._change:
+                if step == self._wanted:  # else another step was asked for meanwhile
+                    self._ready.append(batch)
+                    self._wanted = step + 1
+                    self._change.notify_all()
+
+    def close(self) -> None:
+        """End the thread; a second call does nothing."""
+        with self._change:
+            self._closed = True
+            self._ready.clear()
+            self._change.notify_all()
+        self._thread.join(timeout=5)
+
+    def __enter__(self) -> BatchStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,195 @@
+"""Where documents come from: files, a source of the user's own, or the embedded corpus.
+
+In:  paths and patterns; or "module:name"; or nothing.
+Out: a Source: texts in a fixed order, a fingerprint of them, and how far the reading is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from lamplighter import report
+from lamplighter.data.files import FileSource, Part, Position, digest, find_files, skip
+from lamplighter.errors import BadConfig, BadData
+
+__all__ = ["EmbeddedCorpus", "FileSource", "OwnSource", "Part", "Position", "Source", "open_source", "own_source"]
+
+
+class Source(Protocol):
+    """Texts in a fixed order. A user's own source needs only `documents`, or may be a list or a generator function."""
+
+    def fingerprint(self) -> str:
+        """A string that changes when the documents change."""
+
+    def documents(self, start: int = 0) -> Iterator[str]:
+        """The texts from number `start` on. A `Part` counts as one text and says that its document goes on."""
+
+    def total_bytes(self) -> int | None:
+        """How much there is to read (on disk, packed), where that is known."""
+
+    def position(self) -> Position:
+        """How far the latest reading has come; asked before each text as well as after it."""
+
+
+def open_source(
+    paths: list[str],
+    source: str | None,
+    separator: str | None,
+    text_key: str = "text",
+    hash_store: Path | None = None,
+) -> Source:
+    """The documents that the configuration asks for; the embedded corpus where it asks for none."""
+    if paths and source:
+        why = "documents come from one of the two"
+        raise BadConfig("both data.paths and data.source are set", why, "take one of them out")
+    if source:
+        return own_source(source)
+    if paths:
+        return FileSource(find_files(paths), separator, text_key, hash_store)
+    return EmbeddedCorpus()
+
+
+# ---------------------------------------------------------------- a source of the user's own
+
+
+def own_source(name: str) -> OwnSource:
+    """Import "module:name", with the current folder on the path. It is, or returns, a Source or texts."""
+    with report.phase(f"import {name}"):
+        module, target = _find(name)
+        is_source = hasattr(target, "documents") and not isinstance(target, type)
+        make: Callable[[], Any] | None = target if callable(target) and not is_source else None
+        found = make() if make else target
+    if hasattr(found, "documents"):
+        return OwnSource(name, found, lambda: found, module)
+    if isinstance(found, str) or not hasattr(found, "__iter__"):
+        what = f"{name} gives a {type(found).__name__}"
+        raise BadConfig(what, "wanted: texts, or an object with documents()", "return a list, or write a generator")
+    if iter(found) is not found:
+        return OwnSource(name, found, lambda: found, module)
+    if make is None:
+        why = "texts are read more than once: to look, to train a tokenizer, to encode"
+        raise BadConfig(f"{name} can be read only once", why, "name the function that makes it, or a list")
+    return OwnSource(name, found, make, module)
+
+
+def _find(name: str) -> tuple[ModuleType, Any]:
+    module_name, _, attribute = name.partition(":")
+    if not (module_name and attribute):
+        raise BadConfig(f'data.source is "{name}"', "it must be module:name", 'for example "mytexts:documents"')
+    module = _import(module_name, name)
+    if not hasattr(module, attribute):
+        near = get_close_matches(attribute, dir(module), n=1)
+        advice = f"did you mean {module_name}:{near[0]}?" if near else "check data.source"
+        raise BadConfig(f"no {attribute} in module {module_name}", f"looked in {module.__file__}", advice)
+    return module, getattr(module, attribute)
+
+
+def _import(module_name: str, name: str) -> ModuleType:
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        inside = "" if "importlib" in frame.filename else f" (at {frame.filename}:{frame.lineno})"
+        why = f"{type(error).__name__}: {error}{inside}"
+        raise BadConfig(f"cannot import {name}", why, f"try: python -c 'import {module_name}' in {here}") from error
+
+
+class OwnSource:
+    """A user's texts, given the methods that they lack."""
+
+    def __init__(self, name: str, found: Any, texts: Callable[[], Any], module: ModuleType) -> None:
+        self.name, self._found, self._texts, self._module = name, found, texts, module
+        self._number, self._bytes = 0, 0
+
+    def __str__(self) -> str:
+        return f"source {self.name}"
+
+    def fingerprint(self) -> str:
+        if hasattr(self._found, "fingerprint"):
+            return digest([self.name, str(self._found.fingerprint())])
+        code = Path(self._module.__file__ or "")
+        report.note(f"{self.name} has no fingerprint(): its texts count as changed when {code.name} changes")
+        return digest([self.name, code.read_text() if code.is_file() else ""])
+
+    def total_bytes(self) -> int | None:
+        total = self._found.total_bytes() if hasattr(self._found, "total_bytes") else None
+        return None if total is None else int(total)
+
+    def position(self) -> Position:
+        if hasattr(self._found, "position"):
+            position: Position = self._found.position()
+            return position
+        return Position(f"document {self._number} of {self.name}", self._bytes)
+
+    def documents(self, start: int = 0) -> Iterator[str]:
+        self._number, self._bytes = start, 0
+        if hasattr(self._found, "documents"):
+            texts = iter(self._found.documents(start))
+        else:
+            texts = iter(self._texts())
+            skip(texts, start, self.position)
+        some = start > 0
+        for text in texts:
+            self._bytes += len(self._checked(text))
+            self._number += 1
+            some = some or bool(text)
+            yield text
+        if not some:
+            raise BadData(f"no text in {self}", "it gave no document that holds text", "check what it yields")
+
+    def _checked(self, text: object) -> bytes:
+        which = f"document {self._number} of {self.name}"
+        if not isinstance(text, str):
+            what = f"{which} is a {type(text).__name__}, not a text"
+            raise BadData(what, "documents are strings", "yield the text itself, such as row['text']")
+        try:
+            return text.encode()
+        except UnicodeEncodeError as error:
+            raise BadData(f"{which} cannot be written as UTF-8", str(error), "mend that document") from error
+
+
+# ---------------------------------------------------------------- the embedded corpus
+
+
+class EmbeddedCorpus:
+    """The default: made up by a grammar, so it ships with the product and any size is to be had."""
+
+    def __init__(self, seed: int = 0, documents: int = 20_000) -> None:
+        self.seed, self.count = seed, documents
+        self._number, self._bytes = 0, 0
+
+    def __str__(self) -> str:
+        return f"embedded corpus, {self.count:,} documents, seed {self.seed}"
+
+    def fingerprint(self) -> str:
+        from lamplighter.data.corpus import GRAMMAR_VERSION
+
+        return digest(["corpus", GRAMMAR_VERSION, self.seed, self.count])
+
+    def total_bytes(self) -> int:
+        """About: the mean of the first documents, times their number."""
+        from lamplighter.data.corpus import entries
+
+        first = [len(entry.text) for entry in entries(self.seed, min(self.count, 64))]
+        return sum(first) * self.count // max(1, len(first))
+
+    def position(self) -> Position:
+        return Position(f"document {self._number} of {self.count}", self._bytes)
+
+    def documents(self, start: int = 0) -> Iterator[str]:
+        from lamplighter.data.corpus import entries
+
+        self._number, self._bytes = start, self.total_bytes() * start // max(1, self.count)
+        for entry in entries(self.seed, self.count - start, start):
+            self._number += 1
+            self._bytes += len(entry.text)
+            yield entry.text

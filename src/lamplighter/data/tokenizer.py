@@ -1,0 +1,400 @@
+"""Text becomes token ids and back: train, load, encode, decode, save; the only home of the over-length policy.
+
+In:  texts to train on, or a tokenizer on disk (tokenizer.json, or GPT-2's vocab.json and merges.txt).
+Out: a Tokenizer: exact ids, fast; files that transformers opens as they are.
+
+Over-length policy: a text is never truncated here, whatever its file says; long documents are cut into windows later
+(data/batches), so nothing is thrown away. Nothing is added either: no begin or end marks, and a text that happens to
+contain "<|endoftext|>" stays a text. The cache (data/tokens) puts one end-of-text after each document, by its id.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from lamplighter import report
+from lamplighter.errors import BadConfig, BadData, InputMissing
+from lamplighter.rundir import human_bytes, write_atomic
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")
+SAMPLE_BYTES = 50_000_000
+DOCUMENT_MARK = b"\xff"  # never a byte of UTF-8
+PROBE = (
+    "The lamp-lighter's 1,837 lamps: it's LIT, they'll say; don't   wait!\r\n\r\n\tif x_1 == 'a':\n        return  {}\n"
+    " naïve £5 œuvre — “quote” … e\u0301 Ünïcödé Ελλάδα Россия 日本語 한국어 العربية हिन्दी "
+    "🙂👩‍👩‍👧\u200d\u00a0\u3000\x07 https://example.org/?q=%20&r=3.14159 ##x ▁y  \n \n\n  end "
+)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Many texts in one array: text i is ids[offsets[i]:offsets[i + 1]]."""
+
+    ids: np.ndarray[Any, np.dtype[np.uint32]]
+    offsets: np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Tokenizer:
+    """Encodes by gigatoken where its ids are exact, else by tokenizers; decodes; saves itself."""
+
+    def __init__(self, content: dict[str, Any], end_name: str, files: dict[str, bytes] | None = None) -> None:
+        self.content, self.end_name, self.files = content, end_name, files or {}
+        self._reference = tokenizers.Tokenizer.from_str(json.dumps(content))
+        self._reference.no_truncation()
+        self._reference.no_padding()
+        self._reference.encode_special_tokens = True
+        if content.get("decoder") is None and (prefix := content["model"].get("continuing_subword_prefix")):
+            self._reference.decoder = decoders.WordPiece(prefix=prefix, cleanup=False)
+        vocab = self._reference.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocab.values()) + 1
+        self.end_of_text: int = vocab[end_name]
+        self._bytes = _token_bytes(vocab) if _is_byte_level(content) else None
+        self._fast: Any = None
+        self.batch_bytes = 1 << 19  # of text at once: what the backend encodes in well under a second
+        self._choose_backend()
+
+    @property
+    def backend(self) -> str:
+        return "gigatoken" if self._fast else "tokenizers"
+
+    def __str__(self) -> str:
+        return f"{self.vocab_size:,} tokens, {self.content['model']['type']}, by {self.backend}"
+
+    def _choose_backend(self) -> None:
+        """gigatoken if it gives the very ids of tokenizers on a probe; else say why not."""
+        try:
+            import gigatoken
+
+            fast = gigatoken.Tokenizer.from_json(json.dumps(_without_specials(self.content))).backend
+            probe = PROBE + " ".join(token["content"] for token in self.content.get("added_tokens", [])[:64])
+            exact = fast.encode(probe).tolist() == self._reference.encode(probe, add_special_tokens=False).ids
+            reason = "" if exact else "gigatoken gives other ids for a probe text"
+        except (ImportError, RuntimeError, ValueError, TypeError, OSError) as error:
+            reason = f"gigatoken cannot take this one ({str(error).splitlines()[0]})"
+        if reason:
+            report.note(f"this tokenizer runs on tokenizers, some 50 times slower: {reason}")
+        else:
+            self._fast, self.batch_bytes = fast, 1 << 23
+
+    def fingerprint(self) -> str:
+        """Changes with any id of any text."""
+        text = json.dumps([self.content, self.end_of_text], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    # -- text to ids
+
+    def encode(self, text: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        """The ids of one text; nothing is cut or added."""
+        if self._fast:
+            return np.asarray(self._fast.encode(text), np.uint32)
+        return self.encode_batch([text]).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """The ids of many texts, in parallel; by gigatoken without a Python object per text or token."""
+        if not texts:
+            return Encoded(np.zeros(0, np.uint32), np.zeros(1, np.int64))
+        if self._fast:
+            rows = self._fast.encode_batch(list(texts), parallel=True).layout
+            return Encoded(np.asarray(rows.content.data), np.asarray(rows.offsets.data))
+        found = [row.ids for row in self._reference.encode_batch_fast(list(texts), add_special_tokens=False)]
+        offsets = np.cumsum([0, *map(len, found)], dtype=np.int64)
+        return Encoded(np.fromiter((i for row in found for i in row), np.uint32, int(offsets[-1])), offsets)
+
+    # -- ids to text
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids, special tokens included."""
+        numbers = [int(i) for i in ids]
+        if self._bytes is not None:
+            return b"".join(self._bytes.get(i, b"") for i in numbers).decode("utf-8", "replace")
+        return self._reference.decode(numbers, skip_special_tokens=False)
+
+    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """Texts to print as the ids come, `decode(ids)` in pieces: half a character waits for its other half."""
+        if self._bytes is None:
+            yield from self._decode_by_neighbours(ids)
+            return
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for i in ids:
+            if text := decoder.decode(self._bytes.get(int(i), b"")):
+                yield text
+        if text := decoder.decode(b"", final=True):
+            yield text
+
+    def _decode_by_neighbours(self, ids: Iterable[int]) -> Iterator[str]:
+        """Where a token's text depends on the one before (a space, half a character): what the two have more."""
+        run: list[int] = []
+        said = ""
+        for i in ids:
+            run.append(int(i))
+            text = self.decode(run)
+            if not text.startswith(said):  # a broken byte after whole ones: it begins a run of its own
+                run, said, text = [int(i)], "", self.decode([int(i)])
+            if text.endswith("\ufffd"):
+                continue
+            if text != said:
+                yield text[len(said) :]
+            is_byte = str(self._reference.id_to_token(int(i))).startswith("<0x")
+            run, said = (run, text) if is_byte else ([int(i)], self.decode([int(i)]))
+        if rest := self.decode(run)[len(said) :]:
+            yield rest
+
+    # -- to disk
+
+    def save(self, folder: Path) -> None:
+        """The files that AutoTokenizer.from_pretrained wants; those that it was loaded from are copied as they were."""
+        folder.mkdir(parents=True, exist_ok=True)
+        named = {"eos_token": self.end_name, "bos_token": self.end_name, "unk_token": self.end_name}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **(named if not self.files else {"eos_token": self.end_name}),
+            "clean_up_tokenization_spaces": False,
+        }
+        made: dict[str, Any] = {
+            "tokenizer.json": self.content,
+            "tokenizer_config.json": config,
+            "special_tokens_map.json": {name: value for name, value in config.items() if name.endswith("_token")},
+        }
+        for name, value in made.items():
+            write_atomic(folder / name, self.files.get(name) or json.dumps(value, ensure_ascii=False, indent=1) + "\n")
+        for name in self.files.keys() - made.keys():
+            write_atomic(folder / name, self.files[name])
+
+
+# ---------------------------------------------------------------- reading a tokenizer
+
+
+FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+
+
+def load(path: Path) -> Tokenizer:
+    """A tokenizer.json, a folder that holds one, or a folder with GPT-2's vocab.json and merges.txt."""
+    folder = path if path.is_dir() else path.parent
+    if not path.exists():
+        raise InputMissing(f"no tokenizer at {path}", "no such file or folder", "check tokenizer.path")
+    with report.phase("load tokenizer", unit="B") as p:
+        files = {}
+        for name in FILE_NAMES:
+            if (folder / name).is_file():
+                p.tick(0, str(folder / name))
+                files[name] = (folder / name).read_bytes()
+                p.tick(len(files[name]))
+        if path.is_file() and path.name not in FILE_NAMES:  # a tokenizer.json under another name
+            files["tokenizer.json"] = path.read_bytes()
+        content = _content(files, path)
+        try:
+            return Tokenizer(content, _find_end(content, files, path), files)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise _damaged(path, error) from error
+        except Exception as error:
+            if type(error) is Exception:  # what tokenizers raises for a file that it cannot read
+                raise _damaged(path, error) from error
+            raise
+
+
+def _damaged(path: Path, error: Exception) -> BadData:
+    return BadData(f"cannot read the tokenizer at {path}", f"{type(error).__name__}: {error}", "fetch or save it again")
+
+
+def _content(files: dict[str, bytes], path: Path) -> dict[str, Any]:
+    """The tokenizer.json, as it was or made from vocab.json and merges.txt."""
+    try:
+        if "tokenizer.json" in files:
+            content = json.loads(files["tokenizer.json"])
+            if not isinstance(content, dict) or "model" not in content:
+                raise ValueError('it has no "model"')
+            return content
+        if "vocab.json" in files and "merges.txt" in files:
+            lines = files["merges.txt"].decode().splitlines()
+            merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+            return _byte_level_content(json.loads(files["vocab.json"]), merges)
+    except ValueError as error:
+        raise _damaged(path, error) from error
+    raise InputMissing(
+        f"no tokenizer in {path}",
+        "it has neither tokenizer.json nor vocab.json with merges.txt",
+        "name the folder that the tokenizer was saved in",
+    )
+
+
+def _find_end(content: dict[str, Any], files: dict[str, bytes], path: Path) -> str:
+    """The name of the end-of-text token: as the configuration says, or one of the known names."""
+    vocab = content["model"].get("vocab", {})
+    names = set(vocab) if isinstance(vocab, dict) else {row[0] for row in vocab}
+    names |= {token["content"] for token in content.get("added_tokens", [])}
+    wanted = []
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = json.loads(files.get(name, b"{}")).get("eos_token")
+        wanted.append(token.get("content") if isinstance(token, dict) else token)
+    for end in (*wanted, *KNOWN_ENDS):
+        if end in names:
+            return str(end)
+    raise BadConfig(
+        f"the tokenizer at {path} has no end-of-text token",
+        f"neither its configuration nor its vocabulary names one of {', '.join(KNOWN_ENDS)}",
+        'put {"eos_token": "..."} into its tokenizer_config.json',
+    )
+
+
+def _without_specials(content: dict[str, Any]) -> dict[str, Any]:
+    """For encoding text as text: no special token is recognised, nothing is cut or added."""
+    kept = [token for token in content.get("added_tokens", []) if not token.get("special")]
+    return {**content, "added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
+
+
+# ---------------------------------------------------------------- byte-level BPE
+
+
+def _alphabet() -> dict[int, str]:
+    """GPT-2's letter for each byte: itself where it can be printed, else one from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+LETTER = _alphabet()
+BYTE = {letter: byte for byte, letter in LETTER.items()}
+
+
+def _is_byte_level(content: dict[str, Any]) -> bool:
+    decoder = content.get("decoder") or {}
+    return bool(decoder.get("type") == "ByteLevel")
+
+
+def _token_bytes(vocab: dict[str, int]) -> dict[int, bytes]:
+    """The bytes of each token; a name with a letter outside the alphabet (an added token) stands for itself."""
+    return {
+        i: bytes(BYTE[letter] for letter in name) if all(letter in BYTE for letter in name) else name.encode()
+        for name, i in vocab.items()
+    }
+
+
+def _byte_level_content(vocab: dict[str, int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """A tokenizer.json of GPT-2's kind."""
+    added = [{"id": vocab[END_OF_TEXT], "content": END_OF_TEXT, "special": True}] if END_OF_TEXT in vocab else []
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**token, **flags} for token in added],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": [list(pair) for pair in merges],
+        },
+    }
+
+
+def _from_merges(merges: Sequence[Sequence[str]]) -> Tokenizer:
+    """Ids as in GPT-2: the 256 bytes, then one per merge, then end-of-text."""
+    names = [*sorted(BYTE), *(left + right for left, right in merges), END_OF_TEXT]
+    vocab = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    return Tokenizer(_byte_level_content(vocab, merges), END_OF_TEXT)
+
+
+def byte_level() -> Tokenizer:
+    """256 bytes and end-of-text: no training, nothing unknown."""
+    return _from_merges([])
+
+
+# ---------------------------------------------------------------- training
+
+
+def train(
+    texts: Iterable[str], vocab_size: int, sample_bytes: int = SAMPLE_BYTES, total_bytes: int | None = None
+) -> Tokenizer:
+    """Byte-level BPE with GPT-2's pattern, from the first `sample_bytes` of the texts: lossless for any text."""
+    if vocab_size < 257:
+        raise BadConfig(f"tokenizer.vocab_size is {vocab_size}", "256 bytes and end-of-text need 257", "set it higher")
+    sample, whole = _take(texts, sample_bytes, total_bytes)
+    with report.phase("train tokenizer", total=vocab_size, unit="tokens") as p:
+        p.tick(0, f"{len(sample):,} documents of the sample")
+        merges = _train_fast(sample, vocab_size - 257) or _train_reference(sample, vocab_size - 257)
+        made = _from_merges(merges)
+        p.set(made.vocab_size)
+    size = human_bytes(sum(map(len, sample)))
+    report.note(f"tokenizer trained on {'all' if whole else 'the first'} {size} of text: {made.vocab_size:,} tokens")
+    if made.vocab_size < vocab_size:
+        report.note(f"the text has no more than {made.vocab_size:,} tokens to offer; {vocab_size:,} were asked for")
+    return made
+
+
+def _take(texts: Iterable[str], sample_bytes: int, total_bytes: int | None) -> tuple[list[bytes], bool]:
+    """The first texts, up to the size; and whether they are all."""
+    sample: list[bytes] = []
+    size = 0
+    rest = iter(texts)
+    total = min(sample_bytes, total_bytes) if total_bytes else sample_bytes
+    with report.phase("read a sample for the tokenizer", total=total, unit="B") as p:
+        while size < sample_bytes:
+            p.tick(0, f"document {len(sample):,}")
+            text = next(rest, None)
+            if text is None:
+                break
+            sample.append(text.encode())
+            size += len(sample[-1])
+            p.tick(len(sample[-1]))
+    if not size:
+        raise BadData("no text to train a tokenizer on", "every document is empty", "check data.paths")
+    return sample, size < sample_bytes or next(rest, None) is None
+
+
+def _train_fast(sample: list[bytes], count: int) -> list[list[str]] | None:
+    """The merges by gigatoken; None where it cannot be had, or ran out of pairs (it then invents unused merges)."""
+    try:
+        import gigatoken
+    except ImportError as error:
+        report.note(f"the tokenizer is trained by tokenizers, some 10 times slower: {error}")
+        return None
+    data = DOCUMENT_MARK.join(sample)
+    _, pairs = gigatoken.train_bpe(data, count + 256, [], tie_breaking="huggingface", separator=DOCUMENT_MARK)
+    merges = [["".join(LETTER[byte] for byte in half) for half in pair] for pair in pairs]
+    return merges if _last_is_used(merges, sample) else None
+
+
+def _last_is_used(merges: list[list[str]], sample: list[bytes]) -> bool:
+    """Whether the last merge occurs in the sample: if it does, so did all before it when they were made."""
+    if not merges or len({left + right for left, right in merges}) < len(merges):
+        return False
+    tokenizer = _from_merges(merges)
+    ids = tokenizer.encode_batch([text.decode() for text in sample]).ids
+    return bool((ids == tokenizer.end_of_text - 1).any())
+
+
+def _train_reference(sample: list[bytes], count: int) -> list[list[str]]:
+    """The merges by tokenizers: the reference, which stops where no pair is left."""
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=count + 256,
+        special_tokens=[],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator((text.decode() for text in sample), trainer)
+    return [list(pair) for pair in json.loads(model.to_str())["model"]["merges"]]

@@ -1,0 +1,301 @@
+"""The token cache: found by its fingerprint, built once (by whoever is first), read by mapped memory.
+
+In:  a folder for caches, a source, a tokenizer, settings.
+Out: Tokens with a train and a val Split: documents of ids, one after the other, in shards on disk (see shards.py).
+
+A cache is named after three fingerprints: tokenizer, settings, sources. If one of them changes it is another cache, and
+the difference is said.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lamplighter import report
+from lamplighter.data import division, shards
+from lamplighter.data.division import Settings
+from lamplighter.data.files import digest
+from lamplighter.data.shards import Ids, bad_id, read_manifest
+from lamplighter.data.sources import Source
+from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.errors import BadData, InputMissing
+from lamplighter.rundir import cannot_write, hash_file, identity, read_json
+
+__all__ = ["Settings", "Split", "Tokens", "ensure", "open_tokens"]
+
+PARTS = ("tokenizer", "settings", "sources")
+POLL_S = 0.2
+Mode = Literal["auto", "require", "rebuild"]
+
+
+# ---------------------------------------------------------------- which cache, and is it there
+
+
+def ensure(cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Settings, mode: Mode = "auto") -> Path:
+    """The folder of the finished cache: reused, built or rebuilt, and said which and why."""
+    parts = _parts(source, tokenizer, settings)
+    folder = cache_root / digest([parts[name]["fingerprint"] for name in PARTS])[:20]
+    fault = _fault(folder)
+    untidy = (folder / "progress.jsonl").exists()
+    if fault is None and (mode == "require" or (mode == "auto" and not untidy)):
+        report.note(f"token cache reused: {folder} (tokenizer, settings and sources are unchanged)")
+        return folder
+    if mode == "require":
+        raise _required(cache_root, folder, parts, fault)
+    with _locked(folder) as waited:
+        fault = _fault(folder)
+        if fault is None and (waited or mode != "rebuild"):
+            report.note(f"token cache reused: {folder} ({'another process has built it' if waited else 'complete'})")
+            _tidy(folder)
+            return folder
+        report.note(_reason(cache_root, folder, parts, mode, fault))
+        if mode == "rebuild" or (folder / "manifest.json").exists():
+            for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):  # that one first
+                if path.name != "lock":
+                    path.unlink()
+        shards.build(folder, source, tokenizer, settings, parts)
+    return folder
+
+
+def _parts(source: Source, tokenizer: Tokenizer, settings: Settings) -> dict[str, dict[str, Any]]:
+    """The three things that decide a cache, each with its fingerprint and words for people."""
+    rules = [shards.FORMAT, division.LOOK_DOCUMENTS, division.LOOK_BYTES, division.BLOCK_CHARS]
+    return {
+        "tokenizer": {"fingerprint": tokenizer.fingerprint(), "content": str(tokenizer).split(", by ")[0]},
+        "settings": {"fingerprint": digest([asdict(settings), rules]), "content": asdict(settings)},
+        "sources": {"fingerprint": source.fingerprint(), "content": str(source)},
+    }
+
+
+def _fault(folder: Path) -> str | None:
+    """None for a complete cache whose files have their sizes; else what is wrong with it."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return "it is not there" if not (folder / "manifest.json").exists() else "its manifest cannot be read"
+    for name, entry in manifest["files"].items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found is None:
+            return f"{folder / name} is missing"
+        if found != entry["bytes"]:
+            return f"{folder / name} has {found:,} bytes, expected {entry['bytes']:,}"
+    return None
+
+
+def _tidy(folder: Path) -> None:
+    """A builder that was killed after its last word leaves these."""
+    for path in (*folder.glob("progress.json*"), *folder.glob("carry-*.npz")):
+        path.unlink(missing_ok=True)
+
+
+def _near(cache_root: Path, folder: Path, parts: dict[str, Any]) -> str:
+    """Which of the three parts differ from the nearest finished cache, in words; '' where there is no other."""
+    best: tuple[int, float, str] = (0, 0.0, "")
+    for path in cache_root.glob("*/manifest.json"):
+        other = read_manifest(path.parent)
+        if other is None or path.parent == folder:
+            continue
+        changed = [name for name in PARTS if other["parts"][name]["fingerprint"] != parts[name]["fingerprint"]]
+        words = [f"{name} changed ({_change(other['parts'][name], parts[name])})" for name in changed]
+        candidate = (len(PARTS) - len(changed), path.stat().st_mtime, f"{' and '.join(words)} since {path.parent.name}")
+        best = max(best, candidate) if candidate[0] else best
+    return best[2]
+
+
+def _change(old: dict[str, Any], new: dict[str, Any]) -> str:
+    was, now = old["content"], new["content"]
+    if isinstance(was, dict) and isinstance(now, dict):
+        return ", ".join(f"{key}: {was.get(key)} -> {now[key]}" for key in now if was.get(key) != now[key]) or "rules"
+    return f"{was} -> {now}" if was != now else f"{now}, other content"
+
+
+def _reason(cache_root: Path, folder: Path, parts: dict[str, Any], mode: Mode, fault: str | None) -> str:
+    if mode == "rebuild":
+        return f"token cache rebuilt: {folder} (asked for by data.cache rebuild)"
+    if (folder / "manifest.json").exists():
+        return f"token cache rebuilt: {fault}"
+    why = _near(cache_root, folder, parts) or "the first for this tokenizer, these settings and these sources"
+    return f"token cache built: {folder} ({why})"
+
+
+def _required(cache_root: Path, folder: Path, parts: dict[str, Any], fault: str | None) -> Exception:
+    if (folder / "manifest.json").exists():
+        return BadData(
+            f"the token cache is damaged: {folder}", fault or "a build is not finished", "data.cache rebuild"
+        )
+    why = _near(cache_root, folder, parts) or "no cache for this tokenizer, these settings or these sources is there"
+    return InputMissing(f"no token cache at {folder}", why, "build it with: lamp data prepare, or data.cache auto")
+
+
+# ---------------------------------------------------------------- one builds, the others wait
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold the folder's lock; the value says whether somebody else held it first. A dead holder is no obstacle."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    try:
+        waited = not _try_lock(fd)
+        if waited:
+            _wait(fd, folder)
+        if dead := read_json(folder / "lock"):  # an orderly holder leaves it empty
+            since = time.strftime("%H:%M:%S", time.localtime(dead.get("t", 0)))
+            report.note(
+                f"token cache taken over from dead pid {dead.get('pid')} on {dead.get('host')}, lock of {since}"
+            )
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps({**identity(), "t": time.time()}).encode(), 0)
+        try:
+            yield waited
+        finally:
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait(fd: int, folder: Path) -> None:
+    """Until the lock is free; the builder's own progress is what counts as progress here."""
+    holder = read_json(folder / "lock") or {}
+    who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
+    report.note(f"{who} is building this token cache; waiting for it")
+    now = read_json(folder / "progress.json") or {}
+    with report.phase("waiting for the token cache", total=now.get("total_bytes"), unit="B") as p:
+        seen = None
+        while not _try_lock(fd):
+            now = read_json(folder / "progress.json") or {}
+            if now.get("bytes") != seen:
+                seen = now.get("bytes")
+                p.set(seen or 0, f"{who}: {now.get('texts', 0):,} texts, at {now.get('item', '?')}")
+            time.sleep(POLL_S)
+
+
+# ---------------------------------------------------------------- reading
+
+
+class Split:
+    """One side's stream of ids, over its shards."""
+
+    def __init__(self, folder: Path, name: str, manifest: dict[str, Any]) -> None:
+        counts = manifest["splits"][name]
+        self.name, self.tokens, self.documents = name, int(counts["tokens"]), int(counts["documents"])
+        self.text_bytes = int(counts["text_bytes"])
+        self.shard_tokens = int(manifest["shard_tokens"])
+        self.dtype = np.dtype(manifest["dtype"])
+        self.paths = [folder / f"{name}-{number:05d}.bin" for number in range(counts["shards"])]
+        self.shards: list[Ids] = [np.memmap(path, self.dtype, mode="r").view(np.ndarray) for path in self.paths]
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def read(self, start: int, stop: int) -> Ids:
+        """Ids of the stream from `start` to `stop`; a view where they lie in one shard."""
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"{start}:{stop} of {self.tokens} tokens")
+        pieces = []
+        while start < stop:
+            number, at = divmod(start, self.shard_tokens)
+            pieces.append(self.shards[number][at : at + stop - start])
+            start += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, self.dtype), *pieces])
+
+    def gather(self, starts: np.ndarray[Any, np.dtype[np.int64]], length: int) -> Ids:
+        """int64 [B, length]: the stretches that begin at `starts`."""
+        out = np.empty((len(starts), length), np.int64)
+        if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= self.tokens - length:
+            raise IndexError(f"stretches of {length} from {starts.min()} to {starts.max()} of {self.tokens} tokens")
+        numbers, at = np.divmod(starts, self.shard_tokens)
+        inside = at + length <= self.shard_tokens
+        for number in np.unique(numbers[inside]).tolist():
+            rows = np.flatnonzero(inside & (numbers == number))
+            windows = np.lib.stride_tricks.sliding_window_view(self.shards[number], length)
+            out[rows] = windows[at[rows]]
+        for row in np.flatnonzero(~inside).tolist():  # over the border of two shards
+            out[row] = self.read(int(starts[row]), int(starts[row]) + length)
+        return out
+
+    def document_starts(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """Where each document's first token is in the stream."""
+        return np.concatenate([np.zeros(0, "<u8"), *(np.load(path.with_suffix(".idx.npy")) for path in self.paths)])
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """An open cache."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    train: Split
+    val: Split
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.manifest["vocab_size"])
+
+    @property
+    def end_of_text(self) -> int:
+        return int(self.manifest["end_of_text"])
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Read every id once: a model of `vocab_size` must know it."""
+        with report.phase("check token ids", total=self.train.tokens + self.val.tokens, unit="tokens") as p:
+            for split in (self.train, self.val):
+                for path, shard in zip(split.paths, split.shards, strict=True):
+                    for begin in range(0, len(shard), 1 << 22):
+                        p.tick(0, str(path))
+                        block = shard[begin : begin + (1 << 22)]
+                        if int(block.max()) >= vocab_size:
+                            first = int(np.argmax(block >= vocab_size))
+                            raise bad_id(str(path), begin + first, int(block[first]), vocab_size)
+                        p.tick(len(block))
+
+
+def open_tokens(folder: Path, verify: bool = False) -> Tokens:
+    """Map a finished cache. Sizes are always checked; `verify` reads every byte and checks the hashes too."""
+    if (fault := _fault(folder)) is not None:
+        kind = BadData if (folder / "manifest.json").exists() else InputMissing
+        raise kind(f"cannot open the token cache {folder}", fault, "build it again with --data.cache rebuild")
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    if verify:
+        _verify(folder, manifest["files"])
+    _allow_open_files(sum(split["shards"] for split in manifest["splits"].values()))
+    return Tokens(folder, manifest, Split(folder, "train", manifest), Split(folder, "val", manifest))
+
+
+def _verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    with report.phase("verify the token cache", total=sum(entry["bytes"] for entry in files.values()), unit="B") as p:
+        for name, entry in files.items():
+            p.tick(0, str(folder / name))
+            if hash_file(folder / name, p.tick) != entry["sha256"]:
+                why = "its sha256 is not the one in manifest.json: the disk or somebody changed it"
+                raise BadData(f"damaged: {folder / name}", why, "build it again with --data.cache rebuild")
+
+
+def _allow_open_files(count: int) -> None:
+    """A mapped shard holds a descriptor; the usual limit of 1,024 is raised where there are many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and (wanted := count + 512) > soft:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))

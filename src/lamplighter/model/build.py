@@ -1,0 +1,152 @@
+"""From a config section or a folder to a model: built-in families, or one's own by "module:name".
+
+In:  the model section and the vocabulary, or a folder with config.json and model.safetensors.
+Out: an nn.Module on the CPU, the content of its config.json, its true parameter count and FLOPs per token.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+from lamplighter.config import Model
+from lamplighter.errors import BadConfig, BadData, InputMissing
+from lamplighter.model.shape import Shape, flops_per_token, shape_from_hf, shape_to_hf
+from lamplighter.model.transformer import Transformer, init_weights, load_weights
+from lamplighter.rundir import read_json
+
+OWN_TYPE = "lamplighter-own"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model and what is written down about it."""
+
+    model: torch.nn.Module
+    config: dict[str, Any]  # config.json
+    vocab_size: int
+    positions: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """6N + attention for the built-in families; 6N for a model of one's own."""
+        if isinstance(self.model, Transformer):
+            return flops_per_token(self.model.shape, seq_len)
+        return 6.0 * self.parameters
+
+
+def build(section: Model, vocab_size: int, positions: int, end_of_text: int, seed: int) -> Built:
+    """A new model, or the one in `model.init_from`."""
+    if section.init_from is not None:
+        return _from_folder(Path(section.init_from), vocab_size, positions, section.dropout)
+    if ":" in section.family:
+        arguments = {"vocab_size": vocab_size, "positions": positions, "layers": section.layers, "width": section.width,
+                     "heads": section.heads, "dropout": section.dropout}  # fmt: skip
+        torch.manual_seed(seed)
+        return _own(section.family, arguments)
+    try:
+        shape = Shape(
+            family=cast(Literal["gpt2", "llama"], section.family),
+            vocab_size=vocab_size,
+            positions=positions,
+            layers=section.layers,
+            width=section.width,
+            heads=section.heads,
+            kv_heads=section.kv_heads or 0,
+            mlp_width=section.mlp_width or 0,
+            dropout=section.dropout,
+            bos_token_id=end_of_text,
+            eos_token_id=end_of_text,
+        )
+    except ValueError as error:
+        raise BadConfig("the model section does not fit together", str(error), "change one of the sizes") from error
+    model = Transformer(shape)
+    init_weights(model, seed)
+    return Built(model, shape_to_hf(shape), vocab_size, positions)
+
+
+def load_folder(folder: Path) -> Built:
+    """The model of a checkpoint or of any Hugging Face folder of the two families, weights included."""
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise InputMissing(
+            f"{folder} is not a model folder", "it has no readable config.json", "give a run, or a folder"
+        )
+    if config.get("model_type") == OWN_TYPE:
+        built = _own(config["family"], config["arguments"])
+        load_weights(built.model, folder)
+        return built
+    return _load(folder, _shape(folder, config))
+
+
+def _from_folder(folder: Path, vocab_size: int, positions: int, dropout: float) -> Built:
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise InputMissing(
+            f"model.init_from {folder} is not a model folder", "no readable config.json", "check the path"
+        )
+    shape = replace(_shape(folder, config), dropout=dropout)
+    if shape.vocab_size < vocab_size:
+        raise BadConfig(
+            f"the tokenizer has {vocab_size:,} tokens, the model in {folder} knows {shape.vocab_size:,}",
+            "every id must be one that the model knows",
+            f"use the model's own tokenizer: --tokenizer.path {folder}",
+        )
+    if shape.positions < positions:
+        raise BadConfig(
+            f"data.seq_len {positions} is longer than the {shape.positions} positions of {folder}",
+            "the model has no positions beyond that",
+            f"--data.seq_len {shape.positions}",
+        )
+    return _load(folder, shape)
+
+
+def _shape(folder: Path, config: dict[str, Any]) -> Shape:
+    try:
+        return shape_from_hf(config)
+    except (ValueError, KeyError) as error:
+        raise BadConfig(
+            f"{folder}/config.json is not of a family known here", str(error), "gpt2 and llama are"
+        ) from error
+
+
+def _load(folder: Path, shape: Shape) -> Built:
+    model = Transformer(shape)
+    try:
+        load_weights(model, folder)
+    except FileNotFoundError as error:
+        raise InputMissing(f"{folder} has no weights", str(error), "expected model.safetensors") from error
+    except ValueError as error:
+        raise BadData(
+            f"the weights in {folder} do not fit its config.json", str(error), "use an intact folder"
+        ) from error
+    return Built(model, shape_to_hf(shape), shape.vocab_size, shape.positions)
+
+
+def _own(name: str, arguments: dict[str, Any]) -> Built:
+    """Call the user's `module:name`; the current folder is on the path."""
+    module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        make = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise BadConfig(
+            f"cannot load model.family {name}", str(error), "it is looked up from the current folder"
+        ) from error
+    model = make(**arguments)
+    if not isinstance(model, torch.nn.Module):
+        raise BadConfig(
+            f"{name} did not return a torch.nn.Module", f"it returned {type(model).__name__}", "see docs/MAP.md"
+        )
+    config = {"model_type": OWN_TYPE, "family": name, "arguments": arguments}
+    return Built(model, config, arguments["vocab_size"], arguments["positions"])

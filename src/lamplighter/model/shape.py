@@ -1,0 +1,278 @@
+"""The shape of a model: its sizes, what they cost, and how Hugging Face writes them down.
+
+In:  sizes chosen by a run, or the content of a config.json.
+Out: a checked Shape, the config.json content for it, parameter and FLOP counts. No torch: plans are made without it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+Family = Literal["gpt2", "llama"]
+
+LLAMA_MLP_MULTIPLE = 64  # matrix units like round sizes; 8/3 of the width is rounded up to this
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one model. A zero for kv_heads or mlp_width stands for the family's usual value.
+
+    `dropout` is the family's own: embeddings, attention and residuals for gpt2; attention alone for llama.
+    """
+
+    family: Family
+    vocab_size: int
+    positions: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int = 0  # 0: as many as heads
+    mlp_width: int = 0  # 0: 4 x width (gpt2); 8/3 x width, rounded up to a multiple of 64 (llama)
+    dropout: float = 0.0
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0  # llama only
+    tie_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.family not in ("gpt2", "llama"):
+            raise ValueError(f"model family {self.family!r} is not known here; the built-in ones are gpt2 and llama")
+        # A frozen dataclass is filled in once, here; after this every number is the real one.
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "mlp_width", self.mlp_width or usual_mlp_width(self.family, self.width))
+        check_sizes(self)
+        check_heads(self)
+        check_numbers(self)
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+def usual_mlp_width(family: str, width: int) -> int:
+    if family == "gpt2":
+        return 4 * width
+    return -(-8 * width // (3 * LLAMA_MLP_MULTIPLE)) * LLAMA_MLP_MULTIPLE
+
+
+def check_sizes(shape: Shape) -> None:
+    for name in ("vocab_size", "positions", "layers", "width", "heads", "kv_heads", "mlp_width"):
+        value = getattr(shape, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def check_heads(shape: Shape) -> None:
+    if shape.width % shape.heads:
+        raise ValueError(f"width {shape.width} cannot be shared out over {shape.heads} heads; make it a multiple")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(f"heads {shape.heads} must be a multiple of kv_heads {shape.kv_heads}")
+    if shape.family == "gpt2" and shape.kv_heads != shape.heads:
+        raise ValueError(f"kv_heads {shape.kv_heads}: gpt2 has one per head ({shape.heads}); llama can share them")
+    if shape.family == "llama" and shape.head_width % 2:
+        raise ValueError(
+            f"width / heads is {shape.head_width}, but llama turns pairs of numbers by position: it must be even"
+        )
+
+
+def check_numbers(shape: Shape) -> None:
+    if not 0.0 <= shape.dropout < 1.0:
+        raise ValueError(f"dropout must be at least 0 and below 1, not {shape.dropout}")
+    if not shape.norm_eps > 0.0:
+        raise ValueError(f"norm_eps must be above 0, not {shape.norm_eps}")
+    if not shape.rope_theta > 0.0:
+        raise ValueError(f"rope_theta must be above 0, not {shape.rope_theta}")
+
+
+# --- what it costs -------------------------------------------------------------------------------------------------
+
+
+def count_parameters(shape: Shape) -> int:
+    """Every trained number, once: a tied head is the embedding itself and is not counted again."""
+    width = shape.width
+    embeddings = shape.vocab_size * width
+    head = 0 if shape.tie_embeddings else shape.vocab_size * width
+    layers = shape.layers * matmul_parameters_per_layer(shape)
+    if shape.family == "gpt2":
+        positions = shape.positions * width
+        biases_per_layer = 3 * width + width + shape.mlp_width + width
+        norms = (2 * shape.layers + 1) * 2 * width  # weight and bias
+        return embeddings + positions + layers + shape.layers * biases_per_layer + norms + head
+    norms = (2 * shape.layers + 1) * width  # weight alone
+    return embeddings + layers + norms + head
+
+
+def matmul_parameters_per_layer(shape: Shape) -> int:
+    """The weights of one layer that multiply every token: attention projections and MLP, no biases, no norms."""
+    width, mlp_width = shape.width, shape.mlp_width
+    if shape.family == "gpt2":
+        return 4 * width * width + 2 * width * mlp_width
+    kv_width = shape.kv_heads * shape.head_width
+    return 2 * width * width + 2 * width * kv_width + 3 * width * mlp_width
+
+
+def flops_per_token(shape: Shape, seq_len: int) -> float:
+    """FLOPs to train on one token, in a sequence of seq_len tokens: 6 * N + 12 * layers * width * seq_len.
+
+    N = layers * matmul_parameters_per_layer + vocab_size * width. The last term is the head, which is a matrix product
+    whether tied or not; looking up tokens and positions is no arithmetic. 6 = a multiply and an add, forward once and
+    backward twice. Attention: scores and mixing are 2 * 2 * width * seq_len forward in each layer, three times that to
+    train. The causal mask is not deducted (the usual convention); nothing is added for norms, biases, activations.
+    """
+    matmul = shape.layers * matmul_parameters_per_layer(shape) + shape.vocab_size * shape.width
+    return 6.0 * matmul + 12.0 * shape.layers * shape.width * seq_len
+
+
+# --- as Hugging Face writes it -------------------------------------------------------------------------------------
+
+
+def shape_to_hf(shape: Shape) -> dict[str, Any]:
+    """The content of a config.json that AutoModelForCausalLM.from_pretrained opens."""
+    written = gpt2_to_hf(shape) if shape.family == "gpt2" else llama_to_hf(shape)
+    return written | {
+        "vocab_size": shape.vocab_size,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "bos_token_id": shape.bos_token_id,
+        "eos_token_id": shape.eos_token_id,
+        "use_cache": True,
+        "dtype": "float32",
+    }
+
+
+def gpt2_to_hf(shape: Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_positions": shape.positions,
+        "n_embd": shape.width,
+        "n_layer": shape.layers,
+        "n_head": shape.heads,
+        "n_inner": shape.mlp_width,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": shape.norm_eps,
+        "embd_pdrop": shape.dropout,
+        "attn_pdrop": shape.dropout,
+        "resid_pdrop": shape.dropout,
+    }
+
+
+def llama_to_hf(shape: Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": shape.positions,
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width,
+        "intermediate_size": shape.mlp_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+        # Both spellings: transformers 5 reads the second, everything older (and llama.cpp) the first.
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "attention_bias": False,
+        "attention_dropout": shape.dropout,
+        "mlp_bias": False,
+    }
+
+
+def shape_from_hf(config: dict[str, Any]) -> Shape:
+    """Read a config.json. A field that asks for something we do not compute is a ValueError that names it."""
+    refuse_unless(config, "quantization_config", None)
+    family = config.get("model_type")
+    if family == "gpt2":
+        return gpt2_from_hf(config)
+    if family == "llama":
+        return llama_from_hf(config)
+    raise ValueError(f"config.json: model_type {family!r} is not supported; gpt2 and llama are")
+
+
+def gpt2_from_hf(config: dict[str, Any]) -> Shape:
+    refuse_unless(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")  # two names of one function
+    refuse_unless(config, "scale_attn_weights", True)
+    refuse_unless(config, "scale_attn_by_inverse_layer_idx", False)
+    refuse_unless(config, "add_cross_attention", False)
+    dropouts = {name: float(config.get(name, 0.1)) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
+    if len(set(dropouts.values())) > 1:
+        raise ValueError(f"config.json: {dropouts}: one dropout for all three is supported; make them equal")
+    return Shape(
+        family="gpt2",
+        vocab_size=required(config, "vocab_size"),
+        positions=required(config, "n_positions"),
+        layers=required(config, "n_layer"),
+        width=required(config, "n_embd"),
+        heads=required(config, "n_head"),
+        mlp_width=config.get("n_inner") or 0,
+        dropout=dropouts["resid_pdrop"],
+        norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+        bos_token_id=one_token_id(config, "bos_token_id"),
+        eos_token_id=one_token_id(config, "eos_token_id"),
+    )
+
+
+def llama_from_hf(config: dict[str, Any]) -> Shape:
+    refuse_unless(config, "hidden_act", "silu", "swish")
+    refuse_unless(config, "attention_bias", False)
+    refuse_unless(config, "mlp_bias", False)
+    width, heads = required(config, "hidden_size"), required(config, "num_attention_heads")
+    head_width = config.get("head_dim")
+    if head_width is not None and head_width * heads != width:
+        raise ValueError(f"config.json: head_dim {head_width} x {heads} heads is not hidden_size {width}: unsupported")
+    return Shape(
+        family="llama",
+        vocab_size=required(config, "vocab_size"),
+        positions=required(config, "max_position_embeddings"),
+        layers=required(config, "num_hidden_layers"),
+        width=width,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or 0,
+        mlp_width=required(config, "intermediate_size"),
+        dropout=float(config.get("attention_dropout") or 0.0),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=rope_theta_of(config),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        bos_token_id=one_token_id(config, "bos_token_id"),
+        eos_token_id=one_token_id(config, "eos_token_id"),
+    )
+
+
+def rope_theta_of(config: dict[str, Any]) -> float:
+    """The base of the rotation; newer files keep it inside rope_parameters or rope_scaling."""
+    theta = config.get("rope_theta", 10_000.0)
+    for name in ("rope_scaling", "rope_parameters"):
+        inner = config.get(name) or {}
+        kind = inner.get("rope_type", inner.get("type", "default"))
+        if kind != "default":
+            raise ValueError(f"config.json: {name} of type {kind!r} is not supported; only plain RoPE is")
+        if inner.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"config.json: {name}.partial_rotary_factor is not supported; only the whole head turns")
+        theta = inner.get("rope_theta", theta)
+    return float(theta)
+
+
+def required(config: dict[str, Any], name: str) -> int:
+    if name not in config:
+        raise ValueError(f"config.json: {name} is missing; without it the size of the model is unknown")
+    return cast(int, config[name])
+
+
+def refuse_unless(config: dict[str, Any], name: str, *allowed: object) -> None:
+    """Absent is fine: Hugging Face's own default is the first of the allowed values."""
+    value = config.get(name, allowed[0])
+    if value not in allowed:
+        raise ValueError(f"config.json: {name} {value!r} is not supported; {' or '.join(map(repr, allowed))} is")
+
+
+def one_token_id(config: dict[str, Any], name: str) -> int | None:
+    value = config.get(name)
+    if isinstance(value, list):
+        if len(value) != 1:
+            raise ValueError(
+                f"config.json: {name} {value} holds several; keep one, and the rest in generation_config.json"
+            )
+        value = value[0]
+    return cast("int | None", value)

@@ -1,0 +1,365 @@
+"""One run is one folder: its layout, its lock, and files that are either whole or not there.
+
+In:  a runs folder and a name.
+Out: paths, atomic writes, append-only line files, the lock, manifests and their verification.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lamplighter.errors import AlreadyRunning, CannotWrite
+
+CACHE_NAME = ".cache"
+HEARTBEAT_DEAD_S = 10.0
+NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "ceph", "gluster", "gpfs", "beegfs", "9p", "fuse.sshfs", "afs")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of one run. Every file has exactly one writing process (named in docs/MAP.md)."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def output(self) -> Path:
+        return self.path / "output.log"
+
+    @property
+    def console(self) -> Path:
+        return self.path / "console.log"
+
+    @property
+    def stacks(self) -> Path:
+        return self.path / "stacks"
+
+    @property
+    def slots(self) -> Path:
+        return self.path / "slots"
+
+    @property
+    def ask(self) -> Path:
+        return self.path / "ask"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.md"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    def rank_events(self, rank: int) -> Path:
+        return self.path / f"events.rank{rank}.jsonl"
+
+    def slot(self, rank: int) -> Path:
+        return self.slots / f"rank{rank}.slot"
+
+    def fifo(self, rank: int) -> Path:
+        return self.slots / f"rank{rank}.ask"
+
+    def stack_answer(self, rank: int) -> Path:
+        return self.slots / f"rank{rank}.stacks.json"
+
+    def create(self) -> None:
+        """Make the folder and its sub-folders, or say why that is impossible."""
+        try:
+            for folder in (self.path, self.stacks, self.ask, self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            if not self.slots.exists():
+                _make_slots(self.slots)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+
+def _make_slots(slots: Path) -> None:
+    """Slots are mapped memory: on a network file system they live in /dev/shm behind a link."""
+    if slots.is_symlink():
+        slots.unlink()
+    if not is_network_file_system(slots.parent):
+        slots.mkdir(exist_ok=True)
+        return
+    digest = hashlib.sha256(str(slots.resolve()).encode()).hexdigest()[:16]
+    real = Path("/dev/shm") / f"lamplighter-{os.getuid()}-{digest}"
+    real.mkdir(mode=0o700, exist_ok=True)
+    slots.symlink_to(real)
+
+
+def is_network_file_system(path: Path) -> bool:
+    """Whether the mount that holds `path` is a network file system."""
+    try:
+        table = Path("/proc/self/mounts").read_text()
+    except OSError:
+        return False
+    best, kind = "", ""
+    where = str(path.resolve())
+    for row in table.splitlines():
+        _, mount, fstype, *_ = row.split()
+        inside = where == mount or where.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, fstype
+    return kind.startswith(NETWORK_FILE_SYSTEMS)
+
+
+def cannot_write(path: Path, error: OSError) -> CannotWrite:
+    """The three lines for a path that cannot be written."""
+    if error.errno == errno.ENOSPC:
+        return CannotWrite(
+            f"the disk is full: {path}",
+            f"{human_bytes(free_bytes(path))} are free there",
+            "free some space or choose another place with --runs-dir; what was saved before is intact",
+        )
+    return CannotWrite(f"cannot write to {path}", error.strerror or str(error), "choose another place with --runs-dir")
+
+
+def free_bytes(path: Path) -> int:
+    """Free space of the file system that holds `path` (or its nearest existing parent)."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KB'."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+# ---------------------------------------------------------------- files that are whole or not there
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a rename in this folder survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: bytes | str, durable: bool = True) -> None:
+    """Replace `path` in one instant; readers see the old file or the new one, never a part."""
+    data = data.encode() if isinstance(data, str) else data
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+        if durable:
+            fsync_folder(path.parent)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any, durable: bool = True) -> None:
+    write_atomic(path, json.dumps(value, indent=1) + "\n", durable)
+
+
+def read_json(path: Path) -> Any:
+    """The parsed file, or None where it is missing or not JSON (a torn file of somebody else)."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def open_lines(path: Path) -> int:
+    """Open for appending; a file that was killed in mid-line gets its newline first."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        os.write(fd, b"\n")
+    return fd
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a .jsonl file; torn lines (a killed writer) are passed over."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def move_aside(path: Path) -> Path:
+    """Rename `path` to the first free `path.1`, `path.2`, ... and say which."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+# ---------------------------------------------------------------- manifests
+
+
+def hash_file(path: Path, tick: Callable[[int], None] | None = None) -> str:
+    """sha256 of a file, in blocks; `tick` gets the bytes as they pass."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            if tick:
+                tick(len(block))
+    return digest.hexdigest()
+
+
+def write_manifest(folder: Path, **extra: Any) -> None:
+    """List every file with its size and hash; written last, so its presence means 'complete'."""
+    files = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "manifest.json"
+    }
+    write_json(folder / "manifest.json", {**extra, "files": files})
+
+
+def verify_manifest(folder: Path, deep: bool = True, tick: Callable[[int], None] | None = None) -> str | None:
+    """None if the folder is what its manifest says, else the reason in words."""
+    if not (folder / "manifest.json").exists():
+        return "manifest.json is missing (the save did not finish)"
+    manifest = read_json(folder / "manifest.json")
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or not manifest["files"]:
+        return "manifest.json is damaged"
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if (size := path.stat().st_size) != expected["bytes"]:
+            return f"{name} has {size:,} bytes, expected {expected['bytes']:,}"
+        if deep and hash_file(path, tick) != expected["sha256"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+# ---------------------------------------------------------------- who runs it
+
+
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def pid_start(pid: int) -> int:
+    """Start time of a process in clock ticks since boot, 0 if it is gone: pid + start name a process for ever."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rsplit(")", 1)[1].split()[19])
+
+
+def identity() -> dict[str, Any]:
+    """This process, as other processes and hosts can recognise it."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "boot_id": boot_id(), "pid": pid, "pid_start": pid_start(pid)}
+
+
+def is_alive(who: dict[str, Any]) -> bool:
+    """Whether the process that `identity` described still runs on this host."""
+    same_boot = who.get("boot_id") == boot_id()
+    return same_boot and who.get("pid_start", 0) != 0 and pid_start(int(who.get("pid", 0))) == who["pid_start"]
+
+
+def status_age_s(run: RunDir) -> float:
+    """Seconds since the run's parent last wrote its status; infinite if it never did."""
+    try:
+        return time.time() - run.status.stat().st_mtime
+    except OSError:
+        return float("inf")
+
+
+def is_running(run: RunDir) -> bool:
+    """Whether a process holds the run's lock, here or (by its heartbeat) on another host."""
+    if not run.lock.exists():
+        return False
+    with open(run.lock, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return _runs_elsewhere(run)
+
+
+def _runs_elsewhere(run: RunDir) -> bool:
+    status = read_json(run.status) or {}
+    other_host = status.get("host") not in (None, socket.gethostname())
+    return other_host and status.get("state") == "running" and status_age_s(run) < HEARTBEAT_DEAD_S
+
+
+def take_lock(run: RunDir) -> int:
+    """One run, one owner. The descriptor is passed to the child, so a surviving child still holds it."""
+    try:
+        fd = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise cannot_write(run.lock, error) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = read_json(run.lock) or {}
+        os.close(fd)
+        raise _already_running(run, holder) from error
+    if _runs_elsewhere(run):
+        os.close(fd)
+        raise _already_running(run, read_json(run.status) or {})
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps({**identity(), "t": time.time()}).encode(), 0)
+    return fd
+
+
+def _already_running(run: RunDir, holder: dict[str, Any]) -> AlreadyRunning:
+    who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
+    return AlreadyRunning(
+        f"run {run.name} is already running",
+        f"{who} holds {run.lock}",
+        f"look at it with: lamp watch {run.name}; or end it with: lamp stop {run.name}",
+    )

@@ -1,0 +1,268 @@
+"""Save, keep, find, load: a checkpoint is a Hugging Face folder plus training/, complete or not there at all.
+
+In:  model, optimizer, tokenizer, the counters of the run.
+Out: checkpoints/checkpoint-N, latest.json, best.json; the newest valid one at resume, each invalid one with its reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from lamplighter import report
+from lamplighter.errors import CannotWrite, NoCheckpoint
+from lamplighter.rundir import (
+    cannot_write,
+    free_bytes,
+    fsync_folder,
+    human_bytes,
+    move_aside,
+    read_json,
+    verify_manifest,
+    write_json,
+    write_manifest,
+)
+
+PREFIX = "checkpoint-"
+SPARE = 1.05  # a save needs its tensors and a little more
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The counters after `step` steps. With the seed they determine all that follows."""
+
+    step: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    best_val_loss: float | None = None
+    best_step: int = 0
+
+    def scored(self, step: int, val_loss: float) -> Progress:
+        better = self.best_val_loss is None or val_loss < self.best_val_loss
+        return replace(self, best_val_loss=val_loss, best_step=step) if better else self
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What goes into a checkpoint."""
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    config: dict[str, Any]  # config.json
+    save_tokenizer: Callable[[Path], None]
+    facts: dict[str, Any]  # machine, versions, fingerprints
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for part in (self.model, self.optimizer) for t in part.values())
+
+
+def step_of(path: Path) -> int:
+    """checkpoint-500 -> 500; -1 for any other name."""
+    number = path.name.removeprefix(PREFIX)
+    return int(number) if path.name.startswith(PREFIX) and number.isdigit() else -1
+
+
+def newest_first(root: Path) -> list[Path]:
+    return sorted((path for path in root.glob(f"{PREFIX}*") if step_of(path) >= 0), key=step_of, reverse=True)
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save(root: Path, progress: Progress, contents: Contents, keep: int, protect: set[int]) -> Path:
+    """Write checkpoint-N whole, then make room. On a full disk: prune, try once more, else CannotWrite."""
+    started = time.monotonic()
+    final = root / f"{PREFIX}{progress.step}"
+    with report.phase("save", total=contents.bytes, unit="B") as phase:
+        report.flag("saving", True)
+        try:
+            _save_with_room(root, final, progress, contents, protect, phase)
+        finally:
+            report.flag("saving", False)
+        write_json(root / "latest.json", {"step": progress.step, "path": final.name, "t": time.time()})
+        prune(root, keep, protect)
+    report.number(durable_step=progress.step)
+    report.event(
+        "checkpoint", step=progress.step, path=str(final), bytes=contents.bytes, seconds=time.monotonic() - started
+    )
+    return final
+
+
+def _save_with_room(
+    root: Path, final: Path, progress: Progress, contents: Contents, protect: set[int], phase: report.Phase
+) -> None:
+    need = int(contents.bytes * SPARE)
+    if free_bytes(root) < need:
+        prune(root, 1, protect)
+    try:
+        require_room(root, need)
+        _write(final, progress, contents, phase)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise cannot_write(final, error) from error
+        report.warn(
+            f"the disk filled up while saving step {progress.step}; pruning old checkpoints and trying once more"
+        )
+        prune(root, 1, protect)
+        require_room(root, need)
+        try:
+            _write(final, progress, contents, phase)
+        except OSError as again:
+            raise cannot_write(final, again) from again
+
+
+def require_room(root: Path, need: int) -> None:
+    """CannotWrite, with need and have, before anything is written."""
+    have = free_bytes(root)
+    if have < need:
+        raise CannotWrite(
+            f"no room for a checkpoint in {root}",
+            f"it needs {human_bytes(need)}, {human_bytes(have)} are free",
+            "free some space, or choose another place with --runs-dir; the checkpoints that exist are intact",
+        )
+
+
+def _write(final: Path, progress: Progress, contents: Contents, phase: report.Phase) -> None:
+    """Under a temporary name, fsynced, manifest last, renamed, folder fsynced."""
+    temporary = final.with_name(f".writing-{final.name}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        (temporary / "training").mkdir(parents=True)
+        phase.set(0, "model.safetensors")
+        _write_tensors(temporary / "model.safetensors", contents.model)
+        phase.tick(_size(contents.model), "training/optimizer.safetensors")
+        _write_tensors(temporary / "training" / "optimizer.safetensors", contents.optimizer)
+        phase.tick(_size(contents.optimizer), "hashing")
+        write_json(temporary / "config.json", contents.config)
+        eos = contents.config.get("eos_token_id")
+        write_json(temporary / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
+        contents.save_tokenizer(temporary)
+        write_json(temporary / "training" / "state.json", {**asdict(progress), **contents.facts, "t": time.time()})
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                _fsync(path)
+        write_manifest(temporary, step=progress.step)
+        fsync_folder(temporary / "training")
+        fsync_folder(temporary)
+        if final.exists():
+            move_aside(final)
+        temporary.rename(final)
+        fsync_folder(final.parent)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if "os error 28" in str(error) or "No space left" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise OSError(errno.EIO, str(error), str(path)) from error
+
+
+def _size(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def mark_best(root: Path, progress: Progress) -> None:
+    """best.json names the best checkpoint that exists."""
+    if (root / f"{PREFIX}{progress.best_step}").exists():
+        write_json(root / "best.json", {"step": progress.best_step, "val_loss": progress.best_val_loss})
+
+
+def prune(root: Path, keep: int, protect: set[int]) -> None:
+    """Never the best, never the newest, never the one that this attempt resumed from; and what a dead save left."""
+    best = (read_json(root / "best.json") or {}).get("step", -1)
+    for path in newest_first(root)[max(1, keep) :]:
+        if step_of(path) not in protect | {best}:
+            _remove(path)
+    for path in root.glob(".writing-*"):
+        if not path.name.endswith(f"-{os.getpid()}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Take the manifest first: a half-removed checkpoint must never look valid."""
+    (path / "manifest.json").unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- finding and loading
+
+
+def find(root: Path, wanted: str = "auto") -> Path | None:
+    """`auto`: the newest valid one, or None; a name or path: that one, or an error."""
+    if wanted not in ("auto", ""):
+        path = root / wanted if (root / wanted).is_dir() else Path(wanted)
+        if not path.is_dir():
+            have = ", ".join(reversed([item.name for item in newest_first(root)])) or "none"
+            raise NoCheckpoint(
+                f"there is no checkpoint {wanted}", f"in {root} there are: {have}", "lamp checkpoints RUN"
+            )
+        reason = _verify(path)
+        if reason:
+            raise NoCheckpoint(f"{path} cannot be used", reason, "choose another: lamp checkpoints RUN")
+        return path
+    there = newest_first(root)
+    for path in there:
+        reason = _verify(path)
+        if reason is None:
+            return path
+        report.warn(f"{path.name} is passed over: {reason}", checkpoint=path.name, reason=reason)
+    if there:
+        raise NoCheckpoint(
+            f"none of the {len(there)} checkpoints in {root} is valid",
+            "each was damaged or not finished (see the warnings above)",
+            "begin anew with --resume never (the old folder is kept), or give another with --resume PATH",
+        )
+    return None
+
+
+def _verify(path: Path) -> str | None:
+    total = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
+    with report.phase("verify", total=total, unit="B") as phase:
+        return verify_manifest(path, deep=True, tick=lambda n: phase.tick(n, path.name))
+
+
+def set_aside_newer(root: Path, step: int) -> list[str]:
+    """After going back to an older checkpoint the newer ones are another future: kept, but out of the way."""
+    moved = []
+    for path in newest_first(root):
+        if step_of(path) > step:
+            path.rename(path.with_name(f"aside-{path.name}-{int(time.time())}"))
+            moved.append(path.name)
+    return moved
+
+
+def load_state(path: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str, Any]]:
+    """(counters, optimizer tensors, facts) of a verified checkpoint."""
+    state = read_json(path / "training" / "state.json")
+    if not isinstance(state, dict):
+        raise NoCheckpoint(
+            f"{path} has no training state", "it is a model folder", f"start from it with --model.init_from {path}"
+        )
+    names = Progress.__dataclass_fields__
+    progress = Progress(**{name: state[name] for name in names if name in state})
+    tensors = load_file(path / "training" / "optimizer.safetensors")
+    return progress, tensors, {name: value for name, value in state.items() if name not in names}

@@ -1,0 +1,142 @@
+"""Verdicts on numbers: non-finite, not learning, too good, warm-up, budget. Pure functions and one small memory.
+
+In:  losses, gradient norms, the schedule, the money.
+Out: verdicts in the form of every other verdict (state, cause, why, next, action); the loop acts on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import asdict, dataclass, field
+
+from lamplighter import report
+from lamplighter.config import Budget, Run
+from lamplighter.errors import BadConfig
+from lamplighter.train.optim import Schedule
+
+LONG_RUN_S = 2 * 3600
+WARMUP_SHARE = 0.30
+NOT_LEARNING = 0.97  # of ln(vocab)
+TOO_GOOD_NATS = 0.05
+RECENT = 50
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """verdict / why / next, as DESIGN says it."""
+
+    state: str
+    cause: str
+    why: str
+    next: str
+    action: str = "none"
+    evidence: tuple[str, ...] = ()
+    culprit: dict[str, object] = field(default_factory=dict)
+    since_s: float = 0.0
+
+
+def say(verdict: Verdict) -> None:
+    report.event("verdict", **asdict(verdict))
+
+
+def check_finite(step: int, loss: float, grad_norm: float, samples: list[int]) -> Verdict | None:
+    """Before the optimizer step: a number that is not finite must never reach the weights."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return None
+    what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {grad_norm}"
+    return Verdict(
+        "diverged",
+        "nan_batch",
+        f"{what} at step {step} (windows {_some(samples)}); the weights were not touched",
+        "look at that data; lower train.lr; resume goes on from the last good checkpoint",
+        "stop",
+        (f"loss {loss}", f"grad_norm {grad_norm}"),
+        {"step": step, "item": samples[:8]},
+    )
+
+
+def _some(samples: list[int]) -> str:
+    return ", ".join(map(str, samples[:6])) + (", ..." if len(samples) > 6 else "")
+
+
+class Trend:
+    """Remembers the last losses; each alarm is raised once."""
+
+    def __init__(self, vocab_size: int, schedule: Schedule, window: int = RECENT) -> None:
+        self.chance = math.log(vocab_size)
+        self.patience = max(100, min(schedule.warmup, schedule.steps // 4))
+        self.recent: deque[float] = deque(maxlen=window)
+        self.said: set[str] = set()
+
+    def look(self, step: int, loss: float) -> Verdict | None:
+        self.recent.append(loss)
+        if len(self.recent) < self.recent.maxlen or step < self.patience:  # type: ignore[operator]
+            return None
+        mean = sum(self.recent) / len(self.recent)
+        if mean > NOT_LEARNING * self.chance and self._first("not_learning"):
+            return Verdict(
+                "waste",
+                "not_learning",
+                f"after {step} steps the loss is {mean:.2f}, and ln(vocabulary) is {self.chance:.2f}: nothing is learned",
+                "check the data (lamp data stats) and raise train.lr; stop it with lamp stop",
+                evidence=(f"mean of the last {len(self.recent)} losses {mean:.4f}",),
+            )
+        if mean < TOO_GOOD_NATS and self._first("too_good"):
+            return Verdict(
+                "waste",
+                "too_good",
+                f"after {step} steps the loss is {mean:.4f} nats per token: too good to be true for text",
+                "look for targets that leak into inputs, or data that repeats",
+                evidence=(f"mean of the last {len(self.recent)} losses {mean:.4f}",),
+            )
+        return None
+
+    def _first(self, name: str) -> bool:
+        fresh = name not in self.said
+        self.said.add(name)
+        return fresh
+
+
+def explain_schedule(schedule: Schedule) -> None:
+    """A low rate at step 1 is warm-up, and is said to be; too much of it is warned about."""
+    share = schedule.warmup / schedule.steps
+    if schedule.warmup > 1:
+        report.note(
+            f"learning rate: {schedule.lr_at(1):.2e} at step 1 is warm-up; {schedule.peak:.2e} from step {schedule.warmup}"
+            f" ({share:.1%} of the run, counted in optimizer steps), then {schedule.shape}"
+        )
+    if share > WARMUP_SHARE:
+        report.warn(
+            f"warm-up takes {share:.0%} of the run ({schedule.warmup} of {schedule.steps} optimizer steps);"
+            f" under 10 % is usual: --train.warmup_steps {max(1, schedule.steps // 20)}"
+        )
+
+
+def refuse_long_runs(run: Run, preset: str | None, expected_s: float, steps: int, force: bool) -> None:
+    """No save due, or a toy preset, in a run of hours: refused unless forced."""
+    if expected_s < LONG_RUN_S or force:
+        return
+    hours = f"the run is expected to last {expected_s / 3600:.1f} hours"
+    by_steps = 0 < run.save.every_steps < steps
+    by_time = 0 < run.save.every_s < expected_s
+    if not by_steps and not by_time:
+        raise BadConfig("no save is due during this run", hours, "set save.every_s 600, or insist with --force")
+    if preset == "demo":
+        raise BadConfig("the demo preset is a toy", hours, "choose --preset slm, or insist with --force")
+
+
+def budget_reached(budget: Budget, spent_s: float, save_s: float, step_s: float) -> Verdict | None:
+    """Stop while there is still time for one more step's worth and the save itself."""
+    reserve_s = 2 * save_s + 2 * step_s + 0.5
+    left_s = budget.left_s(spent_s)
+    if left_s > reserve_s:
+        return None
+    usd = f", ${budget.spent_usd(spent_s):.4f} of ${budget.usd:.4f}" if budget.usd is not None else ""
+    return Verdict(
+        "waste",
+        "budget",
+        f"the budget is nearly spent ({spent_s / 3600:.3f} hours{usd}); {left_s:.1f} s left, a save takes {save_s:.1f} s",
+        "raise budget.usd or budget.hours and run the same command again to go on",
+        "stop",
+    )

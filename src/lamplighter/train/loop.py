@@ -1,0 +1,365 @@
+"""The only training loop in the product: pre-training and fine-tuning, driven by the CLI, a notebook or a test.
+
+In:  Parts: model, optimizer, data, sections, and the counters to go on from.
+Out: one record per optimizer step; `with training(parts) as steps: for record in steps: ...`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lamplighter import report
+from lamplighter.config import Run
+from lamplighter.data.batches import Batch, BatchStream
+from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.data.tokens import Tokens
+from lamplighter.errors import STOPPED_EARLY, Diverged, StoppedEarly
+from lamplighter.model.build import Built
+from lamplighter.model.sample import stream as sample_stream
+from lamplighter.model.transformer import next_token_loss, weights
+from lamplighter.rundir import RunDir, free_bytes, read_lines
+from lamplighter.train import checkpoint, guard, machine, optim, score
+from lamplighter.train.checkpoint import Progress
+
+STOP_PATIENCE_S = 1.0  # how long a stop waits for the step to end by itself before it saves from beside it
+SYSTEM_EVERY_STEPS = 10
+
+
+@dataclass
+class Parts:
+    """All that a loop needs; made by work.py, a notebook or a test."""
+
+    run: Run
+    folder: RunDir
+    machine: machine.Machine
+    built: Built
+    optimizer: torch.optim.Optimizer
+    schedule: optim.Schedule
+    tokens: Tokens
+    tokenizer: Tokenizer
+    steps: int
+    facts: dict[str, Any]
+    progress: Progress = field(default_factory=Progress)
+    floor: score.Floor | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.built.model
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished optimizer step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    seconds: float
+    tokens: int
+
+
+class Keeper:
+    """Makes steps durable: for the loop, for a request, or for a stop while the loop is busy in a long call.
+
+    State is constant outside `commit`, so another thread may save the last completed step whenever it holds the lock.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.lock = threading.RLock()
+        self.durable = parts.progress.step
+        self.protect = {parts.progress.step} if parts.progress.step else set[int]()
+        self.saved_at = time.monotonic()
+        self.save_s = 0.0
+        self.stopped = threading.Event()
+
+    def due(self, step: int) -> bool:
+        """By steps, by time, and at the end."""
+        section = self.parts.run.save
+        by_steps = section.every_steps > 0 and step % section.every_steps == 0
+        by_time = section.every_s > 0 and time.monotonic() - self.saved_at >= section.every_s
+        return by_steps or by_time or step == self.parts.steps
+
+    def save(self) -> None:
+        """Save the last completed step, if it is not durable already."""
+        with self.lock:
+            parts = self.parts
+            if parts.progress.step == self.durable or parts.progress.step == 0:
+                return
+            started = time.monotonic()
+            contents = checkpoint.Contents(
+                weights(parts.model),
+                optim.state_tensors(parts.model, parts.optimizer),
+                parts.built.config,
+                parts.tokenizer.save,
+                parts.facts,
+            )
+            checkpoint.save(parts.folder.checkpoints, parts.progress, contents, parts.run.save.keep, self.protect)
+            self.durable = parts.progress.step
+            self.saved_at = time.monotonic()
+            self.save_s = self.saved_at - started
+
+    def stop(self) -> None:
+        """Asked to stop: let the loop do it; if it is busy for longer, save from here and leave."""
+        if self.stopped.wait(STOP_PATIENCE_S):
+            return
+        with self.lock:
+            if self.stopped.is_set():
+                return
+            self.save()
+            report.leave(STOPPED_EARLY)
+
+
+@contextlib.contextmanager
+def training(parts: Parts) -> Iterator[Iterator[Record]]:
+    """Hand out the steps; leaving the block makes the last completed one durable."""
+    keeper = Keeper(parts)
+    report.number(steps=parts.steps, step=parts.progress.step, durable_step=keeper.durable)
+    report.when_asked(stop=keeper.stop, save=keeper.save)
+    data, train = parts.run.data, parts.run.train
+    stream = BatchStream(
+        parts.tokens.train,
+        train.seed,
+        train.batch_size,
+        data.seq_len,
+        parts.tokenizer.end_of_text,
+        parts.progress.step + 1,
+    )
+    parts.model.train()
+    good = True
+    try:
+        yield _steps(parts, keeper, stream)
+    except Diverged:
+        good = False
+        raise
+    finally:
+        stream.close()
+        if good:
+            keeper.save()
+        keeper.stopped.set()
+        report.when_asked(None, None)
+
+
+def _steps(parts: Parts, keeper: Keeper, stream: BatchStream) -> Iterator[Record]:
+    trend = guard.Trend(parts.built.vocab_size, parts.schedule)
+    first = parts.progress.step + 1
+    _catch_up(parts, keeper)
+    if first > parts.steps:
+        return
+    with report.phase("first batch"):
+        batch = stream.next(first)
+    if parts.run.train.compile:
+        _compile(parts, batch)
+    with report.phase("first step"):
+        record = _step(parts, keeper, batch, trend, 0.0)
+    with report.phase("train", total=parts.steps, unit="steps"):
+        _after(parts, keeper, record)
+        yield record
+        for step in range(first + 1, parts.steps + 1):
+            _heed(parts, keeper, record)
+            started = time.perf_counter()
+            with report.span("data wait"):
+                batch = stream.next(step)
+            record = _step(parts, keeper, batch, trend, time.perf_counter() - started)
+            _after(parts, keeper, record)
+            yield record
+        _heed(parts, keeper, record)
+
+
+def _compile(parts: Parts, batch: Batch) -> None:
+    """One forward and backward whose gradients are thrown away: all compiling happens here, under its name."""
+    with report.phase("compile"):
+        report.flag("compiling", True)
+        try:
+            count = machine.compile_blocks(parts.model)
+            rows = _micro_rows(parts, batch)[0]
+            _micro_loss(parts, batch, rows).backward()  # type: ignore[no-untyped-call]
+            parts.optimizer.zero_grad(set_to_none=True)
+        finally:
+            report.flag("compiling", False)
+    report.note(f"compiled {count} blocks with torch.compile")
+
+
+def _micro_rows(parts: Parts, batch: Batch) -> list[slice]:
+    size = parts.run.train.micro_batch or parts.run.train.batch_size
+    return [slice(start, start + size) for start in range(0, len(batch.inputs), size)]
+
+
+def _micro_loss(parts: Parts, batch: Batch, rows: slice) -> torch.Tensor:
+    """The share of these rows in the mean loss over all real tokens of the step."""
+    device = parts.machine.device
+    ids = torch.from_numpy(batch.inputs[rows]).to(device, non_blocking=True)
+    targets = torch.from_numpy(batch.targets[rows]).to(device, non_blocking=True)
+    with parts.machine.precision():
+        logits = parts.model(ids)
+    loss: torch.Tensor = next_token_loss(logits, targets) / batch.real_tokens
+    return loss
+
+
+def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited_s: float) -> Record:
+    """One optimizer step, read left to right."""
+    started = time.perf_counter()
+    step, train = batch.step, parts.run.train
+    total: torch.Tensor | None = None
+    with report.span("compute"):
+        for micro, rows in enumerate(_micro_rows(parts, batch)):
+            machine.seed_step(train.seed, step, micro)
+            part = _micro_loss(parts, batch, rows)
+            part.backward()  # type: ignore[no-untyped-call]
+            total = part.detach() if total is None else total + part.detach()
+        limit = train.grad_clip or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), limit)
+        assert total is not None
+        loss, grad_norm = float(total), float(norm)
+    _refuse_nonfinite(parts, batch, loss, grad_norm)
+    lr = parts.schedule.lr_at(step)
+    with report.span("optimizer"), keeper.lock:
+        optim.set_lr(parts.optimizer, lr)
+        parts.optimizer.step()
+        parts.optimizer.zero_grad(set_to_none=True)
+        tokens = parts.progress.tokens + batch.real_tokens
+        parts.progress = replace(parts.progress, step=step, tokens=tokens, loss=loss)
+    seconds = waited_s + time.perf_counter() - started
+    _tell(parts, batch, Record(step, loss, grad_norm, lr, seconds, batch.real_tokens), waited_s)
+    if verdict := trend.look(step, loss):
+        guard.say(verdict)
+    return Record(step, loss, grad_norm, lr, seconds, batch.real_tokens)
+
+
+def _refuse_nonfinite(parts: Parts, batch: Batch, loss: float, grad_norm: float) -> None:
+    verdict = guard.check_finite(batch.step, loss, grad_norm, batch.samples.tolist())
+    if verdict is None:
+        return
+    report.metric(batch.step, {"train/loss": loss, "train/grad_norm": grad_norm, "train/iter": batch.step})
+    guard.say(verdict)
+    raise Diverged(f"diverged at step {batch.step}", verdict.why, verdict.next)
+
+
+def _tell(parts: Parts, batch: Batch, record: Record, waited_s: float) -> None:
+    """The record of the step, by the field's names."""
+    tokens_per_s = record.tokens / record.seconds
+    flops = parts.built.flops_per_token(parts.run.data.seq_len)
+    values = {
+        "train/loss": record.loss,
+        "train/lr": record.lr,
+        "train/grad_norm": record.grad_norm,
+        "train/iter": record.step,
+        "train/dt_ms": record.seconds * 1000,
+        "train/tok_per_sec": tokens_per_s,
+        "train/mfu": tokens_per_s * flops / parts.machine.peak_flops,
+        "train/tokens": parts.progress.tokens,
+        "train/epoch": batch.epoch,
+        "train/pad_frac": 1 - batch.real_tokens / batch.targets.size,
+        "train/data_wait_ms": waited_s * 1000,
+    }
+    budget = parts.run.budget
+    if budget.usd_per_hour is not None:
+        values["cost/usd"] = budget.spent_usd(report.spent_s())
+    if record.step % SYSTEM_EVERY_STEPS == 0:
+        values |= machine.memory_gb(parts.machine.device)
+        values["sys/disk_free_gb"] = free_bytes(parts.folder.path) / 1e9
+    report.metric(record.step, values)
+
+
+def _heed(parts: Parts, keeper: Keeper, record: Record) -> None:
+    """Between two steps: a request to stop, or a budget that is nearly spent."""
+    verdict = guard.budget_reached(parts.run.budget, report.spent_s(), max(keeper.save_s, 0.2), record.seconds)
+    if verdict is not None:
+        guard.say(verdict)
+    if verdict is None and not report.stopping():
+        return
+    if record.step >= parts.steps:
+        return
+    keeper.save()
+    keeper.stopped.set()
+    raise StoppedEarly(verdict.why if verdict else report.stop_reason())
+
+
+def _after(parts: Parts, keeper: Keeper, record: Record) -> None:
+    """Save before you score; score before you sample."""
+    if keeper.due(record.step):
+        keeper.save()
+    _look_at_model(parts, keeper, record.step)
+
+
+def _look_at_model(parts: Parts, keeper: Keeper, step: int) -> None:
+    section, last = parts.run.eval, step == parts.steps
+    if len(parts.tokens.val) > 1 and (last or (section.every_steps and step % section.every_steps == 0)):
+        _score(parts, keeper, step)
+    if section.sample_every_steps and (last or step % section.sample_every_steps == 0):
+        show_sample(parts, step)
+
+
+def _catch_up(parts: Parts, keeper: Keeper) -> None:
+    """A kill between the save and the score of a step: score it now, so that no validation is missing."""
+    step = parts.progress.step
+    scored = any("eval/val_loss" in record and record["step"] == step for record in read_lines(parts.folder.metrics))
+    if step and not scored:
+        _look_at_model(parts, keeper, step)
+
+
+def _score(parts: Parts, keeper: Keeper, step: int) -> None:
+    data, train, section = parts.run.data, parts.run.train, parts.run.eval
+    size = train.micro_batch or train.batch_size
+    eot, split = parts.tokenizer.end_of_text, parts.tokens.val
+    found = score.validate(parts.model, split, parts.machine, data.seq_len, size, eot, section.windows)
+    bpb = found.bits_per_byte(len(split) - 1)
+    values = {"eval/val_loss": found.loss, "eval/val_ppl": found.perplexity, "eval/val_bpb": bpb, "eval/iter": step}
+    if parts.progress.loss is not None:
+        values["eval/train_loss"] = parts.progress.loss
+    report.metric(step, values)
+    with keeper.lock:
+        parts.progress = parts.progress.scored(step, found.loss)
+    best = parts.progress.best_step == step
+    if best and keeper.durable == step:
+        checkpoint.mark_best(parts.folder.checkpoints, parts.progress)
+    text = found.words(parts.floor, bpb) + (" (best so far)" if best else "")
+    report.event("eval", step=step, text=text, loss=found.loss, nats_per_document=found.nats_per_document)
+
+
+def show_sample(parts: Parts, step: int) -> None:
+    """A few words from the model, for people."""
+    section = parts.run.eval
+    with report.phase("sample", total=section.sample_tokens, unit="tokens") as phase:
+        ids = [parts.tokenizer.end_of_text, *parts.tokenizer.encode(section.sample_prompt).tolist()]
+        text = "".join(
+            generate_text(
+                parts.model, parts.tokenizer, ids, section.sample_tokens, 0.8, step, phase.tick, parts.built.positions
+            )
+        )
+    report.event("sample", step=step, text=section.sample_prompt + text)
+
+
+def generate_text(
+    model: torch.nn.Module,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    tick: Callable[[], None],
+    positions: int,
+) -> Iterator[str]:
+    """The pieces of one sample as they come."""
+    eot = tokenizer.end_of_text
+    new: list[int] = []
+    shown = ""
+    for (token,) in sample_stream(
+        model, ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop_id=eot, window=positions
+    ):
+        tick()
+        if token is None or token == eot:
+            break
+        new.append(token)
+        text = tokenizer.decode(new)
+        if not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text

@@ -1,0 +1,216 @@
+"""What we compute on: device, dtype, threads, compile, peak FLOP/s. The only file that will know process groups.
+
+In:  the train section.
+Out: a Machine, each choice with its reason in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lamplighter.config import Train
+from lamplighter.errors import BadConfig
+
+# Dense bf16 and fp32 peaks in FLOP/s by a part of the device's name; makers' data sheets.
+GPU_PEAKS = {
+    "H100": (989e12, 67e12), "H200": (989e12, 67e12), "A100": (312e12, 19.5e12), "L40S": (362e12, 91.6e12),
+    "L4": (121e12, 30.3e12), "A10": (125e12, 31.2e12), "T4": (65e12, 8.1e12), "V100": (125e12, 15.7e12),
+    "4090": (165e12, 82.6e12), "3090": (71e12, 35.6e12),
+}  # fmt: skip
+BF16_GAIN = 1.2  # bf16 costs accuracy: it must be worth it
+ISA_LIMIT = "ONEDNN_MAX_CPU_ISA"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and how the arithmetic is done."""
+
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+    name: str
+    peak_flops: float
+    reasons: tuple[str, ...]
+
+    @property
+    def dtype_name(self) -> str:
+        return "bf16" if self.dtype == torch.bfloat16 else "fp32"
+
+    @contextlib.contextmanager
+    def precision(self) -> Iterator[None]:
+        """bf16 means autocast; parameters and optimizer state stay fp32."""
+        if self.dtype == torch.bfloat16:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                yield
+        else:
+            yield
+
+    def facts(self) -> dict[str, Any]:
+        """What bit-identity depends on: recorded with each checkpoint, compared at resume."""
+        return {
+            "device": self.device.type,
+            "device_name": self.name,
+            "dtype": self.dtype_name,
+            "threads": self.threads,
+            "torch": torch.__version__,
+            "cpu": platform.machine(),
+            "isa_limit": os.environ.get(ISA_LIMIT, ""),
+        }
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def detect(section: Train, before: dict[str, Any] | None = None) -> Machine:
+    """Choose the device, the dtype and the threads; a resumed run keeps what it had."""
+    before = before or {}
+    reasons: list[str] = []
+    device = _choose_device(section, reasons)
+    threads = section.threads or before.get("threads") or usable_cores()
+    torch.set_num_threads(threads)
+    why = "train.threads" if section.threads else "as before" if before else "the cores this process may use"
+    reasons.append(f"{threads} thread{'s' if threads != 1 else ''}: {why}")
+    dtype = _choose_dtype(section, device, before.get("dtype"), reasons)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    peak, how = _peak(device, dtype, name)
+    reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {'bf16' if dtype == torch.bfloat16 else 'fp32'}: {how}")
+    return Machine(device, dtype, threads, name, peak, tuple(reasons))
+
+
+def _choose_device(section: Train, reasons: list[str]) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if section.device == "cuda" and not count:
+        raise BadConfig(
+            "train.device is cuda, but torch sees no GPU", f"torch {torch.__version__}", "--train.device auto"
+        )
+    if section.device == "cpu" or not count:
+        reasons.append("on the CPU: " + ("train.device" if section.device == "cpu" else "no GPU found"))
+        return torch.device("cpu")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    reasons.append(f"{count} GPU{'s' if count > 1 else ''} found, using 1: {torch.cuda.get_device_name(0)}")
+    return torch.device("cuda", 0)
+
+
+def _choose_dtype(section: Train, device: torch.device, before: str | None, reasons: list[str]) -> torch.dtype:
+    wanted = section.dtype if section.dtype != "auto" else before
+    why = "train.dtype" if section.dtype != "auto" else "as before"
+    if device.type == "cuda":
+        if wanted is None:
+            wanted = "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+            why = "the GPU has it" if wanted == "bf16" else "the GPU has no bf16"
+    elif wanted is None:
+        wanted, why = _measured_choice()
+    elif wanted == "bf16" and not _make_bf16_work():
+        raise BadConfig(
+            "this CPU cannot compute in bf16", "a small product crashed in a trial process", "--train.dtype fp32"
+        )
+    reasons.append(f"{wanted}: {why}")
+    return torch.bfloat16 if wanted == "bf16" else torch.float32
+
+
+def _measured_choice() -> tuple[str, str]:
+    """bf16 on a CPU only where it works and is clearly faster."""
+    if not _cpu_has_bf16():
+        return "fp32", "the CPU has no bf16 instructions"
+    if not _make_bf16_work():
+        return "fp32", "bf16 crashes on this CPU (a trial process died)"
+    device = torch.device("cpu")
+    fast, plain = _measured_gemm(device, torch.bfloat16), _measured_gemm(device, torch.float32)
+    ratio = f"measured {fast / 1e9:.0f} against {plain / 1e9:.0f} GFLOP/s in fp32"
+    return ("bf16" if fast > BF16_GAIN * plain else "fp32"), f"bf16 {ratio}"
+
+
+def _cpu_has_bf16() -> bool:
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = next((line for line in file if line.startswith("flags")), "")
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _make_bf16_work() -> bool:
+    """Some virtual machines announce AMX and die of it (SIGILL): try in a forked process, then without AMX."""
+    if _bf16_survives():
+        return True
+    os.environ[ISA_LIMIT] = "AVX512_CORE_BF16"  # read by the library at its first product, which is still to come
+    if _bf16_survives():
+        return True
+    del os.environ[ISA_LIMIT]
+    return False
+
+
+def _bf16_survives() -> bool:
+    """A small product and an attention in a process that may die."""
+    pid = os.fork()
+    if pid == 0:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        a = torch.ones(64, 64, dtype=torch.bfloat16)
+        q = torch.ones(1, 2, 64, 32, dtype=torch.bfloat16)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        os._exit(0 if float((a @ a)[0, 0]) == 64.0 else 1)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+def _peak(device: torch.device, dtype: torch.dtype, name: str) -> tuple[float, str]:
+    if device.type == "cuda":
+        for part, (bf16, fp32) in GPU_PEAKS.items():
+            if part in name:
+                return (bf16 if dtype == torch.bfloat16 else fp32), "data sheet"
+    return _measured_gemm(device, dtype), "measured on a matrix product"
+
+
+def _measured_gemm(device: torch.device, dtype: torch.dtype, size: int = 1024, budget_s: float = 0.25) -> float:
+    """The best rate of a square matrix product within a short time."""
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    best, until = 0.0, time.perf_counter() + budget_s
+    a @ a
+    while time.perf_counter() < until:
+        start = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def seed_step(seed: int, step: int, micro: int, rank: int = 0) -> None:
+    """All random numbers of a step (dropout) come from (seed, step, micro-batch, rank)."""
+    mixed = 0x9E3779B97F4A7C15
+    for part in (seed, step, micro, rank):
+        mixed = ((mixed ^ part) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**64 - 1)
+        mixed ^= mixed >> 31
+    torch.manual_seed(mixed & (2**63 - 1))
+
+
+def memory_gb(device: torch.device) -> dict[str, float]:
+    """Resident memory now, by the field's names."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    found = {"sys/ram_gb": pages * os.sysconf("SC_PAGE_SIZE") / 1e9}
+    if device.type == "cuda":
+        found["sys/gpu_mem_gb"] = torch.cuda.memory_allocated(device) / 1e9
+    return found
+
+
+def compile_blocks(model: torch.nn.Module) -> int:
+    """Compile each transformer block by itself (repeats to the last bit, and compiles once for all); how many."""
+    blocks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers = max(blocks, key=len, default=None)
+    if layers is None:
+        model.compile(dynamic=False)
+        return 1
+    for block in layers:
+        block.compile(dynamic=False)
+    return len(layers)

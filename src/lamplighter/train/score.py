@@ -1,0 +1,84 @@
+"""Validation during a run: nats per token, per document and bits per byte, beside the floor where one is known.
+
+In:  the model, the validation split.
+Out: a Score; every validation token is predicted exactly once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from lamplighter import report
+from lamplighter.data.batches import validation_batches
+from lamplighter.data.tokens import Split
+from lamplighter.model.transformer import next_token_loss
+from lamplighter.train.machine import Machine
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What no model can beat: the mean over the very documents that are validated on."""
+
+    nats_per_document: float
+    standard_error: float
+    nats_per_token: float
+    documents: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """Loss over the validation windows that were used."""
+
+    loss: float  # nats per token
+    tokens: int
+    whole: bool  # all windows were used
+    documents: int
+    text_bytes: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    def bits_per_byte(self, split_tokens: int) -> float:
+        return self.loss / math.log(2) * split_tokens / self.text_bytes if self.text_bytes else math.nan
+
+    @property
+    def nats_per_document(self) -> float | None:
+        return self.loss * self.tokens / self.documents if self.whole and self.documents else None
+
+    def words(self, floor: Floor | None, bpb: float) -> str:
+        text = f"loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, {bpb:.3f} bits per byte"
+        each = self.nats_per_document
+        if floor is not None and each is not None:
+            over = each / floor.nats_per_document - 1
+            text += f"; {each:.1f} nats per document, the floor is {floor.nats_per_document:.1f} ({over:+.1%})"
+        return text
+
+
+@torch.no_grad()
+def validate(
+    model: torch.nn.Module, split: Split, machine: Machine, seq_len: int, batch: int, pad_id: int, windows: int
+) -> Score:
+    """Score the split in order; `windows` 0 = all."""
+    limit = windows or None
+    total = math.ceil((len(split) - 1) / seq_len)
+    used = min(total, limit) if limit else total
+    was_training = model.training
+    model.eval()
+    nats, tokens = 0.0, 0
+    try:
+        with report.phase("evaluate", total=used, unit="windows") as phase:
+            for piece in validation_batches(split, seq_len, batch, pad_id, limit):
+                ids = torch.from_numpy(piece.inputs).to(machine.device)
+                targets = torch.from_numpy(piece.targets).to(machine.device)
+                with machine.precision():
+                    logits = model(ids)
+                nats += float(next_token_loss(logits, targets))
+                tokens += piece.real_tokens
+                phase.tick(len(piece.inputs))
+    finally:
+        model.train(was_training)
+    return Score(nats / max(1, tokens), tokens, used == total, split.documents, split.text_bytes)

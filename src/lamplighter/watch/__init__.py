@@ -1,0 +1,1 @@
+"""Outside the training process: looks, decides, speaks. Never imports torch."""

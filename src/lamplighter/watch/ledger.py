@@ -1,0 +1,124 @@
+"""The ledger: where every second (and cent) of a run went, over all its attempts.
+
+In:  events.jsonl and metrics.jsonl of a run folder.
+Out: seconds by name, and report.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lamplighter.config import Budget
+from lamplighter.rundir import RunDir, read_lines
+from lamplighter.watch.picture import duration
+
+
+@dataclass
+class Ledger:
+    """Seconds by name; `wall_s` is what they are measured against."""
+
+    wall_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    attempts: int = 0
+    steps: int = 0
+    redone_steps: int = 0
+    redone_s: float = 0.0
+
+    @property
+    def unexplained_s(self) -> float:
+        return max(0.0, self.wall_s - sum(self.seconds.values()))
+
+
+@dataclass
+class _Attempt:
+    start: float
+    last: float
+    child_start: float = 0.0
+    child_end: float = 0.0
+    told_all: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def read_ledger(run: RunDir) -> Ledger:
+    """Add up the attempts."""
+    attempts: list[_Attempt] = []
+    for event in read_lines(run.events):
+        kind, t = event.get("type"), float(event.get("t", 0.0))
+        if kind == "start":
+            attempts.append(_Attempt(event.get("began", t), t))
+        if not attempts:
+            continue
+        now = attempts[-1]
+        now.last = max(now.last, t)
+        if kind == "hello":
+            now.child_start = t
+        elif kind == "ledger":
+            now.seconds, now.told_all = event["seconds"], event.get("final", False)
+        elif kind == "child_end":
+            now.child_end = t
+    ledger = Ledger(attempts=len(attempts))
+    for one in attempts:
+        _add(ledger, one)
+    _count_steps(ledger, run)
+    return ledger
+
+
+def _add(ledger: Ledger, one: _Attempt) -> None:
+    ledger.wall_s += one.last - one.start
+    for name, seconds in one.seconds.items():
+        _charge(ledger, name, seconds)
+    if one.child_start:
+        _charge(ledger, "start of the process", max(0.0, one.child_start - one.start))
+        told = sum(one.seconds.values())
+        if one.child_end and one.told_all:
+            _charge(ledger, "end of the process", max(0.0, one.child_end - one.child_start - told))
+    if one.child_end:
+        _charge(ledger, "closing", max(0.0, one.last - one.child_end))
+
+
+def _charge(ledger: Ledger, name: str, seconds: float) -> None:
+    ledger.seconds[name] = ledger.seconds.get(name, 0.0) + seconds
+
+
+def _count_steps(ledger: Ledger, run: RunDir) -> None:
+    seen: set[int] = set()
+    for record in read_lines(run.metrics):
+        if "train/loss" not in record:
+            continue
+        if record["step"] in seen:
+            ledger.redone_steps += 1
+            ledger.redone_s += (record.get("train/dt_ms") or 0.0) / 1000
+        seen.add(record["step"])
+    ledger.steps = len(seen)
+
+
+def lines(ledger: Ledger, budget: Budget) -> list[str]:
+    """The table that people read."""
+    wall = ledger.wall_s or 1e-9
+    rows = [
+        (name, seconds)
+        for name, seconds in sorted(ledger.seconds.items(), key=lambda row: -row[1])
+        if seconds / wall > 0.0005
+    ]
+    rows.append(("unexplained", ledger.unexplained_s))
+    table = [
+        f"{name:<24} {duration(seconds):>9}  {seconds / wall:6.1%}{_cents(seconds, budget)}" for name, seconds in rows
+    ]
+    table.append(f"{'all':<24} {duration(ledger.wall_s):>9}  100.0%{_cents(ledger.wall_s, budget)}")
+    if ledger.redone_steps:
+        table.append(f"of which {ledger.redone_steps} steps redone after a restart: {duration(ledger.redone_s)}")
+    return table
+
+
+def _cents(seconds: float, budget: Budget) -> str:
+    return f"  ${budget.spent_usd(seconds):.4f}" if budget.usd_per_hour is not None else ""
+
+
+def write_report(run: RunDir, ledger: Ledger, budget: Budget, outcome: str, facts: dict[str, Any]) -> None:
+    """report.md: the outcome, the facts, the ledger."""
+    parts = [f"# {run.name}", "", outcome, ""]
+    parts += [f"- {name}: {value}" for name, value in facts.items()]
+    parts += ["", f"## Where the time went ({ledger.attempts} attempt{'s' if ledger.attempts != 1 else ''})", "", "```"]
+    parts += [*lines(ledger, budget), "```", ""]
+    run.report.write_text("\n".join(parts))

@@ -1,0 +1,181 @@
+"""Looking at any run from its folder: slot, /proc, events and metrics become the picture of now.
+
+In:  a run folder (ours, or one that another process owns).
+Out: a Picture four times a second, and the events that are new since the last look.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from lamplighter.config import Budget
+from lamplighter.report import Slot, read_slot
+from lamplighter.rundir import RunDir, read_lines
+from lamplighter.watch import sense
+from lamplighter.watch.picture import Picture, duration
+
+QUIET_S = 2.0
+RATE_WINDOW_S = 15.0
+HISTORY_RUNS = 5
+
+
+class Tail:
+    """Complete new lines of a growing file; a half-written line waits for its end."""
+
+    def __init__(self, path: Path, from_end: bool = False) -> None:
+        self.path = path
+        self.offset = path.stat().st_size if from_end and path.exists() else 0
+        self.part = b""
+
+    def lines(self, limit_bytes: int = 1 << 20) -> list[str]:
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                data = file.read(limit_bytes)
+        except OSError:
+            return []
+        self.offset += len(data)
+        *whole, self.part = (self.part + data).split(b"\n")
+        return [line.decode("utf-8", "replace") for line in whole]
+
+    def records(self) -> list[dict[str, Any]]:
+        found = []
+        for line in self.lines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:  # a line that a killed writer left torn
+                continue
+        return found
+
+
+class Observer:
+    """Keeps what must be remembered between two looks."""
+
+    def __init__(self, run: RunDir, events: Path, budget: Budget, fresh: bool) -> None:
+        self.run, self.budget = run, budget
+        self.picture = Picture(run.name)
+        self.events = Tail(events, from_end=fresh)
+        self.metrics = Tail(run.metrics, from_end=fresh)
+        self.samples: deque[tuple[float, float]] = deque()
+        self.sampled_phase = ""
+        self.usual_gap_s: dict[str, float] = {}
+        self.last_ticks = -1
+        self.last_gap_s = 0.0
+        self.next_capture_s = QUIET_S
+        self.history = phase_history(run)
+        self.durable_at: float | None = None
+        self.fresh: list[dict[str, Any]] = []
+
+    def look(self, spent_s: float = 0.0) -> list[dict[str, Any]]:
+        """One look; updates `picture`, returns the new events."""
+        picture = self.picture
+        slot = read_slot(self.run.slot(0))
+        if slot is not None and slot.pid:
+            picture.process = sense.look(slot.pid)
+            self._count(slot)
+            self._notice_quiet(slot)
+        self.fresh = self.metrics.records()
+        for record in self.fresh:
+            self._learn(record)
+        if self.budget.usd_per_hour is not None:
+            picture.usd = self.budget.spent_usd(spent_s)
+            picture.usd_limit = self.budget.usd
+        events = self.events.records()
+        for event in events:
+            self._hear(event)
+        picture.durable_age_s = time.time() - self.durable_at if self.durable_at else None
+        return events
+
+    def _learn(self, record: dict[str, Any]) -> None:
+        picture = self.picture
+        if record.get("train/loss") is not None:
+            picture.losses.append(record["train/loss"])
+            picture.lr = record.get("train/lr", 0.0)
+            wait, whole = record.get("train/data_wait_ms", 0.0), record.get("train/dt_ms", 0.0)
+            picture.data_wait = 0.9 * picture.data_wait + 0.1 * (wait / whole if whole else 0.0)
+        if record.get("eval/val_loss") is not None:
+            picture.val_loss, picture.val_step = record["eval/val_loss"], record["step"]
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        if event["type"] == "checkpoint":
+            self.durable_at = event["t"]
+        if event["type"] == "floor":
+            self.picture.floor = event["nats_per_token"]
+
+    def _count(self, slot: Slot) -> None:
+        """The rate over the last seconds of this phase."""
+        picture, now = self.picture, time.monotonic()
+        picture.slot = slot
+        if slot.phase != self.sampled_phase:
+            self.sampled_phase = slot.phase
+            self.samples.clear()
+            picture.usual_s = self.history.get(slot.phase)
+        self.samples.append((now, slot.done))
+        while len(self.samples) > 2 and now - self.samples[0][0] > RATE_WINDOW_S:
+            self.samples.popleft()
+        (then, before), seconds = self.samples[0], now - self.samples[0][0]
+        picture.rate = max(0.0, slot.done - before) / seconds if seconds > 0.4 else picture.rate if then != now else 0.0
+
+    def _notice_quiet(self, slot: Slot) -> None:
+        """Quiet for longer than max(2 s, 4 x what is usual here): say where it is."""
+        picture = self.picture
+        gap_s = max(0.0, (time.monotonic_ns() - slot.tick_ns) / 1e9)
+        key = slot.phase
+        if slot.ticks != self.last_ticks:
+            usual = self.usual_gap_s.get(key, 0.0)
+            self.usual_gap_s[key] = max(usual * 0.98, self.last_gap_s if self.last_ticks >= 0 else 0.0)
+            self.last_ticks = slot.ticks
+            self.next_capture_s = QUIET_S
+            picture.quiet_words = ""
+        self.last_gap_s = picture.quiet_s = gap_s
+        if slot.flag("waiting for a person") or picture.process is None:
+            return
+        if gap_s > max(self.next_capture_s, 4 * self.usual_gap_s.get(key, 0.0)):
+            self.next_capture_s = gap_s + min(30.0, max(2.0, gap_s / 2))
+            picture.quiet_words = self.where(slot, gap_s)
+
+    def where(self, slot: Slot, gap_s: float) -> str:
+        """One sentence: the line, the state of the process, how long, and what is usual."""
+        process = self.picture.process
+        if process is None or process.stopped:
+            return ""
+        taken = sense.stacks(self.run, 0, slot.pid)
+        usual = self.usual_gap_s.get(slot.phase, 0.0)
+        usually = f", usually {duration(usual)}" if usual else ""
+        words = f"no progress for {duration(gap_s)}{usually}; {process.words}"
+        if slot.flag("collecting garbage"):
+            words += ", collecting garbage"
+        if taken is None or not taken.threads:
+            return f"{words}; its stack could not be read"
+        self.keep_stacks(taken, slot)
+        frame = sense.culprit(taken.threads[0])
+        held = " holding the GIL" if taken.sampler_silent and taken.threads[0].holds_gil is not False else ""
+        return f"{words}{held} at {frame.short}" if frame else words
+
+    def keep_stacks(self, taken: sense.Stacks, slot: Slot) -> Path | None:
+        """One text file per capture."""
+        name = time.strftime("%Y%m%d-%H%M%S") + f"-{time.monotonic_ns() % 1000:03}.txt"
+        path = self.run.stacks / name
+        try:
+            path.write_text(
+                f"phase {slot.phase} {slot.span}\nstep {slot.step}\nsource {taken.source}\n\n{taken.text()}"
+            )
+        except OSError:  # a full disk: the sentence is still said
+            return None
+        return path
+
+
+def phase_history(run: RunDir) -> dict[str, float]:
+    """How long each phase took the last time, in this run or its newest neighbours."""
+    found: dict[str, float] = {}
+    neighbours = [path for path in run.path.parent.glob("*/events.jsonl") if path != run.events]
+    neighbours.sort(key=lambda path: path.stat().st_mtime)
+    for path in [*neighbours[-HISTORY_RUNS:], run.events]:
+        for event in read_lines(path):
+            if event.get("type") == "phase" and event.get("state") == "end":
+                found[event.get("path", "")] = event.get("seconds", 0.0)
+    return found

@@ -1,0 +1,392 @@
+"""Owning a child: start it, look at it four times a second, speak, answer requests, stop it, and say how it ended.
+
+In:  a run folder, the verb and its request, a voice.
+Out: the exit code; status.json, events.jsonl, console.log and report.md in the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lamplighter.config import Budget
+from lamplighter.errors import CHILD_LOST, CRASHED, DONE, LEFT_AT_ONCE, STOPPED_EARLY
+from lamplighter.rundir import RunDir, identity, open_lines, read_json, read_lines, write_json
+from lamplighter.watch import ledger, sense
+from lamplighter.watch.observe import Observer, Tail
+from lamplighter.watch.picture import clean, duration, sentence, tell, tell_step
+from lamplighter.watch.voice import Voice
+
+LOOK_EVERY_S = 0.25
+STATUS_EVERY_S = 0.9
+OUTPUT_LINES = 40
+BUDGET_BACKSTOP_S = 5.0
+PR_SET_CHILD_SUBREAPER = 36
+OUTCOMES = {DONE: "finished", STOPPED_EARLY: "stopped", CHILD_LOST: "lost", 76: "diverged", LEFT_AT_ONCE: "stopped"}
+
+
+@dataclass
+class Order:
+    """What the child shall do, and under which conditions."""
+
+    verb: str
+    request: dict[str, Any]
+    resume_command: str = ""
+    budget: Budget = field(default_factory=Budget)
+    grace_s: float = 30.0
+    began: float = field(default_factory=time.time)
+    lock_fd: int = -1
+    verbose: bool = False
+    keeps_books: bool = True  # a training run has a ledger; `generate` has not
+    result_fd: int = -1
+    child_stdin: int = subprocess.DEVNULL
+
+
+class Supervisor:
+    """One child and all that is known about it."""
+
+    def __init__(self, run: RunDir, order: Order, voice: Voice) -> None:
+        self.run, self.order, self.voice = run, order, voice
+        self.began = time.monotonic() - max(0.0, time.time() - order.began)
+        self.attempt = 1 + sum(event.get("type") == "start" for event in read_lines(run.events))
+        self.spent_before_s = float((read_json(run.status) or {}).get("spent_s", 0.0))
+        self.events_fd = open_lines(run.events)
+        self.observer = Observer(run, run.rank_events(0), order.budget, fresh=True)
+        self.observer.picture.started = self.began
+        self.output = Tail(run.output, from_end=True)
+        self.child: subprocess.Popen[bytes] | None = None
+        self.pidfd = -1
+        self.stop_reason = ""
+        self.stop_at = 0.0
+        self.interrupts = 0
+        self.signalled = ""
+        self.wake = -1
+        self.killed_by_us = False
+        self.leave_now = False
+        self.status_at = 0.0
+        self.oom_before = sense.oom_kills()
+        self.error_told = False
+
+    @property
+    def spent_s(self) -> float:
+        return self.spent_before_s + time.monotonic() - self.began
+
+    def event(self, type: str, **fields: Any) -> None:
+        """A line of the parent's own in events.jsonl; a full disk is said by the voice, once, through status."""
+        self._write_event({"type": type, "t": time.time(), **fields})
+
+    def _write_event(self, record: dict[str, Any]) -> None:
+        try:
+            os.write(self.events_fd, (json.dumps(record) + "\n").encode())
+        except OSError as error:
+            if not self.error_told:
+                self.error_told = True
+                self.voice.say(f"WARNING  {self.run.events} cannot be written: {error.strerror}", "bold yellow")
+
+    # ---------------------------------------------------------------- life
+
+    def supervise(self) -> int:
+        """Start the child, stay with it, and return the exit code."""
+        self.event("start", attempt=self.attempt, began=self.order.began, verb=self.order.verb, **identity())
+        with self._signals():
+            self._spawn()
+            while not self._ended():
+                self._look()
+            return self._close()
+
+    def _spawn(self) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        fifo = self.run.fifo(0)
+        if not fifo.exists():
+            os.mkfifo(fifo, 0o600)
+        self.run.slot(0).unlink(missing_ok=True)
+        output = open_lines(self.run.output)
+        request = json.dumps({**self.order.request, "folder": str(self.run.path), "result_fd": self.order.result_fd})
+        environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "LAMP_ATTEMPT": str(self.attempt),
+            "LAMP_PARENT_PID": str(os.getpid()),
+            "LAMP_SPENT_S": str(self.spent_before_s),
+            "LAMP_STARTED_MONOTONIC": str(self.began),
+        }
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "lamplighter.work", self.order.verb, request],
+            stdin=self.order.child_stdin,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            pass_fds=[fd for fd in (self.order.lock_fd, self.order.result_fd) if fd >= 0],
+            env=environment,
+        )
+        os.close(output)
+        self.pidfd = os.pidfd_open(self.child.pid)
+
+    def _ended(self) -> bool:
+        assert self.child is not None
+        ready, _, _ = select.select([self.pidfd, self.wake], [], [], LOOK_EVERY_S)
+        if self.wake in ready:
+            os.read(self.wake, 64)
+        if self.signalled:
+            self.ask_stop(self.signalled)
+        return self.child.poll() is not None
+
+    def _look(self) -> None:
+        """One round: see, speak, write the status, answer, and push on a stop that takes too long."""
+        self._hear()
+        picture = self.observer.picture
+        picture.stopping = self._stopping_words()
+        self.voice.show(picture)
+        if time.monotonic() - self.status_at > STATUS_EVERY_S:
+            self._write_status("stopping" if self.stop_reason else "running")
+        self._answer_requests()
+        if self.order.budget.left_s(self.spent_s) < -BUDGET_BACKSTOP_S and not self.stop_reason:
+            self.ask_stop("the budget is spent")
+        self._enforce_stop()
+
+    def _hear(self) -> None:
+        """Merge the child's events into events.jsonl, and say what has words."""
+        for event in self.observer.look(self.spent_s):
+            self._write_event({**event, "rank": 0})
+            for text, style in tell(event):
+                self.voice.say(text, style)
+        for record in self.observer.fresh if self.order.verbose else []:
+            self.voice.say(tell_step(record), "dim")
+        fresh = self.output.lines()
+        for line in fresh[:OUTPUT_LINES]:
+            self.voice.say(f"  | {clean(line)}", "dim")
+        if len(fresh) > OUTPUT_LINES:
+            self.voice.say(f"  | ... {len(fresh) - OUTPUT_LINES} more lines in {self.run.output}", "dim")
+
+    # ---------------------------------------------------------------- stopping
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl+C, TERM and HUP (unless ignored, as under nohup) ask for a stop; a second Ctrl+C leaves at once."""
+        caught = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            caught.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in caught}
+        self.wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        """Only notes it: the loop, woken at once, does the rest (a handler must not take locks)."""
+        self.interrupts += number == signal.SIGINT
+        self.leave_now = self.interrupts > 1
+        self.signalled = self.signalled or ("Ctrl+C" if number == signal.SIGINT else signal.Signals(number).name)
+
+    def ask_stop(self, reason: str) -> None:
+        """Tell the child to save the last completed step and leave."""
+        if self.stop_reason:
+            return
+        self.stop_reason, self.stop_at = reason, time.monotonic()
+        sense.send(self.run, 0, f"stop {reason}")
+        self.voice.say(f"stopping ({reason}): saving the last completed step; Ctrl+C again leaves at once", "bold")
+
+    def _stopping_words(self) -> str:
+        if not self.stop_reason:
+            return ""
+        return f"stopping for {duration(time.monotonic() - self.stop_at)}, at most {self.order.grace_s:.0f} s"
+
+    def _enforce_stop(self) -> None:
+        if not self.stop_reason or self.killed_by_us:
+            return
+        waited = time.monotonic() - self.stop_at
+        slot = self.observer.picture.slot
+        if slot is None or not slot.flag("stopping"):  # it had not opened its FIFO yet when it was asked
+            sense.send(self.run, 0, f"stop {self.stop_reason}")
+        if self.leave_now or (waited > self.order.grace_s and not (slot and slot.flag("saving"))):
+            durable = slot.durable_step if slot else 0
+            why = "left at once" if self.leave_now else f"no answer in {waited:.0f} s"
+            self.voice.say(f"{why}: the process is killed; step {durable} is safe", "bold")
+            self.killed_by_us = True
+            self._kill_all()
+
+    def _kill_all(self) -> None:
+        """The child and everything that it started (it has a session of its own)."""
+        if self.child is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+
+    # ---------------------------------------------------------------- requests of readers
+
+    def _answer_requests(self) -> None:
+        for path in (
+            sorted(self.run.ask.glob("*.why"))
+            + sorted(self.run.ask.glob("*.stop"))
+            + sorted(self.run.ask.glob("*.save"))
+        ):
+            kind = path.suffix[1:]
+            who = read_json(path) or {}
+            path.unlink(missing_ok=True)
+            answer: dict[str, Any] = {"kind": kind}
+            if kind == "why":
+                answer["text"] = self.explain()
+            elif kind == "stop":
+                self.ask_stop(f"lamp stop, by process {who.get('pid', '?')} on {who.get('host', '?')}")
+            else:
+                slot = self.observer.picture.slot
+                answer["step"] = slot.step if slot else 0
+                answer["asked"] = sense.send(self.run, 0, "save")
+            self.event("asked", kind=kind, by=who)
+            write_json(path.with_suffix(".answer"), answer, durable=False)
+
+    def explain(self) -> str:
+        """Phase path, process state, stacks of every thread."""
+        picture = self.observer.picture
+        slot, process = picture.slot, picture.process
+        lines = [sentence(picture)]
+        if slot is None or process is None:
+            return lines[0] + "\nthe process has not reported yet"
+        inside = f" > {slot.span}" if slot.span else ""
+        lines.append(f"phase: {slot.phase}{inside}; last unit of work {duration(picture.quiet_s)} ago")
+        lines.append(
+            f"process {process.pid}: {process.words}, {process.threads} threads, {process.rss_bytes / 1e9:.2f} GB"
+        )
+        taken = sense.stacks(self.run, 0, slot.pid)
+        if taken is None:
+            lines.append("stacks: could not be read (the process is gone, stopped, or may not be traced)")
+        else:
+            kept = self.observer.keep_stacks(taken, slot)
+            lines += [f"stacks (by {taken.source}; kept in {kept}):", "", taken.text()]
+        return "\n".join(lines)
+
+    # ---------------------------------------------------------------- status and end
+
+    def _write_status(self, state: str, **extra: Any) -> None:
+        self.status_at = time.monotonic()
+        picture = self.observer.picture
+        slot = picture.slot
+        before = (read_json(self.run.status) or {}) if slot is None else {}
+        status = {
+            "state": state,
+            "verb": self.order.verb,
+            "phase": slot.phase if slot else "start",
+            "step": slot.step if slot else before.get("step", 0),
+            "steps": slot.steps if slot else before.get("steps", 0),
+            "tokens": slot.tokens if slot else before.get("tokens", 0),
+            "tokens_per_s": round(slot.tokens_per_s, 1) if slot else 0.0,
+            "loss": slot.loss if slot and slot.loss == slot.loss else None,
+            "val_loss": picture.val_loss,
+            "eta_s": round(picture.eta_s, 1) if picture.eta_s is not None and state == "running" else None,
+            "usd": round(self.order.budget.spent_usd(self.spent_s), 6),
+            "durable_step": slot.durable_step if slot else before.get("durable_step", 0),
+            "last_progress_s": round(picture.quiet_s, 2),
+            "spent_s": round(self.spent_s, 2),
+            "attempt": self.attempt,
+            "now": sentence(picture),
+            "t": time.time(),
+            **identity(),
+            "child_pid": self.child.pid if self.child else None,
+            **extra,
+        }
+        try:
+            write_json(self.run.status, status, durable=False)
+        except OSError as error:
+            if not self.error_told:
+                self.error_told = True
+                self.voice.say(f"WARNING  {self.run.status} cannot be written: {error.strerror}", "bold yellow")
+
+    def _close(self) -> int:
+        """The last words of the child, then ours."""
+        assert self.child is not None
+        child_code = self.child.returncode
+        self._kill_all()
+        self._hear()
+        self.event("child_end", code=child_code, attempt=self.attempt)
+        code, outcome = self._judge(child_code)
+        state = OUTCOMES.get(code, "failed")
+        self._write_status(state, exit_code=code, outcome=outcome)
+        self.event("stop", code=code, state=state, outcome=outcome, reason=self.stop_reason)
+        if self.order.keeps_books:
+            self._keep_books(outcome)
+        style = "bold green" if code == DONE else "bold yellow" if code == STOPPED_EARLY else "bold red"
+        if code != DONE or self.order.keeps_books:
+            self.voice.say(outcome, style)
+        if code != DONE and self.order.resume_command and code not in (65, 66, 78):
+            self.voice.say(f"next: {self.order.resume_command}", "bold")
+        return code
+
+    def _judge(self, child_code: int) -> tuple[int, str]:
+        """The exit code of the command, and the sentence for it."""
+        slot = self.observer.picture.slot
+        durable = slot.durable_step if slot else 0
+        step = slot.step if slot else 0
+        safe = (
+            f"step {durable} is safe"
+            if durable
+            else "no step had been made"
+            if not step
+            else "no checkpoint was made yet"
+        )
+        if self.leave_now and self.killed_by_us:
+            return LEFT_AT_ONCE, f"left at once (second Ctrl+C); {safe}"
+        if self.stop_reason and child_code in (STOPPED_EARLY, -signal.SIGKILL, -signal.SIGTERM, DONE):
+            if child_code == DONE:
+                return DONE, f"finished {self.run.name} before the stop took effect"
+            return STOPPED_EARLY, f"stopped early ({self.stop_reason}) at step {step}; {safe}"
+        if child_code < 0:
+            name = signal.Signals(-child_code).name
+            memory = "; the kernel killed a process for memory" if sense.oom_kills() > self.oom_before else ""
+            return CHILD_LOST, f"the process was killed by {name} (signal {-child_code}){memory}; {safe}"
+        if child_code == STOPPED_EARLY:
+            return STOPPED_EARLY, f"stopped early at step {step}; {safe}"
+        if child_code == CRASHED:
+            return CRASHED, f"the process crashed; the traceback is in {self.run.output}; {safe}"
+        if child_code == DONE:
+            return DONE, f"finished {self.run.name}"
+        return child_code, f"ended with exit code {child_code}; {safe}"
+
+    def _keep_books(self, outcome: str) -> None:
+        books = ledger.read_ledger(self.run)
+        picture = self.observer.picture
+        slot = picture.slot
+        facts: dict[str, Any] = {"steps": f"{slot.step} of {slot.steps}" if slot else "0", "attempts": books.attempts}
+        if slot and slot.loss == slot.loss:
+            facts["last training loss"] = f"{slot.loss:.4f}"
+        if picture.val_loss is not None:
+            facts["validation loss"] = f"{picture.val_loss:.4f} (step {picture.val_step})"
+        if self.order.budget.usd_per_hour is not None:
+            facts["spent"] = f"${self.order.budget.spent_usd(self.spent_s):.4f}"
+        for text in ledger.lines(books, self.order.budget):
+            self.voice.say(f"   {text}", "dim")
+        try:
+            ledger.write_report(self.run, books, self.order.budget, outcome, facts)
+        except OSError as error:
+            self.voice.say(f"WARNING  {self.run.report} cannot be written: {error.strerror}", "bold yellow")
+
+
+def ask(run: RunDir, kind: str, deadline_s: float = 5.0) -> dict[str, Any] | None:
+    """Put a request into the run's ask/ folder and wait for the parent's answer."""
+    me = identity()
+    name = f"{me['host']}-{me['pid']}-{time.monotonic_ns()}"
+    write_json(run.ask / f"{name}.{kind}", {**me, "t": time.time()}, durable=False)
+    answer: Path = run.ask / f"{name}.answer"
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        found = read_json(answer)
+        if found is not None:
+            answer.unlink(missing_ok=True)
+            return dict(found)
+        time.sleep(0.03)
+    (run.ask / f"{name}.{kind}").unlink(missing_ok=True)
+    return None

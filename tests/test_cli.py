@@ -1,0 +1,434 @@
+"""The command line: help, errors in three lines with the right codes, names, resume rules, readers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+from conftest import LAMP, TINY, lamp, losses_of, slot_of, start_lamp, wait_for
+
+from lamplighter import __version__, cli
+from lamplighter.rundir import RunDir, read_json, read_lines
+
+QUICK = [*TINY, "--train.steps", "8"]
+
+
+def train(cwd: Path, *words: str, run: str = "r") -> tuple[int, str]:
+    done = lamp("train", "--run", run, *QUICK, *words, cwd=cwd)
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_help_and_version(tmp_path: Path) -> None:
+    done = lamp("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert all(verb in done.stdout for verb in cli.VERBS)
+    assert lamp(cwd=tmp_path).stdout == done.stdout
+    assert lamp("--version", cwd=tmp_path).stdout == f"lamp {__version__}\n"
+    for verb in cli.VERBS:
+        shown = lamp(verb, "--help", cwd=tmp_path)
+        assert shown.returncode == 0
+        assert f"lamp {verb}" in shown.stdout
+    assert "--train.lr" in lamp("train", "--help", cwd=tmp_path).stdout
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        (["trian"], 2, "did you mean lamp train"),
+        (["train", "--train.lrr", "3"], 2, "--train.lr"),
+        (["train", "--max-seq-length", "512"], 2, "--data.seq_len"),
+        (["train", "--resume_from_checkpoint", "x"], 2, "--resume"),
+        (["train", "--tset"], 2, "--test"),
+        (["train", "--train.lr", "abc"], 78, "train.lr"),
+        (["train", "--train.lr", "50"], 78, "usual"),
+        (["train", "--preset", "smal"], 2, "slm"),
+        (["train", "nothing.yaml"], 66, "nothing.yaml"),
+        (["train", *QUICK, "--data.paths", "nothing/*.txt"], 66, "nothing"),
+        (["train", *QUICK, "--data.paths", "empty.txt"], 65, "empty.txt"),
+        (["train", *QUICK, "--data.paths", "binary.txt"], 65, "binary.txt"),
+        (["train", *QUICK, "--data.paths", "bad.jsonl"], 65, "bad.jsonl:2"),
+        (["train", *QUICK, "--data.source", "nowhere:x"], 78, "nowhere"),
+        (["train", *QUICK, "--model.family", "nowhere:x"], 78, "nowhere"),
+        (["train", *QUICK, "--tokenizer.path", "nowhere"], 66, "nowhere"),
+        (["train", *QUICK, "--model.init_from", "nowhere"], 66, "nowhere"),
+        (["train", *QUICK, "--train.device", "cuda"], 78, "cuda"),
+        (["train", *QUICK, "--runs-dir", "file.txt/runs"], 73, "file.txt"),
+        (["generate", "nothing"], 66, "nothing"),
+        (["watch", "nothing"], 66, "no run"),
+        (["why", "nothing"], 66, "no run"),
+        (["checkpoints"], 2, "lamp checkpoints --help"),
+    ],
+    ids=lambda value: " ".join(w for w in value if w not in QUICK)[:50] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_three_lines_and_a_code(tmp_path: Path, words: list[str], code: int, part: str) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "file.txt").write_text("x")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 20)
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": oops}\n')
+    done = lamp(*words, cwd=tmp_path)
+    said = done.stdout + done.stderr
+    assert done.returncode == code, said
+    assert part in said
+    assert "error:" in said
+    assert "next:" in said
+    assert "Traceback" not in said
+
+
+def test_print_config_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("train:\n  lr: 3e-4\n")
+    done = lamp("train", "my.yaml", "--preset", "slm", "--train.seed", "9", "--print-config", cwd=tmp_path)
+    assert done.returncode == 0
+    assert re.search(r"lr: 0.0003 +# my.yaml:2", done.stdout)
+    assert re.search(r"seed: 9 +# command line", done.stdout)
+    assert re.search(r"layers: 12 +# preset slm", done.stdout)
+    assert os.listdir(tmp_path) == ["my.yaml"]
+
+
+def test_the_name_of_a_run_and_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("train: {steps: 3}\n")
+    done = lamp("train", "mine.yaml", *TINY, "--test", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    run = RunDir(tmp_path / "runs" / "mine-test")
+    assert read_json(run.status)["state"] == "finished"
+    assert {"config.yaml", "status.json", "events.jsonl", "events.rank0.jsonl", "metrics.jsonl", "output.log", "console.log",
+            "stacks", "slots", "ask", "checkpoints", "report.md"} <= set(os.listdir(run.path))  # fmt: skip
+    assert all("type" in event and "t" in event for event in read_lines(run.events))
+    record = next(read_lines(run.metrics))
+    assert {"train/loss", "train/lr", "train/grad_norm", "train/iter", "train/dt_ms", "train/tok_per_sec", "train/mfu",
+            "train/tokens", "train/epoch", "train/pad_frac", "train/data_wait_ms"} <= set(record)  # fmt: skip
+    assert "unexplained" in run.report.read_text()
+
+
+def test_a_finished_run_says_so_goes_on_when_raised_and_begins_anew_when_told(tmp_path: Path) -> None:
+    assert train(tmp_path)[0] == 0
+    code, said = train(tmp_path)
+    assert code == 0
+    assert "is finished" in said
+    done = lamp("train", "--run", "r", *TINY, "--train.steps", "12", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "train.steps: 8 -> 12" in done.stdout
+    assert "resumed from checkpoint-8" in done.stdout
+    run = RunDir(tmp_path / "runs" / "r")
+    assert sorted(losses_of(run)) == list(range(1, 13))
+    code, said = train(tmp_path, "--resume", "never")
+    assert code == 0
+    assert "r.1" in said
+    assert (tmp_path / "runs" / "r.1" / "checkpoints" / "checkpoint-12").is_dir()
+    assert sorted(losses_of(run)) == list(range(1, 9))
+
+
+def test_drift_is_refused_and_named(tmp_path: Path) -> None:
+    assert train(tmp_path)[0] == 0
+    done = lamp("train", "--run", "r", *TINY, "--train.steps", "20", "--train.lr", "0.5", cwd=tmp_path)
+    assert done.returncode == 78
+    assert "train.lr: 0.0003 -> 0.5" in done.stderr
+
+
+def test_going_back_to_an_older_checkpoint_keeps_the_newer_ones(tmp_path: Path) -> None:
+    assert train(tmp_path, "--save.every_steps", "2")[0] == 0
+    run = RunDir(tmp_path / "runs" / "r")
+    before = losses_of(run)
+    code, said = train(tmp_path, "--save.every_steps", "2", "--resume", "checkpoint-6", "--train.steps", "9")
+    assert code == 0, said
+    assert "set aside" in said
+    assert [p for p in run.checkpoints.iterdir() if p.name.startswith("aside-checkpoint-8")]
+    assert losses_of(run)[7] == before[7]
+    code, said = train(tmp_path, "--resume", "checkpoint-5", "--train.steps", "11")
+    assert code == 74
+    assert "there is no checkpoint" in said
+
+
+def test_two_of_the_same_name_at_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "r")
+    first = start_lamp("train", "--run", "r", *TINY, "--train.steps", "100000", cwd=tmp_path)
+    wait_for(lambda: slot_of(run).step > 2, process=first)
+    code, said = train(tmp_path)
+    assert code == 69
+    assert str(first.pid) in said
+    first.terminate()
+    assert first.wait(20) == 75
+
+
+def test_readers_why_save_runs_watch_stop(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "r")
+    words = ["train", "--run", "r", *TINY, "--train.steps", "100000", "--save.every_steps", "50000"]
+    going = start_lamp(*words, cwd=tmp_path)
+    wait_for(lambda: slot_of(run).step > 20, process=going)
+    told = lamp("why", "r", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    assert "phase: train" in told.stdout
+    assert "thread MainThread" in told.stdout
+    assert "loop.py" in told.stdout
+    assert lamp("save", "r", cwd=tmp_path).returncode == 0
+    assert 0 < slot_of(run).durable_step
+    listed = lamp("runs", cwd=tmp_path)
+    assert re.search(r"^r +running", listed.stdout, re.MULTILINE)
+    status = read_json(run.status)
+    assert {"state", "phase", "step", "steps", "tokens", "tokens_per_s", "eta_s", "usd", "durable_step", "last_progress_s", "host",
+            "boot_id", "pid", "pid_start"} <= set(status)  # fmt: skip
+    watcher = start_lamp("watch", "r", cwd=tmp_path)
+    wait_for(lambda: "watching r" in (tmp_path / "out.txt").read_text(), process=watcher)
+    stopped = lamp("stop", "r", cwd=tmp_path)
+    assert stopped.returncode == 0
+    assert "lamp stop" in stopped.stdout
+    assert going.wait(20) == 75
+    assert watcher.wait(20) == 0
+    assert read_json(run.status)["step"] == read_json(run.status)["durable_step"]
+    listed = json.loads(lamp("runs", "--json", cwd=tmp_path).stdout)
+    assert listed[0]["state"] == "stopped"
+    after = lamp("why", "r", cwd=tmp_path)
+    assert after.returncode == 66
+    assert "not running" in after.stderr
+    assert list(run.ask.iterdir()) == []
+
+
+def test_checkpoints_says_which_are_valid_and_why_not(tmp_path: Path) -> None:
+    assert train(tmp_path, "--save.every_steps", "2", "--eval.every_steps", "4")[0] == 0
+    run = RunDir(tmp_path / "runs" / "r")
+    model = run.checkpoints / "checkpoint-8" / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-10])
+    done = lamp("checkpoints", "r", cwd=tmp_path)
+    assert done.returncode == 0
+    assert re.search(r"checkpoint-6 .* valid", done.stdout)
+    assert re.search(r"checkpoint-8 .* invalid: model.safetensors has", done.stdout)
+    rows = json.loads(lamp("checkpoints", "r", "--json", cwd=tmp_path).stdout)
+    assert [row["step"] for row in rows if row["valid"]] == [4, 6] or [row["step"] for row in rows if row["valid"]][-1] == 6
+    assert next(row for row in rows if row["step"] == 8)["val_loss"] is not None
+
+
+def test_verbose_says_every_step(tmp_path: Path) -> None:
+    code, said = train(tmp_path, "--verbose")
+    assert code == 0
+    assert all(re.search(rf"step {n}  .*grad_norm", said) for n in range(1, 9))
+
+
+def test_epochs_are_counted_in_optimizer_steps(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("The lamps are lit. " * 700)
+    done = lamp("train", "--run", "e", *TINY, "--data.paths", "t.txt", "--train.epochs", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    run = RunDir(tmp_path / "runs" / "e")
+    last = [r for r in read_lines(run.metrics) if "train/loss" in r][-1]
+    assert 2.0 <= last["train/epoch"] < 2.1
+    assert last["step"] == read_json(run.status)["steps"]
+
+
+def test_a_toy_for_hours_is_refused(tmp_path: Path) -> None:
+    done = lamp("train", "--preset", "demo", "--train.steps", "900000000", "--data.embedded_documents", "300", cwd=tmp_path)
+    assert done.returncode == 78, done.stdout
+    assert "--force" in done.stdout + done.stderr
+    words = ["train", "--run", "n", *TINY, "--train.steps", "900000000", "--save.every_steps", "0", "--save.every_s", "0"]
+    done = lamp(*words, cwd=tmp_path)
+    assert done.returncode == 78
+    assert "no save is due" in done.stdout + done.stderr
+
+
+def test_warm_up_is_explained_and_too_much_is_warned_about(tmp_path: Path) -> None:
+    code, said = train(tmp_path, "--train.warmup_steps", "6")
+    assert code == 0
+    assert "is warm-up" in said
+    assert "optimizer steps" in said
+    assert "WARNING  warm-up takes 75% of the run" in said
+
+
+def test_a_budget_stops_and_saves_before_it_is_spent_across_attempts(tmp_path: Path) -> None:
+    words = ["train", "--run", "b", *TINY, "--train.steps", "1000000", "--budget.usd_per_hour", "3.6", "--budget.usd"]
+    done = lamp(*words, "0.012", cwd=tmp_path)
+    assert done.returncode == 75, done.stdout
+    run = RunDir(tmp_path / "runs" / "b")
+    first = read_json(run.status)
+    assert 0 < first["durable_step"] == first["step"]
+    assert first["usd"] <= 0.012 * 1.1
+    again = lamp(*words, "0.012", cwd=tmp_path)
+    assert again.returncode == 75
+    second = read_json(run.status)
+    assert second["spent_s"] > first["spent_s"]
+    assert second["step"] <= first["step"] + 2
+    more = lamp(*words, "0.030", cwd=tmp_path)
+    assert more.returncode == 75
+    assert read_json(run.status)["step"] > first["step"]
+    assert "cost/usd" in [r for r in read_lines(run.metrics) if "train/loss" in r][-1]
+
+
+def test_a_second_ctrl_c_leaves_now_without_a_torn_file(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(
+        "import ctypes, torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self, vocab_size, width, **_):\n"
+        "        super().__init__()\n"
+        "        self.embed = torch.nn.Embedding(vocab_size, width)\n"
+        "        self.head = torch.nn.Linear(width, vocab_size)\n"
+        "        self.n = 0\n"
+        "    def forward(self, ids):\n"
+        "        self.n += 1\n"
+        "        if self.n == 20:\n"
+        "            ctypes.PyDLL(None).sleep(60)\n"
+        "        return self.head(self.embed(ids))\n"
+    )
+    run = RunDir(tmp_path / "runs" / "r")
+    words = ["train", "--run", "r", *TINY, "--model.family", "stuck:Model", "--train.steps", "50", "--save.every_steps", "5"]
+    going = start_lamp(*words, cwd=tmp_path)
+    wait_for(lambda: slot_of(run).step == 19, process=going)
+    going.send_signal(signal.SIGINT)
+    wait_for(lambda: "stopping (Ctrl+C)" in (tmp_path / "out.txt").read_text(), 2, going)
+    going.send_signal(signal.SIGINT)
+    assert going.wait(5) == 130
+    assert "step 15 is safe" in (tmp_path / "out.txt").read_text()
+    rows = json.loads(lamp("checkpoints", "r", "--json", cwd=tmp_path).stdout)
+    assert rows[-1]["step"] == 15
+    assert all(row["valid"] for row in rows)
+
+
+def test_stop_while_the_main_thread_is_in_a_long_call_saves_the_last_completed_step(tmp_path: Path) -> None:
+    (tmp_path / "sleepy.py").write_text(
+        "import time, torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self, vocab_size, width, **_):\n"
+        "        super().__init__()\n"
+        "        self.embed = torch.nn.Embedding(vocab_size, width)\n"
+        "        self.head = torch.nn.Linear(width, vocab_size)\n"
+        "        self.n = 0\n"
+        "    def forward(self, ids):\n"
+        "        self.n += 1\n"
+        "        if self.n == 20:\n"
+        "            time.sleep(60)\n"
+        "        return self.head(self.embed(ids))\n"
+    )
+    run = RunDir(tmp_path / "runs" / "r")
+    words = ["train", "--run", "r", *TINY, "--model.family", "sleepy:Model", "--train.steps", "50", "--save.every_steps", "5"]
+    going = start_lamp(*words, cwd=tmp_path)
+    wait_for(lambda: slot_of(run).step == 19, process=going)
+    going.send_signal(signal.SIGTERM)
+    assert going.wait(8) == 75
+    assert read_json(run.status)["durable_step"] == 19
+    assert (run.checkpoints / "checkpoint-19" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("phase", ["import", "tokenizer", "cache", "evaluate", "save"])
+def test_a_stop_in_any_phase_is_said_at_once_and_ends_with_75(tmp_path: Path, phase: str) -> None:
+    run = RunDir(tmp_path / "runs" / "r")
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef documents():\n    for i in range(400):\n        time.sleep(0.02)\n        yield f'paper {i} is read slowly ' * 9\n"
+    )
+    words = ["train", "--run", "r", *TINY, "--train.steps", "100000", "--save.every_steps", "1", "--eval.every_steps", "1"]
+    if phase in ("tokenizer", "cache"):
+        words += ["--data.source", "slow:documents", "--tokenizer.vocab_size", "300"]
+    if phase == "tokenizer":
+        words += ["--tokenizer.kind", "bpe"]
+    going = start_lamp(*words, cwd=tmp_path)
+    wait_for(lambda: phase in slot_of(run).phase, process=going)
+    going.send_signal(signal.SIGTERM)
+    wait_for(lambda: "stopping (SIGTERM)" in (tmp_path / "out.txt").read_text(), 2, going)
+    assert going.wait(10) == 75, (tmp_path / "out.txt").read_text()
+    status = read_json(run.status)
+    assert status["state"] == "stopped"
+    assert status["durable_step"] == status["step"]
+
+
+def test_nohup_and_a_closed_terminal(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "r")
+    words = ["train", "--run", "r", *TINY, "--train.steps", "100000"]
+    ignoring = start_lamp(*words, cwd=tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_for(lambda: slot_of(run).step > 5, process=ignoring)
+    seen = (tmp_path / "out.txt").read_text()
+    assert "lamp train" in seen, "output to a file is visible at once"
+    ignoring.send_signal(signal.SIGHUP)
+    before = slot_of(run).step
+    wait_for(lambda: slot_of(run).step > before + 5, process=ignoring)
+    ignoring.send_signal(signal.SIGTERM)
+    assert ignoring.wait(20) == 75
+    hung_up = start_lamp(*words, cwd=tmp_path)
+    wait_for(lambda: slot_of(run).step > before + 10, process=hung_up)
+    hung_up.send_signal(signal.SIGHUP)
+    assert hung_up.wait(20) == 75
+
+
+def test_a_dead_child_ends_with_71_and_the_command_to_resume(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "r")
+    going = start_lamp("train", "--run", "r", *TINY, "--train.steps", "100000", "--save.every_steps", "10", cwd=tmp_path)
+    wait_for(lambda: slot_of(run).durable_step >= 10, process=going)
+    os.kill(slot_of(run).pid, signal.SIGKILL)
+    assert going.wait(10) == 71
+    said = (tmp_path / "out.txt").read_text()
+    assert "SIGKILL (signal 9)" in said
+    assert re.search(r"step \d+ is safe", said)
+    assert "next: lamp train --run r" in said
+
+
+def test_a_crash_in_the_users_code_keeps_the_traceback_and_the_last_step(tmp_path: Path) -> None:
+    (tmp_path / "buggy.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self, vocab_size, width, **_):\n"
+        "        super().__init__()\n"
+        "        self.embed = torch.nn.Embedding(vocab_size, width)\n"
+        "        self.n = 0\n"
+        "    def forward(self, ids):\n"
+        "        self.n += 1\n"
+        "        if self.n == 8:\n"
+        "            raise RuntimeError('the lamp broke')\n"
+        "        return self.embed(ids) @ self.embed.weight.T\n"
+    )
+    done = lamp("train", "--run", "r", *TINY, "--model.family", "buggy:Model", "--train.steps", "50", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "RuntimeError: the lamp broke" in done.stdout
+    assert "buggy.py:10" in done.stdout
+    run = RunDir(tmp_path / "runs" / "r")
+    assert "Traceback" in run.output.read_text()
+    assert read_json(run.status)["durable_step"] == 7
+
+
+def test_a_diverging_run_stops_before_the_weights_are_touched(tmp_path: Path) -> None:
+    (tmp_path / "nan.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self, vocab_size, width, **_):\n"
+        "        super().__init__()\n"
+        "        self.embed = torch.nn.Embedding(vocab_size, width)\n"
+        "        self.n = 0\n"
+        "    def forward(self, ids):\n"
+        "        self.n += 1\n"
+        "        out = self.embed(ids) @ self.embed.weight.T\n"
+        "        return out * float('nan') if self.n == 8 else out\n"
+    )
+    words = ["train", "--run", "r", *TINY, "--model.family", "nan:Model", "--train.steps", "50", "--save.every_steps", "5"]
+    done = lamp(*words, cwd=tmp_path)
+    assert done.returncode == 76, done.stdout
+    run = RunDir(tmp_path / "runs" / "r")
+    (verdict,) = [event for event in read_lines(run.events) if event["type"] == "verdict"]
+    assert (verdict["state"], verdict["action"]) == ("diverged", "stop")
+    assert "step 8" in verdict["why"]
+    assert [p.name for p in run.checkpoints.glob("checkpoint-*")] == ["checkpoint-5"]
+    from safetensors.numpy import load_file
+
+    kept = load_file(run.checkpoints / "checkpoint-5" / "model.safetensors")
+    assert all((tensor == tensor).all() for tensor in kept.values())
+
+
+def test_an_unwritable_runs_folder(tmp_path: Path) -> None:
+    if os.getuid() == 0:
+        folder = Path("/proc/lamplighter-cannot-be-here")
+    else:
+        folder = tmp_path / "closed"
+        folder.mkdir()
+        folder.chmod(stat.S_IRUSR)
+    code, said = train(tmp_path, "--runs-dir", str(folder))
+    assert code == 73
+    assert "cannot write" in said
+
+
+def test_no_prompt_when_stdin_is_no_terminal(tmp_path: Path) -> None:
+    done = lamp("train", "--run", "r", *QUICK, cwd=tmp_path, stdin=open(os.devnull))
+    assert done.returncode == 0
+
+
+def test_every_verb_of_the_help_exists() -> None:
+    named = set(re.findall(r"^  (\w+)", cli.HELP, re.MULTILINE)) | {"save"}
+    assert named == set(cli.VERBS) == set(cli.VERB_HELP)
+    assert LAMP

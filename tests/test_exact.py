@@ -1,0 +1,167 @@
+"""Never loses work: killed at any instant, the resumed run is bit-identical to the unbroken one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SHARED, TINY, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
+from safetensors.numpy import load_file, save_file
+
+from lamplighter.rundir import RunDir, read_json, read_lines, write_manifest
+
+STEPS, EVERY = 500, 25
+KILLS = 20
+
+
+def words_for(run: str, *more: str) -> list[str]:
+    text = SHARED / "tinyshakespeare" / "input.txt"
+    data = ["--data.paths", str(text), "--data.separator", "\n\n"] if text.exists() else []
+    return ["train", "--run", run, *TINY, "--model.dropout", "0.1", "--train.steps", str(STEPS),
+            "--save.every_steps", str(EVERY), "--save.every_s", "0", *data, *more]  # fmt: skip
+
+
+def weights_hash(run: RunDir, step: int) -> str:
+    folder = run.checkpoints / f"checkpoint-{step}"
+    digest = hashlib.sha256()
+    for name in ("model.safetensors", "training/optimizer.safetensors"):
+        for key, tensor in sorted(load_file(folder / name).items()):
+            digest.update(key.encode() + tensor.tobytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    cwd = tmp_path_factory.mktemp("unbroken")
+    done = lamp(*words_for("whole"), cwd=cwd, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return RunDir(cwd / "runs" / "whole")
+
+
+def compare(run: RunDir, whole: RunDir) -> None:
+    mine, theirs = losses_of(run), losses_of(whole)
+    assert sorted(mine) == list(range(1, STEPS + 1))
+    assert mine == theirs
+    assert weights_hash(run, STEPS) == weights_hash(whole, STEPS)
+
+
+def kill_once(cwd: Path, run: RunDir, rng: random.Random, who: str) -> None:
+    """Start, wait for a random later step (or a save), kill, and look for leftovers."""
+    before = slot_of(run).durable_step if run.slot(0).exists() else 0
+    process = start_lamp(*words_for("broken"), cwd=cwd)
+    run.slot(0).unlink(missing_ok=True)
+    wait_for(lambda: slot_of(run).step > 0, process=process)
+    child = slot_of(run).pid
+    target = slot_of(run).step + rng.randint(1, EVERY + EVERY // 2)
+    if who == "save":
+        wait_for(lambda: slot_of(run).flag("saving") or slot_of(run).step >= STEPS, process=process)
+    else:
+        wait_for(lambda: slot_of(run).step >= min(target, STEPS), process=process)
+    at = slot_of(run)
+    for pid in {"parent": [process.pid], "child": [child], "both": [process.pid, child], "save": [child]}[who]:
+        with_pid_gone = False
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            with_pid_gone = True
+        assert not with_pid_gone or at.step >= STEPS
+    process.wait(20)
+    wait_for(lambda: not processes_of(run.path), 5)
+    durable = (read_json(run.checkpoints / "latest.json") or {"step": 0})["step"]
+    assert durable >= before
+    assert at.step - durable <= EVERY + 1, f"killed at {at.step}, durable {durable}"
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_nothing(unbroken: RunDir, tmp_path: Path) -> None:
+    rng = random.Random(20)
+    run = RunDir(tmp_path / "runs" / "broken")
+    kinds = ["parent", "child", "both", "save"] * (KILLS // 4)
+    for who in kinds:
+        if (read_json(run.checkpoints / "latest.json") or {"step": 0})["step"] >= STEPS - EVERY:
+            for path in run.checkpoints.glob("checkpoint-*"):  # the run is nearly over: kill it in its early part again
+                if int(path.name.split("-")[1]) > STEPS // 2:
+                    path.rename(path.with_name("aside-" + path.name))
+            write_latest(run)
+        kill_once(tmp_path, run, rng, who)
+    done = lamp(*words_for("broken"), cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    compare(run, unbroken)
+    attempts = {record["attempt"] for record in read_lines(run.metrics)}
+    assert len(attempts) >= KILLS // 2
+    assert not processes_of(run.path)
+
+
+def write_latest(run: RunDir) -> None:
+    newest = max((int(p.name.split("-")[1]) for p in run.checkpoints.glob("checkpoint-*")), default=0)
+    (run.checkpoints / "latest.json").write_text(json.dumps({"step": newest, "path": f"checkpoint-{newest}"}))
+
+
+def stop_at(cwd: Path, name: str, step: int) -> RunDir:
+    """A run that was stopped, saved, at or after `step`."""
+    run = RunDir(cwd / "runs" / name)
+    process = start_lamp(*words_for(name), cwd=cwd)
+    wait_for(lambda: slot_of(run).step >= step, process=process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 75
+    return run
+
+
+def test_a_stop_saves_the_last_completed_step_and_the_rest_is_the_same(unbroken: RunDir, tmp_path: Path) -> None:
+    run = stop_at(tmp_path, "stopped", 60)
+    status = read_json(run.status)
+    assert status["state"] == "stopped"
+    assert status["durable_step"] == status["step"] == max(losses_of(run))
+    assert lamp(*words_for("stopped"), cwd=tmp_path, timeout=300).returncode == 0
+    compare(run, unbroken)
+    steps = [record["step"] for record in read_lines(run.metrics) if "train/loss" in record]
+    assert len(steps) == len(set(steps)), "a clean stop redoes nothing"
+
+
+def test_a_lost_piece_of_state_is_caught(unbroken: RunDir, tmp_path: Path) -> None:
+    """The control: with one moment of Adam zeroed, the comparison above must fail."""
+    run = stop_at(tmp_path, "control", 60)
+    newest = max(run.checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    path = newest / "training" / "optimizer.safetensors"
+    tensors = load_file(path)
+    name = next(key for key in tensors if key.startswith("exp_avg_sq"))
+    tensors[name] = tensors[name] * 0
+    save_file(tensors, path)
+    write_manifest(newest, step=int(newest.name.split("-")[1]))
+    assert lamp(*words_for("control"), cwd=tmp_path, timeout=300).returncode == 0
+    with pytest.raises(AssertionError):
+        compare(run, unbroken)
+
+
+def test_resume_at_step_a_million_needs_no_replay(tmp_path: Path) -> None:
+    run = stop_at(tmp_path, "far", 30)
+    newest = max(run.checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    state = read_json(newest / "training" / "state.json")
+    state["step"], state["steps"] = 1_000_000, 1_000_010
+    (newest / "training" / "state.json").write_text(json.dumps(state))
+    write_manifest(newest, step=1_000_000)
+    for other in run.checkpoints.glob("checkpoint-*"):
+        if other != newest:
+            other.rename(other.with_name("aside-" + other.name))
+    newest.rename(newest.with_name("checkpoint-1000000"))
+    near = resume_times(tmp_path, "near")
+    started = time.monotonic()
+    done = lamp(*words_for("far", "--train.steps", "1000010"), cwd=tmp_path)
+    took = time.monotonic() - started
+    assert done.returncode == 0, done.stdout
+    assert max(losses_of(run)) == 1_000_010
+    assert took < 3 * near + 5
+
+
+def resume_times(cwd: Path, name: str) -> float:
+    run = stop_at(cwd, name, 30)
+    step = read_json(run.status)["step"]
+    started = time.monotonic()
+    assert lamp(*words_for(name, "--train.steps", str(step + 10)), cwd=cwd).returncode == 0
+    return time.monotonic() - started

@@ -1,0 +1,233 @@
+"""Sampling: the same text as transformers, never a token outside what was allowed, the same seed the same text."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lamplighter.model.sample import stream
+from lamplighter.model.shape import Shape, shape_from_hf
+from lamplighter.model.transformer import Transformer, init_weights, load_weights
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+STORIES = SHARED / "models" / "stories260K_hf_llama"
+
+GPT2 = Shape(family="gpt2", vocab_size=40, positions=12, layers=2, width=16, heads=2, dropout=0.3)
+LLAMA = Shape(family="llama", vocab_size=40, positions=12, layers=2, width=16, heads=4, kv_heads=2)
+both_families = pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> None:
+    torch.set_num_threads(1)
+
+
+def a_model(shape: Shape) -> Transformer:
+    model = Transformer(shape)
+    init_weights(model, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5.0)  # opinions strong enough to be told apart
+    return model
+
+
+def texts(steps: Iterator[list[int | None]]) -> list[list[int | None]]:
+    """The steps, turned round: one row per sample."""
+    return [list(row) for row in zip(*steps, strict=True)]
+
+
+class Fixed(nn.Module):
+    """A model of one's own: always the same logits, whatever it reads. It notes how much it was shown."""
+
+    positions = 6
+
+    def __init__(self, logits: list[float]) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor(logits))
+        self.lengths: list[int] = []
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        self.lengths.append(ids_BT.shape[1])
+        return self.logits.expand(*ids_BT.shape, -1)
+
+
+class Uncached(nn.Module):
+    """The same network, hidden, so that the cache cannot be used."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        logits_BTV: Tensor = self.inner(ids_BT)
+        return logits_BTV
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason=f"{STORIES} is not on this machine")
+def test_greedy_text_is_that_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(STORIES).eval()
+    ours = Transformer(shape_from_hf(json.loads((STORIES / "config.json").read_text())))
+    load_weights(ours, STORIES)
+    prompt = [1, 403, 407, 261, 378]
+    with torch.no_grad():
+        ids = torch.tensor([prompt])
+        expected = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=100, min_new_tokens=100, do_sample=False
+        )
+    assert texts(stream(ours, prompt, max_tokens=100, temperature=0.0)) == [expected[0, len(prompt) :].tolist()]
+
+
+@both_families
+def test_greedy_text_ignores_the_seed_and_is_the_same_in_every_sample(shape: Shape) -> None:
+    model = a_model(shape)
+    one, two = texts(stream(model, [3, 4], samples=2, max_tokens=9, temperature=0.0, seed=1))
+    assert one == two == texts(stream(model, [3, 4], max_tokens=9, temperature=0.0, seed=2))[0]
+
+
+@both_families
+def test_a_seed_gives_one_text_whatever_the_number_of_samples(shape: Shape) -> None:
+    model = a_model(shape)
+    three = texts(stream(model, [3, 4], samples=3, max_tokens=40, seed=7))
+    assert texts(stream(model, [3, 4], samples=1, max_tokens=40, seed=7)) == three[:1]
+    torch.manual_seed(0)  # nothing global counts
+    assert texts(stream(model, [3, 4], samples=3, max_tokens=40, seed=7)) == three
+    assert len({tuple(text) for text in three}) == 3
+    assert texts(stream(model, [3, 4], samples=1, max_tokens=40, seed=8)) != three[:1]
+
+
+@both_families
+def test_a_full_window_goes_on_and_the_cache_changes_nothing(shape: Shape) -> None:
+    model = a_model(shape)
+    for prompt in ([5], list(range(11)), list(range(12)), list(range(30))):
+        for temperature in (0.0, 1.0):
+            how: dict[str, Any] = {"samples": 2, "max_tokens": 40, "temperature": temperature}
+            cached = texts(stream(model, prompt, **how))
+            assert cached == texts(stream(Uncached(model), prompt, window=12, **how))
+            assert len(cached[0]) == 40
+
+
+@both_families
+def test_a_window_of_one_token_works(shape: Shape) -> None:
+    model = a_model(shape)
+    text = texts(stream(model, [5, 6], max_tokens=8, temperature=0.0, window=1))[0]
+    assert text == texts(stream(Uncached(model), [6], max_tokens=8, temperature=0.0, window=1))[0]
+
+
+def test_a_full_window_keeps_its_newer_half() -> None:
+    model = Fixed([0.0, 9.0, 0.0])
+    steps = stream(model, [0, 2], max_tokens=12, temperature=0.0)
+    model.lengths.clear()  # it was asked once already, for its vocabulary
+    assert texts(steps) == [[1] * 12]
+    assert model.lengths == [2, 3, 4, 5, 6, 3, 4, 5, 6, 3, 4, 5]
+
+
+FAIR = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, 1.75]  # likeliest first: 0, 7, 1, 2, 3, ...
+
+
+def drawn(**how: Any) -> list[int]:
+    steps = stream(Fixed(FAIR), [0], samples=50, max_tokens=40, **how)
+    return [token for step in steps for token in step if token is not None]
+
+
+def test_draws_follow_the_odds() -> None:
+    for temperature in (1.0, 0.5):
+        ids = torch.tensor(drawn(temperature=temperature))
+        shares = torch.bincount(ids, minlength=8) / len(ids)
+        expected = (torch.tensor(FAIR) / temperature).softmax(-1)
+        assert (shares - expected).abs().max() < 0.04  # four standard errors of 2,000 draws
+
+
+def test_top_k_never_leaves_the_k_likeliest() -> None:
+    assert set(drawn(top_k=3, temperature=5.0)) == {0, 7, 1}
+    assert set(drawn(top_k=1, temperature=5.0)) == {0}
+    assert set(drawn(top_k=100, temperature=5.0)) == set(range(8))
+    ties = stream(Fixed([0.0] * 8), [0], samples=50, max_tokens=40, top_k=3)
+    assert len({token for step in ties for token in step}) == 3
+
+
+def test_top_p_keeps_the_fewest_that_hold_p() -> None:
+    odds = torch.tensor(FAIR).softmax(-1).sort(descending=True).values.cumsum(-1)
+    assert odds[1] < 0.6 < odds[2]
+    assert set(drawn(top_p=0.6)) == {0, 7, 1}
+    assert set(drawn(top_p=1e-9)) == {0}
+    assert set(drawn(top_p=0.5, top_k=3)) == {0, 7}  # of the three likeliest, the two that hold half
+
+
+def test_a_cold_temperature_is_greedy_and_masked_tokens_are_never_drawn() -> None:
+    assert set(drawn(temperature=1e-30)) == {0}
+    masked = stream(Fixed([0.0, float("-inf"), 0.0]), [0], samples=50, max_tokens=40)
+    assert {token for step in masked for token in step} == {0, 2}
+
+
+def test_the_lowest_draw_does_not_pick_a_masked_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *size, generator: torch.zeros(*size))
+    assert next(stream(Fixed([float("-inf"), 0.0, 0.0]), [0], max_tokens=1)) == [1]
+
+
+def test_a_stopped_sample_is_silent_and_the_stream_ends_with_the_last() -> None:
+    rows = texts(stream(Fixed([0.0, 0.0, 0.0]), [0], samples=4, max_tokens=1000, stop_id=2))
+    for row in rows:
+        end = row.index(2)
+        assert None not in row[:end]
+        assert row[end + 1 :] == [None] * (len(row) - end - 1)
+    assert max(row.index(2) for row in rows) == len(rows[0]) - 1
+    assert len({row.index(2) for row in rows}) > 1
+
+
+def test_an_empty_prompt_starts_from_the_stop_id() -> None:
+    model = a_model(LLAMA)
+    how: dict[str, Any] = {"max_tokens": 5, "temperature": 0.0}
+    assert texts(stream(model, [], stop_id=7, **how)) == texts(stream(model, [7], stop_id=7, **how))
+    assert list(stream(model, [7], max_tokens=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "how", "words"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([40], {}, r"\[40\] are outside the model's vocabulary of 40"),
+        ([1, -1], {}, r"\[-1\] are outside"),
+        ([1], {"stop_id": 50256}, r"\[50256\] are outside"),
+        ([1], {"temperature": -0.1}, "temperature must be"),
+        ([1], {"temperature": float("nan")}, "temperature must be"),
+        ([1], {"top_k": -1}, "top_k must be"),
+        ([1], {"top_p": 0.0}, "top_p must be"),
+        ([1], {"samples": 0}, "samples must be"),
+        ([1], {"window": 13}, "does not fit the model's 12 positions"),
+        ([1], {"window": 0}, "window is 0"),
+    ],
+)
+def test_wrong_requests_are_refused_before_the_first_step(prompt: list[int], how: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        stream(a_model(GPT2), prompt, max_tokens=3, **how)
+
+
+def test_a_model_of_ones_own_is_asked_for_its_vocabulary_and_its_window() -> None:
+    with pytest.raises(ValueError, match=r"\[3\] are outside the model's vocabulary of 3"):
+        stream(Fixed([0.0, 0.0, 0.0]), [3], max_tokens=3)
+    with pytest.raises(ValueError, match="an attribute `positions`"):
+        stream(Uncached(a_model(GPT2)), [1], max_tokens=3)
+
+
+def test_damaged_weights_are_said_not_sampled() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        next(stream(Fixed([0.0, float("nan"), 1.0]), [0], max_tokens=3))
+
+
+def test_eval_mode_during_and_every_part_as_it_was_after() -> None:
+    model = a_model(GPT2).train()
+    model.transformer.h[0].eval()
+    before = [part.training for part in model.modules()]
+    steps = stream(model, [1], max_tokens=5)
+    next(steps)
+    assert not any(part.training for part in model.modules())
+    steps.close()  # type: ignore[attr-defined]
+    assert [part.training for part in model.modules()] == before
+    dropout_free = texts(stream(model, [1], max_tokens=8, temperature=0.0))
+    assert dropout_free == texts(stream(model, [1], max_tokens=8, temperature=0.0))
+    assert [part.training for part in model.modules()] == before
