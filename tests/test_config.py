@@ -157,3 +157,8 @@ def test_the_budget_counts_the_nearest_limit() -> None:
     assert budget.left_s(600) == pytest.approx(1200)
     assert budget.spent_usd(900) == pytest.approx(1.0)
     assert config.Budget().left_s(1e9) == float("inf")
+
+
+def test_a_flag_given_twice_is_replaced_and_a_list_grows() -> None:
+    words = ["--save.every_steps", "0", "--data.paths", "a", "--save.every_steps", "1", "--data.paths", "b"]
+    assert parse_overrides(words)[1] == {"save.every_steps": ["1"], "data.paths": ["a", "b"]}

@@ -339,17 +339,15 @@ def parse_overrides(words: list[str]) -> tuple[list[str], dict[str, list[str]]]:
         info = fields().get(name)
         if info is None:
             raise unknown(f"--{name}", "", UsageError)
-        if equals:
-            found.setdefault(name, []).append(value)
-            continue
-        taken = found.setdefault(name, [])
         many = get_origin(info.annotation) is list
-        while words and not words[0].startswith("--") and (many or not taken):
+        taken = [value] if equals else []
+        while words and not equals and not words[0].startswith("--") and (many or not taken):
             taken.append(words.pop(0))
         if not taken and info.annotation is bool:
             taken.append("true")
         if not taken:
             raise UsageError(f"--{name} needs a value", info.description or "", f"for example: --{name} {info.default}")
+        found[name] = found.get(name, []) + taken if many else taken  # given twice: a list grows, anything else is replaced
     return rest, found
 
 

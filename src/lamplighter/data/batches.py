@@ -24,7 +24,7 @@ import numpy as np
 from lamplighter.data.tokens import Split
 
 NO_TARGET = -100
-ROUNDS = 6
+ROUNDS = [np.uint64(number * 0xD1342543DE82EF95 & (1 << 64) - 1) for number in range(6)]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -71,9 +71,8 @@ def permute(seed: int, epochs: Int64s, positions: Int64s, size: int) -> Int64s:
 
 def _feistel(x: Uint64s, keys: Uint64s, half: np.uint64, mask: np.uint64) -> Uint64s:
     left, right = x >> half, x & mask
-    for number in range(ROUNDS):
-        noise = _mix(keys + np.uint64(number) * np.uint64(0xD1342543DE82EF95) + right) & mask
-        left, right = right, left ^ noise
+    for constant in ROUNDS:
+        left, right = right, left ^ (_mix(keys + constant + right) & mask)
     return (left << half) | right
 
 

@@ -194,8 +194,8 @@ class FileSource:
         self._position = Position(str(files[0]), 0)
 
     def __str__(self) -> str:
-        names = ", ".join(str(path) for path in self.files[:3]) + (", ..." if len(self.files) > 3 else "")
-        return f"{len(self.files)} files, {human_bytes(self.total_bytes())}: {names}"
+        others = f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
+        return f"{self.files[0]}{others}, {human_bytes(self.total_bytes())}"
 
     def total_bytes(self) -> int:
         return sum(self._sizes.values())
@@ -255,30 +255,33 @@ class FileSource:
         """sha256 of each file; what the store remembers of an unchanged file is not computed again."""
         store = read_json(self.hash_store) if self.hash_store else None
         known: dict[str, Any] = store if isinstance(store, dict) else {}
-        hashes, fresh = [], {}
+        found: dict[str, Any] = {}
         with report.phase("hash files", total=self.total_bytes(), unit="B") as p:
             for path in self.files:
                 p.tick(0, str(path))
-                stat, name = path.stat(), str(path.absolute())
-                mark = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-                entry = known.get(name)
-                if isinstance(entry, list) and entry[:3] == mark and len(entry) == 4:
-                    p.tick(stat.st_size)
-                    hashes.append(str(entry[3]))
-                    continue
-                hashes.append(_hash(path, p.tick))
-                if time.time() - stat.st_mtime > JUST_WRITTEN_S:
-                    fresh[name] = [*mark, hashes[-1]]
+                name = str(path.absolute())
+                found[name] = _hashed(path, known.get(name), p.tick)
+        fresh = {name: entry for name, entry in found.items() if entry != known.get(name) and _is_settled(entry)}
         if fresh and self.hash_store:
             _remember(self.hash_store, {**known, **fresh})
-        return hashes
+        return [str(entry[3]) for entry in found.values()]
 
 
-def _hash(path: Path, tick: Callable[[int], None]) -> str:
+def _hashed(path: Path, known: object, tick: Callable[[int], None]) -> list[Any]:
+    """[size, time, inode, sha256] of a file; the hash is the known one where the rest has not changed."""
     try:
-        return hash_file(path, tick)
+        stat = path.stat()
+        mark = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        if isinstance(known, list) and len(known) == 4 and known[:3] == mark:
+            tick(stat.st_size)
+            return known
+        return [*mark, hash_file(path, tick)]
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def _is_settled(entry: list[Any]) -> bool:
+    return bool(time.time() - entry[1] / 1e9 > JUST_WRITTEN_S)
 
 
 def _remember(store: Path, entries: dict[str, Any]) -> None:

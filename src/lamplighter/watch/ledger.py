@@ -103,9 +103,9 @@ def lines(ledger: Ledger, budget: Budget) -> list[str]:
     ]
     rows.append(("unexplained", ledger.unexplained_s))
     table = [
-        f"{name:<24} {duration(seconds):>9}  {seconds / wall:6.1%}{_cents(seconds, budget)}" for name, seconds in rows
+        f"{name:<32} {duration(seconds):>9}  {seconds / wall:6.1%}{_cents(seconds, budget)}" for name, seconds in rows
     ]
-    table.append(f"{'all':<24} {duration(ledger.wall_s):>9}  100.0%{_cents(ledger.wall_s, budget)}")
+    table.append(f"{'all':<32} {duration(ledger.wall_s):>9}  100.0%{_cents(ledger.wall_s, budget)}")
     if ledger.redone_steps:
         table.append(f"of which {ledger.redone_steps} steps redone after a restart: {duration(ledger.redone_s)}")
     return table

@@ -49,7 +49,7 @@ class Live:
     def _draw(self, picture: Picture, words: str) -> Group:
         width = self.console.width
         spin = SPINNER[self.frames % len(SPINNER)]
-        head = Text(f"{spin} {picture.name} ", style="bold yellow", end="")
+        head = Text(f"{spin} {picture.name} ", style="bold yellow")
         head.append(words, style="default")
         head.truncate(max(10, width * 2 - 2), overflow="ellipsis")
         rows: list[object] = [head]

@@ -1,0 +1,533 @@
+"""The token cache: nothing lost or doubled, never mixed up, never half built, and it says what it does."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lamplighter import report
+from lamplighter.data import division, files, shards, tokens
+from lamplighter.data.sources import EmbeddedCorpus, Part, Position, Source, open_source
+from lamplighter.data.tokenizer import Tokenizer, byte_level, load
+from lamplighter.data.tokens import Settings, Split, Tokens, ensure, open_tokens
+from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def needs(name: str) -> Path:
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"shared data is not here: {path}")
+    return path
+
+
+class Texts:
+    """A source for tests: a list."""
+
+    def __init__(self, texts: list[str], name: str = "") -> None:
+        self.texts, self.name, self.number = texts, name, 0
+
+    def __str__(self) -> str:
+        return f"{len(self.texts)} texts"
+
+    def fingerprint(self) -> str:
+        return files.digest([self.texts, self.name])
+
+    def total_bytes(self) -> int | None:
+        return sum(len(text.encode()) for text in self.texts)
+
+    def position(self) -> Position:
+        return Position(f"text {self.number}", sum(len(text.encode()) for text in self.texts[: self.number]))
+
+    def documents(self, start: int = 0) -> Iterator[str]:
+        self.number = start
+        for text in self.texts[start:]:
+            self.number += 1
+            yield text
+
+
+@pytest.fixture
+def notes(monkeypatch: Any) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
+    return said
+
+
+def made(folder: Path, texts: list[str] | Source, val: float = 0.1, shard: int = 1000, verify: bool = True) -> Tokens:
+    source = Texts(texts) if isinstance(texts, list) else texts
+    return open_tokens(ensure(folder, source, byte_level(), Settings(val, 0, shard)), verify)
+
+
+def letters(count: int, seed: int = 0) -> list[str]:
+    return list(EmbeddedCorpus(seed, count).documents())
+
+
+def documents(split: Split, tokenizer: Tokenizer | None = None) -> list[str]:
+    """The stream taken apart at its marks; checked against the index."""
+    tokenizer = tokenizer or byte_level()
+    ids = split.read(0, len(split))
+    if not len(ids):
+        return []
+    ends = np.flatnonzero(ids == tokenizer.end_of_text)
+    assert ends[0] == 0 and ends[-1] == len(ids) - 1
+    assert (ends[:-1] + 1).tolist() == split.document_starts().tolist()
+    assert len(ends) - 1 == split.documents
+    return [tokenizer.decode(ids[a + 1 : b]) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+
+
+# ---------------------------------------------------------------- what is in it
+
+
+def test_every_document_is_there_once_on_one_side(tmp_path: Path) -> None:
+    texts = [*letters(300), "", "ends with a space ", "🙂 naïve <|endoftext|> £"]
+    cache = made(tmp_path, texts)
+    train, val = documents(cache.train), documents(cache.val)
+    assert Counter(train + val) == Counter(text for text in texts if text)
+    assert 10 < len(val) < 60
+    assert [text for text in texts if text in set(train)] == train, "in the order of the source"
+    assert cache.train.text_bytes == sum(len(text.encode()) for text in train)
+    assert len(cache.train) == cache.train.text_bytes + len(train) + 1
+    assert cache.manifest["empty_documents"] == 1 and cache.manifest["divided_by"] == "documents"
+    assert len(cache.train.shards) > 50 and all(len(shard) == 1000 for shard in cache.train.shards[:-1])
+
+
+def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
+    texts = letters(120) * 5
+    random.Random(0).shuffle(texts)
+    cache = made(tmp_path, texts, val=0.3)
+    train, val = set(documents(cache.train)), set(documents(cache.val))
+    assert train and val and not train & val
+
+
+def test_the_overlap_check_can_fire(tmp_path: Path, monkeypatch: Any) -> None:
+    sides = iter(["train", "val"] * 1000)
+    monkeypatch.setattr(division.Division, "side", lambda self, hash: next(sides))
+    with pytest.raises(BadData, match="validation text is also in"):
+        made(tmp_path, [f"one text {n // 2}" for n in range(200)])
+
+
+def test_the_seed_and_the_share_decide_the_division(tmp_path: Path) -> None:
+    texts = letters(1000)
+    seen = {}
+    for seed, val in ((0, 0.1), (1, 0.1), (0, 0.2)):
+        cache = open_tokens(ensure(tmp_path, Texts(texts), byte_level(), Settings(val, seed)))
+        seen[seed, val] = set(documents(cache.val))
+        assert 0.7 < len(seen[seed, val]) / (1000 * val) < 1.3
+    assert seen[0, 0.1] != seen[1, 0.1]
+    assert seen[0, 0.1] <= seen[0, 0.2], "a larger share only adds"
+
+
+def test_few_documents_are_divided_by_blocks(tmp_path: Path) -> None:
+    texts = ["\n".join(letters(400, seed)) for seed in range(3)] + ["short"]
+    cache = made(tmp_path, texts, val=0.1)
+    assert cache.manifest["divided_by"] == "blocks"
+    train, val = documents(cache.train), documents(cache.val)
+    assert len(val) > 5 and 0.04 < sum(map(len, val)) / sum(map(len, texts)) < 0.2
+    assert Counter("".join(train + val)) == Counter("".join(texts)), "not a character is lost"
+    whole = "\0".join(texts)
+    assert all(run in whole for run in train + val), "neighbouring blocks of one side stay together"
+    assert max(map(len, train)) > 3 * division.BLOCK_CHARS
+    again = made(tmp_path / "again", [*texts[1:], texts[0]], val=0.1)
+    assert set(documents(again.val)) == set(val), "by the text of the block, not its place"
+
+
+def test_neither_side_comes_out_empty(tmp_path: Path) -> None:
+    for number, (count, val) in enumerate([(150, 1e-9), (150, 0.999999), (3, 1e-9), (3, 0.999999)]):
+        cache = made(tmp_path / str(number), [text * 30 for text in letters(count)], val=val)
+        assert cache.train.documents and cache.val.documents
+    fewest = made(tmp_path / "two", ["one", "two"], val=0.1)
+    assert sorted(documents(fewest.train) + documents(fewest.val)) == ["one", "two"]
+
+
+def test_too_little_to_divide_is_said(tmp_path: Path) -> None:
+    for texts in (["only one"], ["the same"] * 200):
+        with pytest.raises(BadData) as caught:
+            made(tmp_path, texts)
+        assert "val_fraction 0" in caught.value.next
+    cache = made(tmp_path, ["only one"], val=0)
+    assert documents(cache.train) == ["only one"] and len(cache.val) == cache.val.documents == 0
+    assert documents(cache.val) == []
+    with pytest.raises(BadConfig):
+        Settings(val_fraction=1.0)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_document_in_parts_is_one_document(tmp_path: Path, monkeypatch: Any, many: bool) -> None:
+    monkeypatch.setattr(files, "PART_CHARS", 5000)
+    path = tmp_path / "long.txt"
+    texts = ["\n".join(letters(60, seed)) for seed in range(3)] + (letters(200) if many else [])
+    path.write_text("<sep>".join(texts))
+    source = open_source([str(path)], None, "<sep>")
+    assert sum(isinstance(text, Part) for text in source.documents()) > 8
+    tokenizer = load(needs("tokenizers/gpt2"))
+    cache = open_tokens(ensure(tmp_path, source, tokenizer, Settings(0.1, 0, 700)), verify=True)
+    both = documents(cache.train, tokenizer) + documents(cache.val, tokenizer)
+    if many:
+        assert sorted(both) == sorted(texts)
+        whole = sum(len(tokenizer.encode(text)) for text in texts)
+        assert len(cache.train) + len(cache.val) == whole + len(texts) + 2, "the very tokens of the whole text"
+    else:
+        assert cache.manifest["divided_by"] == "blocks"
+        assert sum(map(len, both)) == sum(map(len, texts))
+
+
+def test_real_web_text_with_its_duplicates(tmp_path: Path) -> None:
+    source = open_source([str(needs("web/slimpajama_like"))], None, None)
+    texts = list(source.documents())
+    assert len(set(texts)) == len(texts) - 6
+    tokenizer = load(needs("tokenizers/gpt2"))
+    cache = open_tokens(ensure(tmp_path, source, tokenizer, Settings(0.1)), verify=True)
+    train, val = documents(cache.train, tokenizer), documents(cache.val, tokenizer)
+    assert Counter(train + val) == Counter(texts) and not set(train) & set(val)
+    assert cache.manifest["dtype"] == "<u2" and cache.vocab_size == 50257
+    assert 890_000 < len(cache.train) + len(cache.val) < 910_000
+
+
+def test_real_books_have_both_sides(tmp_path: Path) -> None:
+    source = open_source([str(needs("tinyshakespeare/input.txt"))], None, None)
+    cache = open_tokens(ensure(tmp_path, source, byte_level(), Settings(0.05)))
+    assert cache.train.text_bytes + cache.val.text_bytes == 1_115_394
+    assert 0.03 < cache.val.text_bytes / 1_115_394 < 0.08
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_reading_over_shard_borders(tmp_path: Path) -> None:
+    cache = made(tmp_path, letters(150), shard=257)
+    split = cache.train
+    whole = np.concatenate(split.shards).astype(np.int64)
+    rng = np.random.default_rng(0)
+    for length in (1, 5, 256, 257, 258, 1000):
+        starts = rng.integers(0, len(split) - length + 1, 200)
+        starts[:2] = 0, len(split) - length
+        got = split.gather(starts, length)
+        assert got.dtype == np.int64 and got.shape == (200, length)
+        assert np.array_equal(got, whole[starts[:, None] + np.arange(length)])
+        assert np.array_equal(split.read(int(starts[5]), int(starts[5]) + length), got[5])
+    assert split.gather(np.zeros(0, np.int64), 5).shape == (0, 5)
+    for bad in (-1, len(split) - 4):
+        with pytest.raises(IndexError):
+            split.gather(np.array([0, bad]), 5)
+    with pytest.raises(IndexError):
+        split.read(0, len(split) + 1)
+
+
+def test_large_vocabularies_use_four_bytes(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.vocab_size = 70_000
+    cache = open_tokens(ensure(tmp_path, Texts(letters(150)), tokenizer, Settings()))
+    assert cache.train.dtype == np.dtype("<u4") and int(cache.train.read(0, 1)[0]) == 256
+
+
+# ---------------------------------------------------------------- which cache, and why
+
+
+def test_it_says_what_it_did_and_what_changed(tmp_path: Path, notes: list[str]) -> None:
+    texts = letters(150)
+    first = ensure(tmp_path, Texts(texts), byte_level(), Settings(0.1))
+    assert "token cache built" in notes[0] and "the first" in notes[0] and "tokens to train on" in notes[1]
+    before = content(first)
+    assert ensure(tmp_path, Texts(texts), byte_level(), Settings(0.1)) == first
+    assert "reused" in notes[-1]
+    assert ensure(tmp_path, Texts(texts), byte_level(), Settings(0.1), "rebuild") == first
+    assert "rebuilt" in notes[-2] and content(first) == before
+    assert ensure(tmp_path, Texts(texts), byte_level(), Settings(0.2)) != first
+    assert "settings changed (val_fraction: 0.1 -> 0.2)" in notes[-2]
+    ensure(tmp_path, Texts([*texts, "one more"]), byte_level(), Settings(0.2))
+    assert "sources changed (150 texts -> 151 texts)" in notes[-2] and "tokenizer" not in notes[-2]
+    other = byte_level()
+    other.fingerprint = lambda: "another"  # type: ignore[method-assign]
+    ensure(tmp_path, Texts(texts), other, Settings(0.2))
+    assert "tokenizer changed" in notes[-2] and "settings" not in notes[-2]
+
+
+def test_required_caches_are_not_built(tmp_path: Path) -> None:
+    texts = letters(150)
+    with pytest.raises(InputMissing) as caught:
+        ensure(tmp_path, Texts(texts), byte_level(), Settings(), "require")
+    assert "no cache for this tokenizer" in caught.value.why
+    folder = ensure(tmp_path, Texts(texts), byte_level(), Settings())
+    assert ensure(tmp_path, Texts(texts), byte_level(), Settings(), "require") == folder
+    with pytest.raises(InputMissing) as caught:
+        ensure(tmp_path, Texts(texts[1:]), byte_level(), Settings(), "require")
+    assert "sources changed" in caught.value.why and caught.value.code == 66
+    (folder / "train-00000.bin").write_bytes(b"")
+    with pytest.raises(BadData, match="damaged"):
+        ensure(tmp_path, Texts(texts), byte_level(), Settings(), "require")
+
+
+def test_a_cut_shard_is_named_and_rebuilt(tmp_path: Path, notes: list[str]) -> None:
+    cache = made(tmp_path, letters(150))
+    path = cache.folder / "train-00003.bin"
+    before = content(cache.folder)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(BadData) as caught:
+        open_tokens(cache.folder)
+    assert str(path) in caught.value.why and "1,000 bytes, expected 2,000" in caught.value.why
+    made(tmp_path, letters(150))
+    assert any("rebuilt" in note and "expected 2,000" in note for note in notes)
+    assert content(cache.folder) == before
+    path.unlink()
+    with pytest.raises(BadData, match="cannot open"):
+        open_tokens(cache.folder)
+    (cache.folder / "manifest.json").write_text("{")
+    with pytest.raises(BadData):
+        open_tokens(cache.folder)
+    with pytest.raises(InputMissing):
+        open_tokens(tmp_path / "nowhere")
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    cache = made(tmp_path, letters(150))
+    path = cache.folder / "val-00000.bin"
+    data = bytearray(path.read_bytes())
+    data[77] ^= 4
+    path.write_bytes(data)
+    open_tokens(cache.folder, verify=False)
+    with pytest.raises(BadData) as caught:
+        open_tokens(cache.folder, verify=True)
+    assert str(path) in caught.value.what and "sha256" in caught.value.why
+
+
+def test_ids_out_of_range_are_named_with_their_place(tmp_path: Path) -> None:
+    cache = made(tmp_path, letters(150))
+    cache.check_ids(257)
+    with pytest.raises(BadData) as caught:
+        cache.check_ids(256)
+    assert "train-00000.bin:0" in caught.value.what and "id 256" in caught.value.why
+    path = cache.folder / "train-00002.bin"
+    ids = np.frombuffer(path.read_bytes(), "<u2").copy()
+    ids[123] = 60_000
+    path.write_bytes(ids.tobytes())
+    with pytest.raises(BadData) as caught:
+        open_tokens(cache.folder).check_ids(257)
+    assert "train-00002.bin:123" in caught.value.what and "60,000" in caught.value.why
+    tokenizer = byte_level()
+    tokenizer.vocab_size = 200
+    with pytest.raises(BadData) as caught:
+        ensure(tmp_path / "b", Texts(letters(150)), tokenizer, Settings())
+    assert ".bin:" in caught.value.what and "200 tokens" in caught.value.why
+
+
+# ---------------------------------------------------------------- killed, full, shared
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+from lamplighter.data import tokens
+from lamplighter.data.sources import EmbeddedCorpus
+from lamplighter.data.tokenizer import byte_level
+
+class Slow(EmbeddedCorpus):
+    def documents(self, start=0):
+        for number, text in enumerate(super().documents(start), start):
+            if PAUSE:
+                PAUSE(number)
+            yield text + "\\n" + text[:50] * (number % 37)
+
+def gate(number):
+    if number == 600:
+        Path("reached").write_text(str(os.getpid()))
+        while not Path("go").exists():
+            time.sleep(0.01)
+
+PAUSE = {"": None, "slow": lambda number: time.sleep(0.0003), "gate": gate}[sys.argv[2]]
+tokenizer = byte_level()
+tokenizer.batch_bytes = 20_000
+print(tokens.ensure(Path(sys.argv[1]), Slow(5, 1200), tokenizer, tokens.Settings(0.2, 0, 20_000)), flush=True)
+"""
+
+
+def child(folder: Path, root: str, pause: str = "") -> subprocess.Popen[str]:
+    (folder / "child.py").write_text(CHILD)
+    words = [sys.executable, "child.py", root, pause]
+    return subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str]) -> Path:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return Path(out.strip().splitlines()[-1])
+
+
+def wait_until(condition: Any, deadline_s: float = 30.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def test_killed_at_any_moment_it_ends_the_same(tmp_path: Path) -> None:
+    whole = tmp_path / ended(child(tmp_path, "whole"))
+    truth = content(whole)
+    assert len([name for name in truth if name.endswith(".bin")]) > 20
+    rng = random.Random(1)
+    folder = tmp_path / "torn" / whole.name
+    seen, kills = set(), 0
+    while kills < 40:
+        process = child(tmp_path, "torn", "slow")
+        wait_until(lambda p=process: (folder / "lock").exists() or p.poll() is not None)
+        time.sleep(rng.uniform(0.0, 0.25))
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        kills += 1
+        seen.add(sum(1 for _ in (folder / "progress.jsonl").open()) if (folder / "progress.jsonl").exists() else 0)
+    assert kills >= 3 and len(seen) >= 3, "it went on where it had stopped, again and again"
+    assert tmp_path / ended(child(tmp_path, "torn")) == folder
+    assert content(folder) == truth
+
+
+def test_one_builds_and_the_other_waits(tmp_path: Path, monkeypatch: Any, notes: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    builder = child(tmp_path, "cache", "gate")
+    wait_until((tmp_path / "reached").exists)
+    events: list[dict[str, Any]] = []
+    shown: list[str] = []
+    monkeypatch.setattr(report._reporter, "event", lambda type, **fields: events.append({"type": type, **fields}))
+
+    def watch() -> None:
+        wait_until(lambda: any(event.get("name") == "waiting for the token cache" for event in events))
+        page = report._reporter.slot.page
+        wait_until(lambda: b"texts, at document" in bytes(page[512:768]))
+        shown.append(bytes(page[512:768]).split(b"\0")[0].decode())
+        (tmp_path / "go").write_text("")
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    code = CHILD.rsplit("print", 1)[0].replace("sys.argv[2]", '""')
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    found = ensure(Path("cache"), scope["Slow"](5, 1200), scope["tokenizer"], Settings(0.2, 0, 20_000))
+    watcher.join()
+    assert ended(builder) == found
+    assert any(f"process {builder.pid} on" in note and "waiting" in note for note in notes)
+    assert f"process {builder.pid}" in shown[0] and "document 6" in shown[0]
+    assert "another process has built it" in notes[-1]
+    assert not any(event.get("name") == "tokenise" for event in events)
+
+
+def test_a_dead_builders_lock_is_taken_over(tmp_path: Path, notes: list[str], monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    builder = child(tmp_path, "cache", "gate")
+    wait_until((tmp_path / "reached").exists)
+    builder.kill()
+    builder.communicate()
+    scope: dict[str, Any] = {}
+    exec(CHILD.rsplit("print", 1)[0].replace("sys.argv[2]", '""'), scope)
+    folder = ensure(Path("cache"), scope["Slow"](5, 1200), scope["tokenizer"], Settings(0.2, 0, 20_000))
+    assert any(f"taken over from dead pid {builder.pid}" in note for note in notes)
+    assert any("goes on after" in note for note in notes)
+    assert sorted(path.suffix for path in folder.iterdir() if path.name.startswith(("progress", "carry"))) == []
+    assert (folder / "lock").read_bytes() == b""
+
+
+def test_room_is_checked_first(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(shards, "free_bytes", lambda path: 10_000)
+    with pytest.raises(CannotWrite) as caught:
+        made(tmp_path, letters(500))
+    assert caught.value.code == 73 and "10.0 KB are free" in caught.value.why and "needs about 4" in caught.value.why
+
+
+def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: Any, notes: list[str]) -> None:
+    truth = content(made(tmp_path / "whole", letters(300), shard=5000).folder)
+    real, written = shards.write_atomic, []
+
+    def filling(path: Path, data: bytes, durable: bool = True) -> None:
+        written.append(path.name)
+        if len(written) > 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, data, durable)
+
+    monkeypatch.setattr(shards, "write_atomic", filling)
+    tokenizer = byte_level()
+    tokenizer.batch_bytes = 5000
+    with pytest.raises(CannotWrite) as caught:
+        ensure(tmp_path / "torn", Texts(letters(300)), tokenizer, Settings(0.1, 0, 5000))
+    assert "the finished shards are kept" in caught.value.next
+    monkeypatch.undo()
+    notes.clear()
+    said: list[str] = []
+    monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
+    folder = ensure(tmp_path / "torn", Texts(letters(300)), tokenizer, Settings(0.1, 0, 5000))
+    assert any("goes on after" in note for note in said)
+    assert content(folder) == truth
+
+
+def test_a_real_full_disk(tmp_path: Path) -> None:
+    """A file system of 1 MB; skipped where mounting is not allowed."""
+    place = tmp_path / "small"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.decode().strip()}")
+    try:
+        with pytest.raises(CannotWrite) as caught:
+            made(place, letters(3000))
+        assert "are free" in caught.value.why
+        source = Texts(letters(3000))
+        source.total_bytes = lambda: None  # type: ignore[method-assign]
+        with pytest.raises(CannotWrite):
+            ensure(place, source, byte_level(), Settings(0.1, 0, 10_000))
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotWrite):
+        made(tmp_path / "file", letters(10))
+
+
+def test_the_watcher_sees_what_is_waited_for(tmp_path: Path) -> None:
+    """While the source blocks in next(), the slot already names the text."""
+    seen: list[tuple[str, str]] = []
+
+    class Watched(Texts):
+        def documents(self, start: int = 0) -> Iterator[str]:
+            for text in super().documents(start):
+                page = bytes(report._reporter.slot.page)
+                seen.append(tuple(page[at:end].split(b"\0")[0].decode() for at, end in ((256, 384), (512, 768))))
+                yield text
+
+    with report.phase("cache"):
+        made(tmp_path, Watched(letters(120)))
+    assert ("cache > look at the documents", "text 7") in seen
+    assert ("cache > tokenise", "text 119") in seen
+
+
+def test_a_users_fault_passes_through_and_can_be_mended(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [json.dumps({"text": text}) for text in letters(400)]
+    path.write_text("\n".join([*rows, '{"text": 7}']))
+    tokenizer = byte_level()
+    with pytest.raises(LampError, match="401"):
+        ensure(tmp_path / "cache", open_source([str(path)], None, None), tokenizer, Settings(0.1, 0, 5000))
+    path.write_text("\n".join(rows))
+    folder = ensure(tmp_path / "cache", open_source([str(path)], None, None), tokenizer, Settings(0.1, 0, 5000))
+    assert sorted(documents(open_tokens(folder).train) + documents(open_tokens(folder).val)) == sorted(letters(400))
+    assert os.listdir(tmp_path / "cache")
+    assert tokens.POLL_S < 1
