@@ -136,25 +136,23 @@ class Observer:
             return
         if gap_s > max(self.next_capture_s, 4 * self.usual_gap_s.get(key, 0.0)):
             self.next_capture_s = gap_s + min(30.0, max(2.0, gap_s / 2))
-            picture.quiet_words = self.where(slot, gap_s)
+            picture.quiet_words = self.where(slot)
 
-    def where(self, slot: Slot, gap_s: float) -> str:
-        """One sentence: the line, the state of the process, how long, and what is usual."""
+    def where(self, slot: Slot) -> str:
+        """The line, the state of the process, and what is usual."""
         process = self.picture.process
         if process is None or process.stopped:
             return ""
         taken = sense.stacks(self.run, 0, slot.pid)
+        words = process.words + (", collecting garbage" if slot.flag("collecting garbage") else "")
         usual = self.usual_gap_s.get(slot.phase, 0.0)
-        usually = f", usually {duration(usual)}" if usual else ""
-        words = f"no progress for {duration(gap_s)}{usually}; {process.words}"
-        if slot.flag("collecting garbage"):
-            words += ", collecting garbage"
+        usually = f"; usually {duration(usual)} at most" if usual > 0.1 else ""
         if taken is None or not taken.threads:
-            return f"{words}; its stack could not be read"
+            return f"{words}; its stack could not be read{usually}"
         self.keep_stacks(taken, slot)
         frame = sense.culprit(taken.threads[0])
-        held = " holding the GIL" if taken.sampler_silent and taken.threads[0].holds_gil is not False else ""
-        return f"{words}{held} at {frame.short}" if frame else words
+        held = ", holding the GIL" if taken.sampler_silent and taken.threads[0].holds_gil is not False else ""
+        return f"{words}{held}" + (f" at {frame.short}" if frame else "") + usually
 
     def keep_stacks(self, taken: sense.Stacks, slot: Slot) -> Path | None:
         """One text file per capture."""

@@ -101,7 +101,7 @@ def sentence(picture: Picture) -> str:
     if picture.process is not None and picture.process.stopped:
         parts.append(f"the process is stopped (signal); go on with: kill -CONT {picture.process.pid}")
     elif picture.quiet_words:
-        parts.append(picture.quiet_words)
+        parts.append(f"no progress for {duration(picture.quiet_s)}: {picture.quiet_words}")
     if picture.stopping:
         parts.append(picture.stopping)
     if slot.dropped:
@@ -177,6 +177,8 @@ def tell(event: dict[str, Any]) -> list[tuple[str, str]]:
         ]
     if kind == "verdict":
         return [(f"{event['state']}: {clean(event['why'])}", "bold red"), (f"next: {event['next']}", "bold")]
+    if kind == "quiet":
+        return [(f"{event['phase']}: no progress for {duration(event['since_s'])}: {event['words']}", "yellow")]
     if kind == "error":
         return [(line, "bold red") for line in event["lines"]]
     return []

@@ -71,6 +71,7 @@ class Supervisor:
         self.stop_at = 0.0
         self.interrupts = 0
         self.signalled = ""
+        self.quiet_named = False
         self.wake = -1
         self.killed_by_us = False
         self.leave_now = False
@@ -163,11 +164,23 @@ class Supervisor:
                 self.voice.say(text, style)
         for record in self.observer.fresh if self.order.verbose else []:
             self.voice.say(tell_step(record), "dim")
+        self._name_quiet()
         fresh = self.output.lines()
         for line in fresh[:OUTPUT_LINES]:
             self.voice.say(f"  | {clean(line)}", "dim")
         if len(fresh) > OUTPUT_LINES:
             self.voice.say(f"  | ... {len(fresh) - OUTPUT_LINES} more lines in {self.run.output}", "dim")
+
+    def _name_quiet(self) -> None:
+        """Once per quiet spell: where it is, as a line that stays and an event."""
+        picture = self.observer.picture
+        if picture.quiet_words and not self.quiet_named and picture.slot is not None:
+            event = {"type": "quiet", "t": time.time(), "phase": picture.slot.phase, "span": picture.slot.span,
+                     "since_s": round(picture.quiet_s, 2), "words": picture.quiet_words}  # fmt: skip
+            self._write_event(event)
+            for text, style in tell(event):
+                self.voice.say(text, style)
+        self.quiet_named = bool(picture.quiet_words)
 
     # ---------------------------------------------------------------- stopping
 
