@@ -26,9 +26,13 @@ def main() -> None:
         print(f"{lines:5}  {name}")
     lengths = sorted(length for length, _ in functions)
     file_lengths = [lines for lines, _ in files]
-    print(f"\n{len(files)} files, {sum(file_lengths)} lines, median {statistics.median(file_lengths):.0f}, max {max(file_lengths)}")
+    print(
+        f"\n{len(files)} files, {sum(file_lengths)} lines, median {statistics.median(file_lengths):.0f}, max {max(file_lengths)}"
+    )
     p90 = lengths[int(0.9 * len(lengths))]
-    print(f"{len(functions)} functions, median {statistics.median(lengths):.0f}, p90 {p90}, max {lengths[-1]}; the longest:")
+    print(
+        f"{len(functions)} functions, median {statistics.median(lengths):.0f}, p90 {p90}, max {lengths[-1]}; the longest:"
+    )
     for length, name in sorted(functions, reverse=True)[:6]:
         print(f"{length:5}  {name}")
 

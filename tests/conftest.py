@@ -50,10 +50,14 @@ def lamp(*words: str, cwd: Path, timeout: float = 120, **extra: Any) -> subproce
 def start_lamp(*words: str, cwd: Path, **extra: Any) -> subprocess.Popen[bytes]:
     """The real command, going on; its output is in cwd/out.txt."""
     with open(cwd / "out.txt", "ab") as out:
-        return subprocess.Popen([*LAMP, *words], cwd=cwd, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=clean_env(), **extra)
+        return subprocess.Popen(
+            [*LAMP, *words], cwd=cwd, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=clean_env(), **extra
+        )
 
 
-def wait_for(condition: Callable[[], Any], deadline_s: float = 40.0, process: subprocess.Popen[Any] | None = None) -> Any:
+def wait_for(
+    condition: Callable[[], Any], deadline_s: float = 40.0, process: subprocess.Popen[Any] | None = None
+) -> Any:
     """The first true value of the condition; a process that ends meanwhile ends the waiting too."""
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:

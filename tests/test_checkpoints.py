@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 
+from conftest import TINY, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 from lamplighter.data.tokens import open_tokens
 from lamplighter.rundir import RunDir, read_json, read_lines
 
@@ -34,7 +34,16 @@ def test_a_checkpoint_opens_with_transformers_and_agrees(tmp_path: Path, family:
 
     from lamplighter.model.build import load_folder
 
-    words = ["--model.family", family, "--tokenizer.kind", "bpe", "--tokenizer.vocab_size", "400", "--eval.windows", "0"]
+    words = [
+        "--model.family",
+        family,
+        "--tokenizer.kind",
+        "bpe",
+        "--tokenizer.vocab_size",
+        "400",
+        "--eval.windows",
+        "0",
+    ]
     words += ["--model.kv_heads", "1"] if family == "llama" else []
     run = quick(tmp_path, *words, "--model.dropout", "0.1", steps=60)
     folder = run.checkpoints / "checkpoint-60"
@@ -77,7 +86,17 @@ def test_start_from_a_hugging_face_folder_and_fine_tune(tmp_path: Path) -> None:
     assert "260,032 parameters" in done.stdout
     losses = [float.fromhex(value) for value in losses_of(RunDir(tmp_path / "runs" / "tuned")).values()]
     assert sum(losses[-5:]) < sum(losses[:5]) - 2
-    said = lamp("generate", str(folder), "--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "20", cwd=tmp_path)
+    said = lamp(
+        "generate",
+        str(folder),
+        "--prompt",
+        "Once upon a time",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "20",
+        cwd=tmp_path,
+    )
     assert said.returncode == 0, said.stderr
     assert "there was a little girl named Lily" in said.stdout
 
@@ -107,7 +126,9 @@ def test_a_bad_checkpoint_is_passed_over_and_said(tmp_path: Path, how: str) -> N
     assert "checkpoint-12 is passed over" in done.stdout
     assert "checkpoint-8 is passed over" in done.stdout
     assert "resumed from checkpoint-4" in done.stdout
-    assert {step: loss for step, loss in losses_of(run).items() if step <= 4} == {s: v for s, v in whole.items() if s <= 4}
+    assert {step: loss for step, loss in losses_of(run).items() if step <= 4} == {
+        s: v for s, v in whole.items() if s <= 4
+    }
     assert (run.checkpoints / "checkpoint-8.1").is_dir(), "a bad folder in the way is moved aside, not deleted"
 
 
@@ -125,7 +146,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 8 MB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
     if made.returncode:
         pytest.skip(f"cannot mount a small file system here: {made.stderr.decode().strip()}")
     yield folder

@@ -10,8 +10,8 @@ import stat
 from pathlib import Path
 
 import pytest
-from conftest import LAMP, TINY, lamp, losses_of, slot_of, start_lamp, wait_for
 
+from conftest import LAMP, TINY, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter import __version__, cli
 from lamplighter.rundir import RunDir, read_json, read_lines
 
@@ -167,7 +167,7 @@ def test_readers_why_save_runs_watch_stop(tmp_path: Path) -> None:
     assert "thread MainThread" in told.stdout
     assert "loop.py" in told.stdout
     assert lamp("save", "r", cwd=tmp_path).returncode == 0
-    assert 0 < slot_of(run).durable_step
+    assert slot_of(run).durable_step > 0
     listed = lamp("runs", cwd=tmp_path)
     assert re.search(r"^r +running", listed.stdout, re.MULTILINE)
     status = read_json(run.status)
@@ -199,7 +199,9 @@ def test_checkpoints_says_which_are_valid_and_why_not(tmp_path: Path) -> None:
     assert re.search(r"checkpoint-6 .* valid", done.stdout)
     assert re.search(r"checkpoint-8 .* invalid: model.safetensors has", done.stdout)
     rows = json.loads(lamp("checkpoints", "r", "--json", cwd=tmp_path).stdout)
-    assert [row["step"] for row in rows if row["valid"]] == [4, 6] or [row["step"] for row in rows if row["valid"]][-1] == 6
+    assert [row["step"] for row in rows if row["valid"]] == [4, 6] or [row["step"] for row in rows if row["valid"]][
+        -1
+    ] == 6
     assert next(row for row in rows if row["step"] == 8)["val_loss"] is not None
 
 
@@ -220,10 +222,23 @@ def test_epochs_are_counted_in_optimizer_steps(tmp_path: Path) -> None:
 
 
 def test_a_toy_for_hours_is_refused(tmp_path: Path) -> None:
-    done = lamp("train", "--preset", "demo", "--train.steps", "900000000", "--data.embedded_documents", "300", cwd=tmp_path)
+    done = lamp(
+        "train", "--preset", "demo", "--train.steps", "900000000", "--data.embedded_documents", "300", cwd=tmp_path
+    )
     assert done.returncode == 78, done.stdout
     assert "--force" in done.stdout + done.stderr
-    words = ["train", "--run", "n", *TINY, "--train.steps", "900000000", "--save.every_steps", "0", "--save.every_s", "0"]
+    words = [
+        "train",
+        "--run",
+        "n",
+        *TINY,
+        "--train.steps",
+        "900000000",
+        "--save.every_steps",
+        "0",
+        "--save.every_s",
+        "0",
+    ]
     done = lamp(*words, cwd=tmp_path)
     assert done.returncode == 78
     assert "no save is due" in done.stdout + done.stderr
@@ -272,7 +287,18 @@ def test_a_second_ctrl_c_leaves_now_without_a_torn_file(tmp_path: Path) -> None:
         "        return self.head(self.embed(ids))\n"
     )
     run = RunDir(tmp_path / "runs" / "r")
-    words = ["train", "--run", "r", *TINY, "--model.family", "stuck:Model", "--train.steps", "50", "--save.every_steps", "5"]
+    words = [
+        "train",
+        "--run",
+        "r",
+        *TINY,
+        "--model.family",
+        "stuck:Model",
+        "--train.steps",
+        "50",
+        "--save.every_steps",
+        "5",
+    ]
     going = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: slot_of(run).step == 19, process=going)
     going.send_signal(signal.SIGINT)
@@ -301,7 +327,18 @@ def test_stop_while_the_main_thread_is_in_a_long_call_saves_the_last_completed_s
         "        return self.head(self.embed(ids))\n"
     )
     run = RunDir(tmp_path / "runs" / "r")
-    words = ["train", "--run", "r", *TINY, "--model.family", "sleepy:Model", "--train.steps", "50", "--save.every_steps", "5"]
+    words = [
+        "train",
+        "--run",
+        "r",
+        *TINY,
+        "--model.family",
+        "sleepy:Model",
+        "--train.steps",
+        "50",
+        "--save.every_steps",
+        "5",
+    ]
     going = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: slot_of(run).step == 19, process=going)
     going.send_signal(signal.SIGTERM)
@@ -316,7 +353,18 @@ def test_a_stop_in_any_phase_is_said_at_once_and_ends_with_75(tmp_path: Path, ph
     (tmp_path / "slow.py").write_text(
         "import time\ndef documents():\n    for i in range(400):\n        time.sleep(0.02)\n        yield f'paper {i} is read slowly ' * 9\n"
     )
-    words = ["train", "--run", "r", *TINY, "--train.steps", "100000", "--save.every_steps", "1", "--eval.every_steps", "1"]
+    words = [
+        "train",
+        "--run",
+        "r",
+        *TINY,
+        "--train.steps",
+        "100000",
+        "--save.every_steps",
+        "1",
+        "--eval.every_steps",
+        "1",
+    ]
     if phase in ("tokenizer", "cache"):
         words += ["--data.source", "slow:documents", "--tokenizer.vocab_size", "300"]
     if phase == "tokenizer":
@@ -351,7 +399,9 @@ def test_nohup_and_a_closed_terminal(tmp_path: Path) -> None:
 
 def test_a_dead_child_ends_with_71_and_the_command_to_resume(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "r")
-    going = start_lamp("train", "--run", "r", *TINY, "--train.steps", "100000", "--save.every_steps", "10", cwd=tmp_path)
+    going = start_lamp(
+        "train", "--run", "r", *TINY, "--train.steps", "100000", "--save.every_steps", "10", cwd=tmp_path
+    )
     wait_for(lambda: slot_of(run).durable_step >= 10, process=going)
     os.kill(slot_of(run).pid, signal.SIGKILL)
     assert going.wait(10) == 71
@@ -397,7 +447,18 @@ def test_a_diverging_run_stops_before_the_weights_are_touched(tmp_path: Path) ->
         "        out = self.embed(ids) @ self.embed.weight.T\n"
         "        return out * float('nan') if self.n == 8 else out\n"
     )
-    words = ["train", "--run", "r", *TINY, "--model.family", "nan:Model", "--train.steps", "50", "--save.every_steps", "5"]
+    words = [
+        "train",
+        "--run",
+        "r",
+        *TINY,
+        "--model.family",
+        "nan:Model",
+        "--train.steps",
+        "50",
+        "--save.every_steps",
+        "5",
+    ]
     done = lamp(*words, cwd=tmp_path)
     assert done.returncode == 76, done.stdout
     run = RunDir(tmp_path / "runs" / "r")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lamplighter import config
-from lamplighter.config import dump, drift, load_dump, parse_overrides, resolve
+from lamplighter.config import drift, dump, load_dump, parse_overrides, resolve
 from lamplighter.errors import BadConfig, InputMissing, LampError, UsageError
 
 
@@ -121,7 +121,9 @@ def test_steps_on_the_command_line_replace_epochs_of_the_file(tmp_path: Path) ->
 
 
 def test_a_list_field_takes_many_words_and_a_switch_needs_none() -> None:
-    rest, found = parse_overrides(["my.yaml", "--data.paths", "a.txt", "b.txt", "--train.compile", "--test", "--train.seed=5"])
+    rest, found = parse_overrides(
+        ["my.yaml", "--data.paths", "a.txt", "b.txt", "--train.compile", "--test", "--train.seed=5"]
+    )
     assert rest == ["my.yaml", "--test"]
     assert found == {"data.paths": ["a.txt", "b.txt"], "train.compile": ["true"], "train.seed": ["5"]}
 
@@ -137,7 +139,10 @@ def test_test_makes_every_preset_small_and_valid() -> None:
 
 def test_drift_names_what_may_not_change() -> None:
     old = from_words(preset="demo").run
-    assert drift(old, from_words("--save.keep", "9", "--train.steps", "999", "--data.cache", "require", preset="demo").run) == []
+    assert (
+        drift(old, from_words("--save.keep", "9", "--train.steps", "999", "--data.cache", "require", preset="demo").run)
+        == []
+    )
     changes = drift(old, from_words("--train.lr", "0.1", "--model.layers", "9", preset="demo").run)
     assert changes == ["model.layers: 2 -> 9", "train.lr: 0.003 -> 0.1"]
 
@@ -147,7 +152,12 @@ def test_the_presets_carry_the_numbers_of_the_source_documents() -> None:
     assert (slm.model.layers, slm.model.width, slm.model.heads, slm.tokenizer.vocab_size) == (12, 768, 12, 30000)
     assert (slm.data.seq_len, slm.train.batch_size, slm.train.micro_batch, slm.train.lr) == (512, 36, 18, 3e-4)
     assert (slm.train.steps, slm.save.every_steps, slm.model.dropout) == (60000, 500, 0.1)
-    assert (regular.model.layers, regular.model.width, regular.model.heads, regular.data.seq_len) == (24, 1024, 16, 1024)
+    assert (regular.model.layers, regular.model.width, regular.model.heads, regular.data.seq_len) == (
+        24,
+        1024,
+        16,
+        1024,
+    )
     assert (regular.train.batch_size, regular.train.micro_batch, regular.train.lr) == (16, 2, 3e-5)
     assert (regular.train.steps, regular.save.every_steps) == (60000, 250)
 

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SHARED, TINY, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
 from safetensors.numpy import load_file, save_file
 
+from conftest import SHARED, TINY, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_json, read_lines, write_manifest
 
 STEPS, EVERY = 500, 25

@@ -68,7 +68,10 @@ def test_a_room_imports_only_what_lies_below_it(path: Path) -> None:
 
 def test_there_are_no_import_cycles() -> None:
     modules = {module_name(path): path for path in FILES}
-    graph = {name: {found for found in imports_of(path) if found in modules and found != name} for name, path in modules.items()}
+    graph = {
+        name: {found for found in imports_of(path) if found in modules and found != name}
+        for name, path in modules.items()
+    }
     visiting: list[str] = []
     done: set[str] = set()
 
@@ -95,7 +98,9 @@ def test_files_have_a_first_line_and_a_name_that_says_something(path: Path) -> N
 
 def test_nothing_prints_outside_voice() -> None:
     for path in FILES:
-        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+        calls = [
+            n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        ]
         printed = [call.lineno for call in calls if call.func.id == "print"]  # type: ignore[attr-defined]
         assert not printed or path.name == "voice.py", f"{path}:{printed}"
 

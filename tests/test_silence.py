@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 from pathlib import Path
 
 import pytest
-from conftest import LAMP, TINY, Heard, listen, slot_of
 
+from conftest import LAMP, TINY, Heard, listen, slot_of
 from lamplighter.rundir import RunDir
 
 LIMIT_S = 2.5
@@ -52,7 +53,7 @@ def check(heard: Heard, on_pty: bool) -> None:
         lines = heard.text.splitlines()
         assert all(re.match(r"\d\d:\d\d:\d\d  ", line) for line in lines), "each line is whole and stamped"
         bodies = [line[10:] for line in lines]
-        assert all(a != b for a, b in zip(bodies, bodies[1:], strict=False) if a), "each line says something new"
+        assert all(a != b for a, b in itertools.pairwise(bodies) if a), "each line says something new"
 
 
 @BOTH

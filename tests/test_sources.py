@@ -375,3 +375,14 @@ def test_the_embedded_corpus_is_the_default() -> None:
     assert list(EmbeddedCorpus(seed=3, documents=50).documents(30)) == texts[30:]
     assert small.fingerprint() == EmbeddedCorpus(3, 50).fingerprint() != EmbeddedCorpus(4, 50).fingerprint()
     assert 0.5 < (small.total_bytes() or 0) / sum(map(len, texts)) < 2
+
+
+def test_only_the_first_texts_are_read() -> None:
+    from lamplighter.data.sources import EmbeddedCorpus, First
+
+    whole = EmbeddedCorpus(0, 50)
+    first = First(whole, 7)
+    assert list(first.documents()) == list(whole.documents())[:7]
+    assert list(first.documents(5)) == list(whole.documents())[5:7]
+    assert first.fingerprint() != whole.fingerprint()
+    assert First(whole, 8).fingerprint() != first.fingerprint()

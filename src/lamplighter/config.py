@@ -347,7 +347,9 @@ def parse_overrides(words: list[str]) -> tuple[list[str], dict[str, list[str]]]:
             taken.append("true")
         if not taken:
             raise UsageError(f"--{name} needs a value", info.description or "", f"for example: --{name} {info.default}")
-        found[name] = found.get(name, []) + taken if many else taken  # given twice: a list grows, anything else is replaced
+        found[name] = (
+            found.get(name, []) + taken if many else taken
+        )  # given twice: a list grows, anything else is replaced
     return rest, found
 
 

@@ -153,7 +153,7 @@ class _Reporter:
         self.stop_reason = ""
         self.stop_event = threading.Event()
         self.on_stop: Callable[[], None] | None = None
-        self.on_save: Callable[[], None] | None = None
+        self.on_save: Callable[[], object] | None = None
         self.result_fd = -1
 
     # -- writing
@@ -161,9 +161,12 @@ class _Reporter:
     def write(self, fd: int, record: Mapping[str, Any]) -> None:
         if fd < 0:
             return
-        line = (json.dumps(record, allow_nan=False, default=str) + "\n").encode()
         try:
-            os.write(fd, line)
+            line = json.dumps(record, allow_nan=False, default=str)
+        except ValueError:  # NaN and infinity are not JSON
+            line = json.dumps(_finite(record), default=str)
+        try:
+            os.write(fd, line.encode() + b"\n")
         except OSError:  # a full disk must not stop training: the parent reads the count and says so
             self.dropped += 1
             self.slot.set("dropped", self.dropped)
@@ -189,6 +192,15 @@ class _Reporter:
         self.ledger_written = self.ledger_at
         seconds = {name: round(value, 4) for name, value in self.ledger.items()}
         self.event("ledger", attempt=self.attempt, final=final, seconds=seconds)
+
+
+def _finite(value: Any) -> Any:
+    """The same value with null in place of every number that JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _reporter = _Reporter()
@@ -340,8 +352,7 @@ def number(**values: float) -> None:
 def metric(step: int, values: Mapping[str, float]) -> None:
     """One flat record per optimizer step, written at once, unrounded; a non-finite number is null."""
     r = _reporter
-    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-    r.write(r.metrics_fd, {"step": step, "attempt": r.attempt, "t": time.time(), **finite})
+    r.write(r.metrics_fd, {"step": step, "attempt": r.attempt, "t": time.time(), **values})
     if (loss := values.get("train/loss")) is not None:
         r.slot.set("loss", loss)
         r.slot.set("step", step)
@@ -375,7 +386,7 @@ def stop_reason() -> str:
     return _reporter.stop_reason
 
 
-def when_asked(stop: Callable[[], None] | None, save: Callable[[], None] | None) -> None:
+def when_asked(stop: Callable[[], None] | None, save: Callable[[], object] | None) -> None:
     """What to do, in a thread of its own, on a request to stop or to save. None: stop leaves at once, save says no."""
     _reporter.on_stop, _reporter.on_save = stop, save
 

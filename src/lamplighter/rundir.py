@@ -228,6 +228,24 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+def read_last_lines(path: Path, limit_bytes: int = 1 << 22) -> Iterator[dict[str, Any]]:
+    """The records at the end of a .jsonl file, however long it is."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - limit_bytes))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return
+    for line in lines[1:] if size > limit_bytes else lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
 def move_aside(path: Path) -> Path:
     """Rename `path` to the first free `path.1`, `path.2`, ... and say which."""
     number = 1
@@ -324,7 +342,7 @@ def is_running(run: RunDir) -> bool:
         return False
     with open(run.lock, "rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return True
     return _runs_elsewhere(run)
@@ -342,18 +360,28 @@ def take_lock(run: RunDir) -> int:
         fd = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise cannot_write(run.lock, error) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    if not _flock_soon(fd):
         holder = read_json(run.lock) or {}
         os.close(fd)
-        raise _already_running(run, holder) from error
+        raise _already_running(run, holder)
     if _runs_elsewhere(run):
         os.close(fd)
         raise _already_running(run, read_json(run.status) or {})
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps({**identity(), "t": time.time()}).encode(), 0)
     return fd
+
+
+def _flock_soon(fd: int, tries: int = 8) -> bool:
+    """Readers hold the lock for an instant when they look whether a run is alive: try for a moment."""
+    for _ in range(tries):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.04)
+        else:
+            return True
+    return False
 
 
 def _already_running(run: RunDir, holder: dict[str, Any]) -> AlreadyRunning:

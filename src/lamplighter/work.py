@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
 from lamplighter.errors import CRASHED, DONE, BadConfig, LampError, StoppedEarly
-from lamplighter.rundir import CACHE_NAME, RunDir, free_bytes, human_bytes, read_json, read_lines, verify_manifest
+from lamplighter.rundir import (
+    CACHE_NAME,
+    RunDir,
+    free_bytes,
+    human_bytes,
+    read_json,
+    read_last_lines,
+    read_lines,
+    verify_manifest,
+)
 
 if TYPE_CHECKING:
     from lamplighter.config import Run
@@ -67,6 +76,8 @@ def main() -> int:
 
 def _belong_to_parent() -> None:
     """Die with the parent, and let it (and its py-spy) read our stacks."""
+    if sys.platform != "linux":
+        return
     libc = ctypes.CDLL(None)
     parent = int(os.environ.get("LAMP_PARENT_PID", "0"))
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -279,7 +290,10 @@ def _resume(parts: Parts, found: Path, wanted: str) -> None:
         if moved:
             report.note(f"set aside (not deleted): {', '.join(moved)}")
     report.note(f"resumed from {found.name}: step {progress.step + 1} is next")
-    report.event("resumed", step=progress.step, path=str(found))
+    reached = max(
+        (record["step"] for record in read_last_lines(parts.folder.metrics) if "train/loss" in record), default=0
+    )
+    report.event("resumed", step=progress.step, path=str(found), redone_steps=max(0, reached - progress.step))
 
 
 def _floor(parts: Parts) -> Floor | None:

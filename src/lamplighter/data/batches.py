@@ -13,6 +13,7 @@ Shapes: B sequences of a batch, T tokens of a sequence.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,7 +25,8 @@ import numpy as np
 from lamplighter.data.tokens import Split
 
 NO_TARGET = -100
-ROUNDS = [np.uint64(number * 0xD1342543DE82EF95 & (1 << 64) - 1) for number in range(6)]
+_CONSTANTS = [np.uint64(number * 0xD1342543DE82EF95 & (1 << 64) - 1) for number in range(6)]
+ROUNDS = list(zip(_CONSTANTS[::2], _CONSTANTS[1::2], strict=True))
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -60,20 +62,23 @@ def _keys(seed: int, epochs: Uint64s) -> Uint64s:
 
 def permute(seed: int, epochs: Int64s, positions: Int64s, size: int) -> Int64s:
     """Where each position of 0..size-1 goes in its epoch: a bijection per (seed, epoch)."""
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
+    rows = math.isqrt(max(0, size - 1)) + 1
+    columns = -(-size // rows)  # rows * columns is size, or little more
     keys = _keys(seed, epochs.astype(np.uint64))
-    out = _feistel(positions.astype(np.uint64), keys, half, mask)
-    while (outside := out >= np.uint64(size)).any():  # the network permutes up to 4 times as many: walk on
-        out[outside] = _feistel(out[outside], keys[outside], half, mask)
+    out = _feistel(positions.astype(np.uint64), keys, rows, columns)
+    while (outside := out >= np.uint64(size)).any():  # walk on until it is inside
+        out[outside] = _feistel(out[outside], keys[outside], rows, columns)
     return out.astype(np.int64)
 
 
-def _feistel(x: Uint64s, keys: Uint64s, half: np.uint64, mask: np.uint64) -> Uint64s:
-    left, right = x >> half, x & mask
-    for constant in ROUNDS:
-        left, right = right, left ^ (_mix(keys + constant + right) & mask)
-    return (left << half) | right
+def _feistel(x: Uint64s, keys: Uint64s, rows: int, columns: int) -> Uint64s:
+    """A position is a row and a column; each in turn is moved on by a hash of the other, which can be undone."""
+    height, width = np.uint64(rows), np.uint64(columns)
+    row, column = x // width, x % width
+    for one, two in ROUNDS:
+        row = (row + _mix(keys + one + column) % height) % height
+        column = (column + _mix(keys + two + row) % width) % width
+    return row * width + column
 
 
 # ---------------------------------------------------------------- windows
@@ -87,9 +92,12 @@ def count_windows(tokens: int, seq_len: int) -> int:
 def _windows(split: Split, windows: Int64s, seq_len: int, pad_id: int) -> tuple[Int64s, Int64s]:
     starts = windows * seq_len
     whole = starts + seq_len + 1 <= len(split)
+    if whole.all():
+        ids = split.gather(starts, seq_len + 1)
+        return ids[:, :-1].copy(), ids[:, 1:].copy()
     ids = np.full((len(windows), seq_len + 1), NO_TARGET, np.int64)
     ids[whole] = split.gather(starts[whole], seq_len + 1)
-    for row in np.flatnonzero(~whole).tolist():
+    for row in np.flatnonzero(~whole).tolist():  # the last window
         rest = split.read(int(starts[row]), len(split))
         ids[row, : len(rest)] = rest
     inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()

@@ -51,9 +51,9 @@ class Division:
     always_val: int | None = None
     always_train: int | None = None
 
-    def hash(self, text: str) -> int:
+    def hash(self, text: bytes) -> int:
         salt = (self.seed & (1 << 64) - 1).to_bytes(8, "little")
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, salt=salt).digest(), "little")
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8, salt=salt).digest(), "little")
 
     def side(self, hash: int) -> str:
         if hash in (self.always_val, self.always_train):
@@ -84,10 +84,14 @@ class Look:
     by_block: _Hashes = field(default_factory=_Hashes)
 
 
-def look(source: Source, settings: Settings) -> tuple[Division, Look]:
+Show = Callable[[int, str], None]
+"""Is told how many bytes are read, and what is being read now."""
+
+
+def look(source: Source, settings: Settings, show: Show) -> tuple[Division, Look]:
     """Read the first documents: enough to divide by documents? Neither side may come out empty."""
     plain = Division("documents", int(settings.val_fraction * 2**64), settings.seed)
-    found = _look(source, plain)
+    found = _look(source, plain, show)
     by = "documents" if found.documents >= LOOK_DOCUMENTS else "blocks"
     hashes = found.by_document if by == "documents" else found.by_block
     if not settings.val_fraction:
@@ -107,18 +111,24 @@ def look(source: Source, settings: Settings) -> tuple[Division, Look]:
     ), found
 
 
-def _look(source: Source, plain: Division) -> Look:
+def _look(source: Source, plain: Division, show: Show) -> Look:
     found = Look()
     begins = True
     with report.phase("look at the documents", unit="documents") as p:
-        for text in watched(source, 0, lambda _, item: p.set(found.documents, item)):
+
+        def tell(bytes_done: int, item: str) -> None:
+            p.set(found.documents, item)
+            show(bytes_done, item)
+
+        for text in watched(source, 0, tell):
+            data = text.encode()
             if begins and text:
-                found.by_document.add(plain.hash(text))
+                found.by_document.add(plain.hash(data))
             for block in cut_all(text, BLOCK_CHARS) if text else ():
-                found.by_block.add(plain.hash(block))
+                found.by_block.add(plain.hash(block.encode()))
             if found.text_bytes < SAMPLE_BYTES:
                 found.sample.append(text)
-            found.text_bytes += len(text.encode())
+            found.text_bytes += len(data)
             found.documents += bool(text) and not isinstance(text, Part)
             begins = not isinstance(text, Part)
             if found.text_bytes >= LOOK_BYTES or (
@@ -129,7 +139,7 @@ def _look(source: Source, plain: Division) -> Look:
     return found
 
 
-def watched(source: Source, start: int, show: Callable[[int, str], None]) -> Iterator[str]:
+def watched(source: Source, start: int, show: Show) -> Iterator[str]:
     """The texts; what is being read is shown before each wait for one."""
     texts = source.documents(start)
     while True:
@@ -164,30 +174,33 @@ class Divider:
             return iter(())
         return self._runs(text) if self.division.by == "blocks" else self._document(text)
 
-    def _piece(self, side: str, text: str, hashes: list[int], ends: bool) -> Piece:
+    def _piece(self, side: str, text: str, size: int, hashes: list[int], ends: bool) -> Piece:
         begins = self.open_side is None
         self.open_side = None if ends else side
-        return Piece(side, text, len(text.encode()), hashes, begins, ends)
+        return Piece(side, text, size, hashes, begins, ends)
 
     def _document(self, text: str) -> Iterator[Piece]:
         """A document of several parts goes where its first part says."""
-        hashes = [] if self.open_side else [self.division.hash(text)]
+        data = text.encode()
+        hashes = [] if self.open_side else [self.division.hash(data)]
         side = self.open_side or self.division.side(hashes[0])
-        yield self._piece(side, text, hashes, ends=not isinstance(text, Part))
+        yield self._piece(side, text, len(data), hashes, ends=not isinstance(text, Part))
 
     def _runs(self, text: str) -> Iterator[Piece]:
         """Neighbouring blocks of one side stay together; where the side changes, the run ends."""
         run: list[str] = []
         hashes: list[int] = []
-        now = self.open_side
+        size, now = 0, self.open_side
         for block in cut_all(text, BLOCK_CHARS) if text else ():
-            hash = self.division.hash(block)
+            data = block.encode()
+            hash = self.division.hash(data)
             side = self.division.side(hash)
             if now is not None and side != now:
-                yield self._piece(now, "".join(run), hashes, ends=True)
-                run, hashes = [], []
+                yield self._piece(now, "".join(run), size, hashes, ends=True)
+                run, hashes, size = [], [], 0
             now = side
             run.append(block)
             hashes.append(hash)
+            size += len(data)
         assert now is not None
-        yield self._piece(now, "".join(run), hashes, ends=not isinstance(text, Part))
+        yield self._piece(now, "".join(run), size, hashes, ends=not isinstance(text, Part))

@@ -77,9 +77,12 @@ def cut_all(text: str, size: int) -> Iterator[str]:
 
 def split(chunks: Iterable[str], separator: str | None) -> Iterator[str]:
     """The documents in a stream of characters, in Parts where they are long; the same however the chunks fall."""
-    rest = ""
+    held: list[str] = []
     for chunk in chunks:
-        rest += chunk
+        held.append(chunk)
+        if not separator and sum(map(len, held)) <= 2 * PART_CHARS:
+            continue
+        rest = "".join(held)
         if separator:
             *whole, rest = rest.split(separator)
             for text in whole:
@@ -87,7 +90,8 @@ def split(chunks: Iterable[str], separator: str | None) -> Iterator[str]:
         while (cut := cut_after(rest, PART_CHARS, len(separator or ""))) is not None:
             yield Part(rest[:cut])
             rest = rest[cut:]
-    yield from cut_all(rest, PART_CHARS)
+        held = [rest]
+    yield from cut_all("".join(held), PART_CHARS)
 
 
 def skip(texts: Iterator[str], count: int, position: Callable[[], Position]) -> None:
@@ -382,7 +386,7 @@ def _json_text(raw: bytes, path: Path, number: int, at: int, key: str) -> str:
     try:
         record = json.loads(line.removeprefix("\ufeff") if number == 1 else line)
         text = record.get(key) if isinstance(record, dict) else None
-        if isinstance(text, str):
+        if isinstance(text, str) and not text.isascii():
             text.encode()
     except UnicodeEncodeError as error:
         why = "half of a surrogate pair in a \\u escape"

@@ -40,6 +40,7 @@ from lamplighter.rundir import (
 
 FORMAT = 1
 SIDES = ("train", "val")
+COMMIT_S = 30.0  # a slow source fills no shard for hours: this much time is the most that a kill can cost
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 
@@ -131,7 +132,7 @@ def _npy(array: Ids) -> bytes:
 
 
 class Builder:
-    """Writes shards; after each full one, a durable line says how far the texts are consumed."""
+    """Writes shards; after each full one (or half a minute), a durable line says how far the texts are consumed."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, settings: Settings) -> None:
         self.folder, self.tokenizer, self.settings = folder, tokenizer, settings
@@ -142,6 +143,7 @@ class Builder:
         self.new_files: dict[str, dict[str, Any]] = {}
         self.cursor = self.empty = self.need_bytes = 0
         self._said = 0.0
+        self._committed = time.monotonic()
 
     # -- files
 
@@ -171,14 +173,16 @@ class Builder:
         now = {"bytes": bytes_done, "total_bytes": total, "texts": self.cursor, "tokens": tokens, "item": item}
         try:
             write_json(self.folder / "progress.json", {**identity(), "t": time.time(), **now}, durable=False)
-        except OSError as error:
-            raise _full(self.folder, 1000, error) from error
+        except OSError as error:  # only for those who wait; shards speak for themselves
+            self._said = float("inf")
+            report.warn(f"cannot write {self.folder / 'progress.json'}: {error.strerror}")
 
     # -- begin, or go on
 
     def begin(self, source: Source) -> None:
         """Decide the division, make sure of room, and write the first line."""
-        division, found = look(source, self.settings)
+        total = source.total_bytes()
+        division, found = look(source, self.settings, lambda done, item: self.say(done, total, item))
         self.divider = Divider(division, None)
         self.need_bytes = self._estimate(source, found)
         self._check_room(self.need_bytes)
@@ -214,21 +218,19 @@ class Builder:
 
     def _estimate(self, source: Source, found: Look) -> int:
         """Bytes of the finished cache, from the tokens of a sample; 0 where the source cannot say its size."""
-        sample_bytes = sum(len(text.encode()) for text in found.sample)
-        tokens = self._sample_tokens(found.sample) * found.text_bytes / max(1, sample_bytes)
-        size = tokens * np.dtype(self.dtype).itemsize + 16 * found.documents
+        with report.phase("estimate the size", unit="B") as p:
+            sample: list[str] = []
+            size = 0
+            while size < min(self.tokenizer.batch_bytes, found.text_bytes) and len(sample) < len(found.sample):
+                sample.append(found.sample[len(sample)])
+                size += len(sample[-1].encode())
+            tokens = len(self.tokenizer.encode_batch(sample).ids) * found.text_bytes / max(1, size)
+            p.tick(size)
+        need = tokens * np.dtype(self.dtype).itemsize + 16 * found.documents
         if not found.ended:
             total, seen = source.total_bytes(), source.position().bytes_done
-            size = size * total / seen if total and seen else 0
-        return int(size * 1.05) + 4096
-
-    def _sample_tokens(self, sample: list[str]) -> int:
-        with report.phase("estimate the size", total=len(sample), unit="texts") as p:
-            tokens = 0
-            for begin in range(0, len(sample), 64):
-                tokens += len(self.tokenizer.encode_batch(sample[begin : begin + 64]).ids)
-                p.tick(len(sample[begin : begin + 64]))
-        return tokens
+            need = need * total / seen if total and seen else 0
+        return int(need * 1.05) + 4096
 
     def _check_room(self, need: int) -> None:
         if need > (have := free_bytes(self.folder)):
@@ -256,7 +258,7 @@ class Builder:
                 pieces += more
                 self.empty += not more
                 texts, size = texts + 1, size + len(text)
-                if size >= self.tokenizer.batch_bytes:
+                if size >= self.tokenizer.batch_bytes or self._is_due():
                     self._store(pieces, texts)
                     pieces, size, texts = [], 0, 0
             self._store(pieces, texts)
@@ -269,8 +271,11 @@ class Builder:
         for stream in full:
             while stream.full():
                 self._write_shard(stream)
-        if full:
+        if full or self._is_due():
             self._commit()
+
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._committed > COMMIT_S
 
     def _encode(self, pieces: list[Piece]) -> None:
         """Ids of all pieces in one array, an end-of-text after each that ends; then each side takes its own."""
@@ -310,6 +315,7 @@ class Builder:
         )
         self.files |= self.new_files
         self.new_files = {}
+        self._committed = time.monotonic()
         for path in before:
             path.unlink()
 

@@ -158,6 +158,35 @@ class OwnSource:
             raise BadData(f"{which} cannot be written as UTF-8", str(error), "mend that document") from error
 
 
+# ---------------------------------------------------------------- only the first of many
+
+
+class First:
+    """The first `count` texts of a source, for trying things out."""
+
+    def __init__(self, source: Source, count: int) -> None:
+        self.source, self.count = source, count
+
+    def __str__(self) -> str:
+        return f"the first {self.count:,} texts of {self.source}"
+
+    def fingerprint(self) -> str:
+        return digest(["first", self.count, self.source.fingerprint()])
+
+    def total_bytes(self) -> int | None:
+        """Unknown: it depends on where the last text ends."""
+        return None
+
+    def position(self) -> Position:
+        return self.source.position()
+
+    def documents(self, start: int = 0) -> Iterator[str]:
+        for number, text in enumerate(self.source.documents(start), start):
+            if number >= self.count:
+                return
+            yield str(text)
+
+
 # ---------------------------------------------------------------- the embedded corpus
 
 

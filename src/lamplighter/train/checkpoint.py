@@ -7,6 +7,7 @@ Out: checkpoints/checkpoint-N, latest.json, best.json; the newest valid one at r
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import time
@@ -48,7 +49,7 @@ class Progress:
     best_step: int = 0
 
     def scored(self, step: int, val_loss: float) -> Progress:
-        better = self.best_val_loss is None or val_loss < self.best_val_loss
+        better = math.isfinite(val_loss) and (self.best_val_loss is None or val_loss < self.best_val_loss)
         return replace(self, best_val_loss=val_loss, best_step=step) if better else self
 
 

@@ -20,11 +20,11 @@ from lamplighter.config import Run
 from lamplighter.data.batches import Batch, BatchStream
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.tokens import Tokens
-from lamplighter.errors import STOPPED_EARLY, Diverged, StoppedEarly
+from lamplighter.errors import STOPPED_EARLY, CannotWrite, Diverged, LampError, StoppedEarly
 from lamplighter.model.build import Built
 from lamplighter.model.sample import stream as sample_stream
 from lamplighter.model.transformer import next_token_loss, weights
-from lamplighter.rundir import RunDir, free_bytes, read_lines
+from lamplighter.rundir import RunDir, free_bytes, read_last_lines
 from lamplighter.train import checkpoint, guard, machine, optim, score
 from lamplighter.train.checkpoint import Progress
 
@@ -114,8 +114,16 @@ class Keeper:
         with self.lock:
             if self.stopped.is_set():
                 return
+            report.leave(STOPPED_EARLY if self.save_for_others() else CannotWrite.code)
+
+    def save_for_others(self) -> bool:
+        """A save in a thread of its own: what goes wrong is said, and the loop goes on."""
+        try:
             self.save()
-            report.leave(STOPPED_EARLY)
+        except LampError as error:
+            report.event("error", lines=error.lines(), code=error.code)
+            return False
+        return True
 
 
 @contextlib.contextmanager
@@ -123,7 +131,7 @@ def training(parts: Parts) -> Iterator[Iterator[Record]]:
     """Hand out the steps; leaving the block makes the last completed one durable."""
     keeper = Keeper(parts)
     report.number(steps=parts.steps, step=parts.progress.step, durable_step=keeper.durable)
-    report.when_asked(stop=keeper.stop, save=keeper.save)
+    report.when_asked(stop=keeper.stop, save=keeper.save_for_others)
     data, train = parts.run.data, parts.run.train
     stream = BatchStream(
         parts.tokens.train,
@@ -301,7 +309,9 @@ def _look_at_model(parts: Parts, keeper: Keeper, step: int) -> None:
 def _catch_up(parts: Parts, keeper: Keeper) -> None:
     """A kill between the save and the score of a step: score it now, so that no validation is missing."""
     step = parts.progress.step
-    scored = any("eval/val_loss" in record and record["step"] == step for record in read_lines(parts.folder.metrics))
+    scored = any(
+        "eval/val_loss" in record and record["step"] == step for record in read_last_lines(parts.folder.metrics)
+    )
     if step and not scored:
         _look_at_model(parts, keeper, step)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from lamplighter.config import Train
@@ -67,7 +68,7 @@ class Machine:
 
 
 def usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def detect(section: Train, before: dict[str, Any] | None = None) -> Machine:
@@ -196,9 +197,7 @@ def seed_step(seed: int, step: int, micro: int, rank: int = 0) -> None:
 
 def memory_gb(device: torch.device) -> dict[str, float]:
     """Resident memory now, by the field's names."""
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    found = {"sys/ram_gb": pages * os.sysconf("SC_PAGE_SIZE") / 1e9}
+    found = {"sys/ram_gb": psutil.Process().memory_info().rss / 1e9}
     if device.type == "cuda":
         found["sys/gpu_mem_gb"] = torch.cuda.memory_allocated(device) / 1e9
     return found

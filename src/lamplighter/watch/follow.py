@@ -31,7 +31,7 @@ def follow(run: RunDir) -> int:
     budget = load_dump(run.config).budget if run.config.exists() else Budget()
     voice = Voice(1)
     observer = Observer(run, run.events, budget, fresh=True)
-    observer.metrics.offset = 0  # the whole curve
+    observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
     if not is_running(run):
         status = read_json(run.status) or {}
         voice.say(f"{run.name} is not running: {status.get('outcome') or status.get('now', 'it has said nothing yet')}")

@@ -21,9 +21,7 @@ class Ledger:
     wall_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     attempts: int = 0
-    steps: int = 0
     redone_steps: int = 0
-    redone_s: float = 0.0
 
     @property
     def unexplained_s(self) -> float:
@@ -43,6 +41,7 @@ class _Attempt:
 def read_ledger(run: RunDir) -> Ledger:
     """Add up the attempts."""
     attempts: list[_Attempt] = []
+    redone = 0
     for event in read_lines(run.events):
         kind, t = event.get("type"), float(event.get("t", 0.0))
         if kind == "start":
@@ -57,10 +56,11 @@ def read_ledger(run: RunDir) -> Ledger:
             now.seconds, now.told_all = event["seconds"], event.get("final", False)
         elif kind == "child_end":
             now.child_end = t
-    ledger = Ledger(attempts=len(attempts))
+        elif kind == "resumed":
+            redone += event.get("redone_steps", 0)
+    ledger = Ledger(attempts=len(attempts), redone_steps=redone)
     for one in attempts:
         _add(ledger, one)
-    _count_steps(ledger, run)
     return ledger
 
 
@@ -81,18 +81,6 @@ def _charge(ledger: Ledger, name: str, seconds: float) -> None:
     ledger.seconds[name] = ledger.seconds.get(name, 0.0) + seconds
 
 
-def _count_steps(ledger: Ledger, run: RunDir) -> None:
-    seen: set[int] = set()
-    for record in read_lines(run.metrics):
-        if "train/loss" not in record:
-            continue
-        if record["step"] in seen:
-            ledger.redone_steps += 1
-            ledger.redone_s += (record.get("train/dt_ms") or 0.0) / 1000
-        seen.add(record["step"])
-    ledger.steps = len(seen)
-
-
 def lines(ledger: Ledger, budget: Budget) -> list[str]:
     """The table that people read."""
     wall = ledger.wall_s or 1e-9
@@ -107,7 +95,7 @@ def lines(ledger: Ledger, budget: Budget) -> list[str]:
     ]
     table.append(f"{'all':<32} {duration(ledger.wall_s):>9}  100.0%{_cents(ledger.wall_s, budget)}")
     if ledger.redone_steps:
-        table.append(f"of which {ledger.redone_steps} steps redone after a restart: {duration(ledger.redone_s)}")
+        table.append(f"{ledger.redone_steps} steps were done twice, because of a kill between two saves")
     return table
 
 

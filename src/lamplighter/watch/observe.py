@@ -7,6 +7,7 @@ Out: a Picture four times a second, and the events that are new since the last l
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 
 from lamplighter.config import Budget
 from lamplighter.report import Slot, read_slot
-from lamplighter.rundir import RunDir, read_lines
+from lamplighter.rundir import RunDir, read_last_lines
 from lamplighter.watch import sense
 from lamplighter.watch.picture import Picture, duration
 
 QUIET_S = 2.0
 RATE_WINDOW_S = 15.0
 HISTORY_RUNS = 5
+HISTORY_BYTES = 1 << 18
 
 
 class Tail:
@@ -68,6 +70,7 @@ class Observer:
         self.next_capture_s = QUIET_S
         self.history = phase_history(run)
         self.durable_at: float | None = None
+        self.capturing: threading.Thread | None = None
         self.fresh: list[dict[str, Any]] = []
 
     def look(self, spent_s: float = 0.0) -> list[dict[str, Any]]:
@@ -136,7 +139,15 @@ class Observer:
             return
         if gap_s > max(self.next_capture_s, 4 * self.usual_gap_s.get(key, 0.0)):
             self.next_capture_s = gap_s + min(30.0, max(2.0, gap_s / 2))
-            picture.quiet_words = self.where(slot)
+            if self.capturing is None or not self.capturing.is_alive():
+                self.capturing = threading.Thread(target=self._capture, args=(slot,), name="lamp-capture", daemon=True)
+                self.capturing.start()
+
+    def _capture(self, slot: Slot) -> None:
+        """In a thread of its own: py-spy may take its two seconds, and the voice must not wait."""
+        words = self.where(slot)
+        if self.last_ticks == slot.ticks:
+            self.picture.quiet_words = words
 
     def where(self, slot: Slot) -> str:
         """The line, the state of the process, and what is usual."""
@@ -173,7 +184,7 @@ def phase_history(run: RunDir) -> dict[str, float]:
     neighbours = [path for path in run.path.parent.glob("*/events.jsonl") if path != run.events]
     neighbours.sort(key=lambda path: path.stat().st_mtime)
     for path in [*neighbours[-HISTORY_RUNS:], run.events]:
-        for event in read_lines(path):
+        for event in read_last_lines(path, HISTORY_BYTES):
             if event.get("type") == "phase" and event.get("state") == "end":
                 found[event.get("path", "")] = event.get("seconds", 0.0)
     return found

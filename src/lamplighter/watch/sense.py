@@ -93,21 +93,29 @@ def look(pid: int) -> ProcessLook:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return ProcessLook(pid)
+        return ProcessLook(pid) if sys.platform == "linux" else _look_by_psutil(pid)
     rest = stat.rsplit(")", 1)[1].split()
     cpu_s = (int(rest[11]) + int(rest[12])) * TICK_S
     return ProcessLook(pid, rest[0], cpu_s, int(rest[21]) * PAGE_BYTES, int(rest[17]))
 
 
-def memory_bytes() -> tuple[int, int]:
-    """(available, total) of the machine."""
-    table = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(table["MemAvailable"].split()[0]) * 1024, int(table["MemTotal"].split()[0]) * 1024
+def _look_by_psutil(pid: int) -> ProcessLook:
+    """Where there is no /proc."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        state = {"stopped": "T", "running": "R", "zombie": "Z"}.get(process.status(), "S")
+        times = process.cpu_times()
+        return ProcessLook(pid, state, times.user + times.system, process.memory_info().rss, process.num_threads())
+    except psutil.Error:
+        return ProcessLook(pid)
 
 
 def oom_kills() -> int:
     """How many processes the kernel has killed for memory since boot."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
+    table = Path("/proc/vmstat")
+    for line in table.read_text().splitlines() if table.exists() else []:
         if line.startswith("oom_kill "):
             return int(line.split()[1])
     return 0

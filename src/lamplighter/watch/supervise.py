@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -107,7 +108,8 @@ class Supervisor:
             return self._close()
 
     def _spawn(self) -> None:
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         fifo = self.run.fifo(0)
         if not fifo.exists():
             os.mkfifo(fifo, 0o600)
@@ -132,11 +134,11 @@ class Supervisor:
             env=environment,
         )
         os.close(output)
-        self.pidfd = os.pidfd_open(self.child.pid)
+        self.pidfd = os.pidfd_open(self.child.pid) if hasattr(os, "pidfd_open") else -1
 
     def _ended(self) -> bool:
         assert self.child is not None
-        ready, _, _ = select.select([self.pidfd, self.wake], [], [], LOOK_EVERY_S)
+        ready, _, _ = select.select([fd for fd in (self.pidfd, self.wake) if fd >= 0], [], [], LOOK_EVERY_S)
         if self.wake in ready:
             os.read(self.wake, 64)
         if self.signalled:
@@ -191,7 +193,8 @@ class Supervisor:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             caught.append(signal.SIGHUP)
         before = {number: signal.signal(number, self._on_signal) for number in caught}
-        self.wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.wake, wake = os.pipe()
+        os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         try:
             yield
@@ -252,16 +255,21 @@ class Supervisor:
             who = read_json(path) or {}
             path.unlink(missing_ok=True)
             answer: dict[str, Any] = {"kind": kind}
+            self.event("asked", kind=kind, by=who)
             if kind == "why":
-                answer["text"] = self.explain()
-            elif kind == "stop":
+                target = path.with_suffix(".answer")
+                threading.Thread(target=self._answer_why, args=(target,), name="lamp-why", daemon=True).start()
+                continue
+            if kind == "stop":
                 self.ask_stop(f"lamp stop, by process {who.get('pid', '?')} on {who.get('host', '?')}")
             else:
                 slot = self.observer.picture.slot
                 answer["step"] = slot.step if slot else 0
                 answer["asked"] = sense.send(self.run, 0, "save")
-            self.event("asked", kind=kind, by=who)
             write_json(path.with_suffix(".answer"), answer, durable=False)
+
+    def _answer_why(self, target: Path) -> None:
+        write_json(target, {"kind": "why", "text": self.explain()}, durable=False)
 
     def explain(self) -> str:
         """Phase path, process state, stacks of every thread."""

@@ -1,0 +1,104 @@
+"""Every command of the README runs; its numbers are true."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+
+from conftest import LAMP, TINY, lamp, slot_of, start_lamp, wait_for
+from lamplighter import cli
+from lamplighter.config import preset_names, resolve
+from lamplighter.model.shape import Shape, count_parameters
+from lamplighter.rundir import RunDir
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def bash_lines() -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.startswith("lamp ")]
+
+
+def table_commands() -> list[str]:
+    rows = re.findall(r"^\| (`lamp [^|]*) \|", README, re.MULTILINE)
+    return [command for row in rows for command in re.findall(r"`(lamp [^`]+)`", row)]
+
+
+def test_every_command_in_the_documents_names_a_verb_and_flags_that_exist() -> None:
+    known = " ".join(cli.VERB_HELP.values()) + " --help"
+    for path in DOCS:
+        for command in re.findall(r"`(lamp [a-z][^`]*)`", path.read_text()):
+            words = command.split()
+            assert all(part in cli.VERBS for part in words[1].split("|")) or "|" in command, f"{path}: {command}"
+            for flag in re.findall(r"--[a-z-]+(?![\w.])", command):
+                assert flag in known, f"{path}: {command}"
+
+
+def test_the_table_of_presets_is_true() -> None:
+    for name in preset_names():
+        run = resolve(name).run
+        shape = Shape(run.model.family, run.tokenizer.vocab_size, run.data.seq_len, run.model.layers, run.model.width,  # type: ignore[arg-type]
+                      run.model.heads, run.model.kv_heads or 0)  # fmt: skip
+        assert re.search(rf"`{name}` \|.*\| {count_parameters(shape):,} \|", README), (
+            f"{name}: {count_parameters(shape):,}"
+        )
+
+
+def test_the_run_file_of_the_readme_is_valid(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "my.yaml").write_text(text)
+    run = resolve(None, tmp_path / "my.yaml").run
+    assert run.train.epochs == 3
+    assert run.budget.usd == 12
+
+
+@pytest.mark.slow
+def test_the_five_minutes(tmp_path: Path) -> None:
+    """Each line as it stands; the long one is stopped when it trains."""
+    (tmp_path / "texts").mkdir()
+    for number in range(4):
+        words = " ".join(f"word{(number * 7919 + i * i) % 613}" for i in range(6000))
+        (tmp_path / "texts" / f"{number}.txt").write_text(words)
+    (tmp_path / "my.yaml").write_text("train: {steps: 5}\n")
+    lines = bash_lines()
+    assert len(lines) == 3
+    small, real, shown = (shlex.split(line)[1:] for line in lines)
+    done = lamp(*small, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert lamp(*shown, cwd=tmp_path).returncode == 0
+    run = RunDir(tmp_path / "runs" / "slm")
+    going = start_lamp(*real, cwd=tmp_path)
+    wait_for(lambda: slot_of(run).phase in ("first step", "train"), 90, going)
+    assert "parameters" in (tmp_path / "out.txt").read_text()
+    going.send_signal(signal.SIGTERM)
+    assert going.wait(40) == 75
+    assert not [p for p in run.checkpoints.glob("checkpoint-*") if not (p / "manifest.json").exists()]
+
+
+def test_the_commands_for_another_terminal(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "slm")
+    going = start_lamp(
+        "train", "--run", "slm", *TINY, "--train.steps", "1000000", "--save.every_steps", "100", cwd=tmp_path
+    )
+    wait_for(lambda: slot_of(run).durable_step > 0, process=going)
+    commands = table_commands()
+    assert len(commands) == 7
+    order = sorted(commands, key=lambda command: "stop" in command)
+    for command in order:
+        words = shlex.split(command)[1:]
+        if words[0] == "watch":
+            watcher = start_lamp(*words, cwd=tmp_path)
+            wait_for(lambda: "watching slm" in (tmp_path / "out.txt").read_text(), process=watcher)
+            watcher.send_signal(signal.SIGINT)
+            assert watcher.wait(10) == 0
+            continue
+        done = lamp(*words, cwd=tmp_path)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    assert going.wait(20) == 75
+    assert LAMP

@@ -1,0 +1,99 @@
+"""What people read: words that are safe, change, and do not block the speaker."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lamplighter.report import Slot
+from lamplighter.rundir import RunDir
+from lamplighter.watch.ledger import read_ledger
+from lamplighter.watch.observe import Tail
+from lamplighter.watch.picture import Picture, clean, duration, sentence, sparkline, tell
+from lamplighter.watch.sense import Frame, ProcessLook, ThreadStack, culprit
+from lamplighter.watch.voice import Voice
+
+
+def test_text_from_models_cannot_steer_the_terminal() -> None:
+    assert clean("a\x1b[2Jb\r\x07\u202ec") == "a\\x1b[2Jb\\r\\x07\\u202ec"
+    event = {"type": "sample", "step": 3, "text": "one\x1b[31m\ntwo"}
+    assert all("\x1b" not in text for text, _ in tell(event))
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.31, "0.3 s"), (42.7, "42 s"), (75, "1:15"), (3725, "1:02:05")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_sparkline_has_the_shape_of_the_curve() -> None:
+    assert sparkline([3.0, 2.0, 1.0], 10) == "█▅▁"
+    assert len(sparkline(range(1000), 40)) == 40
+    assert sparkline([1.0], 10) == ""
+
+
+def test_the_sentence_of_a_stopped_process_says_how_to_go_on() -> None:
+    picture = Picture("r", slot=Slot(phase="train", step=3, steps=9), process=ProcessLook(77, "T"))
+    assert "the process is stopped" in sentence(picture)
+    assert "kill -CONT 77" in sentence(picture)
+
+
+def test_a_reader_that_stops_reading_does_not_stop_the_speaker(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    console = os.open(tmp_path / "console.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    voice = Voice(writing, live=False, console_fd=console)
+    started = time.monotonic()
+    for number in range(5000):
+        voice.say(f"line {number} " + "x" * 80)
+    assert time.monotonic() - started < 5
+    assert voice.stream.lost > 0
+    assert (tmp_path / "console.log").read_text().count("\n") == 5000
+    deadline = time.monotonic() + 6
+    while "blocked" not in (tmp_path / "console.log").read_text() and time.monotonic() < deadline:
+        voice.show(Picture("r"))
+        time.sleep(0.05)
+    assert "output is blocked" in (tmp_path / "console.log").read_text()
+    os.close(reading)
+    voice.close()
+
+
+def test_a_tail_hands_out_whole_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    tail = Tail(path)
+    assert tail.records() == []
+    with open(path, "ab", buffering=0) as file:
+        file.write(b'{"a": 1}\n{"b"')
+        assert tail.records() == [{"a": 1}]
+        file.write(b": 2}\n")
+        assert tail.records() == [{"b": 2}]
+        file.write(b'{"torn\n{"c": 3}\n')
+        assert tail.records() == [{"c": 3}]
+
+
+def test_the_culprit_is_the_users_innermost_line() -> None:
+    frames = (
+        Frame("/usr/lib/python3.11/socket.py", 5, "recv"),
+        Frame("/home/me/data.py", 88, "read"),
+        Frame("/home/me/train.py", 3, "main"),
+    )
+    assert culprit(ThreadStack("MainThread", frames)) == frames[1]
+    assert culprit(ThreadStack("MainThread", frames[:1])) == frames[0]
+    assert culprit(ThreadStack("MainThread", ())) is None
+
+
+def test_the_ledger_adds_up_over_attempts_and_counts_what_was_redone(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    run.events.write_text(
+        '{"type":"start","t":101,"began":100}\n{"type":"hello","t":102}\n{"type":"ledger","t":110,"final":false,"seconds":{"compute":7}}\n'
+        '{"type":"child_end","t":112}\n{"type":"stop","t":112}\n'
+        '{"type":"start","t":201,"began":200}\n{"type":"hello","t":202}\n{"type":"resumed","t":203,"redone_steps":2}\n{"type":"ledger","t":220,"final":true,"seconds":{"compute":17}}\n'
+        '{"type":"child_end","t":221}\n{"type":"stop","t":222}\n'
+    )
+    found = read_ledger(run)
+    assert (found.attempts, found.redone_steps) == (2, 2)
+    assert found.wall_s == 12 + 22
+    assert found.seconds["compute"] == 24
+    assert found.unexplained_s == pytest.approx(3)  # the first attempt was killed: its last 3 s were never told
