@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import LAMP, TINY, Heard, listen, slot_of
-from lamplighter.rundir import RunDir
+from lamplighter.rundir import RunDir, read_lines
 
 LIMIT_S = 2.5
 FIRST_S = 0.5
@@ -99,14 +99,27 @@ def test_a_child_that_is_stopped(tmp_path: Path, on_pty: bool) -> None:
     assert "stopped" in said
 
 
-@BOTH
 @pytest.mark.slow
-def test_the_demo(tmp_path: Path, on_pty: bool) -> None:
-    heard = listen([*LAMP, "demo"], tmp_path, on_pty, timeout=400)
-    check(heard, on_pty)
-    assert "floor" in heard.text
+def test_the_demo_speaks_all_the_way_and_comes_near_its_floor(tmp_path: Path) -> None:
+    heard = listen([*LAMP, "demo"], tmp_path, on_pty=False, timeout=400)
+    check(heard, on_pty=False)
     assert "sample at step" in heard.text
     assert "next: lamp generate demo" in heard.text
+    run = RunDir(tmp_path / "runs" / "demo")
+    events = list(read_lines(run.events))
+    floor = next(event for event in events if event["type"] == "floor")
+    last = [event for event in events if event["type"] == "eval"][-1]
+    assert last["nats_per_document"] / floor["nats_per_document"] < 1.15
+    assert last["nats_per_document"] > floor["nats_per_document"] - 3 * floor["standard_error"]
+    unexplained = re.search(r"unexplained +\S+ s +([\d.]+)%", run.report.read_text())
+    assert unexplained is not None
+    assert float(unexplained.group(1)) < 1.0
+
+
+def test_the_demo_on_a_terminal(tmp_path: Path) -> None:
+    heard = listen([*LAMP, "demo", "--train.steps", "100"], tmp_path, on_pty=True)
+    check(heard, on_pty=True)
+    assert "floor" in heard.text
 
 
 @pytest.mark.slow
