@@ -27,6 +27,9 @@ TINY = [
 ]  # fmt: skip
 
 
+STARTED: list[subprocess.Popen[bytes]] = []
+
+
 def shared(*parts: str) -> Path:
     """A file of the shared data; the test skips, visibly, where it is absent."""
     path = SHARED.joinpath(*parts)
@@ -50,9 +53,11 @@ def lamp(*words: str, cwd: Path, timeout: float = 120, **extra: Any) -> subproce
 def start_lamp(*words: str, cwd: Path, **extra: Any) -> subprocess.Popen[bytes]:
     """The real command, going on; its output is in cwd/out.txt."""
     with open(cwd / "out.txt", "ab") as out:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*LAMP, *words], cwd=cwd, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=clean_env(), **extra
         )
+    STARTED.append(process)
+    return process
 
 
 def wait_for(
@@ -95,6 +100,17 @@ def processes_of(folder: Path) -> list[int]:
         if str(folder).encode() in words and b"lamplighter" in words and state != "Z":
             found.append(int(proc.name))
     return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """A failed test must not leave its run behind."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 @dataclass
