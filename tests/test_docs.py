@@ -75,7 +75,14 @@ def test_the_five_minutes(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "slm")
     going = start_lamp(*real, cwd=tmp_path)
     wait_for(lambda: slot_of(run).phase in ("first step", "train"), 90, going)
-    assert "parameters" in (tmp_path / "out.txt").read_text()
+    wait_for(
+        lambda: (
+            "108,489,216 parameters" in (tmp_path / "out.txt").read_text()
+            or "parameters (gpt2)" in (tmp_path / "out.txt").read_text()
+        ),
+        10,
+        going,
+    )
     going.send_signal(signal.SIGTERM)
     assert going.wait(40) == 75
     assert not [p for p in run.checkpoints.glob("checkpoint-*") if not (p / "manifest.json").exists()]

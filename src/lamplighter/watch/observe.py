@@ -20,6 +20,7 @@ from lamplighter.watch import sense
 from lamplighter.watch.picture import Picture, duration
 
 QUIET_S = 2.0
+UNCOUNTED_QUIET_S = 3.0  # for a phase that counts nothing (an import, a model being built)
 RATE_WINDOW_S = 15.0
 HISTORY_RUNS = 5
 HISTORY_BYTES = 1 << 18
@@ -65,7 +66,7 @@ class Observer:
         self.samples: deque[tuple[float, float]] = deque()
         self.sampled_phase = ""
         self.usual_gap_s: dict[str, float] = {}
-        self.last_ticks = -1
+        self.last_ticks = self.phase_ticks = -1
         self.last_gap_s = 0.0
         self.next_capture_s = QUIET_S
         self.history = phase_history(run)
@@ -116,6 +117,8 @@ class Observer:
         if slot.phase != self.sampled_phase:
             self.sampled_phase = slot.phase
             self.samples.clear()
+            self.phase_ticks = slot.ticks
+            self.last_gap_s = 0.0  # what the phase before was used to says nothing about this one
             picture.usual_s = self.history.get(slot.phase)
         self.samples.append((now, slot.done))
         while len(self.samples) > 2 and now - self.samples[0][0] > RATE_WINDOW_S:
@@ -137,7 +140,9 @@ class Observer:
         self.last_gap_s = picture.quiet_s = gap_s
         if slot.flag("waiting for a person") or picture.process is None:
             return
-        if gap_s > max(self.next_capture_s, 4 * self.usual_gap_s.get(key, 0.0)):
+        counted = slot.ticks > self.phase_ticks + 1
+        least_s = QUIET_S if counted else max(UNCOUNTED_QUIET_S, 2 * (picture.usual_s or 0.0))
+        if gap_s > max(least_s, self.next_capture_s, 4 * self.usual_gap_s.get(key, 0.0)):
             self.next_capture_s = gap_s + min(30.0, max(2.0, gap_s / 2))
             if self.capturing is None or not self.capturing.is_alive():
                 self.capturing = threading.Thread(target=self._capture, args=(slot,), name="lamp-capture", daemon=True)
