@@ -165,3 +165,36 @@ def resume_times(cwd: Path, name: str) -> float:
     started = time.monotonic()
     assert lamp(*words_for(name, "--train.steps", str(step + 10)), cwd=cwd).returncode == 0
     return time.monotonic() - started
+
+
+VARIANTS = {
+    "bf16": ["--train.dtype", "bf16"],
+    "llama with micro-batches": ["--model.family", "llama", "--model.kv_heads", "1", "--train.micro_batch", "3"],
+    "epochs of a trained tokenizer": ["--tokenizer.kind", "bpe", "--tokenizer.vocab_size", "400"],
+    "compiled": ["--train.compile", "true"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_way_of_training_resumes_exactly(tmp_path: Path, variant: str) -> None:
+    words = ["train", *TINY, "--model.dropout", "0.1", *VARIANTS[variant], "--save.every_steps", "10"]
+    words += ["--train.epochs", "0.2"] if "epochs" in variant else ["--train.steps", "60"]
+    whole = lamp(*words, "--run", "whole", cwd=tmp_path, timeout=200)
+    if variant == "bf16" and "cannot compute in bf16" in whole.stdout:
+        pytest.skip("this CPU cannot compute in bf16")
+    assert whole.returncode == 0, whole.stdout
+    if variant == "compiled":
+        assert "done  compile" in whole.stdout
+    run = RunDir(tmp_path / "runs" / "broken")
+    going = start_lamp(*words, "--run", "broken", cwd=tmp_path)
+    wait_for(lambda: slot_of(run).step >= 25, 90, going)
+    os.kill(slot_of(run).pid, signal.SIGKILL)
+    going.wait(20)
+    assert lamp(*words, "--run", "broken", cwd=tmp_path, timeout=200).returncode == 0
+    mine, theirs = losses_of(run), losses_of(RunDir(tmp_path / "runs" / "whole"))
+    assert mine == theirs
+    assert len(mine) >= 50
+    last = max(mine)
+    assert weights_hash(run, last) == weights_hash(RunDir(tmp_path / "runs" / "whole"), last)
+    assert max(record["attempt"] for record in read_lines(run.metrics)) == 2

@@ -138,7 +138,7 @@ class Observer:
             self.next_capture_s = QUIET_S
             picture.quiet_words = ""
         self.last_gap_s = picture.quiet_s = gap_s
-        if slot.flag("waiting for a person") or picture.process is None:
+        if slot.flag("waiting for a person") or slot.flag("compiling") or picture.process is None:
             return
         counted = slot.ticks > self.phase_ticks + 1
         least_s = QUIET_S if counted else max(UNCOUNTED_QUIET_S, 2 * (picture.usual_s or 0.0))
