@@ -118,7 +118,7 @@ def test_a_stop_before_training_leaves_with_75_even_in_a_long_call(tmp_path: Pat
 def test_a_full_disk_is_counted_not_raised(tmp_path: Path) -> None:
     child = start_child(tmp_path, """
         full = os.open("/dev/full", os.O_WRONLY)
-        report._reporter.events_fd = report._reporter.metrics_fd = full
+        report._reporter.events.fd = report._reporter.metrics.fd = full
         report.note("lost")
         report.metric(1, {"train/loss": 1.0})
         sys.exit(0)

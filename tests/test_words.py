@@ -12,7 +12,7 @@ from lamplighter.report import Slot
 from lamplighter.rundir import RunDir
 from lamplighter.watch.ledger import read_ledger
 from lamplighter.watch.observe import Tail
-from lamplighter.watch.picture import Picture, clean, duration, sentence, sparkline, tell
+from lamplighter.watch.picture import Picture, clean, duration, line, sparkline, tell
 from lamplighter.watch.sense import Frame, ProcessLook, ThreadStack, culprit
 from lamplighter.watch.voice import Voice
 
@@ -36,8 +36,8 @@ def test_a_sparkline_has_the_shape_of_the_curve() -> None:
 
 def test_the_sentence_of_a_stopped_process_says_how_to_go_on() -> None:
     picture = Picture("r", slot=Slot(phase="train", step=3, steps=9), process=ProcessLook(77, "T"))
-    assert "the process is stopped" in sentence(picture)
-    assert "kill -CONT 77" in sentence(picture)
+    assert "the process is stopped" in line(picture)
+    assert "kill -CONT 77" in line(picture)
 
 
 def test_a_reader_that_stops_reading_does_not_stop_the_speaker(tmp_path: Path) -> None:

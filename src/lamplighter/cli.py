@@ -7,6 +7,7 @@ Out: an exit code. Config is parsed here; everything that lasts happens in a chi
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -75,7 +76,31 @@ TO_STDERR = ("generate", "checkpoints", "runs", "why")  # their result goes to s
 
 
 def main() -> int:
-    words = sys.argv[1:]
+    """A stop in the first moments, before there is anything to stop, is an exit code and a word as well."""
+    _keep_streams()
+    try:
+        signal.signal(signal.SIGTERM, _leave_early)
+        return _main(sys.argv[1:])
+    except KeyboardInterrupt:
+        _write(2, "left (Ctrl+C) before anything was started\n")
+        return 130
+
+
+def _keep_streams() -> None:
+    """With stdout closed, the next file to be opened would become stdout."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _leave_early(*_: object) -> None:
+    _write(2, "stopped (SIGTERM) before anything was started\n")
+    os._exit(75)
+
+
+def _main(words: list[str]) -> int:
     verb = words[0] if words else "--help"
     if verb in ("-h", "--help", "help"):
         return _write(1, HELP)
@@ -95,15 +120,13 @@ def main() -> int:
 
 def _guarded(act: Callable[[], int]) -> int:
     """A user's mistake is three lines and an exit code, never a traceback."""
-    from lamplighter.errors import LEFT_AT_ONCE, LampError
+    from lamplighter.errors import LampError
 
     try:
         return act()
     except LampError as error:
         _write(2, "\n".join(error.lines()) + "\n")
         return error.code
-    except KeyboardInterrupt:
-        return LEFT_AT_ONCE
     except BrokenPipeError:
         return 0
 
@@ -199,6 +222,8 @@ def _run_name(flags: dict[str, Any]) -> str:
     from lamplighter.errors import UsageError
 
     yaml: Path | None = flags.get("run_yaml")
+    if flags.get("run") == "":
+        raise UsageError("--run is empty", "a run needs a name", "--run my-run")
     name = str(flags.get("run") or (yaml.stem if yaml else None) or flags.get("preset") or "train")
     if "/" in name or name.startswith("."):
         raise UsageError(f"{name} cannot be a run's name", "a run is one folder of --runs-dir", "--run my-run")
@@ -213,7 +238,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         is_running,
         move_aside,
         open_lines,
-        read_json,
+        read_record,
         take_lock,
         write_atomic,
     )
@@ -236,10 +261,10 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
     if moved is not None:
         voice.say(f"the old run is kept as {moved}")
     try:
-        code = _finished_already(run, resolved, voice)
+        _refuse_drift(run, resolved, voice)
+        code = _finished_already(run, resolved, voice) if resume == "auto" else None
         if code is not None:
             return code
-        _refuse_drift(run, resolved, voice)
         write_atomic(run.config, dump(resolved))
         voice.say(
             f"run {run.path}: everything about it is in this folder; look from elsewhere with: lamp watch {run.name}"
@@ -258,7 +283,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         )
         code = Supervisor(run, order, voice).supervise()
         if code == 0:
-            _say_next(run, flags, voice, (read_json(run.status) or {}).get("step", 0))
+            _say_next(run, flags, voice, read_record(run.status).get("step", 0))
         return code
     except OSError as error:
         raise cannot_write(run.path, error) from error
@@ -279,13 +304,13 @@ def _same_command(verb: str, words: list[str]) -> str:
 def _finished_already(run: RunDir, resolved: Resolved, voice: Any) -> int | None:
     """A finished run says so and exits 0, unless train.steps or train.epochs was raised."""
     from lamplighter.config import load_dump
-    from lamplighter.rundir import read_json
+    from lamplighter.rundir import read_record
 
-    status = read_json(run.status) or {}
+    status = read_record(run.status)
     if status.get("state") != "finished" or not run.config.exists():
         return None
     old, new = load_dump(run.config).train, resolved.run.train
-    raised = (new.steps or 0) > status.get("steps", 0) or (new.epochs or 0) > (old.epochs or 0)
+    raised = (new.steps or 0) > status.get("steps", 0) or (new.epochs is not None and new.epochs > (old.epochs or 0))
     if raised:
         return None
     voice.say(
@@ -297,12 +322,19 @@ def _finished_already(run: RunDir, resolved: Resolved, voice: Any) -> int | None
 
 def _refuse_drift(run: RunDir, resolved: Resolved, voice: Any) -> None:
     """A resume may change save, eval, watch and budget; train.steps with a warning; nothing else."""
-    from lamplighter.config import drift, load_dump
-    from lamplighter.errors import BadConfig
+    from lamplighter.config import LENGTH, drift, load_dump
+    from lamplighter.errors import BadConfig, LampError
 
     if not run.config.exists() or not any(run.checkpoints.glob("checkpoint-*")):
         return
-    old = load_dump(run.config)
+    try:
+        old = load_dump(run.config)
+    except LampError as error:
+        raise BadConfig(
+            f"{run.config} is damaged",
+            error.what,
+            "put it back, or begin anew with --resume never (the old folder is kept)",
+        ) from error
     changes = drift(old, resolved.run)
     if changes:
         raise BadConfig(
@@ -310,10 +342,11 @@ def _refuse_drift(run: RunDir, resolved: Resolved, voice: Any) -> None:
             "; ".join(changes),
             "give the old settings to go on, --run NAME for a new run, or --resume never to begin anew",
         )
-    if old.train.steps != resolved.run.train.steps:
-        voice.say(
-            f"WARNING  train.steps: {old.train.steps} -> {resolved.run.train.steps}; the schedule changes from here"
-        )
+    for name in LENGTH:
+        field = name.split(".")[1]
+        before, now = getattr(old.train, field), getattr(resolved.run.train, field)
+        if before != now:
+            voice.say(f"WARNING  {name}: {before} -> {now}; the schedule changes from here", "bold yellow")
 
 
 def _say_next(run: RunDir, flags: dict[str, Any], voice: Any, step: int) -> None:
@@ -331,12 +364,12 @@ def _run_flags(run: str, /, *, runs_dir: Path = Path("runs")) -> None:
 
 def _find_run(verb: str, words: list[str], need_running: bool = False) -> RunDir:
     from lamplighter.errors import InputMissing
-    from lamplighter.rundir import RunDir, is_running, read_json
+    from lamplighter.rundir import RunDir, is_running, read_record
 
     flags = _parse(verb, _run_flags, words)
     run = find_run(flags["run"], flags.get("runs_dir", Path("runs")))
     if need_running and not is_running(run):
-        status = read_json(run.status) or {}
+        status = read_record(run.status)
         raise InputMissing(
             f"{run.name} is not running",
             str(status.get("outcome") or f"its last state was {status.get('state', 'unknown')}"),
@@ -435,9 +468,14 @@ def generate(words: list[str]) -> int:
     """Text from a run's checkpoint or from any model folder."""
     from inspect import signature
 
+    from lamplighter.errors import UsageError
     from lamplighter.watch.follow import session
 
     given = _parse("generate", _generate_flags, words)
+    try:
+        given.get("prompt", "").encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the prompt is not valid UTF-8", str(error), "give it in UTF-8") from error
     defaults = {name: p.default for name, p in signature(_generate_flags).parameters.items()}
     flags = {**defaults, **given}
     runs_dir = flags.pop("runs_dir")

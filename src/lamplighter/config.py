@@ -10,10 +10,10 @@ import difflib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from lamplighter.errors import BadConfig, InputMissing, LampError, UsageError
@@ -26,6 +26,11 @@ def _value(default: Any, about: str, advice: str = "", **limits: Any) -> Any:
     return Field(default, description=about, json_schema_extra={"advice": advice} if advice else None, **limits)
 
 
+def _listed(value: Any) -> Any:
+    """One path may stand without brackets."""
+    return [value] if isinstance(value, str) else value
+
+
 class Section(BaseModel):
     """What all sections share: unknown keys are errors, and nothing changes after the start."""
 
@@ -35,7 +40,7 @@ class Section(BaseModel):
 class Data(Section):
     """Where text comes from and how it is cut."""
 
-    paths: list[str] = _value(
+    paths: Annotated[list[str], BeforeValidator(_listed)] = _value(
         [], "files, folders or globs (.txt .md .jsonl, also .gz .zst); none = the embedded corpus"
     )
     source: str | None = _value(None, 'a source of your own, "module:name"')
@@ -77,7 +82,7 @@ class Model(Section):
 class Train(Section):
     """How the model learns. Steps are optimizer steps, everywhere."""
 
-    steps: int | None = _value(None, "optimizer steps; or give train.epochs", ge=1)
+    steps: int | None = _value(None, "optimizer steps; or give train.epochs", ge=1, le=10**12)
     epochs: float | None = _value(None, "passes over the data; or give train.steps", gt=0, le=10_000)
     batch_size: int = _value(16, "sequences per optimizer step, over all devices", ge=1, le=1_000_000)
     micro_batch: int | None = _value(None, "sequences that one device holds at once; none = batch_size", ge=1)
@@ -180,7 +185,8 @@ class Run(Section):
 
 SECTIONS: dict[str, type[Section]] = {name: info.annotation for name, info in Run.model_fields.items()}  # type: ignore[misc]
 MAY_CHANGE = ("save", "eval", "watch", "budget")  # at resume; train.steps too, with a warning
-NO_MATTER = ("data.cache", "train.steps")
+LENGTH = ("train.steps", "train.epochs")
+NO_MATTER = ("data.cache", *LENGTH)
 
 
 def fields() -> dict[str, FieldInfo]:
@@ -296,6 +302,7 @@ def read_yaml(path: Path, label: str | None = None) -> dict[str, tuple[Any, str]
             f"{path} is not a mapping of sections", f"it holds {type(values).__name__}", "begin with 'train:'"
         )
     found: dict[str, tuple[Any, str]] = {}
+    _refuse_duplicates([key for key, _ in root.value] if root else [], label or path.name)
     for key_node, value_node in root.value if root else []:
         section, where = key_node.value, f"{label or path.name}:{key_node.start_mark.line + 1}"
         if section not in SECTIONS:
@@ -308,10 +315,24 @@ def read_yaml(path: Path, label: str | None = None) -> dict[str, tuple[Any, str]
                 f"it holds {values[section]!r}",
                 f"indent fields below {section}:",
             )
-        for inner, _ in value_node.value:
-            line = f"{label or path.name}:{inner.start_mark.line + 1}"
-            found[f"{section}.{inner.value}"] = (values[section][inner.value], line)
+        _refuse_duplicates([inner for inner, _ in value_node.value], label or path.name)
+        for (inner, _), (name, value) in zip(value_node.value, values[section].items(), strict=True):
+            found[f"{section}.{name}"] = (value, f"{label or path.name}:{inner.start_mark.line + 1}")
     return found
+
+
+def _refuse_duplicates(keys: list[yaml.Node], label: str) -> None:
+    """YAML lets the last of two equal keys win in silence; we do not."""
+    seen: dict[str, int] = {}
+    for key in keys:
+        line = key.start_mark.line + 1
+        if str(key.value) in seen:
+            raise BadConfig(
+                f"{key.value} stands twice ({label}:{seen[str(key.value)]} and :{line})",
+                "only one can count",
+                "take one out",
+            )
+        seen[str(key.value)] = line
 
 
 def _unknown_section(name: str, where: str) -> LampError:
@@ -346,7 +367,8 @@ def parse_overrides(words: list[str]) -> tuple[list[str], dict[str, list[str]]]:
         if not taken and info.annotation is bool:
             taken.append("true")
         if not taken:
-            raise UsageError(f"--{name} needs a value", info.description or "", f"for example: --{name} {info.default}")
+            example = f"for example: --{name} {info.default}" if info.default not in (None, []) else "lamp train --help"
+            raise UsageError(f"--{name} needs a value", info.description or "", example)
         found[name] = (
             found.get(name, []) + taken if many else taken
         )  # given twice: a list grows, anything else is replaced
@@ -357,7 +379,7 @@ def _from_words(name: str, words: list[str]) -> Any:
     """A command-line value as YAML would read it, but text stays text."""
     info = fields()[name]
     if get_origin(info.annotation) is list:
-        if len(words) == 1 and words[0].startswith("["):
+        if len(words) == 1 and words[0].startswith("[") and words[0].endswith("]"):
             return yaml.load(words[0], Loader=_Loader)
         return words
     word = words[-1]

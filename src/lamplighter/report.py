@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from lamplighter.errors import STOPPED_EARLY
-from lamplighter.rundir import RunDir, open_lines, pid_start, write_atomic
+from lamplighter.rundir import LineFile, RunDir, pid_start, write_atomic
 
 # ---------------------------------------------------------------- the slot: one page of mapped memory
 
@@ -51,15 +51,9 @@ NUMBERS = {  # name -> (offset, struct code); 8 bytes each, so a reader never se
     "step_p99_s": (136, "d"),
     "mfu": (144, "d"),
 }
-TEXTS = {"phase": (256, 128), "span": (384, 64), "unit": (448, 32), "item": (512, 256)}
-FLAGS = {
-    "saving": 1,
-    "compiling": 2,
-    "collecting garbage": 4,
-    "stopping": 8,
-    "waiting for a person": 16,
-    "writing the result": 32,
-}
+TEXTS = {"phase": (256, 128), "span": (384, 64), "unit": (448, 32), "item": (512, 256), "last_words": (1024, 1024)}
+FLAGS_AT = NUMBERS["flags"][0]  # one byte each, so that no thread can undo another's
+FLAGS = ("saving", "compiling", "collecting garbage", "stopping", "waiting for a person", "writing the result")
 
 
 @dataclass(frozen=True)
@@ -88,9 +82,10 @@ class Slot:
     span: str = ""
     unit: str = ""
     item: str = ""
+    last_words: str = ""
 
     def flag(self, name: str) -> bool:
-        return bool(self.flags & FLAGS[name])
+        return bool(self.flags >> 8 * FLAGS.index(name) & 1)
 
 
 def read_slot(path: Path) -> Slot | None:
@@ -115,7 +110,8 @@ class _SlotWriter:
             self.page: mmap.mmap | bytearray = bytearray(SLOT_BYTES)
         else:
             with open(path, "w+b") as file:
-                file.truncate(SLOT_BYTES)
+                file.write(bytes(SLOT_BYTES))  # real blocks: a hole in a full file system would be a bus error later
+                file.flush()
                 self.page = mmap.mmap(file.fileno(), SLOT_BYTES)
         self._pack = {name: (struct.Struct("=" + code).pack_into, at) for name, (at, code) in NUMBERS.items()}
         self.set("total", -1.0)
@@ -147,9 +143,9 @@ class _Reporter:
         self.ledger: dict[str, float] = {}
         self.ledger_at = self.ledger_written = time.monotonic()
         self.ticks = 0
-        self.flags = 0
         self.dropped = 0
-        self.events_fd = self.metrics_fd = -1
+        self.events: LineFile | None = None
+        self.metrics: LineFile | None = None
         self.stop_reason = ""
         self.stop_event = threading.Event()
         self.on_stop: Callable[[], None] | None = None
@@ -158,25 +154,22 @@ class _Reporter:
 
     # -- writing
 
-    def write(self, fd: int, record: Mapping[str, Any]) -> None:
-        if fd < 0:
+    def write(self, file: LineFile | None, record: Mapping[str, Any]) -> None:
+        if file is None:
             return
         try:
             line = json.dumps(record, allow_nan=False, default=str)
         except ValueError:  # NaN and infinity are not JSON
             line = json.dumps(_finite(record), default=str)
-        try:
-            os.write(fd, line.encode() + b"\n")
-        except OSError:  # a full disk must not stop training: the parent reads the count and says so
+        if not file.write(line):  # a full disk must not stop training: the parent reads the count and says so
             self.dropped += 1
             self.slot.set("dropped", self.dropped)
 
     def event(self, type: str, **fields: Any) -> None:
-        self.write(self.events_fd, {"type": type, "t": time.time(), **fields})
+        self.write(self.events, {"type": type, "t": time.time(), **fields})
 
     def set_flag(self, name: str, on: bool) -> None:
-        self.flags = self.flags | FLAGS[name] if on else self.flags & ~FLAGS[name]
-        self.slot.set("flags", self.flags)
+        self.slot.page[FLAGS_AT + FLAGS.index(name)] = on
 
     # -- time: every moment belongs to the innermost phase or span
 
@@ -338,6 +331,12 @@ def event(type: str, **fields: Any) -> None:
     _reporter.event(type, **fields)
 
 
+def last_words(lines: list[str], code: int) -> None:
+    """An error for people: as an event, and in the slot in case the disk is full."""
+    _reporter.slot.text("last_words", "\n".join(lines))
+    _reporter.event("error", lines=lines, code=code)
+
+
 def flag(name: str, on: bool) -> None:
     """Raise or lower one of FLAGS in the slot."""
     _reporter.set_flag(name, on)
@@ -352,7 +351,7 @@ def number(**values: float) -> None:
 def metric(step: int, values: Mapping[str, float]) -> None:
     """One flat record per optimizer step, written at once, unrounded; a non-finite number is null."""
     r = _reporter
-    r.write(r.metrics_fd, {"step": step, "attempt": r.attempt, "t": time.time(), **values})
+    r.write(r.metrics, {"step": step, "attempt": r.attempt, "t": time.time(), **values})
     if (loss := values.get("train/loss")) is not None:
         r.slot.set("loss", loss)
         r.slot.set("step", step)
@@ -405,9 +404,9 @@ def start(run: RunDir, rank: int = 0, attempt: int = 1, result_fd: int = -1) -> 
     r.slot = _SlotWriter(run.slot(rank))
     r.slot.set("pid", os.getpid())
     r.slot.set("pid_start", pid_start(os.getpid()))
-    r.events_fd = open_lines(run.rank_events(rank))
+    r.events = LineFile(run.rank_events(rank))
     if rank == 0:
-        r.metrics_fd = open_lines(run.metrics)
+        r.metrics = LineFile(run.metrics)
     r.ledger_at = r.ledger_written = time.monotonic()
     r.event("hello", pid=os.getpid(), attempt=attempt)
     gc.callbacks.append(_on_gc)

@@ -205,6 +205,12 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    found = read_json(path)
+    return found if isinstance(found, dict) else {}
+
+
 def open_lines(path: Path) -> int:
     """Open for appending; a file that was killed in mid-line gets its newline first."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -212,6 +218,24 @@ def open_lines(path: Path) -> int:
     if size and os.pread(fd, 1, size - 1) != b"\n":
         os.write(fd, b"\n")
     return fd
+
+
+class LineFile:
+    """A file of whole lines. A line that did not fit (full disk) is counted by the caller and closed before the next one."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = open_lines(path)
+        self.torn = False
+
+    def write(self, line: str) -> bool:
+        """False if the line is not there, or not as a whole."""
+        data = (b"\n" if self.torn else b"") + line.encode("utf-8", "replace") + b"\n"
+        try:
+            written = os.write(self.fd, data)
+        except OSError:
+            return False
+        self.torn = written < len(data)
+        return not self.torn
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -349,7 +373,7 @@ def is_running(run: RunDir) -> bool:
 
 
 def _runs_elsewhere(run: RunDir) -> bool:
-    status = read_json(run.status) or {}
+    status = read_record(run.status)
     other_host = status.get("host") not in (None, socket.gethostname())
     return other_host and status.get("state") == "running" and status_age_s(run) < HEARTBEAT_DEAD_S
 
@@ -361,12 +385,12 @@ def take_lock(run: RunDir) -> int:
     except OSError as error:
         raise cannot_write(run.lock, error) from error
     if not _flock_soon(fd):
-        holder = read_json(run.lock) or {}
+        holder = read_record(run.lock)
         os.close(fd)
         raise _already_running(run, holder)
     if _runs_elsewhere(run):
         os.close(fd)
-        raise _already_running(run, read_json(run.status) or {})
+        raise _already_running(run, read_record(run.status))
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps({**identity(), "t": time.time()}).encode(), 0)
     return fd

@@ -7,6 +7,7 @@ Out: the verb's exit code; everything else goes through report.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import itertools
 import json
@@ -20,15 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.errors import CRASHED, DONE, BadConfig, LampError, StoppedEarly
+from lamplighter.errors import CRASHED, DONE, BadConfig, CannotWrite, LampError, StoppedEarly
 from lamplighter.rundir import (
     CACHE_NAME,
     RunDir,
+    cannot_write,
     free_bytes,
     human_bytes,
     read_json,
     read_last_lines,
     read_lines,
+    read_record,
     verify_manifest,
 )
 
@@ -48,27 +51,35 @@ def main() -> int:
     verb, request = sys.argv[1], json.loads(sys.argv[2])
     _belong_to_parent()
     folder = RunDir(Path(request["folder"]))
-    report.start(folder, attempt=int(os.environ.get("LAMP_ATTEMPT", "1")), result_fd=request["result_fd"])
+    try:
+        report.start(folder, attempt=int(os.environ.get("LAMP_ATTEMPT", "1")), result_fd=request["result_fd"])
+    except OSError as error:
+        os.write(2, ("\n".join(cannot_write(folder.path, error).lines()) + "\n").encode())
+        return CannotWrite.code
     try:
         code = VERBS[verb](folder, request)
     except StoppedEarly as stop:
         code = stop.code
     except LampError as error:
-        report.event("error", lines=error.lines(), code=error.code)
+        report.last_words(error.lines(), error.code)
         code = error.code
     except MemoryError:
         traceback.print_exc()
         lines = ["error: out of memory", "next:  a smaller train.micro_batch, data.seq_len or model"]
-        report.event("error", lines=lines, code=CRASHED)
+        report.last_words(lines, CRASHED)
         code = CRASHED
     except Exception as crash:  # noqa: BLE001  the traceback is kept in output.log, the last line is said
+        if isinstance(crash, OSError) and crash.errno == errno.ENOSPC:
+            full = cannot_write(folder.path, crash)
+            report.last_words(full.lines(), full.code)
+            report.leave(full.code)
         traceback.print_exc()
         where = traceback.extract_tb(crash.__traceback__)[-1]
         lines = [
             f"error: {type(crash).__name__}: {crash}",
             f"why:   raised at {where.filename}:{where.lineno} in {where.name}",
         ]
-        report.event("error", lines=lines, code=CRASHED)
+        report.last_words(lines, CRASHED)
         code = CRASHED
     report.leave(code)  # at once: nothing is buffered, and torch takes a second to unload itself
     return code
@@ -128,7 +139,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
     guard.explain_schedule(schedule)
     if found is not None:
         with report.phase("resume"):
-            _resume(parts, found, request.get("resume", "auto"))
+            _resume(parts, found)
     if run.data.source is None and not run.data.paths:
         with report.phase("floor"):
             parts.floor = _floor(parts)
@@ -190,6 +201,11 @@ def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) ->
     with report.phase("cache"):
         folder = tokens.ensure(cache, source, tokenizer, Settings(run.data.val_fraction), run.data.cache)
         found = tokens.open_tokens(folder, verify=True)
+    share = len(found.val) / max(1, len(found.val) + len(found.train))
+    if share > 0.1 and share > 2 * run.data.val_fraction:
+        report.warn(
+            f"{share:.0%} of the tokens are held back for validation, {run.data.val_fraction:.0%} were asked for: few distinct texts"
+        )
     report.note(
         f"{found.train.documents:,} documents, {len(found.train):,} tokens to train on;"
         f" {found.val.documents:,} documents, {len(found.val):,} tokens to validate on"
@@ -239,6 +255,10 @@ def _plan(parts: Parts, request: dict[str, Any]) -> None:
     report.note(
         f"{steps:,} steps of {step_tokens:,} tokens = {epochs:.1f} epochs; about {_hours(expected_s)} at 40 % of the peak"
     )
+    windows = math.ceil((len(parts.tokens.train) - 1) / run.data.seq_len)
+    padding = 1 - (len(parts.tokens.train) - 1) / (windows * run.data.seq_len)
+    if padding > 0.2:
+        report.warn(f"{padding:.0%} of each pass is padding: data.seq_len {run.data.seq_len} is longer than the data")
     guard.refuse_long_runs(run, request.get("preset"), expected_s, steps, bool(request.get("force")))
     size = 3 * 4 * built.parameters
     room, wanted = free_bytes(parts.folder.path), size * (run.save.keep + 2)
@@ -259,7 +279,7 @@ def _hours(seconds: float) -> str:
     )
 
 
-def _resume(parts: Parts, found: Path, wanted: str) -> None:
+def _resume(parts: Parts, found: Path) -> None:
     """Weights, optimizer and counters of the checkpoint; what differs from then is named."""
     from lamplighter.model.transformer import load_weights
     from lamplighter.train import checkpoint, optim
@@ -273,9 +293,9 @@ def _resume(parts: Parts, found: Path, wanted: str) -> None:
         )
     load_weights(parts.model, found)
     optim.load_state(parts.model, parts.optimizer, tensors)
-    best = read_json(parts.folder.checkpoints / "best.json")
-    if isinstance(best, dict) and best.get("step", 0) <= progress.step:
-        progress = progress.scored(best["step"], best["val_loss"])
+    best = checkpoint.best_of(parts.folder.checkpoints)
+    if best is not None and best[0] <= progress.step:
+        progress = progress.scored(*best)
     parts.progress = progress
     for name, value in parts.machine.facts().items():
         if facts.get("machine", {}).get(name, value) != value:
@@ -285,14 +305,12 @@ def _resume(parts: Parts, found: Path, wanted: str) -> None:
         report.warn(
             f"the run was planned for {facts['steps']} steps, now {parts.steps}: the schedule changes from here"
         )
-    if wanted != "auto":
-        moved = checkpoint.set_aside_newer(parts.folder.checkpoints, progress.step)
-        if moved:
-            report.note(f"set aside (not deleted): {', '.join(moved)}")
+    moved = checkpoint.set_aside_newer(parts.folder.checkpoints, progress.step)
+    if moved:
+        report.note(f"set aside (not deleted): {', '.join(moved)}")
     report.note(f"resumed from {found.name}: step {progress.step + 1} is next")
-    reached = max(
-        (record["step"] for record in read_last_lines(parts.folder.metrics) if "train/loss" in record), default=0
-    )
+    records = read_last_lines(parts.folder.metrics)
+    reached = max((r["step"] for r in records if "train/loss" in r and isinstance(r.get("step"), int)), default=0)
     report.event("resumed", step=progress.step, path=str(found), redone_steps=max(0, reached - progress.step))
 
 
@@ -338,17 +356,17 @@ def generate(_: RunDir, request: dict[str, Any]) -> int:
 def checkpoints(_: RunDir, request: dict[str, Any]) -> int:
     """Every checkpoint of a run, verified against its manifest."""
     run = RunDir(Path(request["run"]))
-    losses = {
-        record["step"]: record["eval/val_loss"] for record in read_lines(run.metrics) if "eval/val_loss" in record
-    }
-    best = (read_json(run.checkpoints / "best.json") or {}).get("step")
+    losses = {r.get("step"): r["eval/val_loss"] for r in read_lines(run.metrics) if "eval/val_loss" in r}
+    best = read_record(run.checkpoints / "best.json").get("step")
     rows = []
-    folders = [path for path in run.checkpoints.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+    folders = [
+        path for path in run.checkpoints.glob("checkpoint-*") if path.name[11:].isascii() and path.name[11:].isdecimal()
+    ]
     for path in sorted(folders, key=lambda path: int(path.name.split("-")[1])):
         total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         with report.phase("verify", total=total, unit="B") as phase:
             reason = verify_manifest(path, tick=lambda n, phase=phase, path=path: phase.tick(n, path.name))  # type: ignore[misc]
-        state = read_json(path / "training" / "state.json") or {}
+        state = read_record(path / "training" / "state.json")
         step = int(path.name.split("-")[1])
         rows.append({"checkpoint": path.name, "step": step, "loss": state.get("loss"), "val_loss": losses.get(step),
                      "bytes": total, "age_s": time.time() - path.stat().st_mtime, "valid": reason is None,

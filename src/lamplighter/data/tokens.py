@@ -30,7 +30,7 @@ from lamplighter.data.shards import Ids, bad_id, read_manifest
 from lamplighter.data.sources import Source
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, InputMissing
-from lamplighter.rundir import cannot_write, hash_file, identity, read_json
+from lamplighter.rundir import cannot_write, hash_file, identity, read_json, read_record
 
 __all__ = ["Settings", "Split", "Tokens", "ensure", "open_tokens"]
 
@@ -134,7 +134,7 @@ def _required(cache_root: Path, folder: Path, parts: dict[str, Any], fault: str 
             f"the token cache is damaged: {folder}", fault or "a build is not finished", "data.cache rebuild"
         )
     why = _near(cache_root, folder, parts) or "no cache for this tokenizer, these settings or these sources is there"
-    return InputMissing(f"no token cache at {folder}", why, "build it with: lamp data prepare, or data.cache auto")
+    return InputMissing(f"no token cache at {folder}", why, "build it: --data.cache auto")
 
 
 # ---------------------------------------------------------------- one builds, the others wait
@@ -177,14 +177,14 @@ def _try_lock(fd: int) -> bool:
 
 def _wait(fd: int, folder: Path) -> None:
     """Until the lock is free; the builder's own progress is what counts as progress here."""
-    holder = read_json(folder / "lock") or {}
+    holder = read_record(folder / "lock")
     who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
     report.note(f"{who} is building this token cache; waiting for it")
-    now = read_json(folder / "progress.json") or {}
+    now = read_record(folder / "progress.json")
     with report.phase("waiting for the token cache", total=now.get("total_bytes"), unit="B") as p:
         seen = None
         while not _try_lock(fd):
-            now = read_json(folder / "progress.json") or {}
+            now = read_record(folder / "progress.json")
             if now.get("bytes") != seen:
                 seen = now.get("bytes")
                 p.set(seen or 0, f"{who}: {now.get('texts', 0):,} texts, at {now.get('item', '?')}")

@@ -29,6 +29,7 @@ from lamplighter.rundir import (
     human_bytes,
     move_aside,
     read_json,
+    read_record,
     verify_manifest,
     write_json,
     write_manifest,
@@ -71,7 +72,7 @@ class Contents:
 def step_of(path: Path) -> int:
     """checkpoint-500 -> 500; -1 for any other name."""
     number = path.name.removeprefix(PREFIX)
-    return int(number) if path.name.startswith(PREFIX) and number.isdigit() else -1
+    return int(number) if path.name.startswith(PREFIX) and number.isascii() and number.isdecimal() else -1
 
 
 def newest_first(root: Path) -> list[Path]:
@@ -89,10 +90,12 @@ def save(root: Path, progress: Progress, contents: Contents, keep: int, protect:
         report.flag("saving", True)
         try:
             _save_with_room(root, final, progress, contents, protect, phase)
+            write_json(root / "latest.json", {"step": progress.step, "path": final.name, "t": time.time()})
+        except OSError as error:
+            raise cannot_write(final, error) from error
         finally:
             report.flag("saving", False)
-        write_json(root / "latest.json", {"step": progress.step, "path": final.name, "t": time.time()})
-        prune(root, keep, protect)
+        prune(root, keep, protect | {progress.step})
     report.number(durable_step=progress.step)
     report.event(
         "checkpoint", step=progress.step, path=str(final), bytes=contents.bytes, seconds=time.monotonic() - started
@@ -111,16 +114,13 @@ def _save_with_room(
         _write(final, progress, contents, phase)
     except OSError as error:
         if error.errno != errno.ENOSPC:
-            raise cannot_write(final, error) from error
+            raise
         report.warn(
             f"the disk filled up while saving step {progress.step}; pruning old checkpoints and trying once more"
         )
         prune(root, 1, protect)
         require_room(root, need)
-        try:
-            _write(final, progress, contents, phase)
-        except OSError as again:
-            raise cannot_write(final, again) from again
+        _write(final, progress, contents, phase)
 
 
 def require_room(root: Path, need: int) -> None:
@@ -188,15 +188,25 @@ def _fsync(path: Path) -> None:
 
 def mark_best(root: Path, progress: Progress) -> None:
     """best.json names the best checkpoint that exists."""
-    if (root / f"{PREFIX}{progress.best_step}").exists():
+    try:
         write_json(root / "best.json", {"step": progress.best_step, "val_loss": progress.best_val_loss})
+    except OSError as error:
+        raise cannot_write(root / "best.json", error) from error
+
+
+def best_of(root: Path) -> tuple[int, float] | None:
+    """(step, validation loss) of the best checkpoint, where one is marked."""
+    found = read_record(root / "best.json")
+    step, loss = found.get("step"), found.get("val_loss")
+    return (step, loss) if isinstance(step, int) and isinstance(loss, float) else None
 
 
 def prune(root: Path, keep: int, protect: set[int]) -> None:
     """Never the best, never the newest, never the one that this attempt resumed from; and what a dead save left."""
-    best = (read_json(root / "best.json") or {}).get("step", -1)
+    best = best_of(root)
+    protect = protect | ({best[0]} if best else set())
     for path in newest_first(root)[max(1, keep) :]:
-        if step_of(path) not in protect | {best}:
+        if step_of(path) not in protect:
             _remove(path)
     for path in root.glob(".writing-*"):
         if not path.name.endswith(f"-{os.getpid()}"):

@@ -79,7 +79,7 @@ class Trend:
                 "waste",
                 "not_learning",
                 f"after {step} steps the loss is {mean:.2f}, and ln(vocabulary) is {self.chance:.2f}: nothing is learned",
-                "check the data (lamp data stats) and raise train.lr; stop it with lamp stop",
+                "check the data and raise train.lr; stop it with lamp stop",
                 evidence=(f"mean of the last {len(self.recent)} losses {mean:.4f}",),
             )
         if mean < TOO_GOOD_NATS and self._first("too_good"):
@@ -101,6 +101,12 @@ class Trend:
 def explain_schedule(schedule: Schedule) -> None:
     """A low rate at step 1 is warm-up, and is said to be; too much of it is warned about."""
     share = schedule.warmup / schedule.steps
+    if share > 1:
+        raise BadConfig(
+            f"warm-up of {schedule.warmup} steps never ends in a run of {schedule.steps}",
+            "both are counted in optimizer steps; the peak rate would never be reached",
+            f"--train.warmup_steps {max(1, schedule.steps // 20)}",
+        )
     if schedule.warmup > 1:
         report.note(
             f"learning rate: {schedule.lr_at(1):.2e} at step 1 is warm-up; {schedule.peak:.2e} from step {schedule.warmup}"

@@ -80,6 +80,7 @@ class Keeper:
         self.saved_at = time.monotonic()
         self.save_s = 0.0
         self.stopped = threading.Event()
+        self.in_step = False  # weights are neither before nor after
 
     def due(self, step: int) -> bool:
         """By steps, by time, and at the end."""
@@ -93,6 +94,11 @@ class Keeper:
         with self.lock:
             parts = self.parts
             if parts.progress.step == self.durable or parts.progress.step == 0:
+                return
+            if self.in_step:
+                report.warn(
+                    "the optimizer was interrupted in the middle of a step: its half-changed weights are not saved"
+                )
                 return
             started = time.monotonic()
             contents = checkpoint.Contents(
@@ -121,7 +127,7 @@ class Keeper:
         try:
             self.save()
         except LampError as error:
-            report.event("error", lines=error.lines(), code=error.code)
+            report.last_words(error.lines(), error.code)
             return False
         return True
 
@@ -231,10 +237,12 @@ def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited
     lr = parts.schedule.lr_at(step)
     with report.span("optimizer"), keeper.lock:
         optim.set_lr(parts.optimizer, lr)
+        keeper.in_step = True
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
         tokens = parts.progress.tokens + batch.real_tokens
         parts.progress = replace(parts.progress, step=step, tokens=tokens, loss=loss)
+        keeper.in_step = False
     seconds = waited_s + time.perf_counter() - started
     _tell(parts, batch, Record(step, loss, grad_norm, lr, seconds, batch.real_tokens), waited_s)
     if verdict := trend.look(step, loss):
@@ -329,7 +337,8 @@ def _score(parts: Parts, keeper: Keeper, step: int) -> None:
     with keeper.lock:
         parts.progress = parts.progress.scored(step, found.loss)
     best = parts.progress.best_step == step
-    if best and keeper.durable == step:
+    if best:
+        keeper.save()  # the best is kept, also where no save was due at this step
         checkpoint.mark_best(parts.folder.checkpoints, parts.progress)
     text = found.words(parts.floor, bpb) + (" (best so far)" if best else "")
     report.event("eval", step=step, text=text, loss=found.loss, nats_per_document=found.nats_per_document)

@@ -19,7 +19,6 @@ from lamplighter.data.tokenizer import Tokenizer, load
 from lamplighter.errors import NoCheckpoint, UsageError
 from lamplighter.model.build import Built, load_folder
 from lamplighter.model.sample import stream
-from lamplighter.rundir import read_json
 from lamplighter.train import checkpoint
 
 
@@ -29,10 +28,10 @@ def choose_folder(path: Path, wanted: str) -> Path:
         return path
     root = path / "checkpoints"
     if wanted == "best":
-        best = read_json(root / "best.json")
-        if not isinstance(best, dict):
-            raise NoCheckpoint(f"{path.name} has no best checkpoint", "it was never validated", "--checkpoint latest")
-        wanted = f"{checkpoint.PREFIX}{best['step']}"
+        best = checkpoint.best_of(root)
+        if best is None:
+            raise NoCheckpoint(f"{path.name} has no best checkpoint", "no validation was made", "--checkpoint latest")
+        wanted = f"{checkpoint.PREFIX}{best[0]}"
     found = checkpoint.find(root, "auto" if wanted == "latest" else wanted)
     if found is None:
         raise NoCheckpoint(

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lamplighter.config import Budget, load_dump
-from lamplighter.errors import CHILD_LOST, DONE, ChildLost
-from lamplighter.rundir import RunDir, is_running, read_json
+from lamplighter.errors import CHILD_LOST, DONE, ChildLost, LampError
+from lamplighter.rundir import RunDir, is_running, read_record
 from lamplighter.watch.observe import Observer
 from lamplighter.watch.picture import duration, tell
 from lamplighter.watch.supervise import LOOK_EVERY_S, Order, Supervisor, ask
@@ -28,12 +28,15 @@ from lamplighter.watch.voice import Voice, result
 
 def follow(run: RunDir) -> int:
     """Show a run until it ends; Ctrl+C leaves it alone."""
-    budget = load_dump(run.config).budget if run.config.exists() else Budget()
+    try:
+        budget = load_dump(run.config).budget
+    except LampError:  # damaged, or not written yet: the rest can be shown all the same
+        budget = Budget()
     voice = Voice(1)
     observer = Observer(run, run.events, budget, fresh=True)
     observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
     if not is_running(run):
-        status = read_json(run.status) or {}
+        status = read_record(run.status)
         voice.say(f"{run.name} is not running: {status.get('outcome') or status.get('now', 'it has said nothing yet')}")
         voice.close()
         return DONE
@@ -41,7 +44,7 @@ def follow(run: RunDir) -> int:
     try:
         while True:
             alive = is_running(run)
-            spent_s = float((read_json(run.status) or {}).get("spent_s", 0.0))
+            spent_s = float(read_record(run.status).get("spent_s", 0.0))
             for event in observer.look(spent_s):
                 for text, style in tell(event):
                     voice.say(text, style)
@@ -53,7 +56,9 @@ def follow(run: RunDir) -> int:
         voice.say(f"left; {run.name} goes on")
         voice.close()
         return DONE
-    voice.say(str((read_json(run.status) or {}).get("outcome", f"{run.name} has ended")))
+    status = read_record(run.status)
+    lost = f"{run.name} was lost: its parent was killed; step {status.get('durable_step', 0)} is safe; run the same command again"
+    voice.say(str(status.get("outcome", lost)))
     voice.close()
     return DONE
 
@@ -78,7 +83,7 @@ def stop_run(run: RunDir) -> int:
         if time.monotonic() - voice.last_line > 1.5:
             voice.say(f"stopping {run.name} for {duration(time.monotonic() - started)}: {_now(run)}")
         time.sleep(0.1)
-    voice.say(str((read_json(run.status) or {}).get("outcome", "stopped")))
+    voice.say(str(read_record(run.status).get("outcome", "stopped")))
     voice.close()
     return DONE
 
@@ -90,22 +95,26 @@ def save_run(run: RunDir) -> int:
     if answer is None:
         voice.close()
         raise _no_answer(run)
-    step, started = int(answer["step"]), time.monotonic()
-    while is_running(run) and (durable := int((read_json(run.status) or {}).get("durable_step", 0))) < step:
+    step, started = int(answer.get("step", 0)), time.monotonic()
+    if not step:
+        voice.say(f"{run.name} has not made a step yet: there is nothing to save")
+        voice.close()
+        return DONE
+    while is_running(run) and (durable := int(read_record(run.status).get("durable_step", 0))) < step:
         if time.monotonic() - voice.last_line > 1.5:
             voice.say(
                 f"saving {run.name} for {duration(time.monotonic() - started)}: safe to step {durable}, wanted {step}"
             )
         time.sleep(0.1)
     voice.say(
-        f"{run.name}: safe to step {(read_json(run.status) or {}).get('durable_step', 0)}; next: lamp checkpoints {run.name}"
+        f"{run.name}: safe to step {read_record(run.status).get('durable_step', 0)}; next: lamp checkpoints {run.name}"
     )
     voice.close()
     return DONE
 
 
 def _now(run: RunDir) -> str:
-    return str((read_json(run.status) or {}).get("now", ""))
+    return str(read_record(run.status).get("now", ""))
 
 
 def _no_answer(run: RunDir) -> ChildLost:
@@ -121,7 +130,7 @@ def list_runs(runs_dir: Path, as_json: bool) -> int:
     rows = []
     for path in runs_dir.glob("*/events.jsonl"):
         run = RunDir(path.parent)
-        status = read_json(run.status) or {}
+        status = read_record(run.status)
         running = is_running(run)
         state = status.get("state", "unknown")
         if not running and state in ("running", "stopping"):

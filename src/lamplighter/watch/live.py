@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lamplighter.watch.picture import Picture, duration, sparkline
+from lamplighter.watch.picture import Picture, alert, duration, sentence, sparkline
 
 SPINNER = "◐◓◑◒"
 
@@ -32,27 +32,29 @@ class Live:
         self.frames = 0
 
     def line(self, text: str, style: str) -> None:
-        self.console.print(Text(text, style=style), soft_wrap=True)
+        self.console.print(Text(text, style=style, overflow="fold"))
 
-    def frame(self, picture: Picture, words: str) -> None:
+    def frame(self, picture: Picture) -> None:
         if not self.open:
             self.live.start()
             self.open = True
         self.frames += 1
-        self.live.update(self._draw(picture, words), refresh=True)
+        self.live.update(self._draw(picture), refresh=True)
 
     def close(self) -> None:
         if self.open:
             self.live.stop()
             self.open = False
 
-    def _draw(self, picture: Picture, words: str) -> Group:
+    def _draw(self, picture: Picture) -> Group:
         width = self.console.width
         spin = SPINNER[self.frames % len(SPINNER)]
         head = Text(f"{spin} {picture.name} ", style="bold yellow")
-        head.append(words, style="default")
-        head.truncate(max(10, width * 2 - 2), overflow="ellipsis")
+        head.append(sentence(picture), style="default")
+        head.truncate(max(10, width - 1), overflow="ellipsis")
         rows: list[object] = [head]
+        if warning := alert(picture):
+            rows.append(Text(f"  {warning}", style="bold yellow", overflow="fold"))
         slot = picture.slot
         if slot is not None:
             training = picture.training and slot.steps > 0

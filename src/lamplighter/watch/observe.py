@@ -49,9 +49,11 @@ class Tail:
         found = []
         for line in self.lines():
             try:
-                found.append(json.loads(line))
+                record = json.loads(line)
             except ValueError:  # a line that a killed writer left torn
                 continue
+            if isinstance(record, dict):
+                found.append(record)
         return found
 
 
@@ -105,9 +107,9 @@ class Observer:
             picture.val_loss, picture.val_step = record["eval/val_loss"], record["step"]
 
     def _hear(self, event: dict[str, Any]) -> None:
-        if event["type"] == "checkpoint":
+        if event.get("type") == "checkpoint":
             self.durable_at = event["t"]
-        if event["type"] == "floor":
+        if event.get("type") == "floor":
             self.picture.floor = event["nats_per_token"]
 
     def _count(self, slot: Slot) -> None:

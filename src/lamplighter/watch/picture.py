@@ -92,21 +92,32 @@ def sparkline(values: Iterable[float], width: int) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
+def line(picture: Picture) -> str:
+    """The status of now with what must not be missed, in one line."""
+    return " · ".join(part for part in (sentence(picture), alert(picture)) if part)
+
+
 def sentence(picture: Picture) -> str:
-    """The status of now in one line; something in it changes every time."""
+    """The status of now; something in it changes every time."""
     slot = picture.slot
     if slot is None or not slot.phase:
         return f"starting ({duration(time.monotonic() - picture.started)})"
     parts = _training_words(picture, slot) if picture.training else _phase_words(picture, slot)
+    return " · ".join(part for part in parts if part)
+
+
+def alert(picture: Picture) -> str:
+    """What a person must not miss, if anything."""
+    slot, parts = picture.slot, []
     if picture.process is not None and picture.process.stopped:
         parts.append(f"the process is stopped (signal); go on with: kill -CONT {picture.process.pid}")
     elif picture.quiet_words:
         parts.append(f"no progress for {duration(picture.quiet_s)}: {picture.quiet_words}")
     if picture.stopping:
         parts.append(picture.stopping)
-    if slot.dropped:
+    if slot is not None and slot.dropped:
         parts.append(f"{slot.dropped} log lines could not be written")
-    return " · ".join(part for part in parts if part)
+    return " · ".join(parts)
 
 
 def _training_words(picture: Picture, slot: Slot) -> list[str]:
@@ -117,7 +128,7 @@ def _training_words(picture: Picture, slot: Slot) -> list[str]:
         parts.append(f"{slot.tokens_per_s:,.0f} tok/s")
     if slot.mfu:
         parts.append(f"MFU {slot.mfu:.0%}")
-    if picture.eta_s is not None:
+    if picture.eta_s is not None and slot.phase == "train":
         parts.append(f"{duration(picture.eta_s)} left")
     if slot.phase != "train":
         inner = slot.phase.removeprefix("train > ")

@@ -23,10 +23,10 @@ from typing import Any
 
 from lamplighter.config import Budget
 from lamplighter.errors import CHILD_LOST, CRASHED, DONE, LEFT_AT_ONCE, STOPPED_EARLY
-from lamplighter.rundir import RunDir, identity, open_lines, read_json, read_lines, write_json
+from lamplighter.rundir import LineFile, RunDir, cannot_write, identity, open_lines, read_lines, read_record, write_json
 from lamplighter.watch import ledger, sense
 from lamplighter.watch.observe import Observer, Tail
-from lamplighter.watch.picture import clean, duration, sentence, tell, tell_step
+from lamplighter.watch.picture import clean, duration, line, tell, tell_step
 from lamplighter.watch.voice import Voice
 
 LOOK_EVERY_S = 0.25
@@ -61,8 +61,12 @@ class Supervisor:
         self.run, self.order, self.voice = run, order, voice
         self.began = time.monotonic() - max(0.0, time.time() - order.began)
         self.attempt = 1 + sum(event.get("type") == "start" for event in read_lines(run.events))
-        self.spent_before_s = float((read_json(run.status) or {}).get("spent_s", 0.0))
-        self.events_fd = open_lines(run.events)
+        self.last_status = read_record(run.status)
+        self.durable_before = int(read_record(run.checkpoints / "latest.json").get("step") or 0)
+        for stale in run.ask.iterdir():  # requests to an attempt that is over
+            stale.unlink(missing_ok=True)
+        self.spent_before_s = float(read_record(run.status).get("spent_s", 0.0))
+        self.events = LineFile(run.events)
         self.observer = Observer(run, run.rank_events(0), order.budget, fresh=True)
         self.observer.picture.started = self.began
         self.output = Tail(run.output, from_end=True)
@@ -79,6 +83,7 @@ class Supervisor:
         self.status_at = 0.0
         self.oom_before = sense.oom_kills()
         self.error_told = False
+        self.error_heard = False
 
     @property
     def spent_s(self) -> float:
@@ -89,12 +94,9 @@ class Supervisor:
         self._write_event({"type": type, "t": time.time(), **fields})
 
     def _write_event(self, record: dict[str, Any]) -> None:
-        try:
-            os.write(self.events_fd, (json.dumps(record) + "\n").encode())
-        except OSError as error:
-            if not self.error_told:
-                self.error_told = True
-                self.voice.say(f"WARNING  {self.run.events} cannot be written: {error.strerror}", "bold yellow")
+        if not self.events.write(json.dumps(record)) and not self.error_told:
+            self.error_told = True
+            self.voice.say(f"WARNING  {self.run.events} cannot be written; is the disk full?", "bold yellow")
 
     # ---------------------------------------------------------------- life
 
@@ -163,14 +165,15 @@ class Supervisor:
         """Merge the child's events into events.jsonl, and say what has words."""
         for event in self.observer.look(self.spent_s):
             self._write_event({**event, "rank": 0})
+            self.error_heard = self.error_heard or event.get("type") == "error"
             for text, style in tell(event):
                 self.voice.say(text, style)
         for record in self.observer.fresh if self.order.verbose else []:
             self.voice.say(tell_step(record), "dim")
         self._name_quiet()
         fresh = self.output.lines()
-        for line in fresh[:OUTPUT_LINES]:
-            self.voice.say(f"  | {clean(line)}", "dim")
+        for printed in fresh[:OUTPUT_LINES]:
+            self.voice.say(f"  | {clean(printed)}", "dim")
         if len(fresh) > OUTPUT_LINES:
             self.voice.say(f"  | ... {len(fresh) - OUTPUT_LINES} more lines in {self.run.output}", "dim")
 
@@ -231,7 +234,7 @@ class Supervisor:
         if slot is None or not slot.flag("stopping"):  # it had not opened its FIFO yet when it was asked
             sense.send(self.run, 0, f"stop {self.stop_reason}")
         if self.leave_now or (waited > self.order.grace_s and not (slot and slot.flag("saving"))):
-            durable = slot.durable_step if slot else 0
+            _, durable = self._where_it_stands()
             why = "left at once" if self.leave_now else f"no answer in {waited:.0f} s"
             self.voice.say(f"{why}: the process is killed; step {durable} is safe", "bold")
             self.killed_by_us = True
@@ -253,7 +256,7 @@ class Supervisor:
             + sorted(self.run.ask.glob("*.save"))
         ):
             kind = path.suffix[1:]
-            who = read_json(path) or {}
+            who = read_record(path)
             path.unlink(missing_ok=True)
             answer: dict[str, Any] = {"kind": kind}
             self.event("asked", kind=kind, by=who)
@@ -267,16 +270,22 @@ class Supervisor:
                 slot = self.observer.picture.slot
                 answer["step"] = slot.step if slot else 0
                 answer["asked"] = sense.send(self.run, 0, "save")
-            write_json(path.with_suffix(".answer"), answer, durable=False)
+            self._answer(path.with_suffix(".answer"), answer)
 
     def _answer_why(self, target: Path) -> None:
-        write_json(target, {"kind": "why", "text": self.explain()}, durable=False)
+        self._answer(target, {"kind": "why", "text": self.explain()})
+
+    def _answer(self, target: Path, answer: dict[str, Any]) -> None:
+        try:
+            write_json(target, answer, durable=False)
+        except OSError as error:  # a full disk: the asker waits in vain and says so; the run goes on
+            self.voice.say(f"WARNING  a request could not be answered: {error.strerror}", "bold yellow")
 
     def explain(self) -> str:
         """Phase path, process state, stacks of every thread."""
         picture = self.observer.picture
         slot, process = picture.slot, picture.process
-        lines = [sentence(picture)]
+        lines = [line(picture)]
         if slot is None or process is None:
             return lines[0] + "\nthe process has not reported yet"
         inside = f" > {slot.span}" if slot.span else ""
@@ -298,24 +307,26 @@ class Supervisor:
         self.status_at = time.monotonic()
         picture = self.observer.picture
         slot = picture.slot
-        before = (read_json(self.run.status) or {}) if slot is None else {}
+        step, durable = self._where_it_stands()
+        before = self.last_status
+        told = slot is not None and slot.steps > 0
         status = {
             "state": state,
             "verb": self.order.verb,
             "phase": slot.phase if slot else "start",
-            "step": slot.step if slot else before.get("step", 0),
-            "steps": slot.steps if slot else before.get("steps", 0),
-            "tokens": slot.tokens if slot else before.get("tokens", 0),
+            "step": step,
+            "steps": slot.steps if slot and told else before.get("steps", 0),
+            "tokens": slot.tokens if slot and told else before.get("tokens", 0),
             "tokens_per_s": round(slot.tokens_per_s, 1) if slot else 0.0,
             "loss": slot.loss if slot and slot.loss == slot.loss else None,
             "val_loss": picture.val_loss,
             "eta_s": round(picture.eta_s, 1) if picture.eta_s is not None and state == "running" else None,
             "usd": round(self.order.budget.spent_usd(self.spent_s), 6),
-            "durable_step": slot.durable_step if slot else before.get("durable_step", 0),
+            "durable_step": durable,
             "last_progress_s": round(picture.quiet_s, 2),
             "spent_s": round(self.spent_s, 2),
             "attempt": self.attempt,
-            "now": sentence(picture),
+            "now": line(picture),
             "t": time.time(),
             **identity(),
             "child_pid": self.child.pid if self.child else None,
@@ -328,12 +339,23 @@ class Supervisor:
                 self.error_told = True
                 self.voice.say(f"WARNING  {self.run.status} cannot be written: {error.strerror}", "bold yellow")
 
+    def _where_it_stands(self) -> tuple[int, int]:
+        """(last step, durable step): the child's own word, or what is on disk until it has spoken."""
+        slot = self.observer.picture.slot
+        if slot is not None and slot.steps > 0:
+            return slot.step, slot.durable_step
+        return max(self.durable_before, int(self.last_status.get("step") or 0)), self.durable_before
+
     def _close(self) -> int:
         """The last words of the child, then ours."""
         assert self.child is not None
         child_code = self.child.returncode
         self._kill_all()
         self._hear()
+        slot = self.observer.picture.slot
+        if slot is not None and slot.last_words and not self.error_heard:
+            for told in slot.last_words.splitlines():  # the event was lost: a full disk
+                self.voice.say(told, "bold red")
         self.event("child_end", code=child_code, attempt=self.attempt)
         code, outcome = self._judge(child_code)
         state = OUTCOMES.get(code, "failed")
@@ -350,9 +372,7 @@ class Supervisor:
 
     def _judge(self, child_code: int) -> tuple[int, str]:
         """The exit code of the command, and the sentence for it."""
-        slot = self.observer.picture.slot
-        durable = slot.durable_step if slot else 0
-        step = slot.step if slot else 0
+        step, durable = self._where_it_stands()
         safe = (
             f"step {durable} is safe"
             if durable
@@ -360,6 +380,8 @@ class Supervisor:
             if not step
             else "no checkpoint was made yet"
         )
+        if not self.order.keeps_books:
+            safe = "nothing was changed"
         if self.leave_now and self.killed_by_us:
             return LEFT_AT_ONCE, f"left at once (second Ctrl+C); {safe}"
         if self.stop_reason and child_code in (STOPPED_EARLY, -signal.SIGKILL, -signal.SIGTERM, DONE):
@@ -373,7 +395,8 @@ class Supervisor:
         if child_code == STOPPED_EARLY:
             return STOPPED_EARLY, f"stopped early at step {step}; {safe}"
         if child_code == CRASHED:
-            return CRASHED, f"the process crashed; the traceback is in {self.run.output}; {safe}"
+            where = f"; the traceback is in {self.run.output}" if self.order.keeps_books else ""
+            return CRASHED, f"the process crashed{where}; {safe}"
         if child_code == DONE:
             return DONE, f"finished {self.run.name}"
         return child_code, f"ended with exit code {child_code}; {safe}"
@@ -401,14 +424,18 @@ def ask(run: RunDir, kind: str, deadline_s: float = 5.0) -> dict[str, Any] | Non
     """Put a request into the run's ask/ folder and wait for the parent's answer."""
     me = identity()
     name = f"{me['host']}-{me['pid']}-{time.monotonic_ns()}"
-    write_json(run.ask / f"{name}.{kind}", {**me, "t": time.time()}, durable=False)
-    answer: Path = run.ask / f"{name}.answer"
+    request, answer = run.ask / f"{name}.{kind}", run.ask / f"{name}.answer"
+    try:
+        write_json(request, {**me, "t": time.time()}, durable=False)
+    except OSError as error:
+        raise cannot_write(request, error) from error
     deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
-        found = read_json(answer)
-        if found is not None:
-            answer.unlink(missing_ok=True)
-            return dict(found)
-        time.sleep(0.03)
-    (run.ask / f"{name}.{kind}").unlink(missing_ok=True)
-    return None
+    try:
+        while time.monotonic() < deadline:
+            if answer.exists():
+                return read_record(answer)
+            time.sleep(0.03)
+        return None
+    finally:  # also when the asker is interrupted: a request must not outlive it
+        request.unlink(missing_ok=True)
+        answer.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from lamplighter.watch.picture import Picture, sentence
+from lamplighter.watch.picture import Picture, line
 
 if TYPE_CHECKING:
     from lamplighter.watch.live import Live
@@ -100,8 +100,8 @@ class Voice:
 
     def say(self, text: str, style: str = "") -> None:
         """One or more lines that stay."""
-        for line in text.splitlines() or [""]:
-            stamped = f"{time.strftime('%H:%M:%S')}  {line}"
+        for one in text.splitlines() or [""]:
+            stamped = f"{time.strftime('%H:%M:%S')}  {one}"
             self._copy(stamped)
             if self.display is not None:
                 self.display.line(stamped, style)
@@ -121,11 +121,11 @@ class Voice:
             return
         if self.display is not None and not self.stream.broken:
             if now - self.last_line > FRAME_EVERY_S:
-                self.display.frame(picture, sentence(picture))
+                self.display.frame(picture)
                 self.last_line = now
             return
         if now - self.last_line >= self._line_every_s(picture, now):
-            self.say(sentence(picture))
+            self.say(line(picture))
 
     def _line_every_s(self, picture: Picture, now: float) -> float:
         """After ten calm minutes of training, every 10 s."""
