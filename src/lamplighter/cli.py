@@ -83,7 +83,7 @@ def main() -> int:
         return _main(sys.argv[1:])
     except KeyboardInterrupt:
         _write(2, "left (Ctrl+C) before anything was started\n")
-        return 130
+        os._exit(130)  # Python would end itself by SIGINT if an import was interrupted
 
 
 def _keep_streams() -> None:
