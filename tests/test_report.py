@@ -15,7 +15,7 @@ import pytest
 
 from lamplighter.report import read_slot
 from lamplighter.rundir import RunDir, read_lines
-from lamplighter.watch import sense
+from lamplighter.watch import stacks
 
 
 def start_child(folder: Path, body: str) -> subprocess.Popen[bytes]:
@@ -90,7 +90,7 @@ def test_the_listener_answers_with_the_stacks_of_all_threads(tmp_path: Path) -> 
     try:
         run = RunDir(tmp_path)
         wait_for(lambda: (s := read_slot(run.slot(0))) and s.phase == "waiting")
-        taken = sense.stacks(run, 0, child.pid)
+        taken = stacks.take(run, 0, child.pid)
         assert taken is not None
         assert taken.source == "listener"
         names = {thread.name for thread in taken.threads}

@@ -64,7 +64,7 @@ def test_a_source_that_blocks_for_ten_seconds(tmp_path: Path, on_pty: bool) -> N
     check(heard, on_pty)
     said = RunDir(tmp_path / "runs" / "slow").console.read_text()
     assert "slow_source.py:7 (documents)" in said, "the line that blocks is named"
-    assert re.search(r"no progress for \d", said)
+    assert re.search(r"sleeping at .*no work for \d", said)
 
 
 @BOTH
@@ -74,7 +74,7 @@ def test_a_step_that_holds_the_gil(tmp_path: Path, on_pty: bool) -> None:
     heard = listen(words, tmp_path, on_pty)
     check(heard, on_pty)
     said = RunDir(tmp_path / "runs" / "gil").console.read_text()
-    assert re.search(r"no progress for .*holding the GIL at .*gil_model.py:14 ", said)
+    assert re.search(r"the GIL is held by a C call at .*gil_model.py:14 .*no work for", said)
 
 
 @BOTH

@@ -13,7 +13,8 @@ from lamplighter.rundir import RunDir
 from lamplighter.watch.ledger import read_ledger
 from lamplighter.watch.observe import Tail
 from lamplighter.watch.picture import Picture, clean, duration, line, sparkline, tell
-from lamplighter.watch.sense import Frame, ProcessLook, ThreadStack, culprit
+from lamplighter.watch.sense import ProcessLook
+from lamplighter.watch.stacks import Frame, ThreadStack, culprit
 from lamplighter.watch.voice import Voice
 
 

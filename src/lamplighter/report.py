@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,8 +50,10 @@ NUMBERS = {  # name -> (offset, struct code); 8 bytes each, so a reader never se
     "span_since_ns": (128, "q"),
     "step_p99_s": (136, "d"),
     "mfu": (144, "d"),
+    "answered_bytes": (152, "Q"),
 }
 TEXTS = {"phase": (256, 128), "span": (384, 64), "unit": (448, 32), "item": (512, 256), "last_words": (1024, 1024)}
+ANSWER_OVERHEAD_BYTES = 16384  # the request, and the pages that a small file makes dirty
 FLAGS_AT = NUMBERS["flags"][0]  # one byte each, so that no thread can undo another's
 FLAGS = ("saving", "compiling", "collecting garbage", "stopping", "waiting for a person", "writing the result")
 
@@ -78,6 +80,7 @@ class Slot:
     span_since_ns: int = 0
     step_p99_s: float = 0.0
     mfu: float = 0.0
+    answered_bytes: int = 0  # moved by the listener itself: no sign of work
     phase: str = ""
     span: str = ""
     unit: str = ""
@@ -151,6 +154,7 @@ class _Reporter:
         self.on_stop: Callable[[], None] | None = None
         self.on_save: Callable[[], object] | None = None
         self.result_fd = -1
+        self.answered_bytes = 0
 
     # -- writing
 
@@ -337,6 +341,25 @@ def last_words(lines: list[str], code: int) -> None:
     _reporter.event("error", lines=lines, code=code)
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """verdict / why / next: the one form of every judgement, by the child's numbers or the parent's eyes."""
+
+    state: str  # slow, stuck, dead, broken, waste, diverged
+    cause: str
+    why: str
+    next: str
+    action: str = "none"
+    evidence: tuple[str, ...] = ()
+    culprit: Mapping[str, object] = field(default_factory=dict)
+    since_s: float = 0.0
+
+
+def verdict(found: Verdict) -> None:
+    """A judgement on numbers, for the parent to say and to keep."""
+    _reporter.event("verdict", **asdict(found))
+
+
 def flag(name: str, on: bool) -> None:
     """Raise or lower one of FLAGS in the slot."""
     _reporter.set_flag(name, on)
@@ -517,4 +540,7 @@ def write_stacks(number: int) -> None:
             {"name": name, "tid": thread.native_id if thread else None, "main": ident == r.owner, "frames": frames}
         )
     threads.sort(key=lambda item: not item["main"])
-    write_atomic(r.run.stack_answer(r.rank), json.dumps({"id": number, "threads": threads}), durable=False)
+    answer = json.dumps({"id": number, "threads": threads})
+    r.answered_bytes += len(answer) + ANSWER_OVERHEAD_BYTES
+    r.slot.set("answered_bytes", r.answered_bytes)
+    write_atomic(r.run.stack_answer(r.rank), answer, durable=False)

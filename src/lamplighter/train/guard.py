@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass, field
 
 from lamplighter import report
 from lamplighter.config import Budget, Run
 from lamplighter.errors import BadConfig
+from lamplighter.report import Verdict
 from lamplighter.train.optim import Schedule
 
 LONG_RUN_S = 2 * 3600
@@ -20,24 +20,6 @@ WARMUP_SHARE = 0.30
 NOT_LEARNING = 0.97  # of ln(vocab)
 TOO_GOOD_NATS = 0.05
 RECENT = 50
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """verdict / why / next, as DESIGN says it."""
-
-    state: str
-    cause: str
-    why: str
-    next: str
-    action: str = "none"
-    evidence: tuple[str, ...] = ()
-    culprit: dict[str, object] = field(default_factory=dict)
-    since_s: float = 0.0
-
-
-def say(verdict: Verdict) -> None:
-    report.event("verdict", **asdict(verdict))
 
 
 def check_finite(step: int, loss: float, grad_norm: float, samples: list[int]) -> Verdict | None:

@@ -246,7 +246,7 @@ def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited
     seconds = waited_s + time.perf_counter() - started
     _tell(parts, batch, Record(step, loss, grad_norm, lr, seconds, batch.real_tokens), waited_s)
     if verdict := trend.look(step, loss):
-        guard.say(verdict)
+        report.verdict(verdict)
     return Record(step, loss, grad_norm, lr, seconds, batch.real_tokens)
 
 
@@ -255,7 +255,7 @@ def _refuse_nonfinite(parts: Parts, batch: Batch, loss: float, grad_norm: float)
     if verdict is None:
         return
     report.metric(batch.step, {"train/loss": loss, "train/grad_norm": grad_norm, "train/iter": batch.step})
-    guard.say(verdict)
+    report.verdict(verdict)
     raise Diverged(f"diverged at step {batch.step}", verdict.why, verdict.next)
 
 
@@ -289,7 +289,7 @@ def _heed(parts: Parts, keeper: Keeper, record: Record) -> None:
     """Between two steps: a request to stop, or a budget that is nearly spent."""
     verdict = guard.budget_reached(parts.run.budget, report.spent_s(), max(keeper.save_s, 0.2), record.seconds)
     if verdict is not None:
-        guard.say(verdict)
+        report.verdict(verdict)
     if verdict is None and not report.stopping():
         return
     if record.step >= parts.steps:

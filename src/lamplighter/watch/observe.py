@@ -7,7 +7,6 @@ Out: a Picture four times a second, and the events that are new since the last l
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -17,10 +16,9 @@ from lamplighter.config import Budget
 from lamplighter.report import Slot, read_slot
 from lamplighter.rundir import RunDir, read_last_lines
 from lamplighter.watch import sense
-from lamplighter.watch.picture import Picture, duration
+from lamplighter.watch.picture import Picture
+from lamplighter.watch.quiet import Quiet
 
-QUIET_S = 2.0
-UNCOUNTED_QUIET_S = 3.0  # for a phase that counts nothing (an import, a model being built)
 RATE_WINDOW_S = 15.0
 HISTORY_RUNS = 5
 HISTORY_BYTES = 1 << 18
@@ -67,13 +65,9 @@ class Observer:
         self.metrics = Tail(run.metrics, from_end=fresh)
         self.samples: deque[tuple[float, float]] = deque()
         self.sampled_phase = ""
-        self.usual_gap_s: dict[str, float] = {}
-        self.last_ticks = self.phase_ticks = -1
-        self.last_gap_s = 0.0
-        self.next_capture_s = QUIET_S
+        self.quiet = Quiet(run)
         self.history = phase_history(run)
         self.durable_at: float | None = None
-        self.capturing: threading.Thread | None = None
         self.fresh: list[dict[str, Any]] = []
 
     def look(self, spent_s: float = 0.0) -> list[dict[str, Any]]:
@@ -83,7 +77,9 @@ class Observer:
         if slot is not None and slot.pid:
             picture.process = sense.look(slot.pid)
             self._count(slot)
-            self._notice_quiet(slot)
+            picture.quiet_s = self.quiet.look(slot, picture.usual_s)
+            finding = self.quiet.finding
+            picture.quiet_words = f"{finding.verdict.state}: {finding.verdict.why}" if finding else ""
         self.fresh = self.metrics.records()
         for record in self.fresh:
             self._learn(record)
@@ -119,70 +115,12 @@ class Observer:
         if slot.phase != self.sampled_phase:
             self.sampled_phase = slot.phase
             self.samples.clear()
-            self.phase_ticks = slot.ticks
-            self.last_gap_s = 0.0  # what the phase before was used to says nothing about this one
             picture.usual_s = self.history.get(slot.phase)
         self.samples.append((now, slot.done))
         while len(self.samples) > 2 and now - self.samples[0][0] > RATE_WINDOW_S:
             self.samples.popleft()
         (then, before), seconds = self.samples[0], now - self.samples[0][0]
         picture.rate = max(0.0, slot.done - before) / seconds if seconds > 0.4 else picture.rate if then != now else 0.0
-
-    def _notice_quiet(self, slot: Slot) -> None:
-        """Quiet for longer than max(2 s, 4 x what is usual here): say where it is."""
-        picture = self.picture
-        gap_s = max(0.0, (time.monotonic_ns() - slot.tick_ns) / 1e9)
-        key = slot.phase
-        if slot.ticks != self.last_ticks:
-            usual = self.usual_gap_s.get(key, 0.0)
-            self.usual_gap_s[key] = max(usual * 0.98, self.last_gap_s if self.last_ticks >= 0 else 0.0)
-            self.last_ticks = slot.ticks
-            self.next_capture_s = QUIET_S
-            picture.quiet_words = ""
-        self.last_gap_s = picture.quiet_s = gap_s
-        if slot.flag("waiting for a person") or slot.flag("compiling") or picture.process is None:
-            return
-        counted = slot.ticks > self.phase_ticks + 1
-        least_s = QUIET_S if counted else max(UNCOUNTED_QUIET_S, 2 * (picture.usual_s or 0.0))
-        if gap_s > max(least_s, self.next_capture_s, 4 * self.usual_gap_s.get(key, 0.0)):
-            self.next_capture_s = gap_s + min(30.0, max(2.0, gap_s / 2))
-            if self.capturing is None or not self.capturing.is_alive():
-                self.capturing = threading.Thread(target=self._capture, args=(slot,), name="lamp-capture", daemon=True)
-                self.capturing.start()
-
-    def _capture(self, slot: Slot) -> None:
-        """In a thread of its own: py-spy may take its two seconds, and the voice must not wait."""
-        words = self.where(slot)
-        if self.last_ticks == slot.ticks:
-            self.picture.quiet_words = words
-
-    def where(self, slot: Slot) -> str:
-        """The line, the state of the process, and what is usual."""
-        process = self.picture.process
-        if process is None or process.stopped:
-            return ""
-        taken = sense.stacks(self.run, 0, slot.pid)
-        words = process.words + (", collecting garbage" if slot.flag("collecting garbage") else "")
-        usual = self.usual_gap_s.get(slot.phase, 0.0)
-        usually = f"; usually {duration(usual)} at most" if usual > 0.1 else ""
-        if taken is None or not taken.threads:
-            return f"{words}; its stack could not be read{usually}"
-        self.keep_stacks(taken, slot)
-        frame = sense.culprit(taken.threads[0])
-        held = ", holding the GIL" if taken.sampler_silent and taken.threads[0].holds_gil is not False else ""
-        return f"{words}{held}" + (f" at {frame.short}" if frame else "") + usually
-
-    def keep_stacks(self, taken: sense.Stacks, slot: Slot) -> Path | None:
-        """One text file per capture."""
-        name = time.strftime("%Y%m%d-%H%M%S") + f"-{time.monotonic_ns() % 1000:03}.txt"
-        path = self.run.stacks / name
-        try:
-            path.write_text(
-                f"phase {slot.phase} {slot.span}\nstep {slot.step}\nsource {taken.source}\n\n{taken.text()}"
-            )
-        except OSError:  # a full disk: the sentence is still said
-            return None
-        return path
 
 
 def phase_history(run: RunDir) -> dict[str, float]:

@@ -112,7 +112,7 @@ def alert(picture: Picture) -> str:
     if picture.process is not None and picture.process.stopped:
         parts.append(f"the process is stopped (signal); go on with: kill -CONT {picture.process.pid}")
     elif picture.quiet_words:
-        parts.append(f"no progress for {duration(picture.quiet_s)}: {picture.quiet_words}")
+        parts.append(picture.quiet_words)
     if picture.stopping:
         parts.append(picture.stopping)
     if slot is not None and slot.dropped:
@@ -187,9 +187,8 @@ def tell(event: dict[str, Any]) -> list[tuple[str, str]]:
             (f"   {line}", "") for line in _wrapped(event["text"])
         ]
     if kind == "verdict":
-        return [(f"{event['state']}: {clean(event['why'])}", "bold red"), (f"next: {event['next']}", "bold")]
-    if kind == "quiet":
-        return [(f"{event['phase']}: no progress for {duration(event['since_s'])}: {event['words']}", "yellow")]
+        style = "yellow" if event["state"] == "slow" else "bold red"
+        return [(f"{event['state']}: {clean(event['why'])}", style), (f"next: {event['next']}", style)]
     if kind == "error":
         return [(line, "bold red") for line in event["lines"]]
     return []

@@ -1,41 +1,55 @@
-"""One look at a process from outside: its state, its CPU and memory, and the stacks of its threads.
+"""One look at processes from outside: state, CPU, bytes, what they wait in; nothing is stopped, nothing is asked.
 
-In:  a pid, and the FIFO of its listening thread where it has one.
-Out: ProcessLook and Stacks; nothing is stopped, and nothing waits longer than its deadline.
+In:  a pid.
+Out: Observations of it and of all that it started, from /proc alone; a quiet process is looked at more closely.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lamplighter.rundir import RunDir, read_json
+from lamplighter.report import Slot
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-SAMPLER_DEADLINE_S = 0.5
-PYSPY_DEADLINE_S = 2.0
 STATES = {"R": "running", "S": "asleep", "D": "in uninterruptible sleep (disk or kernel)", "T": "stopped", "t": "traced",
           "Z": "dead", "X": "dead", "I": "idle"}  # fmt: skip
-LIBRARY_PARTS = ("/lib/python3", "/site-packages/", "/dist-packages/", "<frozen", "<string>", "/lib64/python3")
-OURS = str(Path(__file__).resolve().parents[1]) + os.sep
+COMPILERS = ("cc1plus", "cc1", "g++", "gcc", "c++", "clang", "ld", "as", "collect2", "nvcc", "ptxas", "cicc")
+FUTEX, READ, WRITE, NANOSLEEP, RECVFROM, WAIT4 = "202", "0", "1", ("35", "230"), "45", "61"  # x86-64 system calls
+
+
+@dataclass(frozen=True)
+class ThreadLook:
+    """One thread: whether it runs, and what it sleeps in."""
+
+    tid: int
+    state: str
+    cpu_ns: int
+    starved_ns: int  # ready to run, but no core was free
+    wchan: str
+    syscall: str  # the number, or "running", or "" where it may not be read
 
 
 @dataclass(frozen=True)
 class ProcessLook:
-    """What /proc says about a process at one moment."""
+    """What /proc says about a process at one moment; the lower half only on a close look."""
 
     pid: int
     state: str = "X"
     cpu_s: float = 0.0
     rss_bytes: int = 0
     threads: int = 0
+    name: str = ""
+    wchan: str = ""
+    syscall: str = ""
+    read_bytes: int = 0  # by any means: files, pipes, sockets
+    written_bytes: int = 0
+    disk_bytes: int = 0  # read from or written to the disk: moves inside one long write as well
+    waits_on: str = ""  # the file, pipe or socket behind the descriptor that it reads or writes
+    each: tuple[ThreadLook, ...] = ()
 
     @property
     def words(self) -> str:
@@ -47,45 +61,34 @@ class ProcessLook:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """One line of a stack."""
+class Observation:
+    """One moment of a run: the slot, and the process with all its descendants (it comes first)."""
 
-    file: str
-    line: int
-    func: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.func}"
+    at: float  # monotonic seconds
+    slot: Slot
+    tree: tuple[ProcessLook, ...]
 
     @property
-    def short(self) -> str:
-        """The last two parts of the path are enough to find it."""
-        return f"{'/'.join(Path(self.file).parts[-2:])}:{self.line} ({self.func})"
+    def main(self) -> ProcessLook:
+        return self.tree[0]
 
+    @property
+    def quiet_s(self) -> float:
+        return max(0.0, self.at - self.slot.tick_ns / 1e9)
 
-@dataclass(frozen=True)
-class ThreadStack:
-    """One thread, innermost frame first."""
+    @property
+    def cpu_s(self) -> float:
+        return sum(process.cpu_s for process in self.tree)
 
-    name: str
-    frames: tuple[Frame, ...]
-    holds_gil: bool | None = None
+    @property
+    def moved_bytes(self) -> int:
+        """By any means, less what our own questions have moved."""
+        moved = sum(process.read_bytes + process.written_bytes + process.disk_bytes for process in self.tree)
+        return moved - self.slot.answered_bytes
 
-
-@dataclass(frozen=True)
-class Stacks:
-    """All threads of a process, main thread first, and how they were got."""
-
-    threads: tuple[ThreadStack, ...]
-    source: str
-    sampler_silent: bool = False
-
-    def text(self) -> str:
-        blocks = []
-        for thread in self.threads:
-            gil = " (holds the GIL)" if thread.holds_gil else ""
-            blocks.append("\n".join([f"thread {thread.name}{gil}", *(f"  {frame}" for frame in thread.frames)]))
-        return "\n\n".join(blocks) + "\n"
+    @property
+    def compilers(self) -> list[ProcessLook]:
+        return [process for process in self.tree[1:] if process.name in COMPILERS]
 
 
 def look(pid: int) -> ProcessLook:
@@ -94,9 +97,109 @@ def look(pid: int) -> ProcessLook:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ProcessLook(pid) if sys.platform == "linux" else _look_by_psutil(pid)
-    rest = stat.rsplit(")", 1)[1].split()
+    head, tail = stat.rsplit(")", 1)
+    rest = tail.split()
     cpu_s = (int(rest[11]) + int(rest[12])) * TICK_S
-    return ProcessLook(pid, rest[0], cpu_s, int(rest[21]) * PAGE_BYTES, int(rest[17]))
+    return ProcessLook(pid, rest[0], cpu_s, int(rest[21]) * PAGE_BYTES, int(rest[17]), head.split("(", 1)[1])
+
+
+def look_closely(pid: int) -> ProcessLook:
+    """The same with bytes, waits and every thread; 2 ms for a large process, so only once it is quiet."""
+    seen = look(pid)
+    if seen.state == "X":
+        return seen
+    io = _table(Path(f"/proc/{pid}/io"))
+    syscall = _first_word(f"/proc/{pid}/syscall")
+    descriptor = _second_word(f"/proc/{pid}/syscall") if syscall in (READ, WRITE, RECVFROM) else ""
+    each = tuple(_look_at_thread(pid, int(tid)) for tid in _listed(f"/proc/{pid}/task"))
+    return ProcessLook(
+        seen.pid,
+        seen.state,
+        seen.cpu_s,
+        seen.rss_bytes,
+        seen.threads,
+        seen.name,
+        _read(f"/proc/{pid}/wchan"),
+        syscall,
+        io.get("rchar", 0),
+        io.get("wchar", 0),
+        io.get("read_bytes", 0) + io.get("write_bytes", 0),
+        _behind(pid, descriptor),
+        each,
+    )
+
+
+def tree(pid: int) -> list[int]:
+    """The process and all its descendants."""
+    found, queue = [pid], [pid]
+    while queue:
+        parent = queue.pop()
+        for tid in _listed(f"/proc/{parent}/task"):
+            children = [int(word) for word in _read(f"/proc/{parent}/task/{tid}/children").split()]
+            found += children
+            queue += children
+    return found
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for memory since boot."""
+    return _table(Path("/proc/vmstat"), separator=" ").get("oom_kill", 0)
+
+
+def memory_left() -> int:
+    """Bytes that can still be had before the machine is out of memory."""
+    return _table(Path("/proc/meminfo")).get("MemAvailable", 0) * 1024
+
+
+def _look_at_thread(pid: int, tid: int) -> ThreadLook:
+    base = f"/proc/{pid}/task/{tid}"
+    stat = _read(f"{base}/stat")
+    state = stat.rsplit(")", 1)[1].split()[0] if ")" in stat else "X"
+    times = _read(f"{base}/schedstat").split()
+    cpu, starved = (int(times[0]), int(times[1])) if len(times) >= 2 else (0, 0)
+    return ThreadLook(tid, state, cpu, starved, _read(f"{base}/wchan"), _first_word(f"{base}/syscall"))
+
+
+def _behind(pid: int, descriptor: str) -> str:
+    if not descriptor:
+        return ""
+    try:
+        return str(Path(f"/proc/{pid}/fd/{int(descriptor, 16)}").readlink())
+    except (OSError, ValueError):
+        return ""
+
+
+def _read(path: str) -> str:
+    """A small file of /proc; empty where it may not be read or is gone."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _first_word(path: str) -> str:
+    return (_read(path).split() or [""])[0]
+
+
+def _second_word(path: str) -> str:
+    return ([*_read(path).split(), "", ""])[1]
+
+
+def _listed(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _table(path: Path, separator: str = ":") -> dict[str, int]:
+    rows = (line.split(separator, 1) for line in _read(str(path)).splitlines() if separator in line)
+    found = {}
+    for name, value in rows:
+        number = value.split()[0] if value.split() else ""
+        if number.isdecimal():
+            found[name] = int(number)
+    return found
 
 
 def _look_by_psutil(pid: int) -> ProcessLook:
@@ -110,91 +213,3 @@ def _look_by_psutil(pid: int) -> ProcessLook:
         return ProcessLook(pid, state, times.user + times.system, process.memory_info().rss, process.num_threads())
     except psutil.Error:
         return ProcessLook(pid)
-
-
-def oom_kills() -> int:
-    """How many processes the kernel has killed for memory since boot."""
-    table = Path("/proc/vmstat")
-    for line in table.read_text().splitlines() if table.exists() else []:
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
-    return 0
-
-
-# ---------------------------------------------------------------- stacks
-
-
-def stacks(run: RunDir, rank: int, pid: int) -> Stacks | None:
-    """Ask the listening thread; if it is silent (GIL held in C, or stopped), py-spy with a deadline."""
-    state = look(pid).state
-    if state not in "TtDZX":
-        answered = _ask_listener(run, rank)
-        if answered is not None:
-            return answered
-    return _pyspy(pid, nonblocking=state in "TtD", sampler_silent=True)
-
-
-def _ask_listener(run: RunDir, rank: int) -> Stacks | None:
-    number = time.monotonic_ns()
-    if not send(run, rank, f"stacks {number}"):
-        return None
-    deadline = time.monotonic() + SAMPLER_DEADLINE_S
-    while time.monotonic() < deadline:
-        answer = read_json(run.stack_answer(rank))
-        if answer is not None and answer["id"] == number:
-            threads = tuple(
-                ThreadStack(item["name"], tuple(Frame(*frame) for frame in item["frames"]))
-                for item in answer["threads"]
-            )
-            return Stacks(threads, "listener")
-        time.sleep(0.002)
-    return None
-
-
-def send(run: RunDir, rank: int, request: str) -> bool:
-    """Put a line into the child's FIFO; False if nobody has it open."""
-    try:
-        fd = os.open(run.fifo(rank), os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        os.write(fd, request.encode() + b"\n")
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-def _pyspy(pid: int, nonblocking: bool, sampler_silent: bool) -> Stacks | None:
-    beside = Path(sys.executable).parent / "py-spy"
-    program = str(beside) if beside.exists() else shutil.which("py-spy")
-    if program is None:
-        return None
-    command = [program, "dump", "--json", "--pid", str(pid)] + (["--nonblocking"] if nonblocking else [])
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=PYSPY_DEADLINE_S, check=True)
-        dumped = json.loads(done.stdout)
-    except (subprocess.SubprocessError, ValueError, OSError):
-        return None
-    threads = tuple(
-        ThreadStack(
-            item.get("thread_name") or str(item["thread_id"]),
-            tuple(Frame(frame["filename"], frame["line"], frame["name"]) for frame in item["frames"]),
-            bool(item.get("owns_gil")),
-        )
-        for item in dumped
-    )
-    main_first = sorted(threads, key=lambda thread: thread.name != "MainThread")
-    return Stacks(tuple(main_first), "py-spy", sampler_silent)
-
-
-def culprit(stack: ThreadStack) -> Frame | None:
-    """The innermost frame of the user's code; else of ours; else the innermost at all."""
-    for mine in (False, True):
-        for frame in stack.frames:
-            is_ours = frame.file.startswith(OURS)
-            is_library = any(part in frame.file for part in LIBRARY_PARTS) and not is_ours
-            if not is_library and is_ours is mine:
-                return frame
-    return stack.frames[0] if stack.frames else None

@@ -17,16 +17,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lamplighter.config import Budget
 from lamplighter.errors import CHILD_LOST, CRASHED, DONE, LEFT_AT_ONCE, STOPPED_EARLY
 from lamplighter.rundir import LineFile, RunDir, cannot_write, identity, open_lines, read_lines, read_record, write_json
-from lamplighter.watch import ledger, sense
+from lamplighter.watch import ledger, sense, stacks
 from lamplighter.watch.observe import Observer, Tail
 from lamplighter.watch.picture import clean, duration, line, tell, tell_step
+from lamplighter.watch.quiet import keep
 from lamplighter.watch.voice import Voice
 
 LOOK_EVERY_S = 0.25
@@ -76,7 +77,7 @@ class Supervisor:
         self.stop_at = 0.0
         self.interrupts = 0
         self.signalled = ""
-        self.quiet_named = False
+        self.quiet_named = ""
         self.wake = -1
         self.killed_by_us = False
         self.leave_now = False
@@ -178,15 +179,15 @@ class Supervisor:
             self.voice.say(f"  | ... {len(fresh) - OUTPUT_LINES} more lines in {self.run.output}", "dim")
 
     def _name_quiet(self) -> None:
-        """Once per quiet spell: where it is, as a line that stays and an event."""
-        picture = self.observer.picture
-        if picture.quiet_words and not self.quiet_named and picture.slot is not None:
-            event = {"type": "quiet", "t": time.time(), "phase": picture.slot.phase, "span": picture.slot.span,
-                     "since_s": round(picture.quiet_s, 2), "words": picture.quiet_words}  # fmt: skip
+        """Once per quiet spell and cause: a line that stays and an event."""
+        finding = self.observer.quiet.finding
+        named = finding.key if finding else ""
+        if finding is not None and named != self.quiet_named:
+            event = {"type": "verdict", "t": time.time(), **asdict(finding.verdict), "provable": finding.provable}
             self._write_event(event)
             for text, style in tell(event):
                 self.voice.say(text, style)
-        self.quiet_named = bool(picture.quiet_words)
+        self.quiet_named = named
 
     # ---------------------------------------------------------------- stopping
 
@@ -218,7 +219,7 @@ class Supervisor:
         if self.stop_reason:
             return
         self.stop_reason, self.stop_at = reason, time.monotonic()
-        sense.send(self.run, 0, f"stop {reason}")
+        stacks.send(self.run, 0, f"stop {reason}")
         self.voice.say(f"stopping ({reason}): saving the last completed step; Ctrl+C again leaves at once", "bold")
 
     def _stopping_words(self) -> str:
@@ -232,7 +233,7 @@ class Supervisor:
         waited = time.monotonic() - self.stop_at
         slot = self.observer.picture.slot
         if slot is None or not slot.flag("stopping"):  # it had not opened its FIFO yet when it was asked
-            sense.send(self.run, 0, f"stop {self.stop_reason}")
+            stacks.send(self.run, 0, f"stop {self.stop_reason}")
         if self.leave_now or (waited > self.order.grace_s and not (slot and slot.flag("saving"))):
             _, durable = self._where_it_stands()
             why = "left at once" if self.leave_now else f"no answer in {waited:.0f} s"
@@ -269,7 +270,7 @@ class Supervisor:
             else:
                 slot = self.observer.picture.slot
                 answer["step"] = slot.step if slot else 0
-                answer["asked"] = sense.send(self.run, 0, "save")
+                answer["asked"] = stacks.send(self.run, 0, "save")
             self._answer(path.with_suffix(".answer"), answer)
 
     def _answer_why(self, target: Path) -> None:
@@ -293,11 +294,11 @@ class Supervisor:
         lines.append(
             f"process {process.pid}: {process.words}, {process.threads} threads, {process.rss_bytes / 1e9:.2f} GB"
         )
-        taken = sense.stacks(self.run, 0, slot.pid)
+        taken = stacks.take(self.run, 0, slot.pid)
         if taken is None:
             lines.append("stacks: could not be read (the process is gone, stopped, or may not be traced)")
         else:
-            kept = self.observer.keep_stacks(taken, slot)
+            kept = keep(self.run, taken, slot)
             lines += [f"stacks (by {taken.source}; kept in {kept}):", "", taken.text()]
         return "\n".join(lines)
 

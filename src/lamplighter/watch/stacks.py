@@ -1,0 +1,151 @@
+"""The stacks of a process: asked from its listening thread, or taken by py-spy with a deadline.
+
+In:  a pid, and the FIFO of its listening thread where it has one.
+Out: Stacks, main thread first, and the innermost line of the user's code. Nothing is stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lamplighter.rundir import RunDir, read_json
+from lamplighter.watch.sense import look
+
+SAMPLER_DEADLINE_S = 0.5
+PYSPY_DEADLINE_S = 2.0
+LIBRARY_PARTS = (
+    "/lib/python3",
+    "/site-packages/",
+    "/dist-packages/",
+    "<frozen",
+    "<string>",
+    "/lib64/python3",
+    "/torchinductor",
+)
+OURS = str(Path(__file__).resolve().parents[1]) + os.sep
+OUR_THREADS = ("lamp-listener", "lamp-batches", "lamp-saver", "lamp-stopper")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    func: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.func}"
+
+    @property
+    def short(self) -> str:
+        """The last two parts of the path are enough to find it."""
+        return f"{'/'.join(Path(self.file).parts[-2:])}:{self.line} ({self.func})"
+
+
+@dataclass(frozen=True)
+class ThreadStack:
+    """One thread, innermost frame first."""
+
+    name: str
+    frames: tuple[Frame, ...]
+    holds_gil: bool | None = None
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """All threads of a process, main thread first, and how they were got."""
+
+    threads: tuple[ThreadStack, ...]
+    source: str
+    sampler_silent: bool = False
+
+    def text(self) -> str:
+        blocks = []
+        for thread in self.threads:
+            gil = " (holds the GIL)" if thread.holds_gil else ""
+            blocks.append("\n".join([f"thread {thread.name}{gil}", *(f"  {frame}" for frame in thread.frames)]))
+        return "\n\n".join(blocks) + "\n"
+
+
+def take(run: RunDir, rank: int, pid: int) -> Stacks | None:
+    """Ask the listening thread; if it is silent (GIL held in C, or stopped), py-spy with a deadline."""
+    state = look(pid).state
+    if state not in "TtDZX":
+        answered = _ask_listener(run, rank)
+        if answered is not None:
+            return answered
+    return _pyspy(pid, nonblocking=state in "TtD", sampler_silent=True)
+
+
+def _ask_listener(run: RunDir, rank: int) -> Stacks | None:
+    number = time.monotonic_ns()
+    if not send(run, rank, f"stacks {number}"):
+        return None
+    deadline = time.monotonic() + SAMPLER_DEADLINE_S
+    while time.monotonic() < deadline:
+        answer = read_json(run.stack_answer(rank))
+        if answer is not None and answer["id"] == number:
+            threads = tuple(
+                ThreadStack(item["name"], tuple(Frame(*frame) for frame in item["frames"]))
+                for item in answer["threads"]
+            )
+            return Stacks(threads, "listener")
+        time.sleep(0.002)
+    return None
+
+
+def send(run: RunDir, rank: int, request: str) -> bool:
+    """Put a line into the child's FIFO; False if nobody has it open."""
+    try:
+        fd = os.open(run.fifo(rank), os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        os.write(fd, request.encode() + b"\n")
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _pyspy(pid: int, nonblocking: bool, sampler_silent: bool) -> Stacks | None:
+    beside = Path(sys.executable).parent / "py-spy"
+    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    if program is None:
+        return None
+    command = [program, "dump", "--json", "--pid", str(pid)] + (["--nonblocking"] if nonblocking else [])
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=PYSPY_DEADLINE_S, check=True)
+        dumped = json.loads(done.stdout)
+    except (subprocess.SubprocessError, ValueError, OSError):
+        return None
+    threads = tuple(
+        ThreadStack(
+            item.get("thread_name") or str(item["thread_id"]),
+            tuple(Frame(frame["filename"], frame["line"], frame["name"]) for frame in item["frames"]),
+            bool(item.get("owns_gil")),
+        )
+        for item in dumped
+    )
+    main_first = sorted(threads, key=lambda thread: thread.name != "MainThread")
+    return Stacks(tuple(main_first), "py-spy", sampler_silent)
+
+
+def culprit(stack: ThreadStack) -> Frame | None:
+    """The innermost frame of the user's code; else of ours; else the innermost at all."""
+    for mine in (False, True):
+        for frame in stack.frames:
+            is_ours = frame.file.startswith(OURS)
+            is_library = any(part in frame.file for part in LIBRARY_PARTS) and not is_ours
+            if not is_library and is_ours is mine:
+                return frame
+    return stack.frames[0] if stack.frames else None
