@@ -24,3 +24,7 @@ sizes:
 	$(PYTHON) benchmarks/sizes.py
 
 check: lint types test sizes
+
+.PHONY: zoo
+zoo:
+	$(PYTHON) -m pytest -q tests/zoo -n 2

@@ -399,9 +399,19 @@ def test_nohup_and_a_closed_terminal(tmp_path: Path) -> None:
 
 def test_a_dead_child_ends_with_71_and_the_command_to_resume(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "r")
-    going = start_lamp(
-        "train", "--run", "r", *TINY, "--train.steps", "100000", "--save.every_steps", "10", cwd=tmp_path
-    )
+    words = [
+        "train",
+        "--run",
+        "r",
+        *TINY,
+        "--train.steps",
+        "100000",
+        "--save.every_steps",
+        "10",
+        "--watch.on_stuck",
+        "stop",
+    ]
+    going = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: slot_of(run).durable_step >= 10, process=going)
     os.kill(slot_of(run).pid, signal.SIGKILL)
     assert going.wait(10) == 71

@@ -24,7 +24,7 @@ def words_for(run: str, *more: str) -> list[str]:
     text = SHARED / "tinyshakespeare" / "input.txt"
     data = ["--data.paths", str(text), "--data.separator", "\n\n"] if text.exists() else []
     return ["train", "--run", run, *TINY, "--model.dropout", "0.1", "--train.steps", str(STEPS),
-            "--save.every_steps", str(EVERY), "--save.every_s", "0", *data, *more]  # fmt: skip
+            "--save.every_steps", str(EVERY), "--save.every_s", "0", "--watch.on_stuck", "stop", *data, *more]  # fmt: skip
 
 
 def weights_hash(run: RunDir, step: int) -> str:
@@ -178,7 +178,17 @@ VARIANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_way_of_training_resumes_exactly(tmp_path: Path, variant: str) -> None:
-    words = ["train", *TINY, "--model.dropout", "0.1", *VARIANTS[variant], "--save.every_steps", "10"]
+    words = [
+        "train",
+        *TINY,
+        "--model.dropout",
+        "0.1",
+        *VARIANTS[variant],
+        "--save.every_steps",
+        "10",
+        "--watch.on_stuck",
+        "stop",
+    ]
     words += ["--train.epochs", "0.2"] if "epochs" in variant else ["--train.steps", "60"]
     whole = lamp(*words, "--run", "whole", cwd=tmp_path, timeout=200)
     if variant == "bf16" and "cannot compute in bf16" in whole.stdout:

@@ -242,6 +242,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         take_lock,
         write_atomic,
     )
+    from lamplighter.watch.recover import Recovery
     from lamplighter.watch.supervise import Order, Supervisor
     from lamplighter.watch.voice import Voice
 
@@ -276,6 +277,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             request,
             again,
             resolved.run.budget,
+            Recovery(resolved.run.watch.on_stuck, resolved.run.watch.patience_s),
             resolved.run.watch.stop_grace_s,
             began,
             lock_fd,

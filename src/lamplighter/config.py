@@ -122,6 +122,15 @@ class Eval(Section):
 class Watch(Section):
     """How the run is looked after."""
 
+    on_stuck: Literal["recover", "report", "stop"] = _value(
+        "recover", "restart from the durable step, only say it, or stop with 70"
+    )
+    patience_s: float = _value(
+        600.0,
+        "how long a cause that cannot be proved is only named",
+        "600 is usual; never below the longest step",
+        ge=1,
+    )
     stop_grace_s: float = _value(30.0, "how long a stop may take before the process is killed", ge=1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 DONE = 0
 CRASHED = 1
+STUCK = 70
 CHILD_LOST = 71
 STOPPED_EARLY = 75
 LEFT_AT_ONCE = 130

@@ -233,6 +233,8 @@ class Phase:
                 pass
             _show_innermost()
         state = "end" if error is None else "failed"
+        if not r.stack and threading.get_ident() == r.owner:
+            r.write_ledger()
         r.event(
             "phase", name=self.name, state=state, path=path, seconds=round(seconds, 4), done=self.done, unit=self.unit
         )

@@ -35,6 +35,7 @@ class _Attempt:
     child_start: float = 0.0
     child_end: float = 0.0
     told_all: bool = False
+    was_stuck: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -56,6 +57,10 @@ def read_ledger(run: RunDir) -> Ledger:
             now.seconds, now.told_all = event["seconds"], event.get("final", False)
         elif kind == "child_end":
             now.child_end = t
+        elif (
+            kind == "verdict" and event.get("state") in ("stuck", "slow") and event.get("action") in ("restart", "stop")
+        ):
+            now.was_stuck = True
         elif kind == "resumed":
             redone += event.get("redone_steps", 0)
     ledger = Ledger(attempts=len(attempts), redone_steps=redone)
@@ -71,8 +76,11 @@ def _add(ledger: Ledger, one: _Attempt) -> None:
     if one.child_start:
         _charge(ledger, "start of the process", max(0.0, one.child_start - one.start))
         told = sum(one.seconds.values())
-        if one.child_end and one.told_all:
-            _charge(ledger, "end of the process", max(0.0, one.child_end - one.child_start - told))
+        rest = max(0.0, one.child_end - one.child_start - told) if one.child_end else 0.0
+        if rest and one.told_all:
+            _charge(ledger, "end of the process", rest)
+        elif rest and one.was_stuck:
+            _charge(ledger, "stuck, until it was restarted", rest)
     if one.child_end:
         _charge(ledger, "closing", max(0.0, one.last - one.child_end))
 

@@ -92,6 +92,14 @@ class Observer:
         picture.durable_age_s = time.time() - self.durable_at if self.durable_at else None
         return events
 
+    def begin_again(self) -> None:
+        """A new attempt of the same run: what was learned stays, what was seen goes."""
+        self.picture.slot, self.picture.process = None, None
+        learned, longest = self.quiet.usual_gap_s, self.quiet.longest_gap_s
+        self.quiet = Quiet(self.run)
+        self.quiet.usual_gap_s, self.quiet.longest_gap_s = learned, longest
+        self.samples.clear()
+
     def _learn(self, record: dict[str, Any]) -> None:
         picture = self.picture
         if record.get("train/loss") is not None:

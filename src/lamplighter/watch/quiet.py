@@ -21,6 +21,7 @@ UNCOUNTED_QUIET_S = 3.0  # for a phase that counts nothing (an import, a model b
 CLOSE_LOOK_S = 1.0  # from here on every look is a close one
 TREE_EVERY_S = 1.0
 WINDOW_S = 8.0
+WITHOUT_STACKS_S = 4.5  # if they cannot be had by then, judge without
 TIMES_USUAL = 4.0
 
 
@@ -53,11 +54,12 @@ class Quiet:
         if slot.flag("waiting for a person") or self.gap_s < CLOSE_LOOK_S:
             return self.gap_s
         self._watch_closely(slot, now)
-        late = self.gap_s > self._patience_s(slot, phase_usual_s)
-        if late and not slot.flag("compiling"):
+        halted = all(any(process.state in "TtD" for process in seen.tree) for seen in list(self.window)[-2:])
+        if not halted and self.gap_s < self._patience_s(slot, phase_usual_s):
+            return self.gap_s
+        if not slot.flag("compiling"):
             self._capture_when_due(slot)
-        halted = any(process.state in "TtD" for process in self.window[-1].tree)
-        if late or halted:
+        if self.captures or slot.flag("compiling") or self.gap_s > WITHOUT_STACKS_S:
             self.finding = judge(list(self.window), self.captures, self.usual_gap_s.get(self.phase, 0.0))
         return self.gap_s
 

@@ -17,17 +17,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lamplighter.config import Budget
-from lamplighter.errors import CHILD_LOST, CRASHED, DONE, LEFT_AT_ONCE, STOPPED_EARLY
+from lamplighter.errors import CHILD_LOST, CRASHED, DONE, LEFT_AT_ONCE, STOPPED_EARLY, STUCK
+from lamplighter.report import Verdict, read_slot
 from lamplighter.rundir import LineFile, RunDir, cannot_write, identity, open_lines, read_lines, read_record, write_json
 from lamplighter.watch import ledger, sense, stacks
 from lamplighter.watch.observe import Observer, Tail
 from lamplighter.watch.picture import clean, duration, line, tell, tell_step
 from lamplighter.watch.quiet import keep
+from lamplighter.watch.recover import Recovery
 from lamplighter.watch.voice import Voice
 
 LOOK_EVERY_S = 0.25
@@ -35,7 +37,14 @@ STATUS_EVERY_S = 0.9
 OUTPUT_LINES = 40
 BUDGET_BACKSTOP_S = 5.0
 PR_SET_CHILD_SUBREAPER = 36
-OUTCOMES = {DONE: "finished", STOPPED_EARLY: "stopped", CHILD_LOST: "lost", 76: "diverged", LEFT_AT_ONCE: "stopped"}
+OUTCOMES = {
+    DONE: "finished",
+    STUCK: "stuck",
+    STOPPED_EARLY: "stopped",
+    CHILD_LOST: "lost",
+    76: "diverged",
+    LEFT_AT_ONCE: "stopped",
+}
 
 
 @dataclass
@@ -46,6 +55,7 @@ class Order:
     request: dict[str, Any]
     resume_command: str = ""
     budget: Budget = field(default_factory=Budget)
+    recovery: Recovery = field(default_factory=lambda: Recovery("report"))
     grace_s: float = 30.0
     began: float = field(default_factory=time.time)
     lock_fd: int = -1
@@ -85,6 +95,8 @@ class Supervisor:
         self.oom_before = sense.oom_kills()
         self.error_told = False
         self.error_heard = False
+        self.planned = self.planned_why = ""  # restart or stop, decided by us
+        self.peak_bytes = 0
 
     @property
     def spent_s(self) -> float:
@@ -105,10 +117,63 @@ class Supervisor:
         """Start the child, stay with it, and return the exit code."""
         self.event("start", attempt=self.attempt, began=self.order.began, verb=self.order.verb, **identity())
         with self._signals():
-            self._spawn()
-            while not self._ended():
-                self._look()
-            return self._close()
+            while True:
+                self._spawn()
+                while not self._ended():
+                    self._look()
+                if not self._goes_on():
+                    return self._close()
+                self._begin_again()
+
+    def _goes_on(self) -> bool:
+        """The child has ended: was it a restart of ours, or a death that another attempt may outlive?"""
+        assert self.child is not None
+        self._hear()
+        code = self.child.returncode
+        if self.stop_reason or self.leave_now or self.planned == "stop":
+            return False
+        if self.planned == "restart":
+            return True
+        if code >= 0 or not self.order.keeps_books:
+            return False
+        step, durable = self._where_it_stands()
+        name = signal.Signals(-code).name
+        memory = sense.oom_kills() > self.oom_before
+        decision = self.order.recovery.dead(f"killed by {name}", step, durable)
+        why = f"the process was killed by {name} (signal {-code}) at step {step}" + (
+            ", out of memory" if memory else ""
+        )
+        evidence = (f"largest seen {self.peak_bytes / 1e9:.2f} GB", f"{sense.memory_left() / 1e9:.2f} GB free now")
+        advice = decision.why or "run the same command again"
+        cause = "rss_oom" if memory else "killed"
+        self._say_verdict(
+            Verdict(
+                "dead", cause, why, advice, decision.action, evidence, {"pid": self.child.pid, "rank": 0, "step": step}
+            )
+        )
+        return decision.action == "restart"
+
+    def _begin_again(self) -> None:
+        """The next attempt, from the durable step."""
+        assert self.child is not None
+        self._kill_all()
+        self.event("child_end", code=self.child.returncode, attempt=self.attempt)
+        os.close(self.pidfd)
+        self.attempt += 1
+        self.planned = ""
+        self.oom_before = sense.oom_kills()
+        self.last_status = read_record(self.run.status)
+        self.durable_before = int(read_record(self.run.checkpoints / "latest.json").get("step") or 0)
+        self.order.request["resume"] = "auto"
+        self.observer.begin_again()
+        self.voice.say(f"attempt {self.attempt}: going on from step {self.durable_before}", "bold")
+        self.event("start", attempt=self.attempt, began=time.time(), verb=self.order.verb, **identity())
+
+    def _say_verdict(self, verdict: Verdict, **more: Any) -> None:
+        event = {"type": "verdict", "t": time.time(), **asdict(verdict), **more}
+        self._write_event(event)
+        for text, style in tell(event):
+            self.voice.say(text, style)
 
     def _spawn(self) -> None:
         if sys.platform == "linux":
@@ -158,6 +223,9 @@ class Supervisor:
         if time.monotonic() - self.status_at > STATUS_EVERY_S:
             self._write_status("stopping" if self.stop_reason else "running")
         self._answer_requests()
+        self._act_on_finding()
+        if picture.process is not None:
+            self.peak_bytes = max(self.peak_bytes, picture.process.rss_bytes)
         if self.order.budget.left_s(self.spent_s) < -BUDGET_BACKSTOP_S and not self.stop_reason:
             self.ask_stop("the budget is spent")
         self._enforce_stop()
@@ -183,11 +251,37 @@ class Supervisor:
         finding = self.observer.quiet.finding
         named = finding.key if finding else ""
         if finding is not None and named != self.quiet_named:
-            event = {"type": "verdict", "t": time.time(), **asdict(finding.verdict), "provable": finding.provable}
-            self._write_event(event)
-            for text, style in tell(event):
-                self.voice.say(text, style)
+            self._say_verdict(finding.verdict, provable=finding.provable)
         self.quiet_named = named
+
+    def _act_on_finding(self) -> None:
+        """Recover or stop, if the rules say so; the saver thread is asked first, so that nothing done is redone."""
+        finding, slot = self.observer.quiet.finding, self.observer.picture.slot
+        if finding is None or slot is None or self.planned or self.stop_reason:
+            return
+        step, durable = self._where_it_stands()
+        longest_s = self.observer.quiet.longest_gap_s.get(slot.phase, 0.0)
+        decision = self.order.recovery.stuck(finding, longest_s, step, durable)
+        if decision.action == "none":
+            return
+        saved = self._ask_save(step)
+        self._say_verdict(
+            replace(finding.verdict, action=decision.action, next=decision.why), provable=finding.provable
+        )
+        self.voice.say(f"step {saved} is safe; the process is killed ({decision.action})", "bold")
+        self.planned, self.planned_why = decision.action, f"{finding.verdict.why}; {decision.why}"
+        self._kill_all()
+
+    def _ask_save(self, step: int, deadline_s: float = 2.0) -> int:
+        """Ask the saver thread, which works even while the main thread is stuck; the step that is safe then."""
+        stacks.send(self.run, 0, "save")
+        deadline = time.monotonic() + deadline_s
+        durable = 0
+        while time.monotonic() < deadline and durable < step:
+            time.sleep(0.05)
+            seen = read_slot(self.run.slot(0))
+            durable = seen.durable_step if seen else durable
+        return durable
 
     # ---------------------------------------------------------------- stopping
 
@@ -383,6 +477,8 @@ class Supervisor:
         )
         if not self.order.keeps_books:
             safe = "nothing was changed"
+        if self.planned == "stop":
+            return STUCK, f"stuck, and stopped: {self.planned_why}; {safe}"
         if self.leave_now and self.killed_by_us:
             return LEFT_AT_ONCE, f"left at once (second Ctrl+C); {safe}"
         if self.stop_reason and child_code in (STOPPED_EARLY, -signal.SIGKILL, -signal.SIGTERM, DONE):
