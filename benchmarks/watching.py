@@ -96,9 +96,13 @@ def main() -> None:
         found = json.loads(process.stdout.read())
     ratios = [b / a - 1 for a, b in zip(found["plain"], found["watched"], strict=True)]
     plain_ms = statistics.median(found["plain"]) * 1000
-    print(f"machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print(
+        f"machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    )
     print(f"a plain step: {plain_ms:.2f} ms of CPU; {PAIRS} pairs of {STEPS} steps, interleaved")
-    print(f"the reporting of a step by itself: {found['alone_us']:.1f} us of CPU = {found['alone_us'] / plain_ms / 10:.3f} % of that step")
+    print(
+        f"the reporting of a step by itself: {found['alone_us']:.1f} us of CPU = {found['alone_us'] / plain_ms / 10:.3f} % of that step"
+    )
     low, high = sorted(ratios)[len(ratios) // 4], sorted(ratios)[3 * len(ratios) // 4]
     print(f"watched against plain: {statistics.median(ratios):+.3%} of CPU time (quartiles {low:+.3%} to {high:+.3%})")
     print(f"the observer, looking 4 times a second: {share:.2%} of one core")

@@ -464,6 +464,8 @@ def test_a_diverging_run_stops_before_the_weights_are_touched(tmp_path: Path) ->
         *TINY,
         "--model.family",
         "nan:Model",
+        "--train.on_nonfinite",
+        "stop",
         "--train.steps",
         "50",
         "--save.every_steps",

@@ -101,6 +101,31 @@ def test_the_listener_answers_with_the_stacks_of_all_threads(tmp_path: Path) -> 
         child.wait()
 
 
+@pytest.mark.parametrize("where", ["in Python", "in C with the GIL"])
+def test_without_ptrace_stacks_are_still_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """py-spy refused: the listener answers; and where it cannot (the GIL is held), the main thread's own dump does."""
+    monkeypatch.setattr(stacks, "_pyspy", lambda *_, **__: None)
+    wait = "time.sleep(30)" if where == "in Python" else "__import__('ctypes').PyDLL(None).usleep(30_000_000)"
+    child = start_child(tmp_path, f"""
+        def busy():
+            {wait}
+        with report.phase("waiting"):
+            busy()
+    """)  # fmt: skip
+    try:
+        run = RunDir(tmp_path)
+        wait_for(lambda: (s := read_slot(run.slot(0))) and s.phase == "waiting")
+        time.sleep(0.2)
+        taken = stacks.take(run, 0, child.pid)
+        assert taken is not None
+        assert taken.source == ("listener" if where == "in Python" else "signal")
+        assert "busy" in [frame.func for frame in taken.threads[0].frames]
+        assert child.poll() is None, "it did not harm the process"
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_a_stop_before_training_leaves_with_75_even_in_a_long_call(tmp_path: Path) -> None:
     child = start_child(tmp_path, """
         with report.phase("tokenise"):

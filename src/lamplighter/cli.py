@@ -278,6 +278,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             again,
             resolved.run.budget,
             Recovery(resolved.run.watch.on_stuck, resolved.run.watch.patience_s),
+            resolved.run.watch.notify,
             resolved.run.watch.stop_grace_s,
             began,
             lock_fd,

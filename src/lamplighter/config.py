@@ -98,6 +98,9 @@ class Train(Section):
     device: Literal["auto", "cpu", "cuda"] = _value("auto", "where to compute")
     dtype: Literal["auto", "fp32", "bf16"] = _value("auto", "bf16 means autocast; weights stay fp32")
     threads: int | None = _value(None, "CPU threads; none = the cores this process may use", ge=1, le=1024)
+    on_nonfinite: Literal["skip", "stop"] = _value(
+        "skip", "a batch with non-finite numbers: skip it (at most 3 within 100 steps), or stop"
+    )
     compile: bool = _value(False, "torch.compile each block")
 
 
@@ -130,6 +133,9 @@ class Watch(Section):
         "how long a cause that cannot be proved is only named",
         "600 is usual; never below the longest step",
         ge=1,
+    )
+    notify: str | None = _value(
+        None, "a command (the event as JSON on its stdin) or a URL, told of stuck, dead, diverged, finished"
     )
     stop_grace_s: float = _value(30.0, "how long a stop may take before the process is killed", ge=1)
 

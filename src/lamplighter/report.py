@@ -8,6 +8,7 @@ Not started (a notebook, a test): everything works and writes nothing.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import math
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from lamplighter.errors import STOPPED_EARLY
 from lamplighter.rundir import LineFile, RunDir, pid_start, write_atomic
@@ -155,6 +156,7 @@ class _Reporter:
         self.on_save: Callable[[], object] | None = None
         self.result_fd = -1
         self.answered_bytes = 0
+        self.dump: BinaryIO | None = None
 
     # -- writing
 
@@ -435,6 +437,10 @@ def start(run: RunDir, rank: int = 0, attempt: int = 1, result_fd: int = -1) -> 
     r.ledger_at = r.ledger_written = time.monotonic()
     r.event("hello", pid=os.getpid(), attempt=attempt)
     gc.callbacks.append(_on_gc)
+    if threading.current_thread() is threading.main_thread():
+        # The last resort for stacks: one thread only, never all_threads, which crashes healthy processes.
+        r.dump = open(run.stack_dump(rank), "wb")
+        faulthandler.register(signal.SIGURG, file=r.dump, all_threads=False, chain=False)
     _listen(run.fifo(rank))
 
 

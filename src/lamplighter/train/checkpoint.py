@@ -48,6 +48,7 @@ class Progress:
     loss: float | None = None
     best_val_loss: float | None = None
     best_step: int = 0
+    skipped: tuple[int, ...] = ()  # steps whose batch was not finite, the latest few
 
     def scored(self, step: int, val_loss: float) -> Progress:
         better = math.isfinite(val_loss) and (self.best_val_loss is None or val_loss < self.best_val_loss)
@@ -275,5 +276,6 @@ def load_state(path: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str,
         )
     names = Progress.__dataclass_fields__
     progress = Progress(**{name: state[name] for name in names if name in state})
+    progress = replace(progress, skipped=tuple(progress.skipped))
     tensors = load_file(path / "training" / "optimizer.safetensors")
     return progress, tensors, {name: value for name, value in state.items() if name not in names}

@@ -20,21 +20,25 @@ WARMUP_SHARE = 0.30
 NOT_LEARNING = 0.97  # of ln(vocab)
 TOO_GOOD_NATS = 0.05
 RECENT = 50
+LR_NEAR_ZERO = 0.001  # of the peak
+LR_STEPS = 20
+SKIPS, SKIP_WINDOW = 3, 100  # so many bad batches within so many steps are weather
 
 
-def check_finite(step: int, loss: float, grad_norm: float, samples: list[int]) -> Verdict | None:
+def check_finite(step: int, loss: float, grad_norm: float, samples: list[int], module: str = "") -> Verdict | None:
     """Before the optimizer step: a number that is not finite must never reach the weights."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return None
+    first = f", first in {module}" if module else ""
     what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {grad_norm}"
     return Verdict(
         "diverged",
         "nan_batch",
-        f"{what} at step {step} (windows {_some(samples)}); the weights were not touched",
+        f"{what} at step {step} (windows {_some(samples)}{first}); the weights were not touched",
         "look at that data; lower train.lr; resume goes on from the last good checkpoint",
         "stop",
         (f"loss {loss}", f"grad_norm {grad_norm}"),
-        {"step": step, "item": samples[:8]},
+        {"step": step, "item": samples[:8], "module": module},
     )
 
 
@@ -50,9 +54,13 @@ class Trend:
         self.patience = max(100, min(schedule.warmup, schedule.steps // 4))
         self.recent: deque[float] = deque(maxlen=window)
         self.said: set[str] = set()
+        self.schedule = schedule
+        self.low_rates = 0
 
     def look(self, step: int, loss: float) -> Verdict | None:
         self.recent.append(loss)
+        if verdict := self._look_at_rate(step):
+            return verdict
         if len(self.recent) < self.recent.maxlen or step < self.patience:  # type: ignore[operator]
             return None
         mean = sum(self.recent) / len(self.recent)
@@ -73,6 +81,20 @@ class Trend:
                 evidence=(f"mean of the last {len(self.recent)} losses {mean:.4f}",),
             )
         return None
+
+    def _look_at_rate(self, step: int) -> Verdict | None:
+        share = self.schedule.lr_at(step) / self.schedule.peak
+        self.low_rates = self.low_rates + 1 if share < LR_NEAR_ZERO else 0
+        if self.low_rates < LR_STEPS or not self._first("lr_zero"):
+            return None
+        warmup = self.schedule.warmup / self.schedule.steps
+        return Verdict(
+            "waste",
+            "lr_zero",
+            f"the learning rate has been under {LR_NEAR_ZERO:.1%} of its peak for {LR_STEPS} steps ({share:.3%} at step {step});"
+            f" warm-up takes {warmup:.0%} of the run",
+            f"--train.warmup_steps {max(1, self.schedule.steps // 20)} (optimizer steps)",
+        )
 
     def _first(self, name: str) -> bool:
         fresh = name not in self.said

@@ -7,6 +7,7 @@ Out: one record per optimizer step; `with training(parts) as steps: for record i
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -233,8 +234,9 @@ def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited
         norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), limit)
         assert total is not None
         loss, grad_norm = float(total), float(norm)
-    _refuse_nonfinite(parts, batch, loss, grad_norm)
     lr = parts.schedule.lr_at(step)
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        return _nonfinite(parts, keeper, batch, loss, grad_norm, lr, waited_s + time.perf_counter() - started)
     with report.span("optimizer"), keeper.lock:
         optim.set_lr(parts.optimizer, lr)
         keeper.in_step = True
@@ -250,13 +252,55 @@ def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited
     return Record(step, loss, grad_norm, lr, seconds, batch.real_tokens)
 
 
-def _refuse_nonfinite(parts: Parts, batch: Batch, loss: float, grad_norm: float) -> None:
-    verdict = guard.check_finite(batch.step, loss, grad_norm, batch.samples.tolist())
-    if verdict is None:
-        return
+def _nonfinite(
+    parts: Parts, keeper: Keeper, batch: Batch, loss: float, grad_norm: float, lr: float, seconds: float
+) -> Record:
+    """A bad batch: skip it; too many of them: stop. The weights are never touched."""
+    verdict = guard.check_finite(batch.step, loss, grad_norm, batch.samples.tolist(), first_bad_module(parts, batch))
+    assert verdict is not None
+    parts.optimizer.zero_grad(set_to_none=True)
+    recent = [step for step in parts.progress.skipped if step > batch.step - guard.SKIP_WINDOW]
+    may_skip = parts.run.train.on_nonfinite == "skip" and len(recent) < guard.SKIPS
     report.metric(batch.step, {"train/loss": loss, "train/grad_norm": grad_norm, "train/iter": batch.step})
-    report.verdict(verdict)
-    raise Diverged(f"diverged at step {batch.step}", verdict.why, verdict.next)
+    if not may_skip:
+        report.verdict(verdict)
+        raise Diverged(f"diverged at step {batch.step}", verdict.why, verdict.next)
+    report.verdict(
+        replace(
+            verdict,
+            action="skip",
+            next=f"skipped ({len(recent) + 1} of {guard.SKIPS} within {guard.SKIP_WINDOW} steps)",
+        )
+    )
+    with keeper.lock:
+        tokens, skipped = parts.progress.tokens + batch.real_tokens, (*recent, batch.step)
+        parts.progress = replace(parts.progress, step=batch.step, tokens=tokens, skipped=skipped)
+    return Record(batch.step, loss, grad_norm, lr, seconds, batch.real_tokens)
+
+
+@torch.no_grad()
+def first_bad_module(parts: Parts, batch: Batch) -> str:
+    """The first module whose output is not finite, found by one more forward pass with the same random numbers."""
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_module: torch.nn.Module, _inputs: object, output: object) -> None:
+            if not found and isinstance(output, torch.Tensor) and not bool(torch.isfinite(output).all()):
+                found.append(name or type(parts.model).__name__)
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in parts.model.named_modules()]
+    try:
+        for micro, rows in enumerate(_micro_rows(parts, batch)):
+            machine.seed_step(parts.run.train.seed, batch.step, micro)
+            _micro_loss(parts, batch, rows)
+            if found:
+                break
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else ""
 
 
 def _tell(parts: Parts, batch: Batch, record: Record, waited_s: float) -> None:

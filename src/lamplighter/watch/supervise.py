@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,15 +25,28 @@ from typing import Any
 from lamplighter.config import Budget
 from lamplighter.errors import CHILD_LOST, CRASHED, DONE, LEFT_AT_ONCE, STOPPED_EARLY, STUCK
 from lamplighter.report import Verdict, read_slot
-from lamplighter.rundir import LineFile, RunDir, cannot_write, identity, open_lines, read_lines, read_record, write_json
+from lamplighter.rundir import (
+    LineFile,
+    RunDir,
+    cannot_write,
+    free_bytes,
+    identity,
+    open_lines,
+    read_lines,
+    read_record,
+    write_json,
+)
 from lamplighter.watch import ledger, sense, stacks
+from lamplighter.watch.notify import Notifier
 from lamplighter.watch.observe import Observer, Tail
 from lamplighter.watch.picture import clean, duration, line, tell, tell_step
 from lamplighter.watch.quiet import keep
 from lamplighter.watch.recover import Recovery
+from lamplighter.watch.resources import disk_verdict, memory_verdict
 from lamplighter.watch.voice import Voice
 
 LOOK_EVERY_S = 0.25
+RESOURCES_EVERY_S = 5.0
 STATUS_EVERY_S = 0.9
 OUTPUT_LINES = 40
 BUDGET_BACKSTOP_S = 5.0
@@ -56,6 +70,7 @@ class Order:
     resume_command: str = ""
     budget: Budget = field(default_factory=Budget)
     recovery: Recovery = field(default_factory=lambda: Recovery("report"))
+    notify: str | None = None
     grace_s: float = 30.0
     began: float = field(default_factory=time.time)
     lock_fd: int = -1
@@ -95,6 +110,11 @@ class Supervisor:
         self.oom_before = sense.oom_kills()
         self.error_told = False
         self.error_heard = False
+        self.notifier = Notifier(order.notify, run.name, lambda text: voice.say(text, "bold yellow"))
+        self.memory: deque[tuple[float, float]] = deque(maxlen=120)
+        self.resources_at = time.monotonic()
+        self.checkpoint_bytes = 0
+        self.warned: set[str] = set()
         self.planned = self.planned_why = ""  # restart or stop, decided by us
         self.peak_bytes = 0
 
@@ -166,6 +186,8 @@ class Supervisor:
         self.durable_before = int(read_record(self.run.checkpoints / "latest.json").get("step") or 0)
         self.order.request["resume"] = "auto"
         self.observer.begin_again()
+        self.memory.clear()
+        self.warned.clear()
         self.voice.say(f"attempt {self.attempt}: going on from step {self.durable_before}", "bold")
         self.event("start", attempt=self.attempt, began=time.time(), verb=self.order.verb, **identity())
 
@@ -174,6 +196,23 @@ class Supervisor:
         self._write_event(event)
         for text, style in tell(event):
             self.voice.say(text, style)
+        self.notifier.tell(verdict.state, verdict.why, cause=verdict.cause, action=verdict.action)
+
+    def _watch_resources(self) -> None:
+        """Every 5 s: does memory or disk run out? Each is said once per attempt."""
+        now, process = time.monotonic(), self.observer.picture.process
+        if now - self.resources_at < RESOURCES_EVERY_S or process is None:
+            return
+        self.resources_at = now
+        self.memory.append((now, float(process.rss_bytes)))
+        found = [
+            memory_verdict(list(self.memory), sense.memory_left()),
+            disk_verdict(free_bytes(self.run.path), self.checkpoint_bytes),
+        ]
+        for verdict in found:
+            if verdict is not None and verdict.cause not in self.warned:
+                self.warned.add(verdict.cause)
+                self._say_verdict(verdict)
 
     def _spawn(self) -> None:
         if sys.platform == "linux":
@@ -224,6 +263,7 @@ class Supervisor:
             self._write_status("stopping" if self.stop_reason else "running")
         self._answer_requests()
         self._act_on_finding()
+        self._watch_resources()
         if picture.process is not None:
             self.peak_bytes = max(self.peak_bytes, picture.process.rss_bytes)
         if self.order.budget.left_s(self.spent_s) < -BUDGET_BACKSTOP_S and not self.stop_reason:
@@ -235,6 +275,11 @@ class Supervisor:
         for event in self.observer.look(self.spent_s):
             self._write_event({**event, "rank": 0})
             self.error_heard = self.error_heard or event.get("type") == "error"
+            if event.get("type") == "checkpoint":
+                self.checkpoint_bytes = event.get("bytes", 0)
+            if event.get("type") == "verdict":
+                kind = "budget" if event.get("cause") == "budget" else event.get("state", "")
+                self.notifier.tell(kind, event.get("why", ""), cause=event.get("cause"))
             for text, style in tell(event):
                 self.voice.say(text, style)
         for record in self.observer.fresh if self.order.verbose else []:
@@ -461,6 +506,8 @@ class Supervisor:
         style = "bold green" if code == DONE else "bold yellow" if code == STOPPED_EARLY else "bold red"
         if code != DONE or self.order.keeps_books:
             self.voice.say(outcome, style)
+        self.notifier.tell(state, outcome, code=code)
+        self.notifier.close()
         if code != DONE and self.order.resume_command and code not in (65, 66, 78):
             self.voice.say(f"next: {self.order.resume_command}", "bold")
         return code

@@ -1,0 +1,232 @@
+"""More of the zoo: faults in numbers, files, outputs and owners."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import LAMP, TINY, clean_env, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
+from lamplighter.rundir import RunDir, is_running, read_json, read_lines
+
+QUICK = ["train", "--run", "z", *TINY, "--train.steps", "40", "--save.every_steps", "10"]
+
+
+def verdicts(run: RunDir, cause: str) -> list[dict[str, object]]:
+    return [event for event in read_lines(run.events) if event.get("type") == "verdict" and event["cause"] == cause]
+
+
+NAN_MODEL = """
+import torch
+
+class Bad(torch.nn.Module):
+    def forward(self, x):
+        return x / 0 if x.shape[0] and BAD(self) else x
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size, width, **_):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab_size, width)
+        self.inner = torch.nn.Sequential(torch.nn.Linear(width, width), Bad())
+        self.head = torch.nn.Linear(width, vocab_size)
+
+    def forward(self, ids):
+        self.inner[1].ids = ids
+        return self.head(self.inner(self.embed(ids)))
+"""
+
+
+def test_nan_batch_is_skipped_and_named_down_to_the_module(tmp_path: Path) -> None:
+    """A window of data (not a moment) makes Inf: found by its ids, so it is the same at every attempt."""
+    bad = "def BAD(module):\n    return module.training and int(module.ids.sum()) % 23 == 5\n"
+    (tmp_path / "nan_model.py").write_text(NAN_MODEL + bad)
+    words = [*QUICK, "--model.family", "nan_model:Model"]
+    done = lamp(*words, cwd=tmp_path)
+    run = RunDir(tmp_path / "runs" / "z")
+    found = verdicts(run, "nan_batch")
+    assert found, done.stdout[-1500:]
+    assert found[0]["action"] == "skip"
+    assert found[0]["culprit"]["module"] == "inner.1"  # type: ignore[index]
+    assert found[0]["culprit"]["item"]  # type: ignore[index]
+    assert done.returncode in (0, 76)
+    assert done.returncode == 0 or len(found) == 4
+    whole = {record["step"]: record["train/loss"] for record in read_lines(run.metrics) if "train/loss" in record}
+    again = start_lamp(*[word if word != "z" else "k" for word in words], cwd=tmp_path)
+    other = RunDir(tmp_path / "runs" / "k")
+    wait_for(lambda: slot_of(other).step >= 15, process=again)
+    if again.poll() is None:
+        os.kill(slot_of(other).pid, signal.SIGKILL)
+    assert again.wait(60) == done.returncode
+    assert {r["step"]: r["train/loss"] for r in read_lines(other.metrics) if "train/loss" in r} == whole
+
+
+def test_too_many_bad_batches_stop_with_76(tmp_path: Path) -> None:
+    (tmp_path / "nan_model.py").write_text(NAN_MODEL + "def BAD(module):\n    return module.training\n")
+    done = lamp(*QUICK, "--model.family", "nan_model:Model", cwd=tmp_path)
+    assert done.returncode == 76
+    assert [v["action"] for v in verdicts(RunDir(tmp_path / "runs" / "z"), "nan_batch")] == [
+        "skip",
+        "skip",
+        "skip",
+        "stop",
+    ]
+
+
+def test_a_learning_rate_near_zero_is_named(tmp_path: Path) -> None:
+    words = [*QUICK, "--train.steps", "30000", "--train.warmup_steps", "29000", "--save.every_steps", "1000"]
+    going = start_lamp(*words, cwd=tmp_path)
+    run = RunDir(tmp_path / "runs" / "z")
+    wait_for(lambda: verdicts(run, "lr_zero"), process=going)
+    going.terminate()
+    assert going.wait(20) == 75
+    (found,) = verdicts(run, "lr_zero")
+    assert "warm-up takes 97%" in str(found["why"])
+    assert "step 20" in str(found["why"])
+
+
+def test_slow_input_is_told_from_stuck(tmp_path: Path) -> None:
+    """A FIFO that gives 20 kB/s."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "slow.py").write_text(
+        "def documents():\n"
+        "    with open('pipe', 'rb', buffering=0) as file:\n"
+        "        data = b''\n"
+        "        while len(data) < 200_000:\n"
+        "            data += file.read(4000)\n"
+        "    text = data.decode()\n"
+        "    for i in range(0, len(text), 500):\n"
+        "        yield text[i:i + 500]\n"
+    )
+
+    def feed() -> None:
+        for _ in range(2):  # looked at once, tokenised once
+            with open(tmp_path / "pipe", "wb", buffering=0) as pipe:
+                try:
+                    for number in range(60):
+                        pipe.write((f"line {number} of the slow pipe, " * 200)[:4000].encode())
+                        time.sleep(0.2)
+                except BrokenPipeError:
+                    continue
+
+    threading.Thread(target=feed, daemon=True).start()
+    done = lamp(*QUICK, "--data.source", "slow:documents", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:]
+    found = verdicts(RunDir(tmp_path / "runs" / "z"), "slow_disk")
+    assert found, done.stdout
+    assert str(found[0]["culprit"]["path"]).endswith("pipe")  # type: ignore[index]
+    assert float(found[0]["since_s"]) < 6  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped"])
+def test_a_damaged_token_shard_is_rebuilt_or_refused_never_trained_on(tmp_path: Path, how: str) -> None:
+    assert lamp(*QUICK, cwd=tmp_path).returncode == 0
+    whole = losses_of(RunDir(tmp_path / "runs" / "z"))
+    (shard,) = (tmp_path / "runs" / ".cache").glob("*/train-00000.bin")
+    data = bytearray(shard.read_bytes())
+    if how == "truncated":
+        shard.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+    done = lamp(*[word if word != "z" else "y" for word in QUICK], cwd=tmp_path)
+    if done.returncode == 0:
+        assert losses_of(RunDir(tmp_path / "runs" / "y")) == whole
+        assert "rebuil" in done.stdout or "built" in done.stdout
+    else:
+        assert done.returncode == 65, done.stdout
+        assert "train-00000.bin" in done.stdout
+
+
+def test_a_cache_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
+    words = ["train", "--run", "z", *TINY, "--data.embedded_documents", "60000", "--train.steps", "3"]
+    first = start_lamp(*words, "--watch.on_stuck", "stop", cwd=tmp_path)
+    run = RunDir(tmp_path / "runs" / "z")
+    wait_for(lambda: "tokenise" in slot_of(run).phase or "look" in slot_of(run).phase, process=first)
+    os.kill(slot_of(run).pid, signal.SIGKILL)
+    first.wait(10)
+    done = lamp(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-1500:]
+
+
+def test_a_blocked_output_does_not_stop_training(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    run = RunDir(tmp_path / "runs" / "z")
+    words = [*QUICK, "--train.steps", "3000", "--verbose"]
+    going = subprocess.Popen([*LAMP, *words], cwd=tmp_path, stdout=writing, stderr=writing, env=clean_env())
+    os.close(writing)
+    try:
+        wait_for(lambda: "output is blocked" in (run.console.read_text() if run.console.exists() else ""), 60, going)
+        before = slot_of(run).step
+        wait_for(lambda: slot_of(run).step > before or read_json(run.status)["state"] == "finished", 10, going)
+        assert going.wait(60) == 0
+    finally:
+        os.close(reading)
+        going.kill()
+    assert read_json(run.status)["step"] == 3000
+
+
+def test_kill_of_the_parent_leaves_no_orphan_and_no_lock(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "z")
+    going = start_lamp(*QUICK, "--train.steps", "100000", cwd=tmp_path)
+    wait_for(lambda: slot_of(run).step > 5, process=going)
+    going.kill()
+    going.wait()
+    wait_for(lambda: not processes_of(run.path) and not is_running(run), 2)
+
+
+def test_too_few_file_descriptors(tmp_path: Path) -> None:
+    command = f"ulimit -n 40; exec {' '.join(LAMP)} {' '.join(QUICK)}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr
+
+
+def test_notify_by_command_and_by_webhook(tmp_path: Path) -> None:
+    heard: list[dict[str, object]] = []
+
+    class Hook(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hook)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/"
+    assert lamp(*QUICK, "--watch.notify", url, cwd=tmp_path).returncode == 0
+    server.shutdown()
+    assert heard[-1]["kind"] == "finished"
+    assert heard[-1]["run"] == "z"
+    shutil.rmtree(tmp_path / "runs")
+    assert lamp(*QUICK, "--watch.notify", "cat >> told.txt; echo >> told.txt", cwd=tmp_path).returncode == 0
+    assert json.loads((tmp_path / "told.txt").read_text().splitlines()[-1])["kind"] == "finished"
+    shutil.rmtree(tmp_path / "runs")
+    done = lamp(*QUICK, "--watch.notify", "exit 3", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "watch.notify does not work" in done.stdout
+
+
+def test_an_id_beyond_the_vocabulary_is_found_before_step_1(tmp_path: Path) -> None:
+    assert lamp(*QUICK, cwd=tmp_path).returncode == 0
+    (shard,) = (tmp_path / "runs" / ".cache").glob("*/train-00000.bin")
+    ids = np.fromfile(shard, dtype=np.uint16)
+    ids[1000] = 60000
+    ids.tofile(shard)
+    done = lamp(*[word if word != "z" else "y" for word in QUICK], cwd=tmp_path)
+    assert done.returncode in (0, 65)  # refused by its checksum, or rebuilt; never an index error in a step
+    assert "IndexError" not in done.stdout
