@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -171,3 +172,27 @@ def hogs() -> Iterator[None]:
     for eater in eaters:
         eater.kill()
         eater.wait()
+
+
+# ---------------------------------------------------------------- the table at the end of a zoo run
+
+ZOO_HEAD = ("case", "named in", "cause", "culprit", "action", "exit")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    rows = []
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", []):
+                if name == "zoo" and getattr(report, "when", "") == "call":
+                    rows.append(json.loads(value))
+    if not rows:
+        return
+    terminalreporter.section("the zoo")
+    for row in [ZOO_HEAD, *sorted(rows)]:
+        terminalreporter.write_line("{:<16} {:>9} {:>8} {:>8} {:>9} {:>5}".format(*map(str, row)))
+    times = sorted(float(row[1].split()[0]) for row in rows)
+    middle, late = times[len(times) // 2], times[min(len(times) - 1, int(0.95 * len(times)))]
+    terminalreporter.write_line(
+        f"named in: p50 {middle:.1f} s, p95 {late:.1f} s, max {times[-1]:.1f} s, over {len(times)} cases"
+    )

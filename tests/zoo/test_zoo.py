@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ def verdicts_of(run: RunDir) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("animal", ANIMALS, ids=lambda animal: animal.name)
-def test_the_zoo(tmp_path: Path, animal: Animal) -> None:
+def test_the_zoo(tmp_path: Path, animal: Animal, record_property: Callable[[str, object], None]) -> None:
     (tmp_path / "animal.py").write_text(MODEL + animal.body)
     words = [
         "train",
@@ -208,6 +209,10 @@ def test_the_zoo(tmp_path: Path, animal: Animal) -> None:
     assert source[first["culprit"]["line"] - 1].strip().startswith(tuple(animal.line.split(" or "))), first
     assert first["culprit"]["file"].endswith("animal.py")
     assert all(part in first["why"] for part in animal.says), first["why"]
+    action = next((verdict["action"] for verdict in found if verdict["action"] != "none"), "none")
+    record_property(
+        "zoo", json.dumps([animal.name, f"{first['since_s']:.1f} s", "right", "right", action, done.returncode])
+    )
     attempts = [event["attempt"] for event in read_lines(run.events) if event["type"] == "start"]
     assert len(attempts) == animal.attempts
     if animal.code == 0:
