@@ -241,17 +241,22 @@ class LineFile:
         return not self.torn
 
 
+def parse_record(line: bytes | str) -> dict[str, Any] | None:
+    """One line of a .jsonl file; None for a torn one (a killed writer) or anything that is no object."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a .jsonl file; torn lines (a killed writer) are passed over."""
     if not path.exists():
         return
     with open(path, "rb") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
+            if (record := parse_record(line)) is not None:
                 yield record
 
 
@@ -265,11 +270,7 @@ def read_last_lines(path: Path, limit_bytes: int = 1 << 22) -> Iterator[dict[str
     except OSError:
         return
     for line in lines[1:] if size > limit_bytes else lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
+        if (record := parse_record(line)) is not None:
             yield record
 
 

@@ -31,6 +31,7 @@ from lamplighter.train.checkpoint import Progress
 
 STOP_PATIENCE_S = 1.0  # how long a stop waits for the step to end by itself before it saves from beside it
 SYSTEM_EVERY_STEPS = 10
+SAMPLE_TEMPERATURE = 0.8
 
 
 @dataclass
@@ -390,39 +391,15 @@ def _score(parts: Parts, keeper: Keeper, step: int) -> None:
 
 def show_sample(parts: Parts, step: int) -> None:
     """A few words from the model, for people."""
-    section = parts.run.eval
+    section, tokenizer = parts.run.eval, parts.tokenizer
+    end = tokenizer.end_of_text
+    made: list[int] = []
     with report.phase("sample", total=section.sample_tokens, unit="tokens") as phase:
-        ids = [parts.tokenizer.end_of_text, *parts.tokenizer.encode(section.sample_prompt).tolist()]
-        text = "".join(
-            generate_text(
-                parts.model, parts.tokenizer, ids, section.sample_tokens, 0.8, step, phase.tick, parts.built.positions
-            )
-        )
-    report.event("sample", step=step, text=section.sample_prompt + text)
-
-
-def generate_text(
-    model: torch.nn.Module,
-    tokenizer: Tokenizer,
-    ids: list[int],
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    tick: Callable[[], None],
-    positions: int,
-) -> Iterator[str]:
-    """The pieces of one sample as they come."""
-    eot = tokenizer.end_of_text
-    new: list[int] = []
-    shown = ""
-    for (token,) in sample_stream(
-        model, ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop_id=eot, window=positions
-    ):
-        tick()
-        if token is None or token == eot:
-            break
-        new.append(token)
-        text = tokenizer.decode(new)
-        if not text.endswith("\ufffd"):
-            yield text[len(shown) :]
-            shown = text
+        ids = [end, *tokenizer.encode(section.sample_prompt).tolist()]
+        choice = {"max_tokens": section.sample_tokens, "seed": step, "stop_id": end, "window": parts.built.positions}
+        for (token,) in sample_stream(parts.model, ids, temperature=SAMPLE_TEMPERATURE, **choice):
+            phase.tick()
+            if token is None or token == end:
+                break
+            made.append(token)
+    report.event("sample", step=step, text=tokenizer.decode([*ids[1:], *made]))

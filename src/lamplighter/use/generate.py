@@ -73,8 +73,7 @@ def _prompts(tty: bool) -> Iterator[str]:
 def _answer(built: Built, tokenizer: Tokenizer, request: dict[str, Any], prompt: str, number: int) -> None:
     samples = request["num_samples"]
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt).tolist()]
-    started, count = time.perf_counter(), 0
-    texts: list[list[int]] = [[] for _ in range(samples)]
+    started = time.perf_counter()
     try:
         steps = stream(
             built.model,
@@ -91,32 +90,47 @@ def _answer(built: Built, tokenizer: Tokenizer, request: dict[str, Any], prompt:
     except ValueError as error:
         raise UsageError("cannot generate with these settings", str(error), "lamp generate --help") from error
     if samples == 1:
-        report.result(prompt)
-        report.flag("writing the result", True)
-    said = ""
-    with report.phase("generate", total=request["max_tokens"], unit="tokens") as phase:
+        count = _stream_one(tokenizer, steps, ids[1:], request["max_tokens"])
+    else:
+        count = _collect_many(tokenizer, steps, ids[1:], samples, request["max_tokens"])
+    seconds = time.perf_counter() - started
+    report.note(f"{count} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens per second")
+
+
+def _stream_one(tokenizer: Tokenizer, steps: Iterator[list[int | None]], prompt: list[int], max_tokens: int) -> int:
+    """Each piece as it comes, the prompt first: some tokenizers decode a token by the one before it."""
+    count = 0
+
+    def ids() -> Iterator[int]:
+        nonlocal count
+        yield from prompt
+        for (token,) in steps:
+            phase.tick()
+            if token is None or token == tokenizer.end_of_text:
+                return
+            count += 1
+            yield token
+
+    report.flag("writing the result", True)
+    with report.phase("generate", total=max_tokens, unit="tokens") as phase:
+        for piece in tokenizer.decode_stream(ids()):
+            report.result(piece)
+    report.flag("writing the result", False)
+    report.result("\n")
+    return count
+
+
+def _collect_many(
+    tokenizer: Tokenizer, steps: Iterator[list[int | None]], prompt: list[int], samples: int, max_tokens: int
+) -> int:
+    """Several samples side by side, shown one after the other."""
+    texts: list[list[int]] = [list(prompt) for _ in range(samples)]
+    with report.phase("generate", total=max_tokens, unit="tokens") as phase:
         for step in steps:
             phase.tick()
             for text, token in zip(texts, step, strict=True):
                 if token is not None and token != tokenizer.end_of_text:
                     text.append(token)
-                    count += 1
-            if samples == 1:
-                said = _say_new(tokenizer, texts[0], said)
-    report.flag("writing the result", False)
-    if samples == 1:
-        report.result(tokenizer.decode(texts[0])[len(said) :] + "\n")
-    else:
-        for index, text in enumerate(texts, 1):
-            report.result(f"--- sample {index} ---\n{prompt}{tokenizer.decode(text)}\n")
-    seconds = time.perf_counter() - started
-    report.note(f"{count} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens per second")
-
-
-def _say_new(tokenizer: Tokenizer, ids: list[int], said: str) -> str:
-    """Print what is whole; a character that needs more tokens waits for them."""
-    text = tokenizer.decode(ids)
-    if text.endswith("\ufffd") or len(text) <= len(said):
-        return said
-    report.result(text[len(said) :])
-    return text
+    for index, text in enumerate(texts, 1):
+        report.result(f"--- sample {index} ---\n{tokenizer.decode(text)}\n")
+    return sum(map(len, texts)) - samples * len(prompt)

@@ -6,7 +6,6 @@ Out: a Picture four times a second, and the events that are new since the last l
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from lamplighter.config import Budget
 from lamplighter.report import Slot, read_slot
-from lamplighter.rundir import RunDir, read_last_lines
+from lamplighter.rundir import RunDir, parse_record, read_last_lines
 from lamplighter.watch import sense
 from lamplighter.watch.picture import Picture
 from lamplighter.watch.quiet import Quiet
@@ -44,15 +43,7 @@ class Tail:
         return [line.decode("utf-8", "replace") for line in whole]
 
     def records(self) -> list[dict[str, Any]]:
-        found = []
-        for line in self.lines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # a line that a killed writer left torn
-                continue
-            if isinstance(record, dict):
-                found.append(record)
-        return found
+        return [record for line in self.lines() if (record := parse_record(line)) is not None]
 
 
 class Observer:
