@@ -219,6 +219,8 @@ def test_epochs_are_counted_in_optimizer_steps(tmp_path: Path) -> None:
     last = [r for r in read_lines(run.metrics) if "train/loss" in r][-1]
     assert 2.0 <= last["train/epoch"] < 2.1
     assert last["step"] == read_json(run.status)["steps"]
+    assert "epoch 1 is done at step" in done.stdout
+    assert [event["epochs"] for event in read_lines(run.events) if event["type"] == "epoch"] == [1, 2]
 
 
 def test_a_toy_for_hours_is_refused(tmp_path: Path) -> None:

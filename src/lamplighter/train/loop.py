@@ -18,7 +18,7 @@ import torch
 
 from lamplighter import report
 from lamplighter.config import Run
-from lamplighter.data.batches import Batch, BatchStream
+from lamplighter.data.batches import Batch, BatchStream, count_windows
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.tokens import Tokens
 from lamplighter.errors import STOPPED_EARLY, CannotWrite, Diverged, LampError, StoppedEarly
@@ -32,6 +32,7 @@ from lamplighter.train.checkpoint import Progress
 STOP_PATIENCE_S = 1.0  # how long a stop waits for the step to end by itself before it saves from beside it
 SYSTEM_EVERY_STEPS = 10
 SAMPLE_TEMPERATURE = 0.8
+EPOCHS_SAID = 5
 
 
 @dataclass
@@ -328,6 +329,19 @@ def _tell(parts: Parts, batch: Batch, record: Record, waited_s: float) -> None:
         values |= machine.memory_gb(parts.machine.device)
         values["sys/disk_free_gb"] = free_bytes(parts.folder.path) / 1e9
     report.metric(record.step, values)
+    _declare_epoch(parts, batch)
+
+
+def _declare_epoch(parts: Parts, batch: Batch) -> None:
+    """The end of the data is an epoch, and is said (the first few times): nothing is ever made up to fill a batch."""
+    windows = count_windows(len(parts.tokens.train), parts.run.data.seq_len)
+    done, before = (batch.step * len(batch.inputs)) // windows, ((batch.step - 1) * len(batch.inputs)) // windows
+    if done > before:
+        report.event("epoch", step=batch.step, epochs=done)
+        if before < EPOCHS_SAID:
+            report.note(
+                f"epoch {done} is done at step {batch.step}: every one of the {windows:,} windows was seen {done} time(s)"
+            )
 
 
 def _heed(parts: Parts, keeper: Keeper, record: Record) -> None:
