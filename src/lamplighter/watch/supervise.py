@@ -224,7 +224,7 @@ class Supervisor:
         output = open_lines(self.run.output)
         request = json.dumps({**self.order.request, "folder": str(self.run.path), "result_fd": self.order.result_fd})
         environment = {
-            "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin make a shared machine ten times slower; see decision 005
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads collapse on a shared machine: decision 005
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             "LAMP_ATTEMPT": str(self.attempt),
