@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAMP, TINY, lamp, losses_of, slot_of, start_lamp, wait_for
+from conftest import TINY, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter import __version__, cli
 from lamplighter.rundir import RunDir, read_json, read_lines
 
@@ -506,4 +506,3 @@ def test_no_prompt_when_stdin_is_no_terminal(tmp_path: Path) -> None:
 def test_every_verb_of_the_help_exists() -> None:
     named = set(re.findall(r"^  (\w+)", cli.HELP, re.MULTILINE)) | {"save"}
     assert named == set(cli.VERBS) == set(cli.VERB_HELP)
-    assert LAMP

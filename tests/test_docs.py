@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAMP, TINY, lamp, slot_of, start_lamp, wait_for
+from conftest import TINY, lamp, slot_of, start_lamp, wait_for
 from lamplighter import cli
 from lamplighter.config import preset_names, resolve
 from lamplighter.model.shape import Shape, count_parameters
@@ -108,4 +108,3 @@ def test_the_commands_for_another_terminal(tmp_path: Path) -> None:
         done = lamp(*words, cwd=tmp_path)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     assert going.wait(20) == 75
-    assert LAMP

@@ -49,7 +49,6 @@ NUMBERS = {  # name -> (offset, struct code); 8 bytes each, so a reader never se
     "loss": (112, "d"),
     "tokens_per_s": (120, "d"),
     "span_since_ns": (128, "q"),
-    "step_p99_s": (136, "d"),
     "mfu": (144, "d"),
     "answered_bytes": (152, "Q"),
 }
@@ -79,7 +78,6 @@ class Slot:
     loss: float = math.nan
     tokens_per_s: float = 0.0
     span_since_ns: int = 0
-    step_p99_s: float = 0.0
     mfu: float = 0.0
     answered_bytes: int = 0  # moved by the listener itself: no sign of work
     phase: str = ""
@@ -212,7 +210,6 @@ class Phase:
         self.name, self.total, self.unit = name, total, unit
         self.done = 0.0
         self.started = 0.0
-        self.charged_before = 0.0
 
     def __enter__(self) -> Phase:
         r = _reporter
@@ -220,7 +217,6 @@ class Phase:
         if threading.get_ident() == r.owner:
             r.charge()
             r.stack.append(self)
-            self.charged_before = r.ledger.get(self.name, 0.0)
             self._show()
         r.event("phase", name=self.name, state="start", path=_path(), total=self.total, unit=self.unit)
         return self

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,6 @@ class Animal:
     attempts: int
     flags: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
-    once: bool = field(default=True)
 
 
 ANIMALS = [

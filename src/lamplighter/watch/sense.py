@@ -18,7 +18,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STATES = {"R": "running", "S": "asleep", "D": "in uninterruptible sleep (disk or kernel)", "T": "stopped", "t": "traced",
           "Z": "dead", "X": "dead", "I": "idle"}  # fmt: skip
 COMPILERS = ("cc1plus", "cc1", "g++", "gcc", "c++", "clang", "ld", "as", "collect2", "nvcc", "ptxas", "cicc")
-FUTEX, READ, WRITE, NANOSLEEP, RECVFROM, WAIT4 = "202", "0", "1", ("35", "230"), "45", "61"  # x86-64 system calls
+FUTEX, READ, WRITE, NANOSLEEP, RECVFROM = "202", "0", "1", ("35", "230"), "45"  # x86-64 system calls
 
 
 @dataclass(frozen=True)
