@@ -84,7 +84,7 @@ def slot_of(run: RunDir) -> Slot:
 
 def losses_of(run: RunDir) -> dict[int, str]:
     """The last record of each step, as the hexadecimal of its loss."""
-    return {r["step"]: float(r["train/loss"]).hex() for r in read_lines(run.metrics) if "train/loss" in r}
+    return {r["step"]: float(r["train/loss"]).hex() for r in read_lines(run.metrics) if r.get("train/loss") is not None}
 
 
 def processes_of(folder: Path) -> list[int]:

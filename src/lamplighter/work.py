@@ -305,7 +305,7 @@ def _resume(parts: Parts, found: Path) -> None:
         report.warn(
             f"the run was planned for {facts['steps']} steps, now {parts.steps}: the schedule changes from here"
         )
-    moved = checkpoint.set_aside_newer(parts.folder.checkpoints, progress.step)
+    moved = checkpoint.go_back(parts.folder.checkpoints, progress)
     if moved:
         report.note(f"set aside (not deleted): {', '.join(moved)}")
     report.note(f"resumed from {found.name}: step {progress.step + 1} is next")

@@ -61,14 +61,14 @@ def test_nan_batch_is_skipped_and_named_down_to_the_module(tmp_path: Path) -> No
     assert found[0]["culprit"]["item"]  # type: ignore[index]
     assert done.returncode in (0, 76)
     assert done.returncode == 0 or len(found) == 4
-    whole = {record["step"]: record["train/loss"] for record in read_lines(run.metrics) if "train/loss" in record}
+    whole = last_losses(run)
     again = start_lamp(*[word if word != "z" else "k" for word in words], cwd=tmp_path)
     other = RunDir(tmp_path / "runs" / "k")
     wait_for(lambda: slot_of(other).step >= 15, process=again)
     if again.poll() is None:
         os.kill(slot_of(other).pid, signal.SIGKILL)
     assert again.wait(60) == done.returncode
-    assert {r["step"]: r["train/loss"] for r in read_lines(other.metrics) if "train/loss" in r} == whole
+    assert last_losses(other) == whole
 
 
 def test_too_many_bad_batches_stop_with_76(tmp_path: Path) -> None:
@@ -81,6 +81,89 @@ def test_too_many_bad_batches_stop_with_76(tmp_path: Path) -> None:
         "skip",
         "stop",
     ]
+
+
+def last_losses(run: RunDir) -> dict[int, object]:
+    return {record["step"]: record["train/loss"] for record in read_lines(run.metrics) if "train/loss" in record}
+
+
+def bad_from(step: int, to: int) -> str:
+    """By the step and not by the data, so that the batches of these steps are bad at every attempt."""
+    return f"""
+def BAD(module):
+    frame = __import__("sys")._getframe()
+    while frame and "batch" not in frame.f_locals:
+        frame = frame.f_back
+    return module.training and {step} <= frame.f_locals["batch"].step <= {to}
+"""
+
+
+def test_bad_batches_in_a_row_are_rolled_back_and_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "nan_model.py").write_text(NAN_MODEL + bad_from(22, 25))
+    words = [*QUICK, "--model.family", "nan_model:Model"]
+    done = lamp(*words, cwd=tmp_path)
+    run = RunDir(tmp_path / "runs" / "z")
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert [v["action"] for v in verdicts(run, "nan_batch")] == ["skip", "skip", "skip", "restart"]
+    (back,) = [event for event in read_lines(run.events) if event["type"] == "rolled back"]
+    assert (back["step"], back["passed_from"], back["passed_to"]) == (20, 22, 25)
+    whole = last_losses(run)
+    assert [step for step in range(1, 41) if whole[step] is None] == [22, 23, 24, 25]
+    again = start_lamp(*[word if word != "z" else "k" for word in words], cwd=tmp_path)
+    other = RunDir(tmp_path / "runs" / "k")
+    for step in (23, 31):  # once before the roll-back, once after it
+        wait_for(lambda step=step: slot_of(other).step >= step, process=again)
+        if again.poll() is None:
+            os.kill(slot_of(other).pid, signal.SIGKILL)
+            time.sleep(0.3)
+    assert again.wait(60) == 0
+    assert last_losses(other) == whole
+
+
+def test_a_second_roll_back_is_divergence(tmp_path: Path) -> None:
+    (tmp_path / "nan_model.py").write_text(NAN_MODEL + bad_from(22, 99))
+    done = lamp(*QUICK, "--model.family", "nan_model:Model", cwd=tmp_path)
+    run = RunDir(tmp_path / "runs" / "z")
+    assert done.returncode == 76
+    assert [v["action"] for v in verdicts(run, "nan_batch")] == [*["skip"] * 3, "restart", *["skip"] * 3, "stop"]
+    assert read_json(run.status)["durable_step"] >= 20
+
+
+SPOILED_MODEL = """
+import os, torch
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size, width, **_):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab_size, width)
+        self.head = torch.nn.Linear(width, vocab_size)
+        self.head.weight.register_post_accumulate_grad_hook(self.spoil)
+        self.calls = 0
+
+    def spoil(self, weight):
+        self.calls += 1
+        if self.calls == 20 and not os.path.exists("spoiled"):
+            open("spoiled", "w").close()
+            weight.data[3, 3] = float("nan")  # memory gone bad, between the forward pass and the save
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+"""
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    (tmp_path / "spoiled_model.py").write_text(SPOILED_MODEL)
+    words = [*QUICK, "--model.family", "spoiled_model:Model"]
+    done = lamp(*words, cwd=tmp_path)
+    run = RunDir(tmp_path / "runs" / "z")
+    assert done.returncode == 0, done.stdout[-2000:]
+    (found,) = verdicts(run, "nan_weights")
+    assert found["action"] == "restart"
+    assert found["culprit"] == {"step": 20, "module": "head.weight"}
+    from safetensors.numpy import load_file
+
+    for path in run.checkpoints.glob("checkpoint-*"):
+        assert all(np.isfinite(tensor).all() for tensor in load_file(path / "model.safetensors").values()), path
 
 
 def test_a_learning_rate_near_zero_is_named(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ class Progress:
     best_val_loss: float | None = None
     best_step: int = 0
     skipped: tuple[int, ...] = ()  # steps whose batch was not finite, the latest few
+    passed_from: int = 0  # after a roll-back the batches of these steps are passed over
+    passed_to: int = 0
 
     def scored(self, step: int, val_loss: float) -> Progress:
         better = math.isfinite(val_loss) and (self.best_val_loss is None or val_loss < self.best_val_loss)
@@ -255,6 +257,32 @@ def _verify(path: Path) -> str | None:
     total = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
     with report.phase("verify", total=total, unit="B") as phase:
         return verify_manifest(path, deep=True, tick=lambda n: phase.tick(n, path.name))
+
+
+def find_before(root: Path, step: int) -> Path | None:
+    """The newest valid checkpoint of an earlier step."""
+    return next((path for path in newest_first(root) if step_of(path) < step and _verify(path) is None), None)
+
+
+def first_not_finite(tensors: dict[str, torch.Tensor]) -> str | None:
+    """The first tensor that holds NaN or infinity; a sum tells, so it costs one pass over the memory."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+            return name
+    return None
+
+
+def go_back(root: Path, progress: Progress) -> list[str]:
+    """This step is the newest again: later ones are set aside, and neither latest nor best names one of them."""
+    moved = set_aside_newer(root, progress.step)
+    if moved:
+        write_json(root / "latest.json", {"step": progress.step, "path": f"{PREFIX}{progress.step}", "t": time.time()})
+    best = best_of(root)
+    if best is not None and best[0] > progress.step:
+        (root / "best.json").unlink(missing_ok=True)
+        if progress.best_val_loss is not None:
+            mark_best(root, progress)
+    return moved
 
 
 def set_aside_newer(root: Path, step: int) -> list[str]:

@@ -42,6 +42,20 @@ def check_finite(step: int, loss: float, grad_norm: float, samples: list[int], m
     )
 
 
+def check_weights(step: int, tensor: str | None) -> Verdict | None:
+    """Weights that are not finite are never saved over good ones."""
+    if tensor is None:
+        return None
+    return Verdict(
+        "diverged",
+        "nan_weights",
+        f"after step {step} the weights of {tensor} are not finite; they were not saved",
+        "lower train.lr; resume goes on from the last good checkpoint",
+        "stop",
+        culprit={"step": step, "module": tensor},
+    )
+
+
 def _some(samples: list[int]) -> str:
     return ", ".join(map(str, samples[:6])) + (", ..." if len(samples) > 6 else "")
 

@@ -24,7 +24,7 @@ from lamplighter.data.tokens import Tokens
 from lamplighter.errors import STOPPED_EARLY, CannotWrite, Diverged, LampError, StoppedEarly
 from lamplighter.model.build import Built
 from lamplighter.model.sample import stream as sample_stream
-from lamplighter.model.transformer import next_token_loss, weights
+from lamplighter.model.transformer import load_weights, next_token_loss, weights
 from lamplighter.rundir import RunDir, free_bytes, read_last_lines
 from lamplighter.train import checkpoint, guard, machine, optim, score
 from lamplighter.train.checkpoint import Progress
@@ -92,20 +92,23 @@ class Keeper:
         by_time = section.every_s > 0 and time.monotonic() - self.saved_at >= section.every_s
         return by_steps or by_time or step == self.parts.steps
 
-    def save(self) -> None:
-        """Save the last completed step, if it is not durable already."""
+    def save(self) -> report.Verdict | None:
+        """Save the last completed step, if it is not durable already; a verdict if its weights are not finite."""
         with self.lock:
             parts = self.parts
             if parts.progress.step == self.durable or parts.progress.step == 0:
-                return
+                return None
             if self.in_step:
                 report.warn(
                     "the optimizer was interrupted in the middle of a step: its half-changed weights are not saved"
                 )
-                return
+                return None
             started = time.monotonic()
+            tensors = weights(parts.model)
+            if bad := guard.check_weights(parts.progress.step, checkpoint.first_not_finite(tensors)):
+                return bad
             contents = checkpoint.Contents(
-                weights(parts.model),
+                tensors,
                 optim.state_tensors(parts.model, parts.optimizer),
                 parts.built.config,
                 parts.tokenizer.save,
@@ -115,6 +118,13 @@ class Keeper:
             self.durable = parts.progress.step
             self.saved_at = time.monotonic()
             self.save_s = self.saved_at - started
+            return None
+
+    def went_back(self) -> None:
+        """The newest step is an older one again."""
+        self.durable = self.parts.progress.step
+        self.protect = {self.durable}
+        report.number(step=self.durable, durable_step=self.durable)
 
     def stop(self) -> None:
         """Asked to stop: let the loop do it; if it is busy for longer, save from here and leave."""
@@ -128,10 +138,12 @@ class Keeper:
     def save_for_others(self) -> bool:
         """A save in a thread of its own: what goes wrong is said, and the loop goes on."""
         try:
-            self.save()
+            bad = self.save()
         except LampError as error:
             report.last_words(error.lines(), error.code)
             return False
+        if bad:
+            report.verdict(bad)
         return True
 
 
@@ -159,8 +171,8 @@ def training(parts: Parts) -> Iterator[Iterator[Record]]:
         raise
     finally:
         stream.close()
-        if good:
-            keeper.save()
+        if good and (bad := keeper.save()):
+            report.verdict(bad)
         keeper.stopped.set()
         report.when_asked(None, None)
 
@@ -178,17 +190,16 @@ def _steps(parts: Parts, keeper: Keeper, stream: BatchStream) -> Iterator[Record
     with report.phase("first step"):
         record = _step(parts, keeper, batch, trend, 0.0)
     with report.phase("train", total=parts.steps, unit="steps"):
-        _after(parts, keeper, record)
-        yield record
-        for step in range(first + 1, parts.steps + 1):
-            _heed(parts, keeper, record)
+        while True:
+            if record is not None and _after(parts, keeper, record):
+                yield record
+                _heed(parts, keeper, record)
+            if parts.progress.step >= parts.steps:
+                return
             started = time.perf_counter()
             with report.span("data wait"):
-                batch = stream.next(step)
+                batch = stream.next(parts.progress.step + 1)
             record = _step(parts, keeper, batch, trend, time.perf_counter() - started)
-            _after(parts, keeper, record)
-            yield record
-        _heed(parts, keeper, record)
 
 
 def _compile(parts: Parts, batch: Batch) -> None:
@@ -221,10 +232,12 @@ def _micro_loss(parts: Parts, batch: Batch, rows: slice) -> torch.Tensor:
     return loss
 
 
-def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited_s: float) -> Record:
-    """One optimizer step, read left to right."""
+def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited_s: float) -> Record | None:
+    """One optimizer step, read left to right; None where it was rolled back instead."""
     started = time.perf_counter()
     step, train = batch.step, parts.run.train
+    if parts.progress.passed_from <= step <= parts.progress.passed_to:
+        return _pass_over(parts, keeper, batch, waited_s)
     total: torch.Tensor | None = None
     with report.span("compute"):
         for micro, rows in enumerate(_micro_rows(parts, batch)):
@@ -256,17 +269,19 @@ def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited
 
 def _nonfinite(
     parts: Parts, keeper: Keeper, batch: Batch, loss: float, grad_norm: float, lr: float, seconds: float
-) -> Record:
-    """A bad batch: skip it; too many of them: stop. The weights are never touched."""
+) -> Record | None:
+    """A bad batch: skip it; too many of them, or bad weights: roll back once; then stop. The weights are never touched."""
     verdict = guard.check_finite(batch.step, loss, grad_norm, batch.samples.tolist(), first_bad_module(parts, batch))
     assert verdict is not None
     parts.optimizer.zero_grad(set_to_none=True)
     recent = [step for step in parts.progress.skipped if step > batch.step - guard.SKIP_WINDOW]
-    may_skip = parts.run.train.on_nonfinite == "skip" and len(recent) < guard.SKIPS
+    bad_weights = guard.check_weights(batch.step - 1, checkpoint.first_not_finite(weights(parts.model)))
+    may_skip = parts.run.train.on_nonfinite == "skip" and len(recent) < guard.SKIPS and bad_weights is None
     report.metric(batch.step, {"train/loss": loss, "train/grad_norm": grad_norm, "train/iter": batch.step})
     if not may_skip:
-        report.verdict(verdict)
-        raise Diverged(f"diverged at step {batch.step}", verdict.why, verdict.next)
+        first_bad = batch.step - 1 if bad_weights else min([*recent, batch.step])
+        _turn_back(parts, keeper, first_bad, batch.step, bad_weights or verdict)
+        return None
     report.verdict(
         replace(
             verdict,
@@ -278,6 +293,35 @@ def _nonfinite(
         tokens, skipped = parts.progress.tokens + batch.real_tokens, (*recent, batch.step)
         parts.progress = replace(parts.progress, step=batch.step, tokens=tokens, skipped=skipped)
     return Record(batch.step, loss, grad_norm, lr, seconds, batch.real_tokens)
+
+
+def _turn_back(parts: Parts, keeper: Keeper, first_bad: int, last_bad: int, verdict: report.Verdict) -> None:
+    """Back to the checkpoint before the trouble, once, passing over its batches; a second time is divergence (76)."""
+    found = checkpoint.find_before(parts.folder.checkpoints, first_bad)
+    if parts.progress.passed_to or parts.run.train.on_nonfinite != "skip" or found is None:
+        report.verdict(verdict)
+        raise Diverged(f"diverged at step {last_bad}", verdict.why, verdict.next)
+    progress, tensors, _ = checkpoint.load_state(found)
+    advice = f"rolled back to step {progress.step}; the batches of steps {first_bad} to {last_bad} will be passed over"
+    report.verdict(replace(verdict, action="restart", next=advice))
+    with keeper.lock:
+        load_weights(parts.model, found)
+        optim.load_state(parts.model, parts.optimizer, tensors)
+        parts.progress = replace(progress, passed_from=first_bad, passed_to=last_bad)
+        moved = checkpoint.go_back(parts.folder.checkpoints, parts.progress)
+        keeper.went_back()
+    if moved:
+        report.note(f"set aside (not deleted): {', '.join(moved)}")
+    report.event("rolled back", step=progress.step, passed_from=first_bad, passed_to=last_bad)
+
+
+def _pass_over(parts: Parts, keeper: Keeper, batch: Batch, waited_s: float) -> Record:
+    """A step whose batch made trouble before the roll-back: it counts, and nothing is learned from it."""
+    report.metric(batch.step, {"train/loss": math.nan, "train/iter": batch.step, "train/passed_over": 1})
+    with keeper.lock:
+        tokens = parts.progress.tokens + batch.real_tokens
+        parts.progress = replace(parts.progress, step=batch.step, tokens=tokens)
+    return Record(batch.step, math.nan, math.nan, 0.0, waited_s, batch.real_tokens)
 
 
 @torch.no_grad()
@@ -353,16 +397,19 @@ def _heed(parts: Parts, keeper: Keeper, record: Record) -> None:
         return
     if record.step >= parts.steps:
         return
-    keeper.save()
+    if bad := keeper.save():
+        report.verdict(bad)
     keeper.stopped.set()
     raise StoppedEarly(verdict.why if verdict else report.stop_reason())
 
 
-def _after(parts: Parts, keeper: Keeper, record: Record) -> None:
-    """Save before you score; score before you sample."""
-    if keeper.due(record.step):
-        keeper.save()
+def _after(parts: Parts, keeper: Keeper, record: Record) -> bool:
+    """Save before you score; score before you sample. False where the weights were bad and it was rolled back."""
+    if keeper.due(record.step) and (bad := keeper.save()):
+        _turn_back(parts, keeper, record.step, record.step, bad)
+        return False
     _look_at_model(parts, keeper, record.step)
+    return True
 
 
 def _look_at_model(parts: Parts, keeper: Keeper, step: int) -> None:
