@@ -31,8 +31,15 @@ def needs(name: str) -> Path:
     return path
 
 
-def read(*paths: object, separator: str | None = None, text_key: str = "text", start: int = 0) -> list[str]:
-    return list(open_source([str(path) for path in paths], None, separator, text_key).documents(start))
+def read(
+    *paths: object,
+    separator: str | None = None,
+    text_key: str = "text",
+    start: int = 0,
+    bad_text: str = "set_aside",
+) -> list[str]:
+    source = open_source([str(path) for path in paths], None, separator, text_key, None, bad_text)
+    return list(source.documents(start))
 
 
 def joined(texts: list[str]) -> list[str]:
@@ -193,16 +200,58 @@ def test_bytes_that_are_not_text_are_named_with_their_place(tmp_path: Path, monk
         monkeypatch.setattr(files, "BLOCK_BYTES", block)
         for bad, why in ((b"caf\xe9 noir", "not UTF-8"), (b"caf\x00 noir", "NUL")):
             path = write(tmp_path / "a.txt", good + bad + good)
-            error = fails(BadData, path)
+            error = fails(BadData, path, bad_text="refuse")
             assert f"{path}:1001, byte {len(good) + 3:,}" in error.what and why in error.why
             packed = write(tmp_path / "a.txt.gz", gzip.compress(good + bad))
-            assert f":1001, byte {len(good) + 3:,} of the unpacked text" in fails(BadData, packed).what
+            assert (
+                f":1001, byte {len(good) + 3:,} of the unpacked text" in fails(BadData, packed, bad_text="refuse").what
+            )
             row = b'{"text": "fine"}\n' * 5
             lines = write(tmp_path / "a.jsonl", row + b'{"text": "' + bad + b'"}\n')
             assert f"{lines}:6, byte {len(row) + 13:,}" in fails(BadData, lines).what
     assert "iconv -f ISO-8859-1" in fails(BadData, write(tmp_path / "l.txt", "café".encode("latin-1"))).next
     assert "iconv -f UTF-16" in fails(BadData, write(tmp_path / "u.txt", "text".encode("utf-16"))).next
     assert "byte 5" in fails(BadData, write(tmp_path / "cut.txt", "hello€".encode()[:-1])).what
+
+
+def test_a_few_bad_lines_are_set_aside_and_counted(tmp_path: Path, monkeypatch: Any) -> None:
+    warned: list[str] = []
+    verdicts: list[report.Verdict] = []
+    monkeypatch.setattr(report, "warn", lambda text, **_: warned.append(text))
+    monkeypatch.setattr(report, "verdict", verdicts.append)
+    for block in (64, 1 << 18):
+        monkeypatch.setattr(files, "BLOCK_BYTES", block)
+        good = [f"good line é {n}\r\n".encode() for n in range(6000)]
+        dirty = [
+            *good[:100],
+            b"caf\xe9 noir\n",
+            *good[100:4000],
+            b"a\0b\n",
+            b"\xff\xfe\n",
+            *good[4000:],
+            b"ends in \xc3",
+        ]
+        path = write(tmp_path / "a.txt", b"".join(dirty))
+        source = open_source([str(path)], None, None)
+        assert list(source.documents()) == list(source.documents()) == [b"".join(good).decode()]
+        assert [text for text in warned if "4 of 6,004 lines" in text] == [warned[-1]], "said once, not per reading"
+        assert verdicts[-1].culprit == {"path": str(path), "line": 101, "byte": sum(map(len, good[:100])) + 3}
+        warned.clear()
+        rows = [json.dumps({"text": f"row {n}"}).encode() for n in range(3000)]
+        lines = write(tmp_path / "a.jsonl", b"\n".join([*rows[:9], b'{"text": 7}', b"{half", *rows[9:]]))
+        assert read(lines) == [f"row {n}" for n in range(3000)]
+        assert "2 of 3,002 lines" in warned[-1]
+        warned.clear()
+
+
+def test_a_long_line_with_a_bad_byte_loses_only_a_piece(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(files, "LINE_BYTES", 1000)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 512)
+    long = ("日本é" * 20_000).encode()
+    path = write(tmp_path / "a.txt", long)
+    assert "".join(read(path)) == long.decode()
+    other = write(tmp_path / "b.txt", long + b"\xff" + long + b"\n" * 5000)
+    assert len(long.decode()) * 2 - 1000 < len("".join(read(other)).strip()) < len(long.decode()) * 2
 
 
 def test_real_latin_1_book_is_refused_at_its_first_odd_byte() -> None:

@@ -48,6 +48,9 @@ class Data(Section):
     text_key: str = _value("text", "the JSONL key that holds the text")
     seq_len: int = _value(256, "tokens in a window", "512 and 1024 are usual", ge=8, le=1_048_576)
     val_fraction: float = _value(0.02, "share of documents kept for validation", "0.01 to 0.1 is usual", ge=0, le=0.5)
+    bad_text: Literal["set_aside", "refuse"] = _value(
+        "set_aside", "lines that are not text (bad UTF-8, NUL, bad JSON): set aside and counted, or refused"
+    )
     max_documents: int | None = _value(None, "read only so many documents", ge=2)
     cache: Literal["auto", "require", "rebuild"] = _value("auto", "use, insist on, or rebuild the token cache")
     embedded_documents: int = _value(20_000, "size of the embedded corpus, in documents", ge=200, le=10_000_000)

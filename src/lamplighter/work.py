@@ -132,6 +132,9 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
         optimizer = optim.make_optimizer(built.model, run.train)
     steps = _count_steps(run, tokens)
     facts = {"machine": where.facts(), "cache": tokens.folder.name, "seed": run.train.seed, "steps": steps}
+    facts["compiled"] = run.train.compile and not request.get("eager")
+    if run.train.compile and request.get("eager"):
+        report.note("running uncompiled, because compiling did not work out in an earlier attempt")
     schedule = optim.schedule(run.train, steps)
     parts = Parts(run, folder, where, built, optimizer, schedule, tokens, tokenizer, steps, facts)
     with report.phase("plan"):
@@ -158,7 +161,7 @@ def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
             source: Source = sources.EmbeddedCorpus(0, data.embedded_documents)
         else:
             source = sources.open_source(
-                data.paths, data.source, data.separator, data.text_key, cache / "file_hashes.json"
+                data.paths, data.source, data.separator, data.text_key, cache / "file_hashes.json", data.bad_text
             )
         if data.max_documents is not None:
             source = sources.First(source, data.max_documents)
@@ -301,6 +304,9 @@ def _resume(parts: Parts, found: Path) -> None:
         if facts.get("machine", {}).get(name, value) != value:
             then = facts["machine"][name]
             report.warn(f"{name} was {then}, is {value}: from step {progress.step + 1} on no longer bit-identical")
+    if facts.get("compiled", parts.facts["compiled"]) != parts.facts["compiled"]:
+        then, now = ("compiled", "uncompiled") if facts["compiled"] else ("uncompiled", "compiled")
+        report.warn(f"it was {then}, is {now}: from step {progress.step + 1} on no longer bit-identical")
     if facts.get("steps") not in (None, parts.steps):
         report.warn(
             f"the run was planned for {facts['steps']} steps, now {parts.steps}: the schedule changes from here"

@@ -1,12 +1,12 @@
 """Files as a source of documents: finding, unpacking and decoding them, with the place of every fault.
 
 In:  paths, folders and patterns; text or JSON lines, as they are or packed by gzip or zstd.
-Out: texts in a fixed order. Nothing is repaired in silence: what is not UTF-8 text is refused with file, line and byte.
+Out: texts in a fixed order. Nothing is repaired in silence: a line that is not UTF-8 text is set aside and counted, or
+     refused, with file, line and byte.
 """
 
 from __future__ import annotations
 
-import codecs
 import glob
 import hashlib
 import json
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lamplighter import report
+from lamplighter.data.dirt import Dirt, FileDirt
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.rundir import hash_file, human_bytes, read_json, write_json
 
@@ -30,6 +31,7 @@ PACKED_SUFFIXES = {".gz", ".zst"}
 BLOCK_BYTES = 1 << 18
 PACKED_BLOCK_BYTES = 1 << 16  # unpacks to more
 PART_CHARS = 1 << 20
+LINE_BYTES = 1 << 20  # a longer line is decoded in pieces
 JUST_WRITTEN_S = 2.0  # a file changed so lately may change again within the same time stamp
 
 
@@ -190,9 +192,15 @@ class FileSource:
     """Text and JSON-lines files, packed or not, one after the other."""
 
     def __init__(
-        self, files: list[Path], separator: str | None = None, text_key: str = "text", hash_store: Path | None = None
+        self,
+        files: list[Path],
+        separator: str | None = None,
+        text_key: str = "text",
+        hash_store: Path | None = None,
+        bad_text: str = "set_aside",
     ) -> None:
         self.files, self.separator, self.text_key, self.hash_store = files, separator, text_key, hash_store
+        self.dirt = Dirt(bad_text)
         self._sizes = {path: path.stat().st_size for path in files}
         self._fingerprint = ""
         self._position = Position(str(files[0]), 0)
@@ -211,7 +219,7 @@ class FileSource:
         """The content of every file in order, and how it is read; neither names nor dates."""
         if not self._fingerprint:
             content = [[sha256, _kind(path)] for path, sha256 in zip(self.files, self._hashes(), strict=True)]
-            self._fingerprint = digest([content, self.separator, self.text_key, PART_CHARS])
+            self._fingerprint = digest([content, self.separator, self.text_key, PART_CHARS, self.dirt.policy])
         return self._fingerprint
 
     def documents(self, start: int = 0) -> Iterator[str]:
@@ -230,11 +238,11 @@ class FileSource:
         done = 0
         for path in self.files:
             self._position = Position(str(path), done)
-            blocks = self._blocks(path, done)
+            blocks, dirt = self._blocks(path, done), self.dirt.file(path)
             if _kind(path) == "json":
-                yield from filter(None, _json_texts(blocks, path, self.text_key))
+                yield from filter(None, _json_texts(blocks, path, self.text_key, dirt))
             else:
-                yield from filter(None, split(_characters(blocks, path), self.separator))
+                yield from filter(None, split(_characters(blocks, path, dirt), self.separator))
             done += self._sizes[path]
             self._position = Position(str(path), done)
 
@@ -329,30 +337,69 @@ def _not_text(path: Path, line: int, at: int, why: str, head: bytes) -> BadData:
     return BadData(f"not text: {path}:{line}, byte {at:,}{unpacked}", why, advice)
 
 
-def _characters(blocks: Iterator[bytes], path: Path) -> Iterator[str]:
-    """Decoded blocks; a byte-order mark is dropped."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+def _characters(blocks: Iterator[bytes], path: Path, dirt: FileDirt) -> Iterator[str]:
+    """Decoded pieces of whole lines; a byte-order mark is dropped, a line that is not text is set aside."""
     head, at, line = b"", 0, 1
-    for block in _then_end(blocks):
-        first = not head
-        head = head or block[:4]
-        if (nul := block.find(b"\0")) >= 0:
-            raise _not_text(path, line + block.count(b"\n", 0, nul), at + nul, "a NUL byte", head)
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            seen: bytes = error.object  # what the last block left, and this one
-            where = at - (len(seen) - len(block)) + error.start
-            lines = line + seen.count(b"\n", 0, error.start)
-            raise _not_text(path, lines, where, f"not UTF-8: {error.reason} {seen[error.start]:#04x}", head) from error
-        yield text.removeprefix("\ufeff") if first else text
-        at, line = at + len(block), line + block.count(b"\n")
+    for piece in _pieces(blocks):
+        first, head = not head, head or piece[:4]
+        if b"\0" not in piece and (text := _decoded(piece)) is not None:
+            yield text.removeprefix("\ufeff") if first else text
+        else:
+            yield from _good_lines(piece, path, line, at, head, dirt)
+        at, line = at + len(piece), line + piece.count(b"\n")
+    dirt.end(line)
 
 
-def _then_end(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """The blocks that hold something, then an empty one."""
-    yield from filter(None, blocks)
-    yield b""
+def _decoded(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _good_lines(piece: bytes, path: Path, line: int, at: int, head: bytes, dirt: FileDirt) -> Iterator[str]:
+    """The lines of a piece that are text."""
+    for raw in _split_keeping(piece):
+        if (fault := _fault(raw)) is None:
+            text = raw.decode()
+            yield text.removeprefix("\ufeff") if at == 0 else text
+        else:
+            dirt.set_aside(line, at + fault[0], _not_text(path, line, at + fault[0], fault[1], head))
+        at, line = at + len(raw), line + 1
+
+
+def _split_keeping(piece: bytes) -> list[bytes]:
+    """Lines end at a newline only; a carriage return is a character like others."""
+    return [raw + b"\n" for raw in piece.split(b"\n")[:-1]] + ([rest] if (rest := piece.rpartition(b"\n")[2]) else [])
+
+
+def _fault(raw: bytes) -> tuple[int, str] | None:
+    """(byte, reason) of the first thing in these bytes that is not text."""
+    if (nul := raw.find(b"\0")) >= 0:
+        return nul, "a NUL byte"
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        return error.start, f"not UTF-8: {error.reason} {raw[error.start]:#04x}"
+    return None
+
+
+def _pieces(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """The same bytes, cut after a line's end; a line of over LINE_BYTES is cut between two characters."""
+    held = b""
+    for block in blocks:
+        held += block
+        end = held.rfind(b"\n") + 1
+        if not end and len(held) > LINE_BYTES:
+            end = len(held)
+            while end > len(held) - 3 and held[end - 1] & 0xC0 == 0x80:
+                end -= 1
+            end -= held[end - 1] >= 0xC0  # the first byte of a character that may go on
+        if end:
+            yield held[:end]
+            held = held[end:]
+    if held:
+        yield held
 
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[tuple[int, int, bytes]]:
@@ -368,21 +415,24 @@ def _lines(blocks: Iterator[bytes]) -> Iterator[tuple[int, int, bytes]]:
     yield number, at, b"".join(parts)
 
 
-def _json_texts(blocks: Iterator[bytes], path: Path, key: str) -> Iterator[str]:
+def _json_texts(blocks: Iterator[bytes], path: Path, key: str, dirt: FileDirt) -> Iterator[str]:
+    number = 0
     for number, at, line in _lines(blocks):
         if line.strip():
-            yield from cut_all(_json_text(line, path, number, at, key), PART_CHARS)
+            try:
+                text = _json_text(line, path, number, at, key)
+            except BadData as error:
+                dirt.set_aside(number, at, error)
+                continue
+            yield from cut_all(text, PART_CHARS)
+    dirt.end(number)
 
 
 def _json_text(raw: bytes, path: Path, number: int, at: int, key: str) -> str:
     """The text of one line."""
-    if (nul := raw.find(b"\0")) >= 0:
-        raise _not_text(path, number, at + nul, "a NUL byte", raw)
-    try:
-        line = raw.decode()
-    except UnicodeDecodeError as error:
-        why = f"not UTF-8: {error.reason} {raw[error.start]:#04x}"
-        raise _not_text(path, number, at + error.start, why, raw) from error
+    if (fault := _fault(raw)) is not None:
+        raise _not_text(path, number, at + fault[0], fault[1], raw)
+    line = raw.decode()
     try:
         record = json.loads(line.removeprefix("\ufeff") if number == 1 else line)
         text = record.get(key) if isinstance(record, dict) else None

@@ -44,6 +44,7 @@ def open_source(
     separator: str | None,
     text_key: str = "text",
     hash_store: Path | None = None,
+    bad_text: str = "set_aside",
 ) -> Source:
     """The documents that the configuration asks for; the embedded corpus where it asks for none."""
     if paths and source:
@@ -52,7 +53,7 @@ def open_source(
     if source:
         return own_source(source)
     if paths:
-        return FileSource(find_files(paths), separator, text_key, hash_store)
+        return FileSource(find_files(paths), separator, text_key, hash_store, bad_text)
     return EmbeddedCorpus()
 
 

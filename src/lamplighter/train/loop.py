@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from lamplighter.model.transformer import load_weights, next_token_loss, weights
 from lamplighter.rundir import RunDir, free_bytes, read_last_lines
 from lamplighter.train import checkpoint, guard, machine, optim, score
 from lamplighter.train.checkpoint import Progress
+
+if TYPE_CHECKING:
+    from lamplighter.train.compiled import Compiled
 
 STOP_PATIENCE_S = 1.0  # how long a stop waits for the step to end by itself before it saves from beside it
 SYSTEM_EVERY_STEPS = 10
@@ -50,6 +53,7 @@ class Parts:
     steps: int
     facts: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
+    compiled: Compiled | None = None
     floor: score.Floor | None = None
 
     @property
@@ -185,7 +189,7 @@ def _steps(parts: Parts, keeper: Keeper, stream: BatchStream) -> Iterator[Record
         return
     with report.phase("first batch"):
         batch = stream.next(first)
-    if parts.run.train.compile:
+    if parts.facts["compiled"]:
         _compile(parts, batch)
     with report.phase("first step"):
         record = _step(parts, keeper, batch, trend, 0.0)
@@ -205,15 +209,37 @@ def _steps(parts: Parts, keeper: Keeper, stream: BatchStream) -> Iterator[Record
 def _compile(parts: Parts, batch: Batch) -> None:
     """One forward and backward whose gradients are thrown away: all compiling happens here, under its name."""
     with report.phase("compile"):
-        report.flag("compiling", True)
+        from lamplighter.train.compiled import Compiled, CompileError
+
+        compiled = Compiled(parts.model)
         try:
-            count = machine.compile_blocks(parts.model)
+            compiled.begin()
             rows = _micro_rows(parts, batch)[0]
             _micro_loss(parts, batch, rows).backward()  # type: ignore[no-untyped-call]
-            parts.optimizer.zero_grad(set_to_none=True)
+        except CompileError as error:
+            compiled.undo()
+            _go_eager(parts, str(error).strip().splitlines()[0], batch.step)
+        else:
+            compiled.ready()
+            parts.compiled = compiled
+            report.note(f"compiled {len(compiled.blocks)} blocks with torch.compile, in {compiled.compiles} compiles")
         finally:
-            report.flag("compiling", False)
-    report.note(f"compiled {count} blocks with torch.compile")
+            parts.optimizer.zero_grad(set_to_none=True)
+
+
+def _go_eager(parts: Parts, reason: str, step: int) -> None:
+    """The first rung of recovery: without the compiler it is slower, and no longer bit-identical to a compiled run."""
+    parts.facts["compiled"] = False
+    report.verdict(
+        report.Verdict(
+            "broken",
+            "compile_failed",
+            f"torch.compile failed ({reason}); running uncompiled, so from step {step} on not bit-identical to a compiled run",
+            "look at the traceback with TORCHDYNAMO_VERBOSE=1, or set --train.compile false",
+            "fallback",
+            culprit={"step": step},
+        )
+    )
 
 
 def _micro_rows(parts: Parts, batch: Batch) -> list[slice]:
@@ -262,8 +288,9 @@ def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited
         keeper.in_step = False
     seconds = waited_s + time.perf_counter() - started
     _tell(parts, batch, Record(step, loss, grad_norm, lr, seconds, batch.real_tokens), waited_s)
-    if verdict := trend.look(step, loss):
-        report.verdict(verdict)
+    for verdict in (trend.look(step, loss), parts.compiled and parts.compiled.look(step)):
+        if verdict:
+            report.verdict(verdict)
     return Record(step, loss, grad_norm, lr, seconds, batch.real_tokens)
 
 

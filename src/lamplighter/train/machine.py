@@ -1,4 +1,4 @@
-"""What we compute on: device, dtype, threads, compile, peak FLOP/s. The only file that will know process groups.
+"""What we compute on: device, dtype, threads, peak FLOP/s. The only file that will know process groups.
 
 In:  the train section.
 Out: a Machine, each choice with its reason in words.
@@ -201,15 +201,3 @@ def memory_gb(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         found["sys/gpu_mem_gb"] = torch.cuda.memory_allocated(device) / 1e9
     return found
-
-
-def compile_blocks(model: torch.nn.Module) -> int:
-    """Compile each transformer block by itself (repeats to the last bit, and compiles once for all); how many."""
-    blocks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    layers = max(blocks, key=len, default=None)
-    if layers is None:
-        model.compile(dynamic=False)
-        return 1
-    for block in layers:
-        block.compile(dynamic=False)
-    return len(layers)

@@ -20,7 +20,7 @@ NEVER = ("compile_slow", "gc", "slow_disk", "io", "starved", "stopped", "d_state
 class Decision:
     """What to do now."""
 
-    action: str = "none"  # none, restart, stop
+    action: str = "none"  # none, fallback (restart without the compiler), restart, stop
     why: str = ""
 
 
@@ -33,22 +33,33 @@ class Recovery:
     tried: set[tuple[str, int]] = field(default_factory=set)
     since_progress: int = 0
     durable: int = -1
+    eager: bool = False  # the compiler was given up
 
     def stuck(self, finding: Finding, longest_s: float, step: int, durable: int) -> Decision:
         """A live process: proved causes after a short grace, all others after long patience, and only with a way back."""
         cause, quiet_s = finding.verdict.cause, finding.verdict.since_s
         patience_s = GRACE_S if finding.provable else max(self.patience_s, TIMES_LONGEST * longest_s)
-        if self.policy == "report" or cause in NEVER or quiet_s < patience_s:
+        if self.policy == "report" or (cause in NEVER and not finding.asleep) or quiet_s < patience_s:
             return Decision()
         if self.policy == "stop":
             return Decision("stop", f"{cause} for {quiet_s:.0f} s, and watch.on_stuck is stop")
+        if cause == "compile_slow":
+            return self._fall_back(step, durable)
         if durable <= 0:
             return Decision()  # nothing to go back to: keep saying it
         return self._restart(finding.key, step, durable)
 
-    def dead(self, how: str, step: int, durable: int) -> Decision:
+    def dead(self, how: str, step: int, durable: int, compiling: bool = False) -> Decision:
         """A process that is gone: there is nothing left to lose by starting again."""
+        if compiling and self.policy == "recover" and not self.eager:
+            return self._fall_back(step, durable)
         return self._restart(how, step, durable) if self.policy == "recover" else Decision()
+
+    def _fall_back(self, step: int, durable: int) -> Decision:
+        if self.eager or (durable <= 0 and step > 0):
+            return Decision()
+        self.eager = True
+        return Decision("fallback", f"starting again from step {durable} without the compiler (eager)")
 
     def _restart(self, key: str, step: int, durable: int) -> Decision:
         if durable > self.durable:

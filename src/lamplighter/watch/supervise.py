@@ -152,14 +152,16 @@ class Supervisor:
         code = self.child.returncode
         if self.stop_reason or self.leave_now or self.planned == "stop":
             return False
-        if self.planned == "restart":
+        if self.planned in ("restart", "fallback"):
             return True
         if code >= 0 or not self.order.keeps_books:
             return False
         step, durable = self._where_it_stands()
         name = signal.Signals(-code).name
         memory = sense.oom_kills() > self.oom_before
-        decision = self.order.recovery.dead(f"killed by {name}", step, durable)
+        slot = self.observer.picture.slot
+        compiling = slot is not None and slot.flag("compiling")
+        decision = self.order.recovery.dead(f"killed by {name}", step, durable, compiling)
         why = f"the process was killed by {name} (signal {-code}) at step {step}" + (
             ", out of memory" if memory else ""
         )
@@ -171,7 +173,7 @@ class Supervisor:
                 "dead", cause, why, advice, decision.action, evidence, {"pid": self.child.pid, "rank": 0, "step": step}
             )
         )
-        return decision.action == "restart"
+        return decision.action in ("restart", "fallback")
 
     def _begin_again(self) -> None:
         """The next attempt, from the durable step."""
@@ -185,6 +187,7 @@ class Supervisor:
         self.last_status = read_record(self.run.status)
         self.durable_before = int(read_record(self.run.checkpoints / "latest.json").get("step") or 0)
         self.order.request["resume"] = "auto"
+        self.order.request["eager"] = self.order.recovery.eager
         self.observer.begin_again()
         self.memory.clear()
         self.warned.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,6 +28,7 @@ class Finding:
 
     verdict: Verdict
     provable: bool = False
+    asleep: bool = False  # a compiler that does not compute
 
     @property
     def key(self) -> str:
@@ -51,7 +52,7 @@ class Case:
 
     @property
     def cpu_share(self) -> float:
-        return (self.last.cpu_s - self.first.cpu_s) / self.seconds
+        return max(0.0, self.last.cpu_s - self.first.cpu_s) / self.seconds  # less when a child has ended
 
     @property
     def bytes_per_s(self) -> float:
@@ -140,9 +141,19 @@ def uninterruptible(case: Case) -> Finding | None:
 def compiling(case: Case) -> Finding | None:
     if not case.last.slot.flag("compiling") and not case.last.compilers:
         return None
+    if case.seconds > 0.9 and case.cpu_share < BUSY and case.bytes_per_s <= 0:
+        return _compile_asleep(case)
     child = f" ({case.last.compilers[0].name}, process {case.last.compilers[0].pid})" if case.last.compilers else ""
     why = f"compiling for {duration(case.last.quiet_s)}{child}{case.usually()}"
     return _finding(case, "slow", "compile_slow", why, "wait: the second start finds the result in the cache")
+
+
+def _compile_asleep(case: Case) -> Finding:
+    """Nobody computes: a compiler that waits. Named as slow, and given the patience of all that cannot be proved."""
+    names = ", ".join(f"{process.name} {process.pid}" for process in case.last.tree[1:4]) or "no child process"
+    why = f"compiling for {duration(case.last.quiet_s)}, and nothing computes ({names}){case.usually()}"
+    found = _finding(case, "slow", "compile_slow", why, "wait; given up for uncompiled code after watch.patience_s")
+    return replace(found, asleep=True)
 
 
 def collecting(case: Case) -> Finding | None:

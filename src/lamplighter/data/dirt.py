@@ -1,0 +1,87 @@
+"""What is not text: each bad line with file, line and byte; set aside and counted, or refused, by policy.
+
+In:  bad lines as the reader of files meets them, and how many lines there were.
+Out: an event for each (the first hundred), one verdict, the counts; BadData where there is too much of it to be dirt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from lamplighter import report
+from lamplighter.errors import BadData
+
+TOO_MUCH = 0.001  # of a file's lines: more is another encoding or another format, not dirt (a Latin-1 book has so few)
+SOON = 200  # so many bad lines, and it is checked before the end of the file
+TOLD = 100
+
+
+class Dirt:
+    """The bad lines of a source, each counted once however often the source is read."""
+
+    def __init__(self, policy: str = "set_aside") -> None:
+        self.policy = policy
+        self.known: set[tuple[str, int]] = set()
+        self.reasons: Counter[str] = Counter()
+        self.told: Counter[str] = Counter()
+
+    def file(self, path: Path) -> FileDirt:
+        """Begin one reading of one file."""
+        return FileDirt(self, path)
+
+    def met(self, path: Path, line: int, at: int, error: BadData) -> None:
+        """A line is set aside; the first one is a verdict."""
+        if (str(path), at) in self.known:
+            return
+        self.known.add((str(path), at))
+        self.reasons[error.why.split(":")[0]] += 1
+        if len(self.known) == 1:
+            verdict = report.Verdict(
+                "broken",
+                "dirty_text",
+                f"{error.what}: {error.why}; that line is set aside, and so are others like it",
+                "mend the file, or refuse such lines with --data.bad_text refuse",
+                "set_aside",
+                culprit={"path": str(path), "line": line, "byte": at},
+            )
+            report.verdict(verdict)
+        if len(self.known) <= TOLD:
+            report.event("set_aside", path=str(path), line=line, byte=at, why=error.why)
+
+    def tell(self, path: Path, bad: int, lines: int) -> None:
+        """At the end of a file, once: how many."""
+        if self.told[str(path)] == bad:
+            return
+        self.told[str(path)] = bad
+        report.warn(f"{bad} of {lines:,} lines of {path} set aside, as not text", path=str(path), count=bad)
+
+
+class FileDirt:
+    """One reading of one file."""
+
+    def __init__(self, dirt: Dirt, path: Path) -> None:
+        self.dirt, self.path = dirt, path
+        self.bad = 0
+        self.first: BadData | None = None
+
+    def set_aside(self, line: int, at: int, error: BadData) -> None:
+        """Count a bad line; refuse by policy, or as soon as there are too many."""
+        if self.dirt.policy == "refuse":
+            raise error
+        self.bad += 1
+        self.first = self.first or error
+        self.dirt.met(self.path, line, at, error)
+        if self.bad >= SOON:
+            self._refuse_too_much(line)
+
+    def end(self, lines: int) -> None:
+        """The file is read."""
+        if self.bad:
+            self._refuse_too_much(lines)
+            self.dirt.tell(self.path, self.bad, lines)
+
+    def _refuse_too_much(self, lines: int) -> None:
+        if self.first is not None and self.bad > TOO_MUCH * max(1, lines):
+            first = self.first
+            raise BadData(first.what, f"{first.why} (so in {self.bad:,} of {lines:,} lines)", first.next)
