@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, BinaryIO
 
 from lamplighter.errors import STOPPED_EARLY
@@ -53,6 +53,7 @@ NUMBERS = {  # name -> (offset, struct code); 8 bytes each, so a reader never se
     "answered_bytes": (152, "Q"),
 }
 TEXTS = {"phase": (256, 128), "span": (384, 64), "unit": (448, 32), "item": (512, 256), "last_words": (1024, 1024)}
+LOCALS = 12
 ANSWER_OVERHEAD_BYTES = 16384  # the request, and the pages that a small file makes dirty
 FLAGS_AT = NUMBERS["flags"][0]  # one byte each, so that no thread can undo another's
 FLAGS = ("saving", "compiling", "collecting garbage", "stopping", "waiting for a person", "writing the result")
@@ -522,6 +523,14 @@ def _ask_stop(reason: str) -> None:
     threading.Thread(target=action, name="lamp-stopper", daemon=True).start()
 
 
+def _whole_numbers(frame: FrameType) -> dict[str, int]:
+    """The int locals of a frame that is not a library's: loop counters. No other values: they are the user's data."""
+    if any(part in frame.f_code.co_filename for part in ("/lib/python3", "site-packages", "<frozen")):
+        return {}
+    found = {name: value for name, value in frame.f_locals.items() if type(value) is int and abs(value) < 1 << 62}
+    return dict(list(found.items())[:LOCALS])
+
+
 def write_stacks(number: int) -> None:
     """The stacks of all threads, taken under the GIL, as one small JSON file for the parent."""
     r = _reporter
@@ -537,7 +546,7 @@ def write_stacks(number: int) -> None:
         frames = []
         walk = frame
         while walk is not None:
-            frames.append([walk.f_code.co_filename, walk.f_lineno, walk.f_code.co_name])
+            frames.append([walk.f_code.co_filename, walk.f_lineno, walk.f_code.co_name, _whole_numbers(walk)])
             walk = walk.f_back  # type: ignore[assignment]
         name = thread.name if thread else "?"
         threads.append(

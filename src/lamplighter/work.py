@@ -128,6 +128,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
         for reason in where.reasons:
             report.note(reason)
         built = _build_model(run, tokenizer)
+        tokens.check_ids(built.vocab_size)
         built.model.to(where.device)
         optimizer = optim.make_optimizer(built.model, run.train)
     steps = _count_steps(run, tokens)

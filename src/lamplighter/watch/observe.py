@@ -60,11 +60,17 @@ class Observer:
         self.history = phase_history(run)
         self.durable_at: float | None = None
         self.fresh: list[dict[str, Any]] = []
+        self.before_hello: Slot | None = None
+
+    def started(self, pid: int) -> None:
+        """A process that has not reported yet is looked at from outside all the same."""
+        now = time.monotonic_ns()
+        self.before_hello = Slot(pid=pid, phase="start of the process", phase_since_ns=now, tick_ns=now)
 
     def look(self, spent_s: float = 0.0) -> list[dict[str, Any]]:
         """One look; updates `picture`, returns the new events."""
         picture = self.picture
-        slot = read_slot(self.run.slot(0))
+        slot = read_slot(self.run.slot(0)) or self.before_hello
         if slot is not None and slot.pid:
             picture.process = sense.look(slot.pid)
             self._count(slot)

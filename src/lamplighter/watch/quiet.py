@@ -14,6 +14,7 @@ from pathlib import Path
 from lamplighter.report import Slot
 from lamplighter.rundir import RunDir
 from lamplighter.watch import sense, stacks
+from lamplighter.watch.recording import to_json
 from lamplighter.watch.verdict import Finding, judge
 
 QUIET_S = 2.0
@@ -62,6 +63,15 @@ class Quiet:
         if self.captures or slot.flag("compiling") or self.gap_s > WITHOUT_STACKS_S:
             self.finding = judge(list(self.window), self.captures, self.usual_gap_s.get(self.phase, 0.0))
         return self.gap_s
+
+    def keep_evidence(self, finding: Finding) -> str | None:
+        """What the verdict was judged from, as a file: it can be judged again."""
+        path = self.run.stacks / f"{time.strftime('%Y%m%d-%H%M%S')}-{finding.verdict.cause}.json"
+        try:
+            path.write_text(to_json(list(self.window), self.captures, self.usual_gap_s.get(self.phase, 0.0)))
+        except OSError:  # a full disk: the sentence is still said
+            return None
+        return path.name
 
     def _learn(self, slot: Slot) -> None:
         """Work was done: the spell is over, and its length is a fact about this phase."""

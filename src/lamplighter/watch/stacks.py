@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lamplighter.rundir import RunDir, read_json
@@ -46,6 +47,7 @@ class Frame:
     file: str
     line: int
     func: str
+    numbers: Mapping[str, int] = field(default_factory=dict, compare=False)  # its whole-number locals: loop counters
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.func}"
@@ -72,6 +74,7 @@ class Stacks:
     threads: tuple[ThreadStack, ...]
     source: str
     sampler_silent: bool = False
+    at: float = 0.0  # monotonic seconds
 
     def text(self) -> str:
         blocks = []
@@ -83,19 +86,17 @@ class Stacks:
 
 def take(run: RunDir, rank: int, pid: int) -> Stacks | None:
     """Ask the listening thread; if it is silent (GIL held in C, or stopped), py-spy with a deadline."""
-    state = look(pid).state
+    state, asked = look(pid).state, False
     if state not in "TtDZX":
-        answered = _ask_listener(run, rank)
+        asked = send(run, rank, f"stacks {(number := time.monotonic_ns())}")
+        answered = _answer(run, rank, number) if asked else None
         if answered is not None:
             return answered
-    by_pyspy = _pyspy(pid, nonblocking=state in "TtD", sampler_silent=True)
+    by_pyspy = _pyspy(pid, nonblocking=state in "TtD", sampler_silent=asked or state in "TtD")
     return by_pyspy or (_by_signal(run, rank, pid) if state in "RS" else None)
 
 
-def _ask_listener(run: RunDir, rank: int) -> Stacks | None:
-    number = time.monotonic_ns()
-    if not send(run, rank, f"stacks {number}"):
-        return None
+def _answer(run: RunDir, rank: int, number: int) -> Stacks | None:
     deadline = time.monotonic() + SAMPLER_DEADLINE_S
     while time.monotonic() < deadline:
         answer = read_json(run.stack_answer(rank))
@@ -104,7 +105,7 @@ def _ask_listener(run: RunDir, rank: int) -> Stacks | None:
                 ThreadStack(item["name"], tuple(Frame(*frame) for frame in item["frames"]))
                 for item in answer["threads"]
             )
-            return Stacks(threads, "listener")
+            return Stacks(threads, "listener", at=time.monotonic())
         time.sleep(0.002)
     return None
 
@@ -121,7 +122,7 @@ def _by_signal(run: RunDir, rank: int, pid: int) -> Stacks | None:
         text = path.read_bytes()[before:].decode("utf-8", "replace")
         frames = tuple(Frame(file, int(line), func) for file, line, func in DUMPED.findall(text))
         if frames and text.endswith("\n"):
-            return Stacks((ThreadStack("MainThread", frames),), "signal", sampler_silent=True)
+            return Stacks((ThreadStack("MainThread", frames),), "signal", True, time.monotonic())
         time.sleep(0.01)
     return None
 
@@ -171,7 +172,7 @@ def _pyspy(pid: int, nonblocking: bool, sampler_silent: bool) -> Stacks | None:
         for item in dumped
     )
     main_first = sorted(threads, key=lambda thread: thread.name != "MainThread")
-    return Stacks(tuple(main_first), "py-spy", sampler_silent)
+    return Stacks(tuple(main_first), "py-spy", sampler_silent, time.monotonic())
 
 
 def culprit(stack: ThreadStack) -> Frame | None:

@@ -245,6 +245,7 @@ class Supervisor:
             env=environment,
         )
         os.close(output)
+        self.observer.started(self.child.pid)
         self.pidfd = os.pidfd_open(self.child.pid) if hasattr(os, "pidfd_open") else -1
 
     def _ended(self) -> bool:
@@ -297,9 +298,10 @@ class Supervisor:
     def _name_quiet(self) -> None:
         """Once per quiet spell and cause: a line that stays and an event."""
         finding = self.observer.quiet.finding
-        named = finding.key if finding else ""
+        named = f"{finding.key} {finding.left_s is not None}" if finding else ""
         if finding is not None and named != self.quiet_named:
-            self._say_verdict(finding.verdict, provable=finding.provable)
+            kept = self.observer.quiet.keep_evidence(finding)
+            self._say_verdict(finding.verdict, provable=finding.provable, left_s=finding.left_s, kept=kept)
         self.quiet_named = named
 
     def _act_on_finding(self) -> None:

@@ -7,8 +7,8 @@ Out: a Finding: a verdict in the form of every verdict, and whether it is proved
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,6 +29,7 @@ class Finding:
     verdict: Verdict
     provable: bool = False
     asleep: bool = False  # a compiler that does not compute
+    left_s: float | None = None  # until the loop that it is in ends
 
     @property
     def key(self) -> str:
@@ -188,7 +189,9 @@ def holding_the_gil(case: Case) -> Finding | None:
 def running(case: Case) -> Finding | None:
     if case.cpu_share < BUSY or case.frame is None:
         return None
-    here = f"at {case.frame.short}, {case.cpu_share:.0%} of a core, {case.words()}{case.usually()}"
+    counted = loop_progress(case)
+    far = counted.words() if counted else case.usually()
+    here = f"at {case.frame.short}, {case.cpu_share:.0%} of a core, {case.words()}{far}"
     if _starved(case):
         return _finding(
             case, "slow", "starved", f"other programs take the cores: running {here}", "stop them, or train.threads 1"
@@ -199,14 +202,10 @@ def running(case: Case) -> Finding | None:
         return _finding(case, "slow", "livelock", why, "if this loop cannot end, fix it; it is given patience")
     if loop is not None and case.last.slot.span == "compute":
         why = f"alive: a Python loop over `{loop.text}` (line {loop.line}) in {case.frame.func} runs {here}"
-        return _finding(
-            case,
-            "slow",
-            "python_loop",
-            why,
-            "replace the loop by tensor operations: it runs once per step for every item",
-        )
-    return _finding(case, "slow", "running", f"alive, running {here}", "wait, or look at that line")
+        advice = "replace the loop by tensor operations: it runs once per step for every item"
+        return replace(_finding(case, "slow", "python_loop", why, advice), left_s=counted.left_s if counted else None)
+    found = _finding(case, "slow", "running", f"alive, running {here}", "wait, or look at that line")
+    return replace(found, left_s=counted.left_s if counted else None)
 
 
 def deadlocked(case: Case) -> Finding | None:
@@ -283,6 +282,57 @@ class Loop:
     kind: str  # for or while
     line: int
     text: str
+    counter: str = ""  # the variable of a `for`
+    node: ast.For | ast.While | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class LoopProgress:
+    """How far a loop has come between two stacks."""
+
+    counter: str
+    value: int
+    per_s: float
+    end: int | None
+
+    @property
+    def left_s(self) -> float | None:
+        return (self.end - self.value) / self.per_s if self.end is not None and self.per_s > 0 else None
+
+    def words(self) -> str:
+        count = f", {self.counter} = {self.value:,}" + (f" of {self.end:,}" if self.end is not None else "")
+        left = f", about {duration(self.left_s)} left" if self.left_s is not None else f", {self.per_s:,.0f} a second"
+        return count + left
+
+
+def loop_progress(case: Case) -> LoopProgress | None:
+    """From the loop's counter in two stacks; None where it cannot be seen or does not move."""
+    if len(case.stacks) < 2 or not all(taken.threads for taken in case.stacks):
+        return None
+    for frame in case.stacks[-1].threads[0].frames:
+        before = next(
+            (f for f in case.stacks[0].threads[0].frames if (f.file, f.func) == (frame.file, frame.func)), None
+        )
+        loop = enclosing_loop(frame.file, frame.line) if frame.numbers and before else None
+        if loop is None or before is None or loop.counter not in frame.numbers or loop.counter not in before.numbers:
+            continue
+        seconds = case.stacks[-1].at - case.stacks[0].at
+        moved = frame.numbers[loop.counter] - before.numbers[loop.counter]
+        if seconds > 0.1 and moved > 0:
+            end = _range_end(loop.node, frame.numbers)
+            return LoopProgress(loop.counter, frame.numbers[loop.counter], moved / seconds, end)
+    return None
+
+
+def _range_end(node: ast.For | ast.While | None, numbers: Mapping[str, int]) -> int | None:
+    """The end of `range(...)`, where it is written as a number or as a variable that the stack shows."""
+    call = node.iter if isinstance(node, ast.For) else None
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "range" and call.args):
+        return None
+    end = call.args[min(1, len(call.args) - 1)]
+    if isinstance(end, ast.Constant) and isinstance(end.value, int):
+        return end.value
+    return numbers.get(end.id) if isinstance(end, ast.Name) else None
 
 
 @lru_cache(maxsize=64)
@@ -310,5 +360,6 @@ def enclosing_loop(file: str, line: int) -> Loop | None:
             kind = "for" if isinstance(node, ast.For) else "while"
             text = ast.unparse(node.iter) if isinstance(node, ast.For) else ast.unparse(node.test)
             if found is None or node.lineno >= found.line:
-                found = Loop(kind, node.lineno, text)
+                target = node.target if isinstance(node, ast.For) else None
+                found = Loop(kind, node.lineno, text, target.id if isinstance(target, ast.Name) else "", node)
     return found
