@@ -46,7 +46,7 @@ from lamplighter.watch.resources import disk_verdict, memory_verdict
 from lamplighter.watch.voice import Voice
 
 LOOK_EVERY_S = 0.25
-RESOURCES_EVERY_S = 5.0
+RESOURCES_EVERY_S = 2.5
 STATUS_EVERY_S = 0.9
 OUTPUT_LINES = 40
 BUDGET_BACKSTOP_S = 5.0
@@ -111,7 +111,7 @@ class Supervisor:
         self.error_told = False
         self.error_heard = False
         self.notifier = Notifier(order.notify, run.name, lambda text: voice.say(text, "bold yellow"))
-        self.memory: deque[tuple[float, float]] = deque(maxlen=120)
+        self.memory: deque[tuple[float, float]] = deque(maxlen=240)
         self.resources_at = time.monotonic()
         self.checkpoint_bytes = 0
         self.warned: set[str] = set()
@@ -202,7 +202,7 @@ class Supervisor:
         self.notifier.tell(verdict.state, verdict.why, cause=verdict.cause, action=verdict.action)
 
     def _watch_resources(self) -> None:
-        """Every 5 s: does memory or disk run out? Each is said once per attempt."""
+        """Every few seconds: does memory or disk run out? Each is said once per attempt."""
         now, process = time.monotonic(), self.observer.picture.process
         if now - self.resources_at < RESOURCES_EVERY_S or process is None:
             return
