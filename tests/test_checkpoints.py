@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import TINY, lamp, losses_of, shared, slot_of, start_lamp, wait_for
+from conftest import TINY, Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 from lamplighter.data.tokens import open_tokens
 from lamplighter.rundir import RunDir, read_json, read_lines
 
@@ -116,7 +116,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped", "torn", "state gone"])
-def test_a_bad_checkpoint_is_passed_over_and_said(tmp_path: Path, how: str) -> None:
+def test_a_bad_checkpoint_is_passed_over_and_said(tmp_path: Path, how: str, zoo_row: Row) -> None:
     run = quick(tmp_path, "--save.every_steps", "4")
     whole = losses_of(run)
     damage(run.checkpoints / "checkpoint-12", how)
@@ -130,6 +130,9 @@ def test_a_bad_checkpoint_is_passed_over_and_said(tmp_path: Path, how: str) -> N
         s: v for s, v in whole.items() if s <= 4
     }
     assert list(run.checkpoints.glob("aside-checkpoint-8-*")), "a bad folder is moved aside, not deleted"
+    found = [e for e in read_lines(run.events) if e["type"] == "verdict" and e["cause"] == "bad_checkpoint"]
+    assert [Path(e["culprit"]["path"]).name for e in found] == ["checkpoint-12", "checkpoint-8"]
+    zoo_row(f"bad_checkpoint {how}"[:18], "start", "fallback", 0)
 
 
 def test_nothing_valid_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
@@ -158,14 +161,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 WIDE = ["--model.width", "128", "--model.heads", "4"]  # a checkpoint of about 5.3 MB
 
 
-def test_a_full_disk_at_the_start_is_said_with_need_and_have(tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_at_the_start_is_said_with_need_and_have(tmp_path: Path, small_disk: Path, zoo_row: Row) -> None:
     words = [*TINY, *WIDE, "--model.layers", "4", "--train.steps", "5", "--runs-dir", str(small_disk / "runs")]
     done = lamp("train", "--run", "r", *words, cwd=tmp_path)
     assert done.returncode == 73, done.stdout
     assert re.search(r"it needs [\d.]+ MB, [\d.]+ MB are free", done.stdout)
+    zoo_row("disk_full start", "start", "stop", 73)
 
 
-def test_a_disk_that_fills_up_during_a_save_leaves_the_old_checkpoint_intact(tmp_path: Path, small_disk: Path) -> None:
+def test_a_disk_that_fills_up_during_a_save_leaves_the_old_checkpoint_intact(
+    tmp_path: Path, small_disk: Path, zoo_row: Row
+) -> None:
     run = RunDir(small_disk / "runs" / "r")
     words = ["train", "--run", "r", *TINY, "--model.width", "64", "--train.steps", "100000", "--save.every_steps", "40",
              "--save.keep", "1", "--runs-dir", str(small_disk / "runs")]  # fmt: skip
@@ -185,9 +191,12 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_old_checkpoint_intact(tmp
     done = lamp(*words, "--train.steps", str(steps), cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert read_json(run.status)["step"] == steps
+    found = [e for e in read_lines(run.events) if e["type"] == "verdict" and e["cause"] == "disk_full"]
+    assert found
+    zoo_row("disk_full", "save", "stop", 73)
 
 
-def test_the_best_is_never_pruned(tmp_path: Path) -> None:
+def test_the_best_is_never_pruned(tmp_path: Path, zoo_row: Row) -> None:
     """With an absurd learning rate the first validation is the best one; many saves later it is still there."""
     run = quick(tmp_path, "--save.every_steps", "2", "--eval.every_steps", "2", "--save.keep", "2", "--train.lr", "1.0",
                 "--train.warmup_steps", "0", "--train.grad_clip", "0", steps=20)  # fmt: skip
@@ -198,6 +207,7 @@ def test_the_best_is_never_pruned(tmp_path: Path) -> None:
     assert best["step"] in there
     assert there[-2:] == [18, 20]
     assert len(there) <= 3
+    zoo_row("best_pruned", "none", "none", 0)
 
 
 def test_generate_has_seeds_samples_and_limits(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import TINY, lamp, losses_of, slot_of, start_lamp, wait_for
+from conftest import TINY, Row, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter import __version__, cli
 from lamplighter.rundir import RunDir, read_json, read_lines
 
@@ -124,11 +124,12 @@ def test_a_finished_run_says_so_goes_on_when_raised_and_begins_anew_when_told(tm
     assert sorted(losses_of(run)) == list(range(1, 9))
 
 
-def test_drift_is_refused_and_named(tmp_path: Path) -> None:
+def test_drift_is_refused_and_named(tmp_path: Path, zoo_row: Row) -> None:
     assert train(tmp_path)[0] == 0
     done = lamp("train", "--run", "r", *TINY, "--train.steps", "20", "--train.lr", "0.5", cwd=tmp_path)
     assert done.returncode == 78
     assert "train.lr: 0.0003 -> 0.5" in done.stderr
+    zoo_row("config_drift", "start", "stop", 78)
 
 
 def test_going_back_to_an_older_checkpoint_keeps_the_newer_ones(tmp_path: Path) -> None:
@@ -273,7 +274,7 @@ def test_a_budget_stops_and_saves_before_it_is_spent_across_attempts(tmp_path: P
     assert "cost/usd" in [r for r in read_lines(run.metrics) if "train/loss" in r][-1]
 
 
-def test_a_second_ctrl_c_leaves_now_without_a_torn_file(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_leaves_now_without_a_torn_file(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "stuck.py").write_text(
         "import ctypes, torch\n"
         "class Model(torch.nn.Module):\n"
@@ -311,6 +312,7 @@ def test_a_second_ctrl_c_leaves_now_without_a_torn_file(tmp_path: Path) -> None:
     rows = json.loads(lamp("checkpoints", "r", "--json", cwd=tmp_path).stdout)
     assert rows[-1]["step"] == 15
     assert all(row["valid"] for row in rows)
+    zoo_row("double_ctrl_c", "at once", "stop", 130)
 
 
 def test_stop_while_the_main_thread_is_in_a_long_call_saves_the_last_completed_step(tmp_path: Path) -> None:
@@ -350,7 +352,7 @@ def test_stop_while_the_main_thread_is_in_a_long_call_saves_the_last_completed_s
 
 
 @pytest.mark.parametrize("phase", ["import", "tokenizer", "cache", "evaluate", "save"])
-def test_a_stop_in_any_phase_is_said_at_once_and_ends_with_75(tmp_path: Path, phase: str) -> None:
+def test_a_stop_in_any_phase_is_said_at_once_and_ends_with_75(tmp_path: Path, phase: str, zoo_row: Row) -> None:
     run = RunDir(tmp_path / "runs" / "r")
     (tmp_path / "slow.py").write_text(
         "import time\ndef documents():\n    for i in range(400):\n        time.sleep(0.02)\n        yield f'paper {i} is read slowly ' * 9\n"
@@ -379,6 +381,7 @@ def test_a_stop_in_any_phase_is_said_at_once_and_ends_with_75(tmp_path: Path, ph
     status = read_json(run.status)
     assert status["state"] == "stopped"
     assert status["durable_step"] == status["step"]
+    zoo_row(f"sigterm {phase}"[:18], "at once", "stop", 75)
 
 
 def test_nohup_and_a_closed_terminal(tmp_path: Path) -> None:

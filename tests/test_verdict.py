@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from lamplighter.report import FLAGS, Slot, Verdict
+from lamplighter.watch.recording import from_json, to_json
 from lamplighter.watch.recover import Recovery
 from lamplighter.watch.resources import disk_verdict, memory_verdict
 from lamplighter.watch.sense import Observation, ProcessLook, ThreadLook
-from lamplighter.watch.stacks import Frame, Stacks, ThreadStack
+from lamplighter.watch.stacks import OURS, Frame, Stacks, ThreadStack
 from lamplighter.watch.verdict import Finding, enclosing_loop, judge
 
 SOURCE = """\
@@ -147,3 +149,29 @@ def test_memory_that_grows_steadily_is_said_before_it_is_too_late() -> None:
     assert memory_verdict([(float(t), 1e9) for t in range(0, 60, 5)], left_bytes=4e9) is None
     assert disk_verdict(10**9, 6 * 10**8) is not None
     assert disk_verdict(10**10, 6 * 10**8) is None
+
+
+RECORDINGS = sorted((Path(__file__).parent / "recordings").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+def test_recorded_runs_are_judged_as_they_were(path: Path, tmp_path: Path) -> None:
+    """Real observations, kept by real runs (tests/zoo/record.py)."""
+    record = json.loads(path.read_text())
+    (tmp_path / "animal.py").write_text(record["source"])
+    text = json.dumps(record["seen"]).replace("{folder}", str(tmp_path)).replace("{ours}/", OURS)
+    window, stacks, usual_s = from_json(text)
+    found = judge(window, stacks, usual_s)
+    assert found is not None
+    truth = record["truth"]
+    assert (found.verdict.state, found.verdict.cause, found.provable) == (
+        truth["state"],
+        truth["cause"],
+        truth["provable"],
+    )
+    assert found.verdict.culprit["line"] == truth["line"]
+    assert from_json(to_json(window, stacks, usual_s)) == (window, stacks, usual_s)
+
+
+def test_there_are_recordings() -> None:
+    assert len(RECORDINGS) >= 7

@@ -18,10 +18,12 @@ class LampError(Exception):
     """A mistake or a fault that has a name. `code` is the exit code of the command."""
 
     code = CRASHED
+    cause = ""  # the name of the fault in a verdict, where it has one
 
-    def __init__(self, what: str, why: str = "", next: str = "") -> None:
+    def __init__(self, what: str, why: str = "", next: str = "", cause: str = "") -> None:
         super().__init__(what)
         self.what, self.why, self.next = what, why, next
+        self.cause = cause or self.cause
 
     def lines(self) -> list[str]:
         """The three lines that a person reads."""
@@ -39,6 +41,7 @@ class BadData(LampError):
     """Input was found, but it is empty, binary or corrupt."""
 
     code = 65
+    cause = "bad_data"
 
 
 class InputMissing(LampError):
@@ -63,12 +66,14 @@ class CannotWrite(LampError):
     """The disk is full or the folder is not writable."""
 
     code = 73
+    cause = "disk_full"
 
 
 class NoCheckpoint(LampError):
     """Nothing valid to resume from or to load."""
 
     code = 74
+    cause = "bad_checkpoint"
 
 
 class StoppedEarly(LampError):

@@ -336,10 +336,12 @@ def event(type: str, **fields: Any) -> None:
     _reporter.event(type, **fields)
 
 
-def last_words(lines: list[str], code: int) -> None:
-    """An error for people: as an event, and in the slot in case the disk is full."""
+def last_words(lines: list[str], code: int, cause: str = "", why: str = "", next: str = "") -> None:
+    """An error for people: as an event, and in the slot in case the disk is full; as a verdict where it has a name."""
     _reporter.slot.text("last_words", "\n".join(lines))
     _reporter.event("error", lines=lines, code=code)
+    if cause:  # in the words of the error, so it is not said twice
+        _reporter.event("verdict", said=True, **asdict(Verdict("broken", cause, why, next, "stop")))
 
 
 @dataclass(frozen=True)

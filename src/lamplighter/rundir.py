@@ -147,7 +147,8 @@ def cannot_write(path: Path, error: OSError) -> CannotWrite:
             f"{human_bytes(free_bytes(path))} are free there",
             "free some space or choose another place with --runs-dir; what was saved before is intact",
         )
-    return CannotWrite(f"cannot write to {path}", error.strerror or str(error), "choose another place with --runs-dir")
+    why, advice = error.strerror or str(error), "choose another place with --runs-dir"
+    return CannotWrite(f"cannot write to {path}", why, advice, cause="cannot_write")
 
 
 def free_bytes(path: Path) -> int:

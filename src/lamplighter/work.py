@@ -61,7 +61,7 @@ def main() -> int:
     except StoppedEarly as stop:
         code = stop.code
     except LampError as error:
-        report.last_words(error.lines(), error.code)
+        report.last_words(error.lines(), error.code, error.cause, f"{error.what}: {error.why}", error.next)
         code = error.code
     except MemoryError:
         traceback.print_exc()
@@ -71,7 +71,7 @@ def main() -> int:
     except Exception as crash:  # noqa: BLE001  the traceback is kept in output.log, the last line is said
         if isinstance(crash, OSError) and crash.errno == errno.ENOSPC:
             full = cannot_write(folder.path, crash)
-            report.last_words(full.lines(), full.code)
+            report.last_words(full.lines(), full.code, full.cause, f"{full.what}: {full.why}", full.next)
             report.leave(full.code)
         traceback.print_exc()
         where = traceback.extract_tb(crash.__traceback__)[-1]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import LAMP, TINY, clean_env, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
+from conftest import LAMP, TINY, Row, clean_env, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, is_running, read_json, read_lines
 
 QUICK = ["train", "--run", "z", *TINY, "--train.steps", "40", "--save.every_steps", "10"]
@@ -47,7 +47,7 @@ class Model(torch.nn.Module):
 """
 
 
-def test_nan_batch_is_skipped_and_named_down_to_the_module(tmp_path: Path) -> None:
+def test_nan_batch_is_skipped_and_named_down_to_the_module(tmp_path: Path, zoo_row: Row) -> None:
     """A window of data (not a moment) makes Inf: found by its ids, so it is the same at every attempt."""
     bad = "def BAD(module):\n    return module.training and int(module.ids.sum()) % 23 == 5\n"
     (tmp_path / "nan_model.py").write_text(NAN_MODEL + bad)
@@ -69,6 +69,7 @@ def test_nan_batch_is_skipped_and_named_down_to_the_module(tmp_path: Path) -> No
         os.kill(slot_of(other).pid, signal.SIGKILL)
     assert again.wait(60) == done.returncode
     assert last_losses(other) == whole
+    zoo_row("nan_batch", "same step", "skip", done.returncode)
 
 
 def test_too_many_bad_batches_stop_with_76(tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def BAD(module):
 """
 
 
-def test_bad_batches_in_a_row_are_rolled_back_and_passed_over(tmp_path: Path) -> None:
+def test_bad_batches_in_a_row_are_rolled_back_and_passed_over(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "nan_model.py").write_text(NAN_MODEL + bad_from(22, 25))
     words = [*QUICK, "--model.family", "nan_model:Model"]
     done = lamp(*words, cwd=tmp_path)
@@ -118,15 +119,17 @@ def test_bad_batches_in_a_row_are_rolled_back_and_passed_over(tmp_path: Path) ->
             time.sleep(0.3)
     assert again.wait(60) == 0
     assert last_losses(other) == whole
+    zoo_row("nan_batch, back", "same step", "restart", 0)
 
 
-def test_a_second_roll_back_is_divergence(tmp_path: Path) -> None:
+def test_a_second_roll_back_is_divergence(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "nan_model.py").write_text(NAN_MODEL + bad_from(22, 99))
     done = lamp(*QUICK, "--model.family", "nan_model:Model", cwd=tmp_path)
     run = RunDir(tmp_path / "runs" / "z")
     assert done.returncode == 76
     assert [v["action"] for v in verdicts(run, "nan_batch")] == [*["skip"] * 3, "restart", *["skip"] * 3, "stop"]
     assert read_json(run.status)["durable_step"] >= 20
+    zoo_row("nan_batch, twice", "same step", "stop", 76)
 
 
 SPOILED_MODEL = """
@@ -151,7 +154,7 @@ class Model(torch.nn.Module):
 """
 
 
-def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "spoiled_model.py").write_text(SPOILED_MODEL)
     words = [*QUICK, "--model.family", "spoiled_model:Model"]
     done = lamp(*words, cwd=tmp_path)
@@ -164,9 +167,10 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
 
     for path in run.checkpoints.glob("checkpoint-*"):
         assert all(np.isfinite(tensor).all() for tensor in load_file(path / "model.safetensors").values()), path
+    zoo_row("nan_weights_saved", "same step", "restart", 0)
 
 
-def test_a_learning_rate_near_zero_is_named(tmp_path: Path) -> None:
+def test_a_learning_rate_near_zero_is_named(tmp_path: Path, zoo_row: Row) -> None:
     words = [*QUICK, "--train.steps", "30000", "--train.warmup_steps", "29000", "--save.every_steps", "1000"]
     going = start_lamp(*words, cwd=tmp_path)
     run = RunDir(tmp_path / "runs" / "z")
@@ -176,9 +180,10 @@ def test_a_learning_rate_near_zero_is_named(tmp_path: Path) -> None:
     (found,) = verdicts(run, "lr_zero")
     assert "warm-up takes 97%" in str(found["why"])
     assert "step 20" in str(found["why"])
+    zoo_row("lr_zero", "20 steps", "none", 75)
 
 
-def test_slow_input_is_told_from_stuck(tmp_path: Path) -> None:
+def test_slow_input_is_told_from_stuck(tmp_path: Path, zoo_row: Row) -> None:
     """A FIFO that gives 20 kB/s."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "slow.py").write_text(
@@ -209,10 +214,11 @@ def test_slow_input_is_told_from_stuck(tmp_path: Path) -> None:
     assert found, done.stdout
     assert str(found[0]["culprit"]["path"]).endswith("pipe")  # type: ignore[index]
     assert float(found[0]["since_s"]) < 6  # type: ignore[arg-type]
+    zoo_row("slow_disk", float(str(found[0]["since_s"])), "none", 0)
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped"])
-def test_a_damaged_token_shard_is_rebuilt_or_refused_never_trained_on(tmp_path: Path, how: str) -> None:
+def test_a_damaged_token_shard_is_rebuilt_or_refused_never_trained_on(tmp_path: Path, how: str, zoo_row: Row) -> None:
     assert lamp(*QUICK, cwd=tmp_path).returncode == 0
     whole = losses_of(RunDir(tmp_path / "runs" / "z"))
     (shard,) = (tmp_path / "runs" / ".cache").glob("*/train-00000.bin")
@@ -229,9 +235,12 @@ def test_a_damaged_token_shard_is_rebuilt_or_refused_never_trained_on(tmp_path: 
     else:
         assert done.returncode == 65, done.stdout
         assert "train-00000.bin" in done.stdout
+    cause = "shard_truncated" if how == "truncated" else "shard_bitflip"
+    (found,) = verdicts(RunDir(tmp_path / "runs" / "y"), cause)
+    zoo_row(cause, "start", str(found["action"]), done.returncode)
 
 
-def test_a_cache_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
+def test_a_cache_lock_of_a_dead_process_is_taken_over(tmp_path: Path, zoo_row: Row) -> None:
     words = ["train", "--run", "z", *TINY, "--data.embedded_documents", "60000", "--train.steps", "3"]
     first = start_lamp(*words, "--watch.on_stuck", "stop", cwd=tmp_path)
     run = RunDir(tmp_path / "runs" / "z")
@@ -240,9 +249,11 @@ def test_a_cache_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     first.wait(10)
     done = lamp(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-1500:]
+    assert verdicts(run, "dead_lock_file"), done.stdout[-1500:]
+    zoo_row("dead_lock_file", "start", "none", 0)
 
 
-def test_a_blocked_output_does_not_stop_training(tmp_path: Path) -> None:
+def test_a_blocked_output_does_not_stop_training(tmp_path: Path, zoo_row: Row) -> None:
     reading, writing = os.pipe()
     run = RunDir(tmp_path / "runs" / "z")
     words = [*QUICK, "--train.steps", "3000", "--verbose"]
@@ -257,23 +268,26 @@ def test_a_blocked_output_does_not_stop_training(tmp_path: Path) -> None:
         os.close(reading)
         going.kill()
     assert read_json(run.status)["step"] == 3000
+    zoo_row("stdout_blocked", "in the log", "none", 0)
 
 
-def test_kill_of_the_parent_leaves_no_orphan_and_no_lock(tmp_path: Path) -> None:
+def test_kill_of_the_parent_leaves_no_orphan_and_no_lock(tmp_path: Path, zoo_row: Row) -> None:
     run = RunDir(tmp_path / "runs" / "z")
     going = start_lamp(*QUICK, "--train.steps", "100000", cwd=tmp_path)
     wait_for(lambda: slot_of(run).step > 5, process=going)
     going.kill()
     going.wait()
     wait_for(lambda: not processes_of(run.path) and not is_running(run), 2)
+    zoo_row("orphans", "none", "none", -9)
 
 
-def test_too_few_file_descriptors(tmp_path: Path) -> None:
+def test_too_few_file_descriptors(tmp_path: Path, zoo_row: Row) -> None:
     command = f"ulimit -n 40; exec {' '.join(LAMP)} {' '.join(QUICK)}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr
+    zoo_row("low_fd", "none", "none", 0)
 
 
 def test_notify_by_command_and_by_webhook(tmp_path: Path) -> None:

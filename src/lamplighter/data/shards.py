@@ -119,6 +119,7 @@ def bad_id(name: str, offset: int, found: int, vocab_size: int) -> BadData:
         f"token id out of range: {name}:{offset:,}",
         f"id {found:,}, but the vocabulary has {vocab_size:,} tokens",
         "the cache is from another tokenizer, or damaged: build it again with --data.cache rebuild",
+        cause="token_range",
     )
 
 

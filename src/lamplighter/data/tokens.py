@@ -59,7 +59,12 @@ def ensure(cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Set
             report.note(f"token cache reused: {folder} ({'another process has built it' if waited else 'complete'})")
             _tidy(folder)
             return folder
-        report.note(_reason(cache_root, folder, parts, mode, fault))
+        reason = _reason(cache_root, folder, parts, mode, fault)
+        if mode == "auto" and (folder / "manifest.json").exists():
+            advice = "nothing to do; if it happens again, look at the disk"
+            report.verdict(report.Verdict("broken", "shard_truncated", reason, advice, "rebuild"))
+        else:
+            report.note(reason)
         if mode == "rebuild" or (folder / "manifest.json").exists():
             for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):  # that one first
                 if path.name != "lock":
@@ -154,9 +159,9 @@ def _locked(folder: Path) -> Iterator[bool]:
             _wait(fd, folder)
         if dead := read_json(folder / "lock"):  # an orderly holder leaves it empty
             since = time.strftime("%H:%M:%S", time.localtime(dead.get("t", 0)))
-            report.note(
-                f"token cache taken over from dead pid {dead.get('pid')} on {dead.get('host')}, lock of {since}"
-            )
+            why = f"token cache taken over from dead pid {dead.get('pid')} on {dead.get('host')}, lock of {since}"
+            culprit = {"pid": dead.get("pid"), "path": str(folder / "lock")}
+            report.verdict(report.Verdict("broken", "dead_lock_file", why, "nothing to do", culprit=culprit))
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps({**identity(), "t": time.time()}).encode(), 0)
         try:
@@ -290,7 +295,8 @@ def _verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:
             p.tick(0, str(folder / name))
             if hash_file(folder / name, p.tick) != entry["sha256"]:
                 why = "its sha256 is not the one in manifest.json: the disk or somebody changed it"
-                raise BadData(f"damaged: {folder / name}", why, "build it again with --data.cache rebuild")
+                advice = "build it again with --data.cache rebuild"
+                raise BadData(f"damaged: {folder / name}", why, advice, cause="shard_bitflip")
 
 
 def _allow_open_files(count: int) -> None:

@@ -243,7 +243,9 @@ def find(root: Path, wanted: str = "auto") -> Path | None:
         reason = _verify(path)
         if reason is None:
             return path
-        report.warn(f"{path.name} is passed over: {reason}", checkpoint=path.name, reason=reason)
+        advice = "nothing to do: the one before it is used; the bad one is kept aside"
+        why = f"{path.name} is passed over: {reason}"
+        report.verdict(report.Verdict("broken", "bad_checkpoint", why, advice, "fallback", culprit={"path": str(path)}))
     if there:
         raise NoCheckpoint(
             f"none of the {len(there)} checkpoints in {root} is valid",

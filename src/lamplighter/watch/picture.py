@@ -186,7 +186,7 @@ def tell(event: dict[str, Any]) -> list[tuple[str, str]]:
         return [(f"sample at step {event['step']}:", "magenta")] + [
             (f"   {line}", "") for line in _wrapped(event["text"])
         ]
-    if kind == "verdict":
+    if kind == "verdict" and not event.get("said"):
         style = "yellow" if event["state"] == "slow" else "bold red"
         return [(f"{event['state']}: {clean(event['why'])}", style), (f"next: {event['next']}", style)]
     if kind == "error":
