@@ -353,7 +353,7 @@ class Passage:
                 self._answer(bool(busy))
 
     def _over(self) -> bool:
-        return self.told_end and not self.ways and not any(screen.waiting for screen in self.screens)
+        return self.answered and not self.ways and not any(screen.waiting for screen in self.screens)
 
     def _wait(self) -> set[int]:
         now = time.monotonic()
