@@ -115,6 +115,13 @@ class Person:
     def resize(self, columns: int) -> None:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
 
+    def hang_up(self) -> None:
+        """Close the terminal: the reader sits in a read, which holds it open until the next byte has come."""
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, self.master)
+        os.close(null)
+        self.reader.join(5)
+
     def sees(self, what: bytes, deadline_s: float = 20) -> None:
         try:
             wait_for(lambda: what in self.seen, deadline_s)
@@ -190,6 +197,11 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return "gone"
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # ---------------------------------------------------------------- a screen, as small as the tests need

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ import pytest
 
 from conftest import wait_for
 from lamplighter.watch import passage
-from person import COLUMNS, DRIVER, Page, Person, sleep_until_quiet, state_of
+from person import COLUMNS, DRIVER, Page, Person, cpu_s, sleep_until_quiet, state_of
 
 PERSONS: list[Person] = []
-Start = Callable[..., Person]
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +191,25 @@ def test_a_job_in_the_background_draws_no_footer_but_its_output_comes(tmp_path: 
     assert b"FOOTER" not in person.finish()
 
 
+def test_stty_tostop_stops_a_background_job_for_its_own_words_and_not_for_ours(tmp_path: Path) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "words").write_text("0.2 say SAID\n")
+    person = start("bash", "--norc", "-i", shell=True)
+    code = "import time; time.sleep(1.5); print('output'); time.sleep(1)"
+    person.type(b"stty tostop\n")
+    person.type(f'{sys.executable} {tmp_path}/driver.py {tmp_path} {sys.executable} -uc "{code}" &\n'.encode())
+    person.folder = tmp_path
+    command, carrier = person.pids()
+    person.sees(b"SAID")
+    assert state_of(command) == "S"
+    wait_for(lambda: state_of(command) == "T" and state_of(carrier) == "T")
+    assert b"\noutput" not in person.seen
+    person.type(b"fg\n")
+    person.sees(b"\noutput")
+    person.type(b"exit\n")
+    person.finish()
+
+
 def test_input_and_the_debugger_read_from_the_terminal(tmp_path: Path) -> None:
     code = "name = input('name? ')\nprint('hello', name)\nimport pdb; pdb.set_trace()\nprint('after')"
     script = tmp_path / "asks.py"
@@ -278,13 +296,17 @@ def test_ctrl_s_does_not_stop_training_and_ctrl_q_shows_it(tmp_path: Path) -> No
     person.type(b"\x13\n")
     assert person.code() == 0
     assert b"step 5" not in person.seen
+    _, carrier = person.pids()
+    before = cpu_s(carrier)
+    time.sleep(1)
+    assert cpu_s(carrier) - before < 0.2, "it does not wait, it spins"
     person.type(b"\x11")
     person.sees(b"step 199999\r\n")
     assert (tmp_path / "output.log").read_bytes().endswith(b"step 199999\n")
     person.finish()
 
 
-def test_fifty_megabytes_are_complete(tmp_path: Path, record_property: Any) -> None:
+def test_fifty_megabytes_are_complete(tmp_path: Path) -> None:
     took = []
     for folder in (None, tmp_path):
         began = time.monotonic()
@@ -297,23 +319,18 @@ def test_fifty_megabytes_are_complete(tmp_path: Path, record_property: Any) -> N
 
 
 def test_a_closed_terminal_leaves_a_nohup_command_and_its_log_alone(tmp_path: Path) -> None:
+    (tmp_path / "words").write_text("".join(f"{i / 10} footer FOOTER {i}\n0 say SAID\n" for i in range(40)))
     code = "import time\nprint('ready')\nfor i in range(100): print('step', i); time.sleep(0.02)\nprint('done')"
     person = python(code, folder=tmp_path, nohup=True)
     person.sees(b"step 3")
-    os.close(os.dup(person.master))
-    person.looking.clear()
-    hang_up(person)
+    command, carrier = person.pids()
+    person.hang_up()
+    os.killpg(os.getpgid(command), signal.SIGHUP)  # as a shell does with its jobs
+    wait_for(lambda: "step 80" in (tmp_path / "output.log").read_text())
+    assert cpu_s(carrier) < 0.6
     assert person.code() == 0
     assert (tmp_path / "output.log").read_text().split("\n")[-3:] == ["step 99", "done", ""]
-    person.finish()
-
-
-def hang_up(person: Person) -> None:
-    """Close the terminal: the reader sits in a read, which holds it open until the next byte has come."""
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, person.master)
-    person.looking.set()
-    person.reader.join(5)
+    assert b"step 99" not in person.finish()
 
 
 # ---------------------------------------------------------------- a watcher that fails

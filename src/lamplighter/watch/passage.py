@@ -154,15 +154,14 @@ class Screen:
                 return
             self.waiting.popleft()
             if self.skipped:
-                self._own_first(
-                    f"... {self.skipped} bytes not shown while the terminal was stopped; all of it is in output.log"
-                )
-                self.skipped = 0
+                self._tell_of_the_gap()
 
-    def _own_first(self, line: str) -> None:
-        note = f"\r\n{line}\r\n".encode()
+    def _tell_of_the_gap(self) -> None:
+        words = f"... {self.skipped} bytes not shown while the terminal was stopped; all of it is in output.log"
+        note = f"\r\n{words}\r\n".encode()
         self.waiting.appendleft(note)
         self.waiting_bytes += len(note)
+        self.skipped = 0
 
     def _give_up(self) -> None:
         self.gone = True
@@ -185,12 +184,14 @@ class Screen:
             return
         if self._owned(now):
             self._draw_title(now)
-        elif self._wants_footer():
+        elif self.footer != self.shown:
             self._draw_footer(now)
 
     def due_at(self, now: float) -> float:
         """When speak() will have something to do."""
         moments = [float("inf")]
+        if self.gone:
+            return moments[0]
         if self.said:
             moments.append(min(min(self.said)[0], self.moved + DRAWING_S if not self.line_open else float("inf")))
         if self.waiting:
@@ -216,10 +217,7 @@ class Screen:
         return max(self.last_output + SETTLE_S, self.last_draw + DRAW_EVERY_S)
 
     def _wants_something(self, now: float) -> bool:
-        return self._wants_title() if self._owned(now) else self._wants_footer()
-
-    def _wants_footer(self) -> bool:
-        return self.footer != self.shown
+        return self._wants_title() if self._owned(now) else self.footer != self.shown
 
     def _wants_title(self) -> bool:
         return self.style == "title" and self.footer not in ("", self.title) and self._between_sequences()
@@ -237,7 +235,7 @@ class Screen:
 
     def _draw_footer(self, now: float) -> None:
         self.last_draw = now
-        columns = window_size(self.tty)[1]
+        columns = columns_of(self.tty)
         if not self.foreground() or columns < 2:
             return
         line = fit(self.footer, columns - 1)
@@ -291,25 +289,23 @@ def _not_stopped_for_writing() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def window_size(tty: int) -> tuple[int, int]:
-    """Rows and columns; 0 x 0 for a terminal that does not say."""
+def columns_of(tty: int) -> int:
+    """How wide it is; 0 for a terminal that does not say."""
     try:
-        rows, columns, _, _ = struct.unpack("HHHH", fcntl.ioctl(tty, termios.TIOCGWINSZ, b"\0" * 8))
+        return int(struct.unpack("HHHH", fcntl.ioctl(tty, termios.TIOCGWINSZ, b"\0" * 8))[1])
     except OSError:
-        return 0, 0
-    return rows, columns
+        return 0
 
 
 def copy_window_size(tty: int, pty: int) -> bool:
     """Whether it had changed."""
     try:
         size = fcntl.ioctl(tty, termios.TIOCGWINSZ, b"\0" * 8)
-        if fcntl.ioctl(pty, termios.TIOCGWINSZ, b"\0" * 8) == size:
-            return False
+        changed = fcntl.ioctl(pty, termios.TIOCGWINSZ, b"\0" * 8) != size
         fcntl.ioctl(pty, termios.TIOCSWINSZ, size)
     except OSError:
         return False
-    return True
+    return changed
 
 
 # ---------------------------------------------------------------- the process
@@ -409,7 +405,8 @@ class Passage:
         kind, _, text = message.partition(" ")
         now = time.monotonic()
         if kind == "command":
-            self.command = _pidfd(int(text))
+            with suppress(OSError):  # it may have ended already
+                self.command = os.pidfd_open(int(text))
         elif kind == "end":
             self._end(now)
         elif kind == "":  # the watcher is gone
@@ -481,13 +478,6 @@ def _drain(master: int) -> tuple[bytes, bool]:
         pieces.append(piece)
         size += len(piece)
     return b"".join(pieces), False
-
-
-def _pidfd(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1
 
 
 def main(words: str, log: str, shared: str, style: str, state: str, *pairs: str) -> None:

@@ -13,6 +13,7 @@ Not carried: terminal modes that a command sets through stdout instead of stdin 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import resource
@@ -40,6 +41,7 @@ WITNESS_S = 0.5
 REVIVALS = 5
 WORDS_LIMIT = 32_000
 PTY_MASTER = os.makedev(5, 2)  # a terminal to isatty(), but the wrong end of it
+TIOCGDEV = 0x80045432  # the kernel's number for the device behind a terminal, /dev/tty too
 TITLED = ("xterm", "screen", "tmux", "rxvt", "alacritty", "foot", "kitty", "wezterm", "konsole", "vte", "gnome")
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGQUIT)
 FROM_THE_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
@@ -81,6 +83,14 @@ def _open_anew(fd: int) -> int:
 
 def _is_terminal(fd: int) -> bool:
     return os.isatty(fd) and os.fstat(fd).st_rdev != PTY_MASTER
+
+
+def _which(fd: int) -> bytes:
+    """Which terminal it is, whatever name it was opened by."""
+    try:
+        return fcntl.ioctl(fd, TIOCGDEV, b"\0" * 4)
+    except OSError:
+        return str(os.fstat(fd).st_rdev).encode()
 
 
 def _never_closed(fd: int) -> None:
@@ -147,11 +157,11 @@ class Terminal:
         return terminal
 
     def _lay_lines(self) -> None:
-        by_terminal: dict[int, _Line] = {}
+        by_terminal: dict[bytes, _Line] = {}
         for fd in (1, 2):
             if not _is_terminal(fd):
                 continue
-            which = os.fstat(fd).st_rdev
+            which = _which(fd)
             if which not in by_terminal:
                 by_terminal[which] = _lay(fd)
                 self._lines.append(by_terminal[which])
@@ -279,9 +289,12 @@ class Terminal:
             self._words.close()
         if self._stream is not None:
             self._stream.finish(max(0.0, deadline - time.monotonic()))
+        for line in self._lines:
+            _close(line.master)
+            _close(line.tty)
         if self._passage is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._passage.wait(0.2)
+                self._passage.wait(0.2)  # longer only for a stopped terminal, or somebody the command left behind
 
     def _answered(self, wait_s: float) -> bool:
         """Whether the passage has said that all is out, or has left."""
