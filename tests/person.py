@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -122,6 +123,13 @@ class Person:
         os.close(null)
         self.reader.join(5)
 
+    def watch_in_bash(self, script: Path, after: str = "") -> None:
+        """As a person would type it."""
+        self.folder = script.parent
+        driver = self.folder / "driver.py"
+        driver.write_text(DRIVER)
+        self.type(f"{sys.executable} {driver} {self.folder} {sys.executable} -u {script} {after}\n".encode())
+
     def sees(self, what: bytes, deadline_s: float = 20) -> None:
         try:
             wait_for(lambda: what in self.seen, deadline_s)
@@ -132,6 +140,7 @@ class Person:
         """The job's pid and the next thing that a shell would hear of it."""
         line = b""
         while not line.endswith(b"\n"):
+            assert select.select([self.report], [], [], 60)[0], f"the job goes on and on: {bytes(self.seen[-500:])!r}"
             line += os.read(self.report, 1)
         pid, status = line.split()
         return int(pid), int(status)
@@ -154,6 +163,9 @@ class Person:
         wait_for(lambda: path.exists() and path.read_text().count(" ") == 1)
         command, passage = path.read_text().split()
         return int(command), int(passage)
+
+    def watcher(self) -> int:
+        return int(Path(f"/proc/{self.pids()[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
     def finish(self) -> bytes:
         """Let the shell go; nothing may be left running. All that the person saw."""
