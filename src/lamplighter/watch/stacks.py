@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lamplighter.rundir import RunDir, read_json
@@ -63,6 +64,10 @@ class ThreadStack:
     name: str
     frames: tuple[Frame, ...]
     holds_gil: bool | None = None
+    tid: int | None = None  # of the kernel, where it is known
+    locals: Mapping[str, int] = field(
+        default_factory=dict, compare=False
+    )  # whole numbers of the user's innermost frame
 
 
 @dataclass(frozen=True)

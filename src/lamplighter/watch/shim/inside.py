@@ -9,19 +9,19 @@ imported that costs a start-up. Importing this file does nothing; `install` does
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # `signal` drags `enum` along
 import _thread
 import faulthandler
 import gc
 import mmap
 import os
 import sys
-from time import monotonic, monotonic_ns
+from time import monotonic_ns
 
 TYPE_CHECKING = False  # `typing` costs a millisecond of everybody's start-up
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from types import CodeType, FrameType, ModuleType, TracebackType
+    from collections.abc import Callable, Mapping
+    from types import FrameType, TracebackType
     from typing import Any
 
 # ---------------------------------------------------------------- the slot: two pages of mapped memory
@@ -100,7 +100,7 @@ class _Descriptor:
 
 
 _nowhere = _Slot(bytearray(SLOT_BYTES))
-_slot = _nowhere
+slot = _nowhere
 _stem = ""  # <folder>/p<pid>, once installed
 _main_ident = _sampler_ident = 0
 _ask: _Descriptor | None = None
@@ -108,7 +108,7 @@ _dump: _Descriptor | None = None
 _kept: list[object] = []  # pages of parents: freeing one would close a number that may be somebody else's by now
 
 
-def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
+def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, but its errors are nobody's business: a change in torch must never break a script."""
 
     def guarded(*args: Any) -> Any:
@@ -123,31 +123,35 @@ def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------- the user's lines
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_USERS, _LIBRARY, _HIDDEN = 0, 1, 2
+USERS, _LIBRARY, _HIDDEN = 0, 1, 2
 _kinds: dict[str, int] = {}
 
 
-def _kind(file: str) -> int:
+def kind_of(file: str) -> int:
     """Whose file this is: the user's, some library's, or of no interest (Python, torch, us)."""
     kind = _kinds.get(file)
     if kind is None:
         if "/site-packages/" in file or "/dist-packages/" in file:
             kind = _HIDDEN if "/torch/" in file else _LIBRARY
-        elif "/lib/python3" in file or "/lib64/python3" in file or file.startswith((_HERE, "<frozen", sys.prefix + "/bin/")):
+        elif (
+            "/lib/python3" in file
+            or "/lib64/python3" in file
+            or file.startswith((_HERE, "<frozen", sys.prefix + "/bin/"))
+        ):
             kind = _HIDDEN
         else:
-            kind = _LIBRARY if file.startswith("<") else _USERS
+            kind = _LIBRARY if file.startswith("<") else USERS
         _kinds[file] = kind
     return kind
 
 
-def _users_frame(frame: FrameType | None) -> FrameType | None:
+def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's code; else of a library; else the innermost."""
     second = None
     walk = frame
     while walk is not None:
-        kind = _kind(walk.f_code.co_filename)
-        if kind == _USERS:
+        kind = kind_of(walk.f_code.co_filename)
+        if kind == USERS:
             return walk
         if kind == _LIBRARY and second is None:
             second = walk
@@ -155,7 +159,7 @@ def _users_frame(frame: FrameType | None) -> FrameType | None:
     return second or frame
 
 
-def _place(frame: FrameType | None) -> str:
+def place(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_filename[-200:]}:{frame.f_lineno}" if frame is not None else ""
 
 
@@ -190,7 +194,7 @@ def _whole_numbers(frame: FrameType) -> dict[str, int]:
         return {}
     found: dict[str, int] = {}
     for name in code.co_varnames + code.co_cellvars if in_function else code.co_names:
-        value = values.get(name)
+        value: Any = values.get(name)
         if type(value) in (int, bool) and abs(value) < 1 << 63 and len(found) < 12:
             found[name] = value
     if copies:
@@ -199,7 +203,7 @@ def _whole_numbers(frame: FrameType) -> dict[str, int]:
 
 
 def _frames_as_json(frame: FrameType) -> str:
-    rows = []
+    rows: list[str] = []
     walk: FrameType | None = frame
     while walk is not None and len(rows) < _DEEPEST:
         rows.append(f"[{_quote(walk.f_code.co_filename)},{walk.f_lineno},{_quote(walk.f_code.co_name)}]")
@@ -212,8 +216,8 @@ def _thread_as_json(ident: int, frame: FrameType, known: Mapping[int, Any]) -> s
     thread = known.get(ident)
     name = str(thread.name) if thread is not None else "MainThread" if is_main else "?"
     tid = getattr(thread, "native_id", None) or (os.getpid() if is_main else "null")
-    users = _users_frame(frame)
-    numbers = _whole_numbers(users) if users is not None and _kind(users.f_code.co_filename) != _HIDDEN else {}
+    users = users_frame(frame)
+    numbers = _whole_numbers(users) if users is not None and kind_of(users.f_code.co_filename) != _HIDDEN else {}
     values = ",".join(f"{_quote(name)}:{str(value).lower()}" for name, value in numbers.items())
     return (
         f'{{"name":{_quote(name)},"tid":{tid},"main":{str(is_main).lower()},'
@@ -241,8 +245,8 @@ def _answer(number: int, stem: str) -> None:
             rest = rest[os.write(fd, rest) :]
     finally:
         os.close(fd)
-    _slot.add("answers")
-    _slot.add("answered_bytes", len(answer))
+    slot.add("answers")
+    slot.add("answered_bytes", len(answer))
     os.rename(stem + ".stacks.new", stem + ".stacks.json")
 
 
@@ -258,7 +262,7 @@ def _listen(ask: _Descriptor, stem: str) -> None:
         for line in lines:
             word, _, number = line.partition(b" ")
             if word == b"stacks" and number.isdigit():
-                _quiet(_answer)(int(number), stem)
+                quiet(_answer)(int(number), stem)
 
 
 def _start_listening(stem: str) -> None:
@@ -293,347 +297,30 @@ def _open_dump(stem: str) -> None:
         os.close(fd)
 
 
-# ---------------------------------------------------------------- modules, wrapped right after they were executed
-
-
-def _bracket(
-    owner: Any, name: str, begin: Callable[..., Any], end: Callable[..., Any] | None = None, raised: bool = False
-) -> None:
-    """Put `begin(args, kwargs)` before and `end(begun, args, worked)` after a function of a module or a class."""
-    import functools
-
-    function = owner.__dict__.get(name)
-    if function is None or hasattr(function, "_lamplighter"):
-        return
-    begin, end = _quiet(begin), _quiet(end) if end is not None else None
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        begun = begin(args, kwargs)
-        if end is None:
-            return function(*args, **kwargs)
-        worked = False
-        try:
-            result = function(*args, **kwargs)
-            worked = True
-            return result
-        finally:
-            end(begun, args, worked)
-
-    wrapped._lamplighter = True  # type: ignore[attr-defined]
-    wrapped._torchdynamo_disable = True  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
-
-
-def _nothing(*_: object) -> None:
-    """There is nothing to do before."""
-
-
-# -- optimizers
-
-_optimizers: set[int] = set()
-
-
-def _on_step(optimizer: object, args: object, kwargs: object) -> None:
-    slot, now = _slot, monotonic_ns()
-    slot.add("steps")
-    slot.set("step_ns", now)
-    if id(optimizer) not in _optimizers:
-        if not slot.get("step_first_ns"):
-            slot.set("step_first_ns", now)
-        _optimizers.add(id(optimizer))
-        slot.set("optimizers", len(_optimizers))
-
-
-_on_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # else a compiled opt.step() warns on the user's screen
-
-
-def _watch_optimizers(module: ModuleType) -> None:
-    module.register_optimizer_step_post_hook(_on_step)
-
-
-# -- data loaders, in the process that asks
-
-_last_loader = 0
-
-
-def _fetch_begins(args: tuple[Any, ...], kwargs: object) -> tuple[int, int, int]:
-    global _last_loader
-    slot, iterator, now = _slot, args[0], monotonic_ns()
-    outer = (now, slot.get("in_fetch"), slot.get("fetch_since_ns"))
-    if id(iterator) != _last_loader:
-        _last_loader = id(iterator)
-        slot.set("loader_workers", iterator._num_workers)
-        try:
-            slot.set("loader_len", len(iterator))
-        except Exception:
-            slot.set("loader_len", -1)
-    task = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", -1))
-    slot.set("wait_worker", task[0] if task else -1)
-    slot.set("fetch_since_ns", now)
-    slot.set("in_fetch", 1)
-    return outer
-
-
-def _fetch_ends(begun: tuple[int, int, int], args: object, worked: bool) -> None:
-    slot, (started, outer, since) = _slot, begun
-    slot.set("in_fetch", outer)
-    slot.set("fetch_since_ns", since if outer else started)
-    if worked:
-        slot.add("fetches")
-    if not outer:
-        slot.add("fetch_wait_ns", monotonic_ns() - started)
-
-
-def _watch_loaders(module: ModuleType) -> None:
-    _bracket(module._BaseDataLoaderIter, "__next__", _fetch_begins, _fetch_ends)
-
-
-# -- data loaders, in the process that reads
-
-
-def _item_text(index: object, running: int) -> str:
-    """40..43, or 40, 7, 12; a batch that is not made of whole numbers goes by its running number."""
-    wanted = index if isinstance(index, (list, tuple)) else [index]
-    if not wanted or any(type(one) is not int for one in wanted):
-        return f"batch {running}"
-    first, last = wanted[0], wanted[-1]
-    if len(wanted) > 2 and last - first == len(wanted) - 1 and list(wanted) == list(range(first, last + 1)):
-        return f"{first}..{last}"
-    shown = ", ".join(str(one) for one in wanted[:8])
-    return f"{shown}, and {len(wanted) - 8} more" if len(wanted) > 8 else shown
-
-
-def _item_begins(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    slot = _slot
-    running = slot.get("items")
-    if running == 0:
-        info = getattr(sys.modules.get("torch.utils.data._utils.worker"), "_worker_info", None)
-        slot.set("worker", info.id if info is not None else -1)
-    by_index = type(args[0]).__name__ != "_IterableDatasetFetcher"
-    index = args[1] if len(args) > 1 else kwargs.get("possibly_batched_index")
-    slot.text("item", _item_text(index if by_index else None, running))
-    slot.set("item_since_ns", monotonic_ns())
-    slot.set("in_item", 1)
-
-
-def _item_ends(begun: object, args: object, worked: bool) -> None:
-    _slot.set("in_item", 0)
-    if worked:
-        _slot.add("items")
-
-
-def _watch_fetchers(module: ModuleType) -> None:
-    for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
-        _bracket(getattr(module, name), "fetch", _item_begins, _item_ends)
-
-
-# -- collectives
-
-COLLECTIVES = (
-    "all_reduce broadcast all_gather all_gather_into_tensor reduce_scatter_tensor reduce gather scatter all_to_all barrier "
-    "monitored_barrier send recv all_gather_object broadcast_object_list gather_object scatter_object_list"
-).split()
-_in_collective: set[int] = set()
-
-
-def _tensor_text(values: Iterable[Any]) -> str:
-    for value in values:
-        several = f"{len(value)} x " if isinstance(value, (list, tuple)) and value else ""
-        tensor = value[0] if several else value
-        if hasattr(tensor, "shape") and hasattr(tensor, "dtype"):
-            return f" {several}{list(tensor.shape)} {str(tensor.dtype).replace('torch.', '')}"
-    return ""
-
-
-def _collective_begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Zero where this call was made by another collective: that one counts."""
-    ident = _thread.get_ident()
-    if ident in _in_collective:
-        return 0
-    _in_collective.add(ident)
-    slot = _slot
-    slot.text("coll", name + _tensor_text((*args, *kwargs.values())))
-    slot.text("coll_at", _place(_users_frame(sys._getframe(1))))
-    if name != "init_process_group":
-        slot.add("coll_seq")
-    slot.set("coll_since_ns", monotonic_ns())
-    slot.set("in_coll", 1)
-    return ident
-
-
-def _collective_ends(begun: int, args: object, worked: bool) -> None:
-    if begun:
-        _slot.set("in_coll", 0)
-        _in_collective.discard(begun)
-
-
-def _watch_collectives(module: ModuleType) -> None:
-    def joined(begun: int, args: object, worked: bool) -> None:
-        _collective_ends(begun, args, worked)
-        if worked:  # ranks that were not started by a launcher have no RANK in their environment
-            _slot.set("rank", module.get_rank())
-            _slot.set("world", module.get_world_size())
-
-    for name in (*COLLECTIVES, "init_process_group"):
-
-        def begin(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = name) -> int:
-            return _collective_begins(name, args, kwargs)
-
-        _bracket(module, name, begin, joined if name == "init_process_group" else _collective_ends)
-
-
-# -- the compiler
-
-
-def _on_compile_start(*args: Any) -> None:
-    slot = _slot
-    text = str(getattr(args[0], "compile_id", "")) if args else ""
-    slot.text("compile_id", text)
-    again = text.rpartition("/")[2].partition("_")[0]
-    if again.isdigit() and int(again) > 0:
-        slot.add("recompiles")
-    slot.add("compiles")
-    slot.set("compile_since_ns", monotonic_ns())
-    slot.set("compiling", 1)
-
-
-def _on_compile_end(*args: object) -> None:
-    _slot.set("compiling", 0)
-
-
-def _watch_compiler(module: ModuleType) -> None:
-    handler = module.callback_handler
-
-    def register(*_: object) -> None:
-        handler.register_start_callback(_quiet(_on_compile_start))
-        handler.register_end_callback(_quiet(_on_compile_end))
-
-    register()
-    _bracket(type(handler), "clear", _nothing, register)  # torch._dynamo.reset() forgets all callbacks
-
-
-# -- progress bars
-
-_last_bar = (0, -1)
-
-
-def _note_bar(begun: object, args: tuple[Any, ...], worked: object = True) -> None:
-    """The bar that moved last, whichever; drawing it again is no movement."""
-    global _last_bar
-    bar = args[0]
-    if getattr(bar, "disable", True):
-        return
-    count = int(bar.n)
-    if (id(bar), count) == _last_bar:
-        return
-    slot = _slot
-    if id(bar) != _last_bar[0]:
-        slot.set("bar_total", int(bar.total) if bar.total is not None else -1)
-        slot.text("bar", str(getattr(bar, "desc", "") or "").rstrip(": "))
-    _last_bar = (id(bar), count)
-    slot.set("bar_n", count)
-    slot.set("bar_ns", monotonic_ns())
-
-
-def _watch_bars(module: ModuleType) -> None:
-    _bracket(module.tqdm, "update", _nothing, _note_bar)
-    _bracket(module.tqdm, "refresh", _nothing, _note_bar)
-    _bracket(module.tqdm, "close", lambda args, kwargs: _note_bar(None, args))  # iteration counts by itself until here
-
-
-# -- what cannot be handed to a new process
-
-_LARGEST_TRIED_BYTES = 1 << 25
-_LONGEST_SEARCH_S = 2.0
-_named_error = 0
-
-
-class _TooLarge(Exception):
-    """Enough was written to believe that the rest can be."""
-
-
-class _Sink:
-    def __init__(self) -> None:
-        self.size = 0
-
-    def write(self, data: Any) -> int:
-        self.size += memoryview(data).nbytes
-        if self.size > _LARGEST_TRIED_BYTES:
-            raise _TooLarge
-        return memoryview(data).nbytes
-
-
-def _can_pickle(value: object) -> bool:
-    try:
-        sys.modules["multiprocessing.reduction"].ForkingPickler(_Sink()).dump(value)
-    except _TooLarge:
-        return True
-    except Exception:
-        return False
-    return True
-
-
-def _parts(value: Any) -> Iterable[tuple[str, Any]]:
-    """What a value is made of, each with the words that lead to it. A process: the arguments of its function."""
-    if hasattr(value, "_target") and hasattr(value, "_args") and hasattr(value, "_kwargs"):
-        code: CodeType | None = getattr(value._target, "__code__", None)
-        names = code.co_varnames[: code.co_argcount] if code is not None else ()
-        names = (*names, *(f"args[{place}]" for place in range(len(names), len(value._args))))
-        return [("target", value._target), *zip(names, value._args), *value._kwargs.items()]
-    if isinstance(value, dict):
-        return [(f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", item) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [(f"[{place}]", item) for place, item in enumerate(value[:64])]
-    if hasattr(value, "__self__"):
-        return [(".__self__", value.__self__)]
-    return [("." + name, item) for name, item in getattr(value, "__dict__", {}).items()]
-
-
-def _describe(value: Any) -> str:
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        return f"<function {code.co_name} at {os.path.basename(code.co_filename)}:{code.co_firstlineno}>"
-    return f"<{type(value).__module__}.{type(value).__qualname__}>"
-
-
-def _find_unpicklable(value: object, words: str, depth: int, deadline: float) -> str:
-    """The deepest part that cannot be pickled, by its path; empty where none is found."""
-    if monotonic() > deadline or _can_pickle(value):
-        return ""
-    if depth > 0 and not hasattr(value, "__code__"):
-        for more, part in _parts(value):
-            found = _find_unpicklable(part, words + more, depth - 1, deadline)
-            if found:
-                return found
-    return f"{words}: {_describe(value)}" if words else ""
-
-
-def _pickling_ends(begun: object, args: tuple[Any, ...], worked: bool) -> None:
-    global _named_error
-    if worked or _named_error:
-        return
-    _named_error = id(sys.exc_info()[1]) or 1
-    found = _find_unpicklable(args[0], "", 5, monotonic() + _LONGEST_SEARCH_S)
-    if found:
-        _slot.text("error", found)
-    else:
-        _named_error = 0
-
-
-def _watch_pickling(module: ModuleType) -> None:
-    _bracket(module, "dump", _nothing, _pickling_ends)
-
-
-_WATCHED: dict[str, Callable[[ModuleType], None]] = {
-    "torch.optim.optimizer": _watch_optimizers,
-    "torch.utils.data.dataloader": _watch_loaders,
-    "torch.utils.data._utils.fetch": _watch_fetchers,
-    "torch.distributed.distributed_c10d": _watch_collectives,
-    "torch._dynamo.callback": _watch_compiler,
-    "tqdm.std": _watch_bars,
-    "multiprocessing.reduction": _watch_pickling,
+# ---------------------------------------------------------------- modules, counted in right after they were executed
+
+_WATCHED = {
+    "torch.optim.optimizer",
+    "torch.utils.data.dataloader",
+    "torch.utils.data._utils.fetch",
+    "torch.distributed.distributed_c10d",
+    "torch._dynamo.callback",
+    "tqdm.std",
+    "multiprocessing.reduction",
 }
+_load: Any = None  # how a file beside this one is loaded: the door knows
+_counters: Any = None
+forgets: list[Callable[[], None]] = []  # what the counters have to forget in a child
+named_error = 0  # the exception that the counters have already written about
+
+
+@quiet
+def _count_in(module: Any, name: str) -> None:
+    """The counters are a file of their own, loaded when the first of these modules is."""
+    global _counters
+    if _counters is None:
+        _counters = _load("counters")
+    _counters.COUNTED[name](module)
 
 
 class _Loader:
@@ -651,7 +338,7 @@ class _Loader:
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        _quiet(_WATCHED[self._name])(module)
+        _count_in(module, self._name)
 
 
 class _Finder:
@@ -676,7 +363,6 @@ _phases: list[list[Any]] = []  # name, total, unit, done, item, since
 
 
 def _show_phase() -> None:
-    slot = _slot
     name, total, unit, done, item, since = _phases[-1] if _phases else ("", None, "", 0.0, "", 0)
     slot.text("phase", " > ".join(phase[0] for phase in _phases) if name else "")
     slot.text("unit", unit)
@@ -696,10 +382,10 @@ def _phase_tick(n: float = 1, item: str | None = None) -> None:
         return
     phase = _phases[-1]
     phase[3] += n
-    _slot.real("done", phase[3])
+    slot.real("done", phase[3])
     if item is not None:
         phase[4] = str(item)
-        _slot.text("phase_item", phase[4])
+        slot.text("phase_item", phase[4])
 
 
 def _phase_end() -> None:
@@ -708,28 +394,28 @@ def _phase_end() -> None:
         _show_phase()
 
 
-phase_begin, phase_tick, phase_end = _quiet(_phase_begin), _quiet(_phase_tick), _quiet(_phase_end)
+phase_begin, phase_tick, phase_end = quiet(_phase_begin), quiet(_phase_tick), quiet(_phase_end)
 
 # ---------------------------------------------------------------- garbage, errors, forks
 
 
 def _on_gc(when: str, info: Mapping[str, int]) -> None:
     if info["generation"] == 2:
-        _slot.set("gc_since_ns", monotonic_ns())
-        _slot.set("collecting", when == "start")
+        slot.set("gc_since_ns", monotonic_ns())
+        slot.set("collecting", when == "start")
 
 
-@_quiet
+@quiet
 def _note_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if id(error) == _named_error:
+    if id(error) == named_error:
         return  # the slot already says which part could not be pickled
     frame = None
     while trace is not None:
-        if frame is None or _kind(trace.tb_frame.f_code.co_filename) == _USERS:
+        if frame is None or kind_of(trace.tb_frame.f_code.co_filename) == USERS:
             frame = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     where = f" ({frame[0][-200:]}:{frame[1]})" if frame is not None else ""
-    _slot.text("error", f"{kind.__name__}: {str(error)[:250]}{where}")
+    slot.text("error", f"{kind.__name__}: {str(error)[:250]}{where}")
 
 
 def _wrap_excepthook() -> None:
@@ -747,7 +433,7 @@ def _wrap_excepthook() -> None:
 _beside = ""
 
 
-@_quiet
+@quiet
 def _before_fork() -> None:
     """Where the other threads are now: a lock that one of them holds will never be released in the child."""
     global _beside
@@ -757,23 +443,22 @@ def _before_fork() -> None:
     if others:
         known = dict(getattr(sys.modules["threading"], "_active", {}))
         names = [getattr(known.get(ident), "name", "?") for ident in others[:3]]
-        _beside = "; ".join(f"{_place(_users_frame(frames[ident]))} ({name})" for ident, name in zip(others, names))
+        _beside = "; ".join(f"{place(users_frame(frames[ident]))} ({name})" for ident, name in zip(others, names))
 
 
-@_quiet
+@quiet
 def _after_fork() -> None:
     """A child is a process of its own: new slot, counters at zero, its own thread to answer."""
-    global _slot, _last_loader, _last_bar
-    _kept.append(_slot)
-    _slot = _nowhere  # never the parent's page, not even if the next line fails
+    global slot
+    _kept.append(slot)
+    slot = _nowhere  # never the parent's page, not even if the next line fails
     if _ask is not None:
         _ask.close()
-    _optimizers.clear()
-    _in_collective.clear()
     _phases.clear()
-    _last_loader, _last_bar = 0, (0, -1)
+    for forget in forgets:
+        forget()
     _open(os.path.dirname(_stem), forked=True)
-    _slot.text("forked_beside", _beside)
+    slot.text("forked_beside", _beside)
 
 
 # ---------------------------------------------------------------- install
@@ -825,24 +510,25 @@ def _new_slot(stem: str, forked: bool) -> _Slot:
 
 
 def _open(folder: str, forked: bool) -> None:
-    global _slot, _stem, _main_ident
+    global slot, _stem, _main_ident
     stem = f"{folder}/p{os.getpid()}"
-    _slot = _new_slot(stem, forked)
+    slot = _new_slot(stem, forked)
     _stem, _main_ident = stem, _thread.get_ident()
-    _quiet(_start_listening)(stem)
-    _quiet(_open_dump)(stem)
+    quiet(_start_listening)(stem)
+    quiet(_open_dump)(stem)
 
 
-@_quiet
-def install() -> None:
+@quiet
+def install(load: Callable[[str], Any]) -> None:
     """Take part in the watch that LAMP_WATCH names. A folder that cannot be written: nothing happens at all."""
+    global _load
     if _stem:
         return
+    _load = load
     _open(os.path.abspath(os.environ["LAMP_WATCH"]), forked=False)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
     gc.callbacks.append(_on_gc)
     _wrap_excepthook()
-    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
-    for name, watch in _WATCHED.items():
-        if name in sys.modules:
-            _quiet(watch)(sys.modules[name])
+    sys.meta_path.insert(0, _Finder())
+    for name in _WATCHED.intersection(sys.modules):
+        _count_in(sys.modules[name], name)

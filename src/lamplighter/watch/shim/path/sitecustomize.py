@@ -11,29 +11,32 @@ import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-NAME = "_lamplighter_inside"
+FOLDER = os.environ.get("LAMP_WATCH", "")
 
 
-def _install():
-    """Load inside.py by its path. Where no compiled copy of it can be kept beside it, one is kept with the slots."""
-    folder = os.environ.get("LAMP_WATCH")
-    if sys.version_info < (3, 9) or not folder or not os.path.isdir(folder) or NAME in sys.modules:
-        return
+def _load(name):
+    """A file of ours by its path. Where no compiled copy of it is kept beside it, one is kept with the slots."""
     import _frozen_importlib
     import _frozen_importlib_external as external
 
-    path = os.path.join(os.path.dirname(HERE), "inside.py")
+    path = os.path.join(os.path.dirname(HERE), name + ".py")
     before = sys.dont_write_bytecode, sys.pycache_prefix
     try:
         if not os.path.exists(external.cache_from_source(path)):
-            sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.join(os.path.abspath(folder), "code")
-        spec = external.spec_from_file_location(NAME, path)
+            sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.join(FOLDER, "code")
+        spec = external.spec_from_file_location("_lamplighter_" + name, path)
         module = _frozen_importlib.module_from_spec(spec)
         spec.loader.exec_module(module)
     finally:
         sys.dont_write_bytecode, sys.pycache_prefix = before
-    sys.modules[NAME] = module
-    module.install()
+    sys.modules["_lamplighter_" + name] = module
+    return module
+
+
+def _install():
+    if sys.version_info < (3, 9) or not os.path.isdir(FOLDER) or "_lamplighter_inside" in sys.modules:
+        return
+    _load("inside").install(_load)
 
 
 def _chain():
