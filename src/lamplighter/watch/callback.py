@@ -52,6 +52,12 @@ def _make() -> type:
         def __init__(self) -> None:
             self._teller = _Teller()
 
+        def _may_save(self, control: Any) -> None:
+            """There is no event before a save: it comes after the logging and the evaluation of the same step."""
+            comes_first = control.should_log or control.should_evaluate
+            if control.should_save and not comes_first and self._teller.innermost("train") is not None:
+                self._teller.begin("save")
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self._teller.step = state.global_step
             phase = self._teller.begin("train", state.max_steps, "steps")
@@ -62,13 +68,16 @@ def _make() -> type:
             if phase is not None:
                 phase.tick(state.global_step - self._teller.step)
             self._teller.step = state.global_step
-            if control.should_save and not control.should_evaluate:
-                self._teller.begin("save")
+            self._may_save(control)
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self._may_save(control)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             phase = self._teller.innermost("train")
             if phase is not None and logs and "loss" in logs:
                 phase.tick(0, f"loss {logs['loss']}")
+            self._may_save(control)
 
         def on_prediction_step(
             self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any
@@ -81,8 +90,7 @@ def _make() -> type:
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self._teller.end("evaluate")
-            if control.should_save:
-                self._teller.begin("save")
+            self._may_save(control)
 
         def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
             self._teller.end("evaluate")
