@@ -193,7 +193,9 @@ def test_the_users_own_sitecustomize_runs_as_it_would_without_us(slots: Path, ki
 
 def test_the_door_speaks_the_oldest_python() -> None:
     tree = ast.parse((PATH / "sitecustomize.py").read_text())
-    assert [path.name for path in PATH.iterdir() if path.name != "__pycache__"] == ["sitecustomize.py"]
+    assert [path.name for path in PATH.iterdir() if path.name != "__pycache__" and path.suffix != ".pyc"] == [
+        "sitecustomize.py"
+    ]
     for node in ast.walk(tree):
         assert not isinstance(
             node, ast.JoinedStr | ast.AnnAssign | ast.NamedExpr | ast.AsyncFunctionDef | ast.Starred
@@ -378,7 +380,8 @@ def test_the_stack_of_a_sleeping_process(slots: Path) -> None:
     assert (main.name, main.tid) == ("MainThread", process.pid)
     assert main.locals == {"seconds": 60, "count": 7, "on": True}
     slot = read_all(slots)[process.pid]
-    assert slot.answered_bytes >= (slots / f"p{process.pid}.stacks.json").stat().st_size
+    written = len((slots / f"p{process.pid}.stacks.json").read_bytes().rstrip())
+    assert slot.answered_bytes >= written > 100
     assert slot.answers >= 1
     assert ask_stacks(slots, 2**22 + 1, 0.1) is None
 
@@ -591,7 +594,9 @@ def test_compiling_is_seen_to_start_and_to_end(slots: Path) -> None:
     """
     done = run(slots, script(slots.parent, code), timeout=180)
     slot = the_only(slots)
-    assert is_silent_success(done, "[1, 1, 1] 0\n")
+    assert (done.returncode, done.stdout) == (0, "[1, 1, 1] 0\n"), done.stderr
+    said = [line for line in done.stderr.splitlines() if "Profiler record function" not in line]  # torch's own word
+    assert said == []
     assert slot.compiles >= 4
     assert slot.recompiles >= 1
     assert slot.compile_since_ns > slot.hello_ns
@@ -633,12 +638,12 @@ def test_collectives_of_two_ranks_with_their_lines(slots: Path) -> None:
         return all(pair) and pair[0].in_coll and pair[0].coll_seq >= 5 and pair  # type: ignore[union-attr]
 
     waiting, late = wait_for(both, 90, ranks[0])
-    wait_for(lambda: ask(slots, ranks[1].pid).threads[0].frames[0].line == 21)
+    wait_for(lambda: ask(slots, ranks[1].pid).threads[0].frames[0].line == 20)
     late = read_all(slots)[ranks[1].pid]
     assert (waiting.rank, waiting.world, late.rank, late.world) == (0, 2, 1, 2)
     assert waiting.coll_seq == late.coll_seq + 1
     assert late.coll_seq == 4
-    assert (waiting.coll, waiting.coll_at) == ("barrier", f"{path}:22")
+    assert (waiting.coll, waiting.coll_at) == ("barrier", f"{path}:21")
     assert (late.in_coll, late.coll, late.coll_at) == (0, "all_gather_object", f"{path}:9")
     for process in ranks:
         assert process.poll() is None
@@ -783,9 +788,10 @@ TRAINER = """
     transformers.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
     rows = [{"input_ids": list(range(3, 19)), "labels": list(range(3, 19))} for _ in range(48)]
-    slot = sys.modules["_lamplighter_inside"].slot
     inside = sys.modules["_lamplighter_inside"]
     seen = []
+    class Before(transformers.TrainerCallback):
+        def on_save(self, *a, **k): seen.append([p[0] for p in inside._phases])
     class Spy(transformers.TrainerCallback):
         def on_prediction_step(self, *a, **k): seen.append([p[0] for p in inside._phases])
         def on_step_end(self, args, state, control, **k):
@@ -793,7 +799,7 @@ TRAINER = """
     steps = []
     args = transformers.TrainingArguments("out", max_steps=12, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
         save_steps=6, eval_strategy="steps", eval_steps=4, logging_steps=3, use_cpu=True, disable_tqdm=False)
-    callbacks = [lamplighter.TrainerCallback(), Spy()]
+    callbacks = [Before(), lamplighter.TrainerCallback(), Spy()]
     transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8], callbacks=callbacks).train()
     print("SEEN", json.dumps([seen, steps, inside._phases]))
 """

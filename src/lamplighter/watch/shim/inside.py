@@ -167,6 +167,8 @@ def place(frame: FrameType | None) -> str:
 
 _ESCAPES = {**{code: f"\\u{code:04x}" for code in range(32)}, ord('"'): '\\"', ord("\\"): "\\\\"}
 _DEEPEST = 256
+_ANSWER_BYTES = 1 << 16
+_answers: mmap.mmap | None = None
 _SNAPSHOT_WORDS = {"locals", "vars", "eval", "exec", "dir"}
 
 
@@ -236,18 +238,35 @@ def _threads_as_json() -> list[str]:
 
 
 def _answer(number: int, stem: str) -> None:
-    """One small file, whole or not there. By hand: an import in this thread could hold a lock while the script forks."""
-    answer = f'{{"id":{number},"threads":[{",".join(_threads_as_json())}]}}'.encode("utf-8", "replace")
-    fd = os.open(stem + ".stacks.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    """Write the answer into mapped memory, its id last: a system call would give the GIL away, and each costs a turn.
+
+    By hand: an import in this thread could hold a lock while the script forks.
+    """
+    global _answers
+    head, blank = (f'{{"id":{word:>20},'.encode() for word in (number, -1))
+    body = f'"threads":[{",".join(_threads_as_json())}]}}'.encode("utf-8", "replace")
+    slot.add("answers")
+    slot.add("answered_bytes", len(head) + len(body))
+    if _answers is None or len(head) + len(body) > len(_answers):
+        _kept.append(_answers)
+        _answers = _new_file(stem + ".stacks", ".json", (head + body).ljust(_ANSWER_BYTES + len(body)))
+        return
+    _answers[: len(head)] = blank
+    _answers[len(head) :] = body.ljust(len(_answers) - len(head))
+    _answers[: len(head)] = head
+
+
+def _new_file(stem: str, ending: str, content: bytes | bytearray) -> mmap.mmap:
+    """Written whole, then named: nobody sees half of it. Real blocks: a hole on a full disk is a bus error later."""
+    fd = os.open(stem + ".new", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        rest = answer
-        while rest:
-            rest = rest[os.write(fd, rest) :]
+        if os.write(fd, content) != len(content):
+            raise OSError("the disk is full")
+        page = mmap.mmap(fd, len(content))
     finally:
         os.close(fd)
-    slot.add("answers")
-    slot.add("answered_bytes", len(answer))
-    os.rename(stem + ".stacks.new", stem + ".stacks.json")
+    os.rename(stem + ".new", stem + ending)
+    return page
 
 
 def _listen(ask: _Descriptor, stem: str) -> None:
@@ -449,9 +468,9 @@ def _before_fork() -> None:
 @quiet
 def _after_fork() -> None:
     """A child is a process of its own: new slot, counters at zero, its own thread to answer."""
-    global slot
-    _kept.append(slot)
-    slot = _nowhere  # never the parent's page, not even if the next line fails
+    global slot, _answers
+    _kept.extend((slot, _answers))
+    slot, _answers = _nowhere, None  # never the parent's pages, not even if the next line fails
     if _ask is not None:
         _ask.close()
     _phases.clear()
@@ -486,7 +505,7 @@ def _number_of(name: str, default: int) -> int:
 
 
 def _new_slot(stem: str, forked: bool) -> _Slot:
-    """Written whole, then named: a reader never sees half of it. Real blocks: a hole on a full disk is a bus error."""
+    """The slot of this process, with all that is known from the start."""
     blank = _Slot(bytearray(SLOT_BYTES))
     facts = {
         **UNKNOWN, "pid": os.getpid(), "pid_start": _started_ticks(), "ppid": os.getppid(), "forked": forked,
@@ -498,15 +517,7 @@ def _new_slot(stem: str, forked: bool) -> _Slot:
     blank.text("python", ".".join(str(part) for part in sys.version_info[:3]))
     blank.text("argv", _command())
     blank.page[:8] = MAGIC
-    fd = os.open(stem + ".slot.new", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        if os.write(fd, blank.page) != SLOT_BYTES:
-            raise OSError("the disk is full")
-        page = mmap.mmap(fd, SLOT_BYTES)
-    finally:
-        os.close(fd)
-    os.rename(stem + ".slot.new", stem + ".slot")
-    return _Slot(page)
+    return _Slot(_new_file(stem, ".slot", blank.page[:]))
 
 
 def _open(folder: str, forked: bool) -> None:
