@@ -113,6 +113,32 @@ def test_the_parent_and_the_data_room_never_load_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+SHIM = [path for path in FILES if path.is_relative_to(SRC / "watch" / "shim")]
+
+
+@pytest.mark.parametrize("path", SHIM, ids=module_name)
+def test_the_shim_lives_on_the_standard_library_alone(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    for block in ast.walk(tree):  # what only a type checker reads is never imported
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
+            block.body = []
+    named = [n for node in ast.walk(tree) if isinstance(node, ast.Import) for n in (alias.name for alias in node.names)]
+    named += [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    foreign = {name for name in named if name.split(".")[0] not in sys.stdlib_module_names}
+    assert foreign <= {"imp"}, f"{path} imports {foreign}"  # gone from the newest library, used in the oldest only
+
+
+def test_the_shim_loads_nothing_that_costs_a_start() -> None:
+    path = next(path for path in SHIM if path.stem == "inside")
+    code = f"import sys; __file__ = {str(path)!r}; exec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec')); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert len(SHIM) == 4
+    assert "mmap" in loaded.split()
+    assert not {"signal", "struct", "threading", "json", "ctypes", "logging", "typing", "enum", "re"} & set(
+        loaded.split()
+    )
+
+
 def test_the_rule_would_catch_a_breach(tmp_path: Path) -> None:
     bad = SRC / "watch" / "sense.py"
     assert "lamplighter.train" not in imports_of(bad)

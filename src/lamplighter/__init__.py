@@ -1,3 +1,65 @@
-"""Lamplighter: language-model training that never goes dark."""
+"""Lamplighter: language-model training that never goes dark.
+
+In:  a script of yours that wants to say what it is doing: `with lamp.phase("tokenise", total=n) as p: p.tick()`.
+Out: the watcher knows it, under `lamp watch` and under `lamp train`; anywhere else nothing happens, and it costs nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any, Protocol
 
 __version__ = "0.1.0"
+__all__ = ["Phase", "__version__", "phase"]
+
+
+class Phase(Protocol):
+    """A named stretch of work with a count."""
+
+    def __enter__(self) -> Phase: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+
+    def tick(self, n: float = 1, item: str | None = None) -> None:
+        """`n` more units are done; `item` is what is being worked on now."""
+
+
+class _Watched:
+    """A phase that goes into the slot of a watched process; without a shim, one that goes nowhere."""
+
+    def __init__(self, inside: Any, name: str, total: float | None, unit: str) -> None:
+        self._inside, self._begin = inside, (name, total, unit)
+
+    def __enter__(self) -> _Watched:
+        if self._inside is not None:
+            self._inside.phase_begin(*self._begin)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._inside is not None:
+            self._inside.phase_end()
+
+    def tick(self, n: float = 1, item: str | None = None) -> None:
+        if self._inside is not None:
+            self._inside.phase_tick(n, item)
+
+
+def phase(name: str, total: float | None = None, unit: str = "") -> Phase:
+    """Say what the script does now and how much of it there is; use as a context manager."""
+    inside = sys.modules.get("_lamplighter_inside")
+    report: Any = sys.modules.get("lamplighter.report")  # loaded in every process that `lamp train` starts
+    if inside is None and report is not None:
+        reported: Phase = report.phase(name, total, unit)
+        return reported
+    return _Watched(inside, name, total, unit)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TrainerCallback":
+        from lamplighter.watch.callback import LampCallback
+
+        return LampCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -65,6 +65,10 @@ class ThreadStack:
     name: str
     frames: tuple[Frame, ...]
     holds_gil: bool | None = None
+    tid: int | None = None  # of the kernel, where it is known
+    locals: Mapping[str, int] = field(
+        default_factory=dict, compare=False
+    )  # whole numbers of the user's innermost frame
 
 
 @dataclass(frozen=True)
