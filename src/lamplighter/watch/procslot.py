@@ -10,13 +10,13 @@ import contextlib
 import os
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lamplighter.rundir import read_json
 from lamplighter.watch.shim.inside import MAGIC, NUMBERS, SLOT_BYTES, TEXTS
-from lamplighter.watch.stacks import Frame, Stacks, ThreadStack
+from lamplighter.watch.stacks import Frame, Stacks, ThreadStack, is_library
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,19 @@ def ask_stacks(slots: Path, pid: int, deadline_s: float) -> Stacks | None:
         late = time.monotonic() >= deadline  # one look more after the last sleep
         answer = read_json(slots / f"p{pid}.stacks.json")
         if answer is not None and answer["id"] == number:
-            return Stacks(tuple(_thread_of(item) for item in answer["threads"]), "shim")
+            return Stacks(tuple(_thread_of(item) for item in answer["threads"]), "shim", at=time.monotonic())
         if late:
             return None
         time.sleep(0.002)
 
 
 def _thread_of(item: dict[str, Any]) -> ThreadStack:
-    frames = tuple(Frame(*frame) for frame in item["frames"])
-    return ThreadStack(item["name"], frames, tid=item["tid"], locals=item["locals"])
+    """The counters belong to the innermost frame of the user's code."""
+    frames = [Frame(*frame) for frame in item["frames"]]
+    mine = next((place for place, frame in enumerate(frames) if not is_library(frame)), None)
+    if mine is not None:
+        frames[mine] = replace(frames[mine], numbers=item["locals"])
+    return ThreadStack(item["name"], tuple(frames), tid=item["tid"])
 
 
 def _send(fifo: Path, line: str) -> bool:

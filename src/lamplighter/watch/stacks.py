@@ -37,6 +37,7 @@ LIBRARY_PARTS = (
     "/torchinductor",
 )
 OURS = str(Path(__file__).resolve().parents[1]) + os.sep
+PROGRAMS = re.compile(r"/bin/[^/]+$")  # torchrun, accelerate: launchers, not the user's code
 OUR_THREADS = ("lamp-listener", "lamp-batches", "lamp-saver", "lamp-stopper")
 
 
@@ -66,9 +67,6 @@ class ThreadStack:
     frames: tuple[Frame, ...]
     holds_gil: bool | None = None
     tid: int | None = None  # of the kernel, where it is known
-    locals: Mapping[str, int] = field(
-        default_factory=dict, compare=False
-    )  # whole numbers of the user's innermost frame
 
 
 @dataclass(frozen=True)
@@ -179,12 +177,26 @@ def _pyspy(pid: int, nonblocking: bool, sampler_silent: bool) -> Stacks | None:
     return Stacks(tuple(main_first), "py-spy", sampler_silent, time.monotonic())
 
 
+def is_library(frame: Frame) -> bool:
+    """Whether it is neither the user's code nor ours."""
+    return any(part in frame.file for part in LIBRARY_PARTS) and not frame.file.startswith(OURS)
+
+
+def users_frame(stack: ThreadStack) -> Frame | None:
+    """The innermost frame of the user's code."""
+    mine = (frame for frame in own_frames(stack) if not is_library(frame) and not frame.file.startswith(OURS))
+    return next((frame for frame in mine if not PROGRAMS.search(frame.file)), None)
+
+
+def own_frames(stack: ThreadStack) -> tuple[Frame, ...]:
+    """Without what a forked child inherited: below its `_bootstrap` lies the stack of its parent."""
+    for place, frame in enumerate(stack.frames):
+        if frame.func == "_bootstrap" and frame.file.endswith("multiprocessing/process.py"):
+            return stack.frames[: place + 1]
+    return stack.frames
+
+
 def culprit(stack: ThreadStack) -> Frame | None:
     """The innermost frame of the user's code; else of ours; else the innermost at all."""
-    for mine in (False, True):
-        for frame in stack.frames:
-            is_ours = frame.file.startswith(OURS)
-            is_library = any(part in frame.file for part in LIBRARY_PARTS) and not is_ours
-            if not is_library and is_ours is mine:
-                return frame
-    return stack.frames[0] if stack.frames else None
+    ours = next((frame for frame in stack.frames if frame.file.startswith(OURS) and not is_library(frame)), None)
+    return users_frame(stack) or ours or (stack.frames[0] if stack.frames else None)

@@ -7,6 +7,7 @@ Out: a Finding: a verdict in the form of every verdict, and whether it is proved
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,6 +18,7 @@ from lamplighter.watch.picture import duration
 from lamplighter.watch.sense import FUTEX, NANOSLEEP, Observation, ThreadLook
 from lamplighter.watch.stacks import OUR_THREADS, Frame, Stacks, ThreadStack, culprit
 
+UNTIMED_WAIT = re.compile(r"\.(acquire|join|get|wait|result)\(\s*(?:True\s*|block(?:ing)?=True\s*)?\)")
 BUSY = 0.03  # share of one core that counts as running
 SLOW_BYTES_PER_S = 2e6
 STARVED = 2.0  # times longer waiting for a core than running
@@ -271,8 +273,14 @@ def _waits_for_a_lock(thread: ThreadLook) -> bool:
 
 def _acquires(frame: Frame) -> bool:
     """Whether the line takes a lock, as far as its text tells: `with lock:`, `.acquire()`, `.join()`, `.get()`, `.wait()`."""
+    return text_of_wait(frame) != ""
+
+
+def text_of_wait(frame: Frame) -> str:
+    """The call on this line that waits for another thread without a time limit; empty where there is none."""
     text = source_line(frame.file, frame.line)
-    return text.startswith("with ") or any(word in text for word in (".acquire(", ".join(", ".get(", ".wait("))
+    found = UNTIMED_WAIT.search(text)
+    return "with" if text.startswith("with ") else found.group(1) if found else ""
 
 
 @dataclass(frozen=True)
