@@ -64,6 +64,7 @@ class Texts:
 def notes(monkeypatch: Any) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
+    monkeypatch.setattr(report, "verdict", lambda verdict: said.append(verdict.why))
     return said
 
 

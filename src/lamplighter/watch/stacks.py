@@ -94,8 +94,8 @@ def take(run: RunDir, rank: int, pid: int) -> Stacks | None:
         answered = _answer(run, rank, number) if asked else None
         if answered is not None:
             return answered
-    by_pyspy = _pyspy(pid, nonblocking=state in "TtD", sampler_silent=asked or state in "TtD")
-    return by_pyspy or (_by_signal(run, rank, pid) if state in "RS" else None)
+    found = by_pyspy(pid, nonblocking=state in "TtD", sampler_silent=asked or state in "TtD")
+    return found or (_by_signal(run, rank, pid) if state in "RS" else None)
 
 
 def _answer(run: RunDir, rank: int, number: int) -> Stacks | None:
@@ -154,7 +154,8 @@ def send(run: RunDir, rank: int, request: str) -> bool:
     return True
 
 
-def _pyspy(pid: int, nonblocking: bool, sampler_silent: bool) -> Stacks | None:
+def by_pyspy(pid: int, nonblocking: bool, sampler_silent: bool) -> Stacks | None:
+    """From outside, with a deadline; None where it is not allowed."""
     beside = Path(sys.executable).parent / "py-spy"
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:

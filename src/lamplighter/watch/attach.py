@@ -1,0 +1,444 @@
+"""`lamp watch -- CMD`: somebody else's command, watched; nothing is changed but what is injected at its start.
+
+In:  the words of a command, a run folder, a policy.
+Out: the command's own exit code (70 if we stopped it); status.json, events.jsonl, console.log, report.md in the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lamplighter.config import Budget
+from lamplighter.errors import STUCK, BadConfig, InputMissing
+from lamplighter.report import Verdict
+from lamplighter.rundir import LineFile, RunDir, identity, open_lines, read_lines, read_record, write_json
+from lamplighter.watch import foreign, ledger, procslot, sense, shim, stacks
+from lamplighter.watch.family import Family, Member, Scene, is_python
+from lamplighter.watch.notify import Notifier
+from lamplighter.watch.pace import Pace
+from lamplighter.watch.picture import clean, duration, tell
+from lamplighter.watch.recover import Recovery
+from lamplighter.watch.resources import memory_verdict
+from lamplighter.watch.stacks import Stacks
+from lamplighter.watch.terminal import Terminal
+from lamplighter.watch.verdict import Finding
+
+LOOK_EVERY_S = 0.25
+QUIET_S = 2.0
+CLOSE_LOOK_S = 1.0
+WINDOW_S = 8.0
+TIMES_USUAL = 4.0
+LINE_EVERY_S = 1.6
+CALM_AFTER_S, CALM_EVERY_S = 600.0, 9.5
+FOOTER_EVERY_S = 0.45
+STATUS_EVERY_S = 0.9
+MEMORY_EVERY_S = 2.5
+STOP_GRACE_S = 10.0
+MOST_STACKS = 16
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to do, and what to do about it."""
+
+    words: list[str]
+    on_stuck: str = "report"  # report, stop, restart
+    patience_s: float = 600.0
+    notify: str | None = None
+
+
+class Attendant:
+    """One command and all that is known about it."""
+
+    def __init__(self, run: RunDir, wish: Wish) -> None:
+        self.run, self.wish = run, wish
+        for stale in (*run.slots.glob("p*"), *run.ask.iterdir()):
+            stale.unlink(missing_ok=True)
+        self.terminal = Terminal.open(run.output)
+        self.console = open_lines(run.console)
+        self.attempt = 1 + sum(event.get("type") == "start" for event in read_lines(run.events))
+        self.events = LineFile(run.events)
+        self.notifier = Notifier(wish.notify, run.name, self.say)
+        policy = {"report": "report", "stop": "stop", "restart": "recover"}[wish.on_stuck]
+        self.recovery = Recovery(policy, wish.patience_s)
+        self.began = time.monotonic()
+        self.stop_reason, self.stop_at = "", 0.0
+        self.planned = self.planned_why = ""
+        self.spoke_at = self.footer_at = self.status_at = self.memory_at = 0.0
+        self.warned: set[str] = set()
+        self._fresh()
+
+    def _fresh(self) -> None:
+        """What is known of one attempt."""
+        self.window: deque[Scene] = deque()
+        self.captures: dict[int, tuple[Stacks, ...]] = {}
+        self.capturing: threading.Thread | None = None
+        self.next_capture_s = 0.0
+        self.finding: Finding | None = None
+        self.named = ""
+        self.pace = Pace()
+        self.deaths = 0
+        self.worked_at = time.monotonic()
+        self.usual_gap_s = self.longest_gap_s = 0.0
+        self.memory: deque[tuple[float, float]] = deque(maxlen=240)
+        self.scene: Scene | None = None
+
+    # ---------------------------------------------------------------- words
+
+    def say(self, text: str, urgent: bool = False) -> None:
+        """Lines of ours that stay: on stderr, and in console.log."""
+        stamp = time.strftime("%H:%M:%S")
+        lines = [f"lamp {stamp}  {line}" for line in text.splitlines()]
+        with contextlib.suppress(OSError):
+            os.write(self.console, ("\n".join(lines) + "\n").encode("utf-8", "replace"))
+        self.terminal.say("\n".join(lines), urgent)
+        self.spoke_at = time.monotonic()
+
+    def event(self, type: str, **fields: Any) -> None:
+        self.events.write(json.dumps({"type": type, "t": time.time(), **fields}, default=str))
+
+    def say_verdict(self, verdict: Verdict, **more: Any) -> None:
+        event = {"type": "verdict", "t": time.time(), **asdict(verdict), **more}
+        self.events.write(json.dumps(event, default=str))
+        self.say("\n".join(text for text, _ in tell(event)), urgent=True)
+        self.notifier.tell(verdict.state, verdict.why, cause=verdict.cause, action=verdict.action)
+
+    # ---------------------------------------------------------------- life
+
+    def attend(self) -> int:
+        """Start the command, stay with it, and return its own code, or 70 if we stopped it."""
+        with self.terminal.signals():
+            self._spawn()
+            self.terminal.started(self.child.pid)
+            while True:
+                while self.child.poll() is None:
+                    self._round()
+                    self._wait()
+                self._last_look()
+                if self.planned != "restart":
+                    break
+                self.attempt += 1
+                self.planned = ""
+                self._fresh()
+                self.say(f"attempt {self.attempt}: the command is started again; it must resume by itself")
+                self._spawn()
+        return self._close()
+
+    def _spawn(self) -> None:
+        environment = shim.environment(self.run.slots, os.environ)
+        self.event(
+            "start", attempt=self.attempt, began=time.time(), verb="watch", command=self.wish.words, **identity()
+        )
+        try:
+            self.child = subprocess.Popen(
+                self.wish.words, stdout=self.terminal.stdout, stderr=self.terminal.stderr, env=environment
+            )
+        except (FileNotFoundError, NotADirectoryError) as error:
+            self.terminal.finish()
+            raise InputMissing(
+                f"no such command: {self.wish.words[0]}", str(error), "check the words after --"
+            ) from error
+        except OSError as error:
+            self.terminal.finish()
+            raise BadConfig(f"cannot start {self.wish.words[0]}", str(error), "is it executable?") from error
+        self.family = Family(self.child.pid, self.run.slots)
+
+    def _wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(LOOK_EVERY_S)
+
+    def _round(self) -> None:
+        """One look: see, judge, speak, write, answer, act."""
+        quiet_s = time.monotonic() - self.worked_at
+        self.scene = scene = self.family.look(quiet_s > CLOSE_LOOK_S, self.terminal.output_bytes())
+        self._learn(scene)
+        self.pace.look(scene)
+        self._hear_deaths()
+        self._judge(scene)
+        self._speak(scene)
+        if time.monotonic() - self.status_at > STATUS_EVERY_S:
+            self._write_status("stopping" if self.stop_reason else "running")
+        self._watch_memory(scene)
+        self._answer_requests()
+        self._act()
+
+    def _learn(self, scene: Scene) -> None:
+        """Work was counted: the spell is over, and its length is a fact about this script."""
+        if scene.worked_at > self.worked_at:
+            gap = scene.worked_at - self.worked_at
+            self.usual_gap_s = max(self.usual_gap_s * 0.98, gap) if self.pace.counts else 0.0
+            self.longest_gap_s = max(self.longest_gap_s, gap)
+            self.worked_at = scene.worked_at
+            self.window.clear()
+            self.captures, self.finding, self.next_capture_s = {}, None, 0.0
+        if scene.quiet_s > CLOSE_LOOK_S:
+            self.window.append(scene)
+            while scene.at - self.window[0].at > WINDOW_S:
+                self.window.popleft()
+
+    def _judge(self, scene: Scene) -> None:
+        halted = [m for m in scene.members if m.look.stopped]
+        partly = bool(halted) and len(halted) < len(scene.members)
+        open_wait = any(m.slot and (m.slot.in_coll or m.slot.in_fetch) for m in scene.members)
+        usual = self.usual_gap_s if not open_wait else min(self.usual_gap_s, 1.5)
+        if not partly and scene.quiet_s < max(QUIET_S, TIMES_USUAL * usual):
+            return
+        if len(self.window) < 2:
+            return
+        self._capture_when_due(scene)
+        if self.captures or partly:
+            finding = foreign.judge(list(self.window), self.captures, self.usual_gap_s)
+            self.finding = finding or self.finding
+        if self.finding is not None:
+            named = f"{self.finding.key} {self.finding.left_s is not None}"
+            if named != self.named:
+                self.named = named
+                self.say_verdict(self.finding.verdict, provable=self.finding.provable, left_s=self.finding.left_s)
+
+    def _capture_when_due(self, scene: Scene) -> None:
+        """At once, again after a second, then less and less often; in a thread, for py-spy may take its two seconds."""
+        if scene.quiet_s < self.next_capture_s or (self.capturing is not None and self.capturing.is_alive()):
+            return
+        first = not self.captures
+        self.next_capture_s = scene.quiet_s + (1.0 if first else min(30.0, max(2.0, scene.quiet_s / 2)))
+        self.capturing = threading.Thread(target=self._capture, args=(scene,), name="lamp-capture", daemon=True)
+        self.capturing.start()
+
+    def _capture(self, scene: Scene) -> None:
+        taken = {pid: found for pid, found in take_all(self.run.slots, scene.members).items() if found.threads}
+        if self.worked_at == scene.worked_at:
+            self.captures = {pid: (*self.captures.get(pid, ())[-1:], one) for pid, one in taken.items()}
+            keep(self.run, taken, scene)
+
+    def _hear_deaths(self) -> None:
+        for lost in self.family.lost[self.deaths :]:
+            self.event("child_end", pid=lost.pid, code=lost.code, rank=lost.slot.rank if lost.slot else -1)
+            verdict = foreign.death_verdict(lost)
+            if verdict is not None:
+                self.say_verdict(verdict)
+        self.deaths = len(self.family.lost)
+
+    def _watch_memory(self, scene: Scene) -> None:
+        if time.monotonic() - self.memory_at < MEMORY_EVERY_S:
+            return
+        self.memory_at = time.monotonic()
+        self.memory.append((scene.at, float(sum(m.look.rss_bytes for m in scene.members))))
+        verdict = memory_verdict(list(self.memory), sense.memory_left())
+        if verdict is not None and verdict.cause not in self.warned:
+            self.warned.add(verdict.cause)
+            self.say_verdict(verdict)
+
+    # ---------------------------------------------------------------- speaking
+
+    def _speak(self, scene: Scene) -> None:
+        """A footer on a terminal; elsewhere a line where the script has been quiet for as long as a person waits."""
+        if self.family.without_shim and "shim" not in self.warned:
+            self.warned.add("shim")
+            pids = ", ".join(map(str, sorted(self.family.without_shim)))
+            self.say(
+                f"process {pids} is Python, but not instrumented (python -I, or PYTHONPATH replaced): watched from outside"
+            )
+        now, line = time.monotonic(), self.line(scene)
+        if self.terminal.is_tty:
+            if now - self.footer_at > FOOTER_EVERY_S:
+                self.terminal.footer(f"lamp  {line}")
+                self.footer_at = now
+            return
+        calm = now - self.began > CALM_AFTER_S and self.finding is None
+        if now - self.spoke_at > (CALM_EVERY_S if calm else LINE_EVERY_S):
+            self.say(line)
+
+    def line(self, scene: Scene) -> str:
+        """Now, in one line; something in it changes every time."""
+        parts = [self.pace.words(scene), f"for {duration(scene.at - self.began)}"]
+        if self.finding is not None and scene.quiet_s > QUIET_S:
+            parts.append(f"{self.finding.verdict.state}: {clean(self.finding.verdict.why)}")
+        elif scene.quiet_s > 2 and self.pace.counts:
+            parts.append(f"quiet for {duration(scene.quiet_s)}")
+        if self.stop_reason:
+            parts.append(f"stopping for {duration(time.monotonic() - self.stop_at)}")
+        return " · ".join(parts)
+
+    # ---------------------------------------------------------------- acting
+
+    def _act(self) -> None:
+        """Only by the policy, and only by the rules of what is proved."""
+        if self.stop_reason:
+            if time.monotonic() - self.stop_at > STOP_GRACE_S:
+                self._signal_all(signal.SIGKILL)
+            return
+        if self.finding is None or self.scene is None or self.planned or self.scene.quiet_s < QUIET_S:
+            return
+        finding = replace(self.finding, verdict=replace(self.finding.verdict, since_s=round(self.scene.quiet_s, 2)))
+        decision = self.recovery.stuck(finding, self.longest_gap_s, self.pace.steps, max(1, self.pace.steps))
+        if decision.action not in ("restart", "stop"):
+            return
+        self.planned, self.planned_why = decision.action, decision.why
+        self.say_verdict(replace(finding.verdict, action=decision.action, next=decision.why), provable=finding.provable)
+        self.ask_stop(finding.verdict.why)
+
+    def ask_stop(self, reason: str) -> None:
+        """TERM to the command; KILL to all of it if that does not end it."""
+        if not self.stop_reason:
+            self.stop_reason, self.stop_at = reason, time.monotonic()
+            self.say(f"the command is asked to end (SIGTERM); in {STOP_GRACE_S:.0f} s it is killed")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.child.pid, signal.SIGTERM)
+
+    def _signal_all(self, number: int) -> None:
+        for member in reversed(self.scene.members if self.scene else ()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.pid, number)
+
+    # ---------------------------------------------------------------- readers
+
+    def _answer_requests(self) -> None:
+        for path in sorted(path for path in self.run.ask.iterdir() if path.suffix in (".why", ".stop", ".save")):
+            kind, who = path.suffix[1:], read_record(path)
+            path.unlink(missing_ok=True)
+            target = path.with_suffix(".answer")
+            self.event("asked", kind=kind, by=who)
+            if kind == "why":
+                threading.Thread(target=self._answer_why, args=(target,), name="lamp-why", daemon=True).start()
+                continue
+            if kind == "stop":
+                self.ask_stop(f"lamp stop, by process {who.get('pid', '?')}")
+            else:
+                self.say("asked to save: this command is not ours, and saves when it does")
+            write_json(target, {"kind": kind, "step": 0}, durable=False)
+
+    def _answer_why(self, target: Path) -> None:
+        scene = self.scene
+        if scene is None:
+            return
+        taken = take_all(self.run.slots, scene.members)
+        write_json(
+            target, {"kind": "why", "text": explain(self.line(scene), scene, taken, self.finding)}, durable=False
+        )
+
+    # ---------------------------------------------------------------- status and end
+
+    def _write_status(self, state: str, **extra: Any) -> None:
+        self.status_at = time.monotonic()
+        scene = self.scene
+        status = {
+            "state": state,
+            "verb": "watch",
+            "command": self.wish.words,
+            "phase": self.pace.phase,
+            "step": self.pace.steps,
+            "steps": self.pace.total,
+            "eta_s": self.pace.left_s,
+            "last_progress_s": round(scene.quiet_s, 2) if scene else 0.0,
+            "spent_s": round(time.monotonic() - self.began, 2),
+            "durable_step": 0,
+            "attempt": self.attempt,
+            "now": self.line(scene) if scene else "starting",
+            "t": time.time(),
+            **identity(),
+            "child_pid": self.child.pid,
+            **extra,
+        }
+        with contextlib.suppress(OSError):  # a full disk must not end the watching
+            write_json(self.run.status, status, durable=False)
+
+    def _last_look(self) -> None:
+        """The command has ended: its last counters, and whoever died with it."""
+        self.family.look(closely=False)
+        self._hear_deaths()
+        self._say_error()
+        self.event("child_end", pid=self.child.pid, code=self.child.returncode, attempt=self.attempt)
+        self.family.close()
+
+    def _say_error(self) -> None:
+        """An uncaught exception, in the words of the process that had it."""
+        slots = procslot.read_all(self.run.slots)
+        failed = [slot for slot in slots.values() if slot.error]
+        if self.child.returncode == 0 or self.stop_reason or not failed:
+            return
+        first = next((slot for slot in failed if slot.worker >= 0), min(failed, key=lambda slot: slot.pid))
+        self.say_verdict(foreign.error_verdict(first, slots))
+
+    def _close(self) -> int:
+        code = self.child.returncode
+        spent = duration(time.monotonic() - self.began)
+        if self.planned == "stop":
+            outcome, state, result = f"stuck, and stopped: {self.planned_why}", "stuck", STUCK
+        elif code < 0:
+            memory = ", out of memory" if sense.oom_kills() > self.family.oom else ""
+            outcome = f"the command was killed by {signal.Signals(-code).name} (signal {-code}{memory}) after {spent}"
+            state, result = "lost", code
+        else:
+            outcome = f"the command ended with exit code {code} after {spent}"
+            state, result = ("finished" if code == 0 else "failed"), code
+        if self.stop_reason and self.planned != "stop":
+            outcome, state = f"{outcome}; asked to stop ({self.stop_reason})", "stopped"
+        self._write_status(state, exit_code=result, outcome=outcome)
+        self.event("stop", code=result, state=state, outcome=outcome)
+        books = ledger.Ledger(time.monotonic() - self.began, self.pace.seconds, self.attempt)
+        facts = {"command": " ".join(self.wish.words), "steps": self.pace.steps, "attempts": self.attempt}
+        with contextlib.suppress(OSError):
+            ledger.write_report(self.run, books, Budget(), outcome, {**facts, **self.pace.facts()})
+        self.say(
+            f"{outcome}; {self.pace.summary()}\nmade: {self.run.report}; next: lamp runs, or: less {self.run.console}"
+        )
+        self.notifier.tell(state, outcome, code=result)
+        self.notifier.close()
+        self.terminal.finish()
+        return result
+
+
+# ---------------------------------------------------------------- stacks of a family
+
+
+def take_all(slots: Path, members: tuple[Member, ...]) -> dict[int, Stacks]:
+    """Every Python process: its own word, else py-spy with a deadline."""
+    found = {}
+    for member in [m for m in members if m.slot is not None or is_python(m.pid)][:MOST_STACKS]:
+        taken = take(slots, member)
+        if taken is not None:
+            found[member.pid] = taken
+    return found
+
+
+def take(slots: Path, member: Member) -> Stacks | None:
+    """Its answering thread; where that is silent (GIL held, stopped, no shim), py-spy."""
+    state, asked = sense.look(member.pid).state, False
+    if member.slot is not None and state not in "TtDZX":
+        asked = True
+        answer = procslot.ask_stacks(slots, member.pid, stacks.SAMPLER_DEADLINE_S)
+        if answer is not None:
+            return answer
+    return stacks.by_pyspy(member.pid, nonblocking=state in "TtD", sampler_silent=asked)
+
+
+def explain(line: str, scene: Scene, taken: dict[int, Stacks], finding: Finding | None) -> str:
+    """For lamp why: the line of now, the verdict, then every process with its stacks."""
+    lines = [line]
+    if finding is not None:
+        lines += [f"{finding.verdict.state}: {finding.verdict.why}", f"next: {finding.verdict.next}"]
+    for member in scene.members:
+        memory = f"{member.look.rss_bytes / 1e9:.2f} GB"
+        lines.append(f"\n{member.words}: {member.look.words}, {member.look.threads} threads, {memory}")
+        if member.pid in taken:
+            lines.append(f"stacks (by {taken[member.pid].source}):\n\n{taken[member.pid].text()}")
+        elif member.slot is not None or is_python(member.pid):
+            lines.append("stacks: could not be read (it is gone, or may not be traced)")
+    return "\n".join(lines)
+
+
+def keep(run: RunDir, taken: dict[int, Stacks], scene: Scene) -> None:
+    """One text file per capture."""
+    path = run.stacks / (time.strftime("%Y%m%d-%H%M%S") + f"-{time.monotonic_ns() % 1000:03}.txt")
+    with contextlib.suppress(OSError):  # a full disk: the sentence is still said
+        path.write_text(explain(f"quiet for {scene.quiet_s:.1f} s", scene, taken, None))
