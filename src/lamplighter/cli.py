@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from lamplighter.config import Resolved
@@ -25,8 +25,9 @@ usage: lamp VERB ...
 
   demo                    embedded text -> tokenizer -> cache -> train -> sample, about a minute on 2 CPU cores
   train [run.yaml]        train; the same command again resumes where it stopped
+  watch -- CMD...         any training script, unchanged: counted, watched, explained when it hangs
   watch RUN               the live display of a run that is going on, from any terminal
-  why RUN                 what it is doing right now: phase, process state, the stack of every thread
+  why RUN|PID             what it is doing right now: phase, process state, the stack of every thread
   stop RUN | save RUN     end it with everything saved | save now and go on
   runs                    all runs and how they stand
   checkpoints RUN         step, losses, size, age, valid or not
@@ -58,8 +59,26 @@ usage: lamp train [run.yaml] [--preset NAME] [--resume auto|never|checkpoint-N|P
 
 Order: default < preset < run.yaml < command line. Every field:
 """,
-    "watch": "usage: lamp watch RUN [--runs-dir DIR]\n\nThe live display of a run, from any terminal. Ctrl+C leaves the run alone.\n",
-    "why": "usage: lamp why RUN [--runs-dir DIR]\n\nPhase, process state and the stack of every thread, in a second; disturbs nothing.\n",
+    "watch": """\
+usage: lamp watch [--run NAME] [--runs-dir DIR] [--on-stuck report|stop|restart] [--patience-s S] [--notify CMD|URL] -- CMD...
+       lamp watch RUN [--runs-dir DIR]
+
+  -- CMD...           any command (python x.py, torchrun ..., bash run.sh): its output, keys and exit code stay its own; our
+                      words go to stderr, and a run folder keeps them with every verdict
+  --on-stuck HOW      report (default): name it and touch nothing; stop: end it with 70 by the rules of what is proved;
+                      restart: the same, and start the command again (it must resume by itself)
+  --patience-s S      how long a cause that cannot be proved is only named (default 600)
+  --notify CMD|URL    told of stuck, dead, finished
+
+With RUN: the live display of a run, from any terminal. Ctrl+C leaves the run alone.
+""",
+    "why": """\
+usage: lamp why RUN [--runs-dir DIR]
+       lamp why PID
+
+Phase, process state and the stack of every thread, in a second or two; disturbs nothing. PID: any process, also one that was
+started without us.
+""",
     "stop": "usage: lamp stop RUN [--runs-dir DIR]\n\nSaves the last completed step and ends the run (exit 75).\n",
     "save": "usage: lamp save RUN [--runs-dir DIR]\n\nSaves the last completed step now; the run goes on.\n",
     "runs": "usage: lamp runs [--json] [--runs-dir DIR]\n\nAll runs and how they stand.\n",
@@ -110,11 +129,15 @@ def _main(words: list[str]) -> int:
         return _write(1, f"lamp {__version__}\n")
     if verb not in VERBS:
         return _unknown_verb(verb)
-    if "--help" in words or "-h" in words:
+    ours = words[: words.index("--")] if verb == "watch" and "--" in words else words
+    if "--help" in ours or "-h" in ours:
         return _verb_help(verb)
     quiet = "--print-config" in words or "--json" in words
     if verb in ("demo", "train", "watch", "generate") and not quiet:
-        _write(2 if verb in TO_STDERR else 1, f"{time.strftime('%H:%M:%S')}  lamp {verb}: reading the request\n")
+        _write(
+            2 if verb in TO_STDERR or "--" in words else 1,
+            f"{time.strftime('%H:%M:%S')}  lamp {verb}: reading the request\n",
+        )
     return _guarded(lambda: VERBS[verb](words[1:]))
 
 
@@ -398,15 +421,80 @@ def find_run(name: str, runs_dir: Path) -> RunDir:
 
 
 def watch(words: list[str]) -> int:
-    """The live display of somebody else's run."""
+    """Somebody else's command under our eyes, or the live display of a run."""
     from lamplighter.watch.follow import follow
 
+    if "--" in words:
+        place = words.index("--")
+        return _watch_command(words[:place], words[place + 1 :])
     return follow(_find_run("watch", words))
+
+
+def _watch_flags(
+    *,
+    run: str | None = None,
+    runs_dir: Path = Path("runs"),
+    on_stuck: Literal["report", "stop", "restart"] = "report",
+    patience_s: float = 600.0,
+    notify: str | None = None,
+) -> None:
+    """What `lamp watch -- CMD` takes."""
+
+
+def _watch_command(words: list[str], command: list[str]) -> int:
+    from lamplighter.errors import UsageError
+    from lamplighter.watch.attach import Attendant, Wish
+    from lamplighter.watch.terminal import leave_as
+
+    flags = _parse("watch", _watch_flags, words)
+    if not command:
+        raise UsageError("nothing to watch", "no command after --", "lamp watch -- python train.py")
+    run = _folder_for(command, flags.get("run"), flags.get("runs_dir", Path("runs")))
+    wish = Wish(command, flags.get("on_stuck", "report"), flags.get("patience_s", 600.0), flags.get("notify"))
+    return leave_as(Attendant(run, wish).attend())
+
+
+def _folder_for(command: list[str], wanted: str | None, runs_dir: Path) -> RunDir:
+    """--run, else the script's name; a second one at the same time gets a number."""
+    from lamplighter.errors import AlreadyRunning, BadConfig
+    from lamplighter.rundir import RunDir, take_lock
+
+    name = wanted or _script_name(command)
+    for number in range(1, 100):
+        run = RunDir(runs_dir / (name if number == 1 else f"{name}-{number}"))
+        if run.config.exists():
+            if wanted:
+                raise BadConfig(f"{wanted} is a training run", f"in {run.path}", "choose another name with --run")
+            continue
+        run.create()
+        try:
+            take_lock(run)
+        except AlreadyRunning:
+            if wanted:
+                raise
+            continue
+        return run
+    raise AlreadyRunning(f"{name} is watched a hundred times already", f"in {runs_dir}", "choose a name with --run")
+
+
+def _script_name(command: list[str]) -> str:
+    """train for `python train.py`, litgpt for `python -m litgpt`, run for `bash run.sh`."""
+    named = next((word for word in command if word.endswith((".py", ".sh"))), None)
+    if named is None and "-m" in command[:-1]:
+        named = command[command.index("-m") + 1]
+    name = Path(named or command[0]).name
+    return (
+        "".join(c if c.isalnum() or c in "-_" else "-" for c in name.removesuffix(".py").removesuffix(".sh")) or "cmd"
+    )
 
 
 def why(words: list[str]) -> int:
     from lamplighter.watch.follow import explain
 
+    if len(words) == 1 and words[0].isascii() and words[0].isdecimal() and not (Path("runs") / words[0]).exists():
+        from lamplighter.watch.peek import peek
+
+        return peek(int(words[0]))
     return explain(_find_run("why", words, need_running=True))
 
 

@@ -20,10 +20,10 @@ from typing import Any
 from lamplighter.config import Budget, load_dump
 from lamplighter.errors import CHILD_LOST, DONE, ChildLost, LampError
 from lamplighter.rundir import RunDir, is_running, read_record
-from lamplighter.watch.observe import Observer
+from lamplighter.watch.observe import Observer, Tail
 from lamplighter.watch.picture import duration, tell
 from lamplighter.watch.supervise import LOOK_EVERY_S, Order, Supervisor, ask
-from lamplighter.watch.voice import Voice, result
+from lamplighter.watch.voice import LINE_EVERY_S, Voice, result
 
 
 def follow(run: RunDir) -> int:
@@ -41,6 +41,8 @@ def follow(run: RunDir) -> int:
         voice.close()
         return DONE
     voice.say(f"watching {run.name}; Ctrl+C leaves it alone")
+    if read_record(run.status).get("verb") == "watch":
+        return _follow_foreign(run, voice)
     try:
         while True:
             alive = is_running(run)
@@ -59,6 +61,24 @@ def follow(run: RunDir) -> int:
     status = read_record(run.status)
     lost = f"{run.name} was lost: its parent was killed; step {status.get('durable_step', 0)} is safe; run the same command again"
     voice.say(str(status.get("outcome", lost)))
+    voice.close()
+    return DONE
+
+
+def _follow_foreign(run: RunDir, voice: Voice) -> int:
+    """Somebody else's command: its watcher has the words."""
+    events = Tail(run.events, from_end=True)
+    try:
+        while is_running(run):
+            for event in events.records():
+                for text, style in tell(event):
+                    voice.say(text, style)
+            if time.monotonic() - voice.last_line > LINE_EVERY_S:
+                voice.say(_now(run))
+            time.sleep(LOOK_EVERY_S)
+        voice.say(str(read_record(run.status).get("outcome", "it has ended")))
+    except KeyboardInterrupt:
+        voice.say(f"left; {run.name} goes on")
     voice.close()
     return DONE
 
