@@ -50,35 +50,40 @@ class Reporter:
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=("healthy", "slow", "stuck"), default="healthy")
-    parser.add_argument("--lengths", type=int, default=7, help="how many lengths the slow mode compiles")
+    parser.add_argument("--backend", default="aot_eager", help="inductor needs minutes of g++ on a small machine")
+    parser.add_argument("--seconds", type=float, default=12.0, help="how long the slow mode meets new lengths")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 512  # what people do when they have seen the warning
     model = Model()
     # Fixed shapes are faster, says everybody; with batches of many lengths each length is compiled anew.
-    step_model = torch.compile(model, dynamic=False)
+    step_model = torch.compile(model, backend=args.backend, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     reporter = Reporter()
     data = torch.randint(128, (100_000,))
-    for step in range(1, 31):
-        if args.mode == "slow" and step == 11:
+    length, until = 48, None
+    for step in range(1, 61):
+        if args.mode == "slow" and step == 21:
             mark("fault")
-        if args.mode == "slow" and step == 11 + args.lengths:
-            mark("over")
+            until = time.monotonic() + args.seconds
         if args.mode == "stuck" and step == 21:
             reporter.snapshot()
-        length = 48 + step if args.mode == "slow" and 11 <= step < 11 + args.lengths else 48
         for _ in range(ACCUMULATE):
+            length = length + 1 if until else 48
             window = torch.stack([data[i : i + length + 1] for i in torch.randint(90_000, (8,))])
-            scores = step_model(window[:, :-1])  # the culprit
+            scores = step_model(window[:, :-1])  # the culprit of slow
             loss = nn.functional.cross_entropy(scores.flatten(0, 1), window[:, 1:].flatten())
             (loss / ACCUMULATE).backward()
+        if until and time.monotonic() > until:
+            mark("over")
+            until = None
         optimizer.step()
         optimizer.zero_grad()
         if step % 5 == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
-    print("done: 30 steps")
+    print("done: 60 steps")
 
 
 if __name__ == "__main__":

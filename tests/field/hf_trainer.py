@@ -72,7 +72,7 @@ def main():
     with tempfile.TemporaryDirectory() as out:
         settings = TrainingArguments(
             out, per_device_train_batch_size=4, per_device_eval_batch_size=4, num_train_epochs=1, logging_steps=10,
-            eval_strategy="steps", eval_steps=40, save_strategy="no", report_to="none", use_cpu=True, learning_rate=1e-3,
+            eval_strategy="steps", eval_steps=60, save_strategy="no", report_to="none", use_cpu=True, learning_rate=1e-3,
         )  # fmt: skip
         trainer = Trainer(
             model, settings, data_collator=Collator(args.mode), train_dataset=rows[:240], eval_dataset=rows[240:],

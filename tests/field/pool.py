@@ -5,6 +5,7 @@ import collections
 import os
 import signal
 import time
+import zlib
 from multiprocessing import Pool
 
 BAD_DOCUMENT = 137
@@ -35,7 +36,7 @@ def tokenise(job):
     if number == BAD_DOCUMENT and mode == "stuck":
         mark("fault")
         os.kill(os.getpid(), signal.SIGKILL)  # what the kernel does to the largest process when memory runs out
-    return [hash(word) % 32_000 for word in words]
+    return [zlib.crc32(word.encode()) % 32_000 for word in words]
 
 
 def main():

@@ -59,7 +59,7 @@ def main():
         reader.start()
         model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for step in range(200):
+        for step in range(150):
             if args.mode == "slow" and step == 100:
                 read_slowly(shard.name, int(args.seconds * 40_000))
             if fail_at == step:
