@@ -52,7 +52,9 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    documents = Dataset.from_dict({"text": [f"Document {n} of the night watch, lamp by lamp. " * 4 for n in range(400)]})
+    documents = Dataset.from_dict(
+        {"text": [f"Document {n} of the night watch, lamp by lamp. " * 4 for n in range(400)]}
+    )
     with tempfile.NamedTemporaryFile(suffix=".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the other side: one preparation at a time
         given = {"mode": args.mode, "seconds": args.seconds, "lock_path": lock.name}
