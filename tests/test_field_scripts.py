@@ -76,7 +76,9 @@ class Going:
 def start(case: Case, scale: float = 1.0, **extra: str) -> Going:
     # A short path: the sockets of multiprocessing live below it and may have 108 letters.
     folder = Path(tempfile.mkdtemp(prefix="field-"))
-    env = clean_env(LAMP_FIELD_MARK=str(folder / "mark"), TMPDIR=str(folder), HF_HOME=str(folder), **extra)
+    env = clean_env(
+        LAMP_FIELD_MARK=str(folder / "mark"), TMPDIR=str(folder), HF_HOME=str(folder), **extra
+    )
     with open(folder / "out.txt", "wb") as out:
         process = subprocess.Popen(
             command_of(case, sys.executable, scale), cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out,

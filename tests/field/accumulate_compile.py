@@ -43,7 +43,7 @@ class Reporter:
         with self.weights:
             self.inside.wait()
             mark("fault")
-            with self.log:  # the culprit
+            with self.log:  # the culprit of stuck
                 pass
 
 

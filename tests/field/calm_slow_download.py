@@ -16,7 +16,7 @@ def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
 
 def serve(size, port):
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):  # noqa: N802
+        def do_GET(self):
             self.send_response(200)
             self.send_header("Content-Length", str(size))
             self.end_headers()

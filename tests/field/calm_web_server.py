@@ -37,7 +37,7 @@ def main():
     threading.Thread(target=answer_questions, args=(questions,), daemon=True, name="model").start()
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):  # noqa: N802
+        def do_GET(self):
             reply = queue.Queue()
             questions.put(reply)
             body = reply.get()

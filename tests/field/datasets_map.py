@@ -22,10 +22,10 @@ def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
 def normalise(text, seconds):
     mark("fault")
     until, kept = time.monotonic() + seconds, 0
-    for position in range(10**9):  # the culprit
+    for position in range(10**9):  # the culprit of slow
         kept += text[position % len(text)].isalpha()
         if time.monotonic() > until:
-            break  # the culprit ends
+            break  # the culprit of slow ends
     mark("over")
     return kept
 
@@ -33,7 +33,7 @@ def normalise(text, seconds):
 def extend_vocabulary(lock_path):
     with open(lock_path) as lock:
         mark("fault")
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the culprit
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the culprit of stuck
 
 
 def tokenise(row, index, mode, seconds, lock_path):

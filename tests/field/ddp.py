@@ -19,10 +19,10 @@ def evaluate(model, data, seconds):
     mark("fault")
     until, total = time.monotonic() + seconds, 0.0
     with torch.no_grad():
-        for row in range(10**9):  # the culprit
+        for row in range(10**9):  # the culprit of slow
             total += sum(model(data[row % len(data)]).tolist())
             if time.monotonic() > until:
-                break  # the culprit ends
+                break  # the culprit of slow ends
     mark("over")
     return total / (row + 1)
 

@@ -34,7 +34,7 @@ class Collator:
         if self.mode == "stuck" and self.batches == BAD_BATCH:
             threading.Thread(target=self.load_table, name="load_table").start()
             mark("fault")
-            self.ready.wait()  # the culprit
+            self.ready.wait()  # the culprit of stuck
         ids = torch.tensor([row["input_ids"] for row in rows])
         return {"input_ids": ids, "labels": ids.clone()}
 
@@ -44,11 +44,11 @@ def edit_metric(seconds):
         guesses, truth = prediction.predictions.argmax(-1).tolist(), prediction.label_ids.tolist()
         mark("fault")
         until, distance, size = time.monotonic() + seconds, 0, len(truth[0])
-        for cell in range(10**9):  # the culprit
+        for cell in range(10**9):  # the culprit of slow
             row = cell // size % len(truth)
             distance += guesses[row][cell % size] != truth[row][cell % size]
             if time.monotonic() > until:
-                break  # the culprit ends
+                break  # the culprit of slow ends
         mark("over")
         return {"edit_distance": distance / (cell + 1)}
 

@@ -35,10 +35,10 @@ class Records(Dataset):
     def clean(self, index):
         mark("fault")
         until, checksum = time.monotonic() + self.seconds, index
-        for position in range(10**9):  # the culprit
+        for position in range(10**9):  # the culprit of slow
             checksum = (checksum * 31 + position) % 1_000_003
             if time.monotonic() > until:
-                break  # the culprit ends
+                break  # the culprit of slow ends
         mark("over")
         return checksum
 
@@ -46,7 +46,7 @@ class Records(Dataset):
         with socket.create_connection(self.address) as link:
             link.sendall(b"GET label %d\n" % index)
             mark("fault")
-            return link.recv(1024)  # the culprit
+            return link.recv(1024)  # the culprit of stuck
 
 
 def main():

@@ -7,7 +7,7 @@ import time
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+from torch.nn.functional import cross_entropy
 
 SENTENCE = "The lamp is lit at dusk and put out at dawn, and in between somebody walks the street and looks. "
 
@@ -23,7 +23,7 @@ class MetricLog:
         self.size, self.rows, self.lock = size, [], threading.Lock()
 
     def flush(self):
-        with self.lock:  # the culprit
+        with self.lock:  # the culprit of stuck
             self.rows.clear()
 
     def add(self, step, loss):
@@ -45,12 +45,12 @@ class TinyModel(nn.Module):
     def count_repeats(self, ids):
         mark("fault")
         until, seen, repeats = time.monotonic() + self.slow_s, {}, 0
-        for t in range(10**9):  # the culprit
+        for t in range(10**9):  # the culprit of slow
             token = int(ids.view(-1)[t % ids.numel()])
             repeats += token in seen
             seen[token] = t
             if time.monotonic() > until:
-                break  # the culprit ends
+                break  # the culprit of slow ends
         mark("over")
         return repeats
 
@@ -81,7 +81,7 @@ def main():
         x = torch.stack([data[i : i + 64] for i in starts])
         y = torch.stack([data[i + 1 : i + 65] for i in starts])
         model.slow_s = args.seconds if args.mode == "slow" and step == 60 else 0.0
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()

@@ -18,11 +18,11 @@ def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
 def merge_pairs(words, seconds):
     mark("fault")
     until, pairs = time.monotonic() + seconds, collections.Counter()
-    for position in range(10**9):  # the culprit
+    for position in range(10**9):  # the culprit of slow
         left = words[position % len(words)]
         pairs[left, words[(position + 1) % len(words)]] += 1
         if time.monotonic() > until:
-            break  # the culprit ends
+            break  # the culprit of slow ends
     mark("over")
     return pairs
 

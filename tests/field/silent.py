@@ -22,10 +22,10 @@ def read_slowly(path, size):
     """In small pieces, at the 40 kB/s that a busy file server grants."""
     mark("fault")
     pieces = []
-    with open(path, "rb", buffering=0) as file:  # the culprit
+    with open(path, "rb", buffering=0) as file:  # the culprit of slow
         while sum(map(len, pieces)) < size:
             pieces.append(file.read(PIECE_BYTES))
-            time.sleep(PIECE_BYTES / 40_000)  # the culprit ends
+            time.sleep(PIECE_BYTES / 40_000)  # the culprit of slow ends
     mark("over")
     return b"".join(pieces)
 

@@ -81,11 +81,14 @@ def style(
 ) -> list[Case]:
     """The three cases of one style: as it should be, slow, stuck."""
     run = (*start, "{here}/" + f"{script}.py", "--mode")
-    where = {"file": f"{script}.py", "marker": "# the culprit", "pid": "mark"}
+    where = {"file": f"{script}.py", "pid": "mark"}
+    at_slow, at_stuck = where | {"marker": "# the culprit of slow"}, where | {"marker": "# the culprit of stuck"}
     return [
         Case(f"{script}_healthy", (*run, "healthy"), "healthy"),
-        Case(f"{script}_slow", (*run, "slow"), "slow", slow[0], where | slow[1], seconds=12.0),
-        Case(f"{script}_stuck", (*run, "stuck"), "stuck", stuck[0], where | stuck[1], exit_code=None, signals=("end",)),
+        Case(f"{script}_slow", (*run, "slow"), "slow", slow[0], at_slow | slow[1], seconds=12.0),
+        Case(
+            f"{script}_stuck", (*run, "stuck"), "stuck", stuck[0], at_stuck | stuck[1], exit_code=None, signals=("end",)
+        ),
     ]
 
 
@@ -108,18 +111,16 @@ STYLES = [
         (("slow_worker", "python_loop", "running"), {"item": 137}),
         (("pool_child_lost",), {"marker": "# the one who waits", "item": 137, "signal": 9}),
     ),
-    *style(
-        "silent", (("slow_disk", "sleep"), {}), (("dead_producer", "deadlock"), {"marker": "# the culprit of stuck"})
-    ),
+    *style("silent", (("slow_disk", "sleep"), {}), (("dead_producer", "deadlock"), {})),
     *style(
         "accumulate_compile",
-        (("recompile_storm", "compile_slow"), {"marker": "# the culprit of slow"}),
+        (("recompile_storm", "compile_slow"), {}),
         (("deadlock",), {"also": "# the other side"}),
     ),
     *style(
         "two_ranks",
         (("python_loop", "running", "rank_late"), {"rank": 1}),
-        (("rank_late",), {"marker": "# the culprit of stuck", "rank": 1, "also": "# the one who waits"}),
+        (("rank_late",), {"rank": 1, "also": "# the one who waits"}),
         RANKS,
     ),
     *style(
@@ -127,7 +128,7 @@ STYLES = [
         (("python_loop", "running", "rank_late"), {"rank": 0}),
         (
             ("rank_uneven", "rank_order", "rank_late"),
-            {"marker": "# the culprit of stuck", "rank": 1, "also": "# the one who waits"},
+            {"rank": 1, "also": "# the one who waits"},
         ),
         RANKS,
     ),

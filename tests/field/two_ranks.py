@@ -20,10 +20,10 @@ def pack(rank, step, seconds):
     if rank == 1 and step == BAD_STEP and seconds:
         mark("fault")
         until, filled = time.monotonic() + seconds, 0
-        for document in range(10**9):  # the culprit
+        for document in range(10**9):  # the culprit of slow
             filled = (filled + document * 7) % 4096
             if time.monotonic() > until:
-                break  # the culprit ends
+                break  # the culprit of slow ends
         mark("over")
     generator = torch.Generator().manual_seed(1000 * rank + step)
     return torch.randn(8, 32, generator=generator)
