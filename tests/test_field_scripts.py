@@ -51,6 +51,10 @@ class Going:
         path = self.folder / "mark"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
+    def told(self) -> str:
+        """What a failure should show."""
+        return f"{self.case.name}: code {self.process.poll()}, marks {self.marks}\n{self.output[-6000:]}"
+
     def processes(self) -> list[int]:
         """Every process of it, also those in sessions of their own: they all have the path of the marks in common."""
         sign, found = f"LAMP_FIELD_MARK={self.folder / 'mark'}".encode(), []
@@ -76,9 +80,7 @@ class Going:
 def start(case: Case, scale: float = 1.0, **extra: str) -> Going:
     # A short path: the sockets of multiprocessing live below it and may have 108 letters.
     folder = Path(tempfile.mkdtemp(prefix="field-"))
-    env = clean_env(
-        LAMP_FIELD_MARK=str(folder / "mark"), TMPDIR=str(folder), HF_HOME=str(folder), **extra
-    )
+    env = clean_env(LAMP_FIELD_MARK=str(folder / "mark"), TMPDIR=str(folder), HF_HOME=str(folder), **extra)
     with open(folder / "out.txt", "wb") as out:
         process = subprocess.Popen(
             command_of(case, sys.executable, scale), cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out,
@@ -125,8 +127,8 @@ def did_its_work(one: Going) -> bool:
 @pytest.mark.parametrize("case", cases_of("healthy"), ids=lambda case: case.name)
 def test_a_healthy_one_does_its_work_and_ends(case: Case) -> None:
     with running([case]) as (one,):
-        assert one.process.wait(40) == case.exit_code, one.output[-2000:]
-        assert did_its_work(one), one.output[-2000:]
+        assert one.process.wait(40) == case.exit_code, one.told()
+        assert did_its_work(one), one.told()
         assert not one.marks
 
 
@@ -134,7 +136,7 @@ def test_the_trainer_takes_a_model_from_a_folder() -> None:
     folder = shared("models", "stories260K_hf_llama")
     healthy = next(case for case in CASES if case.name == "hf_trainer_healthy")
     with running([healthy], LAMP_FIELD_MODEL=str(folder)) as (one,):
-        assert one.process.wait(40) == 0, one.output[-2000:]
+        assert one.process.wait(40) == 0, one.told()
         assert "done: 60 steps" in one.output
 
 
@@ -142,27 +144,27 @@ def test_the_trainer_takes_a_model_from_a_folder() -> None:
 def test_a_slow_one_ends_when_its_slow_part_is_short(cases: list[Case]) -> None:
     with running(cases, scale=0.1) as going:
         for one in going:
-            assert one.process.wait(60) == 0, one.output[-2000:]
-            assert did_its_work(one) or one.case.name == "silent_slow", one.output[-2000:]
-            assert [mark[0] for mark in one.marks] == ["fault", "over"], (one.case.name, one.marks)
+            assert one.process.wait(60) == 0, one.told()
+            assert did_its_work(one) or one.case.name == "silent_slow", one.told()
+            assert [mark[0] for mark in one.marks] == ["fault", "over"], one.told()
 
 
 @pytest.mark.parametrize("cases", groups(cases_of("innocent"), 4))
 def test_an_innocent_ends(cases: list[Case]) -> None:
     with running(cases, scale=0.1) as going:
         for one in going:
-            assert one.process.wait(40) == 0, one.output[-2000:]
-            assert did_its_work(one), one.output[-2000:]
-            assert [mark[0] for mark in one.marks] == ["fault", "over"], (one.case.name, one.marks)
+            assert one.process.wait(40) == 0, one.told()
+            assert did_its_work(one), one.told()
+            assert [mark[0] for mark in one.marks] == ["fault", "over"], one.told()
 
 
 @pytest.mark.parametrize("cases", groups(cases_of("dead"), 3))
 def test_a_dead_one_dies_by_itself(cases: list[Case]) -> None:
     with running(without_what_is_missing(cases)) as going:
         for one in going:
-            assert one.process.wait(40) == one.case.exit_code, one.output[-2000:]
-            assert [mark[0] for mark in one.marks] == ["fault"], (one.case.name, one.marks)
-            assert "Error" in one.output, one.output[-2000:]
+            assert one.process.wait(40) == one.case.exit_code, one.told()
+            assert [mark[0] for mark in one.marks] == ["fault"], one.told()
+            assert "Error" in one.output, one.told()
             assert "done" not in one.output
 
 
@@ -175,9 +177,9 @@ def test_a_stuck_one_stands_still(cases: list[Case]) -> None:
         before = [(one.output, one.marks) for one in going]
         time.sleep(STILL_S)
         for one, (output, marks) in zip(going, before, strict=True):
-            assert one.process.poll() is None, f"{one.case.name} ended:\n{one.output[-2000:]}"
+            assert one.process.poll() is None, f"it ended: {one.told()}"
             assert (one.output, one.marks) == (output, marks), f"{one.case.name} went on"
-            assert [mark[0] for mark in marks] == ["fault"], (one.case.name, marks)
+            assert [mark[0] for mark in marks] == ["fault"], one.told()
 
 
 def test_the_truth_names_lines_that_exist() -> None:

@@ -34,6 +34,7 @@ def main():
     parser.add_argument("--inductor", action="store_true", help="the real compiler, from a cold cache")
     args = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # a tiny model gains nothing from more, and loses much on a busy machine
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with tempfile.TemporaryDirectory() as folder:

@@ -62,6 +62,7 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # a tiny model gains nothing from more, and loses much on a busy machine
     folder = os.environ.get("LAMP_FIELD_MODEL")
     if folder:
         model = AutoModelForCausalLM.from_pretrained(folder)

@@ -70,6 +70,7 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(1337)
+    torch.set_num_threads(1)  # a tiny model gains nothing from more, and loses much on a busy machine
     text = open(args.text, encoding="utf-8").read() if args.text else SENTENCE * 200
     letters = sorted(set(text))
     data = torch.tensor([letters.index(letter) for letter in text])

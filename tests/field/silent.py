@@ -51,6 +51,7 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # a tiny model gains nothing from more, and loses much on a busy machine
     with tempfile.NamedTemporaryFile(suffix=".bin") as shard:
         np.random.default_rng(0).integers(0, 256, 1_000_000, dtype=np.uint8).tofile(shard.name)
         batches = queue.Queue(maxsize=4)
