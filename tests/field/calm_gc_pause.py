@@ -1,0 +1,30 @@
+"""Builds millions of small objects and has them all looked at by the garbage collector, again and again."""
+
+import argparse
+import gc
+import os
+import time
+
+
+def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
+    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=8.0)
+    args = parser.parse_args()
+    gc.disable()
+    rows = [[number] for number in range(int(6_000_000 * min(1.0, args.seconds / 8.0)))]
+    gc.enable()
+    mark("fault")
+    until, pauses = time.monotonic() + args.seconds, 0
+    while time.monotonic() < until:
+        gc.collect()  # the long part
+        pauses += 1
+    mark("over")
+    print(f"done: {pauses} pauses over {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

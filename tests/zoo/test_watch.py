@@ -1,0 +1,114 @@
+"""The zoo under `lamp watch`: scripts of the field that know nothing of us, each verdict compared with the truth."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "field"))
+from truth import CASES, Case, command_of, culprit_lines
+
+from conftest import LAMP, Row, clean_env
+from lamplighter.rundir import RunDir, read_lines
+
+FULL = os.environ.get("LAMP_ZOO_FULL") == "1"
+QUICK = {
+    "plain_loop_healthy", "plain_loop_stuck", "loader_workers_stuck", "loader_workers_slow", "hf_trainer_stuck", "pool_stuck",
+    "silent_stuck", "two_ranks_stuck", "zoo_worker_sigkill", "zoo_worker_exit", "zoo_worker_hang", "zoo_worker_gil",
+    "zoo_worker_sigstop", "zoo_fork_lock", "zoo_spawn_pickle", "zoo_rank_sigkill", "calm_pauses_5s", "calm_long_matmul",
+    "calm_pure_python_30s", "calm_notebook_idle", "calm_web_server",
+}  # fmt: skip
+DEADLINE_S = 100.0
+
+
+def verdicts_of(run: RunDir) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run.events) if event.get("type") == "verdict"]
+
+
+def marks(path: Path) -> dict[str, tuple[float, int]]:
+    """What the script has written of its own fault: word -> (time, pid)."""
+    found: dict[str, tuple[float, int]] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        word, at, pid = line.split()
+        found.setdefault(word, (float(at), int(pid)))
+    return found
+
+
+def watched(case: Case, folder: Path) -> tuple[int | None, RunDir]:
+    """Run it under the watcher, until it ends or, if it never does, until it is named; its code, and its folder."""
+    words = command_of(case, sys.executable, 1.0 if FULL else 0.4 if case.kind == "innocent" else 1.0)
+    run = RunDir(folder / "runs" / "w")
+    env = clean_env(LAMP_FIELD_MARK=str(folder / "mark"), OMP_NUM_THREADS="1")
+    with open(folder / "out.txt", "wb") as out:
+        going = subprocess.Popen(
+            [*LAMP, "watch", "--run", "w", "--", *words],
+            cwd=folder, env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline and going.poll() is None:
+            named = {verdict["cause"] for verdict in verdicts_of(run)} if run.events.exists() else set()
+            if case.exit_code is None and named & set(case.causes):
+                time.sleep(0.5)
+                return None, run
+            time.sleep(0.1)
+        return going.poll(), run
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(going.pid, signal.SIGKILL)
+        going.wait()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_truth_is_told(tmp_path: Path, case: Case, zoo_row: Row) -> None:
+    if not FULL and case.name not in QUICK:
+        pytest.skip("in make zoo")
+    if "mount" in case.needs and subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no mount namespace can be made here")
+    code, run = watched(case, tmp_path)
+    said = verdicts_of(run)
+    told = "\n".join(f"{v['state']} {v['cause']} {v['culprit']}: {v['why']}" for v in said)
+    told += "\n" + (tmp_path / "out.txt").read_text()[-2500:]
+    assert code == case.exit_code, told
+    if case.kind in ("healthy", "innocent", "slow"):
+        assert not [verdict for verdict in said if verdict["state"] == "stuck"], told
+    if case.kind in ("healthy", "innocent"):
+        zoo_row(case.name, "none", "none", code or 0)
+        return
+    found = [verdict for verdict in said if verdict["cause"] in case.causes]
+    assert found, told
+    first = found[0]
+    began, pid = marks(tmp_path / "mark")["fault"]
+    took = first["t"] - began
+    assert took < max(7.0, case.within_s), told
+    check_culprit(case, first, pid, told)
+    zoo_row(case.name, float(took), first["action"], -1 if code is None else code)
+
+
+def check_culprit(case: Case, first: dict[str, Any], pid: int, told: str) -> None:
+    """The line, the worker and its item, the rank, the process."""
+    where = first["culprit"]
+    if "line" in where and where.get("file", "").endswith(case.culprit["file"]):
+        assert where["line"] in culprit_lines(case), told
+    elif case.kind != "dead":
+        pytest.fail(f"no line is named\n{told}")
+    if "worker" in case.culprit and "worker" in where:
+        assert where["worker"] == case.culprit["worker"], told
+        low, _, high = str(where["item"]).partition("..")
+        if low.isdecimal() and (high.isdecimal() or not high):
+            assert int(low) <= case.culprit["item"] <= int(high or low), told
+    if "rank" in case.culprit:
+        assert where.get("rank") == case.culprit["rank"], told
+    if "signal" in case.culprit:
+        assert where.get("signal") == case.culprit["signal"], told
+    if case.culprit.get("code"):
+        assert where.get("code") == case.culprit["code"], told
