@@ -124,12 +124,13 @@ def did_its_work(one: Going) -> bool:
     return "done: " in one.output
 
 
-@pytest.mark.parametrize("case", cases_of("healthy"), ids=lambda case: case.name)
-def test_a_healthy_one_does_its_work_and_ends(case: Case) -> None:
-    with running([case]) as (one,):
-        assert one.process.wait(40) == case.exit_code, one.told()
-        assert did_its_work(one), one.told()
-        assert not one.marks
+@pytest.mark.parametrize("cases", groups(cases_of("healthy"), 2))
+def test_a_healthy_one_does_its_work_and_ends(cases: list[Case]) -> None:
+    with running(cases) as going:
+        for one in going:
+            assert one.process.wait(40) == 0, one.told()
+            assert did_its_work(one), one.told()
+            assert not one.marks, one.told()
 
 
 def test_the_trainer_takes_a_model_from_a_folder() -> None:
