@@ -195,7 +195,8 @@ def _parse(verb: str, function: Callable[..., Any], words: list[str]) -> dict[st
         _, bound, *_ = app.parse_args(words, exit_on_error=False, print_error=False)
     except cyclopts.UnknownOptionError as error:
         names = [f"--{name.replace('_', '-')}" for name in function.__annotations__ if name != "return"]
-        raise unknown(error.token.value if error.token else "that", "", UsageError, names) from None
+        given = (error.token.keyword or error.token.value) if error.token else ""
+        raise unknown(given or "that", "", UsageError, names) from None
     except cyclopts.CycloptsError as error:
         raise UsageError(" ".join(str(error).split()), "", f"lamp {verb} --help") from None
     return dict(bound.arguments)

@@ -45,6 +45,10 @@ STATUS_EVERY_S = 0.9
 MEMORY_EVERY_S = 2.5
 STOP_GRACE_S = 10.0
 MOST_STACKS = 16
+WARM_S = 0.2
+UNCOUNTED_S = 8.0  # while nothing was ever counted (imports), what everybody does at the start is status, no verdict
+COMMON = ("running", "gc", "io")
+STORM, STORM_S = 3, 10.0
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,13 @@ class Attendant:
         self.capturing: threading.Thread | None = None
         self.next_capture_s = 0.0
         self.finding: Finding | None = None
-        self.named = ""
+        self.named: set[str] = set()  # in this spell
+        self.recompiles: deque[tuple[float, int]] = deque()
+        self.died = False
         self.pace = Pace()
         self.deaths = 0
+        self.warmed: set[int] = set()
+        self.warm_until = 0.0
         self.worked_at = time.monotonic()
         self.usual_gap_s = self.longest_gap_s = 0.0
         self.memory: deque[tuple[float, float]] = deque(maxlen=240)
@@ -169,6 +177,7 @@ class Attendant:
         if time.monotonic() - self.status_at > STATUS_EVERY_S:
             self._write_status("stopping" if self.stop_reason else "running")
         self._watch_memory(scene)
+        self._watch_compiles(scene)
         self._answer_requests()
         self._act()
 
@@ -180,11 +189,24 @@ class Attendant:
             self.longest_gap_s = max(self.longest_gap_s, gap)
             self.worked_at = scene.worked_at
             self.window.clear()
+            self.named.clear()
             self.captures, self.finding, self.next_capture_s = {}, None, 0.0
-        if scene.quiet_s > CLOSE_LOOK_S:
+        if scene.quiet_s > CLOSE_LOOK_S and not self._warming(scene):
             self.window.append(scene)
             while scene.at - self.window[0].at > WINDOW_S:
                 self.window.popleft()
+
+    def _warming(self, scene: Scene) -> bool:
+        """The first question to a process makes it load what it answers with: asked early, so that no byte of that counts."""
+        fresh = [m for m in scene.members if m.slot is not None and not m.slot.answers and not m.look.stopped]
+        fresh = [m for m in fresh if m.pid not in self.warmed]
+        for member in fresh[:MOST_STACKS]:
+            self.warmed.add(member.pid)
+            threading.Thread(
+                target=procslot.ask_stacks, args=(self.run.slots, member.pid, WARM_S), name="lamp-warm", daemon=True
+            ).start()
+            self.warm_until = scene.at + 2 * LOOK_EVERY_S
+        return scene.at < self.warm_until
 
     def _judge(self, scene: Scene) -> None:
         halted = [m for m in scene.members if m.look.stopped]
@@ -201,8 +223,9 @@ class Attendant:
             self.finding = finding or self.finding
         if self.finding is not None:
             named = f"{self.finding.key} {self.finding.left_s is not None}"
-            if named != self.named:
-                self.named = named
+            new_here = not self.pace.counts and scene.quiet_s < UNCOUNTED_S
+            if named not in self.named and not (new_here and self.finding.verdict.cause in COMMON):
+                self.named.add(named)
                 self.say_verdict(self.finding.verdict, provable=self.finding.provable, left_s=self.finding.left_s)
 
     def _capture_when_due(self, scene: Scene) -> None:
@@ -221,12 +244,32 @@ class Attendant:
             keep(self.run, taken, scene)
 
     def _hear_deaths(self) -> None:
-        for lost in self.family.lost[self.deaths :]:
+        for lost in sorted(self.family.lost[self.deaths :], key=lambda one: one.code == -signal.SIGTERM):
             self.event("child_end", pid=lost.pid, code=lost.code, rank=lost.slot.rank if lost.slot else -1)
             verdict = foreign.death_verdict(lost)
-            if verdict is not None:
+            cleared_away = self.died and lost.code == -signal.SIGTERM  # by the launcher, after the first death
+            if verdict is not None and not cleared_away and not self.stop_reason:
+                self.died = True
                 self.say_verdict(verdict)
         self.deaths = len(self.family.lost)
+
+    def _watch_compiles(self, scene: Scene) -> None:
+        """A storm of recompiles is work of a kind, and is said all the same."""
+        member = max(
+            (m for m in scene.members if m.slot), key=lambda m: m.slot.recompiles if m.slot else 0, default=None
+        )
+        if member is None or member.slot is None or "storm" in self.warned:
+            return
+        self.recompiles.append((scene.at, member.slot.recompiles))
+        while scene.at - self.recompiles[0][0] > STORM_S:
+            self.recompiles.popleft()
+        count = member.slot.recompiles - self.recompiles[0][1]
+        if count >= STORM:
+            self.warned.add("storm")
+            taken = procslot.ask_stacks(self.run.slots, member.pid, stacks.SAMPLER_DEADLINE_S)
+            frame = stacks.users_frame(taken.threads[0]) if taken and taken.threads else None
+            seconds = scene.at - self.recompiles[0][0]
+            self.say_verdict(foreign.storm_verdict(member, count, seconds, frame))
 
     def _watch_memory(self, scene: Scene) -> None:
         if time.monotonic() - self.memory_at < MEMORY_EVERY_S:
@@ -364,7 +407,7 @@ class Attendant:
         """An uncaught exception, in the words of the process that had it."""
         slots = procslot.read_all(self.run.slots)
         failed = [slot for slot in slots.values() if slot.error]
-        if self.child.returncode == 0 or self.stop_reason or not failed:
+        if self.child.returncode == 0 or self.stop_reason or not failed or self.died:
             return
         first = next((slot for slot in failed if slot.worker >= 0), min(failed, key=lambda slot: slot.pid))
         self.say_verdict(foreign.error_verdict(first, slots))

@@ -15,7 +15,7 @@ from lamplighter.report import FLAGS, Slot, Verdict
 from lamplighter.watch.family import Lost, Member, Scene
 from lamplighter.watch.picture import duration
 from lamplighter.watch.procslot import ProcSlot
-from lamplighter.watch.sense import COMPILERS, Observation
+from lamplighter.watch.sense import Observation
 from lamplighter.watch.stacks import Frame, Stacks, ThreadStack, own_frames, users_frame
 from lamplighter.watch.verdict import BUSY, Finding, text_of_wait
 from lamplighter.watch.verdict import judge as judge_one
@@ -143,6 +143,8 @@ def late_rank(crowd: Crowd) -> Finding | None:
         return _other_collective(crowd, waiting)
     one = min(behind, key=lambda m: m.slot.coll_seq if m.slot else 0)
     busy = crowd.cpu_share(one) > BUSY
+    if not busy and _in_backward(crowd.main_stack(one)):
+        return _uneven(crowd, one, ahead)
     doing = "is busy" if busy else "sleeps"
     why = (
         f"rank {one.rank} {doing}{crowd.at(one)} and has not entered collective {ahead.slot.coll_seq}"
@@ -150,6 +152,18 @@ def late_rank(crowd: Crowd) -> Finding | None:
     )
     advice = "every rank must reach the same collectives: look at that line of the late rank"
     return _finding(crowd, one, "slow" if busy else "stuck", "rank_late", why, advice, provable=False, waits=ahead.rank)
+
+
+def _uneven(crowd: Crowd, one: Member, ahead: Member) -> Finding:
+    """One waits in the backward pass (a collective inside C++), the other has gone on: they make different numbers of steps."""
+    assert one.slot is not None and ahead.slot is not None
+    why = (
+        f"rank {ahead.rank} has left its loop after {ahead.slot.steps} steps and waits in {ahead.slot.coll} at"
+        f" {_short(ahead.slot.coll_at)}; rank {one.rank} is in the backward pass of step {one.slot.steps + 1}{crowd.at(one)}"
+        f" and waits for it: the ranks have different numbers of batches, {crowd.words()}"
+    )
+    advice = "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"
+    return _finding(crowd, ahead, "stuck", "rank_uneven", why, advice, provable=True, waits=one.rank)
 
 
 def _other_collective(crowd: Crowd, waiting: Sequence[Member]) -> Finding | None:
@@ -274,15 +288,7 @@ def child_lost(crowd: Crowd) -> Finding | None:
 
 def anybody(crowd: Crowd) -> Finding | None:
     """Nobody waits for a known unit: the busiest, else whoever stands in the user's code, deepest first."""
-    compiling = [m for m in crowd.last.members if (m.slot and m.slot.compiling) or m.look.name in COMPILERS]
     members = [m for m in crowd.last.members if m.slot is not None or m.pid in crowd.stacks]
-    storm = next((m for m in members if m.slot and m.slot.recompiles >= 3), None)
-    if storm is not None and compiling and storm.slot is not None:
-        why = (
-            f"recompiled {storm.slot.recompiles} times{crowd.at(storm)} (now {storm.slot.compile_id}), {crowd.words()}"
-        )
-        advice = "feed a few fixed lengths (buckets), or mark the dimension dynamic"
-        return _finding(crowd, storm, "slow", "recompile_storm", why, advice)
     busiest = max(members, key=crowd.cpu_share, default=None)
     if busiest is not None and crowd.cpu_share(busiest) > BUSY:
         return _as_one(crowd, busiest)
@@ -296,7 +302,7 @@ def anybody(crowd: Crowd) -> Finding | None:
 def _is_idle(crowd: Crowd, member: Member) -> bool:
     """Waiting for its own children is no fault of its own."""
     stack = crowd.main_stack(member)
-    words = ("subprocess.py", "multiprocessing/", "concurrent/", "popen_fork.py", "elastic/")
+    words = ("subprocess.py", "multiprocessing/", "multiprocess/", "concurrent/", "popen_fork.py", "elastic/")
     return stack is not None and any(word in stack.frames[0].file for word in words if stack.frames)
 
 
@@ -337,6 +343,18 @@ def _observation(scene: Scene, pid: int) -> Observation | None:
     )
     others = tuple(m.look for m in scene.members if m.pid != pid)
     return Observation(scene.at, made, (member.look, *others))
+
+
+def storm_verdict(member: Member, count: int, seconds: float, frame: Frame | None) -> Verdict:
+    """Many compiles in a short time: each new shape costs one."""
+    where = f" at {frame.short}" if frame else ""
+    now = member.slot.compile_id if member.slot else ""
+    culprit: dict[str, object] = {"pid": member.pid}
+    if frame is not None:
+        culprit |= {"file": frame.file, "line": frame.line, "func": frame.func}
+    why = f"recompiled {count} times within {duration(seconds)}{where} (now {now}): a new shape or value each time"
+    advice = "feed a few fixed lengths (buckets), or torch._dynamo.mark_dynamic; TORCH_LOGS=recompiles shows the guard"
+    return Verdict("slow", "recompile_storm", why, advice, "none", (), culprit)
 
 
 # ---------------------------------------------------------------- those who have ended
@@ -386,7 +404,11 @@ def error_verdict(slot: ProcSlot, slots: Mapping[int, ProcSlot]) -> Verdict:
     worker = int(where.group(2)) if where else slot.worker
     theirs = next((one for one in slots.values() if one.worker == worker >= 0), None)
     if theirs is not None:
-        culprit |= {"worker": worker, "item": theirs.item, "pid": theirs.pid}
+        said = re.match(r"item (.*?): ", theirs.error)
+        culprit |= {"worker": worker, "item": said.group(1) if said else theirs.item, "pid": theirs.pid}
+        if place := re.search(r"\(([^()]+):(\d+)\)$", theirs.error):
+            culprit |= {"file": place.group(1), "line": int(place.group(2))}
+        text = theirs.error.split(": ", 1)[-1] if said else text
     if any(word in text for word in ("MemoryError", "allocate memory", "DefaultCPUAllocator")):
         cause = "worker_oom" if worker >= 0 else "rss_oom"
     elif any(word in text for word in ("shared memory", "shm", "Bus error")):

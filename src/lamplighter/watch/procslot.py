@@ -60,6 +60,7 @@ class ProcSlot:
     collecting: int = 0
     gc_since_ns: int = 0
     phase_since_ns: int = 0
+    failed: int = 0
     done: float = 0.0
     total: float = -1.0
     phase: str = ""

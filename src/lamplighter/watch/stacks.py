@@ -192,7 +192,9 @@ def users_frame(stack: ThreadStack) -> Frame | None:
 def own_frames(stack: ThreadStack) -> tuple[Frame, ...]:
     """Without what a forked child inherited: below its `_bootstrap` lies the stack of its parent."""
     for place, frame in enumerate(stack.frames):
-        if frame.func == "_bootstrap" and frame.file.endswith("multiprocessing/process.py"):
+        if frame.func == "_bootstrap" and frame.file.endswith(
+            ("multiprocessing/process.py", "multiprocess/process.py")
+        ):
             return stack.frames[: place + 1]
     return stack.frames
 

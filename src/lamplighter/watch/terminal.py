@@ -141,6 +141,7 @@ class Terminal:
         self._owed: list[int] = []
         self._witnessed: dict[int, int] = {}
         self._stream: _Stream | None = None
+        self._own_bytes = 0  # our words in a file that the command's output goes to as well
         self._finished = False
 
     @classmethod
@@ -236,7 +237,10 @@ class Terminal:
 
             self._stream = _Stream(2)
         lines = "".join(f"{line}\n" for line in text.splitlines())
-        self._stream.write(("\n" if _ends_within_a_line(2) else "") + lines)
+        words = ("\n" if _ends_within_a_line(2) else "") + lines
+        if stat.S_ISREG(os.fstat(2).st_mode):
+            self._own_bytes += len(words.encode("utf-8", "replace"))
+        self._stream.write(words)
 
     def _send(self, message: str, keep: bool = False) -> None:
         """Never waits: a footer that finds no room is forgotten, other words are tried again with the next ones."""
@@ -272,7 +276,7 @@ class Terminal:
         if not self.is_tty and not sizes:
             return -1
         grown = sum(size - self._sizes_before.get(which, 0) for which, size in sizes.items())
-        return max(0, grown) + passage.count_at(self._shared, 0)
+        return max(0, grown - self._own_bytes) + passage.count_at(self._shared, 0)
 
     def finish(self, deadline_s: float = 2.0) -> None:
         """The command has ended: let its last bytes and our last words out. A stopped terminal is not waited for."""

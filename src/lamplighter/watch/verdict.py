@@ -16,7 +16,7 @@ from pathlib import Path
 from lamplighter.report import Verdict
 from lamplighter.watch.picture import duration
 from lamplighter.watch.sense import FUTEX, NANOSLEEP, Observation, ThreadLook
-from lamplighter.watch.stacks import OUR_THREADS, Frame, Stacks, ThreadStack, culprit
+from lamplighter.watch.stacks import OUR_THREADS, Frame, Stacks, ThreadStack, culprit, users_frame
 
 UNTIMED_WAIT = re.compile(r"\.(acquire|join|get|wait|result)\(\s*(?:True\s*|block(?:ing)?=True\s*)?\)")
 BUSY = 0.03  # share of one core that counts as running
@@ -214,7 +214,8 @@ def deadlocked(case: Case) -> Finding | None:
     """Every thread of the user's waits for a lock without a time limit, and nothing moves."""
     if case.newest is None or case.seconds < 0.9 or case.sampler_silent or len(case.stacks) < 2:
         return None
-    mine = [thread for thread in case.newest.threads if thread.name not in OUR_THREADS]
+    main, *others = case.newest.threads
+    mine = [main, *(t for t in others if t.name not in OUR_THREADS and users_frame(t) is not None)]
     before = {thread.name: thread.frames[:1] for thread in case.stacks[0].threads}
     if any(before.get(thread.name) != thread.frames[:1] for thread in mine):
         return None

@@ -144,9 +144,16 @@ def _item_begins(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 
 def _item_ends(begun: object, args: object, worked: bool) -> None:
-    inside.slot.set("in_item", 0)
+    slot = inside.slot
+    slot.set("in_item", 0)
+    kind, error, trace = sys.exc_info()
     if worked:
-        inside.slot.add("items")
+        slot.add("items")
+    elif kind is not None and error is not None and kind is not StopIteration and not slot.get("failed"):
+        slot.set("failed", 1)
+        at, size = inside.TEXTS["item"]
+        item = bytes(slot.page[at : at + size]).split(b"\0", 1)[0].decode("utf-8", "replace")
+        inside.note_error(kind, error, trace, f"item {item}: ")
 
 
 def _watch_fetchers(module: ModuleType) -> None:

@@ -35,7 +35,7 @@ _WHOLE = (
     "items in_item item_since_ns worker "
     "coll_seq in_coll coll_since_ns "
     "compiles compiling compile_since_ns recompiles "
-    "bar_n bar_total bar_ns collecting gc_since_ns phase_since_ns"
+    "bar_n bar_total bar_ns collecting gc_since_ns phase_since_ns failed"
 ).split()
 _REAL = ("done", "total")
 _SIZES = {
@@ -425,7 +425,7 @@ def _on_gc(when: str, info: Mapping[str, int]) -> None:
 
 
 @quiet
-def _note_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def note_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None, prefix: str = "") -> None:
     if id(error) == named_error:
         return  # the slot already says which part could not be pickled
     frame = None
@@ -434,7 +434,10 @@ def _note_error(kind: type[BaseException], error: BaseException, trace: Tracebac
             frame = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     where = f" ({frame[0][-200:]}:{frame[1]})" if frame is not None else ""
-    slot.text("error", f"{kind.__name__}: {str(error)[:250]}{where}")
+    text = " ".join(str(error).split())
+    if len(text) > 280:  # the end says more than the middle
+        text = f"{text[:100]} ... {text[-175:]}"
+    slot.text("error", f"{prefix}{kind.__name__}: {text}{where}")
 
 
 def _wrap_excepthook() -> None:
@@ -444,7 +447,7 @@ def _wrap_excepthook() -> None:
         try:
             old(kind, error, trace)
         finally:
-            _note_error(kind, error, trace)
+            note_error(kind, error, trace)
 
     sys.excepthook = excepthook
 

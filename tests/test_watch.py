@@ -1,0 +1,225 @@
+"""`lamp watch -- CMD` and `lamp why PID` as people use them: the command's own behaviour, ours beside it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import LAMP, clean_env, lamp, start_lamp, wait_for
+from lamplighter.rundir import RunDir, is_running, read_json, read_lines
+
+HANG = """
+import threading, time
+print("step 1", flush=True)
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()  # the culprit
+"""
+
+
+def verdicts(run: RunDir) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run.events) if event.get("type") == "verdict"] if run.events.exists() else []
+
+
+def script(folder: Path, text: str, name: str = "train.py") -> str:
+    (folder / name).write_text(text)
+    return name
+
+
+def test_output_exit_code_and_folder(tmp_path: Path) -> None:
+    name = script(tmp_path, "import sys\nprint('out', *sys.argv[1:])\nprint('err', file=sys.stderr)\nsys.exit(7)\n")
+    done = lamp("watch", "--", sys.executable, name, "--help", cwd=tmp_path)
+    assert done.returncode == 7
+    assert done.stdout == "out --help\n", "stdout is the script's alone"
+    assert "err\n" in done.stderr
+    run = RunDir(tmp_path / "runs" / "train")
+    assert read_json(run.status)["exit_code"] == 7
+    assert "exit code 7" in run.report.read_text()
+    rows = json.loads(lamp("runs", "--json", cwd=tmp_path).stdout)
+    assert [(row["run"], row["state"]) for row in rows] == [("train", "failed")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_death_by_a_signal_is_kept(tmp_path: Path, number: signal.Signals) -> None:
+    name = script(tmp_path, f"import os\nos.kill(os.getpid(), {int(number)})\n")
+    assert lamp("watch", "--", sys.executable, name, cwd=tmp_path).returncode == -number
+    assert read_json(tmp_path / "runs" / "train" / "status.json")["state"] == "lost"
+
+
+def test_mistakes_are_three_lines(tmp_path: Path) -> None:
+    done = lamp("watch", "--", "no-such-program", cwd=tmp_path)
+    assert done.returncode == 66
+    assert "no such command" in done.stderr
+    assert lamp("watch", "--", cwd=tmp_path).returncode == 2
+    done = lamp("watch", "--on-stuk", "stop", "--", "true", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--on-stuck" in done.stderr
+
+
+def test_a_hang_is_named_and_by_default_left_alone(tmp_path: Path) -> None:
+    name = script(tmp_path, HANG)
+    run = RunDir(tmp_path / "runs" / "train")
+    going = start_lamp("watch", "--", sys.executable, name, cwd=tmp_path)
+    found = wait_for(lambda: [v for v in verdicts(run) if v["cause"] == "deadlock"], 15, going)[0]
+    assert found["culprit"]["line"] == 6
+    assert found["since_s"] < 7
+    answer = lamp("why", "train", cwd=tmp_path).stdout
+    assert "train.py:6" in answer and "stuck" in answer
+    time.sleep(6)
+    assert going.poll() is None, "report touches nothing"
+    assert lamp("stop", "train", cwd=tmp_path).returncode == 0
+    going.wait(15)
+    assert read_json(run.status)["state"] == "stopped"
+
+
+def test_on_stuck_stop_ends_with_70(tmp_path: Path) -> None:
+    name = script(tmp_path, HANG)
+    told = tmp_path / "told.txt"
+    words = ["watch", "--on-stuck", "stop", "--notify", f"cat >> {told}", "--", sys.executable, name]
+    done = lamp(*words, cwd=tmp_path, timeout=60)
+    assert done.returncode == 70, done.stderr
+    assert "train.py:6" in done.stderr
+    assert '"stuck"' in told.read_text()
+
+
+def test_on_stuck_restart_starts_it_again(tmp_path: Path) -> None:
+    """The second time it finds what the first has left, and goes on."""
+    name = script(
+        tmp_path,
+        "import os\nif os.path.exists('state'):\n    print('resumed')\n    raise SystemExit(0)\nopen('state', 'w').close()\n"
+        + HANG,
+    )
+    done = lamp("watch", "--on-stuck", "restart", "--", sys.executable, name, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "resumed" in done.stdout
+    run = RunDir(tmp_path / "runs" / "train")
+    assert [event["attempt"] for event in read_lines(run.events) if event["type"] == "start"] == [1, 2]
+
+
+def test_without_the_shim_it_says_so_and_watches_from_outside(tmp_path: Path) -> None:
+    name = script(tmp_path, HANG)
+    run = RunDir(tmp_path / "runs" / "train")
+    going = start_lamp("watch", "--", sys.executable, "-I", name, cwd=tmp_path)
+    found = wait_for(lambda: [v for v in verdicts(run) if v["cause"] in ("deadlock", "waiting")], 15, going)[0]
+    assert found["culprit"]["line"] == 6
+    assert "not instrumented" in (tmp_path / "out.txt").read_text()
+    going.terminate()
+    going.wait(15)
+
+
+def test_without_ptrace_the_shim_is_enough(tmp_path: Path) -> None:
+    """A process that may not be traced or looked into (not dumpable, another user's): its own thread answers."""
+    name = script(tmp_path, "import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + HANG)
+    run = RunDir(tmp_path / "runs" / "train")
+
+    def drop() -> None:
+        """Root may trace anybody: take that right away (CAP_SYS_PTRACE from the bounding set)."""
+        ctypes.CDLL(None).prctl(24, 19, 0, 0, 0)
+
+    going = start_lamp("watch", "--", sys.executable, name, cwd=tmp_path, preexec_fn=drop)
+    found = wait_for(lambda: [v for v in verdicts(run) if v["culprit"].get("line")], 15, going)[0]
+    assert found["culprit"]["line"] == 8
+    going.terminate()
+    going.wait(15)
+
+
+def test_a_killed_watcher_does_not_harm_the_run(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        "import time\nfor i in range(30):\n    print(i, flush=True)\n    time.sleep(0.1)\nopen('done', 'w').close()\n",
+    )
+    going = start_lamp("watch", "--", sys.executable, name, cwd=tmp_path)
+    wait_for(lambda: "5\n" in (tmp_path / "out.txt").read_text(), process=going)
+    going.kill()
+    going.wait()
+    wait_for((tmp_path / "done").exists, 10)
+    assert "29\n" in (tmp_path / "out.txt").read_text()
+    wait_for(lambda: not is_running(RunDir(tmp_path / "runs" / "train")), 5)
+
+
+def test_fifty_megabytes_pass_untouched(tmp_path: Path) -> None:
+    name = script(
+        tmp_path, "import sys\nline = 'x' * 99 + '\\n'\nfor _ in range(500_000):\n    sys.stdout.write(line)\n"
+    )
+    with open(tmp_path / "big.txt", "wb") as out:
+        code = subprocess.run(
+            [*LAMP, "watch", "--", sys.executable, name], cwd=tmp_path, stdout=out, env=clean_env(), check=False,
+            stderr=subprocess.DEVNULL,
+        ).returncode  # fmt: skip
+    assert code == 0
+    assert (tmp_path / "big.txt").stat().st_size == 50_000_000
+
+
+EIGHT = """
+import multiprocessing, os, time
+def work(number):
+    if number == 5:
+        time.sleep(600)  # the culprit
+    return sum(range(10_000))
+if __name__ == "__main__":
+    with multiprocessing.Pool(8) as pool:
+        print(sum(pool.imap_unordered(work, range(64))))
+"""
+
+
+def test_eight_children_and_the_one_that_sleeps(tmp_path: Path) -> None:
+    name = script(tmp_path, EIGHT)
+    run = RunDir(tmp_path / "runs" / "train")
+    going = start_lamp("watch", "--", sys.executable, name, cwd=tmp_path, start_new_session=True)
+    found = wait_for(lambda: [v for v in verdicts(run) if v["culprit"].get("line") == 5], 15, going)[0]
+    assert found["culprit"]["pid"] != read_json(run.status)["child_pid"]
+    os.killpg(going.pid, signal.SIGKILL)
+
+
+def test_phases_of_the_script_are_shown(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        "import time\nimport lamplighter as lamp\nwith lamp.phase('tokenise', total=40, unit='documents') as p:\n"
+        "    for i in range(40):\n        time.sleep(0.1)\n        p.tick()\n",
+    )
+    done = lamp("watch", "--", sys.executable, name, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "tokenise documents" in done.stderr
+    assert " left" in done.stderr
+    assert subprocess.run([sys.executable, name], cwd=tmp_path, check=False).returncode == 0, "and without us"
+
+
+def test_why_pid_looks_at_a_process_of_somebody_else(tmp_path: Path) -> None:
+    name = script(tmp_path, HANG)
+    with subprocess.Popen([sys.executable, name], cwd=tmp_path, stdout=subprocess.PIPE) as going:
+        assert going.stdout is not None
+        going.stdout.readline()
+        done = lamp("why", str(going.pid), cwd=tmp_path)
+        going.kill()
+    assert done.returncode == 0, done.stderr
+    assert "train.py:6" in done.stdout
+    assert "lamp watch -- CMD" in done.stdout
+    assert lamp("why", "999999999", cwd=tmp_path).returncode == 66
+
+
+def test_a_second_watch_of_the_same_script_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    name = script(tmp_path, "import time\ntime.sleep(3)\n")
+    first = start_lamp("watch", "--", sys.executable, name, cwd=tmp_path)
+    wait_for(lambda: (tmp_path / "runs" / "train" / "status.json").exists(), process=first)
+    assert lamp("watch", "--", sys.executable, name, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "runs" / "train-2" / "report.md").exists()
+    assert first.wait(20) == 0
+
+
+def test_something_to_read_every_two_seconds(tmp_path: Path) -> None:
+    from conftest import listen
+
+    name = script(tmp_path, "import time\ntime.sleep(7)\n")
+    heard = listen([*LAMP, "watch", "--", sys.executable, name], tmp_path, on_pty=False)
+    assert heard.code == 0
+    assert heard.first_s < 0.5
+    assert heard.longest_gap_s < 2.5, heard.before_gap
