@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,8 +69,12 @@ def test_the_five_minutes(tmp_path: Path) -> None:
         (tmp_path / "texts" / f"{number}.txt").write_text(words)
     (tmp_path / "my.yaml").write_text("train: {steps: 5}\n")
     lines = bash_lines()
-    assert len(lines) == 3
-    small, real, shown = (shlex.split(line)[1:] for line in lines)
+    assert len(lines) == 5
+    small, real, shown, watched, why = (shlex.split(line, comments=True)[1:] for line in lines)
+    (tmp_path / "train.py").write_text("print('a script of somebody else')\n")
+    done = lamp(*[sys.executable if word == "python" else word for word in watched], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "a script of somebody else\n"), done.stderr
+    assert lamp(*[str(os.getpid()) if word.isdecimal() else word for word in why], cwd=tmp_path).returncode == 0
     done = lamp(*small, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert lamp(*shown, cwd=tmp_path).returncode == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lamplighter.report import FLAGS, Slot, Verdict
+from lamplighter.watch.foreign import phase_from_stack
 from lamplighter.watch.recording import from_json, to_json
 from lamplighter.watch.recover import Recovery
 from lamplighter.watch.resources import disk_verdict, memory_verdict
@@ -175,3 +176,17 @@ def test_recorded_runs_are_judged_as_they_were(path: Path, tmp_path: Path) -> No
 
 def test_there_are_recordings() -> None:
     assert len(RECORDINGS) >= 7
+
+
+def test_a_phase_is_inferred_from_the_stack() -> None:
+    def stack(*frames: tuple[str, str]) -> ThreadStack:
+        return ThreadStack("MainThread", tuple(Frame(file, 1, func) for file, func in frames))
+
+    site = "/venv/lib/python3.11/site-packages"
+    saving = stack((f"{site}/torch/serialization.py", "save"), ("/home/me/train.py", "main"))
+    assert phase_from_stack(saving) == "saving"
+    loading = stack((f"{site}/safetensors/torch.py", "load_file"), (f"{site}/transformers/x.py", "from_pretrained"))
+    assert phase_from_stack(loading) == "loading weights"
+    assert phase_from_stack(stack(("/base/lib/python3.11/http/client.py", "read"))) == "downloading"
+    assert phase_from_stack(stack((f"{site}/torch/_inductor/codecache.py", "compile"))) == "compiling"
+    assert phase_from_stack(stack(("/home/me/train.py", "main"))) == ""

@@ -41,6 +41,7 @@ def compiled_run(folder: Path, *words: str, **environment: str) -> subprocess.Co
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False)
 
 
+@pytest.mark.skipif(not FULL, reason="in make zoo")
 def test_a_slow_compiler_is_status_and_never_killed(tmp_path: Path, zoo_row: Row) -> None:
     """compile_slow: the first call of the compiler sleeps, longer than the set patience."""
     nap = 60 if FULL else 9

@@ -191,6 +191,7 @@ class Attendant:
             self.window.clear()
             self.named.clear()
             self.captures, self.finding, self.next_capture_s = {}, None, 0.0
+            self.pace.inferred = ""
         if scene.quiet_s > CLOSE_LOOK_S and not self._warming(scene):
             self.window.append(scene)
             while scene.at - self.window[0].at > WINDOW_S:
@@ -242,6 +243,8 @@ class Attendant:
         if self.worked_at == scene.worked_at:
             self.captures = {pid: (*self.captures.get(pid, ())[-1:], one) for pid, one in taken.items()}
             keep(self.run, taken, scene)
+            main = taken.get(scene.members[0].pid)
+            self.pace.inferred = foreign.phase_from_stack(main.threads[0]) if main else ""
 
     def _hear_deaths(self) -> None:
         for lost in sorted(self.family.lost[self.deaths :], key=lambda one: one.code == -signal.SIGTERM):

@@ -321,10 +321,49 @@ def _as_one(crowd: Crowd, member: Member) -> Finding | None:
     if cause == "deadlock" and frame is not None and text_of_wait(frame) in ("get", "wait", "result", "join"):
         cause = "dead_producer"
     who = f"{member.words}: " if member.pid != crowd.last.members[0].pid else ""
+    stack = crowd.main_stack(member)
+    phase = phase_from_stack(stack) if stack else ""
     verdict = replace(
-        found.verdict, cause=cause, culprit={**found.verdict.culprit, **more}, why=who + found.verdict.why
+        found.verdict,
+        cause=cause,
+        culprit={**found.verdict.culprit, **more},
+        why=who + (f"{phase}: " if phase else "") + found.verdict.why,
     )
     return replace(found, verdict=verdict)
+
+
+PHASES = (  # (part of a frame's file, part of its function, what that is); the innermost frame that fits decides
+    ("torch/_inductor", "", "compiling"),
+    ("torch/_dynamo", "compile", "compiling"),
+    ("importlib", "_find_and_load", "importing"),
+    ("safetensors", "load", "loading weights"),
+    ("torch/serialization", "load", "loading weights"),
+    ("", "from_pretrained", "loading weights"),
+    ("", "load_state_dict", "loading weights"),
+    ("safetensors", "save", "saving"),
+    ("torch/serialization", "save", "saving"),
+    ("", "save_pretrained", "saving"),
+    ("huggingface_hub/", "download", "downloading"),
+    ("http/client.py", "", "downloading"),
+    ("urllib", "", "downloading"),
+    ("requests/", "", "downloading"),
+    ("tokeniz", "", "tokenising"),
+    ("", "tokenize", "tokenising"),
+    ("datasets/arrow_dataset.py", "map", "mapping a dataset"),
+    ("torch/utils/data", "", "waiting for a batch"),
+    ("torch/distributed", "", "in a collective"),
+    ("", "evaluation_loop", "evaluating"),
+    ("", "evaluate", "evaluating"),
+)
+
+
+def phase_from_stack(stack: ThreadStack) -> str:
+    """What a script is in, by the libraries and functions that it stands in; empty where none tells."""
+    for frame in own_frames(stack):
+        for file, func, phase in PHASES:
+            if file in frame.file and func in frame.func:
+                return phase
+    return ""
 
 
 def _observation(scene: Scene, pid: int) -> Observation | None:

@@ -23,6 +23,7 @@ class Pace:
         self.unit = ""
         self.steps, self.total = 0, 0
         self.phase = "start"
+        self.inferred = ""  # from stacks, while it is quiet
         self.rate = 0.0
         self.left_s: float | None = None
         self.seconds: dict[str, float] = {}
@@ -75,7 +76,7 @@ class Pace:
             if waited > 0:
                 self._add("data wait", waited)
                 slice_s -= waited
-        name = self.phase
+        name = self.inferred or self.phase
         if name == "script":
             busy = sum(m.look.cpu_s for m in scene.members) - sum(m.look.cpu_s for m in before.members)
             worked = scene.worked_at > before.worked_at or busy > BUSY * (scene.at - before.at)
@@ -97,8 +98,8 @@ class Pace:
                 parts.append(f"{self.rate:.1f}/s" if self.rate < 100 else f"{self.rate:,.0f}/s")
             if self.left_s is not None:
                 parts.append(f"{duration(self.left_s)} left")
-        if self.phase != "script":
-            parts.append(self.phase)
+        if self.phase != "script" or self.inferred:
+            parts.append(self.inferred or self.phase)
         wait = self.seconds.get("data wait", 0.0) / max(1e-9, sum(self.seconds.values()))
         if wait > 0.02:
             parts.append(f"data wait {wait:.0%}")
