@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import threading
@@ -41,7 +42,7 @@ TIMES_USUAL = 4.0
 LINE_EVERY_S = 1.6
 CALM_AFTER_S, CALM_EVERY_S = 600.0, 9.5
 FOOTER_EVERY_S = 0.45
-STATUS_EVERY_S = 0.9
+STATUS_EVERY_S = 1.4
 MEMORY_EVERY_S = 2.5
 STOP_GRACE_S = 10.0
 MOST_STACKS = 16
@@ -159,11 +160,13 @@ class Attendant:
         except OSError as error:
             self.terminal.finish()
             raise BadConfig(f"cannot start {self.wish.words[0]}", str(error), "is it executable?") from error
+        self.pidfd = os.pidfd_open(self.child.pid)
         self.family = Family(self.child.pid, self.run.slots)
 
     def _wait(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.child.wait(LOOK_EVERY_S)
+        """Until the next look, or the end of the command; while work is counted half as often is enough."""
+        busy = self.scene is not None and self.scene.quiet_s < LOOK_EVERY_S and self.pace.counts
+        select.select([self.pidfd], [], [], 2 * LOOK_EVERY_S if busy else LOOK_EVERY_S)
 
     def _round(self) -> None:
         """One look: see, judge, speak, write, answer, act."""
@@ -405,6 +408,7 @@ class Attendant:
         self._say_error()
         self.event("child_end", pid=self.child.pid, code=self.child.returncode, attempt=self.attempt)
         self.family.close()
+        os.close(self.pidfd)
 
     def _say_error(self) -> None:
         """An uncaught exception, in the words of the process that had it."""

@@ -23,6 +23,7 @@ PIDFD_GET_INFO = 0xC040FF0B  # Linux 6.15 and later
 PIDFD_INFO_EXIT = 8
 HELLO_S = 1.5  # a Python that has not said hello by then has no shim
 MOST_MEMBERS = 64
+TREE_EVERY_S = 0.45
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Family:
 
     def __init__(self, pid: int, slots: Path) -> None:
         self.pid, self.slots = pid, slots
+        self.parents: dict[int, int] = {}
+        self.counted_at = 0.0
         self.pidfds: dict[int, int] = {}
         self.born: dict[int, float] = {}
         self.seen: dict[int, ProcSlot] = {}
@@ -105,11 +108,12 @@ class Family:
     def look(self, closely: bool, output_bytes: int = -1) -> Scene:
         """One round over all members; a close look costs ten times as much and is for quiet times."""
         now = time.monotonic()
-        parents = _tree(self.pid)
-        self._welcome(parents, now)
+        if now - self.counted_at > TREE_EVERY_S:
+            self.parents, self.counted_at = sense.parents(self.pid), now
+            self._welcome(self.parents, now)
         self._bury(now)
         members = []
-        for pid, ppid in list(parents.items())[:MOST_MEMBERS]:
+        for pid, ppid in list(self.parents.items())[:MOST_MEMBERS]:
             seen = sense.look_closely(pid) if closely else sense.look(pid)
             if seen.state in "XZ" and pid != self.pid:
                 continue
@@ -175,27 +179,6 @@ def _exit_code(pidfd: int) -> int | None:
     if not mask & PIDFD_INFO_EXIT:
         return None
     return os.waitstatus_to_exitcode(struct.unpack_from("=i", info, 60)[0])
-
-
-def _tree(pid: int) -> dict[int, int]:
-    """Every descendant with its parent, the command first."""
-    found, queue = {pid: 0}, [pid]
-    while queue:
-        parent = queue.pop(0)
-        try:
-            tasks = os.listdir(f"/proc/{parent}/task")
-        except OSError:
-            continue
-        for tid in tasks:
-            try:
-                children = Path(f"/proc/{parent}/task/{tid}/children").read_text().split()
-            except OSError:
-                continue
-            for child in map(int, children):
-                if child not in found:
-                    found[child] = parent
-                    queue.append(child)
-    return found
 
 
 def is_python(pid: int) -> bool:

@@ -18,6 +18,8 @@ from lamplighter.rundir import read_json
 from lamplighter.watch.shim.inside import MAGIC, NUMBERS, SLOT_BYTES, TEXTS
 from lamplighter.watch.stacks import Frame, Stacks, ThreadStack, is_library
 
+NUMBERS_AT_ONCE = struct.Struct("=" + "".join(code for _, code in NUMBERS.values()))  # they lie side by side
+
 
 @dataclass(frozen=True)
 class ProcSlot:
@@ -80,12 +82,16 @@ class ProcSlot:
 def read_procslot(path: Path) -> ProcSlot | None:
     """One look; None where there is no slot."""
     try:
-        page = path.read_bytes()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+    try:
+        page = os.read(fd, SLOT_BYTES + 1)
+    finally:
+        os.close(fd)
     if len(page) != SLOT_BYTES or page[:8] != MAGIC:
         return None
-    values: dict[str, Any] = {name: struct.unpack_from("=" + code, page, at)[0] for name, (at, code) in NUMBERS.items()}
+    values: dict[str, Any] = dict(zip(NUMBERS, NUMBERS_AT_ONCE.unpack_from(page, 16), strict=True))
     for name, (at, size) in TEXTS.items():
         values[name] = page[at : at + size].split(b"\0", 1)[0].decode("utf-8", "replace")
     return ProcSlot(**values)

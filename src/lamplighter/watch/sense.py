@@ -93,9 +93,8 @@ class Observation:
 
 def look(pid: int) -> ProcessLook:
     """One read of /proc/PID/stat; a process that is gone is dead."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    stat = _read(f"/proc/{pid}/stat")
+    if not stat:
         return ProcessLook(pid) if sys.platform == "linux" else _look_by_psutil(pid)
     head, tail = stat.rsplit(")", 1)
     rest = tail.split()
@@ -131,13 +130,19 @@ def look_closely(pid: int) -> ProcessLook:
 
 def tree(pid: int) -> list[int]:
     """The process and all its descendants."""
-    found, queue = [pid], [pid]
+    return list(parents(pid))
+
+
+def parents(pid: int) -> dict[int, int]:
+    """Every descendant with its parent; the process itself comes first, with 0."""
+    found, queue = {pid: 0}, [pid]
     while queue:
-        parent = queue.pop()
+        parent = queue.pop(0)
         for tid in _listed(f"/proc/{parent}/task"):
-            children = [int(word) for word in _read(f"/proc/{parent}/task/{tid}/children").split()]
-            found += children
-            queue += children
+            for child in map(int, _read(f"/proc/{parent}/task/{tid}/children").split()):
+                if child not in found:
+                    found[child] = parent
+                    queue.append(child)
     return found
 
 
@@ -190,11 +195,17 @@ def _behind(pid: int, descriptor: str) -> str:
 
 
 def _read(path: str) -> str:
-    """A small file of /proc; empty where it may not be read or is gone."""
+    """A small file of /proc; empty where it may not be read or is gone. Half the price of Path.read_text."""
     try:
-        return Path(path).read_text()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
+    try:
+        return os.read(fd, 1 << 16).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
 
 
 def _first_word(path: str) -> str:
