@@ -171,7 +171,8 @@ class Attendant:
     def _round(self) -> None:
         """One look: see, judge, speak, write, answer, act."""
         quiet_s = time.monotonic() - self.worked_at
-        self.scene = scene = self.family.look(quiet_s > CLOSE_LOOK_S, self.terminal.output_bytes())
+        calm = quiet_s < CLOSE_LOOK_S and self.pace.counts and self.pace.loaders == 0
+        self.scene = scene = self.family.look(quiet_s > CLOSE_LOOK_S, self.terminal.output_bytes(), calm)
         self._learn(scene)
         self.pace.look(scene)
         self._hear_deaths()

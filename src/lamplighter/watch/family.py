@@ -23,7 +23,7 @@ PIDFD_GET_INFO = 0xC040FF0B  # Linux 6.15 and later
 PIDFD_INFO_EXIT = 8
 HELLO_S = 1.5  # a Python that has not said hello by then has no shim
 MOST_MEMBERS = 64
-TREE_EVERY_S = 0.45
+TREE_EVERY_S = 0.9  # in calm times
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,17 @@ class Family:
         self.output_bytes = -1
         self.worked_at = time.monotonic()
         self.lost: list[Lost] = []
+        self.gone: set[int] = set()
         self.oom = sense.oom_kills()
         self.without_shim: set[int] = set()
 
-    def look(self, closely: bool, output_bytes: int = -1) -> Scene:
+    def look(self, closely: bool, output_bytes: int = -1, calm: bool = False) -> Scene:
         """One round over all members; a close look costs ten times as much and is for quiet times."""
         now = time.monotonic()
-        if now - self.counted_at > TREE_EVERY_S:
+        if not calm or now - self.counted_at > TREE_EVERY_S:
             self.parents, self.counted_at = sense.parents(self.pid), now
             self._welcome(self.parents, now)
+            self._miss(now)
         self._bury(now)
         members = []
         for pid, ppid in list(self.parents.items())[:MOST_MEMBERS]:
@@ -141,6 +143,14 @@ class Family:
                 with contextlib.suppress(OSError):
                     self.pidfds[pid] = os.pidfd_open(pid)
 
+    def _miss(self, now: float) -> None:
+        """Who said hello and was gone before we looked: the slot is all that is left."""
+        for name in os.listdir(self.slots):
+            pid = int(name[1:-5]) if name.startswith("p") and name.endswith(".slot") and name[1:-5].isdecimal() else 0
+            if pid and pid not in self.born and pid not in self.gone and not os.path.exists(f"/proc/{pid}"):  # noqa: PTH110
+                self.gone.add(pid)
+                self.lost.append(Lost(pid, None, read_procslot(self.slots / name), now))
+
     def _bury(self, now: float) -> None:
         """Who has ended since the last look, with the exit code where the kernel still tells it."""
         if not self.pidfds:
@@ -156,6 +166,7 @@ class Family:
             code = _exit_code(fd)
             os.close(self.pidfds.pop(pid))
             self.born.pop(pid, None)
+            self.gone.add(pid)
             self.without_shim.discard(pid)
             slot = read_procslot(self.slots / f"p{pid}.slot") or self.seen.get(pid)
             self.lost.append(Lost(pid, code, slot, now, oom > self.oom and code == -9))

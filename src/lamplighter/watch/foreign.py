@@ -269,7 +269,10 @@ def child_lost(crowd: Crowd) -> Finding | None:
     """Everybody sleeps, and one that was there was killed: a pool that waits for its answer for ever."""
     if sum(crowd.cpu_share(m) for m in crowd.last.members) > BUSY:
         return None
-    lost = [one for one in crowd.last.lost if one.code and crowd.last.at - one.at < RECENT_S and one.pid]
+    lost = [one for one in crowd.last.lost if one.code != 0 and crowd.last.at - one.at < RECENT_S]
+    known = [one for one in lost if one.code is not None]
+    at_work = [m for m in crowd.last.members if m.ppid and crowd.frame(m) is not None]
+    lost = known or (lost if not at_work else [])
     for main in crowd.last.members:
         stack = crowd.main_stack(main)
         waits = stack is not None and any("multiprocessing/pool.py" in f.file for f in own_frames(stack))

@@ -21,7 +21,7 @@ class Pace:
     def __init__(self) -> None:
         self.samples: deque[tuple[float, float]] = deque()
         self.unit = ""
-        self.steps, self.total = 0, 0
+        self.steps = self.total = self.loaders = 0
         self.phase = "start"
         self.inferred = ""  # from stacks, while it is quiet
         self.rate = 0.0
@@ -42,7 +42,7 @@ class Pace:
         if leader is None or leader.slot is None:
             return
         slot = leader.slot
-        self.steps = slot.steps
+        self.steps, self.loaders = slot.steps, slot.loader_workers
         done, total, unit = _count(leader)
         if unit != self.unit:
             self.unit = unit

@@ -59,7 +59,7 @@ class Case:
 
     @property
     def bytes_per_s(self) -> float:
-        return (self.last.moved_bytes - self.first.moved_bytes) / self.seconds
+        return max(0, self.last.moved_bytes - self.first.moved_bytes) / self.seconds
 
     @property
     def newest(self) -> Stacks | None:
