@@ -313,6 +313,32 @@ def test_a_process_killed_for_memory_is_called_so(tmp_path: Path, memory_group: 
     zoo_row("rss_oom", "death", "restart", going.returncode)
 
 
+def test_a_stuck_step_that_ignores_a_stop_is_killed_after_its_grace(tmp_path: Path, zoo_row: Row) -> None:
+    """TERM, save, KILL: while C code holds the GIL nothing can be saved, and the durable step counts."""
+    (tmp_path / "stuck.py").write_text(LEAK.replace("self.kept.append(torch.ones(BYTES // 4))", "hold(self)") + HOLD)
+    run = RunDir(tmp_path / "runs" / "z")
+    words = [*QUICK, "--model.family", "stuck:Model", "--watch.stop_grace_s", "3"]
+    going = start_lamp(*words, cwd=tmp_path)
+    wait_for(lambda: slot_of(run).step == 24, process=going)
+    time.sleep(0.5)
+    going.terminate()
+    assert going.wait(15) == 75
+    said = (tmp_path / "out.txt").read_text()
+    assert "the process is killed; step 20 is safe" in said
+    assert read_json(run.status)["durable_step"] == 20
+    zoo_row("stop_ignored", "3 s grace", "stop", 75)
+
+
+HOLD = """
+import ctypes
+
+def hold(model):
+    model.kept.append(1)
+    if len(model.kept) == 25:
+        ctypes.PyDLL(None).sleep(60)
+"""
+
+
 # ---------------------------------------------------------------- clocks, writers, processes that never report
 
 CLOCK = r"""

@@ -62,6 +62,20 @@ def innocent(model):
     if model.training and model.calls == 1:
         time.sleep(SECONDS * 2)
 """,
+    "a throttled save": """
+import lamplighter.train.checkpoint as checkpoint
+save_file = checkpoint.save_file
+
+def throttled(tensors, path, **options):
+    if "checkpoint-15" in str(path) and "optimizer" not in str(path):
+        time.sleep(SECONDS * 2)
+    save_file(tensors, path, **options)
+
+checkpoint.save_file = throttled
+
+def innocent(model):
+    pass
+""",
     "a long native product": """
 def innocent(model):
     if model.training and model.calls == 12:

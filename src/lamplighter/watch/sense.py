@@ -7,8 +7,10 @@ Out: Observations of it and of all that it started, from /proc alone; a quiet pr
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from lamplighter.report import Slot
@@ -189,8 +191,36 @@ def _behind(pid: int, descriptor: str) -> str:
     if not descriptor:
         return ""
     try:
-        return str(Path(f"/proc/{pid}/fd/{int(descriptor, 16)}").readlink())
+        name = str(Path(f"/proc/{pid}/fd/{int(descriptor, 16)}").readlink())
     except (OSError, ValueError):
+        return ""
+    return _peer(pid, name) if name.startswith("socket:[") else name
+
+
+@lru_cache(maxsize=256)
+def _peer(pid: int, name: str) -> str:
+    """socket:[4711] -> the address at its other end; looked up once, for the tables are long."""
+    inode = name[8:-1]
+    for table in ("tcp", "tcp6"):
+        for row in _read_all(f"/proc/{pid}/net/{table}").splitlines()[1:]:
+            fields = row.split()
+            if len(fields) > 9 and fields[9] == inode:
+                return f"{name}, connected to {_address(fields[2])}"
+    return name
+
+
+def _address(text: str) -> str:
+    """0100007F:9A7B -> 127.0.0.1:39547."""
+    host, port = text.split(":")
+    words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return f"{socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}"
+
+
+def _read_all(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
         return ""
 
 
