@@ -22,7 +22,7 @@ from field.truth import CASES, Case, command_of, culprit_lines, lines_of
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("LAMP_ZOO_FULL") != "1",
-    reason="in make zoo; the quick ones run under the watcher in zoo/test_watch.py",
+    reason="in make zoo; the quick ones run under the watcher in zoo/test_field.py",
 )
 
 STILL_S = 5.0

@@ -104,7 +104,7 @@ def test_the_listener_answers_with_the_stacks_of_all_threads(tmp_path: Path) -> 
 @pytest.mark.parametrize("where", ["in Python", "in C with the GIL"])
 def test_without_ptrace_stacks_are_still_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """py-spy refused: the listener answers; and where it cannot (the GIL is held), the main thread's own dump does."""
-    monkeypatch.setattr(stacks, "_pyspy", lambda *_, **__: None)
+    monkeypatch.setattr(stacks, "by_pyspy", lambda *_, **__: None)
     wait = "time.sleep(30)" if where == "in Python" else "__import__('ctypes').PyDLL(None).usleep(30_000_000)"
     child = start_child(tmp_path, f"""
         def busy():

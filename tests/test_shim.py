@@ -21,7 +21,7 @@ import lamplighter
 from conftest import STARTED, clean_env, shared, wait_for
 from lamplighter.watch.procslot import ProcSlot, ask_stacks, read_all, read_procslot
 from lamplighter.watch.shim import PATH, environment, inside
-from lamplighter.watch.stacks import Stacks
+from lamplighter.watch.stacks import Stacks, ThreadStack
 
 SRC = Path(lamplighter.__file__).parents[1]
 PYTHONS = sorted((Path.home() / ".pyenv" / "versions").glob("*/bin/python"))
@@ -65,6 +65,11 @@ def start(slots: Path, *words: object, **extra: str) -> subprocess.Popen[bytes]:
 def is_silent_success(done: subprocess.CompletedProcess[str], said: str = "") -> bool:
     assert (done.returncode, done.stdout, done.stderr) == (0, said, ""), done
     return True
+
+
+def numbers(thread: ThreadStack) -> dict[str, int]:
+    """The counters of the user's innermost frame."""
+    return next((dict(frame.numbers) for frame in thread.frames if frame.numbers), {})
 
 
 def ask(slots: Path, pid: int, deadline_s: float = 5.0) -> Stacks:
@@ -228,8 +233,8 @@ def test_other_pythons_are_counted_or_left_alone(slots: Path, python: Path) -> N
         )
         STARTED.append(process)
         wait_for(lambda: process.pid in read_all(slots))
-        stacks = wait_for(lambda: (got := ask(slots, process.pid)) and got.threads[0].locals and got)
-        assert stacks.threads[0].locals == {"n": 42}
+        stacks = wait_for(lambda: (got := ask(slots, process.pid)) and numbers(got.threads[0]) and got)
+        assert numbers(stacks.threads[0]) == {"n": 42}
 
 
 # ---------------------------------------------------------------- children
@@ -378,7 +383,7 @@ def test_the_stack_of_a_sleeping_process(slots: Path) -> None:
         (str(path), 4, "nap"), (str(path), 5, "<module>"),
     ]  # fmt: skip
     assert (main.name, main.tid) == ("MainThread", process.pid)
-    assert main.locals == {"seconds": 60, "count": 7, "on": True}
+    assert numbers(main) == {"seconds": 60, "count": 7, "on": True}
     slot = read_all(slots)[process.pid]
     written = len((slots / f"p{process.pid}.stacks.json").read_bytes().rstrip())
     assert slot.answered_bytes >= written > 100
@@ -416,7 +421,7 @@ def test_looking_at_variables_keeps_nothing_alive(slots: Path) -> None:
         process.stdin.write("\n")
         process.stdin.flush()
     assert process.stdout.readline() == "True []\n"
-    assert answer.threads[0].locals == {} or sys.version_info >= (3, 13)
+    assert numbers(answer.threads[0]) == {} or sys.version_info >= (3, 13)
 
 
 def test_three_hundred_asks_do_not_hurt_a_busy_process_with_threads(slots: Path) -> None:
@@ -444,7 +449,7 @@ def test_three_hundred_asks_do_not_hurt_a_busy_process_with_threads(slots: Path)
     assert process.poll() is None
     assert {thread.name for thread in seen[-1].threads} == {"MainThread", *(f"spin-{place}" for place in range(2))}
     assert seen[0].threads[0].name == "MainThread"
-    turns = [got.threads[0].locals["turn"] for got in seen if "turn" in got.threads[0].locals]
+    turns = [numbers(got.threads[0])["turn"] for got in seen if "turn" in numbers(got.threads[0])]
     assert turns == sorted(turns)
     assert read_all(slots)[process.pid].answers >= 300
 

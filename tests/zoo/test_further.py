@@ -112,6 +112,7 @@ class Model(torch.nn.Module):
 """
 
 
+@pytest.mark.skipif(not FULL, reason="in make zoo")
 def test_a_recompile_storm_is_named_with_its_guard(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "storm.py").write_text(STORM)
     done = compiled_run(tmp_path, "--model.family", "storm:Model", "--train.steps", "14")

@@ -256,7 +256,7 @@ def test_a_cache_lock_of_a_dead_process_is_taken_over(tmp_path: Path, zoo_row: R
 def test_a_blocked_output_does_not_stop_training(tmp_path: Path, zoo_row: Row) -> None:
     reading, writing = os.pipe()
     run = RunDir(tmp_path / "runs" / "z")
-    words = [*QUICK, "--train.steps", "3000", "--verbose"]
+    words = [*QUICK, "--train.steps", "1500", "--verbose"]
     going = subprocess.Popen([*LAMP, *words], cwd=tmp_path, stdout=writing, stderr=writing, env=clean_env())
     os.close(writing)
     try:
@@ -267,7 +267,7 @@ def test_a_blocked_output_does_not_stop_training(tmp_path: Path, zoo_row: Row) -
     finally:
         os.close(reading)
         going.kill()
-    assert read_json(run.status)["step"] == 3000
+    assert read_json(run.status)["step"] == 1500
     zoo_row("stdout_blocked", "in the log", "none", 0)
 
 
