@@ -54,6 +54,8 @@ SETTINGS = [
     "model:Model",
     "--model.width",
     "256",
+    "--model.heads",
+    "4",
     "--data.seq_len",
     "128",
     "--train.batch_size",

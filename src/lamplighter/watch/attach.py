@@ -50,6 +50,7 @@ WARM_S = 0.2
 UNCOUNTED_S = 8.0  # while nothing was ever counted (imports), what everybody does at the start is status, no verdict
 COMMON = ("running", "gc", "io")
 STORM, STORM_S = 3, 10.0
+LOADING_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,8 @@ class Attendant:
         if time.monotonic() - self.memory_at < MEMORY_EVERY_S:
             return
         self.memory_at = time.monotonic()
+        if not self.pace.counts and scene.at - self.began < LOADING_S:  # loading grows by right
+            return
         self.memory.append((scene.at, float(sum(m.look.rss_bytes for m in scene.members))))
         verdict = memory_verdict(list(self.memory), sense.memory_left())
         if verdict is not None and verdict.cause not in self.warned:

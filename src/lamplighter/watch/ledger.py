@@ -81,6 +81,8 @@ def _add(ledger: Ledger, one: _Attempt) -> None:
             _charge(ledger, "end of the process", rest)
         elif rest and one.was_stuck:
             _charge(ledger, "stuck, until it was restarted", rest)
+        elif rest:  # its last word was up to 5 s old
+            _charge(ledger, "the last seconds before a kill", rest)
     if one.child_end:
         _charge(ledger, "closing", max(0.0, one.last - one.child_end))
 

@@ -122,7 +122,7 @@ def ask_stacks(slots: Path, pid: int, deadline_s: float) -> Stacks | None:
 def _thread_of(item: dict[str, Any]) -> ThreadStack:
     """The counters belong to the innermost frame of the user's code."""
     frames = [Frame(*frame) for frame in item["frames"]]
-    mine = next((place for place, frame in enumerate(frames) if not is_library(frame)), None)
+    mine = next((n for n, frame in enumerate(frames) if not is_library(frame) or frame.file == "<string>"), None)
     if mine is not None:
         frames[mine] = replace(frames[mine], numbers=item["locals"])
     return ThreadStack(item["name"], tuple(frames), tid=item["tid"])

@@ -204,6 +204,9 @@ class Supervisor:
     def _watch_resources(self) -> None:
         """Every few seconds: does memory or disk run out? Each is said once per attempt."""
         now, process = time.monotonic(), self.observer.picture.process
+        slot = self.observer.picture.slot
+        if slot is None or not slot.phase.startswith("train"):  # loading grows by right
+            self.memory.clear()
         if now - self.resources_at < RESOURCES_EVERY_S or process is None:
             return
         self.resources_at = now
@@ -297,7 +300,7 @@ class Supervisor:
 
     def _name_quiet(self) -> None:
         """Once per quiet spell and cause: a line that stays and an event."""
-        finding = self.observer.quiet.finding
+        finding = self.observer.quiet.finding if not self.planned else None
         named = f"{finding.key} {finding.left_s is not None}" if finding else ""
         if finding is not None and named != self.quiet_named:
             kept = self.observer.quiet.keep_evidence(finding)
