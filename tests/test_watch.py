@@ -223,3 +223,36 @@ def test_something_to_read_every_two_seconds(tmp_path: Path) -> None:
     assert heard.code == 0
     assert heard.first_s < 0.5
     assert heard.longest_gap_s < 2.5, heard.before_gap
+
+
+STEPS = """
+import time, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(25):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("start", ["bash", "accelerate"])
+def test_launchers_bring_their_scripts_along(tmp_path: Path, start: str) -> None:
+    script(tmp_path, STEPS)
+    (tmp_path / "run.sh").write_text(f"export PYTHONPATH=$PWD:$PYTHONPATH\n{sys.executable} train.py\n")
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "train.py"]
+    words = ["bash", "run.sh"] if start == "bash" else accelerate
+    done = lamp("watch", "--run", "w", "--", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert read_json(tmp_path / "runs" / "w" / "status.json")["step"] == 25, done.stderr
+
+
+def test_on_a_terminal_the_footer_is_ours_and_the_output_its_own(tmp_path: Path) -> None:
+    from conftest import listen
+
+    name = script(tmp_path, "import time\nfor i in range(4):\n    print('line', i, flush=True)\n    time.sleep(1.2)\n")
+    heard = listen([*LAMP, "watch", "--", sys.executable, name], tmp_path, on_pty=True)
+    assert heard.code == 0
+    assert heard.longest_gap_s < 2.5, heard.before_gap
+    assert "GB" in heard.text, "the footer"
+    assert (tmp_path / "runs" / "train" / "output.log").read_text() == "".join(f"line {i}\n" for i in range(4))

@@ -42,7 +42,7 @@ class Pace:
         if leader is None or leader.slot is None:
             return
         slot = leader.slot
-        self.steps, self.loaders = slot.steps, slot.loader_workers
+        self.steps, self.loaders = max(self.steps, slot.steps), slot.loader_workers
         done, total, unit = _count(leader)
         if unit != self.unit:
             self.unit = unit

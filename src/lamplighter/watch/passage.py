@@ -39,6 +39,7 @@ DRAW_EVERY_S = 0.25
 URGENT_S = 3.0
 DRAWING_S = 10.0
 DRAIN_S = 0.5
+UNKNOWN_COLUMNS = 60  # a terminal of 0 x 0: it has not been told
 CLEAR = b"\r\x1b[2K"
 SAID_LIMIT = 500
 
@@ -235,7 +236,7 @@ class Screen:
 
     def _draw_footer(self, now: float) -> None:
         self.last_draw = now
-        columns = columns_of(self.tty)
+        columns = columns_of(self.tty) or UNKNOWN_COLUMNS
         if not self.foreground() or columns < 2:
             return
         line = fit(self.footer, columns - 1)
