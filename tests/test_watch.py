@@ -105,6 +105,16 @@ def test_on_stuck_restart_starts_it_again(tmp_path: Path) -> None:
     assert [event["attempt"] for event in read_lines(run.events) if event["type"] == "start"] == [1, 2]
 
 
+def test_a_restart_on_a_terminal_lives_as_long_as_it_likes(tmp_path: Path) -> None:
+    from conftest import listen
+
+    long = "import os, time\nif os.path.exists('state'):\n    time.sleep(13)\n    print('resumed')\n    raise SystemExit(3)\n"
+    name = script(tmp_path, long + "open('state', 'w').close()\n" + HANG)
+    heard = listen([*LAMP, "watch", "--on-stuck", "restart", "--", sys.executable, name], tmp_path, on_pty=True)
+    assert heard.code == 3, heard.text
+    assert "resumed" in heard.text
+
+
 def test_without_the_shim_it_says_so_and_watches_from_outside(tmp_path: Path) -> None:
     name = script(tmp_path, HANG)
     run = RunDir(tmp_path / "runs" / "train")

@@ -128,8 +128,9 @@ class Attendant:
     def attend(self) -> int:
         """Start the command, stay with it, and return its own code, or 70 if we stopped it."""
         with self.terminal.signals():
+            again = self.wish.on_stuck == "restart"
+            self.streams = [os.dup(fd) if again else fd for fd in (self.terminal.stdout, self.terminal.stderr)]
             self._spawn()
-            self.terminal.started(self.child.pid)
             while True:
                 while self.child.poll() is None:
                     self._round()
@@ -138,10 +139,13 @@ class Attendant:
                 if self.planned != "restart":
                     break
                 self.attempt += 1
-                self.planned = ""
+                self.planned = self.stop_reason = ""
                 self._fresh()
                 self.say(f"attempt {self.attempt}: the command is started again; it must resume by itself")
                 self._spawn()
+            if again:
+                for fd in self.streams:
+                    os.close(fd)
         return self._close()
 
     def _spawn(self) -> None:
@@ -151,7 +155,7 @@ class Attendant:
         )
         try:
             self.child = subprocess.Popen(
-                self.wish.words, stdout=self.terminal.stdout, stderr=self.terminal.stderr, env=environment
+                self.wish.words, stdout=self.streams[0], stderr=self.streams[1], env=environment
             )
         except (FileNotFoundError, NotADirectoryError) as error:
             self.terminal.finish()
@@ -161,6 +165,7 @@ class Attendant:
         except OSError as error:
             self.terminal.finish()
             raise BadConfig(f"cannot start {self.wish.words[0]}", str(error), "is it executable?") from error
+        self.terminal.started(self.child.pid)
         self.pidfd = os.pidfd_open(self.child.pid)
         self.family = Family(self.child.pid, self.run.slots)
 
