@@ -266,3 +266,31 @@ def test_on_a_terminal_the_footer_is_ours_and_the_output_its_own(tmp_path: Path)
     assert heard.longest_gap_s < 2.5, heard.before_gap
     assert "GB" in heard.text, "the footer"
     assert (tmp_path / "runs" / "train" / "output.log").read_text() == "".join(f"line {i}\n" for i in range(4))
+
+
+SERVERS = {
+    "a thread serves": "import http.server, threading\n"
+    "server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), http.server.SimpleHTTPRequestHandler)\n"
+    "threading.Thread(target=server.serve_forever, daemon=True).start()\n"
+    "threading.Event().wait()\n",
+    "an idle loop": "import asyncio\nasyncio.run(asyncio.sleep(600))\n",
+    "a pause": "import signal\nsignal.pause()\n",
+    "a child": "import subprocess\nsubprocess.run(['sleep', '600'])\n",
+    "a prompt": "input()\n",
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_who_waits_for_the_world_is_not_stuck(tmp_path: Path, name: str) -> None:
+    script(tmp_path, SERVERS[name])
+    run = RunDir(tmp_path / "runs" / "train")
+    with subprocess.Popen(
+        [*LAMP, "watch", "--", sys.executable, "train.py"], cwd=tmp_path, stdin=subprocess.PIPE, env=clean_env(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    ) as going:  # fmt: skip
+        try:
+            wait_for(lambda: verdicts(run), 15, going)
+            time.sleep(3)
+        finally:
+            os.killpg(going.pid, signal.SIGKILL)
+    assert {verdict["state"] for verdict in verdicts(run)} == {"slow"}

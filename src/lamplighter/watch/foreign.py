@@ -142,7 +142,7 @@ def late_rank(crowd: Crowd) -> Finding | None:
     if not behind:
         return _other_collective(crowd, waiting)
     one = min(behind, key=lambda m: m.slot.coll_seq if m.slot else 0)
-    busy = crowd.cpu_share(one) > BUSY
+    busy = crowd.cpu_share(one) > BUSY or _moves_bytes(crowd, one)
     if not busy and _in_backward(crowd.main_stack(one)):
         return _uneven(crowd, one, ahead)
     doing = "is busy" if busy else "sleeps"
@@ -189,7 +189,7 @@ def outlier_rank(crowd: Crowd) -> Finding | None:
     if not waits or not apart:
         return None
     one, other = min((groups[key] for key in apart), key=len)[0], groups[waits[0]][0]
-    busy = crowd.cpu_share(one) > BUSY
+    busy = crowd.cpu_share(one) > BUSY or _moves_bytes(crowd, one)
     why = (
         f"rank {one.rank} {'is busy' if busy else 'sleeps'}{crowd.at(one)}; rank {other.rank} waits for it in the"
         f" backward pass{crowd.at(other)}, {crowd.words()}"
@@ -380,8 +380,15 @@ def _observation(scene: Scene, pid: int) -> Observation | None:
         flags |= 1 << 8 * FLAGS.index("collecting garbage")
     answered = sum(m.slot.answered_bytes + 16384 * m.slot.answers for m in scene.members if m.slot)
     phase = slot.phase if slot and slot.phase else "script"
+    worked = slot is not None and slot.steps + slot.fetches + slot.bar_n > 0
     made = Slot(
-        pid=pid, phase=phase, span="compute", flags=flags, tick_ns=int(scene.worked_at * 1e9), answered_bytes=answered
+        step=int(worked),
+        pid=pid,
+        phase=phase,
+        span="compute",
+        flags=flags,
+        tick_ns=int(scene.worked_at * 1e9),
+        answered_bytes=answered,
     )
     others = tuple(m.look for m in scene.members if m.pid != pid)
     return Observation(scene.at, made, (member.look, *others))

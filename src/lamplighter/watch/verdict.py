@@ -215,7 +215,7 @@ def deadlocked(case: Case) -> Finding | None:
     if case.newest is None or case.seconds < 0.9 or case.sampler_silent or len(case.stacks) < 2:
         return None
     main, *others = case.newest.threads
-    mine = [main, *(t for t in others if t.name not in OUR_THREADS and users_frame(t) is not None)]
+    mine = [main, *(t for t in others if t.name not in OUR_THREADS and not _only_waits(t))]
     before = {thread.name: thread.frames[:1] for thread in case.stacks[0].threads}
     if any(before.get(thread.name) != thread.frames[:1] for thread in mine):
         return None
@@ -224,6 +224,8 @@ def deadlocked(case: Case) -> Finding | None:
         return None
     waiting = [(thread.name, frame) for thread in mine if (frame := culprit(thread)) is not None]
     if not all(_acquires(frame) for _, frame in waiting):
+        return None
+    if len(waiting) == 1 and _may_be_a_server(case, waiting[0][1]):
         return None
     lines = "; ".join(f"{name} at {frame.short}" for name, frame in waiting)
     kind = (
@@ -266,6 +268,18 @@ def _starved(case: Case) -> bool:
             ran += thread.cpu_ns - earlier.cpu_ns
             starved += thread.starved_ns - earlier.starved_ns
     return starved > STARVED * max(ran, 1) and starved > 0.2e9 * case.seconds
+
+
+def _only_waits(thread: ThreadStack) -> bool:
+    """A library's own thread (a progress bar's, a pool's) that itself waits for a lock: it will not wake anybody."""
+    library = users_frame(thread) is None
+    return library and bool(thread.frames) and thread.frames[0].file.endswith(("/threading.py", "/queue.py"))
+
+
+def _may_be_a_server(case: Case, frame: Frame) -> bool:
+    """`event.wait()` in somebody's script that has never counted any work: a native thread may well end it."""
+    soft = text_of_wait(frame) in ("wait", "get", "result", "join")
+    return soft and case.last.slot.phase == "script" and not case.last.slot.step and case.last.main.threads > 2
 
 
 def _waits_for_a_lock(thread: ThreadLook) -> bool:
