@@ -415,13 +415,13 @@ def test_said_lines_wait_for_the_commands_line_to_end(tmp_path: Path) -> None:
 
 
 def test_a_verdict_waits_three_seconds_and_no_more(tmp_path: Path) -> None:
-    (tmp_path / "words").write_text("0 say! VERDICT\n")
-    code = "import sys, time\nsys.stdout.write('\\rbar 1'); time.sleep(5); print('\\rbar 2')"
+    (tmp_path / "words").write_text("2 say! VERDICT\n")  # by then the bar stands, on a busy machine too
+    code = "import sys, time\nsys.stdout.write('\\rbar 1'); time.sleep(9); print('\\rbar 2')"
     person = python(code, folder=tmp_path)
     person.sees(b"bar 1")
     began = time.monotonic()
     person.sees(b"VERDICT")
-    assert 2.0 < time.monotonic() - began < 4.5
+    assert 2.0 < time.monotonic() - began < 7
     assert person.code() == 0
     assert Page(person.finish()).text() == ["bar 1", "VERDICT", "bar 2", ""]
 

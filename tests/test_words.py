@@ -97,4 +97,7 @@ def test_the_ledger_adds_up_over_attempts_and_counts_what_was_redone(tmp_path: P
     assert (found.attempts, found.redone_steps) == (2, 2)
     assert found.wall_s == 12 + 22
     assert found.seconds["compute"] == 24
-    assert found.unexplained_s == pytest.approx(3)  # the first attempt was killed: its last 3 s were never told
+    assert found.seconds["the last seconds before a kill"] == pytest.approx(
+        3
+    )  # after the last word of the first attempt
+    assert found.unexplained_s == pytest.approx(0)
