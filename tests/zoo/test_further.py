@@ -358,6 +358,7 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 """
 
 
+@pytest.mark.skipif(not FULL, reason="in make zoo")
 def test_a_clock_that_jumps_back_a_day_changes_nothing(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "clock.c").write_text(CLOCK)
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", "clock.so", "clock.c", "-ldl"], cwd=tmp_path, check=True)
@@ -381,6 +382,7 @@ def test_a_clock_that_jumps_back_a_day_changes_nothing(tmp_path: Path, zoo_row: 
     zoo_row("clock_jump", "none", "none", 0)
 
 
+@pytest.mark.skipif(not FULL, reason="in make zoo")
 def test_a_writer_that_died_in_mid_line_costs_no_record(tmp_path: Path, zoo_row: Row) -> None:
     run = RunDir(tmp_path / "runs" / "z")
     going = start_lamp(*QUICK, "--train.steps", "400", cwd=tmp_path)
