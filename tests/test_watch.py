@@ -16,6 +16,7 @@ import pytest
 
 from conftest import LAMP, clean_env, lamp, start_lamp, wait_for
 from lamplighter.rundir import RunDir, is_running, read_json, read_lines
+from lamplighter.watch.sense import look
 
 HANG = """
 import threading, time
@@ -294,3 +295,52 @@ def test_who_waits_for_the_world_is_not_stuck(tmp_path: Path, name: str) -> None
         finally:
             os.killpg(going.pid, signal.SIGKILL)
     assert {verdict["state"] for verdict in verdicts(run)} == {"slow"}
+
+
+def test_odd_ends_and_odd_words_keep_the_exit_code(tmp_path: Path) -> None:
+    assert lamp("watch", "--", "bash", "-c", "kill -40 $$", cwd=tmp_path).returncode == -40
+    words = [*map(os.fsencode, [*LAMP, "watch", "--run", "odd", "--", "true"]), b"\xff"]
+    assert subprocess.run(words, cwd=tmp_path, env=clean_env(), capture_output=True, check=False).returncode == 0
+
+
+def test_a_deleted_folder_does_not_end_the_watching(tmp_path: Path) -> None:
+    name = script(
+        tmp_path, "import shutil, time\ntime.sleep(1)\nshutil.rmtree('runs')\ntime.sleep(2)\nraise SystemExit(5)\n"
+    )
+    done = lamp("watch", "--", sys.executable, name, cwd=tmp_path)
+    assert done.returncode == 5, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+DAEMONS = {
+    "a signal ends the wait": "import signal, threading\nstop = threading.Event()\n"
+    "signal.signal(signal.SIGALRM, lambda *_: stop.set())\nsignal.alarm(9)\nstop.wait()\n",
+    "a pool is left": "import concurrent.futures, threading\nevent = threading.Event()\n"
+    "with concurrent.futures.ThreadPoolExecutor(1) as pool:\n    pool.submit(event.wait, 9)\n",
+    "a timer ends it": "import threading\ntimer = threading.Timer(9, print)\ntimer.start()\ntimer.join()\n",
+}
+
+
+@pytest.mark.parametrize("name", DAEMONS)
+def test_a_wait_that_somebody_will_end_is_never_stopped(tmp_path: Path, name: str) -> None:
+    script(tmp_path, DAEMONS[name])
+    done = lamp("watch", "--on-stuck", "stop", "--", sys.executable, "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stop_leaves_nobody_behind(tmp_path: Path) -> None:
+    script(tmp_path, HANG)
+    (tmp_path / "run.sh").write_text(f"{sys.executable} train.py & echo $! > pid; wait\n")
+    done = lamp("watch", "--on-stuck", "stop", "--", "bash", "run.sh", cwd=tmp_path, timeout=60)
+    assert done.returncode == 70, done.stderr
+    assert look(int((tmp_path / "pid").read_text())).state in "XZ"
+
+
+def test_a_zombie_is_buried_once(tmp_path: Path) -> None:
+    name = script(
+        tmp_path, "import subprocess, time\nchild = subprocess.Popen(['true'])\ntime.sleep(3)\nchild.wait()\n"
+    )
+    assert lamp("watch", "--", sys.executable, name, cwd=tmp_path).returncode == 0
+    run = RunDir(tmp_path / "runs" / "train")
+    ends = [event["pid"] for event in read_lines(run.events) if event["type"] == "child_end"]
+    assert len(ends) == len(set(ends)) == 2

@@ -396,8 +396,12 @@ def take_lock(run: RunDir) -> int:
     if _runs_elsewhere(run):
         os.close(fd)
         raise _already_running(run, read_record(run.status))
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps({**identity(), "t": time.time()}).encode(), 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps({**identity(), "t": time.time()}).encode(), 0)
+    except OSError as error:
+        os.close(fd)
+        raise cannot_write(run.lock, error) from error
     return fd
 
 

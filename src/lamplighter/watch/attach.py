@@ -133,7 +133,7 @@ class Attendant:
             self._spawn()
             while True:
                 while self.child.poll() is None:
-                    self._round()
+                    self._guarded_round()
                     self._wait()
                 self._last_look()
                 if self.planned != "restart":
@@ -173,6 +173,15 @@ class Attendant:
         """Until the next look, or the end of the command; while work is counted half as often is enough."""
         busy = self.scene is not None and self.scene.quiet_s < LOOK_EVERY_S and self.pace.counts
         select.select([self.pidfd], [], [], 2 * LOOK_EVERY_S if busy else LOOK_EVERY_S)
+
+    def _guarded_round(self) -> None:
+        """A fault of ours (a folder that was deleted, a full table of files) must never end the watching: said once."""
+        try:
+            self._round()
+        except Exception as error:  # noqa: BLE001
+            if "fault" not in self.warned:
+                self.warned.add("fault")
+                self.say(f"a look has failed ({type(error).__name__}: {error}); the command goes on, and so do we")
 
     def _round(self) -> None:
         """One look: see, judge, speak, write, answer, act."""
@@ -222,7 +231,7 @@ class Attendant:
     def _judge(self, scene: Scene) -> None:
         halted = [m for m in scene.members if m.look.stopped]
         partly = bool(halted) and len(halted) < len(scene.members)
-        open_wait = any(m.slot and (m.slot.in_coll or m.slot.in_fetch) for m in scene.members)
+        open_wait = any(m.slot and m.slot.in_coll for m in scene.members)
         usual = self.usual_gap_s if not open_wait else min(self.usual_gap_s, 1.5)
         if not partly and scene.quiet_s < max(QUIET_S, TIMES_USUAL * usual):
             return
@@ -350,18 +359,19 @@ class Attendant:
         if not self.stop_reason:
             self.stop_reason, self.stop_at = reason, time.monotonic()
             self.say(f"the command is asked to end (SIGTERM); in {STOP_GRACE_S:.0f} s it is killed")
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.kill(self.child.pid, signal.SIGTERM)
 
     def _signal_all(self, number: int) -> None:
         for member in reversed(self.scene.members if self.scene else ()):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.kill(member.pid, number)
 
     # ---------------------------------------------------------------- readers
 
     def _answer_requests(self) -> None:
-        for path in sorted(path for path in self.run.ask.iterdir() if path.suffix in (".why", ".stop", ".save")):
+        names = [name for name in sorted(sense.listed(str(self.run.ask))) if name.endswith((".why", ".stop", ".save"))]
+        for path in (self.run.ask / name for name in names):
             kind, who = path.suffix[1:], read_record(path)
             path.unlink(missing_ok=True)
             target = path.with_suffix(".answer")
@@ -370,19 +380,22 @@ class Attendant:
                 threading.Thread(target=self._answer_why, args=(target,), name="lamp-why", daemon=True).start()
                 continue
             if kind == "stop":
+                self.planned = "" if self.planned == "restart" else self.planned
                 self.ask_stop(f"lamp stop, by process {who.get('pid', '?')}")
             else:
                 self.say("asked to save: this command is not ours, and saves when it does")
-            write_json(target, {"kind": kind, "step": 0}, durable=False)
+            with contextlib.suppress(OSError):  # the asker waits in vain and says so
+                write_json(target, {"kind": kind, "step": 0}, durable=False)
 
     def _answer_why(self, target: Path) -> None:
         scene = self.scene
         if scene is None:
             return
         taken = take_all(self.run.slots, scene.members)
-        write_json(
-            target, {"kind": "why", "text": explain(self.line(scene), scene, taken, self.finding)}, durable=False
-        )
+        with contextlib.suppress(OSError):
+            write_json(
+                target, {"kind": "why", "text": explain(self.line(scene), scene, taken, self.finding)}, durable=False
+            )
 
     # ---------------------------------------------------------------- status and end
 
@@ -412,9 +425,12 @@ class Attendant:
 
     def _last_look(self) -> None:
         """The command has ended: its last counters, and whoever died with it."""
-        self.family.look(closely=False)
-        self._hear_deaths()
-        self._say_error()
+        with contextlib.suppress(OSError):
+            self.family.look(closely=False)
+            self._hear_deaths()
+            self._say_error()
+        if self.stop_reason:
+            self.family.end_survivors()
         self.event("child_end", pid=self.child.pid, code=self.child.returncode, attempt=self.attempt)
         self.family.close()
         os.close(self.pidfd)
@@ -435,7 +451,7 @@ class Attendant:
             outcome, state, result = f"stuck, and stopped: {self.planned_why}", "stuck", STUCK
         elif code < 0:
             memory = ", out of memory" if sense.oom_kills() > self.family.oom else ""
-            outcome = f"the command was killed by {signal.Signals(-code).name} (signal {-code}{memory}) after {spent}"
+            outcome = f"the command was killed by {_signal_name(-code)} (signal {-code}{memory}) after {spent}"
             state, result = "lost", code
         else:
             outcome = f"the command ended with exit code {code} after {spent}"
@@ -455,6 +471,10 @@ class Attendant:
         self.notifier.close()
         self.terminal.finish()
         return result
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in signal.Signals.__members__.values() else "a real-time signal"
 
 
 # ---------------------------------------------------------------- stacks of a family

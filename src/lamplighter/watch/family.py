@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import select
+import signal
 import struct
 import time
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ PIDFD_GET_INFO = 0xC040FF0B  # Linux 6.15 and later
 PIDFD_INFO_EXIT = 8
 HELLO_S = 1.5  # a Python that has not said hello by then has no shim
 MOST_MEMBERS = 64
+MOST_PIDFDS = 400
 TREE_EVERY_S = 0.9  # in calm times
 
 
@@ -127,7 +129,7 @@ class Family:
     def _slot(self, pid: int, now: float) -> ProcSlot | None:
         slot = read_procslot(self.slots / f"p{pid}.slot")
         if slot is None:
-            if now - self.born[pid] > HELLO_S and is_python(pid):
+            if now - self.born.get(pid, now) > HELLO_S and is_python(pid):
                 self.without_shim.add(pid)
             return None
         self.seen[pid] = slot
@@ -138,14 +140,16 @@ class Family:
 
     def _welcome(self, parents: dict[int, int], now: float) -> None:
         for pid in parents:
-            if pid not in self.born:
+            if pid in self.gone and sense.look(pid).state in "XZ":
+                continue  # buried already; its parent has not asked for it yet
+            if pid not in self.born and len(self.pidfds) < MOST_PIDFDS:
                 self.born[pid] = now
                 with contextlib.suppress(OSError):
                     self.pidfds[pid] = os.pidfd_open(pid)
 
     def _miss(self, now: float) -> None:
         """Who said hello and was gone before we looked: the slot is all that is left."""
-        for name in os.listdir(self.slots):
+        for name in sense.listed(str(self.slots)):
             pid = int(name[1:-5]) if name.startswith("p") and name.endswith(".slot") and name[1:-5].isdecimal() else 0
             if pid and pid not in self.born and pid not in self.gone and not os.path.exists(f"/proc/{pid}"):  # noqa: PTH110
                 self.gone.add(pid)
@@ -172,10 +176,29 @@ class Family:
             self.lost.append(Lost(pid, code, slot, now, oom > self.oom and code == -9))
         self.oom = oom
 
+    def end_survivors(self, grace_s: float = 2.0) -> None:
+        """The command was stopped by us: those it has left behind are asked to end, then killed."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            alive = {pid: fd for pid, fd in self.pidfds.items() if pid != self.pid and not _readable([fd], 0)}
+            for fd in alive.values():
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(fd, number)
+            deadline = time.monotonic() + grace_s
+            while alive and time.monotonic() < deadline and len(_readable(list(alive.values()), 0.05)) < len(alive):
+                time.sleep(0.02)
+
     def close(self) -> None:
         for fd in self.pidfds.values():
             os.close(fd)
         self.pidfds.clear()
+
+
+def _readable(fds: list[int], wait_s: float) -> list[int]:
+    """Which of these processes have ended."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(wait_s * 1000)]
 
 
 def _exit_code(pidfd: int) -> int | None:

@@ -20,6 +20,7 @@ from lamplighter.watch.stacks import Frame, Stacks, ThreadStack, own_frames, use
 from lamplighter.watch.verdict import BUSY, Finding, text_of_wait
 from lamplighter.watch.verdict import judge as judge_one
 
+SAME_EVERYWHERE = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "barrier", "reduce")
 OPEN_S = 1.8  # a fetch or a collective that lasts so long, while nothing else is counted, is what is waited for
 RECENT_S = 600.0
 
@@ -142,7 +143,7 @@ def late_rank(crowd: Crowd) -> Finding | None:
     if not behind:
         return _other_collective(crowd, waiting)
     one = min(behind, key=lambda m: m.slot.coll_seq if m.slot else 0)
-    busy = crowd.cpu_share(one) > BUSY or _moves_bytes(crowd, one)
+    busy = _is_busy(crowd, one)
     if not busy and _in_backward(crowd.main_stack(one)):
         return _uneven(crowd, one, ahead)
     doing = "is busy" if busy else "sleeps"
@@ -169,7 +170,8 @@ def _uneven(crowd: Crowd, one: Member, ahead: Member) -> Finding:
 def _other_collective(crowd: Crowd, waiting: Sequence[Member]) -> Finding | None:
     """All ranks are inside, in different ones."""
     calls = {m.slot.coll: m for m in waiting if m.slot}
-    if len(calls) < 2:
+    moving = any(_is_busy(crowd, m) for m in waiting)
+    if len(calls) < 2 or moving or any(call.split()[0] not in SAME_EVERYWHERE for call in calls):
         return None
     words = "; ".join(f"rank {m.rank} in {call} at {_short(m.slot.coll_at)}" for call, m in calls.items() if m.slot)
     names = {call.split()[0] for call in calls}
@@ -189,7 +191,7 @@ def outlier_rank(crowd: Crowd) -> Finding | None:
     if not waits or not apart:
         return None
     one, other = min((groups[key] for key in apart), key=len)[0], groups[waits[0]][0]
-    busy = crowd.cpu_share(one) > BUSY or _moves_bytes(crowd, one)
+    busy = _is_busy(crowd, one)
     why = (
         f"rank {one.rank} {'is busy' if busy else 'sleeps'}{crowd.at(one)}; rank {other.rank} waits for it in the"
         f" backward pass{crowd.at(other)}, {crowd.words()}"
@@ -232,17 +234,17 @@ def _about_worker(crowd: Crowd, main: Member, worker: Member) -> Finding | None:
     since = duration(crowd.last.at - worker.slot.item_since_ns / 1e9)
     where = f"worker {worker.worker} has been{crowd.at(worker)} (item {worker.slot.item}) for {since}"
     waits = f"the main process waits for it{crowd.at(main)}"
-    busy = crowd.cpu_share(worker) > BUSY
+    busy = _is_busy(crowd, worker)
     frame = crowd.frame(worker)
     if crowd.silent(worker):
         why = f"{where}; it holds the GIL in a C call, {'busy' if busy else 'asleep'}; {waits}"
         advice = "look at that line and that item: a regular expression or a C call that takes for ever"
         return _finding(crowd, worker, "slow", "worker_gil", why, advice)
+    if _moves_bytes(crowd, worker) and crowd.cpu_share(worker) < 0.5:
+        return _finding(crowd, worker, "slow", "slow_disk", f"{where}, reading slowly; {waits}", "a faster disk")
     if busy:
         why = f"{where}, {crowd.cpu_share(worker):.0%} of a core; {waits}"
         return _finding(crowd, worker, "slow", "slow_worker", why, "wait, or make that item cheaper; more workers help")
-    if _moves_bytes(crowd, worker):
-        return _finding(crowd, worker, "slow", "slow_disk", f"{where}, reading slowly; {waits}", "a faster disk")
     if frame is not None and text_of_wait(frame) and worker.slot.forked_beside:
         taken = "; ".join(_short(place) for place in worker.slot.forked_beside.split("; "))
         why = f"{where}, waiting for a lock that was held when it was forked (taken by: {taken}); {waits}"
@@ -250,6 +252,16 @@ def _about_worker(crowd: Crowd, main: Member, worker: Member) -> Finding | None:
         return _finding(crowd, worker, "stuck", "fork_lock", why, advice, provable=True)
     why = f"{where}, asleep; {waits}"
     return _finding(crowd, worker, "stuck", "worker_hang", why, f"look at item {worker.slot.item} and at that line")
+
+
+def _is_busy(crowd: Crowd, member: Member) -> bool:
+    """It, or anybody that it has started, computes or moves bytes."""
+    theirs, grew = {member.pid}, True
+    while grew:
+        more = {m.pid for m in crowd.last.members if m.ppid in theirs} - theirs
+        theirs, grew = theirs | more, bool(more)
+    family = [m for m in crowd.last.members if m.pid in theirs]
+    return any(crowd.cpu_share(m) > BUSY or _moves_bytes(crowd, m) for m in family)
 
 
 def _moves_bytes(crowd: Crowd, member: Member) -> bool:

@@ -119,4 +119,4 @@ def write_report(run: RunDir, ledger: Ledger, budget: Budget, outcome: str, fact
     parts += [f"- {name}: {value}" for name, value in facts.items()]
     parts += ["", f"## Where the time went ({ledger.attempts} attempt{'s' if ledger.attempts != 1 else ''})", "", "```"]
     parts += [*lines(ledger, budget), "```", ""]
-    run.report.write_text("\n".join(parts))
+    run.report.write_text("\n".join(parts), encoding="utf-8", errors="replace")

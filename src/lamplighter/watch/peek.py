@@ -49,7 +49,10 @@ def peek(pid: int) -> int:
 
 
 def _age_s(pid: int) -> float:
-    stat = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError as error:
+        raise InputMissing(f"process {pid} has just ended", str(error), "lamp runs lists our own runs") from error
     up_s = float(Path("/proc/uptime").read_text().split()[0])
     return max(0.0, up_s - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
 

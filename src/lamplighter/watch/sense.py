@@ -112,7 +112,7 @@ def look_closely(pid: int) -> ProcessLook:
     io = _table(Path(f"/proc/{pid}/io"))
     syscall = _first_word(f"/proc/{pid}/syscall")
     descriptor = _second_word(f"/proc/{pid}/syscall") if syscall in (READ, WRITE, RECVFROM) else ""
-    each = tuple(_look_at_thread(pid, int(tid)) for tid in _listed(f"/proc/{pid}/task"))
+    each = tuple(_look_at_thread(pid, int(tid)) for tid in listed(f"/proc/{pid}/task"))
     return ProcessLook(
         seen.pid,
         seen.state,
@@ -140,7 +140,7 @@ def parents(pid: int) -> dict[int, int]:
     found, queue = {pid: 0}, [pid]
     while queue:
         parent = queue.pop(0)
-        for tid in _listed(f"/proc/{parent}/task"):
+        for tid in listed(f"/proc/{parent}/task"):
             for child in map(int, _read(f"/proc/{parent}/task/{tid}/children").split()):
                 if child not in found:
                     found[child] = parent
@@ -246,7 +246,8 @@ def _second_word(path: str) -> str:
     return ([*_read(path).split(), "", ""])[1]
 
 
-def _listed(path: str) -> list[str]:
+def listed(path: str) -> list[str]:
+    """The names in a folder; none where it is gone."""
     try:
         return os.listdir(path)
     except OSError:

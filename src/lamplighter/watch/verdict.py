@@ -21,6 +21,7 @@ from lamplighter.watch.stacks import OUR_THREADS, Frame, Stacks, ThreadStack, cu
 UNTIMED_WAIT = re.compile(r"\.(acquire|join|get|wait|result)\(\s*(?:True\s*|block(?:ing)?=True\s*)?\)")
 BUSY = 0.03  # share of one core that counts as running
 SLOW_BYTES_PER_S = 2e6
+SOFT_WAITS = ("wait", "get", "result", "join")  # a signal handler, a timer or a native thread may end them
 STARVED = 2.0  # times longer waiting for a core than running
 
 
@@ -223,19 +224,19 @@ def deadlocked(case: Case) -> Finding | None:
     if main_thread is None or not _waits_for_a_lock(main_thread):
         return None
     waiting = [(thread.name, frame) for thread in mine if (frame := culprit(thread)) is not None]
-    if not all(_acquires(frame) for _, frame in waiting):
+    if not all(_acquires(thread) for thread in mine):
         return None
-    if len(waiting) == 1 and _may_be_a_server(case, waiting[0][1]):
-        return None
+    alone_on_a_soft_wait = len(waiting) == 1 and text_of_wait(waiting[0][1]) in SOFT_WAITS
+    if alone_on_a_soft_wait and case.last.slot.phase == "script" and not case.last.slot.step:
+        return None  # a script that has never counted any work: a daemon that waits for a signal looks the same
     lines = "; ".join(f"{name} at {frame.short}" for name, frame in waiting)
     kind = (
         f"{len(waiting)} threads wait for each other's locks"
         if len(waiting) > 1
         else "the only thread waits for a lock that nobody holds"
     )
-    return _finding(
-        case, "stuck", "deadlock", f"{kind}: {lines}; {case.words()}", "take the locks in one order", provable=True
-    )
+    why, proved = f"{kind}: {lines}; {case.words()}", not alone_on_a_soft_wait
+    return _finding(case, "stuck", "deadlock", why, "take the locks in one order", provable=proved)
 
 
 def asleep(case: Case) -> Finding | None:
@@ -272,23 +273,22 @@ def _starved(case: Case) -> bool:
 
 def _only_waits(thread: ThreadStack) -> bool:
     """A library's own thread (a progress bar's, a pool's) that itself waits for a lock: it will not wake anybody."""
-    library = users_frame(thread) is None
-    return library and bool(thread.frames) and thread.frames[0].file.endswith(("/threading.py", "/queue.py"))
-
-
-def _may_be_a_server(case: Case, frame: Frame) -> bool:
-    """`event.wait()` in somebody's script that has never counted any work: a native thread may well end it."""
-    soft = text_of_wait(frame) in ("wait", "get", "result", "join")
-    return soft and case.last.slot.phase == "script" and not case.last.slot.step and case.last.main.threads > 2
+    if users_frame(thread) is not None or not thread.frames:
+        return False
+    innermost = thread.frames[0]
+    untimed = innermost.file.endswith(("/threading.py", "/queue.py")) and text_of_wait(innermost) != ""
+    return untimed or thread.name == "tqdm_monitor"  # that one looks at its bars every ten seconds, and wakes nobody
 
 
 def _waits_for_a_lock(thread: ThreadLook) -> bool:
     return thread.syscall == FUTEX or "futex" in thread.wchan
 
 
-def _acquires(frame: Frame) -> bool:
-    """Whether the line takes a lock, as far as its text tells: `with lock:`, `.acquire()`, `.join()`, `.get()`, `.wait()`."""
-    return text_of_wait(frame) != ""
+def _acquires(thread: ThreadStack) -> bool:
+    """Whether it stands in an untimed wait, as far as the text of its line tells; `with` counts for a lock only."""
+    frame = culprit(thread)
+    text = text_of_wait(frame) if frame is not None else ""
+    return text != "" and (text != "with" or thread.frames[0] == frame or thread.frames[0].func == "acquire")
 
 
 def text_of_wait(frame: Frame) -> str:
