@@ -167,7 +167,7 @@ class Family:
         for pid, fd in list(self.pidfds.items()):
             if fd not in ended or pid == self.pid:
                 continue
-            code = _exit_code(fd)
+            code = _exit_code(fd, pid)
             os.close(self.pidfds.pop(pid))
             self.born.pop(pid, None)
             self.gone.add(pid)
@@ -201,8 +201,26 @@ def _readable(fds: list[int], wait_s: float) -> list[int]:
     return [fd for fd, _ in poll.poll(wait_s * 1000)]
 
 
-def _exit_code(pidfd: int) -> int | None:
-    """Negative for a signal; None where the kernel cannot say (before 6.15)."""
+def _exit_code(pidfd: int, pid: int) -> int | None:
+    """Negative for a signal; by the zombie while nobody has asked for it, by the kernel's memory afterwards (6.15 on)."""
+    for _ in range(5):
+        code = _code_of_zombie(pid)
+        code = _code_of_reaped(pidfd) if code is None else code
+        if code is not None:
+            return code
+        time.sleep(0.004)  # between the two
+    return None
+
+
+def _code_of_zombie(pid: int) -> int | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" and len(fields) > 49 else None
+
+
+def _code_of_reaped(pidfd: int) -> int | None:
     info = bytearray(64)
     struct.pack_into("=Q", info, 0, PIDFD_INFO_EXIT)
     try:
