@@ -22,8 +22,8 @@ from lamplighter.rundir import RunDir, read_lines
 
 FULL = os.environ.get("LAMP_ZOO_FULL") == "1"
 QUICK = {
-    "loader_workers_stuck", "pool_stuck", "silent_stuck", "two_ranks_stuck", "plain_loop_slow", "zoo_worker_sigkill",
-    "zoo_worker_gil", "zoo_fork_lock", "zoo_spawn_pickle", "zoo_rank_sigkill", "calm_pauses_5s", "calm_notebook_idle",
+    "loader_workers_stuck", "pool_stuck", "two_ranks_stuck", "zoo_worker_sigkill", "zoo_fork_lock", "zoo_rank_sigkill",
+    "calm_pauses_5s",
 }  # fmt: skip
 DEADLINE_S = 60.0
 
