@@ -106,7 +106,6 @@ def test_the_environment_is_added_to_and_nothing_is_taken_away(tmp_path: Path) -
     assert environment(tmp_path, {})["PYTHONPATH"] == str(PATH)
     assert made["HOME"] == "/x"
     assert made["LAMP_WATCH"] == str(tmp_path)
-    assert made["LAMP_WATCH_PID"] == str(os.getpid())
 
 
 @pytest.mark.parametrize("how", ["file", "module", "code", "no bytecode"])

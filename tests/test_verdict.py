@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,16 @@ def test_the_same_twice_is_a_bug_and_three_in_vain_are_enough() -> None:
     ]
     progress = Recovery("recover")
     assert [progress.dead("killed by SIGKILL", step, step).action for step in range(10, 90, 10)] == ["restart"] * 8
+
+
+def test_the_first_rung_is_eager_once() -> None:
+    recovery = Recovery("recover")
+    assert recovery.dead("killed by SIGSEGV", 0, 0, compiling=True).action == "fallback"
+    assert recovery.eager
+    assert recovery.dead("killed by SIGSEGV", 0, 0, compiling=True).action == "restart"
+    asleep = replace(finding("compile_slow", 601), asleep=True)
+    assert Recovery("recover").stuck(asleep, 0.0, 0, 0).action == "fallback"
+    assert Recovery("recover").stuck(asleep, 70.0, 0, 0).action == "none", "ten times the longest it ever took"
 
 
 def test_memory_that_grows_steadily_is_said_before_it_is_too_late() -> None:

@@ -344,3 +344,34 @@ def test_a_zombie_is_buried_once(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "train")
     ends = [event["pid"] for event in read_lines(run.events) if event["type"] == "child_end"]
     assert len(ends) == len(set(ends)) == 2
+
+
+def test_a_fault_of_ours_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
+    name = script(tmp_path, "import time\ntime.sleep(4)\nraise SystemExit(6)\n")
+    broken = "import lamplighter.watch.pace as p, lamplighter.cli as c, sys\np.Pace.words = lambda *_: 1 / 0\nsys.exit(c.main())\n"
+    script(tmp_path, broken, "broken.py")
+    words = [sys.executable, "broken.py", "watch", "--", sys.executable, name]
+    done = subprocess.run(words, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 6, done.stderr
+    assert done.stderr.count("a look has failed (ZeroDivisionError") == 1
+
+
+def test_why_pid_says_what_it_may_not_see(tmp_path: Path) -> None:
+    name = script(tmp_path, "import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + HANG)
+    with subprocess.Popen([sys.executable, name], cwd=tmp_path, stdout=subprocess.PIPE) as going:
+        assert going.stdout is not None
+        going.stdout.readline()
+        done = lamp("why", str(going.pid), cwd=tmp_path, preexec_fn=lambda: ctypes.CDLL(None).prctl(24, 19, 0, 0, 0))
+        going.kill()
+    assert done.returncode == 0, done.stderr
+    assert "not seen: the stacks of" in done.stdout
+
+
+def test_lamp_stop_cancels_a_restart(tmp_path: Path) -> None:
+    name = script(tmp_path, "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HANG)
+    run = RunDir(tmp_path / "runs" / "train")
+    going = start_lamp("watch", "--on-stuck", "restart", "--", sys.executable, name, cwd=tmp_path)
+    wait_for(lambda: any(v["action"] == "restart" for v in verdicts(run)), 20, going)
+    lamp("stop", "train", cwd=tmp_path)
+    going.wait(30)
+    assert [event["attempt"] for event in read_lines(run.events) if event["type"] == "start"] == [1]

@@ -495,6 +495,7 @@ def why(words: list[str]) -> int:
     if len(words) == 1 and words[0].isascii() and words[0].isdecimal() and not (Path("runs") / words[0]).exists():
         from lamplighter.watch.peek import peek
 
+        _write(2, f"{time.strftime('%H:%M:%S')}  looking at process {words[0]} twice, a second apart\n")
         return peek(int(words[0]))
     return explain(_find_run("why", words, need_running=True))
 

@@ -297,6 +297,15 @@ def memory_group() -> Iterator[Path]:
             time.sleep(0.1)
 
 
+def test_the_limit_of_a_memory_group_counts(memory_group: Path) -> None:
+    code = "from lamplighter.watch.sense import memory_left; print(memory_left())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        preexec_fn=lambda: (memory_group / "cgroup.procs").write_text(str(os.getpid())),
+    )  # fmt: skip
+    assert 0 < int(done.stdout) < 900 << 20
+
+
 def test_a_process_killed_for_memory_is_called_so(tmp_path: Path, memory_group: Path, zoo_row: Row) -> None:
     (tmp_path / "leak.py").write_text(LEAK + "\nBYTES = 30_000_000\n")
     run = RunDir(tmp_path / "runs" / "z")

@@ -328,10 +328,11 @@ def _turn_back(parts: Parts, keeper: Keeper, first_bad: int, last_bad: int, verd
     if parts.progress.passed_to or parts.run.train.on_nonfinite != "skip" or found is None:
         report.verdict(verdict)
         raise Diverged(f"diverged at step {last_bad}", verdict.why, verdict.next)
-    progress, tensors, _ = checkpoint.load_state(found)
+    with report.phase("roll back"):
+        progress, tensors, _ = checkpoint.load_state(found)
     advice = f"rolled back to step {progress.step}; the batches of steps {first_bad} to {last_bad} will be passed over"
     report.verdict(replace(verdict, action="restart", next=advice))
-    with keeper.lock:
+    with keeper.lock, report.phase("roll back"):
         load_weights(parts.model, found)
         optim.load_state(parts.model, parts.optimizer, tensors)
         parts.progress = replace(progress, passed_from=first_bad, passed_to=last_bad)

@@ -15,6 +15,7 @@ import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,15 @@ from lamplighter.watch.family import Family, Member, Scene, is_python
 from lamplighter.watch.notify import Notifier
 from lamplighter.watch.pace import Pace
 from lamplighter.watch.picture import clean, duration, tell
+from lamplighter.watch.quiet import CLOSE_LOOK_S, QUIET_S, TIMES_USUAL, WINDOW_S
 from lamplighter.watch.recover import Recovery
 from lamplighter.watch.resources import memory_verdict
 from lamplighter.watch.stacks import Stacks
+from lamplighter.watch.supervise import LOOK_EVERY_S
 from lamplighter.watch.terminal import Terminal
 from lamplighter.watch.verdict import Finding
+from lamplighter.watch.voice import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
 
-LOOK_EVERY_S = 0.25
-QUIET_S = 2.0
-CLOSE_LOOK_S = 1.0
-WINDOW_S = 8.0
-TIMES_USUAL = 4.0
-LINE_EVERY_S = 1.6
-CALM_AFTER_S, CALM_EVERY_S = 600.0, 9.5
-FOOTER_EVERY_S = 0.45
 STATUS_EVERY_S = 1.4
 MEMORY_EVERY_S = 2.5
 STOP_GRACE_S = 10.0
@@ -133,7 +129,7 @@ class Attendant:
             self._spawn()
             while True:
                 while self.child.poll() is None:
-                    self._guarded_round()
+                    self._guarded(self._round)
                     self._wait()
                 self._last_look()
                 if self.planned != "restart":
@@ -174,10 +170,10 @@ class Attendant:
         busy = self.scene is not None and self.scene.quiet_s < LOOK_EVERY_S and self.pace.counts
         select.select([self.pidfd], [], [], 2 * LOOK_EVERY_S if busy else LOOK_EVERY_S)
 
-    def _guarded_round(self) -> None:
+    def _guarded(self, act: Callable[[], None]) -> None:
         """A fault of ours (a folder that was deleted, a full table of files) must never end the watching: said once."""
         try:
-            self._round()
+            act()
         except Exception as error:  # noqa: BLE001
             if "fault" not in self.warned:
                 self.warned.add("fault")
@@ -317,7 +313,7 @@ class Attendant:
             )
         now, line = time.monotonic(), self.line(scene)
         if self.terminal.is_tty:
-            if now - self.footer_at > FOOTER_EVERY_S:
+            if now - self.footer_at > FRAME_EVERY_S:
                 self.terminal.footer(f"lamp  {line}")
                 self.footer_at = now
             return
@@ -458,19 +454,23 @@ class Attendant:
             state, result = ("finished" if code == 0 else "failed"), code
         if self.stop_reason and self.planned != "stop":
             outcome, state = f"{outcome}; asked to stop ({self.stop_reason})", "stopped"
-        self._write_status(state, exit_code=result, outcome=outcome)
-        self.event("stop", code=result, state=state, outcome=outcome)
-        books = ledger.Ledger(time.monotonic() - self.began, self.pace.seconds, self.attempt)
-        facts = {"command": " ".join(self.wish.words), "steps": self.pace.steps, "attempts": self.attempt}
-        with contextlib.suppress(OSError):
-            ledger.write_report(self.run, books, Budget(), outcome, {**facts, **self.pace.facts()})
-        self.say(
-            f"{outcome}; {self.pace.summary()}\nmade: {self.run.report}; next: lamp runs, or: less {self.run.console}"
-        )
+        self._guarded(lambda: self._keep_books(state, result, outcome))
         self.notifier.tell(state, outcome, code=result)
         self.notifier.close()
         self.terminal.finish()
         return result
+
+    def _keep_books(self, state: str, result: int, outcome: str) -> None:
+        """The last status, the last event, report.md, and what to run next."""
+        self.event("stop", code=result, state=state, outcome=outcome)
+        self._write_status(state, exit_code=result, outcome=outcome)
+        books = ledger.Ledger(time.monotonic() - self.began, self.pace.seconds, self.attempt)
+        facts = {"command": " ".join(self.wish.words), "steps": self.pace.steps, "attempts": self.attempt}
+        with contextlib.suppress(OSError):  # a full disk
+            ledger.write_report(self.run, books, Budget(), outcome, {**facts, **self.pace.facts()})
+        self.say(
+            f"{outcome}; {self.pace.summary()}\nmade: {self.run.report}; next: lamp runs, or: less {self.run.console}"
+        )
 
 
 def _signal_name(number: int) -> str:

@@ -237,5 +237,5 @@ def is_python(pid: int) -> bool:
     """By its program, not by its name: torch renames its processes."""
     try:
         return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
-    except OSError:
-        return False
+    except OSError:  # it may not be looked into: then its name is all there is
+        return sense.look(pid).name.startswith("python")

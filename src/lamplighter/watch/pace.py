@@ -10,9 +10,9 @@ from collections import deque
 
 from lamplighter.watch.family import Member, Scene
 from lamplighter.watch.picture import amount, clean, duration
+from lamplighter.watch.verdict import BUSY
 
 RATE_WINDOW_S = 15.0
-BUSY = 0.03
 
 
 class Pace:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from lamplighter.watch import passage
 
 if TYPE_CHECKING:
-    from lamplighter.watch.voice import _Stream
+    from lamplighter.watch.voice import Stream
 
 WITNESS_S = 0.5
 REVIVALS = 5
@@ -140,7 +140,7 @@ class Terminal:
         self._pid = self._pidfd = -1
         self._owed: list[int] = []
         self._witnessed: dict[int, int] = {}
-        self._stream: _Stream | None = None
+        self._stream: Stream | None = None
         self._own_bytes = 0  # our words in a file that the command's output goes to as well
         self._finished = False
 
@@ -233,9 +233,9 @@ class Terminal:
 
     def _say_on_stderr(self, text: str) -> None:
         if self._stream is None:
-            from lamplighter.watch.voice import _Stream
+            from lamplighter.watch.voice import Stream
 
-            self._stream = _Stream(2)
+            self._stream = Stream(2)
         lines = "".join(f"{line}\n" for line in text.splitlines())
         words = ("\n" if _ends_within_a_line(2) else "") + lines
         if stat.S_ISREG(os.fstat(2).st_mode):

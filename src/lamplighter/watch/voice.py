@@ -28,7 +28,7 @@ FRAME_EVERY_S = 0.45
 # ---------------------------------------------------------------- the stream, written by a thread of its own
 
 
-class _Stream(io.TextIOBase):
+class Stream(io.TextIOBase):
     """A text stream whose reader may stop reading: what does not fit is counted, and the caller goes on."""
 
     def __init__(self, fd: int) -> None:
@@ -86,7 +86,7 @@ class Voice:
     """Says sentences and shows pictures; `live` on a terminal, lines elsewhere."""
 
     def __init__(self, fd: int = 1, live: bool | None = None, console_fd: int = -1) -> None:
-        self.stream = _Stream(fd)
+        self.stream = Stream(fd)
         self.console_fd = console_fd
         self.last_line = time.monotonic()
         self.calm_since: float | None = None

@@ -22,5 +22,4 @@ def environment(slots: Path, base: Mapping[str, str]) -> dict[str, str]:
         **base,
         "PYTHONPATH": os.pathsep.join([str(PATH), *rest]) if given else str(PATH),
         "LAMP_WATCH": str(slots.absolute()),
-        "LAMP_WATCH_PID": str(os.getpid()),
     }
