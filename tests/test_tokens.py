@@ -20,7 +20,7 @@ import pytest
 
 from lamplighter import report
 from lamplighter.data import division, files, shards
-from lamplighter.data.sources import EmbeddedCorpus, Part, Position, Source, open_source
+from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, open_source
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.data.tokens import Settings, Split, Tokens, ensure, open_tokens
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
@@ -51,11 +51,12 @@ class Texts:
         return sum(len(text.encode()) for text in self.texts)
 
     def position(self) -> Position:
-        return Position(f"text {self.number}", sum(len(text.encode()) for text in self.texts[: self.number]))
+        done = sum(len(text.encode()) for text in self.texts[: self.number])
+        return Position(f"text {self.number}", done, {"document": self.number})
 
-    def documents(self, start: int = 0) -> Iterator[str]:
-        self.number = start
-        for text in self.texts[start:]:
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        self.number = (start or {}).get("document", 0)
+        for text in self.texts[self.number :]:
             self.number += 1
             yield text
 
@@ -341,8 +342,8 @@ from lamplighter.data.tokenizer import byte_level
 shards.COMMIT_S = 0.1
 
 class Slow(EmbeddedCorpus):
-    def documents(self, start=0):
-        for number, text in enumerate(super().documents(start), start):
+    def documents(self, start=None):
+        for number, text in enumerate(super().documents(start), (start or {}).get("document", 0)):
             if PAUSE:
                 PAUSE(number)
             yield text + "\\n" + text[:50] * (number % 37)
@@ -540,9 +541,9 @@ def test_a_slow_source_loses_little(tmp_path: Path, monkeypatch: Any) -> None:
     class Breaking(Texts):
         broken = True
 
-        def documents(self, start: int = 0) -> Iterator[str]:
-            asked.append(start)
-            for number, text in enumerate(super().documents(start), start):
+        def documents(self, start: Cursor | None = None) -> Iterator[str]:
+            asked.append((start or {}).get("document", 0))
+            for number, text in enumerate(super().documents(start), asked[-1]):
                 if number == 120 and self.broken and len(asked) > 1:
                     raise ConnectionError("the line is dead")
                 yield text
@@ -588,7 +589,7 @@ def test_the_watcher_sees_what_is_waited_for(tmp_path: Path) -> None:
     seen: list[tuple[str, str]] = []
 
     class Watched(Texts):
-        def documents(self, start: int = 0) -> Iterator[str]:
+        def documents(self, start: Cursor | None = None) -> Iterator[str]:
             for text in super().documents(start):
                 page = bytes(report._reporter.slot.page)
                 seen.append(tuple(page[at:end].split(b"\0")[0].decode() for at, end in ((256, 384), (512, 768))))

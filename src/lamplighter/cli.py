@@ -32,6 +32,8 @@ usage: lamp VERB ...
   runs                    all runs and how they stand
   checkpoints RUN         step, losses, size, age, valid or not
   generate RUN|DIR        text from a model
+  data stats|clean|prepare   count and look at text; clean it; make the token cache
+  tokenizer train|show    train a tokenizer; look at one
 
 lamp VERB --help says more; lamp --version.
 """
@@ -89,9 +91,32 @@ usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] 
 
 Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
 """,
+    "data": """\
+usage: lamp data stats   [run.yaml] [--preset NAME] [--json] [--out DIR] [--section.key value ...]
+       lamp data clean   PATH... --out DIR [--dry-run] [--help lists the rules]
+       lamp data prepare [run.yaml] [--preset NAME] [--section.key value ...]
+
+stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice
+clean    raw files to clean documents (JSONL), with every rejected one in a log
+prepare  the tokenizer and the token cache that `lamp train` with the same settings would make
+""",
+    "tokenizer": """\
+usage: lamp tokenizer train [run.yaml] --out DIR [--section.key value ...]
+       lamp tokenizer show  DIR|RUN [--text TEXT] [--data.paths ...]
+
+train    a byte-level BPE from any source, checked by a round trip over the data
+show     what it is, how it cuts a text, bytes per token, how much of the vocabulary a text uses
+""",
 }
 
-TO_STDERR = ("generate", "checkpoints", "runs", "why")  # their result goes to stdout, all other words to stderr
+TO_STDERR = (
+    "generate",
+    "checkpoints",
+    "runs",
+    "why",
+    "data",
+    "tokenizer",
+)  # their result goes to stdout, all other words to stderr
 
 
 def main() -> int:
@@ -133,7 +158,7 @@ def _main(words: list[str]) -> int:
     if "--help" in ours or "-h" in ours:
         return _verb_help(verb)
     quiet = "--print-config" in words or "--json" in words
-    if verb in ("demo", "train", "watch", "generate") and not quiet:
+    if verb in ("demo", "train", "watch", "generate", "data", "tokenizer") and not quiet:
         _write(
             2 if verb in TO_STDERR or "--" in words else 1,
             f"{time.strftime('%H:%M:%S')}  lamp {verb}: reading the request\n",
@@ -578,9 +603,55 @@ def generate(words: list[str]) -> int:
     return session("generate", flags, interactive=flags["interactive"])
 
 
+# ---------------------------------------------------------------- text and tokenizers
+
+
+def data(words: list[str]) -> int:
+    """One of the verbs about text."""
+    return _one_of("data", words, {"stats": data_stats, "clean": data_clean, "prepare": data_prepare})
+
+
+def tokenizer(words: list[str]) -> int:
+    """One of the verbs about tokenizers."""
+    return _one_of("tokenizer", words, {"train": tokenizer_train, "show": tokenizer_show})
+
+
+def _one_of(verb: str, words: list[str], choices: dict[str, Callable[[list[str]], int]]) -> int:
+    import difflib
+
+    from lamplighter.errors import UsageError
+
+    if words and words[0] in choices:
+        return choices[words[0]](words[1:])
+    near = difflib.get_close_matches(words[0], choices, 1, 0.4) if words else []
+    why = f"did you mean lamp {verb} {near[0]}?" if near else f"choose one of: {', '.join(choices)}"
+    what = f"lamp {verb} has no {words[0]}" if words else f"lamp {verb} needs a second word"
+    raise UsageError(what, why, f"lamp {verb} --help")
+
+
+def data_stats(words: list[str]) -> int:
+    raise NotImplementedError
+
+
+def data_clean(words: list[str]) -> int:
+    raise NotImplementedError
+
+
+def data_prepare(words: list[str]) -> int:
+    raise NotImplementedError
+
+
+def tokenizer_train(words: list[str]) -> int:
+    raise NotImplementedError
+
+
+def tokenizer_show(words: list[str]) -> int:
+    raise NotImplementedError
+
+
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo, "train": train, "watch": watch, "why": why, "stop": stop, "save": save, "runs": runs,
-    "checkpoints": checkpoints, "generate": generate,
+    "checkpoints": checkpoints, "generate": generate, "data": data, "tokenizer": tokenizer,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -41,11 +41,46 @@ class Data(Section):
     """Where text comes from and how it is cut."""
 
     paths: Annotated[list[str], BeforeValidator(_listed)] = _value(
-        [], "files, folders or globs (.txt .md .jsonl, also .gz .zst); none = the embedded corpus"
+        [],
+        "files, folders, globs (.txt .md .jsonl .json .csv .tsv .parquet, also .gz .zst), URLs (http, s3, hf, any fsspec one),"
+        " or dataset:NAME (a Hugging Face dataset, folder or hub name); none = the embedded corpus",
+    )
+    weights: list[float] = _value([], "a mixture: the share of text that each entry of data.paths gives")
+    mix_until: Literal["first", "all"] = _value(
+        "first", "a mixture ends when its first source ends, or repeats the short ones until all have ended"
     )
     source: str | None = _value(None, 'a source of your own, "module:name"')
     separator: str | None = _value(None, "text that stands between two documents of a .txt file")
-    text_key: str = _value("text", "the JSONL key that holds the text")
+    text_key: str = _value("text", "the JSON key, or the CSV or Parquet column, that holds the text")
+    dataset_config: str | None = _value(None, "of dataset:NAME, which configuration")
+    dataset_split: str = _value("train", "of dataset:NAME, which split")
+    retry_s: float = _value(600.0, "how long a remote file is tried again before it counts as lost", ge=0)
+    format: Literal["auto", "text", "chat"] = _value(
+        "auto", "plain text, or instruction rows (messages; prompt, completion; instruction, input, output)"
+    )
+    template: str | None = _value(
+        None, "chat template: chatml, alpaca, plain, or a Jinja file; none = the tokenizer's own, else chatml"
+    )
+    loss_on: Literal["response", "all"] = _value(
+        "response", "of instruction rows: learn the answers only, or all of it"
+    )
+    packing: Literal["auto", "windows", "packed", "grouped"] = _value(
+        "auto",
+        "windows over the stream (text), several examples in a window, or examples of like length padded to the longest",
+    )
+    over_length: Literal["truncate", "drop", "refuse"] = _value(
+        "truncate",
+        "an example that is longer than data.seq_len: cut its end off, leave it out, or refuse; always counted",
+    )
+    stream: bool = _value(False, "train while documents arrive, without a cache of all tokens")
+    tokens_per_chunk: int = _value(
+        1_000_000, "of a stream: tokens that are gathered, shuffled and trained on together", ge=1024
+    )
+    max_chunks: int | None = _value(None, "of a stream: stop after so many chunks", ge=1)
+    at_end: Literal["repeat", "stop"] = _value("repeat", "of a stream that ends: another epoch, or the end of the run")
+    workers: int | None = _value(
+        None, "processes that tokenise or clean; none = the cores this process may use", ge=1, le=1024
+    )
     seq_len: int = _value(256, "tokens in a window", "512 and 1024 are usual", ge=8, le=1_048_576)
     val_fraction: float = _value(0.02, "share of documents kept for validation", "0.01 to 0.1 is usual", ge=0, le=0.5)
     bad_text: Literal["set_aside", "refuse"] = _value(
@@ -237,8 +272,8 @@ ELSEWHERE = {
     "data_dir": "data.paths", "train_file": "data.paths", "input": "data.paths", "tokenizer_path": "tokenizer.path",
     "tokenizer_dir": "tokenizer.path", "vocab": "tokenizer.vocab_size", "max_cost": "budget.usd", "budget": "budget.usd",
     "hourly_rate": "budget.usd_per_hour", "max_hours": "budget.hours", "val_split": "data.val_fraction",
-    "min_lr": "train.min_lr_ratio", "wd": "train.weight_decay", "tokens_per_chunk": "train.batch_size",
-    "max_chunks": "train.steps",
+    "min_lr": "train.min_lr_ratio", "wd": "train.weight_decay", "num_workers": "data.workers", "streaming": "data.stream",
+    "chat_template": "data.template",
 }  # fmt: skip
 
 

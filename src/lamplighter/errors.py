@@ -25,6 +25,9 @@ class LampError(Exception):
         self.what, self.why, self.next = what, why, next
         self.cause = cause or self.cause
 
+    def __reduce__(self) -> tuple[type[LampError], tuple[str, str, str, str]]:
+        return type(self), (self.what, self.why, self.next, self.cause)
+
     def lines(self) -> list[str]:
         """The three lines that a person reads."""
         named = (("error", self.what), ("why", self.why), ("next", self.next))

@@ -394,7 +394,36 @@ def _checkpoint_table(run: RunDir, rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, f"next: lamp generate {run.name} --checkpoint {rows[-1]['checkpoint']}", ""])
 
 
-VERBS = {"train": train, "generate": generate, "checkpoints": checkpoints}
+def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
+    raise NotImplementedError
+
+
+def data_clean(_: RunDir, request: dict[str, Any]) -> int:
+    raise NotImplementedError
+
+
+def data_prepare(folder: RunDir, request: dict[str, Any]) -> int:
+    raise NotImplementedError
+
+
+def tokenizer_train(folder: RunDir, request: dict[str, Any]) -> int:
+    raise NotImplementedError
+
+
+def tokenizer_show(folder: RunDir, request: dict[str, Any]) -> int:
+    raise NotImplementedError
+
+
+VERBS = {
+    "train": train,
+    "generate": generate,
+    "checkpoints": checkpoints,
+    "data-stats": data_stats,
+    "data-clean": data_clean,
+    "data-prepare": data_prepare,
+    "tokenizer-train": tokenizer_train,
+    "tokenizer-show": tokenizer_show,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lamplighter import report
 from lamplighter.data.files import Part, cut_all
-from lamplighter.data.sources import Source
+from lamplighter.data.sources import Cursor, Source
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.rundir import human_bytes
 
@@ -120,7 +120,7 @@ def _look(source: Source, plain: Division, show: Show) -> Look:
             p.set(found.documents, item)
             show(bytes_done, item)
 
-        for text in watched(source, 0, tell):
+        for text in watched(source, None, tell):
             data = text.encode()
             if begins and text:
                 found.by_document.add(plain.hash(data))
@@ -139,7 +139,7 @@ def _look(source: Source, plain: Division, show: Show) -> Look:
     return found
 
 
-def watched(source: Source, start: int, show: Show) -> Iterator[str]:
+def watched(source: Source, start: Cursor | None, show: Show) -> Iterator[str]:
     """The texts; what is being read is shown before each wait for one."""
     texts = source.documents(start)
     while True:

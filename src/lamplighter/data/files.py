@@ -15,7 +15,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,17 @@ class Part(str):
     __slots__ = ()
 
 
+Cursor = dict[str, Any]
+"""A place between two texts of a source, as JSON; only the source itself knows what it means."""
+
+
 @dataclass(frozen=True)
 class Position:
-    """What is being read now, and how many of the source's bytes are behind it."""
+    """What is being read now, how many of the source's bytes are behind it, and where to go on after the latest text."""
 
     item: str
     bytes_done: int
+    cursor: Cursor = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- where a long text may be cut
@@ -204,6 +209,7 @@ class FileSource:
         self._sizes = {path: path.stat().st_size for path in files}
         self._fingerprint = ""
         self._position = Position(str(files[0]), 0)
+        self._texts = 0
 
     def __str__(self) -> str:
         others = f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
@@ -213,7 +219,7 @@ class FileSource:
         return sum(self._sizes.values())
 
     def position(self) -> Position:
-        return self._position
+        return replace(self._position, cursor={"text": self._texts})
 
     def fingerprint(self) -> str:
         """The content of every file in order, and how it is read; neither names nor dates."""
@@ -222,13 +228,15 @@ class FileSource:
             self._fingerprint = digest([content, self.separator, self.text_key, PART_CHARS, self.dirt.policy])
         return self._fingerprint
 
-    def documents(self, start: int = 0) -> Iterator[str]:
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
         """Every text that is not empty."""
         texts = self._all()
-        skip(texts, start, self.position)
-        some = start > 0
+        self._texts = int((start or {}).get("text", 0))
+        skip(texts, self._texts, self.position)
+        some = self._texts > 0
         for text in texts:
             some = True
+            self._texts += 1
             yield text
         if not some:
             advice = "check data.paths, data.separator and data.text_key"

@@ -23,7 +23,7 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.division import Divider, Division, Look, Piece, Settings, look, watched
-from lamplighter.data.sources import Source
+from lamplighter.data.sources import Cursor, Source
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, CannotWrite
 from lamplighter.rundir import (
@@ -142,7 +142,8 @@ class Builder:
         self.divider = Divider(Division("documents", 0, 0), None)
         self.files: dict[str, dict[str, Any]] = {}
         self.new_files: dict[str, dict[str, Any]] = {}
-        self.cursor = self.empty = self.need_bytes = 0
+        self.cursor: Cursor | None = None
+        self.texts = self.empty = self.need_bytes = 0
         self._said = 0.0
         self._committed = time.monotonic()
 
@@ -171,7 +172,7 @@ class Builder:
             return
         self._said = time.monotonic()
         tokens = sum(stream.tokens for stream in self.streams.values())
-        now = {"bytes": bytes_done, "total_bytes": total, "texts": self.cursor, "tokens": tokens, "item": item}
+        now = {"bytes": bytes_done, "total_bytes": total, "texts": self.texts, "tokens": tokens, "item": item}
         try:
             write_json(self.folder / "progress.json", {**identity(), "t": time.time(), **now}, durable=False)
         except OSError as error:  # only for those who wait; shards speak for themselves
@@ -202,7 +203,7 @@ class Builder:
             return False
         self.divider = Divider(Division(**lines[0]["division"]), last.get("open"))
         self.need_bytes = lines[0]["need_bytes"]
-        self.cursor, self.empty = last.get("cursor", 0), last.get("empty", 0)
+        self.cursor, self.texts, self.empty = last.get("cursor"), last.get("texts", 0), last.get("empty", 0)
         for carry in last.get("carry", {}):
             with np.load(self.folder / carry, allow_pickle=False) as saved:
                 for name, stream in self.streams.items():
@@ -260,14 +261,14 @@ class Builder:
                 self.empty += not more
                 texts, size = texts + 1, size + len(text)
                 if size >= self.tokenizer.batch_bytes or self._is_due():
-                    self._store(pieces, texts)
+                    self._store(pieces, texts, source.position().cursor)
                     pieces, size, texts = [], 0, 0
-            self._store(pieces, texts)
+            self._store(pieces, texts, source.position().cursor)
             p.set(source.position().bytes_done)
 
-    def _store(self, pieces: list[Piece], texts: int) -> None:
+    def _store(self, pieces: list[Piece], texts: int, cursor: Cursor) -> None:
         self._encode(pieces)
-        self.cursor += texts
+        self.cursor, self.texts = cursor, self.texts + texts
         full = [stream for stream in self.streams.values() if stream.full()]
         for stream in full:
             while stream.full():
@@ -302,11 +303,12 @@ class Builder:
                 arrays[f"{name}.{kind}"] = array
         file = io.BytesIO()
         np.savez(file, allow_pickle=False, **arrays)
-        carry = f"carry-{self.cursor}.npz"
+        carry = f"carry-{self.texts}.npz"
         before = [path for path in self.folder.glob("carry-*.npz") if path.name != carry]
         self._append(
             {
                 "cursor": self.cursor,
+                "texts": self.texts,
                 "empty": self.empty,
                 "open": self.divider.open_side,
                 "files": self.new_files,
@@ -373,7 +375,7 @@ def build(folder: Path, source: Source, tokenizer: Tokenizer, settings: Settings
     """Make the cache in `folder`, or go on making it."""
     builder = Builder(folder, tokenizer, settings)
     if builder.go_on():
-        report.note(f"the token cache goes on after {builder.cursor:,} texts that a stopped build had stored")
+        report.note(f"the token cache goes on after {builder.texts:,} texts that a stopped build had stored")
     else:
         builder._remove_others({"lock"})
         builder.begin(source)

@@ -16,10 +16,20 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from lamplighter import report
-from lamplighter.data.files import FileSource, Part, Position, digest, find_files, skip
+from lamplighter.data.files import Cursor, FileSource, Part, Position, digest, find_files, skip
 from lamplighter.errors import BadConfig, BadData
 
-__all__ = ["EmbeddedCorpus", "FileSource", "OwnSource", "Part", "Position", "Source", "open_source", "own_source"]
+__all__ = [
+    "Cursor",
+    "EmbeddedCorpus",
+    "FileSource",
+    "OwnSource",
+    "Part",
+    "Position",
+    "Source",
+    "open_source",
+    "own_source",
+]
 
 
 class Source(Protocol):
@@ -28,14 +38,17 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """A string that changes when the documents change."""
 
-    def documents(self, start: int = 0) -> Iterator[str]:
-        """The texts from number `start` on. A `Part` counts as one text and says that its document goes on."""
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        """The texts after `start`, or all. A `Part` counts as one text and says that its document goes on."""
 
     def total_bytes(self) -> int | None:
         """How much there is to read (on disk, packed), where that is known."""
 
     def position(self) -> Position:
-        """How far the latest reading has come; asked before each text as well as after it."""
+        """How far the latest reading has come; asked before each text as well as after it.
+
+        Its cursor is the place after the latest text: `documents(cursor)` goes on with the next one, in any process.
+        """
 
 
 def open_source(
@@ -129,17 +142,17 @@ class OwnSource:
     def position(self) -> Position:
         if hasattr(self._found, "position"):
             position: Position = self._found.position()
-            return position
-        return Position(f"document {self._number} of {self.name}", self._bytes)
+            return Position(position.item, position.bytes_done, {"document": self._number})
+        return Position(f"document {self._number} of {self.name}", self._bytes, {"document": self._number})
 
-    def documents(self, start: int = 0) -> Iterator[str]:
-        self._number, self._bytes = start, 0
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        self._number, self._bytes = int((start or {}).get("document", 0)), 0
         if hasattr(self._found, "documents"):
-            texts = iter(self._found.documents(start))
+            texts = iter(self._found.documents(self._number))
         else:
             texts = iter(self._texts())
-            skip(texts, start, self.position)
-        some = start > 0
+            skip(texts, self._number, self.position)
+        some = self._number > 0
         for text in texts:
             self._bytes += len(self._checked(text))
             self._number += 1
@@ -167,6 +180,7 @@ class First:
 
     def __init__(self, source: Source, count: int) -> None:
         self.source, self.count = source, count
+        self._number = 0
 
     def __str__(self) -> str:
         return f"the first {self.count:,} texts of {self.source}"
@@ -179,12 +193,14 @@ class First:
         return None
 
     def position(self) -> Position:
-        return self.source.position()
+        here = self.source.position()
+        return Position(here.item, here.bytes_done, {"number": self._number, "inner": here.cursor})
 
-    def documents(self, start: int = 0) -> Iterator[str]:
-        for number, text in enumerate(self.source.documents(start), start):
-            if number >= self.count:
-                return
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        self._number = int((start or {}).get("number", 0))
+        texts = self.source.documents(start["inner"] if start else None)
+        while self._number < self.count and (text := next(texts, None)) is not None:
+            self._number += 1
             yield str(text)
 
 
@@ -214,13 +230,14 @@ class EmbeddedCorpus:
         return sum(first) * self.count // max(1, len(first))
 
     def position(self) -> Position:
-        return Position(f"document {self._number} of {self.count}", self._bytes)
+        return Position(f"document {self._number} of {self.count}", self._bytes, {"document": self._number})
 
-    def documents(self, start: int = 0) -> Iterator[str]:
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
         from lamplighter.data.corpus import entries
 
-        self._number, self._bytes = start, self.total_bytes() * start // max(1, self.count)
-        for entry in entries(self.seed, self.count - start, start):
+        self._number = int((start or {}).get("document", 0))
+        self._bytes = self.total_bytes() * self._number // max(1, self.count)
+        for entry in entries(self.seed, self.count - self._number, self._number):
             self._number += 1
             self._bytes += len(entry.text)
             yield entry.text

@@ -19,7 +19,7 @@ from typing import Any
 
 from lamplighter.config import Budget, load_dump
 from lamplighter.errors import CHILD_LOST, DONE, ChildLost, LampError
-from lamplighter.rundir import RunDir, is_running, read_record
+from lamplighter.rundir import RunDir, is_running, read_record, write_atomic
 from lamplighter.watch.observe import Observer, Tail
 from lamplighter.watch.picture import duration, tell
 from lamplighter.watch.supervise import LOOK_EVERY_S, Order, Supervisor, ask
@@ -183,11 +183,13 @@ def _row(row: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- a child for one result
 
 
-def session(verb: str, request: dict[str, Any], interactive: bool = False) -> int:
+def session(verb: str, request: dict[str, Any], interactive: bool = False, config: str | None = None) -> int:
     """Run a verb in a child of its own; its result goes to stdout, our words to stderr, the folder is thrown away."""
     folder = Path(tempfile.mkdtemp(prefix=f"lamp-{verb}-"))
     run = RunDir(folder)
     run.create()
+    if config is not None:
+        write_atomic(run.config, config)
     voice = Voice(2, live=False)
     request["tty"] = sys.stdout.isatty()
     read_end, write_end = os.pipe() if interactive else (subprocess.DEVNULL, -1)

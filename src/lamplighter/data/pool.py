@@ -1,0 +1,79 @@
+"""Work in other processes: results in the order of the items, a bounded number ahead, deaths named.
+
+In:  a function of a module (it is pickled by name), its items, how many processes.
+Out: (item, result) in order; the first error of any of them, as it was raised; never a silent end.
+
+Workers are spawned (no lock is inherited), die with this process, and leave Ctrl+C to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from typing import Any, TypeVar
+
+from lamplighter.errors import ChildLost
+
+PR_SET_PDEATHSIG = 1
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def each(
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    workers: int,
+    name: Callable[[Item], str] = str,
+    start: Callable[..., None] | None = None,
+    start_with: tuple[Any, ...] = (),
+) -> Iterator[tuple[Item, Result]]:
+    """`function(item)` for each item; with one worker in this process. `start(*start_with)` prepares each worker."""
+    if workers <= 1:
+        if start:
+            start(*start_with)
+        for item in items:
+            yield item, function(item)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _begin, (os.getpid(), start, start_with))
+    running: deque[tuple[Item, Future[Result]]] = deque()
+    rest = iter(items)
+    try:
+        while True:
+            for item in islice(rest, 2 * workers - len(running)):
+                running.append((item, pool.submit(function, item)))
+            if not running:
+                return
+            item, future = running.popleft()
+            try:
+                yield item, future.result()
+            except BrokenProcessPool as error:
+                names = ", ".join(name(one) for one, _ in [(item, future), *running][:workers])
+                why = "it was killed (out of memory?) or crashed in native code"
+                advice = "fewer at a time: --data.workers 1; what is finished is kept"
+                raise ChildLost(f"a worker process died while it worked on {names}", why, advice) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin(parent: int, start: Callable[..., None] | None, start_with: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+    if start:
+        start(*start_with)
