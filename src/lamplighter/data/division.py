@@ -88,10 +88,10 @@ Show = Callable[[int, str], None]
 """Is told how many bytes are read, and what is being read now."""
 
 
-def look(source: Source, settings: Settings, show: Show) -> tuple[Division, Look]:
+def look(source: Source, settings: Settings, show: Show, sample_bytes: int = SAMPLE_BYTES) -> tuple[Division, Look]:
     """Read the first documents: enough to divide by documents? Neither side may come out empty."""
     plain = Division("documents", int(settings.val_fraction * 2**64), settings.seed)
-    found = _look(source, plain, show)
+    found = _look(source, plain, show, sample_bytes)
     by = "documents" if found.documents >= LOOK_DOCUMENTS else "blocks"
     hashes = found.by_document if by == "documents" else found.by_block
     if not settings.val_fraction:
@@ -111,7 +111,7 @@ def look(source: Source, settings: Settings, show: Show) -> tuple[Division, Look
     ), found
 
 
-def _look(source: Source, plain: Division, show: Show) -> Look:
+def _look(source: Source, plain: Division, show: Show, sample_bytes: int) -> Look:
     found = Look()
     begins = True
     with report.phase("look at the documents", unit="documents") as p:
@@ -126,13 +126,13 @@ def _look(source: Source, plain: Division, show: Show) -> Look:
                 found.by_document.add(plain.hash(data))
             for block in cut_all(text, BLOCK_CHARS) if text else ():
                 found.by_block.add(plain.hash(block.encode()))
-            if found.text_bytes < SAMPLE_BYTES:
+            if found.text_bytes < sample_bytes:
                 found.sample.append(text)
             found.text_bytes += len(data)
             found.documents += bool(text) and not isinstance(text, Part)
             begins = not isinstance(text, Part)
             if found.text_bytes >= LOOK_BYTES or (
-                found.documents >= LOOK_DOCUMENTS and found.text_bytes >= SAMPLE_BYTES
+                found.documents >= LOOK_DOCUMENTS and found.text_bytes >= sample_bytes
             ):
                 return found
     found.ended = True

@@ -1,0 +1,93 @@
+"""The validation side of a stream: from its first documents, decided once, kept in the run's folder.
+
+In:  a source, a tokenizer, what share to hold back.
+Out: the Division (later documents of that side are never trained on), and a Held of tokens to validate on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lamplighter import report
+from lamplighter.data.division import Divider, Division, Look, Settings, look
+from lamplighter.data.sources import Source
+from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.rundir import read_json, write_atomic, write_json
+
+Ids = np.ndarray[Any, np.dtype[Any]]
+NAME = "val"
+
+
+@dataclass(frozen=True)
+class Held:
+    """Some documents as one stream of ids in memory; read like a Split of the token cache."""
+
+    ids: Ids
+    documents: int
+    text_bytes: int
+    name: str = NAME
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, start: int, stop: int) -> Ids:
+        return self.ids[start:stop]
+
+    def gather(self, starts: np.ndarray[Any, np.dtype[np.int64]], length: int) -> Ids:
+        """int64 [B, length]: the stretches that begin at `starts`."""
+        out: Ids = np.lib.stride_tricks.sliding_window_view(self.ids, length)[starts].astype(np.int64)
+        return out
+
+
+def hold_back(
+    folder: Path, source: Source, tokenizer: Tokenizer, fraction: float, sample_bytes: int
+) -> tuple[Division, Held]:
+    """What an earlier start of this run decided; else from the first documents, and kept."""
+    key = hashlib.sha256(f"{source} {tokenizer.fingerprint()} {fraction}".encode()).hexdigest()
+    if (known := _load(folder, key)) is not None:
+        return known
+    division, found = look(source, Settings(fraction), lambda *_: None, sample_bytes)
+    held = _take(division, found, tokenizer)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = io.BytesIO()
+    np.save(data, held.ids, allow_pickle=False)
+    write_atomic(folder / f"{NAME}.npy", data.getvalue())
+    record = {
+        "key": key,
+        "sha256": hashlib.sha256(data.getvalue()).hexdigest(),
+        "division": asdict(division),
+        "documents": held.documents,
+        "text_bytes": held.text_bytes,
+    }
+    write_json(folder / f"{NAME}.json", record)
+    return division, held
+
+
+def _load(folder: Path, key: str) -> tuple[Division, Held] | None:
+    record = read_json(folder / f"{NAME}.json")
+    path = folder / f"{NAME}.npy"
+    if not isinstance(record, dict) or record.get("key") != key or not path.is_file():
+        return None
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != record["sha256"]:
+        report.warn(f"{path} is damaged: the validation text is taken from the source again", path=str(path))
+        return None
+    ids = np.load(io.BytesIO(data), allow_pickle=False)
+    return Division(**record["division"]), Held(ids, record["documents"], record["text_bytes"])
+
+
+def _take(division: Division, found: Look, tokenizer: Tokenizer) -> Held:
+    """The validation pieces of what was looked at, as one stream: end-of-text first, and after each document."""
+    divider = Divider(division, None)
+    pieces = [piece for text in found.sample for piece in divider.pieces(text) if piece.side == "val"]
+    encoded = tokenizer.encode_batch([piece.text for piece in pieces])
+    ends = np.array([piece.ends for piece in pieces], bool)
+    ids = np.insert(encoded.ids, encoded.offsets[1:][ends], tokenizer.end_of_text)
+    ids = np.concatenate([np.array([tokenizer.end_of_text], ids.dtype), ids]) if pieces else ids[:0]
+    return Held(ids, sum(piece.begins for piece in pieces), sum(piece.bytes for piece in pieces))
