@@ -361,8 +361,10 @@ def _finished_already(run: RunDir, resolved: Resolved, voice: Any) -> int | None
     status = read_record(run.status)
     if status.get("state") != "finished" or not run.config.exists():
         return None
-    old, new = load_dump(run.config).train, resolved.run.train
+    before = load_dump(run.config)
+    old, new = before.train, resolved.run.train
     raised = (new.steps or 0) > status.get("steps", 0) or (new.epochs is not None and new.epochs > (old.epochs or 0))
+    raised = raised or (before.data.max_chunks or 0) < (resolved.run.data.max_chunks or 0)
     if raised:
         return None
     voice.say(

@@ -231,6 +231,12 @@ class Run(Section):
             near = difflib.get_close_matches(model.family, ["gpt2", "llama"], 1, 0.3)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f'model.family {model.family!r} is not gpt2, llama or "module:name"{hint}')
+        if data.stream and train.epochs is not None:
+            raise ValueError(
+                "a stream has no known length: give train.steps or data.max_chunks instead of train.epochs"
+            )
+        if data.max_chunks is not None and not data.stream:
+            raise ValueError("data.max_chunks needs data.stream true")
         if data.paths and data.source:
             raise ValueError("data.paths and data.source are both given; keep one of them")
         return self
@@ -239,7 +245,7 @@ class Run(Section):
 SECTIONS: dict[str, type[Section]] = {name: info.annotation for name, info in Run.model_fields.items()}  # type: ignore[misc]
 MAY_CHANGE = ("save", "eval", "watch", "budget")  # at resume; train.steps too, with a warning
 LENGTH = ("train.steps", "train.epochs")
-NO_MATTER = ("data.cache", *LENGTH)
+NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", *LENGTH)
 
 
 def fields() -> dict[str, FieldInfo]:
@@ -477,7 +483,8 @@ def _one_length(values: dict[str, Any], origin: dict[str, str]) -> None:
     if len(given) == 2 and len(set(given.values())) == 2:
         loser = min(given, key=lambda name: given[name])
         values[loser], origin[loser] = None, "replaced by " + max(given, key=lambda name: given[name])
-    if not given:
+    streamed = str(values.get("data.stream")).lower() in ("true", "1", "yes", "on") and values.get("data.max_chunks")
+    if not given and not streamed:
         values["train.steps"] = 2000
 
 
@@ -529,6 +536,8 @@ def _small(run: Run, origin: dict[str, str], preset: str | None) -> Resolved:
     small: dict[str, Any] = {
         "data.seq_len": min(run.data.seq_len, 128),
         "data.max_documents": min(run.data.max_documents or 500, 500),
+        "data.tokens_per_chunk": min(run.data.tokens_per_chunk, 2048),
+        "data.max_chunks": None,
         "data.embedded_documents": min(run.data.embedded_documents, 1000),
         "data.val_fraction": max(run.data.val_fraction, 0.05) if run.data.val_fraction else 0.0,
         "tokenizer.vocab_size": min(run.tokenizer.vocab_size, 2000),

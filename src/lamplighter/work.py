@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lamplighter.data.tokenizer import Tokenizer
     from lamplighter.data.tokens import Tokens
     from lamplighter.model.build import Built
-    from lamplighter.train.loop import Parts
+    from lamplighter.train.loop import Live, Parts
     from lamplighter.train.score import Floor
 
 PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
@@ -116,28 +116,32 @@ def train(folder: RunDir, request: dict[str, Any]) -> int:
 
 def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
     """The start-up phases: data, tokenizer, cache, plan, model, resume."""
+    from lamplighter.data.tokens import Tokens
     from lamplighter.train import checkpoint, guard, machine, optim
     from lamplighter.train.loop import Parts
 
     cache = folder.path.parent / CACHE_NAME
     source, tokenizer = open_text(run, cache)
-    tokens = _open_tokens(run, cache, source, tokenizer)
+    text = (
+        _open_live(run, folder, source, tokenizer) if run.data.stream else _open_tokens(run, cache, source, tokenizer)
+    )
     with report.phase("model"):
         found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
         where = machine.detect(run.train, _facts_of(found))
         for reason in where.reasons:
             report.note(reason)
         built = _build_model(run, tokenizer)
-        tokens.check_ids(built.vocab_size)
+        if isinstance(text, Tokens):
+            text.check_ids(built.vocab_size)
         built.model.to(where.device)
         optimizer = optim.make_optimizer(built.model, run.train)
-    steps = _count_steps(run, tokens)
-    facts = {"machine": where.facts(), "cache": tokens.folder.name, "seed": run.train.seed, "steps": steps}
+    steps = _count_steps(run, text)
+    facts = {"machine": where.facts(), "cache": _name_of(text), "seed": run.train.seed, "steps": steps}
     facts["compiled"] = run.train.compile and not request.get("eager")
     if run.train.compile and request.get("eager"):
         report.note("running uncompiled, because compiling did not work out in an earlier attempt")
     schedule = optim.schedule(run.train, steps)
-    parts = Parts(run, folder, where, built, optimizer, schedule, tokens, tokenizer, steps, facts)
+    parts = Parts(run, folder, where, built, optimizer, schedule, text, tokenizer, steps, facts)
     with report.phase("plan"):
         _plan(parts, request)
     guard.explain_schedule(schedule)
@@ -182,7 +186,8 @@ def _tokenizer(run: Run, cache: Path, source: Source) -> Tokenizer:
         return found
     if section.kind == "bytes":
         return tokenizers.byte_level()
-    parts = [source.fingerprint(), section.vocab_size, section.sample_mb, "byte-level BPE 1"]
+    mark = str(source) if run.data.stream else source.fingerprint()  # a stream is not read through to know it
+    parts = [mark, section.vocab_size, section.sample_mb, "byte-level BPE 1"]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     kept = cache / f"tokenizer-{key}"
     if (kept / "tokenizer.json").exists():
@@ -217,6 +222,37 @@ def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) ->
     return found
 
 
+def _open_live(run: Run, folder: RunDir, source: Source, tokenizer: Tokenizer) -> Live:
+    """A stream: the validation side is decided by its first documents, once; the rest is read as it is needed."""
+    from lamplighter.data.heldback import hold_back
+    from lamplighter.data.stream import Filler, Settings
+    from lamplighter.train.loop import Live
+
+    data, train = run.data, run.train
+    with report.phase("hold back"):
+        place, sample = folder.path / "stream", min(1 << 22, 4 * data.tokens_per_chunk)
+        division, held = hold_back(place, source, tokenizer, data.val_fraction, sample)
+    report.note(
+        f"streaming {source}: chunks of {data.tokens_per_chunk:,} tokens; {held.documents:,} documents,"
+        f" {len(held):,} tokens are held back to validate on, and later ones of that side are never trained on"
+    )
+    settings = Settings(
+        train.seed, train.batch_size, data.seq_len, data.tokens_per_chunk, data.max_chunks, data.at_end == "repeat"
+    )
+    return Live(Filler(source, tokenizer, division, settings), held)
+
+
+def _name_of(text: Tokens | Live) -> str:
+    """What may not change between two starts of a run."""
+    from lamplighter.data.tokens import Tokens
+
+    if isinstance(text, Tokens):
+        return text.folder.name
+    filler = text.filler
+    parts = f"{filler.source} {filler.tokenizer.fingerprint()} {filler.division}"
+    return f"stream-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
+
+
 def _build_model(run: Run, tokenizer: Tokenizer) -> Built:
     from lamplighter.model.build import build
 
@@ -228,12 +264,20 @@ def _facts_of(found: Path | None) -> dict[str, Any]:
     return dict(state.get("machine", {})) if isinstance(state, dict) else {}
 
 
-def _count_steps(run: Run, tokens: Tokens) -> int:
-    """train.steps, or the epochs in optimizer steps."""
+def _count_steps(run: Run, text: Tokens | Live) -> int:
+    """train.steps, or the epochs (of a stream: the chunks) in optimizer steps."""
+    from lamplighter.data.tokens import Tokens
+
     if run.train.steps is not None:
         return run.train.steps
+    if not isinstance(text, Tokens):
+        assert run.data.max_chunks is not None
+        total = run.data.max_chunks * run.data.tokens_per_chunk
+        steps = max(1, math.ceil(total / (run.data.seq_len * run.train.batch_size)))
+        report.note(f"{run.data.max_chunks:,} chunks of {run.data.tokens_per_chunk:,} tokens: {steps:,} steps")
+        return steps
     assert run.train.epochs is not None
-    windows = math.ceil((len(tokens.train) - 1) / run.data.seq_len)
+    windows = math.ceil((len(text.train) - 1) / run.data.seq_len)
     steps = max(1, math.ceil(run.train.epochs * windows / run.train.batch_size))
     report.note(
         f"{run.train.epochs:g} epochs of {windows:,} windows in batches of {run.train.batch_size}: {steps:,} steps"
@@ -243,6 +287,7 @@ def _count_steps(run: Run, tokens: Tokens) -> int:
 
 def _plan(parts: Parts, request: dict[str, Any]) -> None:
     """Parameters, epochs, expected time, disk; what cannot succeed is refused here."""
+    from lamplighter.data.tokens import Tokens
     from lamplighter.train import checkpoint, guard
 
     run, built, steps = parts.run, parts.built, parts.steps
@@ -253,16 +298,15 @@ def _plan(parts: Parts, request: dict[str, Any]) -> None:
     accumulation = math.ceil(run.train.batch_size / micro)
     report.note(f"batch {run.train.batch_size} = {accumulation} x micro-batch {micro}, {run.data.seq_len} tokens each")
     step_tokens = run.train.batch_size * run.data.seq_len
-    epochs = steps * step_tokens / max(1, len(parts.tokens.train))
+    of_the_data = ""
+    if isinstance(parts.text, Tokens):
+        of_the_data = f" = {steps * step_tokens / max(1, len(parts.text.train)):.1f} epochs"
+        _warn_of_padding(parts.text, run.data.seq_len)
     flops = built.flops_per_token(run.data.seq_len) * step_tokens * steps
     expected_s = flops / (0.4 * parts.machine.peak_flops)
     report.note(
-        f"{steps:,} steps of {step_tokens:,} tokens = {epochs:.1f} epochs; about {_hours(expected_s)} at 40 % of the peak"
+        f"{steps:,} steps of {step_tokens:,} tokens{of_the_data}; about {_hours(expected_s)} at 40 % of the peak"
     )
-    windows = math.ceil((len(parts.tokens.train) - 1) / run.data.seq_len)
-    padding = 1 - (len(parts.tokens.train) - 1) / (windows * run.data.seq_len)
-    if padding > 0.2:
-        report.warn(f"{padding:.0%} of each pass is padding: data.seq_len {run.data.seq_len} is longer than the data")
     guard.refuse_long_runs(run, request.get("preset"), expected_s, steps, bool(request.get("force")))
     size = 3 * 4 * built.parameters
     room, wanted = free_bytes(parts.folder.path), size * (run.save.keep + 2)
@@ -271,6 +315,13 @@ def _plan(parts: Parts, request: dict[str, Any]) -> None:
         report.warn(f"{human_bytes(room)} are free; {run.save.keep} checkpoints and a spare need {human_bytes(wanted)}")
     if not 0 < run.save.every_steps < steps and not run.save.every_s:
         report.warn("no save is due before the end: a crash would cost everything; set save.every_s 600")
+
+
+def _warn_of_padding(tokens: Tokens, seq_len: int) -> None:
+    windows = math.ceil((len(tokens.train) - 1) / seq_len)
+    padding = 1 - (len(tokens.train) - 1) / (windows * seq_len)
+    if padding > 0.2:
+        report.warn(f"{padding:.0%} of each pass is padding: data.seq_len {seq_len} is longer than the data")
 
 
 def _hours(seconds: float) -> str:
@@ -289,10 +340,10 @@ def _resume(parts: Parts, found: Path) -> None:
     from lamplighter.train import checkpoint, optim
 
     progress, tensors, facts = checkpoint.load_state(found)
-    if facts.get("cache") not in (None, parts.tokens.folder.name):
+    if facts.get("cache") not in (None, _name_of(parts.text)):
         raise BadConfig(
             f"the data or the tokenizer changed since {found.name}",
-            f"token cache then {facts['cache']}, now {parts.tokens.folder.name}",
+            f"token cache then {facts['cache']}, now {_name_of(parts.text)}",
             "put the old data back, or begin anew with --resume never",
         )
     load_weights(parts.model, found)
@@ -326,7 +377,7 @@ def _floor(parts: Parts) -> Floor | None:
     from lamplighter.data import corpus
     from lamplighter.train.score import Floor
 
-    split = parts.tokens.val
+    split = parts.val
     starts = [*split.document_starts().tolist(), len(split)]
     nats = [
         corpus.nats(parts.tokenizer.decode(split.read(start, stop - 1))) for start, stop in itertools.pairwise(starts)

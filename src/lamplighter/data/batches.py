@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,6 +29,27 @@ _CONSTANTS = [np.uint64(number * 0xD1342543DE82EF95 & (1 << 64) - 1) for number 
 ROUNDS = list(zip(_CONSTANTS[::2], _CONSTANTS[1::2], strict=True))
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+class TokenStream(Protocol):
+    """Documents as one stream of ids: a Split of the token cache, or what a stream holds back."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def documents(self) -> int: ...
+
+    @property
+    def text_bytes(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> Int64s: ...
+
+    def gather(self, starts: Int64s, length: int) -> Int64s: ...
+
+    def document_starts(self) -> Uint64s: ...
 
 
 @dataclass(frozen=True)
@@ -89,7 +110,7 @@ def count_windows(tokens: int, seq_len: int) -> int:
     return max(0, -(-(tokens - 1) // seq_len))
 
 
-def _windows(split: Split, windows: Int64s, seq_len: int, pad_id: int) -> tuple[Int64s, Int64s]:
+def _windows(split: TokenStream, windows: Int64s, seq_len: int, pad_id: int) -> tuple[Int64s, Int64s]:
     starts = windows * seq_len
     whole = starts + seq_len + 1 <= len(split)
     if whole.all():
@@ -131,7 +152,7 @@ def rows_of_rank(batch: Batch, rank: int, world: int) -> Batch:
 
 
 def validation_batches(
-    split: Split, seq_len: int, batch_size: int, pad_id: int, limit_windows: int | None = None
+    split: TokenStream, seq_len: int, batch_size: int, pad_id: int, limit_windows: int | None = None
 ) -> Iterator[Batch]:
     """Every window once, in order; with a limit, that many, evenly spread. The last batch may have fewer rows."""
     total = count_windows(len(split), seq_len)

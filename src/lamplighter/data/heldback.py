@@ -39,8 +39,14 @@ class Held:
     def read(self, start: int, stop: int) -> Ids:
         return self.ids[start:stop]
 
+    def document_starts(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """Where each document begins: after each end-of-text but the last."""
+        return np.flatnonzero(self.ids == self.ids[0])[:-1].astype(np.uint64) + np.uint64(1)
+
     def gather(self, starts: np.ndarray[Any, np.dtype[np.int64]], length: int) -> Ids:
         """int64 [B, length]: the stretches that begin at `starts`."""
+        if not len(starts):
+            return np.zeros((0, length), np.int64)
         out: Ids = np.lib.stride_tricks.sliding_window_view(self.ids, length)[starts].astype(np.int64)
         return out
 
@@ -49,6 +55,8 @@ def hold_back(
     folder: Path, source: Source, tokenizer: Tokenizer, fraction: float, sample_bytes: int
 ) -> tuple[Division, Held]:
     """What an earlier start of this run decided; else from the first documents, and kept."""
+    if not fraction:
+        return Division("documents", 0, 0), Held(np.zeros(0, np.uint32), 0, 0)
     key = hashlib.sha256(f"{source} {tokenizer.fingerprint()} {fraction}".encode()).hexdigest()
     if (known := _load(folder, key)) is not None:
         return known

@@ -33,7 +33,7 @@ from lamplighter.errors import BadData
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 LOOK_EVERY_S = 0.2
-BATCH_BYTES = 1 << 18  # of text that is encoded at once: little, so that progress is seen
+FIRST_BYTES, BATCH_BYTES = 1 << 12, 1 << 18  # of text that is encoded at once: little at first, so that it is seen
 BATCH_S = 0.5  # a slow source: what has come is encoded after this time
 
 
@@ -184,7 +184,7 @@ class Filler:
         """Each text of the source: its pieces with their tokens, and the place after it."""
         total = self.source.total_bytes()
         waiting: list[tuple[list[Piece], State]] = []
-        size, since = 0, time.monotonic()
+        size, limit, since = 0, min(FIRST_BYTES, BATCH_BYTES), time.monotonic()
         fault: Exception | None = None
         texts = self.source.documents(state.cursor)
         while True:
@@ -203,8 +203,9 @@ class Filler:
             self.now.last = time.monotonic()
             if self.stop.is_set():
                 raise Stopped
-            if size >= BATCH_BYTES or self.now.last - since > BATCH_S:
+            if size >= limit or self.now.last - since > BATCH_S:
                 yield from self._encoded(waiting)
+                limit = min(BATCH_BYTES, 2 * limit)
                 waiting, size, since = [], 0, time.monotonic()
         yield from self._encoded(waiting)
         if fault is not None:

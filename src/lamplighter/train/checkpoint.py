@@ -51,6 +51,7 @@ class Progress:
     skipped: tuple[int, ...] = ()  # steps whose batch was not finite, the latest few
     passed_from: int = 0  # after a roll-back the batches of these steps are passed over
     passed_to: int = 0
+    stream: dict[str, Any] | None = None  # of streamed data: the place of the next sample
 
     def scored(self, step: int, val_loss: float) -> Progress:
         better = math.isfinite(val_loss) and (self.best_val_loss is None or val_loss < self.best_val_loss)

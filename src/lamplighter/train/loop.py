@@ -18,10 +18,12 @@ import torch
 
 from lamplighter import report
 from lamplighter.config import Run
-from lamplighter.data.batches import Batch, BatchStream, count_windows
+from lamplighter.data.batches import Batch, BatchStream, TokenStream, count_windows
+from lamplighter.data.heldback import Held
+from lamplighter.data.stream import ChunkStream, Filler, load_state
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.tokens import Tokens
-from lamplighter.errors import STOPPED_EARLY, CannotWrite, Diverged, LampError, StoppedEarly
+from lamplighter.errors import STOPPED_EARLY, BadData, CannotWrite, Diverged, LampError, StoppedEarly
 from lamplighter.model.build import Built
 from lamplighter.model.sample import stream as sample_stream
 from lamplighter.model.transformer import load_weights, next_token_loss, weights
@@ -38,6 +40,14 @@ SAMPLE_TEMPERATURE = 0.8
 EPOCHS_SAID = 5
 
 
+@dataclass(frozen=True)
+class Live:
+    """Documents that are trained on as they arrive, and those that are held back."""
+
+    filler: Filler
+    held: Held
+
+
 @dataclass
 class Parts:
     """All that a loop needs; made by work.py, a notebook or a test."""
@@ -48,7 +58,7 @@ class Parts:
     built: Built
     optimizer: torch.optim.Optimizer
     schedule: optim.Schedule
-    tokens: Tokens
+    text: Tokens | Live
     tokenizer: Tokenizer
     steps: int
     facts: dict[str, Any]
@@ -59,6 +69,11 @@ class Parts:
     @property
     def model(self) -> torch.nn.Module:
         return self.built.model
+
+    @property
+    def val(self) -> TokenStream:
+        """What is validated on."""
+        return self.text.held if isinstance(self.text, Live) else self.text.val
 
 
 @dataclass(frozen=True)
@@ -79,8 +94,8 @@ class Keeper:
     State is constant outside `commit`, so another thread may save the last completed step whenever it holds the lock.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, parts: Parts, stream: BatchStream | ChunkStream) -> None:
+        self.parts, self.stream = parts, stream
         self.lock = threading.RLock()
         self.durable = parts.progress.step
         self.protect = {parts.progress.step} if parts.progress.step else set[int]()
@@ -118,7 +133,10 @@ class Keeper:
                 parts.tokenizer.save,
                 parts.facts,
             )
-            checkpoint.save(parts.folder.checkpoints, parts.progress, contents, parts.run.save.keep, self.protect)
+            progress = parts.progress
+            if isinstance(self.stream, ChunkStream):
+                progress = replace(progress, stream=self.stream.state_after(progress.step).dump())
+            checkpoint.save(parts.folder.checkpoints, progress, contents, parts.run.save.keep, self.protect)
             self.durable = parts.progress.step
             self.saved_at = time.monotonic()
             self.save_s = self.saved_at - started
@@ -154,18 +172,10 @@ class Keeper:
 @contextlib.contextmanager
 def training(parts: Parts) -> Iterator[Iterator[Record]]:
     """Hand out the steps; leaving the block makes the last completed one durable."""
-    keeper = Keeper(parts)
+    stream = _open_stream(parts)
+    keeper = Keeper(parts, stream)
     report.number(steps=parts.steps, step=parts.progress.step, durable_step=keeper.durable)
     report.when_asked(stop=keeper.stop, save=keeper.save_for_others)
-    data, train = parts.run.data, parts.run.train
-    stream = BatchStream(
-        parts.tokens.train,
-        train.seed,
-        train.batch_size,
-        data.seq_len,
-        parts.tokenizer.end_of_text,
-        parts.progress.step + 1,
-    )
     parts.model.train()
     good = True
     try:
@@ -181,14 +191,48 @@ def training(parts: Parts) -> Iterator[Iterator[Record]]:
         report.when_asked(None, None)
 
 
-def _steps(parts: Parts, keeper: Keeper, stream: BatchStream) -> Iterator[Record]:
+def _open_stream(parts: Parts) -> BatchStream | ChunkStream:
+    """Where the batches come from, from the next step on."""
+    first, train = parts.progress.step + 1, parts.run.train
+    if isinstance(parts.text, Live):
+        return ChunkStream(parts.text.filler, first, load_state(parts.progress.stream))
+    end = parts.tokenizer.end_of_text
+    return BatchStream(parts.text.train, train.seed, train.batch_size, parts.run.data.seq_len, end, first)
+
+
+def _next_batch(parts: Parts, stream: BatchStream | ChunkStream) -> Batch | None:
+    """None where a stream that may end has ended."""
+    step = parts.progress.step + 1
+    if isinstance(stream, ChunkStream):
+        return stream.next(step, load_state(parts.progress.stream))
+    return stream.next(step)
+
+
+def _end_of_data(parts: Parts, keeper: Keeper) -> None:
+    """There is no more text, as the settings said: what is learned is saved and scored, and the run is finished."""
+    step = parts.progress.step
+    if not step:
+        raise BadData("no text to train on", "the source ended before the first batch", "check data.paths")
+    report.note(f"the data ended after step {step} of {parts.steps}: that is the end of the run")
+    already = step == parts.steps
+    parts.steps = step
+    report.number(steps=step)
+    if bad := keeper.save():
+        report.verdict(bad)
+    if not already:
+        _look_at_model(parts, keeper, step)
+
+
+def _steps(parts: Parts, keeper: Keeper, stream: BatchStream | ChunkStream) -> Iterator[Record]:
     trend = guard.Trend(parts.built.vocab_size, parts.schedule)
     first = parts.progress.step + 1
     _catch_up(parts, keeper)
     if first > parts.steps:
         return
     with report.phase("first batch"):
-        batch = stream.next(first)
+        batch = _next_batch(parts, stream)
+    if batch is None:
+        return _end_of_data(parts, keeper)
     if parts.facts["compiled"]:
         _compile(parts, batch)
     with report.phase("first step"):
@@ -202,7 +246,9 @@ def _steps(parts: Parts, keeper: Keeper, stream: BatchStream) -> Iterator[Record
                 return
             started = time.perf_counter()
             with report.span("data wait"):
-                batch = stream.next(parts.progress.step + 1)
+                batch = _next_batch(parts, stream)
+            if batch is None:
+                return _end_of_data(parts, keeper)
             record = _step(parts, keeper, batch, trend, time.perf_counter() - started)
 
 
@@ -406,7 +452,9 @@ def _tell(parts: Parts, batch: Batch, record: Record, waited_s: float) -> None:
 
 def _declare_epoch(parts: Parts, batch: Batch) -> None:
     """The end of the data is an epoch, and is said (the first few times): nothing is ever made up to fill a batch."""
-    windows = count_windows(len(parts.tokens.train), parts.run.data.seq_len)
+    if isinstance(parts.text, Live):
+        return  # a stream says it itself, where it happens
+    windows = count_windows(len(parts.text.train), parts.run.data.seq_len)
     done, before = (batch.step * len(batch.inputs)) // windows, ((batch.step - 1) * len(batch.inputs)) // windows
     if done > before:
         report.event("epoch", step=batch.step, epochs=done)
@@ -442,7 +490,7 @@ def _after(parts: Parts, keeper: Keeper, record: Record) -> bool:
 
 def _look_at_model(parts: Parts, keeper: Keeper, step: int) -> None:
     section, last = parts.run.eval, step == parts.steps
-    if len(parts.tokens.val) > 1 and (last or (section.every_steps and step % section.every_steps == 0)):
+    if len(parts.val) > 1 and (last or (section.every_steps and step % section.every_steps == 0)):
         _score(parts, keeper, step)
     if section.sample_every_steps and (last or step % section.sample_every_steps == 0):
         show_sample(parts, step)
@@ -461,7 +509,7 @@ def _catch_up(parts: Parts, keeper: Keeper) -> None:
 def _score(parts: Parts, keeper: Keeper, step: int) -> None:
     data, train, section = parts.run.data, parts.run.train, parts.run.eval
     size = train.micro_batch or train.batch_size
-    eot, split = parts.tokenizer.end_of_text, parts.tokens.val
+    eot, split = parts.tokenizer.end_of_text, parts.val
     found = score.validate(parts.model, split, parts.machine, data.seq_len, size, eot, section.windows)
     bpb = found.bits_per_byte(len(split) - 1)
     values = {"eval/val_loss": found.loss, "eval/val_ppl": found.perplexity, "eval/val_bpb": bpb, "eval/iter": step}

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from lamplighter import report
-from lamplighter.data.batches import validation_batches
-from lamplighter.data.tokens import Split
+from lamplighter.data.batches import TokenStream, validation_batches
 from lamplighter.model.transformer import next_token_loss
 from lamplighter.train.machine import Machine
 
@@ -60,7 +59,7 @@ class Score:
 
 @torch.no_grad()
 def validate(
-    model: torch.nn.Module, split: Split, machine: Machine, seq_len: int, batch: int, pad_id: int, windows: int
+    model: torch.nn.Module, split: TokenStream, machine: Machine, seq_len: int, batch: int, pad_id: int, windows: int
 ) -> Score:
     """Score the split in order; `windows` 0 = all."""
     limit = windows or None
