@@ -230,7 +230,7 @@ def _open_live(run: Run, folder: RunDir, source: Source, tokenizer: Tokenizer) -
 
     data, train = run.data, run.train
     with report.phase("hold back"):
-        place, sample = folder.path / "stream", min(1 << 22, 4 * data.tokens_per_chunk)
+        place, sample = folder.path / "stream", min(1 << 22, max(1 << 18, 4 * data.tokens_per_chunk))
         division, held = hold_back(place, source, tokenizer, data.val_fraction, sample)
     report.note(
         f"streaming {source}: chunks of {data.tokens_per_chunk:,} tokens; {held.documents:,} documents,"
