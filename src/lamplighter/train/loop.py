@@ -56,7 +56,7 @@ class Parts:
     folder: RunDir
     machine: machine.Machine
     built: Built
-    optimizer: torch.optim.Optimizer
+    optimizer: optim.AdamW
     schedule: optim.Schedule
     text: Tokens | Live
     tokenizer: Tokenizer
@@ -270,7 +270,7 @@ def _compile(parts: Parts, batch: Batch) -> None:
             parts.compiled = compiled
             report.note(f"compiled {len(compiled.blocks)} blocks with torch.compile, in {compiled.compiles} compiles")
         finally:
-            parts.optimizer.zero_grad(set_to_none=True)
+            parts.optimizer.zero_grad()
 
 
 def _go_eager(parts: Parts, reason: str, step: int) -> None:
@@ -325,10 +325,9 @@ def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return _nonfinite(parts, keeper, batch, loss, grad_norm, lr, waited_s + time.perf_counter() - started)
     with report.span("optimizer"), keeper.lock:
-        optim.set_lr(parts.optimizer, lr)
         keeper.in_step = True
-        parts.optimizer.step()
-        parts.optimizer.zero_grad(set_to_none=True)
+        parts.optimizer.step(lr)
+        parts.optimizer.zero_grad()
         tokens = parts.progress.tokens + batch.real_tokens
         parts.progress = replace(parts.progress, step=step, tokens=tokens, loss=loss)
         keeper.in_step = False
@@ -346,7 +345,7 @@ def _nonfinite(
     """A bad batch: skip it; too many of them, or bad weights: roll back once; then stop. The weights are never touched."""
     verdict = guard.check_finite(batch.step, loss, grad_norm, batch.samples.tolist(), first_bad_module(parts, batch))
     assert verdict is not None
-    parts.optimizer.zero_grad(set_to_none=True)
+    parts.optimizer.zero_grad()
     recent = [step for step in parts.progress.skipped if step > batch.step - guard.SKIP_WINDOW]
     bad_weights = guard.check_weights(batch.step - 1, checkpoint.first_not_finite(weights(parts.model)))
     may_skip = parts.run.train.on_nonfinite == "skip" and len(recent) < guard.SKIPS and bad_weights is None

@@ -1,0 +1,85 @@
+"""The optimizer: the very numbers of torch's own, without the compiler at every start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+
+from lamplighter.config import Train
+from lamplighter.train import optim
+
+
+def small() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+
+
+def learn(model: torch.nn.Module, step: int) -> None:
+    torch.manual_seed(step)
+    model(torch.randn(5, 8)).square().mean().backward()
+
+
+def test_every_bit_is_that_of_torchs_optimizer() -> None:
+    section = Train(weight_decay=0.1, beta1=0.9, beta2=0.95)
+    mine, theirs = small(), small()
+    ours = optim.make_optimizer(mine, section)
+    matrices, vectors = ([p for p in theirs.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    torchs = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), fused=True)
+    for step in range(1, 8):
+        learn(mine, step)
+        learn(theirs, step)
+        ours.step(1e-2 / step)
+        for group in torchs.param_groups:
+            group["lr"] = 1e-2 / step
+        torchs.step()
+        ours.zero_grad()
+        torchs.zero_grad()
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for kind in optim.KINDS:
+            assert torch.equal(ours.state[a][kind], torchs.state[b][kind])
+
+
+def test_state_goes_to_tensors_and_back() -> None:
+    one, two = small(), small()
+    first, second = optim.make_optimizer(one, Train()), optim.make_optimizer(two, Train())
+    learn(one, 1)
+    first.step(1e-2)
+    first.zero_grad()
+    two.load_state_dict(one.state_dict())
+    optim.load_state(two, second, {name: t.clone() for name, t in optim.state_tensors(one, first).items()})
+    for model, optimizer in ((one, first), (two, second)):
+        learn(model, 2)
+        optimizer.step(1e-2)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_a_parameter_without_a_gradient_is_left_as_it_is() -> None:
+    model = small()
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    before = frozen.clone()
+    optimizer = optim.make_optimizer(model, Train(weight_decay=1.0))
+    learn(model, 1)
+    optimizer.step(1e-2)
+    assert torch.equal(frozen, before) and frozen not in optimizer.state
+    fresh = optim.make_optimizer(model, Train())
+    optim.load_state(model, fresh, optim.state_tensors(model, optimizer))
+    assert fresh.state.keys() == optimizer.state.keys()
+
+
+def test_a_step_does_not_load_the_compiler() -> None:
+    code = (
+        "import sys, torch\n"
+        "from lamplighter.config import Train\n"
+        "from lamplighter.train import optim\n"
+        "m = torch.nn.Linear(2, 2)\n"
+        "o = optim.make_optimizer(m, Train())\n"
+        "m(torch.ones(1, 2)).sum().backward()\n"
+        "o.step(0.1); o.zero_grad()\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
