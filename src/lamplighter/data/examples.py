@@ -33,7 +33,7 @@ from lamplighter.rundir import cannot_write, hash_file, human_bytes, read_json, 
 FORMAT = 1
 PARTS = ("tokenizer", "template", "settings", "sources")
 LEARNED = np.uint32(1 << 31)
-FIELDS = ("begin", "length", "first_answer", "learned", "text_bytes", "answer_bytes", "is_val")
+FIELDS = ("begin", "length", "first_answer", "last_answer", "learned", "text_bytes", "answer_bytes", "is_val")
 CHUNK = 256  # rows that are rendered and encoded together
 Mode = Literal["auto", "require", "rebuild"]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -185,10 +185,10 @@ def _add(
         mark = _hash(cleaned)
         if not all(message["content"].strip() for message in cleaned):
             numbers.rows -= 1
-            aside.met(place, "its answer is empty")
+            aside.met(place, "the answer is empty")
         elif mark in seen:
             numbers.rows -= 1
-            aside.met(place, "it is the same as an earlier one")
+            aside.met(place, "the same as an earlier one")
         else:
             seen.add(mark)
             numbers.hashes.append(mark)
@@ -199,9 +199,9 @@ def _add(
         stored = made.ids | np.where(made.learned, LEARNED, np.uint32(0))
         out.write(stored.astype("<u4").tobytes())
         sizes = [(len(message["content"].encode()), message["role"] == "assistant") for message in messages]
-        first = int(np.argmax(made.learned))
+        first, last = np.flatnonzero(made.learned)[[0, -1]].tolist()
         text, answers = sum(n for n, _ in sizes), sum(n for n, is_answer in sizes if is_answer)
-        numbers.index.append((numbers.tokens, len(stored), first, int(made.learned.sum()), text, answers))
+        numbers.index.append((numbers.tokens, len(stored), first, last, int(made.learned.sum()), text, answers))
         numbers.tokens += len(stored)
         numbers.borders_kept += made.moved
 
@@ -248,6 +248,7 @@ class Side:
     begin: Int64s
     length: Int64s
     first_answer: Int64s
+    last_answer: Int64s
     learned: Int64s
     text_bytes: Int64s
     answer_bytes: Int64s
@@ -297,7 +298,7 @@ class Examples:
             f" {self.val.examples:,} to validate on (by hash: equal ones are kept once)"
         )
         for reason, count, first in found["set_aside"]:
-            report.warn(f"{count:,} rows set aside: {reason} (first: {first})", path=first, count=count)
+            report.warn(f"{count:,} rows set aside, as not to be learned from: {reason} (the first: {first})", path=first, count=count)
         if found["ends_taken"]:
             report.note(f"{found['ends_taken']:,} answers end in an end mark that is written out: it became the token")
         if found["borders_kept"]:

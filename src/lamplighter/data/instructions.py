@@ -94,7 +94,7 @@ class RowSource:
                 raise rows.mixture(place, here, kind)
             try:
                 if here is None:
-                    raise NotAnExample(f"it has not the keys {rows.KIND_WORDS[kind]} (but {', '.join(row) or 'none'})")
+                    raise NotAnExample(f"the keys are {', '.join(row) or 'none'}, not {rows.KIND_WORDS[kind]}")
                 for messages in rows.conversations(row, kind, between):
                     yield rows.complete(messages), place
             except NotAnExample as error:

@@ -309,7 +309,7 @@ def _text(value: object, what: str) -> str:
         return "".join(str(part.get("text", "")) for part in value)
     if isinstance(value, bool | int | float):
         return str(value)
-    raise NotAnExample(f"its {what} is not text")
+    raise NotAnExample(f"the {what} is not text")
 
 
 def complete(messages: list[Message]) -> list[Message]:
@@ -317,13 +317,13 @@ def complete(messages: list[Message]) -> list[Message]:
     last = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     kept = messages[: last + 1]
     if last < 0:
-        raise NotAnExample("it has no answer")
+        raise NotAnExample("no answer")
     if not any(message["role"] == "user" for message in kept):
-        raise NotAnExample("it has no question")
+        raise NotAnExample("no question")
     for message in kept:
         if not message["content"].strip():
             name = {"assistant": "answer", "user": "question"}.get(message["role"], f"{message['role']} message")
-            raise NotAnExample(f"its {name} is empty")
+            raise NotAnExample(f"the {name} is empty")
     try:
         json.dumps(kept, ensure_ascii=False).encode()
     except UnicodeEncodeError:
