@@ -88,8 +88,11 @@ started without us.
     "generate": """\
 usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]
                      [--top-p P] [--seed S] [--checkpoint best|latest|checkpoint-N] [--interactive] [--runs-dir DIR]
+                     [--system TEXT] [--raw]
 
-Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
+A model that was trained on instruction rows is asked by its own chat template and gives the answer alone; --system puts
+a system message before the question, --raw leaves the template out. With --interactive it remembers the conversation; an
+empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
 """,
     "data": """\
 usage: lamp data stats   [run.yaml] [--preset NAME] [--json] [--out DIR] [--section.key value ...]
@@ -299,8 +302,8 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
     run = RunDir(flags.get("runs_dir", Path("runs")) / _run_name(flags))
     resume = flags.get("resume", "auto")
     moved = None
-    if resume == "never" and run.path.exists() and not is_running(run):
-        moved = move_aside(run.path)
+    if resume == "never" and not is_running(run):
+        moved = move_aside(run.path) if run.path.exists() else None
         resume = "auto"
     run.create()
     try:
@@ -578,6 +581,8 @@ def _generate_flags(
     seed: int = 1,
     checkpoint: str = "latest",
     interactive: bool = False,
+    raw: bool = False,
+    system: str = "",
     threads: int | None = None,
     runs_dir: Path = Path("runs"),
 ) -> None:
@@ -593,7 +598,7 @@ def generate(words: list[str]) -> int:
 
     given = _parse("generate", _generate_flags, words)
     try:
-        given.get("prompt", "").encode()
+        (given.get("prompt", "") + given.get("system", "")).encode()
     except UnicodeEncodeError as error:
         raise UsageError("the prompt is not valid UTF-8", str(error), "give it in UTF-8") from error
     defaults = {name: p.default for name, p in signature(_generate_flags).parameters.items()}

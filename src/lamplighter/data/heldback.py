@@ -1,7 +1,7 @@
 """The validation side of a stream: from its first documents, decided once, kept in the run's folder.
 
 In:  a source, a tokenizer, what share to hold back.
-Out: the Division (later documents of that side are never trained on), and a Held of tokens to validate on.
+Out: the Division (later documents of that side are never trained on), and a Stretch of tokens to validate on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "val"
 
 
 @dataclass(frozen=True)
-class Held:
+class Stretch:
     """Some documents as one stream of ids in memory; read like a Split of the token cache."""
 
     ids: Ids
@@ -53,10 +53,10 @@ class Held:
 
 def hold_back(
     folder: Path, source: Source, tokenizer: Tokenizer, fraction: float, sample_bytes: int
-) -> tuple[Division, Held]:
+) -> tuple[Division, Stretch]:
     """What an earlier start of this run decided; else from the first documents, and kept."""
     if not fraction:
-        return Division("documents", 0, 0), Held(np.zeros(0, np.uint32), 0, 0)
+        return Division("documents", 0, 0), Stretch(np.zeros(0, np.uint32), 0, 0)
     key = hashlib.sha256(f"{source} {tokenizer.fingerprint()} {fraction}".encode()).hexdigest()
     if (known := _load(folder, key)) is not None:
         return known
@@ -77,7 +77,7 @@ def hold_back(
     return division, held
 
 
-def _load(folder: Path, key: str) -> tuple[Division, Held] | None:
+def _load(folder: Path, key: str) -> tuple[Division, Stretch] | None:
     record = read_json(folder / f"{NAME}.json")
     path = folder / f"{NAME}.npy"
     if not isinstance(record, dict) or record.get("key") != key or not path.is_file():
@@ -87,10 +87,10 @@ def _load(folder: Path, key: str) -> tuple[Division, Held] | None:
         report.warn(f"{path} is damaged: the validation text is taken from the source again", path=str(path))
         return None
     ids = np.load(io.BytesIO(data), allow_pickle=False)
-    return Division(**record["division"]), Held(ids, record["documents"], record["text_bytes"])
+    return Division(**record["division"]), Stretch(ids, record["documents"], record["text_bytes"])
 
 
-def _take(division: Division, found: Look, tokenizer: Tokenizer) -> Held:
+def _take(division: Division, found: Look, tokenizer: Tokenizer) -> Stretch:
     """The validation pieces of what was looked at, as one stream: end-of-text first, and after each document."""
     divider = Divider(division, None)
     pieces = [piece for text in found.sample for piece in divider.pieces(text) if piece.side == "val"]
@@ -98,4 +98,4 @@ def _take(division: Division, found: Look, tokenizer: Tokenizer) -> Held:
     ends = np.array([piece.ends for piece in pieces], bool)
     ids = np.insert(encoded.ids, encoded.offsets[1:][ends], tokenizer.end_of_text)
     ids = np.concatenate([np.array([tokenizer.end_of_text], ids.dtype), ids]) if pieces else ids[:0]
-    return Held(ids, sum(piece.begins for piece in pieces), sum(piece.bytes for piece in pieces))
+    return Stretch(ids, sum(piece.begins for piece in pieces), sum(piece.bytes for piece in pieces))

@@ -27,6 +27,7 @@ import numpy as np
 from lamplighter import report
 from lamplighter.data.batches import NO_TARGET, Batch, permute
 from lamplighter.data.division import Divider, Division, Piece
+from lamplighter.data.heldback import Stretch
 from lamplighter.data.sources import Cursor, Source
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
@@ -221,6 +222,20 @@ class Filler:
 
     def _show(self, begin: State, tokens: int, documents: int) -> None:
         self.now.chunk, self.now.tokens, self.now.documents = begin.chunk, tokens, documents - begin.document
+
+
+@dataclass(frozen=True)
+class Live:
+    """Documents that are trained on as they arrive, and those that are held back."""
+
+    filler: Filler
+    val: Stretch
+
+    @property
+    def name(self) -> str:
+        """Changes when a run would no longer be the same."""
+        parts = f"{self.filler.source} {self.filler.tokenizer.fingerprint()} {self.filler.division}"
+        return f"stream-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
 
 # ---------------------------------------------------------------- batches
