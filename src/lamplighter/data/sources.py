@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from lamplighter import report
-from lamplighter.data.files import Cursor, FileSource, Part, Position, digest, find_files, skip
+from lamplighter.data.files import Cursor, FileSource, Part, Position, digest, find_items, skip
 from lamplighter.errors import BadConfig, BadData
 
 __all__ = [
@@ -66,7 +66,7 @@ def open_source(
     if source:
         return own_source(source)
     if paths:
-        return FileSource(find_files(paths), separator, text_key, hash_store, bad_text)
+        return FileSource(find_items(paths), separator, text_key, hash_store, bad_text)
     return EmbeddedCorpus()
 
 
