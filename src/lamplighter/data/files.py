@@ -139,11 +139,9 @@ class FileSource:
         unpacked = Unpacked(lambda at: item.blocks(at, PACKED_BLOCK_BYTES, tell), item.name, start) if packed else None
         blocks = unpacked.blocks if unpacked else lambda at: item.blocks(at, BLOCK_BYTES, tell)
         reading = Reading(
-            item.name, blocks, start, dirt, self.text_key, self.separator, PART_CHARS, LINE_BYTES, packed
+            file, item.name, blocks, start, dirt, self.text_key, self.separator, PART_CHARS, LINE_BYTES, packed
         )
         if kind == "parquet":
-            found = read_parquet(reading, item, tell)
-        else:
-            found = {"json": read_json, "csv": read_csv, "tsv": read_csv}.get(kind, read_text)(reading)
-        for text, place in found:
-            yield text, {"file": file, **place, **(unpacked.note(place["at"]) if unpacked else {})}
+            return read_parquet(reading, item, tell)
+        found = {"json": read_json, "csv": read_csv, "tsv": read_csv}.get(kind, read_text)(reading)
+        return ((text, place | unpacked.note(place["at"])) for text, place in found) if unpacked else found

@@ -22,6 +22,7 @@ Found = Iterator[tuple[str, Cursor]]
 class Reading:
     """One reading of one file: what every format needs."""
 
+    file: int  # its number in the source
     name: str
     blocks: Callable[[int], Iterator[bytes]]  # the unpacked bytes from an offset on
     start: Cursor
@@ -40,10 +41,12 @@ class Reading:
     def line(self) -> int:
         return int(self.start.get("line", 1))
 
-
-def place(at: int, line: int, bad: int = 0, **more: Any) -> Cursor:
-    """A cursor inside a file; what is nothing is left out."""
-    return {"at": at, "line": line, **({"bad": bad} if bad else {}), **{k: v for k, v in more.items() if v}}
+    def place(self, at: int, line: int) -> Cursor:
+        """A cursor inside the file."""
+        found: Cursor = {"file": self.file, "at": at, "line": line}
+        if self.dirt.bad:
+            found["bad"] = self.dirt.bad
+        return found
 
 
 def in_parts(text: str, size: int, skipped: int, before: Cursor, after: Cursor) -> Found:

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from lamplighter.data.parts import Cursor
-from lamplighter.data.reading import Found, Reading, fault_in, in_parts, is_whole, not_text, place, text_of
+from lamplighter.data.reading import Found, Reading, fault_in, in_parts, is_whole, not_text, text_of
 from lamplighter.errors import BadData
 
 ELEMENT_CHARS = 1 << 28  # one element of an array is held whole, as one JSON line is
@@ -54,9 +54,9 @@ def _json_lines(r: Reading, blocks: Iterator[bytes]) -> Found:
         except BadData as error:
             r.dirt.set_aside(number, at, error)
             continue
-        after = place(at + len(line) + ends, number + ends, r.dirt.bad)
+        after = r.place(at + len(line) + ends, number + ends)
         if len(text) > 2 * r.part_chars:
-            yield from in_parts(text, r.part_chars, skipped, place(at, number, r.dirt.bad), after)
+            yield from in_parts(text, r.part_chars, skipped, r.place(at, number), after)
         elif text:
             yield text, after
         skipped = 0
@@ -90,8 +90,10 @@ def _json_text(raw: bytes, r: Reading, number: int, at: int) -> str:
         if number == 1 and raw.strip() in (b"{", b"[", b""):
             why += "; wanted: an object on each line, or one array of objects"
         raise BadData(f"bad JSON: {r.name}:{number}, byte {at:,}", why, "mend or remove the line") from error
-    text = text_of(record, r.key, f"{r.name}:{number}, byte {at:,}")
-    if (b"\\ud" in raw or b"\\uD" in raw) and not is_whole(text):
+    text = record.get(r.key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        text = text_of(record, r.key, f"{r.name}:{number}, byte {at:,}")
+    if not text.isascii() and not is_whole(text):
         raise _half_pair(f"{r.name}:{number}, byte {at:,}")
     return text
 
@@ -115,7 +117,7 @@ def _array(r: Reading, blocks: Iterator[bytes]) -> Found:
     for record in elements.records(row):
         row += 1
         where = f"{r.name}:{elements.line_before}, byte {elements.before:,}"
-        before = place(elements.before_comma, elements.line_comma, r.dirt.bad) | {"row": row - 1}
+        before = r.place(elements.before_comma, elements.line_comma) | {"row": row - 1}
         try:
             text = text_of(record, r.key, where)
             if not is_whole(text):
@@ -124,7 +126,7 @@ def _array(r: Reading, blocks: Iterator[bytes]) -> Found:
         except BadData as error:
             r.dirt.set_aside(elements.line_before, elements.before, error, row)
             continue
-        after = place(elements.at, elements.line, r.dirt.bad) | {"row": row}
+        after = r.place(elements.at, elements.line) | {"row": row}
         yield from in_parts(text, r.part_chars, skipped, before, after)
         skipped = 0
     r.dirt.end(row)

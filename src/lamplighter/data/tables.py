@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import report
 from lamplighter.data.found import LocalFile, Tell, suffix_of
 from lamplighter.data.parts import Cursor
-from lamplighter.data.reading import Found, Reading, in_parts, is_whole, place, text_of
+from lamplighter.data.reading import Found, Reading, in_parts, is_whole, text_of
 from lamplighter.errors import BadData, InputMissing
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def read_csv(r: Reading) -> Found:
         except BadData as error:
             r.dirt.set_aside(before[1], before[0], error, row)
             continue
-        after = place(lines.at, lines.line, r.dirt.bad) | {"row": row} | known
-        yield from in_parts(text, r.part_chars, skipped, place(*before, r.dirt.bad) | {"row": row - 1} | known, after)
+        after = r.place(lines.at, lines.line) | {"row": row} | known
+        yield from in_parts(text, r.part_chars, skipped, r.place(*before) | {"row": row - 1} | known, after)
         skipped = 0
     r.dirt.end(row)
 
@@ -200,9 +200,15 @@ def _groups(r: Reading, parquet: Any, size: int, tell: Tell) -> Found:
     for number in range(group, groups):
         words = f"{r.name}, row group {number + 1} of {groups}"
         for at, text in _rows(r, parquet, column, number, row, before):
-            tell(words, size * (before + at) // total)
-            here = {"group": number, "row": at, **({"bad": r.dirt.bad} if r.dirt.bad else {})}
-            yield from in_parts(text, r.part_chars, skipped, here, {**here, "row": at + 1})
+            if at % BATCH_ROWS == 0:
+                tell(words, size * (before + at) // total)
+            after: Cursor = {"file": r.file, "group": number, "row": at + 1}
+            if r.dirt.bad:
+                after["bad"] = r.dirt.bad
+            if len(text) > 2 * r.part_chars:
+                yield from in_parts(text, r.part_chars, skipped, {**after, "row": at}, after)
+            elif text:
+                yield text, after
             skipped = 0
         before += parquet.metadata.row_group(number).num_rows
         row = 0
@@ -243,12 +249,9 @@ def _rows(r: Reading, parquet: Any, column: list[str] | None, group: int, start:
             continue
         for value in _values(batch, r.key):
             if at >= start:
-                where = f"{r.name}, row {before + at + 1:,} (row group {group + 1})"
-                try:
-                    text = _text(value, r.key, where)
-                except BadData as error:
-                    r.dirt.set_aside(before + at + 1, before + at, error)
-                else:
+                if isinstance(value, str) and "\0" not in value:
+                    yield at, value
+                elif (text := _odd_text(r, value, group, before + at)) is not None:
                     yield at, text
             at += 1
 
@@ -269,6 +272,15 @@ def _values(batch: Any, key: str) -> list[Any]:
     except UnicodeDecodeError:
         wide = pyarrow.types.is_large_string(array.type)
         return list(array.cast(pyarrow.large_binary() if wide else pyarrow.binary()).to_pylist())
+
+
+def _odd_text(r: Reading, value: Any, group: int, row: int) -> str | None:
+    """What is no plain text: bytes or a row that may be one; else it is set aside."""
+    try:
+        return _text(value, r.key, f"{r.name}, row {row + 1:,} (row group {group + 1})")
+    except BadData as error:
+        r.dirt.set_aside(row + 1, row, error)
+        return None
 
 
 def _text(value: Any, key: str, where: str) -> str:
