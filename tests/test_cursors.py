@@ -41,7 +41,9 @@ def joined(found: list[str]) -> list[str]:
 
 
 def lines_of(rows: list[str]) -> bytes:
-    return "".join(json.dumps({"id": n, "text": t}, ensure_ascii=n % 2 == 0) + "\n" for n, t in enumerate(rows)).encode()
+    return "".join(
+        json.dumps({"id": n, "text": t}, ensure_ascii=n % 2 == 0) + "\n" for n, t in enumerate(rows)
+    ).encode()
 
 
 def csv_of(rows: list[str], delimiter: str) -> bytes:

@@ -27,7 +27,7 @@ class Unpacked:
     def __init__(self, raw: Callable[[int], Iterator[bytes]], name: str, start: Cursor) -> None:
         self.raw, self.name = raw, name
         self.gz = name.endswith(".gz")
-        self.members: list[tuple[int, int]] = [tuple(start.get("member", (0, 0)))]  # type: ignore[list-item]
+        self.members: list[tuple[int, int]] = [tuple(start.get("member", (0, 0)))]
 
     def blocks(self, at: int) -> Iterator[bytes]:
         """The unpacked bytes from `at` on."""

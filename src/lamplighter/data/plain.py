@@ -193,9 +193,9 @@ def _pieces(blocks: Iterator[bytes], at: int, limit: int, long: bool) -> Iterato
     for block in blocks:
         held += block
         if long or len(held) > limit:
-            for piece, long in _cut_long(held, at, limit, long, ended=False):
-                yield piece, long
-                at, held = at + len(piece), held[len(piece) :]
+            for piece, inside in _cut_long(held, at, limit, long, ended=False):
+                yield piece, inside
+                long, at, held = inside, at + len(piece), held[len(piece) :]
         elif end := held.rfind(b"\n") + 1:
             yield held[:end], False
             at, held = at + end, held[end:]
@@ -244,5 +244,3 @@ def _edge(held: bytes, begin: int, at: int, limit: int) -> int | None:
         if start > begin:
             return start
         edge += limit
-
-

@@ -13,14 +13,12 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from lamplighter.data.parts import Cursor
 from lamplighter.data.reading import Found, Reading, fault_in, in_parts, is_whole, not_text, text_of
 from lamplighter.errors import BadData
 
 ELEMENT_CHARS = 1 << 28  # one element of an array is held whole, as one JSON line is
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
-
 
 
 def read_json(r: Reading) -> Found:
@@ -226,6 +224,6 @@ class _Elements:
 
     def _bad(self, why: str) -> BadData:
         what = f"bad JSON: {self.r.name}:{self.line}, byte {self.at:,}"
-        return BadData(what, f"{why}; the file is one JSON array", "mend the file; JSON lines (.jsonl) lose only a line")
-
-
+        return BadData(
+            what, f"{why}; the file is one JSON array", "mend the file; JSON lines (.jsonl) lose only a line"
+        )

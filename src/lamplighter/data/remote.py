@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from lamplighter import report
-from lamplighter.data.found import Tell, is_packed, kind_of
+from lamplighter.data.found import Tell, kind_of
 from lamplighter.data.web import Facts, Lost, changed, host_of, look, open_body, shown
 from lamplighter.errors import BadData, InputMissing, LampError
 
@@ -186,20 +186,24 @@ class RemoteFile:
                 ended_at[at] += lost.cause == "stream_drop" and ("announced" in lost.reason)
                 if ended_at[at] >= SAME_PLACE:
                     why = f"{end or 0:,} bytes are announced, it ends after {at:,}, {SAME_PLACE} times out of {SAME_PLACE}"
-                    raise BadData(f"cut short: {self.name}", why, "the file on the server is damaged; put it there again") from lost
+                    raise BadData(
+                        f"cut short: {self.name}", why, "the file on the server is damaged; put it there again"
+                    ) from lost
                 retries.again(lost, at, tell)
 
     def _start_over(self, at: int, stop: int | None) -> None:
         if stop is not None:
             why = "its server cannot send parts of a file (no Range), and this kind is read here and there"
             raise BadData(f"cannot read {self.name}", why, f"fetch it first: curl -O '{shown(self.url)}'")
-        report.warn(f"{host_of(self.url)} cannot send parts of a file: {at:,} bytes of {self.name} are fetched again and passed over")
+        report.warn(
+            f"{host_of(self.url)} cannot send parts of a file: {at:,} bytes of {self.name} are fetched again and passed over"
+        )
 
     def open(self, tell: Tell) -> BinaryIO:
         """For reading here and there."""
         if self.size is None:
             raise BadData(f"cannot read {self.name}", "its server does not say how long it is", "fetch it first")
-        return io.BufferedReader(_Seekable(self, self.size, tell), 1 << 16)  # type: ignore[return-value]
+        return io.BufferedReader(_Seekable(self, self.size, tell), 1 << 16)
 
 
 class _Seekable(io.RawIOBase):
@@ -246,7 +250,19 @@ class Stored:
 
     def look(self, patience_s: float) -> Facts:
         info = _answered(lambda: self.system.info(self.path), self.name)
-        known = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
+        known = (
+            "ETag",
+            "etag",
+            "md5Hash",
+            "crc32c",
+            "checksum",
+            "blob_id",
+            "LastModified",
+            "last_modified",
+            "updated",
+            "mtime",
+            "created",
+        )
         marks = [f"{key} {info[key]}" for key in known if info.get(key)]
         size = info.get("size")
         return Facts(None if size is None else int(size), marks[0] if marks else None)
@@ -281,14 +297,16 @@ def _answered(ask: Callable[[], Result], name: str) -> Result:
     except FileNotFoundError as error:
         raise InputMissing(f"no such file: {name}", "its file system says so", "check data.paths") from error
     except PermissionError as error:
-        raise InputMissing(f"no permission to read {name}", str(error)[:200], "check the credentials of its service") from error
+        raise InputMissing(
+            f"no permission to read {name}", str(error)[:200], "check the credentials of its service"
+        ) from error
     except ImportError as error:
         raise _no_package(name, error) from error
     except LampError:
         raise
     except TimeoutError as error:
         raise Lost("no answer in time", "stream_stall") from error
-    except Exception as error:  # noqa: BLE001  each file system has its own errors for a lost connection
+    except Exception as error:
         raise Lost(f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]) from error
 
 
@@ -314,7 +332,9 @@ def find_remote(entry: str, retry_s: float) -> list[RemoteFile]:
         p.tick(0, shown(entry))
         if scheme in ("http", "https"):
             if "*" in urllib.parse.urlsplit(entry).path:
-                raise InputMissing(f"no patterns over http: {shown(entry)}", "a web server does not list its files", "name each file")
+                raise InputMissing(
+                    f"no patterns over http: {shown(entry)}", "a web server does not list its files", "name each file"
+                )
             openers: list[tuple[str, Opener]] = [(entry, Web(entry))]
         else:
             openers = _stored(entry, first_s)
@@ -347,11 +367,15 @@ def _stored(entry: str, first_s: float) -> list[tuple[str, Opener]]:
     except ImportError as error:
         raise _no_package(shown(entry), error) from error
     except ValueError as error:
-        raise InputMissing(f"cannot open {shown(entry)}", str(error)[:200], "check the beginning of the address") from error
+        raise InputMissing(
+            f"cannot open {shown(entry)}", str(error)[:200], "check the beginning of the address"
+        ) from error
     names = _persist(lambda _: _answered(lambda: _listed(system, path), shown(entry)), retries)
     if not names:
         what = "nothing matches" if any(letter in path for letter in "*?[") else "no text in"
-        raise InputMissing(f"{what} {shown(entry)}", "its file system lists no such file of a known kind", "check data.paths")
+        raise InputMissing(
+            f"{what} {shown(entry)}", "its file system lists no such file of a known kind", "check data.paths"
+        )
     return [(url := str(system.unstrip_protocol(name)), Stored(system, name, shown(url))) for name in names]
 
 
@@ -360,7 +384,9 @@ def _listed(system: Any, path: str) -> list[str]:
     if any(letter in path for letter in "*?[") and not system.exists(path):
         return sorted(name for name in system.glob(path) if not system.isdir(name))
     if system.isdir(path):
-        return sorted(name for name in system.find(path) if kind_of(name) and not name.rpartition("/")[2].startswith("."))
+        return sorted(
+            name for name in system.find(path) if kind_of(name) and not name.rpartition("/")[2].startswith(".")
+        )
     return [path]
 
 

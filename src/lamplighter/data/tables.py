@@ -32,7 +32,9 @@ COLUMN_BUFFER_BYTES = 1 << 20
 def no_column(name: str, key: str, columns: list[str], hint: str = "") -> BadData:
     """The error for a column that is not there: which are, and which may be meant."""
     near = get_close_matches(key, columns, n=1, cutoff=0.4)
-    advice = f"did you mean --data.text_key {near[0]}?" if near else "set data.text_key to the column that holds the text"
+    advice = (
+        f"did you mean --data.text_key {near[0]}?" if near else "set data.text_key to the column that holds the text"
+    )
     listed = ", ".join(columns[:20]) + (f" and {len(columns) - 20} more" if len(columns) > 20 else "")
     return BadData(f'no column "{key}" in {name}', f"its columns are: {listed}{hint}", advice)
 
@@ -89,7 +91,9 @@ class _Header:
     def row(self, fields: list[str], key: str, where: str) -> str:
         if len(fields) != len(self.columns):
             why = f"{len(fields)} fields, but the header has {len(self.columns)}"
-            raise BadData(f"bad row: {where}", why, "mend or remove the row; a text with commas or newlines needs quotes")
+            raise BadData(
+                f"bad row: {where}", why, "mend or remove the row; a text with commas or newlines needs quotes"
+            )
         if key == "*":
             return json.dumps(dict(zip(self.columns, fields, strict=True)), ensure_ascii=False)
         return fields[self.columns.index(key)]
@@ -135,7 +139,9 @@ def _checked(text: str, where: str) -> str:
     if "\0" in text:
         raise BadData(f"not text: {where}", "a NUL byte", "mend or remove the row")
     if not text.isascii() and not is_whole(text):
-        raise BadData(f"not text: {where}", "not UTF-8", "mend or remove the row; if it is Latin-1, convert it with iconv")
+        raise BadData(
+            f"not text: {where}", "not UTF-8", "mend or remove the row; if it is Latin-1, convert it with iconv"
+        )
     return text
 
 
@@ -176,7 +182,9 @@ def read_parquet(r: Reading, item: LocalFile | RemoteFile, tell: Tell) -> Found:
         import pyarrow.parquet
     except ImportError as error:
         advice = "pip install 'lamplighter[data]'"
-        raise InputMissing(f"cannot read {r.name}", "Parquet needs the package pyarrow, which is missing", advice) from error
+        raise InputMissing(
+            f"cannot read {r.name}", "Parquet needs the package pyarrow, which is missing", advice
+        ) from error
 
     try:
         with item.open(tell) as file:
@@ -240,7 +248,9 @@ def _column(r: Reading, schema: Any) -> list[str] | None:
     return [".".join(names)]
 
 
-def _rows(r: Reading, parquet: Any, column: list[str] | None, group: int, start: int, before: int) -> Iterator[tuple[int, str]]:
+def _rows(
+    r: Reading, parquet: Any, column: list[str] | None, group: int, start: int, before: int
+) -> Iterator[tuple[int, str]]:
     """(row of the group, text) from a row on."""
     at = 0
     for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=column, use_threads=False):

@@ -140,7 +140,9 @@ def _check(answer: Any, name: str, at: int, facts: Facts) -> int:
     mark, size = _mark(answer.headers), facts.size
     if facts.mark and mark and mark != facts.mark:
         raise changed(name, f"its mark was {facts.mark}, is {mark}")
-    if answer.headers.get("Content-Encoding", "identity") != "identity" and not name.removesuffix("?...").endswith(".gz"):
+    if answer.headers.get("Content-Encoding", "identity") != "identity" and not name.removesuffix("?...").endswith(
+        ".gz"
+    ):
         why = f"the server sends it packed ({answer.headers['Content-Encoding']}), which was not asked for"
         raise BadData(f"cannot read {name}", why, "fetch it first, with: curl -O")
     if answer.status == 416:
@@ -149,7 +151,9 @@ def _check(answer: Any, name: str, at: int, facts: Facts) -> int:
     if answer.status == 206:
         begin, total_bytes = _range(answer.headers)
         if begin != at:
-            raise BadData(f"cannot read {name}", f"byte {at:,} was asked for, the server sends {begin:,}", "fetch it first")
+            raise BadData(
+                f"cannot read {name}", f"byte {at:,} was asked for, the server sends {begin:,}", "fetch it first"
+            )
         if size is not None and total_bytes is not None and total_bytes != size:
             raise changed(name, f"it had {size:,} bytes, now {total_bytes:,}")
         return at
@@ -197,7 +201,9 @@ def _refused(error: urllib.error.HTTPError, url: str) -> Exception:
         return Lost(words, after_s=float(after) if after.isdecimal() else 0.0)
     name = shown(url)
     if error.code in (401, 403):
-        advice = "credentials are taken from the URL (https://user:word@host/), or use an fsspec URL such as s3:// or hf://"
+        advice = (
+            "credentials are taken from the URL (https://user:word@host/), or use an fsspec URL such as s3:// or hf://"
+        )
         return InputMissing(f"no permission to read {name}", words, advice)
     if error.code in (404, 410):
         return InputMissing(f"no such file: {name}", words, "check the address in data.paths")
