@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import lamp
-from test_cursors import check_every_cursor, joined
 
+from conftest import lamp
 from lamplighter.data import hub
 from lamplighter.data.sources import Source, open_source
 from lamplighter.errors import BadConfig, BadData, InputMissing
+from test_cursors import check_every_cursor, joined
 
 datasets = pytest.importorskip("datasets")
 
@@ -55,7 +55,9 @@ def test_a_saved_dataset_by_rows(tmp_path: Path, made: Any, no_network: None) ->
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json"])
-def test_a_folder_of_files_by_the_conventions_of_the_library(tmp_path: Path, made: Any, no_network: None, kind: str) -> None:
+def test_a_folder_of_files_by_the_conventions_of_the_library(
+    tmp_path: Path, made: Any, no_network: None, kind: str
+) -> None:
     folder = tmp_path / "files"
     folder.mkdir()
     for number in range(2):

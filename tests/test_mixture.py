@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cursors import check_every_cursor, walk
 
 from lamplighter import report
 from lamplighter.data import files
 from lamplighter.data.sources import Part, Source, open_source
 from lamplighter.errors import BadConfig, BadData
+from test_cursors import check_every_cursor, walk
 
 
 @pytest.fixture
@@ -62,7 +62,9 @@ def test_any_cursor_of_a_mixture_goes_on(tmp_path: Path, said: list[str], until:
     assert any(isinstance(text, Part) for text in whole)
     letters = [text[0] for text in whole]
     for text, letter, after in zip(whole, letters, letters[1:], strict=False):
-        assert not isinstance(text, Part) or "w b".find(letter) < 0 or after in (letter, " "), "a document stays together"
+        assert not isinstance(text, Part) or "w b".find(letter) < 0 or after in (letter, " "), (
+            "a document stays together"
+        )
     assert any("starts again" in words for words in said) == (until == "all")
 
 

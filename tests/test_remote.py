@@ -288,7 +288,9 @@ def test_a_stalled_server_is_named_and_asked_again(server: Server, said: Said) -
     thread.join(1)
     assert found == ROWS and not served.stalls
     assert [verdict.cause for verdict in said.verdicts] == ["stream_stall", "stream_stall"]
-    assert "socket idle" in said.verdicts[1].why and url in said.verdicts[1].why and "byte 60,000" in said.verdicts[1].why
+    assert (
+        "socket idle" in said.verdicts[1].why and url in said.verdicts[1].why and "byte 60,000" in said.verdicts[1].why
+    )
     assert f"{url}, byte 60,000" in items, "while the read waits, its place can be seen"
     assert served.requests[-1]["Range"] == "bytes=60000-"
     assert served.requests[-1]["If-Range"] == '"one"'
@@ -489,7 +491,8 @@ def test_an_fsspec_file_that_fails_in_the_middle_goes_on(memory: Any, said: Said
 
 
 @pytest.mark.parametrize(
-    ("url", "package"), [("s3://bucket/a.jsonl", "s3fs"), ("gs://bucket/a.jsonl", "gcsfs"), ("nope://x/a.jsonl", "fsspec")]
+    ("url", "package"),
+    [("s3://bucket/a.jsonl", "s3fs"), ("gs://bucket/a.jsonl", "gcsfs"), ("nope://x/a.jsonl", "fsspec")],
 )
 def test_a_missing_package_is_one_clear_line(url: str, package: str, monkeypatch: Any) -> None:
     import importlib.util

@@ -37,6 +37,7 @@ class Position:
 
 _WORD_ENDS = re.compile(r"[^\W_](?=[ \t\r\n])")
 _SPACE_BEGINS = re.compile(r"[^ \t\r\n](?=[ \t\r\n])")
+_SPACE = re.compile(r"[ \t\r\n]")
 
 
 def cut_after(text: str, size: int, spare: int = 0) -> int | None:
@@ -46,6 +47,8 @@ def cut_after(text: str, size: int, spare: int = 0) -> int | None:
     """
     if len(text) <= 2 * size + spare:
         return None
+    if not _SPACE.search(text, size, 2 * size):  # the others would search a megabyte in vain, at length
+        return 2 * size
     for pattern in (_WORD_ENDS, _SPACE_BEGINS):
         if found := pattern.search(text, size, 2 * size):
             return found.end()
