@@ -312,7 +312,7 @@ def test_waiting_for_a_retry_can_be_seen(server: Server, monkeypatch: Any) -> No
 
 def test_a_slow_first_byte_is_borne_longer_each_time(server: Server, said: Said) -> None:
     """A server that needs longer than the patience for its first byte is not asked for ever in vain."""
-    url, served = server.put("a.jsonl", LINES[:4000].rpartition(b"\n")[0], slow_s=0.0)
+    url, _served = server.put("a.jsonl", LINES[:4000].rpartition(b"\n")[0], slow_s=0.0)
     real = Handler._send
 
     def late(self: Handler, found: Served, begin: int, stop: int) -> None:
@@ -342,7 +342,7 @@ def test_a_server_without_ranges_is_read_again_and_passed_over(server: Server, s
 
 
 def test_busy_answers_are_tried_again(server: Server, said: Said) -> None:
-    url, served = server.put("a.jsonl", LINES, refuse=[503, 503])
+    url, _served = server.put("a.jsonl", LINES, refuse=[503, 503])
     assert read(url) == ROWS
     assert "503" in said.warnings[0] and "retry 1" in said.warnings[0] and "retry 2" in said.warnings[1]
     url, _ = server.put("b.jsonl", LINES, refuse=[429, 408, 500])
@@ -417,7 +417,7 @@ def test_answers_that_will_not_pass_are_errors_at_once(server: Server, said: Sai
 
 
 def test_redirects_credentials_and_names(server: Server, said: Said) -> None:
-    url, served = server.put("real.jsonl", LINES)
+    _url, served = server.put("real.jsonl", LINES)
     server.put("old", b"", redirect="/real.jsonl")
     host = server.url.removeprefix("http://")
     secret = f"http://me:hush@{host}/real.jsonl"
