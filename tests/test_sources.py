@@ -439,3 +439,47 @@ def test_only_the_first_texts_are_read() -> None:
     assert taken + list(first.documents(first.position().cursor)) == list(whole.documents())[:7]
     assert first.fingerprint() != whole.fingerprint()
     assert First(whole, 8).fingerprint() != first.fingerprint()
+
+
+def test_the_first_documents_come_with_all_their_parts(tmp_path: Path, monkeypatch: Any) -> None:
+    from lamplighter.data.sources import First
+
+    monkeypatch.setattr(files, "PART_CHARS", 20)
+    path = write(tmp_path / "a.txt", "|".join(f"{n} " + "fog " * 30 for n in range(9)))
+    whole = open_source([str(path)], None, "|")
+    first = First(whole, 3)
+    texts = list(first.documents())
+    assert joined(texts) == [f"{n} " + "fog " * 30 for n in range(3)]
+    some = first.documents()
+    taken = [next(some) for _ in range(4)]
+    assert isinstance(taken[-1], Part)
+    assert taken + list(first.documents(first.position().cursor)) == texts
+
+
+def test_a_source_that_is_opened_again_stands_at_its_start(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "one"}\n{"text": "two"}\n')
+    source = open_source([str(path)], None, None)
+    list(source.documents())
+    again = source.documents()
+    assert source.position().cursor == {}
+    assert next(again) == "one"
+    assert list(source.documents(source.position().cursor)) == ["two"]
+
+
+def test_an_own_source_with_a_cursor_of_its_own(module: Any) -> None:
+    code = """
+from lamplighter.data.sources import Position
+class T:
+    def documents(self, start=0):
+        self.at = start["byte"] if isinstance(start, dict) else start
+        while self.at < 9:
+            self.at += 3
+            yield f"text {self.at}"
+    def position(self):
+        return Position("mine", self.at, {"byte": self.at})
+"""
+    source = open_source([], f"{module(code)}:T", None)
+    texts = source.documents()
+    assert next(texts) == "text 3"
+    assert source.position().cursor == {"document": 1, "own": {"byte": 3}}
+    assert list(source.documents(source.position().cursor)) == ["text 6", "text 9"]

@@ -93,6 +93,13 @@ class FileSource:
         item, done = self._here
         return Position(item, done, self._cursor)
 
+    def bytes_behind(self) -> int:
+        """As position().bytes_done, without what is read ahead of the latest text (known of files that are not packed)."""
+        number, at = self._cursor.get("file", 0), self._cursor.get("at")
+        if at is None or is_packed(self.items[number].name):
+            return self._here[1]
+        return sum(item.size or 0 for item in self.items[:number]) + int(at)
+
     def fingerprint(self) -> str:
         """The content of every file in order (of remote ones: address, size and mark), and how it is read."""
         if not self._fingerprint:
@@ -110,8 +117,10 @@ class FileSource:
 
     def documents(self, start: Cursor | None = None) -> Iterator[str]:
         """Every text that is not empty, after `start`."""
-        start = start or {}
-        self._cursor = start
+        self._cursor = start or {}
+        return self._read(self._cursor)
+
+    def _read(self, start: Cursor) -> Iterator[str]:
         done = 0
         some = bool(start)
         for number, item in enumerate(self.items):

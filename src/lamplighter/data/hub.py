@@ -58,6 +58,9 @@ class HubSource:
         """Every text that is not empty, after `start`."""
         start = start or {}
         self._cursor, self._row, self._done = start, int(start.get("row", 0)), int(start.get("bytes", 0))
+        return self._read(start)
+
+    def _read(self, start: Cursor) -> Iterator[str]:
         dirt = self.dirt.file(f"dataset {self.name}", start.get("bad", 0), "rows")
         skipped, some = int(start.get("part", 0)), bool(start)
         for number, record, place in self._rows(start):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from lamplighter import report
+from lamplighter.data.files import FileSource
 from lamplighter.data.parts import Cursor, Part, Position, digest
 from lamplighter.errors import BadConfig, BadData
 
@@ -29,8 +30,8 @@ class Chain:
 
     def __init__(self, sources: Sequence[Inner]) -> None:
         self.sources = list(sources)
-        self._now = 0
-        self._before = 0
+        self._now = self._before = 0
+        self._cursor: Cursor = {}
 
     def __str__(self) -> str:
         return " then ".join(map(str, self.sources))
@@ -43,15 +44,22 @@ class Chain:
 
     def position(self) -> Position:
         here = self.sources[self._now].position()
-        return Position(here.item, self._before + here.bytes_done, {"source": self._now, "inner": here.cursor})
+        return Position(here.item, self._before + here.bytes_done, self._cursor)
 
     def documents(self, start: Cursor | None = None) -> Iterator[str]:
-        first = int((start or {}).get("source", 0))
+        self._cursor = start or {}
+        self._now = int(self._cursor.get("source", 0))
+        return self._read(self._cursor)
+
+    def _read(self, start: Cursor) -> Iterator[str]:
+        first = self._now
         for number in range(first, len(self.sources)):
             self._before = sum(source.total_bytes() or 0 for source in self.sources[:number])
             self._now = number
-            inner = start["inner"] if start and number == first else None
-            yield from self.sources[number].documents(inner or None)
+            source = self.sources[number]
+            for text in source.documents(start.get("inner") if number == first else None):
+                self._cursor = {"source": number, "inner": source.position().cursor}
+                yield text
 
 
 class Mixture:
@@ -61,7 +69,8 @@ class Mixture:
         check_weights(weights, names)
         self.sources, self.weights, self.until, self.names = list(sources), weights, until, names
         self._state = _State.at(None, len(weights))
-        self._item = names[0]
+        self._cursor: Cursor = {}
+        self._said: set[str] = set()
 
     def __str__(self) -> str:
         whole = sum(self.weights)
@@ -86,7 +95,7 @@ class Mixture:
         for number, source in enumerate(self.sources):
             done += state.rounds[number] * (source.total_bytes() or 0)
             done += source.position().bytes_done if state.inner[number] is not None else 0
-        return Position(self._item_now(), done, state.cursor())
+        return Position(self._item_now(), done, self._cursor)
 
     def _item_now(self) -> str:
         now = self._state.now
@@ -94,31 +103,29 @@ class Mixture:
 
     def documents(self, start: Cursor | None = None) -> Iterator[str]:
         """Documents in turn, each from the source that is furthest behind."""
-        state = self._state = _State.at(start, len(self.weights))
+        self._cursor = start or {}
+        self._state = _State.at(start, len(self.weights))
+        return self._read(self._state)
+
+    def _read(self, state: _State) -> Iterator[str]:
         readings: list[Iterator[str] | None] = [None] * len(self.weights)
         while True:
             now = state.now if state.open else self._furthest_behind(state)
-            state.now = now
             reading = readings[now] or self.sources[now].documents(state.inner[now])
-            readings[now] = reading
-            state.started[now] = True
+            state.now, state.started[now], readings[now] = now, True, reading
             text = next(reading, None)
             if text is None:
-                state.rounds[now], state.inner[now], readings[now], state.started[now] = (
-                    state.rounds[now] + 1,
-                    None,
-                    None,
-                    False,
-                )
+                state.rounds[now] += 1
+                state.inner[now], state.started[now], readings[now] = None, False, None
                 if self.until == "first" or all(state.rounds):
-                    break
+                    return self._say_end(state)
                 self._say_again(now, state)
                 continue
             state.inner[now] = self.sources[now].position().cursor
             state.chars[now] += len(text)
             state.open = isinstance(text, Part)
+            self._cursor = state.cursor()
             yield text
-        self._say_end(state)
 
     def _furthest_behind(self, state: _State) -> int:
         return min(range(len(self.weights)), key=lambda number: (state.chars[number] / self.weights[number], number))
@@ -126,11 +133,10 @@ class Mixture:
     def _say_again(self, now: int, state: _State) -> None:
         if not state.chars[now]:
             raise BadData(f"no text in {self.names[now]}", "every document is empty", "take it out of data.paths")
-        report.warn(
-            f"mixture: {self.names[now]} has ended and starts again (repetition {state.rounds[now]}); data.mix_until is all",
-            source=self.names[now],
-            repetition=state.rounds[now],
-        )
+        words = f"mixture: {self.names[now]} has ended and starts again (repetition {state.rounds[now]})"
+        if words not in self._said:  # a source is read more than once: to look, to train a tokenizer, to encode
+            self._said.add(words)
+            report.warn(f"{words}; data.mix_until is all", source=self.names[now], repetition=state.rounds[now])
 
     def _say_end(self, state: _State) -> None:
         """Achieved shares, and what was left unread."""
@@ -140,7 +146,10 @@ class Mixture:
             share = f"{state.chars[number] / given:.1%} of {self.weights[number] / whole:.1%} asked for"
             words.append(f"{name}: {state.chars[number]:,} characters ({share}), {self._unread(number, state)}")
         ended = self.names[state.now]
-        report.note(f"the mixture ends, as {ended} has ended; {'; '.join(words)}", shares=state.chars)
+        text = f"the mixture ends, as {ended} has ended; {'; '.join(words)}"
+        if text not in self._said:
+            self._said.add(text)
+            report.note(text, chars=state.chars)
 
     def _unread(self, number: int, state: _State) -> str:
         if state.rounds[number]:
@@ -148,7 +157,9 @@ class Mixture:
         total = self.sources[number].total_bytes()
         if not total:
             return "not read to its end"
-        done = self.sources[number].position().bytes_done if state.started[number] else 0
+        source = self.sources[number]
+        done = source.bytes_behind() if isinstance(source, FileSource) else source.position().bytes_done
+        done = done if state.started[number] else 0
         return f"{max(0.0, 1 - done / total):.0%} left unread"
 
 

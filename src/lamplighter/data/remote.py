@@ -76,8 +76,8 @@ class Web:
 class Retries:
     """How often and how long one file was asked again, without progress in between."""
 
-    def __init__(self, name: str, host: str, budget_s: float) -> None:
-        self.name, self.host, self.budget_s = name, host, budget_s
+    def __init__(self, name: str, host: str, budget_s: float, limit: str = "data.retry_s") -> None:
+        self.name, self.host, self.budget_s, self.limit = name, host, budget_s, limit
         self.attempt = 0
         self.since = 0.0
         self.patience_s = STALL_S
@@ -98,12 +98,14 @@ class Retries:
             reason = f"socket idle {self.patience_s:.0f} s"
             self.patience_s = min(2 * self.patience_s, LONGEST_STALL_S)
         wait = max(min(FIRST_WAIT_S * 2 ** (self.attempt - 1), LONGEST_WAIT_S), min(lost.after_s, 60.0))
-        if now - self.since + wait > self.budget_s:
+        left_s = self.budget_s - (now - self.since)
+        wait = min(wait, left_s)
+        if left_s <= 0:
             tried = f"{self.attempt - 1} retries in {now - self.since:.0f} s" if self.attempt > 1 else "no retries"
             why = f"byte {at:,}: {reason}; {tried}"
             raise InputMissing(f"lost {self.name}", why, "look at the network and the server, then run it again")
         self._say(lost.cause, reason, at, wait)
-        with report.phase(f"retry {self.attempt}", total=wait, unit="s") as p:
+        with report.phase("wait to try again", total=wait, unit="s") as p:
             while (left := now + wait - time.monotonic()) > 0:
                 words = f"retry {self.attempt} in {left:.0f} s: {self.host}, byte {at:,}: {reason}"
                 tell(words, at)
@@ -119,7 +121,7 @@ class Retries:
                 "slow",
                 cause,
                 f"{reason}: {self.name}, byte {at:,}",
-                f"nothing to do: it is asked again from that byte on, for up to {self.budget_s:.0f} s (data.retry_s)",
+                f"nothing to do: it is asked again from that byte on, for up to {self.budget_s:.0f} s ({self.limit})",
                 culprit={"path": self.name, "byte": at, "host": self.host},
                 evidence=(words,),
                 since_s=self.patience_s / 2 if cause == "stream_stall" else 0.0,
@@ -341,7 +343,7 @@ def find_remote(entry: str, retry_s: float) -> list[RemoteFile]:
         files = []
         for url, opener in openers:
             p.tick(0, shown(url))
-            facts = _persist(opener.look, Retries(shown(url), host_of(url), first_s))
+            facts = _persist(opener.look, Retries(shown(url), host_of(url), first_s, "a first contact"))
             if facts.size is None:
                 report.note(f"{shown(url)}: its server does not say how long it is")
             files.append(RemoteFile(url, opener, facts, retry_s))
@@ -361,7 +363,7 @@ def _stored(entry: str, first_s: float) -> list[tuple[str, Opener]]:
         advice = "pip install 'lamplighter[data]'"
         raise InputMissing(f"cannot open {shown(entry)}", "such addresses need the package fsspec", advice) from error
 
-    retries = Retries(shown(entry), host_of(entry), first_s)
+    retries = Retries(shown(entry), host_of(entry), first_s, "a first contact")
     try:
         system, path = fsspec.core.url_to_fs(entry)
     except ImportError as error:

@@ -209,8 +209,11 @@ class OwnSource:
 
     def documents(self, start: Cursor | None = None) -> Iterator[str]:
         self._number, self._bytes = int((start or {}).get("document", 0)), 0
+        return self._read(start or {})
+
+    def _read(self, start: Cursor) -> Iterator[str]:
         if hasattr(self._found, "documents"):
-            texts = iter(self._found.documents((start or {}).get("own", self._number)))
+            texts = iter(self._found.documents(start.get("own", self._number)))
         else:
             texts = iter(self._texts())
             skip(texts, self._number, self.position)
@@ -238,17 +241,17 @@ class OwnSource:
 
 
 class First:
-    """The first `count` texts of a source, for trying things out."""
+    """The first `count` documents of a source, for trying things out; all Parts of each."""
 
     def __init__(self, source: Source, count: int) -> None:
         self.source, self.count = source, count
         self._number = 0
 
     def __str__(self) -> str:
-        return f"the first {self.count:,} texts of {self.source}"
+        return f"the first {self.count:,} documents of {self.source}"
 
     def fingerprint(self) -> str:
-        return digest(["first", self.count, self.source.fingerprint()])
+        return digest(["first documents", self.count, self.source.fingerprint()])
 
     def total_bytes(self) -> int | None:
         """Unknown: it depends on where the last text ends."""
@@ -260,10 +263,12 @@ class First:
 
     def documents(self, start: Cursor | None = None) -> Iterator[str]:
         self._number = int((start or {}).get("number", 0))
-        texts = self.source.documents(start["inner"] if start else None)
+        return self._read(self.source.documents((start or {}).get("inner")))
+
+    def _read(self, texts: Iterator[str]) -> Iterator[str]:
         while self._number < self.count and (text := next(texts, None)) is not None:
-            self._number += 1
-            yield str(text)
+            self._number += not isinstance(text, Part)
+            yield text
 
 
 # ---------------------------------------------------------------- the embedded corpus
@@ -295,10 +300,13 @@ class EmbeddedCorpus:
         return Position(f"document {self._number} of {self.count}", self._bytes, {"document": self._number})
 
     def documents(self, start: Cursor | None = None) -> Iterator[str]:
-        from lamplighter.data.corpus import entries
-
         self._number = int((start or {}).get("document", 0))
         self._bytes = self.total_bytes() * self._number // max(1, self.count)
+        return self._read()
+
+    def _read(self) -> Iterator[str]:
+        from lamplighter.data.corpus import entries
+
         for entry in entries(self.seed, self.count - self._number, self._number):
             self._number += 1
             self._bytes += len(entry.text)
