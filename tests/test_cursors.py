@@ -178,3 +178,32 @@ def test_a_cursor_seeks_instead_of_reading_again(tmp_path: Path, monkeypatch: An
     assert cursors[4000]["member"][0] == frame
     (tmp_path / "b.jsonl.zst").write_bytes(b"\0" * frame + two[frame:])
     assert list(open_source([str(tmp_path / "b.jsonl.zst")], None, None).documents(cursors[4000])) == rows[4001:]
+
+
+@pytest.mark.parametrize("separator", [None, SEPARATOR])
+def test_a_file_can_be_read_in_stretches_side_by_side(tmp_path: Path, small: None, separator: str | None) -> None:
+    rows = texts(5, 300)
+    path = tmp_path / ("a.txt" if separator else "a.jsonl")
+    path.write_bytes(KINDS[path.name](rows, 0))
+    source = open_source([str(path)], None, separator)
+    assert isinstance(source, files.FileSource)
+    whole, cursors = walk(source)
+    size = path.stat().st_size
+    starts: list[Any] = [None]
+    for byte in range(0, size, size // 7):
+        found = source.cursor_at(0, byte, starts[-1])
+        if found and found != starts[-1]:
+            assert found in cursors
+            starts.append(found)
+    assert len(starts) > 4
+    together: list[str] = []
+    for start, stop in zip(starts, [*starts[1:], None], strict=True):
+        for text, place in source.texts(0, start):
+            together.append(text)
+            if stop and place["at"] >= stop["at"]:
+                break
+    assert together == whole
+    assert source.cursor_at(0, size - 1) is None
+    (tmp_path / "b.json").write_bytes(KINDS["array.json"](rows, 0))
+    other = open_source([str(tmp_path / "b.json")], None, None)
+    assert isinstance(other, files.FileSource) and other.cursor_at(0, 100) is None

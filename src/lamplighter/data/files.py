@@ -15,9 +15,9 @@ from lamplighter.data.dirt import Dirt
 from lamplighter.data.found import LocalFile, Tell, find_files, hashes, is_packed, kind_of, local_file
 from lamplighter.data.packed import Unpacked
 from lamplighter.data.parts import Cursor, Part, Position, cut_after, cut_all, digest, skip
-from lamplighter.data.plain import read_text
+from lamplighter.data.plain import find_start, read_text
 from lamplighter.data.reading import Found, Reading
-from lamplighter.data.records import read_json
+from lamplighter.data.records import read_json, starts_array
 from lamplighter.data.remote import RemoteFile, as_local, find_remote, is_url
 from lamplighter.data.tables import read_csv, read_parquet
 from lamplighter.errors import BadData
@@ -154,3 +154,21 @@ class FileSource:
             return read_parquet(reading, item, tell)
         found = {"json": read_json, "csv": read_csv, "tsv": read_csv}.get(kind, read_text)(reading)
         return ((text, place | unpacked.note(place["at"])) for text, place in found) if unpacked else found
+
+    def cursor_at(self, file: int, byte: int, after: Cursor | None = None) -> Cursor | None:
+        """The first place at or after a byte of one file where a text begins: to read a file in stretches, side by side.
+
+        For local JSON lines and text with a separator, not packed; None for other kinds, and where no text begins there.
+        `after` is an earlier cursor of the same file, from which lines are counted. A stretch is `texts(file, cursor)`
+        up to the text whose place is the next cursor; its place counts the bad lines of that stretch alone.
+        """
+        item = self.items[file]
+        kind = kind_of(item.name)
+        lines = kind == "json" and isinstance(item, LocalFile) and not starts_array(item.path)
+        text = kind in ("text", "") and bool(self.separator)
+        if not isinstance(item, LocalFile) or is_packed(item.name) or not (lines or text):
+            return None
+        known = (int(after["at"]), int(after["line"])) if after else (0, 1)
+        with item.open(lambda *_: None) as opened:
+            found = find_start(opened, byte, None if lines else self.separator, known)
+        return {"file": file, "at": found[0], "line": found[1]} if found and found[0] < item.size else None

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from lamplighter.data.reading import Found, Reading, fault_in, in_parts, is_whole, not_text, text_of
@@ -31,6 +32,13 @@ def read_json(r: Reading) -> Found:
         if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             return _array(r, blocks)
     return _json_lines(r, blocks)
+
+
+def starts_array(path: Path) -> bool:
+    """Whether a local file is one array, not lines."""
+    with open(path, "rb") as file:
+        head, _ = _peek(iter(lambda: file.read(4096), b""))
+    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _peek(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
