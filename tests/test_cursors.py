@@ -18,6 +18,7 @@ import zstandard
 
 from lamplighter.data import files, packed, tables
 from lamplighter.data.sources import Part, Source, open_source
+from lamplighter.errors import BadData
 
 WORDS = ["fog", "lamp", "naïve", "日本", "don't", "12", "--", "\n", "\n\n", "\r\n", "  ", "\t", "🙂", '"quoted"', "a,b"]
 
@@ -207,3 +208,10 @@ def test_a_file_can_be_read_in_stretches_side_by_side(tmp_path: Path, small: Non
     (tmp_path / "b.json").write_bytes(KINDS["array.json"](rows, 0))
     other = open_source([str(tmp_path / "b.json")], None, None)
     assert isinstance(other, files.FileSource) and other.cursor_at(0, 100) is None
+
+
+@pytest.mark.parametrize("cursor", [{"text": 3}, {"file": 2, "at": 0}])
+def test_a_place_of_other_files_is_refused(tmp_path: Path, cursor: Any) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(BadData, match="not in these files"):
+        open_source([str(tmp_path / "a.txt")], None, None).documents(cursor)

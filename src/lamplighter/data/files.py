@@ -117,6 +117,9 @@ class FileSource:
 
     def documents(self, start: Cursor | None = None) -> Iterator[str]:
         """Every text that is not empty, after `start`."""
+        if start and not 0 <= start.get("file", -1) < len(self.items):
+            why = f"it is {start}, and there are {len(self.items)} files"
+            raise BadData("a place that is not in these files", why, "begin again; a token cache: --data.cache rebuild")
         self._cursor = start or {}
         return self._read(self._cursor)
 

@@ -214,7 +214,7 @@ def _tried(load: Callable[[], Result], name: str) -> Result:
         return load()
     except LampError:
         raise
-    except Exception as error:
+    except Exception as error:  # the library has many kinds, all with words
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise InputMissing(
             f"cannot open dataset {name}", why, "check data.paths, data.dataset_config and data.dataset_split"

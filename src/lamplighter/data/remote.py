@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from lamplighter import report
 from lamplighter.data.found import Tell, kind_of
-from lamplighter.data.web import Facts, Lost, changed, host_of, look, open_body, shown
+from lamplighter.data.web import Facts, Lost, changed, host_of, look, no_host, open_body, shown
 from lamplighter.errors import BadData, InputMissing, LampError
 
 STALL_S = 3.0  # a server that sends nothing for so long is asked again; twice as long each time
@@ -308,7 +308,9 @@ def _answered(ask: Callable[[], Result], name: str) -> Result:
         raise
     except TimeoutError as error:
         raise Lost("no answer in time", "stream_stall") from error
-    except Exception as error:
+    except Exception as error:  # each file system has its own for a lost connection
+        if "Name or service not known" in str(error):
+            raise no_host(name, "Name or service not known") from error
         raise Lost(f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]) from error
 
 

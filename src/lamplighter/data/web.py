@@ -222,7 +222,9 @@ def _unreached(reason: object, url: str) -> Exception:
 
 
 def no_host(url: str, why: str) -> LampError:
-    return InputMissing(f"no such host: {host_of(url)}", why, "check the address in data.paths, and the network")
+    return InputMissing(
+        f"cannot read {shown(url)}: no such host", why, "check the address in data.paths, and the network"
+    )
 
 
 def _lost(error: BaseException) -> Lost:
