@@ -360,6 +360,23 @@ def test_it_gives_up_when_the_time_is_used_up(server: Server, said: Said) -> Non
     assert "no retries" in fails(InputMissing, url, retry_s=0).why
 
 
+def test_faults_under_a_table_keep_their_words(server: Server, said: Said, monkeypatch: Any) -> None:
+    """The reads are asked for by a library in C: what goes wrong in them is said all the same, and goes on all the same."""
+    rng = random.Random(0)
+    rows = [rng.randbytes(200).hex() for _ in range(3000)]
+    table = io.BytesIO()
+    pq.write_table(pa.table({"text": rows}), table, row_group_size=500, compression="none", use_dictionary=False)
+    monkeypatch.setattr(remote, "WINDOW_BYTES", 100_000)
+    url, served = server.put("a.parquet", table.getvalue(), drops=[200_000, 600_000])
+    assert read(url) == rows and not served.drops
+    assert sum("retry 1" in text for text in said.warnings) == 2
+    url, _ = server.put("b.parquet", table.getvalue(), drops=[200_000])
+    assert "byte 200,000" in fails(InputMissing, url, retry_s=0).why
+    url, served = server.put("c.parquet", table.getvalue())
+    served.after = {4: {"etag": '"two"'}}
+    assert "changed" in fails(BadData, url).what
+
+
 # ---------------------------------------------------------------- what a server may say that is not so
 
 

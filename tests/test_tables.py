@@ -284,4 +284,6 @@ def test_real_tables_and_arrays() -> None:
             row["output"] for row in json.loads(path.read_text()) if row["output"]
         ]
         assert [json.loads(row) for row in read(path, text_key="*")] == json.loads(path.read_text())
-    assert found.kind_of("x.JSONL.gz") == "json" and found.kind_of("x.parquet.gz") == ""
+    assert (
+        found.kind_of("x.JSONL.GZ") == "json" and found.is_packed("x.JSONL.GZ") and found.kind_of("x.parquet.gz") == ""
+    )

@@ -31,17 +31,17 @@ Tell = Callable[[str, int], None]  # what is being read, and the byte of the fil
 def suffix_of(name: str) -> str:
     """The ending that says what is inside: of "a.jsonl.zst" it is ".jsonl"."""
     path = Path(name)
-    return (path if path.suffix not in PACKED_SUFFIXES else Path(path.stem)).suffix.lower()
+    return (Path(path.stem) if is_packed(name) else path).suffix.lower()
 
 
 def kind_of(name: str) -> str:
     """text, json, csv, tsv or parquet for the known endings, '' for others (read as text where they are named outright)."""
     kind = KINDS.get(suffix_of(name), "")
-    return "" if kind == "parquet" and Path(name).suffix in PACKED_SUFFIXES else kind
+    return "" if kind == "parquet" and is_packed(name) else kind
 
 
 def is_packed(name: str) -> bool:
-    return Path(name).suffix in PACKED_SUFFIXES
+    return Path(name).suffix.lower() in PACKED_SUFFIXES
 
 
 # ---------------------------------------------------------------- one file

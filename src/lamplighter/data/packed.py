@@ -26,7 +26,7 @@ class Unpacked:
 
     def __init__(self, raw: Callable[[int], Iterator[bytes]], name: str, start: Cursor) -> None:
         self.raw, self.name = raw, name
-        self.gz = name.endswith(".gz")
+        self.gz = name.lower().endswith(".gz")
         self.members: list[tuple[int, int]] = [tuple(start.get("member", (0, 0)))]
 
     def blocks(self, at: int) -> Iterator[bytes]:
