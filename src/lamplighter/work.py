@@ -180,9 +180,7 @@ def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
             report.note(f"no data given: the embedded corpus, {data.embedded_documents:,} letters and diary entries")
             source = sources.EmbeddedCorpus(0, data.embedded_documents)
         else:
-            source = sources.open_source(
-                data.paths, data.source, data.separator, data.text_key, cache / "file_hashes.json", data.bad_text
-            )
+            source = sources.open_data(data, cache / "file_hashes.json")
         if rows is None and data.max_documents is not None:
             source = sources.First(source, data.max_documents)
     with report.phase("tokenizer"):
