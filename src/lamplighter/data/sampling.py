@@ -1,0 +1,98 @@
+"""A part of a source that stands for the whole: spread over all of it, the same every time.
+
+In:  a source, how much of it.
+Out: texts with their places, and in words how much of what they are.
+
+A text is taken while what was taken lags behind its share of what was read (by the source's own count of bytes), so the
+sample comes in short stretches from everywhere. No random numbers: the same source gives the same sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lamplighter import report
+from lamplighter.data.division import watched
+from lamplighter.data.files import cut_all
+from lamplighter.data.sources import Source
+from lamplighter.errors import BadData
+from lamplighter.rundir import human_bytes
+
+SAMPLE_BYTES = 50_000_000
+READ_TIMES = 40  # at most so many times the sample is read of a larger source, and that is said
+PIECE_CHARS = 1 << 15  # a longer text is sampled in pieces, cut where no pre-token is cut
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Texts that stand for a source."""
+
+    texts: list[str]
+    places: list[str]
+    """Of each text, where it stands: file, or document."""
+    bytes: int
+    """Of the texts, as UTF-8."""
+    others: list[str] = field(default_factory=list)
+    """Texts that are not in the sample: to try on what it has not seen."""
+    other_places: list[str] = field(default_factory=list)
+    read_bytes: int = 0
+    """Of text that was passed on the way, the sample included."""
+    share: float | None = 1.0
+    """Of the source that was read to the place where it stopped; None where its size is not known."""
+
+    @property
+    def whole(self) -> bool:
+        return self.bytes == self.read_bytes and self.share == 1.0
+
+    @property
+    def words(self) -> str:
+        """'all 27 MB of text', or how much of what."""
+        size = human_bytes(self.bytes)
+        if self.whole:
+            return f"all {size} of text"
+        if self.share is None:
+            return f"the first {size} of text (the source does not say how large it is)"
+        where = "all of it" if self.share == 1.0 else f"the first {self.share:.1%} of the source"
+        return f"{size} of {human_bytes(self.read_bytes)} of text, spread over {where}"
+
+
+def take(source: Source, sample_bytes: int = SAMPLE_BYTES, other_bytes: int = 0) -> Sample:
+    """Some `sample_bytes` of text, and up to `other_bytes` of the text between."""
+    total = source.total_bytes()
+    end = min(total, READ_TIMES * sample_bytes) if total else None
+    kept: list[tuple[str, str]] = []
+    others: list[tuple[str, str]] = []
+    size = other_size = read = before = 0
+    ended = True
+    with report.phase("read a sample", total=end or sample_bytes, unit="B") as p:
+
+        def show(done: int, item: str) -> None:
+            p.set(min(done, end) if end else size, item)
+
+        for text in watched(source, None, show):
+            here = source.position()
+            if (size >= sample_bytes) if end is None else (before >= end and end < (total or 0)):
+                ended = False
+                break
+            pieces = list(cut_all(text, PIECE_CHARS)) if end and end > sample_bytes else [text]
+            for number, piece in enumerate(pieces, 1):
+                reached = before + (here.bytes_done - before) * number / len(pieces)
+                share = min(1.0, reached / end) if end else 1.0
+                count = len(piece.encode())
+                read += count
+                if end is None or size < sample_bytes * share:
+                    kept.append((str(piece), here.item))
+                    size += count
+                elif other_size < other_bytes * share:
+                    others.append((str(piece), here.item))
+                    other_size += count
+            before = here.bytes_done
+    if not size:
+        raise BadData(f"no text in {source}", "every document is empty", "check data.paths")
+    reach = 1.0 if ended else None if end is None else end / (total or end)
+    texts, places = _unzip(kept)
+    return Sample(texts, places, size, *_unzip(others), read, reach)
+
+
+def _unzip(pairs: list[tuple[str, str]]) -> tuple[list[str], list[str]]:
+    return [text for text, _ in pairs], [place for _, place in pairs]
