@@ -101,11 +101,18 @@ clean    raw files to clean documents (JSONL), with every rejected one in a log
 prepare  the tokenizer and the token cache that `lamp train` with the same settings would make
 """,
     "tokenizer": """\
-usage: lamp tokenizer train [run.yaml] --out DIR [--section.key value ...]
-       lamp tokenizer show  DIR|RUN [--text TEXT] [--data.paths ...]
+usage: lamp tokenizer train [run.yaml] --out DIR [--preset NAME] [--special TOKEN ...] [--compare DIR ...] [--force]
+                            [--json] [--runs-dir DIR] [--tokenizer.vocab_size N] [--section.key value ...]
+       lamp tokenizer show  DIR|RUN|FILE [FILE ...] [--text TEXT] [--compare DIR ...] [--sample-mb MB] [--json]
+                            [--runs-dir DIR] [--data.paths PATH ...] [--section.key value ...]
 
-train    a byte-level BPE from any source, checked by a round trip over the data
+train    a byte-level BPE from any source, of any size, checked by a round trip over the data
+  --out DIR           where it goes; opens with transformers and with --tokenizer.path DIR
+  --special TOKEN...  control tokens, such as "<|im_start|>" "<|im_end|>"; they count in tokenizer.vocab_size
+  --compare DIR...    other tokenizers, measured on the same text
+  --force             replace another tokenizer that is in DIR (its files are kept in a folder below)
 show     what it is, how it cuts a text, bytes per token, how much of the vocabulary a text uses
+  FILE..., --data.paths PATH...    text to measure it on, at most --sample-mb of it (default 50)
 """,
 }
 
@@ -586,14 +593,10 @@ def generate(words: list[str]) -> int:
     """Text from a run's checkpoint or from any model folder."""
     from inspect import signature
 
-    from lamplighter.errors import UsageError
     from lamplighter.watch.follow import session
 
     given = _parse("generate", _generate_flags, words)
-    try:
-        given.get("prompt", "").encode()
-    except UnicodeEncodeError as error:
-        raise UsageError("the prompt is not valid UTF-8", str(error), "give it in UTF-8") from error
+    _require_utf8("the prompt", given.get("prompt", ""))
     defaults = {name: p.default for name, p in signature(_generate_flags).parameters.items()}
     flags = {**defaults, **given}
     runs_dir = flags.pop("runs_dir")
@@ -641,12 +644,98 @@ def data_prepare(words: list[str]) -> int:
     raise NotImplementedError
 
 
+def _many(words: list[str], *names: str) -> tuple[list[str], dict[str, list[str]]]:
+    """Take `--name a b c` out of a command line for each of the names; the rest is for the verb."""
+    rest: list[str] = []
+    found: dict[str, list[str]] = {name: [] for name in names}
+    now: list[str] | None = None
+    for word in words:
+        name, equals, value = word[2:].partition("=") if word.startswith("--") else ("", "", "")
+        if name in found:
+            now = found[name]
+            now += [value] if equals else []
+        elif word.startswith("--") or now is None:
+            now = None
+            rest.append(word)
+        else:
+            now.append(word)
+    return rest, found
+
+
+def _tokenizer_train_flags(
+    run_yaml: Path | None = None,
+    /,
+    *,
+    out: Path | None = None,
+    preset: str | None = None,
+    force: bool = False,
+    json: bool = False,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """What `lamp tokenizer train` takes besides fields, --special and --compare."""
+
+
 def tokenizer_train(words: list[str]) -> int:
-    raise NotImplementedError
+    """A tokenizer from any source."""
+    from lamplighter.config import dump, parse_overrides, resolve
+    from lamplighter.errors import BadConfig, UsageError
+    from lamplighter.watch.follow import session
+
+    rest, overrides = parse_overrides(words)
+    rest, lists = _many(rest, "special", "compare")
+    flags = _parse("tokenizer train", _tokenizer_train_flags, rest)
+    resolved = resolve(flags.get("preset"), flags.get("run_yaml"), overrides)
+    if flags.get("out") is None:
+        raise UsageError("--out is missing", "a tokenizer is a folder of files", "--out my-tokenizer")
+    if resolved.run.tokenizer.path is not None:
+        why = f"tokenizer.path is {resolved.run.tokenizer.path} ({resolved.origin.get('tokenizer.path', 'default')})"
+        raise BadConfig("there is nothing to train", why, "--tokenizer.path none, to train one all the same")
+    request = {"out": str(flags["out"]), "force": flags.get("force", False), "json": flags.get("json", False),
+               "runs_dir": str(flags.get("runs_dir", Path("runs"))), **lists}  # fmt: skip
+    return session("tokenizer-train", request, config=dump(resolved))
+
+
+def _tokenizer_show_flags(
+    target: str,
+    /,
+    *files: str,
+    text: str | None = None,
+    sample_mb: float = 50.0,
+    json: bool = False,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """What `lamp tokenizer show` takes besides fields and --compare."""
 
 
 def tokenizer_show(words: list[str]) -> int:
-    raise NotImplementedError
+    """What a tokenizer is, and what it does with text."""
+    from lamplighter.config import dump, parse_overrides, resolve
+    from lamplighter.watch.follow import session
+
+    rest, overrides = parse_overrides(words)
+    rest, lists = _many(rest, "compare")
+    flags = _parse("tokenizer show", _tokenizer_show_flags, rest)
+    if flags.get("files"):
+        overrides["data.paths"] = [*overrides.get("data.paths", []), *flags["files"]]
+    resolved = resolve(None, None, overrides)
+    runs_dir = flags.get("runs_dir", Path("runs"))
+    named = Path(flags["target"])
+    path = named if named.exists() or not (runs_dir / named).is_dir() else runs_dir / named
+    text = flags.get("text")
+    if text is not None:
+        _require_utf8("--text", text)
+    request = {"path": str(path), "text": text, "json": flags.get("json", False),
+               "sample_mb": flags.get("sample_mb", 50.0), **lists}  # fmt: skip
+    return session("tokenizer-show", request, config=dump(resolved))
+
+
+def _require_utf8(what: str, text: str) -> None:
+    from lamplighter.errors import UsageError
+
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} is not valid UTF-8", str(error), "give it in UTF-8") from error
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import itertools
 import json
 import math
@@ -152,6 +151,13 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
 
 def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
     """The source of documents and the tokenizer for it, trained if need be and kept in the cache."""
+    source = open_source(run, cache)
+    with report.phase("tokenizer"):
+        return source, _tokenizer(run, cache, source)
+
+
+def open_source(run: Run, cache: Path) -> Source:
+    """The source of documents that the configuration asks for."""
     from lamplighter.data import sources
 
     data = run.data
@@ -166,13 +172,13 @@ def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
             )
         if data.max_documents is not None:
             source = sources.First(source, data.max_documents)
-    with report.phase("tokenizer"):
-        return source, _tokenizer(run, cache, source)
+    return source
 
 
 def _tokenizer(run: Run, cache: Path, source: Source) -> Tokenizer:
     """The given one, the bytes, or one trained on the source and kept for the next time."""
     from lamplighter.data import tokenizer as tokenizers
+    from lamplighter.data import vocabulary
 
     section = run.tokenizer
     path = section.path or run.model.init_from
@@ -182,20 +188,7 @@ def _tokenizer(run: Run, cache: Path, source: Source) -> Tokenizer:
         return found
     if section.kind == "bytes":
         return tokenizers.byte_level()
-    parts = [source.fingerprint(), section.vocab_size, section.sample_mb, "byte-level BPE 1"]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-    kept = cache / f"tokenizer-{key}"
-    if (kept / "tokenizer.json").exists():
-        report.note(f"tokenizer kept from before: {kept}")
-        return tokenizers.load(kept)
-    total = source.total_bytes()
-    made = tokenizers.train(source.documents(), section.vocab_size, int(section.sample_mb * 1e6), total)
-    temporary = kept.with_name(f".{kept.name}.{os.getpid()}")
-    temporary.mkdir(exist_ok=True)
-    made.save(temporary)
-    if not kept.exists():
-        temporary.rename(kept)
-    return made
+    return vocabulary.trained(source, section.vocab_size, section.sample_mb, cache)
 
 
 def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -> Tokens:
@@ -407,11 +400,37 @@ def data_prepare(folder: RunDir, request: dict[str, Any]) -> int:
 
 
 def tokenizer_train(folder: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
+    """A tokenizer from any source, checked by a round trip."""
+    from lamplighter.config import load_dump
+    from lamplighter.data import vocabulary
+
+    run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
+    size = 257 + len(request["special"]) if run.tokenizer.kind == "bytes" else run.tokenizer.vocab_size
+    wish = vocabulary.Wish(
+        Path(request["out"]),
+        size,
+        run.tokenizer.sample_mb,
+        tuple(request["special"]),
+        tuple(map(Path, request["compare"])),
+        request["force"],
+    )
+    result = vocabulary.make(open_source(run, cache), wish, cache)
+    report.result(json.dumps(result, indent=1) + "\n" if request["json"] else vocabulary.told(result))
+    return DONE
 
 
 def tokenizer_show(folder: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
+    """What a tokenizer is, and what it makes of text."""
+    from lamplighter.config import load_dump
+    from lamplighter.data import portrait
+
+    run = load_dump(folder.config)
+    given = bool(run.data.paths or run.data.source)
+    source = open_source(run, folder.path / CACHE_NAME) if given else None
+    compare = [Path(one) for one in request["compare"]]
+    record = portrait.portray(Path(request["path"]), request["text"], source, int(request["sample_mb"] * 1e6), compare)
+    report.result(json.dumps(record, indent=1) + "\n" if request["json"] else portrait.told(record, request["tty"]))
+    return DONE
 
 
 VERBS = {

@@ -74,6 +74,10 @@ class Tokenizer:
         self._choose_backend()
 
     @property
+    def is_byte_level(self) -> bool:
+        return self._bytes is not None
+
+    @property
     def backend(self) -> str:
         return "gigatoken" if self._fast else "tokenizers"
 

@@ -22,8 +22,8 @@ from lamplighter.data import tokenizer as tokenizers
 from lamplighter.data.sampling import Sample, take
 from lamplighter.data.sources import Source
 from lamplighter.data.tokenizer import Tokenizer
-from lamplighter.errors import BadConfig
-from lamplighter.rundir import cannot_write, human_bytes, move_aside, read_record, write_json
+from lamplighter.errors import BadConfig, CannotWrite, LampError
+from lamplighter.rundir import cannot_write, human_bytes, read_record, write_json
 
 RARE = 10
 """A token that a text uses less often is learned from too few examples to be of use."""
@@ -186,7 +186,7 @@ def _place(made: Tokenizer, folder: Path) -> None:
                 path.unlink()
             temporary.rmdir()
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise _cannot_write(folder, error) from error
 
 
 # ---------------------------------------------------------------- lamp tokenizer train
@@ -206,14 +206,17 @@ def refuse_other(folder: Path, key: str, force: bool) -> None:
 def check_writable(folder: Path) -> None:
     """Before any work too."""
     try:
-        parent = folder if folder.exists() else folder.parent
-        if not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-        probe = parent / f".lamp-probe.{os.getpid()}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        probe = (folder if folder.exists() else folder.parent) / f".lamp-probe.{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise _cannot_write(folder, error) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> CannotWrite:
+    what = cannot_write(folder, error)
+    return CannotWrite(what.what, what.why, "choose another place with --out", what.cause)
 
 
 @dataclass(frozen=True)
@@ -244,11 +247,10 @@ def make(source: Source, wish: Wish, cache: Path) -> dict[str, Any]:
     judged = "other_text" if sample.others else "sample"
     texts, places = (sample.others, sample.other_places) if sample.others else (sample.texts, sample.places)
     compared = {name: measure(other, texts, places, f" by {name}") for name, other in others.items()}
-    same = _same_as(wish.out, made)
-    moved = None
+    there = (wish.out / "tokenizer.json").exists()
+    same = there and _same_as(wish.out, made)
+    moved = _keep_old(wish.out) if there and not same else None
     if not same:
-        if (wish.out / "tokenizer.json").exists():
-            moved = _keep_old(wish.out)
         _place(made, wish.out)
     result = {
         "key": key,
@@ -272,21 +274,30 @@ def make(source: Source, wish: Wish, cache: Path) -> dict[str, Any]:
     try:
         write_json(wish.out / REPORT_NAME, {name: value for name, value in result.items() if name != "unchanged"})
     except OSError as error:
-        raise cannot_write(wish.out, error) from error
+        raise _cannot_write(wish.out, error) from error
     return result
 
 
 def _same_as(folder: Path, made: Tokenizer) -> bool:
-    if not (folder / "tokenizer.json").exists():
+    try:
+        return tokenizers.load(folder).fingerprint() == made.fingerprint()
+    except LampError:  # a damaged one is another one
         return False
-    return tokenizers.load(folder).fingerprint() == made.fingerprint()
 
 
 def _keep_old(folder: Path) -> Path:
+    """The files of the tokenizer that is replaced go into a folder below; what else is there stays."""
+    number = 1
+    while (aside := folder / f"replaced-tokenizer.{number}").exists():
+        number += 1
     try:
-        return move_aside(folder)
+        aside.mkdir()
+        for name in (*tokenizers.FILE_NAMES, REPORT_NAME):
+            if (folder / name).is_file():
+                (folder / name).rename(aside / name)
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise _cannot_write(folder, error) from error
+    return aside
 
 
 def told(result: dict[str, Any]) -> str:
@@ -299,25 +310,26 @@ def told(result: dict[str, Any]) -> str:
         f"trained on     {result['trained_on']}, from {result['source']}",
     ]
     for name, one in result["measured"].items():
-        lines += _measured_lines(name.replace("_", " "), one)
+        lines += [f"on the {name.replace('_', ' ')}:", *measured_lines(one)]
     judged = result["measured"][result["compared_on"]]
     for name, other in result["compared"].items():
-        ratio = judged["bytes_per_token"] / max(1e-9, other["bytes_per_token"])
+        ratio = judged["tokens"] / max(1, other["tokens"])
         lines.append(
-            f"beside         {name}: {other['bytes_per_token']:.3f} bytes per token with {other['vocab_size']:,} tokens,"
-            f" on the same {human_bytes(other['text_bytes'])} of {result['compared_on'].replace('_', ' ')}:"
-            f" this one has {ratio:.3f} times as many bytes in a token"
+            f"beside         {name}: {other['vocab_size']:,} tokens, {other['bytes_per_token']:.3f} bytes per token"
+            f" on the same {human_bytes(other['text_bytes'])} of {result['compared_on'].replace('_', ' ')};"
+            f" this one needs {ratio:.2f} times as many tokens"
         )
     if result["compared_on"] == "sample":
         lines.append("               (figures on the text that it was trained on: nothing was left out of the sample)")
-    kept = f"; the old one is kept as {result['moved']}" if result["moved"] else ""
-    state = "is there already, the same to the byte" if result["unchanged"] else f"made{kept}"
-    lines.append(f"made           {result['folder']} {state}; opens with transformers.AutoTokenizer as it is")
+    kept = f" (the old one is kept in {result['moved']})" if result["moved"] else ""
+    state = "was there already, the same to the byte" if result["unchanged"] else "opens with transformers and lamp train"
+    lines.append(f"made           {result['folder']}{kept}: {state}")
     lines.append(f"next           lamp train --tokenizer.path {result['folder']}")
     return "\n".join(lines) + "\n"
 
 
-def _measured_lines(name: str, one: dict[str, Any]) -> list[str]:
+def measured_lines(one: dict[str, Any]) -> list[str]:
+    """What was made of some texts, for people."""
     trip = (
         f"{one['texts']:,} texts, {human_bytes(one['text_bytes'])}: every one came back as it was"
         if not one["round_trip_failures"]
@@ -326,7 +338,6 @@ def _measured_lines(name: str, one: dict[str, Any]) -> list[str]:
     share = one["used"] / max(1, one["vocab_size"])
     rate = one["text_bytes"] / 1e6 / max(1e-6, one["seconds"])
     return [
-        f"on the {name}:",
         f"  round trip   {trip}",
         f"  size         {one['tokens']:,} tokens, {one['bytes_per_token']:.3f} bytes per token; encoded at {rate:.0f} MB/s",
         f"  vocabulary   {one['used']:,} of {one['vocab_size']:,} tokens occur ({share:.1%}),"
