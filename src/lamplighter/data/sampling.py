@@ -56,42 +56,69 @@ class Sample:
         return f"{size} of {human_bytes(self.read_bytes)} of text, spread over {where}"
 
 
+class Quota:
+    """Whether the next text belongs to a sample of so many bytes; one is asked for each text, in order."""
+
+    def __init__(self, total_bytes: int | None, sample_bytes: int) -> None:
+        self.sample_bytes, self.total = sample_bytes, total_bytes
+        self.end = min(total_bytes, READ_TIMES * sample_bytes) if total_bytes else None
+        self.kept = 0
+        """Bytes of text in the sample so far; the asker adds to it."""
+
+    def share(self, reached: float) -> float:
+        """Of what is to be read, the part that is behind the place `reached` (by the source's count)."""
+        return min(1.0, reached / self.end) if self.end else 1.0
+
+    def wants(self, reached: float) -> bool:
+        if self.end is None:
+            return self.kept < self.sample_bytes
+        return self.kept < self.sample_bytes * self.share(reached)
+
+    def is_over(self, before: int) -> bool:
+        """Whether to stop reading, at a text that begins at the place `before`."""
+        if self.end is None or self.total is None:
+            return self.kept >= self.sample_bytes
+        return before >= self.end and self.end < self.total
+
+    def reach(self, ended: bool) -> float | None:
+        """The part of the source that was gone through; None where its size is not known."""
+        if ended:
+            return 1.0
+        return None if self.end is None or not self.total else self.end / self.total
+
+
 def take(source: Source, sample_bytes: int = SAMPLE_BYTES, other_bytes: int = 0) -> Sample:
     """Some `sample_bytes` of text, and up to `other_bytes` of the text between."""
-    total = source.total_bytes()
-    end = min(total, READ_TIMES * sample_bytes) if total else None
+    quota = Quota(source.total_bytes(), sample_bytes)
     kept: list[tuple[str, str]] = []
     others: list[tuple[str, str]] = []
-    size = other_size = read = before = 0
+    other_size = read = before = 0
     ended = True
-    with report.phase("read a sample", total=end or sample_bytes, unit="B") as p:
+    with report.phase("read a sample", total=quota.end or sample_bytes, unit="B") as p:
 
         def show(done: int, item: str) -> None:
-            p.set(min(done, end) if end else size, item)
+            p.set(min(done, quota.end) if quota.end else quota.kept, item)
 
         for text in watched(source, None, show):
-            here = source.position()
-            if (size >= sample_bytes) if end is None else (before >= end and end < (total or 0)):
+            if quota.is_over(before):
                 ended = False
                 break
-            pieces = list(cut_all(text, PIECE_CHARS)) if end and end > sample_bytes else [text]
+            here = source.position()
+            pieces = list(cut_all(text, PIECE_CHARS)) if quota.end and quota.end > sample_bytes else [text]
             for number, piece in enumerate(pieces, 1):
                 reached = before + (here.bytes_done - before) * number / len(pieces)
-                share = min(1.0, reached / end) if end else 1.0
-                count = len(piece.encode())
-                read += count
-                if end is None or size < sample_bytes * share:
+                size = len(piece.encode())
+                read += size
+                if quota.wants(reached):
                     kept.append((str(piece), here.item))
-                    size += count
-                elif other_size < other_bytes * share:
+                    quota.kept += size
+                elif other_size < other_bytes * quota.share(reached):
                     others.append((str(piece), here.item))
-                    other_size += count
+                    other_size += size
             before = here.bytes_done
-    if not size:
+    if not quota.kept:
         raise BadData(f"no text in {source}", "every document is empty", "check data.paths")
-    reach = 1.0 if ended else None if end is None else end / (total or end)
-    texts, places = _unzip(kept)
-    return Sample(texts, places, size, *_unzip(others), read, reach)
+    return Sample(*_unzip(kept), quota.kept, *_unzip(others), read, quota.reach(ended))
 
 
 def _unzip(pairs: list[tuple[str, str]]) -> tuple[list[str], list[str]]:

@@ -322,7 +322,9 @@ def told(result: dict[str, Any]) -> str:
     if result["compared_on"] == "sample":
         lines.append("               (figures on the text that it was trained on: nothing was left out of the sample)")
     kept = f" (the old one is kept in {result['moved']})" if result["moved"] else ""
-    state = "was there already, the same to the byte" if result["unchanged"] else "opens with transformers and lamp train"
+    state = (
+        "was there already, the same to the byte" if result["unchanged"] else "opens with transformers and lamp train"
+    )
     lines.append(f"made           {result['folder']}{kept}: {state}")
     lines.append(f"next           lamp train --tokenizer.path {result['folder']}")
     return "\n".join(lines) + "\n"
