@@ -92,11 +92,16 @@ usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] 
 Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
 """,
     "data": """\
-usage: lamp data stats   [run.yaml] [--preset NAME] [--json] [--out DIR] [--section.key value ...]
+usage: lamp data stats   [run.yaml] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]
+                         [--near-documents N] [--runs-dir DIR] [--section.key value ...]
        lamp data clean   PATH... --out DIR [--dry-run] [--help lists the rules]
        lamp data prepare [run.yaml] [--preset NAME] [--section.key value ...]
 
 stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice
+  --val PATH...         a test set of yours: what of it stands in the training text, by hash and by 8-word runs
+  --sample-mb MB        look at a part only, spread over the whole; every figure says so
+  --near-documents N    look for near duplicates among at most so many documents (default 50000; 0: do not)
+  --out DIR             where stats.json, stats.txt and lengths.svg go (default: RUNS-DIR/.stats/NAME)
 clean    raw files to clean documents (JSONL), with every rejected one in a log
 prepare  the tokenizer and the token cache that `lamp train` with the same settings would make
 """,
@@ -632,8 +637,39 @@ def _one_of(verb: str, words: list[str], choices: dict[str, Callable[[list[str]]
     raise UsageError(what, why, f"lamp {verb} --help")
 
 
+def _data_stats_flags(
+    run_yaml: Path | None = None,
+    /,
+    *,
+    preset: str | None = None,
+    json: bool = False,
+    out: Path | None = None,
+    sample_mb: float | None = None,
+    near_documents: int = 50_000,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """What `lamp data stats` takes besides fields and --val."""
+
+
 def data_stats(words: list[str]) -> int:
-    raise NotImplementedError
+    """A corpus in figures."""
+    from lamplighter.config import dump, parse_overrides, resolve
+    from lamplighter.errors import UsageError
+    from lamplighter.watch.follow import session
+
+    rest, overrides = parse_overrides(words)
+    rest, lists = _many(rest, "val")
+    flags = _parse("data stats", _data_stats_flags, rest)
+    sample_mb, near = flags.get("sample_mb"), flags.get("near_documents", 50_000)
+    if (sample_mb is not None and sample_mb <= 0) or near < 0:
+        raise UsageError(
+            "--sample-mb and --near-documents count something", "one of them is not positive", "--sample-mb 100"
+        )
+    resolved = resolve(flags.get("preset"), flags.get("run_yaml"), overrides)
+    request = {"json": flags.get("json", False), "out": str(flags["out"]) if flags.get("out") else None,
+               "sample_mb": sample_mb, "near_documents": near, "runs_dir": str(flags.get("runs_dir", Path("runs"))),
+               **lists}  # fmt: skip
+    return session("data-stats", request, config=dump(resolved))
 
 
 def data_clean(words: list[str]) -> int:

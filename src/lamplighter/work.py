@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import itertools
 import json
 import math
@@ -388,7 +389,33 @@ def _checkpoint_table(run: RunDir, rows: list[dict[str, Any]]) -> str:
 
 
 def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
+    """Documents, true tokens, lengths, padding, duplicates, advice."""
+    from lamplighter.config import load_dump
+    from lamplighter.data import figures, stats
+
+    run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
+    wanted = stats.Request(
+        run.data.seq_len,
+        run.train.batch_size,
+        run.data.val_fraction,
+        int(request["sample_mb"] * 1e6) if request["sample_mb"] else None,
+        request["near_documents"],
+    )
+    source, tokenizer = open_text(run, cache)
+    test = None
+    if request["val"]:
+        mine = run.model_copy(update={"data": run.data.model_copy(update={"paths": request["val"], "source": None})})
+        test = stats.TestGrams(", ".join(request["val"]), open_source(mine, cache))
+    path = run.tokenizer.path or run.model.init_from or ""
+    found = stats.count_text(source, tokenizer, path, wanted, test)
+    name = hashlib.sha256(f"{source.fingerprint()} {tokenizer.fingerprint()} {wanted}".encode()).hexdigest()[:16]
+    out = Path(request["out"] or Path(request["runs_dir"]) / ".stats" / name)
+    figures.written(found, out)
+    as_json = json.dumps(figures.as_record(found), indent=1, ensure_ascii=False) + "\n"
+    report.result(as_json if request["json"] else figures.told(found))
+    report.note(f"made: {out}/stats.json, stats.txt and lengths.svg (open it in a browser)")
+    report.note("next: lamp train with the settings above; lamp data clean takes duplicates out")
+    return DONE
 
 
 def data_clean(_: RunDir, request: dict[str, Any]) -> int:

@@ -10,6 +10,7 @@ the share of 126 equal minima (standard error 0.036 at 0.8); a pair at 0.8 is fo
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -121,8 +122,7 @@ def _mixed(hashes: Hashes) -> Hashes:
 
 def signatures(texts: Sequence[str]) -> tuple[Signatures, np.ndarray[Any, np.dtype[np.bool_]]]:
     """uint32 [texts, SIGNATURE], and which of them have one (shorter ones have not enough words)."""
-    import rensa
-
+    rensa: Any = importlib.import_module("rensa")
     hashes, owners = word_grams([text[:MOST_BYTES] for text in texts])
     order = np.argsort(owners, kind="stable")
     counts = np.bincount(owners, minlength=len(texts))
@@ -134,7 +134,7 @@ def signatures(texts: Sequence[str]) -> tuple[Signatures, np.ndarray[Any, np.dty
 def missing() -> str:
     """Why there can be no signatures; '' where there can."""
     try:
-        import rensa  # noqa: F401
+        importlib.import_module("rensa")
     except ImportError as error:
         return f"the library rensa is missing ({error}): pip install 'lamplighter[data]'"
     return ""

@@ -9,10 +9,10 @@ sample comes in short stretches from everywhere. No random numbers: the same sou
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from lamplighter import report
-from lamplighter.data.division import watched
 from lamplighter.data.files import cut_all
 from lamplighter.data.sources import Source
 from lamplighter.errors import BadData
@@ -54,6 +54,18 @@ class Sample:
             return f"the first {size} of text (the source does not say how large it is)"
         where = "all of it" if self.share == 1.0 else f"the first {self.share:.1%} of the source"
         return f"{size} of {human_bytes(self.read_bytes)} of text, spread over {where}"
+
+
+def passing(source: Source, show: Callable[[int, str], None]) -> Iterator[str]:
+    """The texts of a source; what is being read is shown before each wait for one."""
+    texts = source.documents()
+    while True:
+        here = source.position()
+        show(here.bytes_done, here.item)
+        text = next(texts, None)
+        if text is None:
+            return
+        yield text
 
 
 class Quota:
@@ -99,7 +111,7 @@ def take(source: Source, sample_bytes: int = SAMPLE_BYTES, other_bytes: int = 0)
         def show(done: int, item: str) -> None:
             p.set(min(done, quota.end) if quota.end else quota.kept, item)
 
-        for text in watched(source, None, show):
+        for text in passing(source, show):
             if quota.is_over(before):
                 ended = False
                 break
