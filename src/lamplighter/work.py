@@ -391,7 +391,7 @@ def _checkpoint_table(run: RunDir, rows: list[dict[str, Any]]) -> str:
 def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
     """Documents, true tokens, lengths, padding, duplicates, advice."""
     from lamplighter.config import load_dump
-    from lamplighter.data import figures, stats
+    from lamplighter.data import figures, overlap, stats
 
     run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
     wanted = stats.Request(
@@ -405,7 +405,7 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
     test = None
     if request["val"]:
         mine = run.model_copy(update={"data": run.data.model_copy(update={"paths": request["val"], "source": None})})
-        test = stats.TestGrams(", ".join(request["val"]), open_source(mine, cache))
+        test = overlap.TestGrams(", ".join(request["val"]), open_source(mine, cache))
     path = run.tokenizer.path or run.model.init_from or ""
     found = stats.count_text(source, tokenizer, path, wanted, test)
     name = hashlib.sha256(f"{source.fingerprint()} {tokenizer.fingerprint()} {wanted}".encode()).hexdigest()[:16]

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lamplighter.data.histogram import draw, svg
+from lamplighter.data.overlap import GRAM_SHARE, GRAM_WORDS, Duplicates, Pair, Sides, TestSet
 from lamplighter.data.quality import Quality
-from lamplighter.data.stats import GRAM_SHARE, GRAM_WORDS, Duplicates, Found, Pair, Sides, Stats, TestSet
+from lamplighter.data.stats import Found, Stats
 from lamplighter.data.vocabulary import escaped
 from lamplighter.errors import CannotWrite
 from lamplighter.rundir import cannot_write, human_bytes, write_atomic
@@ -85,8 +86,7 @@ def _head(stats: Stats) -> list[str]:
     lines += [
         f"{_units(stats):<11} {counts.documents:,}",
         f"characters  {counts.characters:,}; {human_bytes(counts.bytes)} as UTF-8",
-        f"tokens      {counts.tokens:,}, {counts.bytes_per_token:.3f} bytes per token; with end-of-text"
-        f" {counts.tokens_with_ends:,}; {counts.used_tokens:,} different ones",
+        _tokens(stats),
         f"counted in  {stats.seconds:.1f} s: {stats.bytes_per_second / 1e6:.1f} MB/s over all,"
         f" {stats.tokens_per_second:,} tokens/s by the tokenizer alone",
     ]
@@ -96,6 +96,20 @@ def _head(stats: Stats) -> list[str]:
         why = ", ".join(f"{reason}: {count:,}" for reason, count in counts.set_aside_reasons.items())
         lines.append(f"set aside   {counts.set_aside_lines:,} lines that are not text or rows ({why})")
     return lines
+
+
+def _tokens(stats: Stats) -> str:
+    counts = stats.counts
+    if counts.learned_tokens is not None:
+        share = counts.learned_tokens / max(1, counts.tokens)
+        return (
+            f"tokens      {counts.tokens:,} with the template, {counts.learned_tokens:,} of them in answers ({share:.1%});"
+            f" {counts.bytes_per_token:.3f} bytes of text per token"
+        )
+    return (
+        f"tokens      {counts.tokens:,}, {counts.bytes_per_token:.3f} bytes per token; with end-of-text"
+        f" {counts.tokens_with_ends:,}; {counts.used_tokens:,} different ones"
+    )
 
 
 def _lengths(stats: Stats) -> list[str]:
@@ -149,7 +163,7 @@ def _duplicates(found: Duplicates, units: str) -> list[str]:
     ]
     if found.near is None:
         return [*lines, f"            near ones are not counted: {found.near_reason}"]
-    sample = "all" if found.near_share_of_documents >= 1 else f"a sample of {found.near_documents:,}"
+    sample = f"{'a sample of' if found.near_sampled else 'the'} {found.near_documents:,}"
     lines.append(
         f"            {found.near:,} more are near duplicates of an earlier one (MinHash of 5-word runs, 80 % alike), among"
         f" {sample} {units} of 5 words or more"
@@ -178,13 +192,13 @@ def _test_set(test: TestSet) -> list[str]:
         f"test set    {test.name}: {test.documents:,} documents",
         f"            {test.exact:,} stand in the training text as they are (by hash, case and white space apart)",
         *_pairs(test.exact_examples),
-        f"            {test.grams:,} have {GRAM_SHARE:.0%} or more of their {GRAM_WORDS}-word runs in it, {test.grams_any:,} have"
-        f" at least one; {test.grams_short:,} are too short for one",
+        f"            {test.grams:,} more have {GRAM_SHARE:.0%} or more of their {GRAM_WORDS}-word runs in it,"
+        f" {test.grams_any:,} more have at least one; {test.grams_short:,} are too short to have any",
         *_pairs(test.gram_examples),
     ]
     if test.near is not None:
         lines.append(
-            f"            {test.near:,} are near duplicates of one of {test.near_train:,} training documents looked at"
+            f"            {test.near:,} more are near duplicates of one of {test.near_train:,} training documents looked at"
         )
     return [*lines, *_pairs(test.near_examples)]
 

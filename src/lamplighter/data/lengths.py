@@ -73,7 +73,8 @@ def bars(lengths: Lengths, most: int = 24) -> list[Bar]:
         step = max(1, math.ceil((top - least + 1) / most))
         edges = [*range(least, top + 1, step), least + step * math.ceil((top - least + 1) / step)]
     else:
-        edges = [*dict.fromkeys(max(1, int(part * 2**n)) for n in range(64) for part in (1, 1.5) if 2**n <= 2 * top)]
+        parts = (1, 1.5) if math.log2(top / max(1, least)) < most / 2 - 1 else (1,)
+        edges = [*dict.fromkeys(max(1, int(part * 2**n)) for n in range(64) for part in parts if 2**n <= 2 * top)]
         begin = max(0, sum(edge <= least for edge in edges) - 1)
         end = next(n for n, edge in enumerate(edges) if edge > top)
         edges = edges[begin : end + 1]
