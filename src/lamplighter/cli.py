@@ -88,8 +88,11 @@ started without us.
     "generate": """\
 usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]
                      [--top-p P] [--seed S] [--checkpoint best|latest|checkpoint-N] [--interactive] [--runs-dir DIR]
+                     [--system TEXT] [--raw]
 
-Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
+A model that was trained on instruction rows is asked by its own chat template and gives the answer alone; --system puts
+a system message before the question, --raw leaves the template out. With --interactive it remembers the conversation; an
+empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
 """,
     "data": """\
 usage: lamp data stats   [run.yaml] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]
@@ -588,6 +591,8 @@ def _generate_flags(
     seed: int = 1,
     checkpoint: str = "latest",
     interactive: bool = False,
+    raw: bool = False,
+    system: str = "",
     threads: int | None = None,
     runs_dir: Path = Path("runs"),
 ) -> None:
@@ -598,10 +603,14 @@ def generate(words: list[str]) -> int:
     """Text from a run's checkpoint or from any model folder."""
     from inspect import signature
 
+    from lamplighter.errors import UsageError
     from lamplighter.watch.follow import session
 
     given = _parse("generate", _generate_flags, words)
-    _require_utf8("the prompt", given.get("prompt", ""))
+    try:
+        (given.get("prompt", "") + given.get("system", "")).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the prompt is not valid UTF-8", str(error), "give it in UTF-8") from error
     defaults = {name: p.default for name, p in signature(_generate_flags).parameters.items()}
     flags = {**defaults, **given}
     runs_dir = flags.pop("runs_dir")
@@ -746,6 +755,7 @@ def _tokenizer_show_flags(
 def tokenizer_show(words: list[str]) -> int:
     """What a tokenizer is, and what it does with text."""
     from lamplighter.config import dump, parse_overrides, resolve
+    from lamplighter.errors import UsageError
     from lamplighter.watch.follow import session
 
     rest, overrides = parse_overrides(words)
@@ -757,21 +767,13 @@ def tokenizer_show(words: list[str]) -> int:
     runs_dir = flags.get("runs_dir", Path("runs"))
     named = Path(flags["target"])
     path = named if named.exists() or not (runs_dir / named).is_dir() else runs_dir / named
-    text = flags.get("text")
-    if text is not None:
-        _require_utf8("--text", text)
-    request = {"path": str(path), "text": text, "json": flags.get("json", False),
+    try:
+        (flags.get("text") or "").encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("--text is not valid UTF-8", str(error), "give it in UTF-8") from error
+    request = {"path": str(path), "text": flags.get("text"), "json": flags.get("json", False),
                "sample_mb": flags.get("sample_mb", 50.0), **lists}  # fmt: skip
     return session("tokenizer-show", request, config=dump(resolved))
-
-
-def _require_utf8(what: str, text: str) -> None:
-    from lamplighter.errors import UsageError
-
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{what} is not valid UTF-8", str(error), "give it in UTF-8") from error
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {

@@ -37,7 +37,10 @@ from lamplighter.rundir import (
 
 if TYPE_CHECKING:
     from lamplighter.config import Run
+    from lamplighter.data.examples import Examples
+    from lamplighter.data.feed import Feed
     from lamplighter.data.sources import Source
+    from lamplighter.data.template import ChatTemplate
     from lamplighter.data.tokenizer import Tokenizer
     from lamplighter.data.tokens import Tokens
     from lamplighter.model.build import Built
@@ -121,7 +124,8 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
 
     cache = folder.path.parent / CACHE_NAME
     source, tokenizer = open_text(run, cache)
-    tokens = _open_tokens(run, cache, source, tokenizer)
+    chat = choose_template(run, source, tokenizer)
+    tokens = _open_tokens(run, cache, source, tokenizer) if chat is None else open_rows(run, cache, source, chat)
     with report.phase("model"):
         found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
         where = machine.detect(run.train, _facts_of(found))
@@ -131,13 +135,16 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
         tokens.check_ids(built.vocab_size)
         built.model.to(where.device)
         optimizer = optim.make_optimizer(built.model, run.train)
-    steps = _count_steps(run, tokens)
+    feed = _feed(run, tokens, tokenizer, built)
+    steps = _count_steps(run, feed)
     facts = {"machine": where.facts(), "cache": tokens.folder.name, "seed": run.train.seed, "steps": steps}
+    if feed.fingerprint:
+        facts["packing"] = feed.fingerprint
     facts["compiled"] = run.train.compile and not request.get("eager")
     if run.train.compile and request.get("eager"):
         report.note("running uncompiled, because compiling did not work out in an earlier attempt")
     schedule = optim.schedule(run.train, steps)
-    parts = Parts(run, folder, where, built, optimizer, schedule, tokens, tokenizer, steps, facts)
+    parts = Parts(run, folder, where, built, optimizer, schedule, tokens, feed, tokenizer, steps, facts, chat=chat)
     with report.phase("plan"):
         _plan(parts, request)
     guard.explain_schedule(schedule)
@@ -160,18 +167,22 @@ def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
 def open_source(run: Run, cache: Path) -> Source:
     """The source of documents that the configuration asks for."""
     from lamplighter.data import sources
+    from lamplighter.data.instructions import find_rows
 
     data = run.data
     with report.phase("data"):
         cache.mkdir(parents=True, exist_ok=True)
-        if not data.paths and data.source is None:
+        rows = find_rows(data.paths, data.format, data.text_key, data.bad_text, data.max_documents)
+        if rows is not None:
+            source: Source = rows
+        elif not data.paths and data.source is None:
             report.note(f"no data given: the embedded corpus, {data.embedded_documents:,} letters and diary entries")
-            source: Source = sources.EmbeddedCorpus(0, data.embedded_documents)
+            source = sources.EmbeddedCorpus(0, data.embedded_documents)
         else:
             source = sources.open_source(
                 data.paths, data.source, data.separator, data.text_key, cache / "file_hashes.json", data.bad_text
             )
-        if data.max_documents is not None:
+        if rows is None and data.max_documents is not None:
             source = sources.First(source, data.max_documents)
     return source
 
@@ -211,6 +222,55 @@ def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) ->
     return found
 
 
+def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of a run on instruction rows; None where it learns from text."""
+    from lamplighter.data import chat
+    from lamplighter.data.instructions import RowSource
+    from lamplighter.data.template import choose
+
+    if not isinstance(source, RowSource):
+        if run.data.packing in ("packed", "grouped"):
+            raise BadConfig(
+                f"data.packing is {run.data.packing}, and the data is text",
+                "text is cut into windows without any padding; packing is for instruction rows",
+                "--data.packing auto",
+            )
+        return None
+    with report.phase("template"):
+        if run.model.init_from is not None:
+            chat.check_folder(Path(run.model.init_from))
+        found = choose(run.data.template, tokenizer)
+        chat.announce(found, run.model.init_from)
+    return found
+
+
+def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Examples:
+    """The examples of a run on instruction rows, made if need be and kept in the cache."""
+    from lamplighter.data import examples
+    from lamplighter.data.instructions import RowSource
+
+    assert isinstance(source, RowSource)
+    with report.phase("cache"):
+        folder = examples.ensure(cache, source, chat, run.data.val_fraction, run.data.cache)
+        found = examples.open_examples(folder)
+        found.tell()
+        found.check_ends(chat.stop_id, chat.stop)
+    return found
+
+
+def _feed(run: Run, tokens: Tokens | Examples, tokenizer: Tokenizer, built: Built) -> Feed:
+    """Where the loop's batches come from."""
+    from lamplighter.data.arrange import arrange
+    from lamplighter.data.examples import Examples
+    from lamplighter.data.feed import text_feed
+
+    seq_len, train, pad = run.data.seq_len, run.train, tokenizer.end_of_text
+    if not isinstance(tokens, Examples):
+        return text_feed(tokens.train, tokens.val, train.seed, train.batch_size, seq_len, pad)
+    with report.phase("packing"):
+        return arrange(tokens, run.data, train.seed, train.batch_size, pad, built.takes_segments)
+
+
 def _build_model(run: Run, tokenizer: Tokenizer) -> Built:
     from lamplighter.model.build import build
 
@@ -222,15 +282,14 @@ def _facts_of(found: Path | None) -> dict[str, Any]:
     return dict(state.get("machine", {})) if isinstance(state, dict) else {}
 
 
-def _count_steps(run: Run, tokens: Tokens) -> int:
+def _count_steps(run: Run, feed: Feed) -> int:
     """train.steps, or the epochs in optimizer steps."""
     if run.train.steps is not None:
         return run.train.steps
     assert run.train.epochs is not None
-    windows = math.ceil((len(tokens.train) - 1) / run.data.seq_len)
-    steps = max(1, math.ceil(run.train.epochs * windows / run.train.batch_size))
+    steps = feed.steps_for(run.train.epochs)
     report.note(
-        f"{run.train.epochs:g} epochs of {windows:,} windows in batches of {run.train.batch_size}: {steps:,} steps"
+        f"{run.train.epochs:g} epochs of {feed.samples:,} {feed.noun} in batches of {run.train.batch_size}: {steps:,} steps"
     )
     return steps
 
@@ -239,24 +298,29 @@ def _plan(parts: Parts, request: dict[str, Any]) -> None:
     """Parameters, epochs, expected time, disk; what cannot succeed is refused here."""
     from lamplighter.train import checkpoint, guard
 
-    run, built, steps = parts.run, parts.built, parts.steps
+    run, built, steps, feed = parts.run, parts.built, parts.steps, parts.feed
     micro = run.train.micro_batch or run.train.batch_size
     report.note(
         f"{built.parameters:,} parameters ({run.model.family if not run.model.init_from else run.model.init_from})"
     )
     accumulation = math.ceil(run.train.batch_size / micro)
-    report.note(f"batch {run.train.batch_size} = {accumulation} x micro-batch {micro}, {run.data.seq_len} tokens each")
-    step_tokens = run.train.batch_size * run.data.seq_len
-    epochs = steps * step_tokens / max(1, len(parts.tokens.train))
+    step_tokens = round(feed.positions_per_step)
+    each = (
+        f"{run.data.seq_len} tokens"
+        if feed.noun == "windows"
+        else f"{step_tokens / run.train.batch_size:.0f} on average"
+    )
+    report.note(f"batch {run.train.batch_size} = {accumulation} x micro-batch {micro}, {each} each")
+    epochs = feed.epochs(steps)
     flops = built.flops_per_token(run.data.seq_len) * step_tokens * steps
     expected_s = flops / (0.4 * parts.machine.peak_flops)
     report.note(
         f"{steps:,} steps of {step_tokens:,} tokens = {epochs:.1f} epochs; about {_hours(expected_s)} at 40 % of the peak"
     )
-    windows = math.ceil((len(parts.tokens.train) - 1) / run.data.seq_len)
-    padding = 1 - (len(parts.tokens.train) - 1) / (windows * run.data.seq_len)
-    if padding > 0.2:
-        report.warn(f"{padding:.0%} of each pass is padding: data.seq_len {run.data.seq_len} is longer than the data")
+    if feed.padding > 0.2 and parts.chat is None:
+        report.warn(
+            f"{feed.padding:.0%} of each pass is padding: data.seq_len {run.data.seq_len} is longer than the data"
+        )
     guard.refuse_long_runs(run, request.get("preset"), expected_s, steps, bool(request.get("force")))
     size = 3 * 4 * built.parameters
     room, wanted = free_bytes(parts.folder.path), size * (run.save.keep + 2)
@@ -289,6 +353,10 @@ def _resume(parts: Parts, found: Path) -> None:
             f"token cache then {facts['cache']}, now {parts.tokens.folder.name}",
             "put the old data back, or begin anew with --resume never",
         )
+    if facts.get("packing") != parts.facts.get("packing"):
+        why = f"packing then {facts.get('packing')}, now {parts.facts.get('packing')}"
+        advice = "another version of numpy? use that of then, or begin anew with --resume never"
+        raise BadConfig(f"examples are packed otherwise than in {found.name}", why, advice)
     load_weights(parts.model, found)
     optim.load_state(parts.model, parts.optimizer, tensors)
     best = checkpoint.best_of(parts.folder.checkpoints)
@@ -318,8 +386,10 @@ def _resume(parts: Parts, found: Path) -> None:
 def _floor(parts: Parts) -> Floor | None:
     """The embedded corpus knows its own probability: the loss that no model can beat on these very documents."""
     from lamplighter.data import corpus
+    from lamplighter.data.tokens import Tokens
     from lamplighter.train.score import Floor
 
+    assert isinstance(parts.tokens, Tokens)
     split = parts.tokens.val
     starts = [*split.document_starts().tolist(), len(split)]
     nats = [
@@ -390,9 +460,10 @@ def _checkpoint_table(run: RunDir, rows: list[dict[str, Any]]) -> str:
 
 def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
     """Documents, true tokens, lengths, padding, duplicates, advice."""
-    from lamplighter.config import load_dump
-    from lamplighter.data import figures, overlap, stats
-
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+        from lamplighter.data import exchanges, figures, overlap, stats
+        from lamplighter.data.instructions import RowSource
     run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
     wanted = stats.Request(
         run.data.seq_len,
@@ -407,7 +478,11 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
         mine = run.model_copy(update={"data": run.data.model_copy(update={"paths": request["val"], "source": None})})
         test = overlap.TestGrams(", ".join(request["val"]), open_source(mine, cache))
     path = run.tokenizer.path or run.model.init_from or ""
-    found = stats.count_text(source, tokenizer, path, wanted, test)
+    template = choose_template(run, source, tokenizer)
+    if template is not None and isinstance(source, RowSource):
+        found = exchanges.count_rows(source, template, path, wanted, test)
+    else:
+        found = stats.count_text(source, tokenizer, path, wanted, test)
     name = hashlib.sha256(f"{source.fingerprint()} {tokenizer.fingerprint()} {wanted}".encode()).hexdigest()[:16]
     out = Path(request["out"] or Path(request["runs_dir"]) / ".stats" / name)
     figures.written(found, out)
@@ -428,9 +503,9 @@ def data_prepare(folder: RunDir, request: dict[str, Any]) -> int:
 
 def tokenizer_train(folder: RunDir, request: dict[str, Any]) -> int:
     """A tokenizer from any source, checked by a round trip."""
-    from lamplighter.config import load_dump
-    from lamplighter.data import vocabulary
-
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+        from lamplighter.data import vocabulary
     run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
     size = 257 + len(request["special"]) if run.tokenizer.kind == "bytes" else run.tokenizer.vocab_size
     wish = vocabulary.Wish(
@@ -448,9 +523,9 @@ def tokenizer_train(folder: RunDir, request: dict[str, Any]) -> int:
 
 def tokenizer_show(folder: RunDir, request: dict[str, Any]) -> int:
     """What a tokenizer is, and what it makes of text."""
-    from lamplighter.config import load_dump
-    from lamplighter.data import portrait
-
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+        from lamplighter.data import portrait
     run = load_dump(folder.config)
     given = bool(run.data.paths or run.data.source)
     source = open_source(run, folder.path / CACHE_NAME) if given else None

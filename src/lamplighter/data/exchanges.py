@@ -13,7 +13,7 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data import examples, likeness, rows
-from lamplighter.data.examples import RowSource
+from lamplighter.data.instructions import RowSource
 from lamplighter.data.overlap import Sides, TestGrams, compare_test, find_duplicates, no_near, pair_of
 from lamplighter.data.quality import Inspector, Row
 from lamplighter.data.rows import Message, NotAnExample
@@ -41,8 +41,9 @@ def count_rows(source: RowSource, template: ChatTemplate, path: str, request: Re
     if not len(tally.places):
         raise BadData(f"no example in {source}", "no row has a question and an answer", "check data.paths")
     inspector.set_aside(len(counter.aside), counter.aside)
-    name = f"{template.name}"
-    about = About(str(source), "chat", name, str(template.tokenizer), path, sampled, time.monotonic() - started)
+    about = About(
+        str(source), "chat", template.name, str(template.tokenizer), path, sampled, time.monotonic() - started
+    )
     duplicates = find_duplicates(tally, reason)
     sides = _compare_sides(counter, request.val_fraction, reason)
     compared = compare_test(tally, test, reason) if test else None
@@ -112,30 +113,28 @@ class _Counter:
 
     def flush(self, seq_len: int) -> None:
         """Render, encode and look at what waits."""
-        whole: list[tuple[list[Message], str, list[Message]]] = []
+        whole: list[tuple[list[Message], str]] = []
         for messages, place in self._waiting:
             try:
-                whole.append((rows.complete(messages), place, messages))
+                whole.append((rows.complete(messages), place))
             except NotAnExample as error:
-                prompt, answer = _exchange(messages)
-                if not self.inspector.look(Row(place, prompt, answer)):
+                if not self.inspector.look(Row(place, *_exchange(messages))):
                     self.aside[place] = str(error)
         self._waiting = []
         started = time.monotonic()
-        made = self.template.encode([messages for messages, _, _ in whole])
+        bare = [[examples._without_end(one, self.template) for one in messages] for messages, _ in whole]
+        made = self.template.encode(bare)
         self.tally.encode_s += time.monotonic() - started
-        for (messages, place, _), one in zip(whole, made, strict=True):
+        for (messages, place), cleaned, one in zip(whole, bare, made, strict=True):
             if isinstance(one, Refused):
                 self.aside[place] = str(one)
                 continue
-            prompt, answer = _exchange(messages)
-            self.inspector.look(Row(place, prompt, answer), len(one.ids) > seq_len)
-            item, _, line = place.rpartition(":")
+            self.inspector.look(Row(place, *_exchange(cleaned)), len(one.ids) > seq_len)
             text = "\n".join(message["content"] for message in messages)
-            self.tally.add_counted(text, item, int(line) if line.isdecimal() else 0, len(one.ids))
+            self.tally.add_counted(text, place, 0, len(one.ids))
             self.tally.used[one.ids] = True
             self.tally.learned = (self.tally.learned or 0) + int(one.learned.sum())
-            self.hashes.append(examples._hash(messages))
+            self.hashes.append(examples._hash(cleaned))
 
 
 def _exchange(messages: Sequence[Message]) -> tuple[str, str]:

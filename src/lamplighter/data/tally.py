@@ -7,6 +7,7 @@ Out: a Tally, filled: 24 bytes a document (length, hash, line) and a bounded sam
 from __future__ import annotations
 
 import heapq
+import re
 import time
 from array import array
 from bisect import bisect_right
@@ -27,6 +28,7 @@ from lamplighter.rundir import human_bytes
 
 SHOWN = 5
 HEAD_CHARS = 80
+_WITH_LINE = re.compile(r"(.+):(\d+)")
 HEADS = 50_000  # documents whose first words are kept, to show
 
 
@@ -54,6 +56,8 @@ class Places:
 
     def add(self, item: str, line: int = 0) -> None:
         name = item.partition(" of ")[2] if item.startswith("document ") else item
+        if not line and (found := _WITH_LINE.fullmatch(name)):
+            name, line = found[1], int(found[2])
         if not self._names or self._names[-1] != name:
             self._names.append(name)
             self._begins.append(len(self._lines))

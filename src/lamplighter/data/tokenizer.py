@@ -208,7 +208,14 @@ class Tokenizer:
 # ---------------------------------------------------------------- reading a tokenizer
 
 
-FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+FILE_NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 
 
 def load(path: Path) -> Tokenizer:

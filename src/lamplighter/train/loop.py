@@ -12,13 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lamplighter import report
 from lamplighter.config import Run
-from lamplighter.data.batches import Batch, BatchStream, count_windows
+from lamplighter.data import chat
+from lamplighter.data.batches import Batch, BatchStream
+from lamplighter.data.examples import Examples
+from lamplighter.data.feed import Feed
+from lamplighter.data.template import ChatTemplate
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.tokens import Tokens
 from lamplighter.errors import STOPPED_EARLY, CannotWrite, Diverged, LampError, StoppedEarly
@@ -48,17 +53,25 @@ class Parts:
     built: Built
     optimizer: torch.optim.Optimizer
     schedule: optim.Schedule
-    tokens: Tokens
+    tokens: Tokens | Examples
+    feed: Feed
     tokenizer: Tokenizer
     steps: int
     facts: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
     compiled: Compiled | None = None
     floor: score.Floor | None = None
+    chat: ChatTemplate | None = None
 
     @property
     def model(self) -> torch.nn.Module:
         return self.built.model
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """The tokenizer's files; of a chat model also its template and where to stop."""
+        self.tokenizer.save(folder)
+        if self.chat is not None:
+            chat.keep(self.chat, folder)
 
 
 @dataclass(frozen=True)
@@ -115,7 +128,7 @@ class Keeper:
                 tensors,
                 optim.state_tensors(parts.model, parts.optimizer),
                 parts.built.config,
-                parts.tokenizer.save,
+                parts.save_tokenizer,
                 parts.facts,
             )
             checkpoint.save(parts.folder.checkpoints, parts.progress, contents, parts.run.save.keep, self.protect)
@@ -157,15 +170,7 @@ def training(parts: Parts) -> Iterator[Iterator[Record]]:
     keeper = Keeper(parts)
     report.number(steps=parts.steps, step=parts.progress.step, durable_step=keeper.durable)
     report.when_asked(stop=keeper.stop, save=keeper.save_for_others)
-    data, train = parts.run.data, parts.run.train
-    stream = BatchStream(
-        parts.tokens.train,
-        train.seed,
-        train.batch_size,
-        data.seq_len,
-        parts.tokenizer.end_of_text,
-        parts.progress.step + 1,
-    )
+    stream = BatchStream(parts.feed.make, parts.progress.step + 1)
     parts.model.train()
     good = True
     try:
@@ -253,7 +258,7 @@ def _micro_loss(parts: Parts, batch: Batch, rows: slice) -> torch.Tensor:
     ids = torch.from_numpy(batch.inputs[rows]).to(device, non_blocking=True)
     targets = torch.from_numpy(batch.targets[rows]).to(device, non_blocking=True)
     with parts.machine.precision():
-        logits = parts.model(ids)
+        logits = score.look(parts.model, ids, batch.segments, rows)
     loss: torch.Tensor = next_token_loss(logits, targets) / batch.real_tokens
     return loss
 
@@ -283,15 +288,15 @@ def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited
         keeper.in_step = True
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
-        tokens = parts.progress.tokens + batch.real_tokens
+        tokens = parts.progress.tokens + batch.filled
         parts.progress = replace(parts.progress, step=step, tokens=tokens, loss=loss)
         keeper.in_step = False
     seconds = waited_s + time.perf_counter() - started
-    _tell(parts, batch, Record(step, loss, grad_norm, lr, seconds, batch.real_tokens), waited_s)
+    _tell(parts, batch, Record(step, loss, grad_norm, lr, seconds, batch.filled), waited_s)
     for verdict in (trend.look(step, loss), parts.compiled and parts.compiled.look(step)):
         if verdict:
             report.verdict(verdict)
-    return Record(step, loss, grad_norm, lr, seconds, batch.real_tokens)
+    return Record(step, loss, grad_norm, lr, seconds, batch.filled)
 
 
 def _nonfinite(
@@ -317,9 +322,9 @@ def _nonfinite(
         )
     )
     with keeper.lock:
-        tokens, skipped = parts.progress.tokens + batch.real_tokens, (*recent, batch.step)
+        tokens, skipped = parts.progress.tokens + batch.filled, (*recent, batch.step)
         parts.progress = replace(parts.progress, step=batch.step, tokens=tokens, skipped=skipped)
-    return Record(batch.step, loss, grad_norm, lr, seconds, batch.real_tokens)
+    return Record(batch.step, loss, grad_norm, lr, seconds, batch.filled)
 
 
 def _turn_back(parts: Parts, keeper: Keeper, first_bad: int, last_bad: int, verdict: report.Verdict) -> None:
@@ -347,9 +352,9 @@ def _pass_over(parts: Parts, keeper: Keeper, batch: Batch, waited_s: float) -> R
     """A step whose batch made trouble before the roll-back: it counts, and nothing is learned from it."""
     report.metric(batch.step, {"train/loss": math.nan, "train/iter": batch.step, "train/passed_over": 1})
     with keeper.lock:
-        tokens = parts.progress.tokens + batch.real_tokens
+        tokens = parts.progress.tokens + batch.filled
         parts.progress = replace(parts.progress, step=batch.step, tokens=tokens)
-    return Record(batch.step, math.nan, math.nan, 0.0, waited_s, batch.real_tokens)
+    return Record(batch.step, math.nan, math.nan, 0.0, waited_s, batch.filled)
 
 
 @torch.no_grad()
@@ -391,7 +396,7 @@ def _tell(parts: Parts, batch: Batch, record: Record, waited_s: float) -> None:
         "train/mfu": tokens_per_s * flops / parts.machine.peak_flops,
         "train/tokens": parts.progress.tokens,
         "train/epoch": batch.epoch,
-        "train/pad_frac": 1 - batch.real_tokens / batch.targets.size,
+        "train/pad_frac": 1 - batch.filled / batch.targets.size,
         "train/data_wait_ms": waited_s * 1000,
     }
     budget = parts.run.budget
@@ -406,13 +411,13 @@ def _tell(parts: Parts, batch: Batch, record: Record, waited_s: float) -> None:
 
 def _declare_epoch(parts: Parts, batch: Batch) -> None:
     """The end of the data is an epoch, and is said (the first few times): nothing is ever made up to fill a batch."""
-    windows = count_windows(len(parts.tokens.train), parts.run.data.seq_len)
-    done, before = (batch.step * len(batch.inputs)) // windows, ((batch.step - 1) * len(batch.inputs)) // windows
+    feed = parts.feed
+    done, before = int(feed.epochs(batch.step)), int(feed.epochs(batch.step - 1))
     if done > before:
         report.event("epoch", step=batch.step, epochs=done)
         if before < EPOCHS_SAID:
             report.note(
-                f"epoch {done} is done at step {batch.step}: every one of the {windows:,} windows was seen {done} time(s)"
+                f"epoch {done} is done at step {batch.step}: every one of the {feed.samples:,} {feed.noun} was seen {done} time(s)"
             )
 
 
@@ -442,7 +447,7 @@ def _after(parts: Parts, keeper: Keeper, record: Record) -> bool:
 
 def _look_at_model(parts: Parts, keeper: Keeper, step: int) -> None:
     section, last = parts.run.eval, step == parts.steps
-    if len(parts.tokens.val) > 1 and (last or (section.every_steps and step % section.every_steps == 0)):
+    if parts.feed.held.samples and (last or (section.every_steps and step % section.every_steps == 0)):
         _score(parts, keeper, step)
     if section.sample_every_steps and (last or step % section.sample_every_steps == 0):
         show_sample(parts, step)
@@ -459,11 +464,10 @@ def _catch_up(parts: Parts, keeper: Keeper) -> None:
 
 
 def _score(parts: Parts, keeper: Keeper, step: int) -> None:
-    data, train, section = parts.run.data, parts.run.train, parts.run.eval
+    train, section = parts.run.train, parts.run.eval
     size = train.micro_batch or train.batch_size
-    eot, split = parts.tokenizer.end_of_text, parts.tokens.val
-    found = score.validate(parts.model, split, parts.machine, data.seq_len, size, eot, section.windows)
-    bpb = found.bits_per_byte(len(split) - 1)
+    found = score.validate(parts.model, parts.feed, parts.machine, size, section.windows)
+    bpb = found.bits_per_byte(parts.feed.held.targets)
     values = {"eval/val_loss": found.loss, "eval/val_ppl": found.perplexity, "eval/val_bpb": bpb, "eval/iter": step}
     if parts.progress.loss is not None:
         values["eval/train_loss"] = parts.progress.loss
@@ -481,14 +485,28 @@ def _score(parts: Parts, keeper: Keeper, step: int) -> None:
 def show_sample(parts: Parts, step: int) -> None:
     """A few words from the model, for people."""
     section, tokenizer = parts.run.eval, parts.tokenizer
-    end = tokenizer.end_of_text
+    end = tokenizer.end_of_text if parts.chat is None else parts.chat.stop_id
     made: list[int] = []
     with report.phase("sample", total=section.sample_tokens, unit="tokens") as phase:
-        ids = [end, *tokenizer.encode(section.sample_prompt).tolist()]
+        ids, shown = _sample_prompt(parts)
         choice = {"max_tokens": section.sample_tokens, "seed": step, "stop_id": end, "window": parts.built.positions}
         for (token,) in sample_stream(parts.model, ids, temperature=SAMPLE_TEMPERATURE, **choice):
             phase.tick()
             if token is None or token == end:
                 break
             made.append(token)
-    report.event("sample", step=step, text=tokenizer.decode([*ids[1:], *made]))
+    report.event("sample", step=step, text=tokenizer.decode([*shown, *made]))
+
+
+def _sample_prompt(parts: Parts) -> tuple[list[int], list[int]]:
+    """What a sample begins with, and what of it is shown: of a chat model a question that was held back."""
+    prompt, end = parts.run.eval.sample_prompt, parts.tokenizer.end_of_text
+    if parts.chat is None or not isinstance(parts.tokens, Examples):
+        ids = [end, *parts.tokenizer.encode(prompt).tolist()]
+        return ids, ids[1:]
+    if prompt:
+        ids = parts.chat.prompt_ids([{"role": "user", "content": prompt}])
+    else:
+        side = parts.tokens.val if parts.tokens.val.examples else parts.tokens.train
+        ids = side.ids(0)[: int(side.first_answer[0])].tolist()
+    return ids, ids

@@ -1,0 +1,331 @@
+"""Instruction data on disk: rows become examples (ids, and which of them are learned), built once, read by mapped memory.
+
+In:  files of instruction rows, a tokenizer, a chat template, settings.
+Out: Examples with a train and a val side. Equal examples are kept once, so they are never on both sides.
+
+The cache is `<cache>/examples-<fingerprint>/`: examples.bin holds every token as 32 bits, the highest one set where the
+token is learned; index.npy one row of numbers per example; examples.json says what it was made of. It is written under
+temporary names and named at the end: a killed build leaves nothing that could be taken for a cache, and is done anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import time
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lamplighter import report
+from lamplighter.data.files import digest
+from lamplighter.data.instructions import RowSource, SetAside
+from lamplighter.data.rows import Message
+from lamplighter.data.template import ChatTemplate, Refused
+from lamplighter.data.tokens import _locked
+from lamplighter.errors import BadConfig, BadData, InputMissing
+from lamplighter.rundir import cannot_write, hash_file, human_bytes, read_json, read_record, write_atomic, write_json
+
+FORMAT = 1
+PARTS = ("tokenizer", "template", "settings", "sources")
+LEARNED = np.uint32(1 << 31)
+FIELDS = ("begin", "length", "first_answer", "learned", "text_bytes", "answer_bytes", "is_val")
+CHUNK = 256  # rows that are rendered and encoded together
+Mode = Literal["auto", "require", "rebuild"]
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Uint32s = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+# ---------------------------------------------------------------- which cache, and is it there
+
+
+def ensure(
+    cache_root: Path,
+    source: RowSource,
+    template: ChatTemplate,
+    val_fraction: float,
+    mode: Mode = "auto",
+) -> Path:
+    """The folder of the finished cache: reused, built or rebuilt, and said which and why."""
+    settings, tokenizer = {"val_fraction": val_fraction}, template.tokenizer
+    parts: dict[str, dict[str, Any]] = {
+        "tokenizer": {"fingerprint": tokenizer.fingerprint(), "content": str(tokenizer).split(", by ")[0]},
+        "template": {"fingerprint": template.fingerprint(), "content": template.name},
+        "settings": {"fingerprint": digest([settings, FORMAT]), "content": settings},
+        "sources": {"fingerprint": source.fingerprint(), "content": str(source)},
+    }
+    folder = cache_root / f"examples-{digest([parts[name]['fingerprint'] for name in PARTS])[:20]}"
+    fault = _fault(folder)
+    if fault is None and mode != "rebuild":
+        report.note(f"examples reused: {folder} (tokenizer, template, settings and rows are unchanged)")
+        return folder
+    why = fault if (folder / "examples.json").exists() else _near(cache_root, parts) or "the first for these rows"
+    if mode == "require":
+        raise InputMissing(f"no cache of examples at {folder}", str(why), "build it: --data.cache auto")
+    with _locked(folder) as waited:
+        if waited and _fault(folder) is None:
+            report.note(f"examples reused: {folder} (another process has built them)")
+            return folder
+        if (folder / "examples.json").exists() and mode == "auto":
+            advice = "nothing to do; if it happens again, look at the disk"
+            report.verdict(
+                report.Verdict("broken", "shard_truncated", f"examples built anew: {why}", advice, "rebuild")
+            )
+        else:
+            report.note(f"examples built: {folder} ({'asked for by data.cache rebuild' if mode == 'rebuild' else why})")
+        for name in ("examples.json", "examples.bin", "index.npy"):
+            (folder / name).unlink(missing_ok=True)
+        try:
+            _build(folder, source, template, val_fraction, parts)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+    return folder
+
+
+def _fault(folder: Path) -> str | None:
+    manifest = read_record(folder / "examples.json")
+    if manifest.get("format") != FORMAT:
+        return "it is not there" if not (folder / "examples.json").exists() else "its manifest cannot be read"
+    for name, entry in manifest["files"].items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != entry["bytes"]:
+            return f"{folder / name} has {size if size is not None else 'no'} bytes, expected {entry['bytes']:,}"
+    return None
+
+
+def _near(cache_root: Path, parts: dict[str, Any]) -> str:
+    """Which parts differ from the nearest finished cache, in words."""
+    best: tuple[int, str] = (0, "")
+    for path in sorted(cache_root.glob("examples-*/examples.json"), key=lambda path: path.stat().st_mtime):
+        other = read_record(path).get("parts", {})
+        changed = [n for n in PARTS if other.get(n, {}).get("fingerprint") != parts[n]["fingerprint"]]
+        words = " and ".join(
+            f"{n} changed ({other[n]['content']} -> {parts[n]['content']})" for n in changed if n in other
+        )
+        best = max(best, (len(PARTS) - len(changed), f"{words} since {path.parent.name}"), key=lambda item: item[0])
+    return best[1]
+
+
+# ---------------------------------------------------------------- building
+
+
+@dataclass
+class _Numbers:
+    """What is counted while examples are made."""
+
+    index: list[tuple[int, ...]] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    tokens: int = 0
+    rows: int = 0
+    ends_taken: int = 0
+    ends_left_off: int = 0
+    borders_kept: int = 0
+
+
+def _build(folder: Path, source: RowSource, template: ChatTemplate, val_fraction: float, parts: dict[str, Any]) -> None:
+    began = time.monotonic()
+    aside, numbers, seen = SetAside(source.policy), _Numbers(), set[int]()
+    writing = folder / "examples.bin.writing"
+    total = source.total_bytes()
+    stream = source.conversations(aside, template.between)
+    with report.phase("make examples", total=total, unit="B") as p, open(writing, "wb") as out:
+        while True:
+            here = source.position()
+            p.set(here.bytes_done, here.item)
+            chunk = list(islice(stream, CHUNK))
+            if not chunk:
+                break
+            p.set(source.position().bytes_done, f"{numbers.rows + len(chunk):,} rows, at {chunk[-1][1]}")
+            _add(chunk, template, aside, numbers, seen, out)
+            progress = {"bytes": source.position().bytes_done, "texts": numbers.rows, "item": chunk[-1][1]}
+            write_json(folder / "progress.json", {**progress, "total_bytes": total}, durable=False)
+        p.set(total)
+    if not numbers.index:
+        raise BadData(f"no example in {source}", _reasons(aside) or "it has no rows", "check data.paths")
+    sides = _sides(numbers.hashes, val_fraction, source)
+    index = np.array([(*row, side) for row, side in zip(numbers.index, sides, strict=True)], np.int64)
+    stored = io.BytesIO()
+    np.save(stored, index)
+    write_atomic(folder / "index.npy", stored.getvalue())
+    writing.replace(folder / "examples.bin")
+    made = ("examples.bin", "index.npy")
+    manifest = {
+        "format": FORMAT,
+        "parts": parts,
+        "files": {n: {"bytes": (folder / n).stat().st_size, "sha256": hash_file(folder / n)} for n in made},
+        "examples": len(index),
+        "rows": numbers.rows + aside.counts.total(),
+        "set_aside": [[reason, count, aside.first[reason]] for reason, count in aside.counts.most_common()],
+        "ends_taken": numbers.ends_taken,
+        "borders_kept": numbers.borders_kept,
+        "seconds": round(time.monotonic() - began, 3),
+    }
+    write_json(folder / "examples.json", manifest)
+    (folder / "progress.json").unlink(missing_ok=True)
+
+
+def _add(
+    chunk: list[tuple[list[Message], str]],
+    template: ChatTemplate,
+    aside: SetAside,
+    numbers: _Numbers,
+    seen: set[int],
+    out: Any,
+) -> None:
+    """Render, encode and store some conversations; each of several equal ones once."""
+    fresh: list[tuple[list[Message], str]] = []
+    for messages, place in chunk:
+        numbers.rows += 1
+        cleaned = [_without_end(message, template) for message in messages]
+        numbers.ends_taken += any(a is not b for a, b in zip(cleaned, messages, strict=True))
+        mark = _hash(cleaned)
+        if not all(message["content"].strip() for message in cleaned):
+            numbers.rows -= 1
+            aside.met(place, "its answer is empty")
+        elif mark in seen:
+            numbers.rows -= 1
+            aside.met(place, "it is the same as an earlier one")
+        else:
+            seen.add(mark)
+            numbers.hashes.append(mark)
+            fresh.append((cleaned, place))
+    for (messages, place), made in zip(fresh, template.encode([messages for messages, _ in fresh]), strict=True):
+        if isinstance(made, Refused):
+            raise BadConfig(f"{place} cannot be learned with this template", str(made), "--data.template chatml")
+        stored = made.ids | np.where(made.learned, LEARNED, np.uint32(0))
+        out.write(stored.astype("<u4").tobytes())
+        sizes = [(len(message["content"].encode()), message["role"] == "assistant") for message in messages]
+        first = int(np.argmax(made.learned))
+        text, answers = sum(n for n, _ in sizes), sum(n for n, is_answer in sizes if is_answer)
+        numbers.index.append((numbers.tokens, len(stored), first, int(made.learned.sum()), text, answers))
+        numbers.tokens += len(stored)
+        numbers.borders_kept += made.moved
+
+
+def _without_end(message: Message, template: ChatTemplate) -> Message:
+    if message["role"] != "assistant":
+        return message
+    text = template.without_end(message["content"])
+    return message if text == message["content"] else {**message, "content": text}
+
+
+def _hash(messages: list[Message]) -> int:
+    data = json.dumps([[m["role"], m["content"].strip()] for m in messages], ensure_ascii=False).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _sides(hashes: list[int], val_fraction: float, source: RowSource) -> list[int]:
+    """1 for validation, by the hash alone; neither side may come out empty."""
+    if not val_fraction:
+        return [0] * len(hashes)
+    if len(hashes) < 2:
+        why = f"{source} has one example of its own"
+        raise BadData("too few examples to hold some back for validation", why, "--data.val_fraction 0")
+    below = int(val_fraction * 2**64)
+    least, greatest = min(hashes), max(hashes)
+    return [int(mark != greatest and (mark < below or mark == least)) for mark in hashes]
+
+
+def _reasons(aside: SetAside) -> str:
+    return "; ".join(
+        f"{n:,} because {reason} (first: {aside.first[reason]})" for reason, n in aside.counts.most_common(5)
+    )
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Side:
+    """The examples that are trained on, or those held back; one number per example in each array."""
+
+    name: str
+    tokens: Uint32s  # of all examples, mapped; the highest bit says: learned
+    begin: Int64s
+    length: Int64s
+    first_answer: Int64s
+    learned: Int64s
+    text_bytes: Int64s
+    answer_bytes: Int64s
+
+    @property
+    def examples(self) -> int:
+        return len(self.begin)
+
+    def ids(self, number: int) -> Int64s:
+        begin = int(self.begin[number])
+        return (self.tokens[begin : begin + int(self.length[number])] & ~LEARNED).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """An open cache of examples."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    train: Side
+    val: Side
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Read every id once: a model of `vocab_size` must know it."""
+        tokens = self.train.tokens
+        with report.phase("check token ids", total=len(tokens), unit="tokens") as p:
+            for begin in range(0, len(tokens), 1 << 22):
+                block = tokens[begin : begin + (1 << 22)] & ~LEARNED
+                if len(block) and int(block.max()) >= vocab_size:
+                    what = f"{self.folder} holds the id {int(block.max())}"
+                    raise BadData(what, f"the model knows ids below {vocab_size}", "use the model's own tokenizer")
+                p.tick(len(block))
+
+    def check_ends(self, stop_id: int, stop: str) -> None:
+        """Every example must hold its end mark as something to learn: a model that never sees it never stops."""
+        ends = int((self.train.tokens == (np.uint32(stop_id) | LEARNED)).sum())
+        if ends < self.train.examples + self.val.examples:
+            why = f"{ends:,} of {self.train.examples + self.val.examples:,} examples hold {stop} as a learned token"
+            raise BadData("answers do not end with the token that generation stops at", why, "--data.cache rebuild",
+                          cause="eos_not_trained")  # fmt: skip
+
+    def tell(self) -> None:
+        """What was made of the rows, and what was not."""
+        found = self.manifest
+        report.note(
+            f"{found['examples']:,} examples of {found['rows']:,} conversations: {self.train.examples:,} to train on,"
+            f" {self.val.examples:,} to validate on (by hash: equal ones are kept once)"
+        )
+        for reason, count, first in found["set_aside"]:
+            report.warn(f"{count:,} rows set aside: {reason} (first: {first})", path=first, count=count)
+        if found["ends_taken"]:
+            report.note(f"{found['ends_taken']:,} answers end in an end mark that is written out: it became the token")
+        if found["borders_kept"]:
+            report.note(
+                f"{found['borders_kept']:,} examples: the tokenizer would join prompt and answer into one token; kept apart,"
+                " as in generation"
+            )
+
+
+def open_examples(folder: Path) -> Examples:
+    """Map a finished cache; every byte is checked against its hash."""
+    if (fault := _fault(folder)) is not None:
+        raise BadData(f"cannot open the examples in {folder}", fault, "--data.cache rebuild")
+    manifest = read_json(folder / "examples.json")
+    files = manifest["files"]
+    with report.phase("verify the examples", total=sum(entry["bytes"] for entry in files.values()), unit="B") as p:
+        for name, entry in files.items():
+            p.tick(0, str(folder / name))
+            if hash_file(folder / name, p.tick) != entry["sha256"]:
+                why = "its sha256 is not the one in examples.json: the disk or somebody changed it"
+                raise BadData(f"damaged: {folder / name}", why, "--data.cache rebuild", cause="shard_bitflip")
+    index = np.load(folder / "index.npy")
+    tokens = np.memmap(folder / "examples.bin", "<u4", mode="r").view(np.ndarray)
+    columns = dict(zip(FIELDS, index.T.copy(), strict=True))
+    is_val = columns.pop("is_val") == 1
+    sides = [
+        Side(name, tokens, **{field: column[rows_] for field, column in columns.items()})
+        for name, rows_ in (("train", ~is_val), ("val", is_val))
+    ]
+    report.note(f"examples: {len(tokens):,} tokens, {human_bytes(tokens.nbytes)} on disk")
+    return Examples(folder, manifest, sides[0], sides[1])
