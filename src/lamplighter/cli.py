@@ -95,12 +95,13 @@ a system message before the question, --raw leaves the template out. With --inte
 empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
 """,
     "data": """\
-usage: lamp data stats   [run.yaml] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]
+usage: lamp data stats   [run.yaml|CACHE] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]
                          [--near-documents N] [--runs-dir DIR] [--section.key value ...]
        lamp data clean   PATH... --out DIR [--dry-run] [--help lists the rules]
        lamp data prepare [run.yaml] [--preset NAME] [--section.key value ...]
 
-stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice
+stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice; of text, of instruction rows
+         with their template, or (lengths and repeats only) of a token cache
   --val PATH...         a test set of yours: what of it stands in the training text, by hash and by 8-word runs
   --sample-mb MB        look at a part only, spread over the whole; every figure says so
   --near-documents N    look for near duplicates among at most so many documents (default 50000; 0: do not)
@@ -674,8 +675,11 @@ def data_stats(words: list[str]) -> int:
         raise UsageError(
             "--sample-mb and --near-documents count something", "one of them is not positive", "--sample-mb 100"
         )
-    resolved = resolve(flags.get("preset"), flags.get("run_yaml"), overrides)
+    given: Path | None = flags.get("run_yaml")
+    cache = given if given is not None and given.is_dir() else None
+    resolved = resolve(flags.get("preset"), given if cache is None else None, overrides)
     request = {"json": flags.get("json", False), "out": str(flags["out"]) if flags.get("out") else None,
+               "cache": str(cache) if cache else None,
                "sample_mb": sample_mb, "near_documents": near, "runs_dir": str(flags.get("runs_dir", Path("runs"))),
                **lists}  # fmt: skip
     return session("data-stats", request, config=dump(resolved))

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lamplighter.data.examples import Examples
     from lamplighter.data.feed import Feed
     from lamplighter.data.sources import Source
+    from lamplighter.data.stats import Stats
     from lamplighter.data.template import ChatTemplate
     from lamplighter.data.tokenizer import Tokenizer
     from lamplighter.data.tokens import Tokens
@@ -462,7 +463,7 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
     """Documents, true tokens, lengths, padding, duplicates, advice."""
     with report.phase("import"):
         from lamplighter.config import load_dump
-        from lamplighter.data import exchanges, figures, overlap, stats
+        from lamplighter.data import exchanges, overlap, stats
         from lamplighter.data.instructions import RowSource
     run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
     wanted = stats.Request(
@@ -472,6 +473,9 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
         int(request["sample_mb"] * 1e6) if request["sample_mb"] else None,
         request["near_documents"],
     )
+    if request["cache"]:
+        found = stats.count_cache(Path(request["cache"]), wanted)
+        return _tell_stats(found, [request["cache"], wanted], request)
     source, tokenizer = open_text(run, cache)
     test = None
     if request["val"]:
@@ -483,13 +487,20 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
         found = exchanges.count_rows(source, template, path, wanted, test)
     else:
         found = stats.count_text(source, tokenizer, path, wanted, test)
-    name = hashlib.sha256(f"{source.fingerprint()} {tokenizer.fingerprint()} {wanted}".encode()).hexdigest()[:16]
+    return _tell_stats(found, [source.fingerprint(), tokenizer.fingerprint(), wanted, request["val"]], request)
+
+
+def _tell_stats(found: Stats, key: list[Any], request: dict[str, Any]) -> int:
+    """The record to disk and to the asker."""
+    from lamplighter.data import figures
+
+    name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     out = Path(request["out"] or Path(request["runs_dir"]) / ".stats" / name)
     figures.written(found, out)
     as_json = json.dumps(figures.as_record(found), indent=1, ensure_ascii=False) + "\n"
     report.result(as_json if request["json"] else figures.told(found))
     report.note(f"made: {out}/stats.json, stats.txt and lengths.svg (open it in a browser)")
-    report.note("next: lamp train with the settings above; lamp data clean takes duplicates out")
+    report.note("next: lamp train with the settings that are advised; lamp data clean takes repeated texts out")
     return DONE
 
 

@@ -47,10 +47,11 @@ def count_rows(source: RowSource, template: ChatTemplate, path: str, request: Re
     duplicates = find_duplicates(tally, reason)
     sides = _compare_sides(counter, request.val_fraction, reason)
     compared = compare_test(tally, test, reason) if test else None
+    notes = [f"lamp train keeps equal examples once: {len(set(counter.hashes)):,} are left"] if duplicates.exact else []
     aside: dict[str, int] = {}
     for why in counter.aside.values():
         aside[why] = aside.get(why, 0) + 1
-    return conclude(about, request, tally, aside, duplicates, sides, compared, inspector.result())
+    return conclude(about, request, tally, aside, duplicates, sides, compared, inspector.result(), notes)
 
 
 class _Counter:
@@ -130,6 +131,8 @@ class _Counter:
                 self.aside[place] = str(one)
                 continue
             self.inspector.look(Row(place, *_exchange(cleaned)), len(one.ids) > seq_len)
+            if not all(message["content"].strip() for message in cleaned):
+                continue  # nothing but an end mark: not an example for lamp train either
             text = "\n".join(message["content"] for message in messages)
             self.tally.add_counted(text, place, 0, len(one.ids))
             self.tally.used[one.ids] = True
@@ -154,7 +157,7 @@ def _compare_sides(counter: _Counter, val_fraction: float, reason: str) -> Sides
     except BadData as error:
         return Sides("", f"lamp train would refuse: {error.what} ({error.why})", 0, 0, 0, None, 0, 0, [])
     val = sum(sides.values())
-    counts = ("documents", reason, len(sides) - val, val, 0)
+    counts = ("examples", reason, len(sides) - val, val, 0)
     if reason:
         return Sides(*counts, None, 0, 0, [])
     signer = counter.tally.signers["train"]

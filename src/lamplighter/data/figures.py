@@ -18,7 +18,7 @@ from lamplighter.data.quality import Quality
 from lamplighter.data.stats import Found, Stats
 from lamplighter.data.vocabulary import escaped
 from lamplighter.errors import CannotWrite
-from lamplighter.rundir import cannot_write, human_bytes, write_atomic
+from lamplighter.rundir import cannot_write, write_atomic
 
 HEAD = 56
 
@@ -85,10 +85,11 @@ def _head(stats: Stats) -> list[str]:
         lines.append(f"SAMPLE      every figure below is of {stats.sampled}")
     lines += [
         f"{_units(stats):<11} {counts.documents:,}",
-        f"characters  {counts.characters:,}; {human_bytes(counts.bytes)} as UTF-8",
+        f"characters  {counts.characters:,}; {counts.bytes:,} bytes as UTF-8"
+        if counts.characters
+        else f"bytes       {counts.bytes:,} as UTF-8",
         _tokens(stats),
-        f"counted in  {stats.seconds:.1f} s: {stats.bytes_per_second / 1e6:.1f} MB/s over all,"
-        f" {stats.tokens_per_second:,} tokens/s by the tokenizer alone",
+        f"counted in  {stats.seconds:.1f} s: {stats.bytes_per_second / 1e6:.1f} MB/s over all" + _alone(stats),
     ]
     if counts.empty_documents:
         lines.append(f"empty       {counts.empty_documents:,} empty documents are not counted")
@@ -96,6 +97,13 @@ def _head(stats: Stats) -> list[str]:
         why = ", ".join(f"{reason}: {count:,}" for reason, count in counts.set_aside_reasons.items())
         lines.append(f"set aside   {counts.set_aside_lines:,} lines that are not text or rows ({why})")
     return lines
+
+
+def _alone(stats: Stats) -> str:
+    if not stats.tokens_per_second:
+        return ""
+    by = "template and tokenizer" if stats.kind == "chat" else "the tokenizer"
+    return f", {stats.tokens_per_second:,} tokens/s by {by} alone"
 
 
 def _tokens(stats: Stats) -> str:
@@ -108,7 +116,7 @@ def _tokens(stats: Stats) -> str:
         )
     return (
         f"tokens      {counts.tokens:,}, {counts.bytes_per_token:.3f} bytes per token; with end-of-text"
-        f" {counts.tokens_with_ends:,}; {counts.used_tokens:,} different ones"
+        f" {counts.tokens_with_ends:,}" + (f"; {counts.used_tokens:,} different ones" if counts.used_tokens else "")
     )
 
 

@@ -18,6 +18,7 @@ from lamplighter.data.packing import STRATEGIES, padding_share
 Lengths = np.ndarray[Any, np.dtype[Any]]
 WINDOWS = "windows"
 HOLDS = 0.98  # of the examples whole: the window that is advised
+LITTLE = 0.05  # padding that is not worth a longer window
 FEW_STEPS = 20  # in an epoch: too few updates to learn by
 SMALL_STEP, MANY_STEPS = 8192, 10_000
 MEANINGS = {
@@ -157,12 +158,20 @@ def fitting(lengths: Lengths, share: float = HOLDS) -> int:
     return max(32, 1 << (max(1, need) - 1).bit_length())
 
 
+def packing_window(lengths: Lengths) -> int:
+    """The least power of two that holds enough of them whole, and in which packing leaves little padding."""
+    first = best = fitting(lengths)
+    while best < 16 * first and padding_share(np.asarray(lengths, np.int64), "packed", best, 1) > LITTLE:
+        best *= 2
+    return best
+
+
 def advise(lengths: Lengths, seq_len: int, batch_size: int, examples: bool) -> list[Advice]:
     """On the window, the packing and the batch; `examples` are kept apart, documents of text follow each other."""
     if not len(lengths):
         return []
     found = [*_advise_examples(lengths, seq_len, batch_size)] if examples else [*_advise_text(lengths, seq_len)]
-    best = fitting(lengths) if examples else seq_len
+    best = packing_window(lengths) if examples else seq_len
     return [*found, _advise_batch(lengths, best, batch_size, examples)]
 
 
@@ -177,23 +186,29 @@ def _percent(share: float) -> str:
 
 
 def _advise_examples(lengths: Lengths, seq_len: int, batch_size: int) -> Sequence[Advice]:
-    facts, best = spread(lengths), fitting(lengths)
+    facts, holds, best = spread(lengths), fitting(lengths), packing_window(lengths)
     now, then = window(lengths, seq_len), window(lengths, best)
+    shares = {one.strategy: one for one in padding(lengths, best, batch_size)}
     because = (
         f"p50 = {facts.p50:,}, p95 = {facts.p95:,}, longest = {facts.longest:,} tokens: {best:,} holds"
         f" {_percent(then.whole_share)} whole ({then.over:,} are longer, {then.beyond:,} tokens beyond)"
     )
+    if best > holds:
+        tight = _percent(padding_share(np.asarray(lengths, np.int64), "packed", holds, batch_size))
+        because += (
+            f"; {holds:,} would do, but leaves {tight} padding when packed, {best:,} {_percent(shares['packed'].share)}"
+        )
     if seq_len > best:
-        because += f"; alone in {seq_len:,}, {_percent(now.padding_alone)} would be padding, {1 / max(1e-9, 1 - now.padding_alone):.0f} x the work"
+        because += (
+            f"; alone in {seq_len:,}, {_percent(now.padding_alone)} would be padding,"
+            f" {1 / max(1e-9, 1 - now.padding_alone):.0f} x the work"
+        )
     elif seq_len < best:
-        because += f"; {seq_len:,} holds {_percent(now.whole_share)} and cuts {now.over:,} of {facts.count:,}"
+        because += f"; {seq_len:,} holds {_percent(now.whole_share)} whole and cuts {now.over:,} of {facts.count:,}"
     what = f"a window of {best:,} tokens" if best != seq_len else f"keep the window of {seq_len:,} tokens"
-    shares = {one.strategy: one for one in padding(lengths, best, batch_size)}
-    packed, grouped = shares["packed"], shares["grouped"]
-    kind = "packed" if packed.share <= grouped.share else "grouped"
-    costs = (
-        f"in windows of {best:,}: padding is {_percent(shares['to seq_len'].share)} alone, {_percent(shares['dynamic'].share)}"
-        f" in batches of {batch_size}, {_percent(grouped.share)} grouped, {_percent(packed.share)} packed"
+    kind = "packed" if shares["packed"].share <= shares["grouped"].share else "grouped"
+    costs = f"in windows of {best:,}: padding is {_percent(shares['to seq_len'].share)} with each alone," + ",".join(
+        f" {_percent(shares[name].share)} {name}" for name in ("dynamic", "grouped", "packed")
     )
     return [
         Advice(what, because, f"data.seq_len: {best}"),

@@ -61,7 +61,7 @@ class Sides:
     """The division that `lamp train` would make."""
 
     by: str
-    """documents or blocks; '' where there is none."""
+    """documents, blocks or examples; '' where there is no division."""
     reason: str
     train: int
     val: int

@@ -159,6 +159,8 @@ def ends_mid_sentence(answer: str) -> bool:
     if len(text.split()) < SENTENCE_WORDS or not _OPEN.search(text) or "```" in text:
         return False
     last = text.splitlines()[-1]
+    if last.split()[-1].startswith(("#", "@", "http")):
+        return False
     is_list = bool(re.match(r"\s*([-*•]|\d+[.)])\s", last)) or (
         "\n" in text.strip() and len(last.split()) < SENTENCE_WORDS
     )

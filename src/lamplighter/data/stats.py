@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from lamplighter import report
 from lamplighter.data.lengths import (
     Advice,
     Bar,
+    Lengths,
     Padding,
     Spread,
     Window,
@@ -40,10 +42,12 @@ from lamplighter.data.quality import Quality
 from lamplighter.data.sources import Source
 from lamplighter.data.tally import SHOWN, Tally, read
 from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.data.tokens import open_tokens
 
 FORMAT = 1
 NEAR_DOCUMENTS = 50_000
 MANY_REPEATS = 0.005
+CACHE_NOTE = "from a token cache: characters, near duplicates and faults of rows need the text itself"
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,7 @@ def conclude(
     sides: Sides,
     test_set: TestSet | None,
     quality: Quality | None = None,
+    notes: list[str] | None = None,
 ) -> Stats:
     """From what was counted to the record."""
     is_text = about.kind == "text"
@@ -188,7 +193,7 @@ def conclude(
         format=FORMAT,
         **{**vars(about), "seconds": round(about.seconds, 3)},
         bytes_per_second=round(tally.bytes / max(1e-6, about.seconds)),
-        tokens_per_second=round(tokens / max(1e-6, tally.encode_s)),
+        tokens_per_second=round(tokens / tally.encode_s) if tally.encode_s else 0,
         counts=Counts(
             documents=len(lengths),
             characters=tally.characters,
@@ -215,19 +220,57 @@ def conclude(
         sides=sides,
         test_set=test_set,
         quality=quality,
-        advice=[*advise(lengths, seq_len, batch_size, not is_text), *_advise_cleaning(duplicates, len(lengths))],
+        advice=[
+            *advise(lengths, seq_len, batch_size, not is_text),
+            *_advise_cleaning(duplicates, len(lengths), is_text),
+        ],
+        notes=notes or [],
     )
 
 
-def _advise_cleaning(found: Duplicates, documents: int) -> list[Advice]:
-    near = found.near or 0
-    if found.exact + near <= MANY_REPEATS * documents:
+def _advise_cleaning(found: Duplicates, documents: int, is_text: bool) -> list[Advice]:
+    """Equal examples are learned once in any case; equal documents are not."""
+    exact, near = found.exact if is_text else 0, found.near or 0
+    if exact + near <= MANY_REPEATS * documents:
         return []
     because = (
-        f"{found.exact:,} of {documents:,} repeat an earlier one ({found.exact / documents:.1%}), {near:,} of"
-        f" {found.near_documents:,} looked at nearly do: they are learned by heart, and cost steps"
+        f"{exact:,} of {documents:,} repeat an earlier one ({exact / documents:.1%}), {near:,} of {found.near_documents:,}"
+        " looked at nearly do: they are learned by heart, and cost steps"
     )
     return [Advice("take repeated texts out", because, "lamp data clean PATH... --out DIR")]
+
+
+# ---------------------------------------------------------------- a token cache
+
+
+def count_cache(folder: Path, request: Request) -> Stats:
+    """What a finished token cache tells: lengths and exact repeats; it holds no text."""
+    started = time.monotonic()
+    found = open_tokens(folder)
+    tally = Tally(None, None, 0)
+    with report.phase("count", total=found.train.tokens + found.val.tokens, unit="tokens") as p:
+        for split in (found.train, found.val):
+            ends = np.append(split.document_starts()[1:], split.tokens).tolist()
+            for begin, end in zip(split.document_starts().tolist(), ends, strict=True):
+                p.tick(0, f"{split.name} of {folder}")
+                data = split.read(int(begin), int(end)).astype("<u4").tobytes()
+                tally.add_hashed(f"{split.name} of {folder}", data, int(end - begin) - 1)
+                p.tick(end - begin)
+            tally.bytes += split.text_bytes
+    parts = found.manifest.get("parts", {})
+    named = {name: str(parts.get(name, {}).get("content", "unknown")) for name in ("sources", "tokenizer")}
+    about = About(
+        f"token cache {folder} of {named['sources']}",
+        "text",
+        "",
+        named["tokenizer"],
+        "",
+        "",
+        time.monotonic() - started,
+    )
+    reason = "a token cache holds no text"
+    sides = Sides("documents", reason, found.train.documents, found.val.documents, 0, None, 0, 0, [])
+    return conclude(about, request, tally, {}, find_duplicates(tally, reason), sides, None, notes=[CACHE_NOTE])
 
 
 def extremes(tally: Tally, lengths: Lengths) -> tuple[list[Found], list[Found]]:

@@ -6,6 +6,7 @@ Out: a Tally, filled: 24 bytes a document (length, hash, line) and a bounded sam
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import re
 import time
@@ -84,7 +85,7 @@ class Tally:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         divide: Division | None,
         near_documents: int,
         meet: Callable[[str], None] | None = None,
@@ -93,7 +94,8 @@ class Tally:
         self.places, self.lengths, self.hashes = Places(), array("q"), array("Q")
         self.characters = self.bytes = self.empty = 0
         self.encode_s = 0.0
-        self.used = np.zeros(tokenizer.vocab_size, np.bool_)
+        self.used = np.zeros(tokenizer.vocab_size if tokenizer else 0, np.bool_)
+        self._encode_bytes = tokenizer.batch_bytes if tokenizer else 0
         self.signers = {"train": Signer(near_documents), "val": Signer(near_documents // 2)}
         self.blocks = {"train": Signer(near_documents), "val": Signer(near_documents // 2)}
         self.sides = {"train": 0, "val": 0}
@@ -127,7 +129,7 @@ class Tally:
         self._count_blocks(text)
         self._batch.append((len(self.places) - 1, str(text)))
         self._batch_bytes += size
-        if self._batch_bytes >= self.tokenizer.batch_bytes:
+        if self._batch_bytes >= self._encode_bytes:
             self.encode()
         if ends:
             self._end()
@@ -141,6 +143,12 @@ class Tally:
         self.bytes += size
         self._parts, self._normal, self._size, self._side = [text[:HEAD_CHARS]], [normalised(text)], size, "train"
         self._end()
+
+    def add_hashed(self, item: str, data: bytes, tokens: int) -> None:
+        """A document of which only the ids are known."""
+        self.places.add(item)
+        self.lengths.append(tokens)
+        self.hashes.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little"))
 
     def _divide(self, text: str) -> str:
         """Where `lamp train` would put the document: by the hash of its first part."""
@@ -175,7 +183,7 @@ class Tally:
 
     def encode(self) -> None:
         """Count the tokens of what waits."""
-        if not self._batch:
+        if not self._batch or self.tokenizer is None:
             return
         started = time.monotonic()
         encoded = self.tokenizer.encode_batch([text for _, text in self._batch])
