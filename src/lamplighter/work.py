@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -475,27 +476,31 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
     )
     if request["cache"]:
         found = stats.count_cache(Path(request["cache"]), wanted)
-        return _tell_stats(found, [request["cache"], wanted], request)
+        return _tell_stats(found, lambda: [request["cache"], wanted], request)
     source, tokenizer = open_text(run, cache)
     test = None
     if request["val"]:
         mine = run.model_copy(update={"data": run.data.model_copy(update={"paths": request["val"], "source": None})})
         test = overlap.TestGrams(", ".join(request["val"]), open_source(mine, cache))
-    path = run.tokenizer.path or run.model.init_from or ""
+    made = "the bytes as they are" if run.tokenizer.kind == "bytes" else f"trained on this source, kept in {cache}"
+    path = run.tokenizer.path or run.model.init_from or made
     template = choose_template(run, source, tokenizer)
     if template is not None and isinstance(source, RowSource):
         found = exchanges.count_rows(source, template, path, wanted, test)
     else:
         found = stats.count_text(source, tokenizer, path, wanted, test)
-    return _tell_stats(found, [source.fingerprint(), tokenizer.fingerprint(), wanted, request["val"]], request)
+    key = lambda: [source.fingerprint(), tokenizer.fingerprint(), wanted, request["val"]]  # noqa: E731
+    return _tell_stats(found, key, request)
 
 
-def _tell_stats(found: Stats, key: list[Any], request: dict[str, Any]) -> int:
-    """The record to disk and to the asker."""
+def _tell_stats(found: Stats, key: Callable[[], list[Any]], request: dict[str, Any]) -> int:
+    """The record to disk and to the asker; `key` names its folder where the asker does not."""
     from lamplighter.data import figures
 
-    name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    out = Path(request["out"] or Path(request["runs_dir"]) / ".stats" / name)
+    if request["out"]:
+        out = Path(request["out"])
+    else:
+        out = Path(request["runs_dir"]) / ".stats" / hashlib.sha256(repr(key()).encode()).hexdigest()[:16]
     figures.written(found, out)
     as_json = json.dumps(figures.as_record(found), indent=1, ensure_ascii=False) + "\n"
     report.result(as_json if request["json"] else figures.told(found))

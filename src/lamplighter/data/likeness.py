@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,9 +36,15 @@ def normalised(text: str) -> str:
     return " ".join(text.lower().split())
 
 
+def new_hash() -> hashlib.blake2b:
+    """Of 8 bytes; two of a million different texts share one with probability 3e-8."""
+    return hashlib.blake2b(digest_size=8)
+
+
 def text_hash(normal: str) -> int:
-    """8 bytes; two of a million different texts share one with probability 3e-8."""
-    return int.from_bytes(hashlib.blake2b(normal.encode(), digest_size=8).digest(), "little")
+    found = new_hash()
+    found.update(normal.encode())
+    return int.from_bytes(found.digest(), "little")
 
 
 # ---------------------------------------------------------------- n-grams of words, as numbers
@@ -149,13 +155,14 @@ class Alike:
     similarity: float
 
 
-def near_pairs(rows: Signatures, apart: int = 0) -> list[Alike]:
+def near_pairs(rows: Signatures, apart: int = 0, tick: Callable[[], None] = lambda: None) -> list[Alike]:
     """Each text with the first earlier one that it is a near duplicate of; a text is listed once.
 
     With `apart`, only pairs whose first is below it and whose second is not: across two sets, one after the other.
     """
     best: dict[int, Alike] = {}
     for band in range(BANDS):
+        tick()
         keys = np.ascontiguousarray(rows[:, band * ROWS : (band + 1) * ROWS]).view([("", np.uint32)] * ROWS).ravel()
         order = np.argsort(keys, kind="stable")
         same = np.concatenate([[False], keys[order][1:] == keys[order][:-1]])

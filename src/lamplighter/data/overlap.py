@@ -176,13 +176,12 @@ def find_duplicates(tally: Tally, reason: str) -> Duplicates:
         exact, groups, pairs, firsts = exact_duplicates(tally)
     if reason:
         return Duplicates(exact, groups, pairs, None, 0, False, reason, [])
-    with report.phase("near duplicates", unit="documents") as p:
+    with report.phase("near duplicates", total=likeness.BANDS, unit="bands") as p:
         numbers = np.array([n for side in tally.signers.values() for n in _flushed(side).numbers], np.int64)
         rows = np.concatenate([side.matrix() for side in tally.signers.values()])
         order = np.argsort(numbers, kind="stable")
         order = order[firsts[numbers[order]]]
-        found = likeness.near_pairs(rows[order])
-        p.tick(len(order))
+        found = likeness.near_pairs(rows[order], tick=p.tick)
     examples = [
         pair_of(tally, int(numbers[order[one.first]]), int(numbers[order[one.second]]), one.similarity)
         for one in sorted(found, key=lambda one: (-one.similarity, one.first))[:SHOWN]
@@ -210,10 +209,9 @@ def compare_sides(tally: Tally, divide: Division | None, why_not: str, reason: s
     counts = (divide.by, reason, tally.sides["train"], tally.sides["val"], 0)
     if reason:
         return Sides(*counts, None, 0, 0, [])
-    with report.phase("near duplicates across the sides", unit="texts") as p:
+    with report.phase("near duplicates across the sides", total=likeness.BANDS, unit="bands") as p:
         rows = np.concatenate([train.matrix(), val.matrix()])
-        found = likeness.near_pairs(rows, len(train.numbers)) if len(train.numbers) else []
-        p.tick(len(rows))
+        found = likeness.near_pairs(rows, len(train.numbers), p.tick) if len(train.numbers) else []
     numbers = [*train.numbers, *val.numbers]
     examples = []
     for one in found[:SHOWN] if divide.by == "documents" else []:

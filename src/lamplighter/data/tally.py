@@ -6,7 +6,6 @@ Out: a Tally, filled: 24 bytes a document (length, hash, line) and a bounded sam
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import re
 import time
@@ -20,7 +19,7 @@ from lamplighter import report
 from lamplighter.data import division
 from lamplighter.data.division import Division
 from lamplighter.data.files import Part, cut_all
-from lamplighter.data.likeness import Signer, normalised, text_hash
+from lamplighter.data.likeness import MOST_BYTES, Signer, new_hash, normalised
 from lamplighter.data.sampling import Quota, passing
 from lamplighter.data.sources import Position, Source
 from lamplighter.data.tokenizer import Tokenizer
@@ -57,6 +56,7 @@ class Places:
 
     def add(self, item: str, line: int = 0) -> None:
         name = item.partition(" of ")[2] if item.startswith("document ") else item
+        name = "" if name.isdecimal() else name  # document 5 of 2000: it has no name
         if not line and (found := _WITH_LINE.fullmatch(name)):
             name, line = found[1], int(found[2])
         if not self._names or self._names[-1] != name:
@@ -72,6 +72,8 @@ class Places:
         if line := self._lines[number]:
             return f"{self._names[at]}:{line}"
         last = self._begins[at + 1] if at + 1 < len(self._begins) else len(self._lines)
+        if not self._names[at]:
+            return f"document {number + 1}"
         if last - self._begins[at] == 1:
             return self._names[at]
         return f"{self._names[at]}, document {number - self._begins[at] + 1}"
@@ -102,8 +104,9 @@ class Tally:
         self.learned: int | None = None
         self._heads: list[str] = []
         self._extreme: dict[str, list[tuple[int, int, str]]] = {"longest": [], "shortest": []}
-        self._parts: list[str] = []
-        self._normal: list[str] = []
+        self._head: str | None = None
+        self._normal = ""
+        self._hash = new_hash()
         self._size = 0
         self._side = "train"
         self._batch: list[tuple[int, str]] = []
@@ -112,7 +115,7 @@ class Tally:
     def add(self, text: str, item: str, line: int = 0) -> None:
         """One text; a Part is not the end of its document."""
         ends = not isinstance(text, Part)
-        begins = not self._parts
+        begins = self._head is None
         size = len(text) if text.isascii() else len(text.encode())
         if begins:
             if not text and ends:
@@ -121,11 +124,11 @@ class Tally:
             self.places.add(item, line)
             self.lengths.append(0)
             self._side = self._divide(text)
+            self._head = text[:HEAD_CHARS]
         self.characters += len(text)
         self.bytes += size
         self._size += size
-        self._parts.append(text[:HEAD_CHARS] if begins else "")
-        self._normal.append(normalised(text))
+        self._normalise(text)
         self._count_blocks(text)
         self._batch.append((len(self.places) - 1, str(text)))
         self._batch_bytes += size
@@ -141,14 +144,26 @@ class Tally:
         size = len(text) if text.isascii() else len(text.encode())
         self.characters += len(text)
         self.bytes += size
-        self._parts, self._normal, self._size, self._side = [text[:HEAD_CHARS]], [normalised(text)], size, "train"
+        self._head, self._size, self._side = text[:HEAD_CHARS], size, "train"
+        self._normalise(text)
         self._end()
+
+    def _normalise(self, text: str) -> None:
+        """Into the hash of the document, and its beginning for the signature; a long document is never held whole."""
+        normal = normalised(text)
+        self._hash.update((f" {normal}" if self._normal else normal).encode())
+        if len(self._normal) < MOST_BYTES:
+            self._normal = f"{self._normal} {normal[:MOST_BYTES]}" if self._normal else normal[:MOST_BYTES]
+        if self.meet is not None:
+            self.meet(normal)
 
     def add_hashed(self, item: str, data: bytes, tokens: int) -> None:
         """A document of which only the ids are known."""
         self.places.add(item)
         self.lengths.append(tokens)
-        self.hashes.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little"))
+        found = new_hash()
+        found.update(data)
+        self.hashes.append(int.from_bytes(found.digest(), "little"))
 
     def _divide(self, text: str) -> str:
         """Where `lamp train` would put the document: by the hash of its first part."""
@@ -167,19 +182,16 @@ class Tally:
             self.blocks[side].offer(sum(self.sides.values()), normalised(block))
 
     def _end(self) -> None:
-        number, head = len(self.places) - 1, self._parts[0]
-        normal = " ".join(self._normal)
-        self.hashes.append(text_hash(normal))
-        self.signers[self._side].offer(number, normal)
-        if self.meet is not None:
-            self.meet(normal)
+        number, head = len(self.places) - 1, self._head or ""
+        self.hashes.append(int.from_bytes(self._hash.digest(), "little"))
+        self.signers[self._side].offer(number, self._normal)
         if number < HEADS:
             self._heads.append(head)
         for name, key in (("longest", self._size), ("shortest", -self._size)) if number >= HEADS else ():
             heapq.heappush(self._extreme[name], (key, -number, head))
             if len(self._extreme[name]) > 4 * SHOWN:
                 heapq.heappop(self._extreme[name])
-        self._parts, self._normal, self._size = [], [], 0
+        self._head, self._normal, self._hash, self._size = None, "", new_hash(), 0
 
     def encode(self) -> None:
         """Count the tokens of what waits."""
@@ -195,7 +207,7 @@ class Tally:
 
     def close(self) -> None:
         """A last document whose end did not come is a document all the same."""
-        if self._parts:
+        if self._head is not None:
             self._end()
         self.encode()
 
