@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -31,7 +32,7 @@ def test_bars_hold_every_length_once(lengths: np.ndarray) -> None:
     assert len(bars) <= 26
     for bar in bars:
         assert bar.count == ((lengths >= bar.low) & (lengths <= bar.high)).sum()
-    assert all(one.high + 1 == other.low for one, other in zip(bars, bars[1:], strict=False))
+    assert all(one.high + 1 == other.low for one, other in itertools.pairwise(bars))
 
 
 def test_a_window_counts_what_it_cuts() -> None:

@@ -161,7 +161,7 @@ def near_pairs(rows: Signatures, apart: int = 0, tick: Callable[[], None] = lamb
     With `apart`, only pairs whose first is below it and whose second is not: across two sets, one after the other.
     """
     best: dict[int, Alike] = {}
-    for band in range(BANDS):
+    for band in range(BANDS) if len(rows) else ():
         tick()
         keys = np.ascontiguousarray(rows[:, band * ROWS : (band + 1) * ROWS]).view([("", np.uint32)] * ROWS).ravel()
         order = np.argsort(keys, kind="stable")
