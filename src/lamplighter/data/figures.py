@@ -154,10 +154,10 @@ def _padding(stats: Stats) -> list[str]:
     return lines
 
 
-def _pairs(pairs: Sequence[Pair]) -> list[str]:
+def _pairs(pairs: Sequence[Pair], exact: bool = False) -> list[str]:
     lines = []
     for pair in pairs:
-        alike = "the same" if pair.similarity == 1.0 else f"{pair.similarity:.0%} alike"
+        alike = "the same" if exact else f"{pair.similarity:.0%} alike"
         many = f", {pair.copies:,} times" if pair.copies > 2 else ""
         between = f"{pair.first}  =  {pair.second}" if pair.first else pair.second
         lines.append(f"            {alike}{many}: {between}{_quoted(pair.head)}")
@@ -167,7 +167,7 @@ def _pairs(pairs: Sequence[Pair]) -> list[str]:
 def _duplicates(found: Duplicates, units: str) -> list[str]:
     lines = [
         f"duplicates  {found.exact:,} {units} repeat an earlier one, case and white space apart ({found.exact_groups:,} texts)",
-        *_pairs(found.exact_examples),
+        *_pairs(found.exact_examples, exact=True),
     ]
     if found.near is None:
         return [*lines, f"            near ones are not counted: {found.near_reason}"]
@@ -199,10 +199,10 @@ def _test_set(test: TestSet) -> list[str]:
     lines = [
         f"test set    {test.name}: {test.documents:,} documents",
         f"            {test.exact:,} stand in the training text as they are (by hash, case and white space apart)",
-        *_pairs(test.exact_examples),
+        *_pairs(test.exact_examples, exact=True),
         f"            {test.grams:,} more have {GRAM_SHARE:.0%} or more of their {GRAM_WORDS}-word runs in it,"
         f" {test.grams_any:,} more have at least one; {test.grams_short:,} are too short to have any",
-        *_pairs(test.gram_examples),
+        *[f"            {pair.similarity:.0%} of it: {pair.second}{_quoted(pair.head)}" for pair in test.gram_examples],
     ]
     if test.near is not None:
         lines.append(

@@ -141,9 +141,9 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids, special tokens included."""
-        numbers = [int(i) for i in ids]
+        numbers = ids.tolist() if isinstance(ids, np.ndarray) else [int(i) for i in ids]
         if self._bytes is not None:
-            return b"".join(self._bytes.get(i, b"") for i in numbers).decode("utf-8", "replace")
+            return b"".join([self._bytes.get(i, b"") for i in numbers]).decode("utf-8", "replace")
         return self._reference.decode(numbers, skip_special_tokens=False)
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
@@ -383,7 +383,7 @@ def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) ->
     size = sum(map(len, sample))
     if not size:
         raise BadData("no text to train a tokenizer on", "every document is empty", "check data.paths")
-    with report.phase("train tokenizer", total=vocab_size, unit="tokens") as p:
+    with report.phase("learn the tokens", total=vocab_size, unit="tokens") as p:
         p.tick(0, f"{len(sample):,} texts, {human_bytes(size)}: pairs are counted and merged in one call")
         merges = _train_fast(sample, count) if count else []
         merges = _train_reference(sample, count) if merges is None else merges
@@ -412,8 +412,13 @@ def _last_is_used(merges: list[list[str]], sample: list[bytes]) -> bool:
     if not merges or len({left + right for left, right in merges}) < len(merges):
         return False
     tokenizer = _from_merges(merges)
-    ids = tokenizer.encode_batch([text.decode() for text in sample]).ids
-    return bool((ids == tokenizer.end_of_text - 1).any())
+    with report.phase("check the last one", total=len(sample), unit="texts") as p:
+        for begin in range(0, len(sample), 256):
+            texts = [text.decode() for text in sample[begin : begin + 256]]
+            if (tokenizer.encode_batch(texts).ids == tokenizer.end_of_text - 1).any():
+                return True
+            p.tick(len(texts))
+    return False
 
 
 def _train_reference(sample: list[bytes], count: int) -> list[list[str]]:

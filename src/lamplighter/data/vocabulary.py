@@ -81,10 +81,10 @@ def measure(tokenizer: Tokenizer, texts: Sequence[str], places: Sequence[str], w
             encoded = tokenizer.encode_batch(texts[begin:stop])
             seconds += time.monotonic() - started
             counts += np.bincount(encoded.ids, minlength=tokenizer.vocab_size)
-            if tokenizer.decode(encoded.ids.tolist()) != "".join(texts[begin:stop]):
+            if tokenizer.decode(encoded.ids) != "".join(texts[begin:stop]):
                 for number in range(begin, stop):
                     ids = encoded.ids[encoded.offsets[number - begin] : encoded.offsets[number - begin + 1]]
-                    if (back := tokenizer.decode(ids.tolist())) != texts[number]:
+                    if (back := tokenizer.decode(ids)) != texts[number]:
                         failures += 1
                         first = first or f"{places[number]}: {difference(texts[number], back)}"
             p.tick(sum(sizes[begin:stop]))
