@@ -12,6 +12,7 @@ import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -36,14 +37,18 @@ HEADS = 50_000  # documents whose first words are kept, to show
 
 
 def line_of(before: Position, after: Position) -> int:
-    """The line that a text begins on, by the cursors around it; 0 where the source does not count lines."""
+    """The line (or the row) that a text begins on, by the cursors around it; 0 where the source does not count them."""
     old, new = (cursor.get("inner", cursor) for cursor in (before.cursor, after.cursor))
-    if not isinstance(new, dict) or "line" not in new:
-        return 0
-    if after.item.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".ndjson")):
-        return max(1, int(new["line"]) - 1)
-    same = isinstance(old, dict) and old.get("file") == new.get("file")
-    return int(old.get("line", 1)) if same else 1
+    if not isinstance(old, dict) or not isinstance(new, dict) or "line" not in new:
+        return int(new.get("row", 0)) if isinstance(new, dict) else 0
+    kind = Path(after.item.removesuffix(".gz").removesuffix(".zst")).suffix
+    fresh = old.get("file", 0) != new.get("file", 0) or "line" not in old
+    begin = int(old.get("line", 1)) if not fresh else 2 if kind in (".csv", ".tsv") else 1
+    if kind == ".json" and "row" in new:  # an array: the comma of the element before is on the line before
+        return begin + (int(new["line"]) > begin)
+    if "part" in new or kind not in (".jsonl", ".ndjson"):
+        return begin
+    return max(begin, int(new["line"]) - 1)  # a text is one line; lines set aside may come before it
 
 
 class Places:
