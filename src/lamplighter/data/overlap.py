@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from lamplighter import report
-from lamplighter.data import division, likeness
-from lamplighter.data.division import Division
+from lamplighter.data import likeness
 from lamplighter.data.files import Part
 from lamplighter.data.likeness import Grams, Signer, normalised, text_hash
 from lamplighter.data.sampling import passing
+from lamplighter.data.sides import Sider
 from lamplighter.data.sources import Source
 from lamplighter.data.tally import HEAD_CHARS, SHOWN, Places, Tally, line_of
 from lamplighter.errors import BadData
@@ -200,7 +200,7 @@ def pair_of(tally: Tally, first: int, second: int, similarity: float) -> Pair:
     return Pair(tally.places.of(first), tally.places.of(second), round(similarity, 3), 2, tally.head_of(first))
 
 
-def compare_sides(tally: Tally, divide: Division | None, why_not: str, reason: str) -> Sides:
+def compare_sides(tally: Tally, divide: Sider | None, why_not: str, reason: str) -> Sides:
     """Near duplicates across the division."""
     if divide is None:
         return Sides("", why_not, 0, 0, 0, None, 0, 0, [])
@@ -258,17 +258,6 @@ def _near_test(tally: Tally, test: TestGrams, rest: np.ndarray[Any, np.dtype[np.
         first, second = tally.places.of(numbers[one.first]), test.places.of(n)
         pairs.append(Pair(first, second, round(one.similarity, 3), 2, test.heads[n]))
     return pairs
-
-
-def divide(source: Source, val_fraction: float) -> tuple[Division | None, str]:
-    """The division that `lamp train` would make; or why there is none."""
-    if not val_fraction:
-        return None, "data.val_fraction is 0: nothing is held back"
-    settings = division.Settings(val_fraction)
-    try:
-        return division.look(source, settings, lambda *_: None)[0], ""
-    except BadData as error:
-        return None, f"lamp train would refuse: {error.what} ({error.why})"
 
 
 def no_near(near_documents: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from lamplighter import report
+from lamplighter.data import sides
 from lamplighter.data.lengths import (
     Advice,
     Bar,
@@ -34,7 +35,6 @@ from lamplighter.data.overlap import (
     TestSet,
     compare_sides,
     compare_test,
-    divide,
     find_duplicates,
     no_near,
 )
@@ -136,14 +136,14 @@ class Stats:
 def count_text(source: Source, tokenizer: Tokenizer, path: str, request: Request, test: TestGrams | None) -> Stats:
     """All figures of plain text."""
     started = time.monotonic()
-    found, why_not = divide(source, request.val_fraction)
+    found, why_not = sides.find(source, request.val_fraction)
     reason = no_near(request.near_documents)
     tally = Tally(tokenizer, found, 0 if reason else request.near_documents, test.meet if test else None)
     sampled = read(source, tally, request.sample_bytes)
     about = About(str(source), "text", "", str(tokenizer), path, sampled, time.monotonic() - started)
     duplicates = find_duplicates(tally, reason)
-    sides = compare_sides(tally, found, why_not, reason)
-    return conclude(about, request, tally, _dirt(source), duplicates, sides, _tested(tally, test, reason))
+    apart = compare_sides(tally, found, why_not, reason)
+    return conclude(about, request, tally, _dirt(source), duplicates, apart, _tested(tally, test, reason))
 
 
 def _tested(tally: Tally, test: TestGrams | None, reason: str) -> TestSet | None:
@@ -175,7 +175,7 @@ def conclude(
     tally: Tally,
     dirt: dict[str, int],
     duplicates: Duplicates,
-    sides: Sides,
+    apart: Sides,
     test_set: TestSet | None,
     quality: Quality | None = None,
     notes: list[str] | None = None,
@@ -217,7 +217,7 @@ def conclude(
         windows=windows(lengths, seq_len),
         padding=wasted,
         duplicates=duplicates,
-        sides=sides,
+        sides=apart,
         test_set=test_set,
         quality=quality,
         advice=[
@@ -269,8 +269,8 @@ def count_cache(folder: Path, request: Request) -> Stats:
         time.monotonic() - started,
     )
     reason = "a token cache holds no text"
-    sides = Sides("documents", reason, found.train.documents, found.val.documents, 0, None, 0, 0, [])
-    return conclude(about, request, tally, {}, find_duplicates(tally, reason), sides, None, notes=[CACHE_NOTE])
+    apart = Sides("documents", reason, found.train.documents, found.val.documents, 0, None, 0, 0, [])
+    return conclude(about, request, tally, {}, find_duplicates(tally, reason), apart, None, notes=[CACHE_NOTE])
 
 
 def extremes(tally: Tally, lengths: Lengths) -> tuple[list[Found], list[Found]]:

@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from lamplighter import report
-from lamplighter.data import division
-from lamplighter.data.division import Division
-from lamplighter.data.files import Part, cut_all
+from lamplighter.data.files import Part
 from lamplighter.data.likeness import MOST_BYTES, Signer, new_hash, normalised
 from lamplighter.data.sampling import Quota, passing
+from lamplighter.data.sides import Sider
 from lamplighter.data.sources import Position, Source
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
@@ -93,7 +92,7 @@ class Tally:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        divide: Division | None,
+        divide: Sider | None,
         near_documents: int,
         meet: Callable[[str], None] | None = None,
     ) -> None:
@@ -174,15 +173,14 @@ class Tally:
         """Where `lamp train` would put the document: by the hash of its first part."""
         if self.divide is None or self.divide.by != "documents":
             return "train"
-        side = self.divide.side(self.divide.hash(text.encode()))
+        side = self.divide.side(text)
         self.sides[side] += 1
         return side
 
     def _count_blocks(self, text: str) -> None:
         if self.divide is None or self.divide.by != "blocks":
             return
-        for block in cut_all(text, division.BLOCK_CHARS):
-            side = self.divide.side(self.divide.hash(block.encode()))
+        for side, block in self.divide.blocks(text):
             self.sides[side] += 1
             self.blocks[side].offer(sum(self.sides.values()), normalised(block))
 
