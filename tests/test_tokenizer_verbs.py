@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from conftest import lamp, shared
 from lamplighter import report
 from lamplighter.data import portrait, vocabulary
+from lamplighter.data import tokenizer as tokenizer_room
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load, train
 from lamplighter.data.vocabulary import Wish, make, measure
@@ -127,6 +129,35 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, monkeypa
     with pytest.raises(CannotWrite) as caught:
         make(CORPUS, wish(tmp_path, out=tmp_path / "file" / "made"), tmp_path / "cache")
     assert "--out" in caught.value.next
+
+
+def test_a_full_disk_leaves_nothing_that_looks_like_a_tokenizer(tmp_path: Path, monkeypatch: Any) -> None:
+    whole = tokenizer_room.write_atomic
+
+    def full(path: Path, data: Any, durable: bool = True) -> None:
+        if path.name == "tokenizer.json" and "made" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole(path, data, durable)
+
+    monkeypatch.setattr(tokenizer_room, "write_atomic", full)
+    with pytest.raises(CannotWrite, match="full"):
+        make(CORPUS, wish(tmp_path), tmp_path / "cache")
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"], "no folder, no temporary one"
+    monkeypatch.undo()
+    assert make(CORPUS, wish(tmp_path), tmp_path / "cache")["vocab_size"] == 350
+
+
+def test_somebody_else_was_quicker(tmp_path: Path, monkeypatch: Any) -> None:
+    made = byte_level()
+    save = Tokenizer.save
+
+    def saved_by_two(self: Tokenizer, folder: Path) -> None:
+        save(self, folder)
+        save(self, tmp_path / "made")
+
+    monkeypatch.setattr(Tokenizer, "save", saved_by_two)
+    vocabulary._place(made, tmp_path / "made")
+    assert load(tmp_path / "made").vocab_size == 257 and len(list(tmp_path.iterdir())) == 1
 
 
 # ---------------------------------------------------------------- portraits

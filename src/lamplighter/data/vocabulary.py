@@ -6,9 +6,11 @@ Out: figures as frozen dataclasses, and the words for them.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -173,20 +175,19 @@ def trained(
 
 def _place(made: Tokenizer, folder: Path) -> None:
     """The whole folder at once, or file by file into one that is there; tokenizer.json comes last."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         if folder.exists():
             made.save(folder)
             return
-        temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-        made.save(temporary)
         try:
+            made.save(temporary)
             temporary.rename(folder)
-        except FileExistsError:  # somebody was quicker, with the same content
-            for path in temporary.iterdir():
-                path.unlink()
-            temporary.rmdir()
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # it failed, or somebody was quicker with the same content
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not (folder / "tokenizer.json").exists():
+            raise _cannot_write(folder, error) from error
 
 
 # ---------------------------------------------------------------- lamp tokenizer train
