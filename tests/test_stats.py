@@ -178,7 +178,9 @@ def test_near_duplicates_across_the_sides(tmp_path: Path) -> None:
         texts.append(" ".join(text))
         text[100] = "otherwise"
         texts.append(" ".join(text))
-    found = count(source_of(write_lines(tmp_path / "a.jsonl", texts)), val_fraction=0.2).sides
+    whole = count(source_of(write_lines(tmp_path / "a.jsonl", texts)), val_fraction=0.2)
+    assert any("look better than it is" in one.because for one in whole.advice)
+    found = whole.sides
     assert found.by == "documents" and found.exact == 0 and found.train + found.val == 600
     assert found.near_val == found.val and found.near_train == found.train
     assert found.near is not None and 0.5 * found.val < found.near <= found.val, (
@@ -231,7 +233,9 @@ def test_a_test_set_that_overlaps_is_found(tmp_path: Path) -> None:
     inside = " ".join(texts[30].split()[40:90])
     test = [texts[10].upper(), " ".join(near), inside, words(900, 100), "three short words"]
     held = HeldBack("test", source_of(write_lines(tmp_path / "test.jsonl", test)))
-    found = count(source_of(write_lines(tmp_path / "train.jsonl", texts)), held).test_set
+    whole = count(source_of(write_lines(tmp_path / "train.jsonl", texts)), held)
+    assert "3 of its 5 documents stand in the training text" in whole.advice[-1].because
+    found = whole.test_set
     assert found is not None
     assert (found.documents, found.exact, found.grams, found.grams_short) == (5, 1, 2, 1)
     assert found.exact_examples[0].first.endswith(("document 11", ":11"))

@@ -233,6 +233,7 @@ def _advise_text(lengths: Lengths, seq_len: int) -> Sequence[Advice]:
         because = (
             f"p50 = {facts.p50:,}, p95 = {facts.p95:,} tokens: {_percent(now.whole_share)} of the documents fit whole,"
             f" and {_percent(1 - now.beyond_share)} of all tokens stand in the first {seq_len:,} of their document"
+            + (f"; the {now.over:,} longer ones go on in further windows" if now.over else "")
         )
     stream = padding(lengths, seq_len, 1)[-1]
     costs = f"documents follow each other: padding {_percent(stream.share)}; each alone in a window: {alone}"

@@ -47,6 +47,7 @@ from lamplighter.data.tokens import open_tokens
 FORMAT = 1
 NEAR_DOCUMENTS = 50_000
 MANY_REPEATS = 0.005
+MANY_TWINS = 0.01
 CACHE_NOTE = "from a token cache: characters, near duplicates and faults of rows need the text itself"
 
 
@@ -238,6 +239,24 @@ def _advise_cleaning(found: Duplicates, documents: int, is_text: bool) -> list[A
         " looked at nearly do: they are learned by heart, and cost steps"
     )
     return [Advice("take repeated texts out", because, "lamp data clean PATH... --out DIR")]
+
+
+def _advise_apart(sides: Sides, test: TestSet | None) -> list[Advice]:
+    """A score on text that was trained on says nothing."""
+    found = []
+    if sides.near and sides.near > MANY_TWINS * sides.near_val:
+        because = (
+            f"{sides.near:,} of {sides.near_val:,} held-back {sides.by} ({sides.near / sides.near_val:.1%}) nearly stand among"
+            f" {sides.near_train:,} that are trained on: the validation loss will look better than it is"
+        )
+        found.append(Advice("take near duplicates out before training", because, "lamp data clean PATH... --out DIR"))
+    if test is not None and (known := test.exact + test.grams):
+        because = (
+            f"{known:,} of its {test.documents:,} documents stand in the training text ({test.exact:,} as they are,"
+            f" {test.grams:,} for the most part): a score on them measures memory"
+        )
+        found.append(Advice(f"do not judge by {test.name} as it is", because, "take those out of one of the two"))
+    return found
 
 
 # ---------------------------------------------------------------- a token cache
