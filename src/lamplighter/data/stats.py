@@ -224,6 +224,7 @@ def conclude(
         advice=[
             *advise(lengths, seq_len, batch_size, not is_text),
             *_advise_cleaning(duplicates, len(lengths), is_text),
+            *_advise_apart(apart, test_set),
         ],
         notes=notes or [],
     )
