@@ -243,6 +243,20 @@ def test_a_test_set_that_overlaps_is_found(tmp_path: Path) -> None:
     assert found.near == 1 and found.near_examples[0].second[-1] == "2"
 
 
+def test_a_test_set_of_rows_is_held_against_rows(tmp_path: Path) -> None:
+    train, test = rows_file(tmp_path / "rows.jsonl"), tmp_path / "test.jsonl"
+    lines = train.read_text().splitlines()
+    fresh = {"prompt": "Never asked before, in no row?", "completion": f"Never said before: {words(77, 30)}"}
+    test.write_text("\n".join([json.dumps(fresh), json.dumps({"prompt": json.loads(lines[4])["instruction"],
+                    "completion": json.loads(lines[4])["output"]})]) + "\n")  # fmt: skip
+    sources = [find_rows([str(path)], "auto", "text", "set_aside", None) for path in (train, test)]
+    assert sources[0] is not None and sources[1] is not None
+    held = HeldBack("test", sources[1])
+    found = count_rows(sources[0], choose("chatml", byte_level()), "", Request(512, 8, 0.1), held).test_set
+    assert found is not None and (found.documents, found.exact) == (2, 1)
+    assert found.exact_examples[0].first == f"{train}:5" and found.exact_examples[0].second == f"{test}:2"
+
+
 def test_grams_of_a_set_are_met_or_not() -> None:
     texts = [normalised(words(n, 30)) for n in range(3)]
     grams = Grams([*texts, "short"], 8)

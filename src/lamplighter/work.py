@@ -464,7 +464,7 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
     """Documents, true tokens, lengths, padding, duplicates, advice."""
     with report.phase("import"):
         from lamplighter.config import load_dump
-        from lamplighter.data import exchanges, overlap, stats
+        from lamplighter.data import exchanges, overlap, stats, vocabulary
         from lamplighter.data.instructions import RowSource
     run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
     wanted = stats.Request(
@@ -474,6 +474,8 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
         int(request["sample_mb"] * 1e6) if request["sample_mb"] else None,
         request["near_documents"],
     )
+    if request["out"]:
+        vocabulary.check_writable(Path(request["out"]))
     if request["cache"]:
         found = stats.count_cache(Path(request["cache"]), wanted)
         return _tell_stats(found, lambda: [request["cache"], wanted], request)
@@ -501,9 +503,9 @@ def _tell_stats(found: Stats, key: Callable[[], list[Any]], request: dict[str, A
         out = Path(request["out"])
     else:
         out = Path(request["runs_dir"]) / ".stats" / hashlib.sha256(repr(key()).encode()).hexdigest()[:16]
-    figures.written(found, out)
     as_json = json.dumps(figures.as_record(found), indent=1, ensure_ascii=False) + "\n"
     report.result(as_json if request["json"] else figures.told(found))
+    figures.written(found, out)
     report.note(f"made: {out}/stats.json, stats.txt and lengths.svg (open it in a browser)")
     report.note("next: lamp train with the settings that are advised; lamp data clean takes repeated texts out")
     return DONE

@@ -7,6 +7,7 @@ Out: the same Stats as for text, with a Quality of the rows.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from lamplighter import report
 from lamplighter.data import examples, likeness, rows
 from lamplighter.data.instructions import RowSource
 from lamplighter.data.overlap import Sides, TestGrams, compare_test, find_duplicates, no_near, pair_of
-from lamplighter.data.quality import Inspector, Row
+from lamplighter.data.quality import EXAMPLES, Inspector, Row
 from lamplighter.data.rows import Message, NotAnExample
 from lamplighter.data.sampling import Quota
 from lamplighter.data.stats import About, Request, Stats, conclude
@@ -40,7 +41,7 @@ def count_rows(source: RowSource, template: ChatTemplate, path: str, request: Re
     tally, inspector = counter.tally, counter.inspector
     if not len(tally.places):
         raise BadData(f"no example in {source}", "no row has a question and an answer", "check data.paths")
-    inspector.set_aside(len(counter.aside), counter.aside)
+    inspector.set_aside(counter.aside.total(), counter.aside_places)
     about = About(
         str(source), "chat", template.name, str(template.tokenizer), path, sampled, time.monotonic() - started
     )
@@ -48,10 +49,7 @@ def count_rows(source: RowSource, template: ChatTemplate, path: str, request: Re
     sides = _compare_sides(counter, request.val_fraction, reason)
     compared = compare_test(tally, test, reason) if test else None
     notes = [f"lamp train keeps equal examples once: {len(set(counter.hashes)):,} are left"] if duplicates.exact else []
-    aside: dict[str, int] = {}
-    for why in counter.aside.values():
-        aside[why] = aside.get(why, 0) + 1
-    return conclude(about, request, tally, aside, duplicates, sides, compared, inspector.result(), notes)
+    return conclude(about, request, tally, dict(counter.aside), duplicates, sides, compared, inspector.result(), notes)
 
 
 class _Counter:
@@ -60,9 +58,15 @@ class _Counter:
     def __init__(self, source: RowSource, template: ChatTemplate, tally: Tally) -> None:
         self.source, self.template, self.tally = source, template, tally
         self.inspector, self.hashes = Inspector(), list[int]()
-        self.aside: dict[str, str] = {}
+        self.aside: Counter[str] = Counter()
+        self.aside_places: dict[str, str] = {}
         self._waiting: list[tuple[list[Message], str]] = []
         tally.learned = 0
+
+    def set_aside(self, place: str, why: str) -> None:
+        self.aside[why] += 1
+        if len(self.aside_places) < EXAMPLES:
+            self.aside_places[place] = why
 
     def read(self, request: Request) -> str:
         """Every row, or a sample; says how much of what, '' for all."""
@@ -77,7 +81,7 @@ class _Counter:
                 p.set(at, place)
 
             def bad(place: str, error: BadData) -> None:
-                self.aside[place] = error.why or error.what
+                self.set_aside(place, (error.why or error.what).split(":")[0])
 
             for row, place in rows.rows(self.source.files, bad, show):
                 if (quota and quota.is_over(done)) or (self.source.limit is not None and number >= self.source.limit):
@@ -107,7 +111,7 @@ class _Counter:
                 size += sum(len(message["content"]) for message in messages)
                 self._waiting.append((messages, place))
         except NotAnExample as error:
-            self.aside[place] = str(error)
+            self.set_aside(place, str(error))
         if len(self._waiting) >= CHUNK:
             self.flush(seq_len)
         return size
@@ -120,7 +124,7 @@ class _Counter:
                 whole.append((rows.complete(messages), place))
             except NotAnExample as error:
                 if not self.inspector.look(Row(place, *_exchange(messages))):
-                    self.aside[place] = str(error)
+                    self.set_aside(place, str(error))
         self._waiting = []
         started = time.monotonic()
         bare = [[examples._without_end(one, self.template) for one in messages] for messages, _ in whole]
@@ -128,7 +132,7 @@ class _Counter:
         self.tally.encode_s += time.monotonic() - started
         for (messages, place), cleaned, one in zip(whole, bare, made, strict=True):
             if isinstance(one, Refused):
-                self.aside[place] = str(one)
+                self.set_aside(place, str(one))
                 continue
             self.inspector.look(Row(place, *_exchange(cleaned)), len(one.ids) > seq_len)
             if not all(message["content"].strip() for message in cleaned):

@@ -129,11 +129,10 @@ def _mixed(hashes: Hashes) -> Hashes:
 def signatures(texts: Sequence[str]) -> tuple[Signatures, np.ndarray[Any, np.dtype[np.bool_]]]:
     """uint32 [texts, SIGNATURE], and which of them have one (shorter ones have not enough words)."""
     rensa: Any = importlib.import_module("rensa")
-    hashes, owners = word_grams([text[:MOST_BYTES] for text in texts])
-    order = np.argsort(owners, kind="stable")
+    hashes, owners = word_grams([text[:MOST_BYTES] for text in texts])  # too short to be cut: owners are in order
     counts = np.bincount(owners, minlength=len(texts))
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64)
-    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes[order], offsets, SIGNATURE, SEED)
+    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, SIGNATURE, SEED)
     return np.array(matrix.to_rows(), np.uint32).reshape(len(texts), SIGNATURE), counts > 0
 
 
