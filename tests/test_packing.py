@@ -43,7 +43,9 @@ def side_of(lengths: Any, name: str = "train", prompt: int = 2, vocab: int = 50)
     for start, length in zip(begin.tolist(), lengths.tolist(), strict=True):
         tokens[start + prompt : start + length] |= LEARNED
     learned = lengths - prompt
-    return Side(name, tokens, begin, lengths, np.full_like(lengths, prompt), lengths - 1, learned, lengths * 4, learned * 4)
+    return Side(
+        name, tokens, begin, lengths, np.full_like(lengths, prompt), lengths - 1, learned, lengths * 4, learned * 4
+    )
 
 
 def examples_of(lengths: Any, val: Any = (5, 9)) -> Examples:
@@ -172,7 +174,9 @@ def test_ranks_share_the_segments_too() -> None:
     batch = feed_of(source_like(200), "packed", seq_len=128).make(1)
     parts = [rows_of_rank(batch, rank, 2) for rank in (0, 1)]
     assert batch.segments is not None
-    assert np.array_equal(np.concatenate([part.segments for part in parts if part.segments is not None]), batch.segments)
+    assert np.array_equal(
+        np.concatenate([part.segments for part in parts if part.segments is not None]), batch.segments
+    )
 
 
 # ---------------------------------------------------------------- too long

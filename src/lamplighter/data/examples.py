@@ -298,7 +298,11 @@ class Examples:
             f" {self.val.examples:,} to validate on (by hash: equal ones are kept once)"
         )
         for reason, count, first in found["set_aside"]:
-            report.warn(f"{count:,} rows set aside, as not to be learned from: {reason} (the first: {first})", path=first, count=count)
+            report.warn(
+                f"{count:,} rows set aside, as not to be learned from: {reason} (the first: {first})",
+                path=first,
+                count=count,
+            )
         if found["ends_taken"]:
             report.note(f"{found['ends_taken']:,} answers end in an end mark that is written out: it became the token")
         if found["borders_kept"]:

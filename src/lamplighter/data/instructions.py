@@ -85,7 +85,9 @@ class RowSource:
             self._position = Position(place, done)
 
         kinds = {str(path): kind for path, kind in self.kinds.items()}
-        found = rows.rows(self.files, lambda place, error: aside.met(place, error.what, error), show)
+        found = rows.rows(
+            self.files, lambda place, error: aside.met(place, error.what.removeprefix(f"{place} "), error), show
+        )
         for number, (row, place) in enumerate(found):
             if self.limit is not None and number >= self.limit:
                 return
