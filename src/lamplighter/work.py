@@ -274,7 +274,10 @@ def _feed(run: Run, tokens: Tokens | Examples, tokenizer: Tokenizer, built: Buil
     if not isinstance(tokens, Examples):
         return text_feed(tokens.train, tokens.val, train.seed, train.batch_size, seq_len, pad)
     with report.phase("packing"):
-        return arrange(tokens, run.data, train.seed, train.batch_size, pad, built.takes_segments)
+        feed = arrange(tokens, run.data, train.seed, train.batch_size, pad, built.takes_segments)
+    if run.train.compile and feed.whole_batches:
+        report.warn("every new length of a batch is compiled anew with data.packing grouped; packed has one length")
+    return feed
 
 
 def _build_model(run: Run, tokenizer: Tokenizer) -> Built:

@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import time
+from array import array
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -117,12 +118,11 @@ def _near(cache_root: Path, parts: dict[str, Any]) -> str:
 class _Numbers:
     """What is counted while examples are made."""
 
-    index: list[tuple[int, ...]] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)
+    index: array[int] = field(default_factory=lambda: array("q"))  # FIELDS but the last, one example after the other
+    hashes: array[int] = field(default_factory=lambda: array("Q"))
     tokens: int = 0
     rows: int = 0
     ends_taken: int = 0
-    ends_left_off: int = 0
     borders_kept: int = 0
 
 
@@ -147,7 +147,7 @@ def _build(folder: Path, source: RowSource, template: ChatTemplate, val_fraction
     if not numbers.index:
         raise BadData(f"no example in {source}", _reasons(aside) or "it has no rows", "check data.paths")
     sides = _sides(numbers.hashes, val_fraction, source)
-    index = np.array([(*row, side) for row, side in zip(numbers.index, sides, strict=True)], np.int64)
+    index = np.column_stack([np.array(numbers.index, np.int64).reshape(len(sides), -1), sides])
     stored = io.BytesIO()
     np.save(stored, index)
     write_atomic(folder / "index.npy", stored.getvalue())
@@ -201,7 +201,7 @@ def _add(
         sizes = [(len(message["content"].encode()), message["role"] == "assistant") for message in messages]
         first, last = np.flatnonzero(made.learned)[[0, -1]].tolist()
         text, answers = sum(n for n, _ in sizes), sum(n for n, is_answer in sizes if is_answer)
-        numbers.index.append((numbers.tokens, len(stored), first, last, int(made.learned.sum()), text, answers))
+        numbers.index.extend((numbers.tokens, len(stored), first, last, int(made.learned.sum()), text, answers))
         numbers.tokens += len(stored)
         numbers.borders_kept += made.moved
 
@@ -218,16 +218,16 @@ def _hash(messages: list[Message]) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _sides(hashes: list[int], val_fraction: float, source: RowSource) -> list[int]:
+def _sides(hashes: array[int], val_fraction: float, source: RowSource) -> Int64s:
     """1 for validation, by the hash alone; neither side may come out empty."""
     if not val_fraction:
-        return [0] * len(hashes)
+        return np.zeros(len(hashes), np.int64)
     if len(hashes) < 2:
         why = f"{source} has one example of its own"
         raise BadData("too few examples to hold some back for validation", why, "--data.val_fraction 0")
-    below = int(val_fraction * 2**64)
-    least, greatest = min(hashes), max(hashes)
-    return [int(mark != greatest and (mark < below or mark == least)) for mark in hashes]
+    marks, below = np.array(hashes, np.uint64), np.uint64(val_fraction * 2**64)
+    is_val: Int64s = ((marks != marks.max()) & ((marks < below) | (marks == marks.min()))).astype(np.int64)
+    return is_val
 
 
 def _reasons(aside: SetAside) -> str:
