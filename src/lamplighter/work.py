@@ -257,7 +257,7 @@ def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Exam
 
     assert isinstance(source, RowSource)
     with report.phase("cache"):
-        folder = examples.ensure(cache, source, chat, run.data.val_fraction, run.data.cache)
+        folder = examples.ensure(cache, source, chat, run.data.val_fraction, run.data.cache, run.data.workers)
         found = examples.open_examples(folder)
         found.tell()
         found.check_ends(chat.stop_id, chat.stop)
