@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from conftest import lamp, losses_of, shared, slot_of, start_lamp, wait_for
+from conftest import Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 from lamplighter import report
 from lamplighter.data import chat
 from lamplighter.data.template import ChatTemplate, Encoded, Refused, choose, own_template
@@ -337,7 +337,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd
 
 
-def test_a_run_on_instruction_rows_says_everything_before_the_first_step(trained: Path) -> None:
+def test_a_run_on_instruction_rows_says_everything_before_the_first_step(trained: Path, zoo_row: Row) -> None:
     run = RunDir(trained / "runs" / "whole")
     said = run.console.read_text()
     before = said[: said.index("first step")]
@@ -353,6 +353,7 @@ def test_a_run_on_instruction_rows_says_everything_before_the_first_step(trained
         assert words in before, words
     verdict = next(e for e in read_lines(run.events) if e["type"] == "verdict" and e["cause"] == "padding")
     assert (verdict["state"], verdict["action"]) == ("waste", "fallback")
+    zoo_row("padding", "start", verdict["action"], 0)
     records = [r for r in read_lines(run.metrics) if "train/pad_frac" in r]
     assert len(records) == 40 and np.mean([r["train/pad_frac"] for r in records]) < 0.2
     losses = [r["eval/val_loss"] for r in read_lines(run.metrics) if "eval/val_loss" in r]

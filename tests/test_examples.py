@@ -143,6 +143,18 @@ def test_text_stays_text(tmp_path: Path) -> None:
     assert find_rows(["s3://bucket/x.jsonl"], "auto", "text", "set_aside", None) is None
 
 
+def test_a_folder_of_rows_may_hold_a_readme_which_is_said(tmp_path: Path, said: list[dict[str, Any]]) -> None:
+    write_lines(tmp_path / "x.jsonl", [PROMPT])
+    (tmp_path / "README.md").write_text("About.")
+    assert source_of(tmp_path).files == [tmp_path / "x.jsonl"]
+    assert "1 files beside them are not read" in texts(said, "warning") and "README.md" in texts(said, "warning")
+
+
+def test_a_file_that_is_broken_throughout_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", ["{broken"] * 5000 + [json.dumps(PROMPT)])
+    assert rows.look(path, "text") == (None, "the rows of x.jsonl have the keys none")
+
+
 def test_chat_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="holds no instruction rows") as error:
         source_of(write_lines(tmp_path / "y.jsonl", [{"body": "Once."}]), wanted="chat")

@@ -243,7 +243,7 @@ def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTempl
             )
         return None
     with report.phase("template"):
-        if run.model.init_from is not None:
+        if run.model.init_from is not None and run.data.template is None:
             chat.check_folder(Path(run.model.init_from))
         found = choose(run.data.template, tokenizer)
         chat.announce(found, run.model.init_from)
