@@ -13,7 +13,9 @@ import pytest
 
 from conftest import shared, wait_for
 from lamplighter import report
+from lamplighter.config import Data
 from lamplighter.data import examples, rows
+from lamplighter.data.arrange import arrange
 from lamplighter.data.examples import LEARNED, ensure, open_examples
 from lamplighter.data.instructions import RowSource, SetAside, find_rows
 from lamplighter.data.template import choose
@@ -147,7 +149,9 @@ def test_a_folder_of_rows_may_hold_a_readme_which_is_said(tmp_path: Path, said: 
     write_lines(tmp_path / "x.jsonl", [PROMPT])
     (tmp_path / "README.md").write_text("About.")
     assert source_of(tmp_path).files == [tmp_path / "x.jsonl"]
-    assert "1 files beside them are not read" in texts(said, "warning") and "README.md" in texts(said, "warning")
+    assert "not read, as they hold no rows: 1 other files" in texts(said, "warning") and "README.md" in texts(
+        said, "warning"
+    )
 
 
 def test_a_file_that_is_broken_throughout_is_not_read_to_its_end(tmp_path: Path) -> None:
@@ -402,6 +406,18 @@ def test_real_files_load(name: str, kind: str, least: int, tmp_path: Path) -> No
     found = open_examples(ensure(tmp_path, source, TEMPLATE, 0.02))
     assert found.train.examples + found.val.examples >= least
     found.check_ends(TEMPLATE.stop_id, TEMPLATE.stop)
+
+
+def test_short_instructions_are_packed_with_next_to_no_padding(tmp_path: Path) -> None:
+    template = choose("chatml", load(shared("tokenizers", "gpt2")))
+    source = source_of(shared("finetune", "instruction-data-short.json"))
+    found = open_examples(ensure(tmp_path, source, template, 0.02))
+    for seq_len in (256, 1024):
+        feed = arrange(found, Data(seq_len=seq_len), 1, 8, 0, takes_segments=True)
+        assert feed.padding <= 0.05
+        batches = [feed.make(step) for step in range(1, feed.steps_for(1) + 1)]
+        filled, positions = (sum(batch.filled for batch in batches), sum(batch.targets.size for batch in batches))
+        assert 1 - filled / positions <= 0.05
 
 
 def test_the_texts_of_the_rows_train_a_tokenizer(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ FORMAT = 1
 PARTS = ("tokenizer", "template", "settings", "sources")
 LEARNED = np.uint32(1 << 31)
 FIELDS = ("begin", "length", "first_answer", "last_answer", "learned", "text_bytes", "answer_bytes", "is_val")
-MANY_BYTES = 1 << 24  # of rows: from here on other processes help
+MANY_BYTES = 1 << 23  # of rows: from here on other processes help
 CHUNK = 256  # rows that are rendered and encoded together
 Mode = Literal["auto", "require", "rebuild"]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -335,7 +335,7 @@ class Examples:
         )
         for reason, count, first in found["set_aside"]:
             report.warn(
-                f"{count:,} rows set aside, as not to be learned from: {reason} (the first: {first})",
+                f"{count:,} row{'s' * (count > 1)} set aside, as not to be learned from: {reason} (the first: {first})",
                 path=first,
                 count=count,
             )

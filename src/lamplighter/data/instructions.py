@@ -135,7 +135,7 @@ def find_rows(paths: list[str], wanted: str, text_key: str, policy: str, limit: 
         raise BadData(f"{other} holds no instruction rows", why, "take it out of data.paths, or --data.format text")
     report.note(f"instruction data (data.format {wanted}): {first[1]}; --data.format text reads it as plain text")
     if others:
-        report.warn(f"{len(others)} files beside them are not read, being no rows; the first one is {others[0]}")
+        report.warn(f"not read, as they hold no rows: {len(others)} other files, the first one {others[0]}")
     return RowSource(files, kinds, policy, limit)
 
 
