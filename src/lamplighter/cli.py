@@ -315,8 +315,8 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
     run = RunDir(flags.get("runs_dir", Path("runs")) / _run_name(flags))
     resume = flags.get("resume", "auto")
     moved = None
-    if resume == "never" and run.path.exists() and not is_running(run):
-        moved = move_aside(run.path)
+    if resume == "never" and not is_running(run):
+        moved = move_aside(run.path) if run.path.exists() else None
         resume = "auto"
     run.create()
     try:

@@ -239,7 +239,7 @@ def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTempl
             )
         return None
     with report.phase("template"):
-        if run.model.init_from is not None:
+        if run.model.init_from is not None and run.data.template is None:
             chat.check_folder(Path(run.model.init_from))
         found = choose(run.data.template, tokenizer)
         chat.announce(found, run.model.init_from)
@@ -253,7 +253,7 @@ def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Exam
 
     assert isinstance(source, RowSource)
     with report.phase("cache"):
-        folder = examples.ensure(cache, source, chat, run.data.val_fraction, run.data.cache)
+        folder = examples.ensure(cache, source, chat, run.data.val_fraction, run.data.cache, run.data.workers)
         found = examples.open_examples(folder)
         found.tell()
         found.check_ends(chat.stop_id, chat.stop)
@@ -270,7 +270,10 @@ def _feed(run: Run, tokens: Tokens | Examples, tokenizer: Tokenizer, built: Buil
     if not isinstance(tokens, Examples):
         return text_feed(tokens.train, tokens.val, train.seed, train.batch_size, seq_len, pad)
     with report.phase("packing"):
-        return arrange(tokens, run.data, train.seed, train.batch_size, pad, built.takes_segments)
+        feed = arrange(tokens, run.data, train.seed, train.batch_size, pad, built.takes_segments)
+    if run.train.compile and feed.whole_batches:
+        report.warn("every new length of a batch is compiled anew with data.packing grouped; packed has one length")
+    return feed
 
 
 def _build_model(run: Run, tokenizer: Tokenizer) -> Built:

@@ -114,7 +114,7 @@ class Fitted:
 
 def fit(side: Side, seq_len: int, over_length: str, learn_all: bool) -> Fitted:
     """Cut, leave out or refuse what is longer than a window; every case is counted."""
-    whole = side.length - 1
+    whole = side.length - 1 if learn_all else side.last_answer  # what comes after the last answer teaches nothing
     long = whole > seq_len
     if over_length == "refuse" and long.any():
         worst = int(whole.max())

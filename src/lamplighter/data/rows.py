@@ -216,11 +216,13 @@ def look(path: Path, text_key: str, count: int = 20) -> tuple[str | None, str]:
     if suffix_of(path) not in SUFFIXES:
         return None, f"{path.name} is a file of text"
     found: list[tuple[str | None, str, Row]] = []
-    skipped: list[str] = []
-    for row, place in rows([path], lambda place, error: skipped.append(place)):
-        found.append((kind_of(row), place, row))
-        if len(found) >= count:
-            break
+    try:
+        for row, place in rows([path], _Enough().bad):
+            found.append((kind_of(row), place, row))
+            if len(found) >= count:
+                break
+    except _Enough:
+        pass
     kinds = {kind for kind, _, _ in found if kind}
     if not kinds or any(text_key in row for _, _, row in found[:1]):
         keys = ", ".join(found[0][2]) if found else ""
@@ -230,6 +232,19 @@ def look(path: Path, text_key: str, count: int = 20) -> tuple[str | None, str]:
         raise mixture(other[1], other[0], first[0])
     kind = kinds.pop()
     return kind, f"the rows of {path.name} have {KIND_WORDS[kind]}"
+
+
+class _Enough(Exception):
+    """So many broken rows that looking on is of no use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def bad(self, place: str, error: BadData) -> None:
+        self.count += 1
+        if self.count >= 100:
+            raise self
 
 
 def mixture(place: str, kind: str | None, first: str | None) -> BadData:
@@ -309,7 +324,7 @@ def _text(value: object, what: str) -> str:
         return "".join(str(part.get("text", "")) for part in value)
     if isinstance(value, bool | int | float):
         return str(value)
-    raise NotAnExample(f"its {what} is not text")
+    raise NotAnExample(f"the {what} is not text")
 
 
 def complete(messages: list[Message]) -> list[Message]:
@@ -317,13 +332,13 @@ def complete(messages: list[Message]) -> list[Message]:
     last = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     kept = messages[: last + 1]
     if last < 0:
-        raise NotAnExample("it has no answer")
+        raise NotAnExample("no answer")
     if not any(message["role"] == "user" for message in kept):
-        raise NotAnExample("it has no question")
+        raise NotAnExample("no question")
     for message in kept:
         if not message["content"].strip():
             name = {"assistant": "answer", "user": "question"}.get(message["role"], f"{message['role']} message")
-            raise NotAnExample(f"its {name} is empty")
+            raise NotAnExample(f"the {name} is empty")
     try:
         json.dumps(kept, ensure_ascii=False).encode()
     except UnicodeEncodeError:

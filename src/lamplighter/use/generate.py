@@ -31,14 +31,14 @@ def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
     if (path / "config.json").is_file():
         return path
     root = path / "checkpoints"
-    newest = checkpoint.newest_first(root)
-    if (not raw and (named := root / wanted).is_dir()) or (wanted == "latest" and newest):
-        chat.check_folder(named if named.is_dir() else newest[0])  # first: it says more than "its hash differs"
     if wanted == "best":
         best = checkpoint.best_of(root)
         if best is None:
             raise NoCheckpoint(f"{path.name} has no best checkpoint", "no validation was made", "--checkpoint latest")
         wanted = f"{checkpoint.PREFIX}{best[0]}"
+    asked = checkpoint.newest_first(root)[:1] if wanted == "latest" else [root / wanted]
+    for folder in asked if not raw else ():
+        chat.check_folder(folder)  # before its hashes: what differs in a template is said in words
     found = checkpoint.find(root, "auto" if wanted == "latest" else wanted)
     if found is None:
         raise NoCheckpoint(
@@ -60,6 +60,8 @@ def generate(request: dict[str, Any]) -> None:
     report.note(f"{folder}: {built.parameters:,} parameters, on {device.type}")
     if template is not None:
         report.note(f"asked by its {template.describe()}; --raw leaves the template out")
+        if not request["prompt"] and not request["interactive"]:
+            report.note("no --prompt: the question is empty")
     elif request["system"]:
         why = "--raw leaves the template out" if request["raw"] else "it was not trained on conversations"
         raise UsageError("--system needs a chat model", why, "leave --system out, or put it into the prompt")
