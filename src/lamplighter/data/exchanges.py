@@ -7,6 +7,7 @@ Out: the same Stats as for text, with a Quality of the rows.
 from __future__ import annotations
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 
@@ -57,7 +58,7 @@ class _Counter:
 
     def __init__(self, source: RowSource, template: ChatTemplate, tally: Tally) -> None:
         self.source, self.template, self.tally = source, template, tally
-        self.inspector, self.hashes = Inspector(), list[int]()
+        self.inspector, self.hashes = Inspector(), array("Q")
         self.aside: Counter[str] = Counter()
         self.aside_places: dict[str, str] = {}
         self._waiting: list[tuple[list[Message], str]] = []
@@ -155,7 +156,7 @@ def _compare_sides(counter: _Counter, val_fraction: float, reason: str) -> Sides
     """The division that `lamp train` would make of these examples, and near duplicates across it."""
     if not val_fraction:
         return Sides("", "data.val_fraction is 0: nothing is held back", 0, 0, 0, None, 0, 0, [])
-    unique = list(dict.fromkeys(counter.hashes))
+    unique = array("Q", dict.fromkeys(counter.hashes))
     try:
         sides = dict(zip(unique, examples._sides(unique, val_fraction, counter.source), strict=True))
     except BadData as error:
