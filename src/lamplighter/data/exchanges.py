@@ -158,7 +158,7 @@ def _compare_sides(counter: _Counter, val_fraction: float, reason: str) -> Sides
         return Sides("", "data.val_fraction is 0: nothing is held back", 0, 0, 0, None, 0, 0, [])
     unique = array("Q", dict.fromkeys(counter.hashes))
     try:
-        sides = dict(zip(unique, examples._sides(unique, val_fraction, counter.source), strict=True))
+        sides = dict(zip(unique, examples._sides(unique, val_fraction, counter.source).tolist(), strict=True))
     except BadData as error:
         return Sides("", f"lamp train would refuse: {error.what} ({error.why})", 0, 0, 0, None, 0, 0, [])
     val = sum(sides.values())
