@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from lamplighter import report
-from lamplighter.config import Data
+from lamplighter.config import Data, Run
 from lamplighter.data.arrange import arrange
 from lamplighter.data.batches import NO_TARGET, rows_of_rank
 from lamplighter.data.examples import LEARNED, Examples, Side
@@ -20,6 +22,7 @@ from lamplighter.errors import BadConfig, BadData
 from lamplighter.model.build import Built
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
+from lamplighter.train.loop import _micro_loss, _micro_rows
 from lamplighter.train.score import look
 
 PAD = 0
@@ -244,6 +247,28 @@ def test_each_example_has_the_loss_that_it_has_alone(family: str, how: str) -> N
                 seen += 1
         assert total > 0
     assert seen >= len(lengths)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_the_training_loop_has_the_mean_of_those_losses(micro: int) -> None:
+    model, lengths = small("gpt2"), [5, 9, 30, 7, 12, 3, 22, 8, 14, 40]
+    alone = sum(losses_one_by_one(model, side_of(lengths)))
+    feed = feed_of(lengths, "packed", batch_size=3, seq_len=48)
+    assert feed.samples == 3, "one batch is the whole epoch"
+    batch = feed.make(1)
+    run = Run.model_validate({"train": {"batch_size": 3, "micro_batch": micro, "steps": 1}})
+    where = SimpleNamespace(device=torch.device("cpu"), precision=nullcontext)
+    parts: Any = SimpleNamespace(run=run, machine=where, model=model)
+    with torch.no_grad():
+        loss = sum(float(_micro_loss(parts, batch, rows)) for rows in _micro_rows(parts, batch))
+    assert loss == pytest.approx(alone / sum(length - 2 for length in lengths), abs=1e-5)
+
+
+def test_loss_on_all_learns_the_questions_too() -> None:
+    lengths = [5, 9, 30]
+    batches = [feed_of(lengths, how, batch_size=8, seq_len=48, learn_all=True).make(1) for how in ("grouped", "packed")]
+    assert batches[0].real_tokens == batches[0].filled == sum(lengths) - 3
+    assert batches[1].real_tokens == batches[1].filled
 
 
 def test_packed_without_segments_would_be_another_loss() -> None:

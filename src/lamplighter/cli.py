@@ -95,20 +95,33 @@ a system message before the question, --raw leaves the template out. With --inte
 empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
 """,
     "data": """\
-usage: lamp data stats   [run.yaml] [--preset NAME] [--json] [--out DIR] [--section.key value ...]
+usage: lamp data stats   [run.yaml|CACHE] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]
+                         [--near-documents N] [--runs-dir DIR] [--section.key value ...]
        lamp data clean   PATH... --out DIR [--dry-run] [--help lists the rules]
        lamp data prepare [run.yaml] [--preset NAME] [--section.key value ...]
 
-stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice
+stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice; of text, of instruction rows
+         with their template, or (lengths and repeats only) of a token cache
+  --val PATH...         a test set of yours: what of it stands in the training text, by hash and by 8-word runs
+  --sample-mb MB        look at a part only, spread over the whole; every figure says so
+  --near-documents N    look for near duplicates among at most so many documents (default 50000; 0: do not)
+  --out DIR             where stats.json, stats.txt and lengths.svg go (default: RUNS-DIR/.stats/NAME)
 clean    raw files to clean documents (JSONL), with every rejected one in a log
 prepare  the tokenizer and the token cache that `lamp train` with the same settings would make
 """,
     "tokenizer": """\
-usage: lamp tokenizer train [run.yaml] --out DIR [--section.key value ...]
-       lamp tokenizer show  DIR|RUN [--text TEXT] [--data.paths ...]
+usage: lamp tokenizer train [run.yaml] --out DIR [--preset NAME] [--special TOKEN ...] [--compare DIR ...] [--force]
+                            [--json] [--runs-dir DIR] [--tokenizer.vocab_size N] [--section.key value ...]
+       lamp tokenizer show  DIR|RUN|FILE [FILE ...] [--text TEXT] [--compare DIR ...] [--sample-mb MB] [--json]
+                            [--runs-dir DIR] [--data.paths PATH ...] [--section.key value ...]
 
-train    a byte-level BPE from any source, checked by a round trip over the data
+train    a byte-level BPE from any source, of any size, checked by a round trip over the data
+  --out DIR           where it goes; opens with transformers and with --tokenizer.path DIR
+  --special TOKEN...  control tokens, such as "<|im_start|>" "<|im_end|>"; they count in tokenizer.vocab_size
+  --compare DIR...    other tokenizers, measured on the same text
+  --force             replace another tokenizer that is in DIR (its files are kept in a folder below)
 show     what it is, how it cuts a text, bytes per token, how much of the vocabulary a text uses
+  FILE..., --data.paths PATH...    text to measure it on, at most --sample-mb of it (default 50)
 """,
 }
 
@@ -636,8 +649,42 @@ def _one_of(verb: str, words: list[str], choices: dict[str, Callable[[list[str]]
     raise UsageError(what, why, f"lamp {verb} --help")
 
 
+def _data_stats_flags(
+    run_yaml: Path | None = None,
+    /,
+    *,
+    preset: str | None = None,
+    json: bool = False,
+    out: Path | None = None,
+    sample_mb: float | None = None,
+    near_documents: int = 50_000,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """What `lamp data stats` takes besides fields and --val."""
+
+
 def data_stats(words: list[str]) -> int:
-    raise NotImplementedError
+    """A corpus in figures."""
+    from lamplighter.config import dump, parse_overrides, resolve
+    from lamplighter.errors import UsageError
+    from lamplighter.watch.follow import session
+
+    rest, overrides = parse_overrides(words)
+    rest, lists = _many(rest, "val")
+    flags = _parse("data stats", _data_stats_flags, rest)
+    sample_mb, near = flags.get("sample_mb"), flags.get("near_documents", 50_000)
+    if (sample_mb is not None and sample_mb <= 0) or near < 0:
+        raise UsageError(
+            "--sample-mb and --near-documents count something", "one of them is not positive", "--sample-mb 100"
+        )
+    given: Path | None = flags.get("run_yaml")
+    cache = given if given is not None and given.is_dir() else None
+    resolved = resolve(flags.get("preset"), given if cache is None else None, overrides)
+    request = {"json": flags.get("json", False), "out": str(flags["out"]) if flags.get("out") else None,
+               "cache": str(cache) if cache else None,
+               "sample_mb": sample_mb, "near_documents": near, "runs_dir": str(flags.get("runs_dir", Path("runs"))),
+               **lists}  # fmt: skip
+    return session("data-stats", request, config=dump(resolved))
 
 
 def data_clean(words: list[str]) -> int:
@@ -648,12 +695,91 @@ def data_prepare(words: list[str]) -> int:
     raise NotImplementedError
 
 
+def _many(words: list[str], *names: str) -> tuple[list[str], dict[str, list[str]]]:
+    """Take `--name a b c` out of a command line for each of the names; the rest is for the verb."""
+    rest: list[str] = []
+    found: dict[str, list[str]] = {name: [] for name in names}
+    now: list[str] | None = None
+    for word in words:
+        name, equals, value = word[2:].partition("=") if word.startswith("--") else ("", "", "")
+        if name in found:
+            now = found[name]
+            now += [value] if equals else []
+        elif word.startswith("--") or now is None:
+            now = None
+            rest.append(word)
+        else:
+            now.append(word)
+    return rest, found
+
+
+def _tokenizer_train_flags(
+    run_yaml: Path | None = None,
+    /,
+    *,
+    out: Path | None = None,
+    preset: str | None = None,
+    force: bool = False,
+    json: bool = False,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """What `lamp tokenizer train` takes besides fields, --special and --compare."""
+
+
 def tokenizer_train(words: list[str]) -> int:
-    raise NotImplementedError
+    """A tokenizer from any source."""
+    from lamplighter.config import dump, parse_overrides, resolve
+    from lamplighter.errors import BadConfig, UsageError
+    from lamplighter.watch.follow import session
+
+    rest, overrides = parse_overrides(words)
+    rest, lists = _many(rest, "special", "compare")
+    flags = _parse("tokenizer train", _tokenizer_train_flags, rest)
+    resolved = resolve(flags.get("preset"), flags.get("run_yaml"), overrides)
+    if flags.get("out") is None:
+        raise UsageError("--out is missing", "a tokenizer is a folder of files", "--out my-tokenizer")
+    if resolved.run.tokenizer.path is not None:
+        why = f"tokenizer.path is {resolved.run.tokenizer.path} ({resolved.origin.get('tokenizer.path', 'default')})"
+        raise BadConfig("there is nothing to train", why, "--tokenizer.path none, to train one all the same")
+    request = {"out": str(flags["out"]), "force": flags.get("force", False), "json": flags.get("json", False),
+               "runs_dir": str(flags.get("runs_dir", Path("runs"))), **lists}  # fmt: skip
+    return session("tokenizer-train", request, config=dump(resolved))
+
+
+def _tokenizer_show_flags(
+    target: str,
+    /,
+    *files: str,
+    text: str | None = None,
+    sample_mb: float = 50.0,
+    json: bool = False,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """What `lamp tokenizer show` takes besides fields and --compare."""
 
 
 def tokenizer_show(words: list[str]) -> int:
-    raise NotImplementedError
+    """What a tokenizer is, and what it does with text."""
+    from lamplighter.config import dump, parse_overrides, resolve
+    from lamplighter.errors import UsageError
+    from lamplighter.watch.follow import session
+
+    rest, overrides = parse_overrides(words)
+    rest, lists = _many(rest, "compare")
+    flags = _parse("tokenizer show", _tokenizer_show_flags, rest)
+    if flags.get("files"):
+        overrides["data.paths"] = [*overrides.get("data.paths", []), *flags["files"]]
+    resolved = resolve(None, None, overrides)
+    runs_dir = flags.get("runs_dir", Path("runs"))
+    named = Path(flags["target"])
+    path = named if named.exists() or not (runs_dir / named).is_dir() else runs_dir / named
+    try:
+        (flags.get("text") or "").encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("--text is not valid UTF-8", str(error), "give it in UTF-8") from error
+    request = {"path": str(path), "text": flags.get("text"), "json": flags.get("json", False),
+               "sample_mb": flags.get("sample_mb", 50.0), **lists}  # fmt: skip
+    return session("tokenizer-show", request, config=dump(resolved))
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from lamplighter.data.examples import Examples
     from lamplighter.data.feed import Feed
     from lamplighter.data.sources import Source
+    from lamplighter.data.stats import Stats
     from lamplighter.data.stream import Live
     from lamplighter.data.template import ChatTemplate
     from lamplighter.data.tokenizer import Tokenizer
@@ -167,6 +169,13 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
 
 def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
     """The source of documents and the tokenizer for it, trained if need be and kept in the cache."""
+    source = open_source(run, cache)
+    with report.phase("tokenizer"):
+        return source, _tokenizer(run, cache, source)
+
+
+def open_source(run: Run, cache: Path) -> Source:
+    """The source of documents that the configuration asks for."""
     from lamplighter.data import sources
     from lamplighter.data.instructions import find_rows
 
@@ -183,13 +192,14 @@ def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
             source = sources.open_data(data, cache / "file_hashes.json")
         if rows is None and data.max_documents is not None:
             source = sources.First(source, data.max_documents)
-    with report.phase("tokenizer"):
-        return source, _tokenizer(run, cache, source)
+    return source
 
 
 def _tokenizer(run: Run, cache: Path, source: Source) -> Tokenizer:
     """The given one, the bytes, or one trained on the source and kept for the next time."""
     from lamplighter.data import tokenizer as tokenizers
+    from lamplighter.data import vocabulary
+    from lamplighter.data.stream import AsItComes
 
     section = run.tokenizer
     path = section.path or run.model.init_from
@@ -199,21 +209,9 @@ def _tokenizer(run: Run, cache: Path, source: Source) -> Tokenizer:
         return found
     if section.kind == "bytes":
         return tokenizers.byte_level()
-    mark = str(source) if run.data.stream else source.fingerprint()  # a stream is not read through to know it
-    parts = [mark, section.vocab_size, section.sample_mb, "byte-level BPE 1"]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-    kept = cache / f"tokenizer-{key}"
-    if (kept / "tokenizer.json").exists():
-        report.note(f"tokenizer kept from before: {kept}")
-        return tokenizers.load(kept)
-    total = source.total_bytes()
-    made = tokenizers.train(source.documents(), section.vocab_size, int(section.sample_mb * 1e6), total)
-    temporary = kept.with_name(f".{kept.name}.{os.getpid()}")
-    temporary.mkdir(exist_ok=True)
-    made.save(temporary)
-    if not kept.exists():
-        temporary.rename(kept)
-    return made
+    if run.data.stream:
+        source = AsItComes(source)
+    return vocabulary.trained(source, section.vocab_size, section.sample_mb, cache)
 
 
 def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -> Tokens:
@@ -250,7 +248,7 @@ def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTempl
             )
         return None
     with report.phase("template"):
-        if run.model.init_from is not None:
+        if run.model.init_from is not None and run.data.template is None:
             chat.check_folder(Path(run.model.init_from))
         found = choose(run.data.template, tokenizer)
         chat.announce(found, run.model.init_from)
@@ -264,7 +262,7 @@ def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Exam
 
     assert isinstance(source, RowSource)
     with report.phase("cache"):
-        folder = examples.ensure(cache, source, chat, run.data.val_fraction, run.data.cache)
+        folder = examples.ensure(cache, source, chat, run.data.val_fraction, run.data.cache, run.data.workers)
         found = examples.open_examples(folder)
         found.tell()
         found.check_ends(chat.stop_id, chat.stop)
@@ -314,7 +312,10 @@ def _feed(run: Run, tokens: Tokens | Examples | Live, tokenizer: Tokenizer, buil
     if not isinstance(tokens, Examples):
         return text_feed(tokens.train, tokens.val, train.seed, train.batch_size, seq_len, pad)
     with report.phase("packing"):
-        return arrange(tokens, run.data, train.seed, train.batch_size, pad, built.takes_segments)
+        feed = arrange(tokens, run.data, train.seed, train.batch_size, pad, built.takes_segments)
+    if run.train.compile and feed.whole_batches:
+        report.warn("every new length of a batch is compiled anew with data.packing grouped; packed has one length")
+    return feed
 
 
 def _build_model(run: Run, tokenizer: Tokenizer) -> Built:
@@ -511,7 +512,54 @@ def _checkpoint_table(run: RunDir, rows: list[dict[str, Any]]) -> str:
 
 
 def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
+    """Documents, true tokens, lengths, padding, duplicates, advice."""
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+        from lamplighter.data import exchanges, overlap, stats, vocabulary
+        from lamplighter.data.instructions import RowSource
+    run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
+    wanted = stats.Request(
+        run.data.seq_len,
+        run.train.batch_size,
+        run.data.val_fraction,
+        int(request["sample_mb"] * 1e6) if request["sample_mb"] else None,
+        request["near_documents"],
+    )
+    if request["out"]:
+        vocabulary.check_writable(Path(request["out"]))
+    if request["cache"]:
+        found = stats.count_cache(Path(request["cache"]), wanted)
+        return _tell_stats(found, lambda: [request["cache"], wanted], request)
+    source, tokenizer = open_text(run, cache)
+    test = None
+    if request["val"]:
+        mine = run.model_copy(update={"data": run.data.model_copy(update={"paths": request["val"], "source": None})})
+        test = overlap.TestGrams(", ".join(request["val"]), open_source(mine, cache))
+    made = "the bytes as they are" if run.tokenizer.kind == "bytes" else f"trained on this source, kept in {cache}"
+    path = run.tokenizer.path or run.model.init_from or made
+    template = choose_template(run, source, tokenizer)
+    if template is not None and isinstance(source, RowSource):
+        found = exchanges.count_rows(source, template, path, wanted, test)
+    else:
+        found = stats.count_text(source, tokenizer, path, wanted, test)
+    key = lambda: [source.fingerprint(), tokenizer.fingerprint(), wanted, request["val"]]  # noqa: E731
+    return _tell_stats(found, key, request)
+
+
+def _tell_stats(found: Stats, key: Callable[[], list[Any]], request: dict[str, Any]) -> int:
+    """The record to disk and to the asker; `key` names its folder where the asker does not."""
+    from lamplighter.data import figures
+
+    if request["out"]:
+        out = Path(request["out"])
+    else:
+        out = Path(request["runs_dir"]) / ".stats" / hashlib.sha256(repr(key()).encode()).hexdigest()[:16]
+    as_json = json.dumps(figures.as_record(found), indent=1, ensure_ascii=False) + "\n"
+    report.result(as_json if request["json"] else figures.told(found))
+    figures.written(found, out)
+    report.note(f"made: {out}/stats.json, stats.txt and lengths.svg (open it in a browser)")
+    report.note("next: lamp train with the settings that are advised; lamp data clean takes repeated texts out")
+    return DONE
 
 
 def data_clean(_: RunDir, request: dict[str, Any]) -> int:
@@ -523,11 +571,37 @@ def data_prepare(folder: RunDir, request: dict[str, Any]) -> int:
 
 
 def tokenizer_train(folder: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
+    """A tokenizer from any source, checked by a round trip."""
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+        from lamplighter.data import vocabulary
+    run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
+    size = 257 + len(request["special"]) if run.tokenizer.kind == "bytes" else run.tokenizer.vocab_size
+    wish = vocabulary.Wish(
+        Path(request["out"]),
+        size,
+        run.tokenizer.sample_mb,
+        tuple(request["special"]),
+        tuple(map(Path, request["compare"])),
+        request["force"],
+    )
+    result = vocabulary.make(open_source(run, cache), wish, cache)
+    report.result(json.dumps(result, indent=1) + "\n" if request["json"] else vocabulary.told(result))
+    return DONE
 
 
 def tokenizer_show(folder: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
+    """What a tokenizer is, and what it makes of text."""
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+        from lamplighter.data import portrait
+    run = load_dump(folder.config)
+    given = bool(run.data.paths or run.data.source)
+    source = open_source(run, folder.path / CACHE_NAME) if given else None
+    compare = [Path(one) for one in request["compare"]]
+    record = portrait.portray(Path(request["path"]), request["text"], source, int(request["sample_mb"] * 1e6), compare)
+    report.result(json.dumps(record, indent=1) + "\n" if request["json"] else portrait.told(record, request["tty"]))
+    return DONE
 
 
 VERBS = {

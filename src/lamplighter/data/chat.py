@@ -106,7 +106,7 @@ def _differs(path: Path, what: str, then: object, now: object) -> BadConfig:
     return BadConfig(
         f"{path}: {what} is not the one that this model was trained with",
         f"in training {then!r}, now {now!r}",
-        "put the old one back (it is in chat.json), train with the new one, or ask without any: --raw",
+        "put the old one back (it is in chat.json), or train with another (data.template); generate --raw asks without any",
         cause="template_differs",
     )
 

@@ -14,18 +14,22 @@ import hashlib
 import io
 import json
 import time
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 
 from lamplighter import report
 from lamplighter.data.files import digest
 from lamplighter.data.instructions import RowSource, SetAside
+from lamplighter.data.pool import each, usable_cores
 from lamplighter.data.rows import Message
-from lamplighter.data.template import ChatTemplate, Refused
+from lamplighter.data.template import ChatTemplate, Encoded, Refused
+from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.tokens import _locked
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.rundir import cannot_write, hash_file, human_bytes, read_json, read_record, write_atomic, write_json
@@ -34,6 +38,7 @@ FORMAT = 1
 PARTS = ("tokenizer", "template", "settings", "sources")
 LEARNED = np.uint32(1 << 31)
 FIELDS = ("begin", "length", "first_answer", "last_answer", "learned", "text_bytes", "answer_bytes", "is_val")
+MANY_BYTES = 1 << 23  # of rows: from here on other processes help
 CHUNK = 256  # rows that are rendered and encoded together
 Mode = Literal["auto", "require", "rebuild"]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -49,6 +54,7 @@ def ensure(
     template: ChatTemplate,
     val_fraction: float,
     mode: Mode = "auto",
+    workers: int | None = None,
 ) -> Path:
     """The folder of the finished cache: reused, built or rebuilt, and said which and why."""
     settings, tokenizer = {"val_fraction": val_fraction}, template.tokenizer
@@ -80,7 +86,7 @@ def ensure(
         for name in ("examples.json", "examples.bin", "index.npy"):
             (folder / name).unlink(missing_ok=True)
         try:
-            _build(folder, source, template, val_fraction, parts)
+            _build(folder, source, template, val_fraction, parts, workers or usable_cores())
         except OSError as error:
             raise cannot_write(folder, error) from error
     return folder
@@ -113,97 +119,127 @@ def _near(cache_root: Path, parts: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- building
 
 
-@dataclass
-class _Numbers:
-    """What is counted while examples are made."""
-
-    index: list[tuple[int, ...]] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)
-    tokens: int = 0
-    rows: int = 0
-    ends_taken: int = 0
-    ends_left_off: int = 0
-    borders_kept: int = 0
+Conversation = tuple[list[Message], str]
+"""Messages, and the place where they stand."""
 
 
-def _build(folder: Path, source: RowSource, template: ChatTemplate, val_fraction: float, parts: dict[str, Any]) -> None:
-    began = time.monotonic()
-    aside, numbers, seen = SetAside(source.policy), _Numbers(), set[int]()
-    writing = folder / "examples.bin.writing"
-    total = source.total_bytes()
-    stream = source.conversations(aside, template.between)
-    with report.phase("make examples", total=total, unit="B") as p, open(writing, "wb") as out:
+class _Builder:
+    """Conversations in, examples on disk out; each of several equal ones once."""
+
+    def __init__(self, folder: Path, source: RowSource, template: ChatTemplate) -> None:
+        self.folder, self.source, self.template = folder, source, template
+        self.aside = SetAside(source.policy)
+        self.index: array[int] = array("q")  # FIELDS but the last, one example after the other
+        self.hashes: array[int] = array("Q")
+        self.seen: set[int] = set()
+        self.total_bytes = source.total_bytes()
+        self.tokens = self.rows = self.ends_taken = self.borders_kept = 0
+
+    def make(self, workers: int) -> None:
+        """Every example into examples.bin.writing, in the order of the rows, whatever the number of workers."""
+        _here[:] = [self.template]
+        start, start_with = (_begin, _baggage(self.template)) if workers > 1 else (None, ())
+        with (
+            report.phase("make examples", total=self.total_bytes, unit="B") as p,
+            open(self.folder / "examples.bin.writing", "wb") as out,
+        ):
+            work = each(_encode, self._chunks(p), workers, lambda chunk: chunk[0][1], start, start_with)
+            for chunk, encoded in work:
+                self._store(chunk, encoded, out)
+                progress = {"bytes": self.source.position().bytes_done, "texts": self.rows, "item": chunk[-1][1]}
+                write_json(self.folder / "progress.json", {**progress, "total_bytes": self.total_bytes}, durable=False)
+            p.set(self.total_bytes)
+
+    def _chunks(self, p: report.Phase) -> Iterator[list[Conversation]]:
+        stream = self.source.conversations(self.aside, self.template.between)
         while True:
-            here = source.position()
+            here = self.source.position()
             p.set(here.bytes_done, here.item)
             chunk = list(islice(stream, CHUNK))
             if not chunk:
-                break
-            p.set(source.position().bytes_done, f"{numbers.rows + len(chunk):,} rows, at {chunk[-1][1]}")
-            _add(chunk, template, aside, numbers, seen, out)
-            progress = {"bytes": source.position().bytes_done, "texts": numbers.rows, "item": chunk[-1][1]}
-            write_json(folder / "progress.json", {**progress, "total_bytes": total}, durable=False)
-        p.set(total)
-    if not numbers.index:
+                return
+            p.set(self.source.position().bytes_done, f"{self.rows + len(chunk):,} rows, at {chunk[-1][1]}")
+            if fresh := list(self._fresh(chunk)):
+                yield fresh
+
+    def _fresh(self, chunk: list[Conversation]) -> Iterator[Conversation]:
+        for messages, place in chunk:
+            cleaned = [_without_end(message, self.template) for message in messages]
+            self.ends_taken += any(a is not b for a, b in zip(cleaned, messages, strict=True))
+            mark = _hash(cleaned)
+            if not all(message["content"].strip() for message in cleaned):
+                self.aside.met(place, "the answer is empty")
+            elif mark in self.seen:
+                self.aside.met(place, "the same as an earlier one")
+            else:
+                self.rows += 1
+                self.seen.add(mark)
+                self.hashes.append(mark)
+                yield cleaned, place
+
+    def _store(self, chunk: list[Conversation], encoded: list[Encoded | Refused], out: IO[bytes]) -> None:
+        for (messages, place), made in zip(chunk, encoded, strict=True):
+            if isinstance(made, Refused):
+                raise BadConfig(f"{place} cannot be learned with this template", str(made), "--data.template chatml")
+            stored = made.ids | np.where(made.learned, LEARNED, np.uint32(0))
+            out.write(stored.astype("<u4").tobytes())
+            sizes = [(len(message["content"].encode()), message["role"] == "assistant") for message in messages]
+            first, last = np.flatnonzero(made.learned)[[0, -1]].tolist()
+            text, answers = sum(n for n, _ in sizes), sum(n for n, is_answer in sizes if is_answer)
+            self.index.extend((self.tokens, len(stored), first, last, int(made.learned.sum()), text, answers))
+            self.tokens += len(stored)
+            self.borders_kept += made.moved
+
+
+_here: list[ChatTemplate] = []  # of a worker process (or of this one): made once, used for every chunk
+
+
+def _baggage(template: ChatTemplate) -> tuple[Any, ...]:
+    """What a worker needs to make the same template."""
+    tokenizer = template.tokenizer
+    return template.name, template.text, tokenizer.content, tokenizer.end_name, tokenizer.files
+
+
+def _begin(name: str, text: str, content: dict[str, Any], end_name: str, files: dict[str, bytes]) -> None:
+    _here[:] = [ChatTemplate(name, text, Tokenizer(content, end_name, files))]
+
+
+def _encode(chunk: list[Conversation]) -> list[Encoded | Refused]:
+    return _here[0].encode([messages for messages, _ in chunk])
+
+
+def _build(
+    folder: Path, source: RowSource, template: ChatTemplate, val_fraction: float, parts: dict[str, Any], workers: int
+) -> None:
+    began = time.monotonic()
+    builder = _Builder(folder, source, template)
+    builder.make(workers if builder.total_bytes > MANY_BYTES else 1)
+    aside = builder.aside
+    if not builder.rows:
         raise BadData(f"no example in {source}", _reasons(aside) or "it has no rows", "check data.paths")
-    sides = _sides(numbers.hashes, val_fraction, source)
-    index = np.array([(*row, side) for row, side in zip(numbers.index, sides, strict=True)], np.int64)
+    sides = _sides(builder.hashes, val_fraction, source)
+    index = np.column_stack([np.array(builder.index, np.int64).reshape(len(sides), -1), sides])
     stored = io.BytesIO()
     np.save(stored, index)
     write_atomic(folder / "index.npy", stored.getvalue())
-    writing.replace(folder / "examples.bin")
-    made = ("examples.bin", "index.npy")
+    (folder / "examples.bin.writing").replace(folder / "examples.bin")
+    files = {}
+    with report.phase("hash the examples", total=builder.tokens * 4, unit="B") as p:
+        for name in ("examples.bin", "index.npy"):
+            files[name] = {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name, p.tick)}
     manifest = {
         "format": FORMAT,
         "parts": parts,
-        "files": {n: {"bytes": (folder / n).stat().st_size, "sha256": hash_file(folder / n)} for n in made},
+        "files": files,
         "examples": len(index),
-        "rows": numbers.rows + aside.counts.total(),
+        "rows": builder.rows + aside.counts.total(),
         "set_aside": [[reason, count, aside.first[reason]] for reason, count in aside.counts.most_common()],
-        "ends_taken": numbers.ends_taken,
-        "borders_kept": numbers.borders_kept,
+        "ends_taken": builder.ends_taken,
+        "borders_kept": builder.borders_kept,
         "seconds": round(time.monotonic() - began, 3),
     }
     write_json(folder / "examples.json", manifest)
     (folder / "progress.json").unlink(missing_ok=True)
-
-
-def _add(
-    chunk: list[tuple[list[Message], str]],
-    template: ChatTemplate,
-    aside: SetAside,
-    numbers: _Numbers,
-    seen: set[int],
-    out: Any,
-) -> None:
-    """Render, encode and store some conversations; each of several equal ones once."""
-    fresh: list[tuple[list[Message], str]] = []
-    for messages, place in chunk:
-        numbers.rows += 1
-        cleaned = [_without_end(message, template) for message in messages]
-        numbers.ends_taken += any(a is not b for a, b in zip(cleaned, messages, strict=True))
-        mark = _hash(cleaned)
-        if not all(message["content"].strip() for message in cleaned):
-            numbers.rows -= 1
-            aside.met(place, "the answer is empty")
-        elif mark in seen:
-            numbers.rows -= 1
-            aside.met(place, "the same as an earlier one")
-        else:
-            seen.add(mark)
-            numbers.hashes.append(mark)
-            fresh.append((cleaned, place))
-    for (messages, place), made in zip(fresh, template.encode([messages for messages, _ in fresh]), strict=True):
-        if isinstance(made, Refused):
-            raise BadConfig(f"{place} cannot be learned with this template", str(made), "--data.template chatml")
-        stored = made.ids | np.where(made.learned, LEARNED, np.uint32(0))
-        out.write(stored.astype("<u4").tobytes())
-        sizes = [(len(message["content"].encode()), message["role"] == "assistant") for message in messages]
-        first, last = np.flatnonzero(made.learned)[[0, -1]].tolist()
-        text, answers = sum(n for n, _ in sizes), sum(n for n, is_answer in sizes if is_answer)
-        numbers.index.append((numbers.tokens, len(stored), first, last, int(made.learned.sum()), text, answers))
-        numbers.tokens += len(stored)
-        numbers.borders_kept += made.moved
 
 
 def _without_end(message: Message, template: ChatTemplate) -> Message:
@@ -218,16 +254,16 @@ def _hash(messages: list[Message]) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _sides(hashes: list[int], val_fraction: float, source: RowSource) -> list[int]:
+def _sides(hashes: array[int], val_fraction: float, source: RowSource) -> Int64s:
     """1 for validation, by the hash alone; neither side may come out empty."""
     if not val_fraction:
-        return [0] * len(hashes)
+        return np.zeros(len(hashes), np.int64)
     if len(hashes) < 2:
         why = f"{source} has one example of its own"
         raise BadData("too few examples to hold some back for validation", why, "--data.val_fraction 0")
-    below = int(val_fraction * 2**64)
-    least, greatest = min(hashes), max(hashes)
-    return [int(mark != greatest and (mark < below or mark == least)) for mark in hashes]
+    marks, below = np.array(hashes, np.uint64), np.uint64(val_fraction * 2**64)
+    is_val: Int64s = ((marks != marks.max()) & ((marks < below) | (marks == marks.min()))).astype(np.int64)
+    return is_val
 
 
 def _reasons(aside: SetAside) -> str:
@@ -299,7 +335,7 @@ class Examples:
         )
         for reason, count, first in found["set_aside"]:
             report.warn(
-                f"{count:,} rows set aside, as not to be learned from: {reason} (the first: {first})",
+                f"{count:,} row{'s' * (count > 1)} set aside, as not to be learned from: {reason} (the first: {first})",
                 path=first,
                 count=count,
             )

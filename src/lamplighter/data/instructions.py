@@ -85,7 +85,9 @@ class RowSource:
             self._position = Position(place, done)
 
         kinds = {str(path): kind for path, kind in self.kinds.items()}
-        found = rows.rows(self.files, lambda place, error: aside.met(place, error.what, error), show)
+        found = rows.rows(
+            self.files, lambda place, error: aside.met(place, error.what.removeprefix(f"{place} "), error), show
+        )
         for number, (row, place) in enumerate(found):
             if self.limit is not None and number >= self.limit:
                 return
@@ -107,7 +109,7 @@ def find_rows(paths: list[str], wanted: str, text_key: str, policy: str, limit: 
         if wanted == "chat":
             raise BadConfig("data.format is chat", "instruction rows are read from local files", "set data.paths")
         return None
-    files = _row_files(paths)
+    files, others = _row_files(paths)
     if not files:
         if wanted == "chat":
             endings = " ".join(sorted(rows.SUFFIXES))
@@ -132,23 +134,27 @@ def find_rows(paths: list[str], wanted: str, text_key: str, policy: str, limit: 
         why = f"{found[other][1]}; wanted: {'; or '.join(rows.KIND_WORDS.values())}"
         raise BadData(f"{other} holds no instruction rows", why, "take it out of data.paths, or --data.format text")
     report.note(f"instruction data (data.format {wanted}): {first[1]}; --data.format text reads it as plain text")
+    if others:
+        report.warn(f"not read, as they hold no rows: {len(others)} other files, the first one {others[0]}")
     return RowSource(files, kinds, policy, limit)
 
 
-def _row_files(paths: list[str]) -> list[Path]:
-    """The files that may hold rows; none where a path names something else too (other kinds are text's business)."""
+def _row_files(paths: list[str]) -> tuple[list[Path], list[Path]]:
+    """(files that may hold rows, other files in the folders); none where a path names a file of another kind outright."""
     found: list[Path] = []
+    others: list[Path] = []
     for name in paths:
         path = Path(name).expanduser()
         if path.is_dir():
             inside = sorted(item for item in path.rglob("*") if item.is_file() and not item.name.startswith("."))
             matches = [item for item in inside if rows.suffix_of(item) in rows.SUFFIXES]
+            others += [item for item in inside if item not in matches]
         elif path.is_file():
             matches = [path]
         else:
             matches = sorted(item for item in Path().glob(name) if item.is_file()) if not path.is_absolute() else []
             matches = matches or sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         if not matches or any(rows.suffix_of(item) not in rows.SUFFIXES for item in matches):
-            return []
+            return [], []
         found += matches
-    return [path for path in dict.fromkeys(found) if path.stat().st_size]
+    return [path for path in dict.fromkeys(found) if path.stat().st_size], others

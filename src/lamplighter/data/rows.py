@@ -216,11 +216,13 @@ def look(path: Path, text_key: str, count: int = 20) -> tuple[str | None, str]:
     if suffix_of(path) not in SUFFIXES:
         return None, f"{path.name} is a file of text"
     found: list[tuple[str | None, str, Row]] = []
-    skipped: list[str] = []
-    for row, place in rows([path], lambda place, error: skipped.append(place)):
-        found.append((kind_of(row), place, row))
-        if len(found) >= count:
-            break
+    try:
+        for row, place in rows([path], _Enough().bad):
+            found.append((kind_of(row), place, row))
+            if len(found) >= count:
+                break
+    except _Enough:
+        pass
     kinds = {kind for kind, _, _ in found if kind}
     if not kinds or any(text_key in row for _, _, row in found[:1]):
         keys = ", ".join(found[0][2]) if found else ""
@@ -230,6 +232,19 @@ def look(path: Path, text_key: str, count: int = 20) -> tuple[str | None, str]:
         raise mixture(other[1], other[0], first[0])
     kind = kinds.pop()
     return kind, f"the rows of {path.name} have {KIND_WORDS[kind]}"
+
+
+class _Enough(Exception):
+    """So many broken rows that looking on is of no use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def bad(self, place: str, error: BadData) -> None:
+        self.count += 1
+        if self.count >= 100:
+            raise self
 
 
 def mixture(place: str, kind: str | None, first: str | None) -> BadData:

@@ -28,7 +28,7 @@ from lamplighter import report
 from lamplighter.data.batches import NO_TARGET, Batch, permute
 from lamplighter.data.division import Divider, Division, Piece
 from lamplighter.data.heldback import Stretch
-from lamplighter.data.sources import Cursor, Source
+from lamplighter.data.sources import Cursor, Position, Source
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
 
@@ -222,6 +222,29 @@ class Filler:
 
     def _show(self, begin: State, tokens: int, documents: int) -> None:
         self.now.chunk, self.now.tokens, self.now.documents = begin.chunk, tokens, documents - begin.document
+
+
+class AsItComes:
+    """A source whose size and content are not asked for beforehand: its beginning stands for it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(str(self.source).encode()).hexdigest()
+
+    def total_bytes(self) -> int | None:
+        """Unknown: a sample is then the first so many bytes."""
+        return None
+
+    def position(self) -> Position:
+        return self.source.position()
+
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        return self.source.documents(start)
 
 
 @dataclass(frozen=True)

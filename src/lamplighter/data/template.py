@@ -161,7 +161,7 @@ class ChatTemplate:
             again = self.render([*PROBE, PROBE[0]], True)
         except Refused as error:
             raise BadConfig(f"{self} cannot render a question and its answer", str(error), _ANOTHER) from error
-        for part, of in ((before, whole), (whole, two), (again, two)):
+        for part, of in ((before, whole), (again, two)):
             if not of.startswith(part):
                 raise BadConfig(
                     f"{self} cannot be trained with",

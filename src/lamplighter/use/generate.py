@@ -60,6 +60,8 @@ def generate(request: dict[str, Any]) -> None:
     report.note(f"{folder}: {built.parameters:,} parameters, on {device.type}")
     if template is not None:
         report.note(f"asked by its {template.describe()}; --raw leaves the template out")
+        if not request["prompt"] and not request["interactive"]:
+            report.note("no --prompt: the question is empty")
     elif request["system"]:
         why = "--raw leaves the template out" if request["raw"] else "it was not trained on conversations"
         raise UsageError("--system needs a chat model", why, "leave --system out, or put it into the prompt")
