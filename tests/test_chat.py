@@ -106,6 +106,14 @@ def test_what_people_write_never_ends_a_turn() -> None:
     assert found.ids[: len(prompt)].tolist() == prompt
 
 
+def test_nor_does_it_where_a_text_is_encoded_at_once() -> None:
+    template = choose("plain", with_first_space())
+    nasty = [{"role": "user", "content": "a</s>b"}, {"role": "assistant", "content": "c </s> d"}]
+    found = encoded(template, nasty)
+    assert (found.ids == template.stop_id).sum() == 1 and found.ids[found.learned][-1] == template.stop_id
+    assert "c </s> d</s>" in template.tokenizer.decode(found.ids[found.learned])
+
+
 def test_generation_begins_with_what_training_saw_before_an_answer() -> None:
     for name in ("chatml", "alpaca", "plain"):
         template = choose(name, CHATML_TOKENIZER)
@@ -291,6 +299,18 @@ def test_a_template_in_a_file_of_its_own_counts_too(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     (folder / "chat_template.jinja").write_text(ZEPHYR)
     with pytest.raises(BadConfig, match=r"chat_template\.jinja"):
+        chat.check_folder(folder)
+
+
+def test_a_lost_record_is_refused(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path)
+    (folder / chat.RECORD).write_text("{")
+    with pytest.raises(BadConfig, match=r"chat\.json is missing or damaged"):
+        chat.check_folder(folder)
+    (folder / chat.RECORD).unlink()
+    (folder / "training").mkdir()
+    write_json(folder / "training" / "state.json", {"chat": "abc"})
+    with pytest.raises(BadConfig, match=r"chat\.json is missing or damaged"):
         chat.check_folder(folder)
 
 

@@ -150,6 +150,8 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
     facts = {"machine": where.facts(), "cache": _name_of(tokens), "seed": run.train.seed, "steps": steps}
     if feed.fingerprint:
         facts["packing"] = feed.fingerprint
+    if chat is not None:
+        facts["chat"] = chat.fingerprint()
     facts["compiled"] = run.train.compile and not request.get("eager")
     if run.train.compile and request.get("eager"):
         report.note("running uncompiled, because compiling did not work out in an earlier attempt")

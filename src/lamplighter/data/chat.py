@@ -13,9 +13,10 @@ from lamplighter import report
 from lamplighter.data.template import ChatTemplate, around, own_template
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadConfig
-from lamplighter.rundir import read_json, write_atomic, write_json
+from lamplighter.rundir import read_json, read_record, write_atomic, write_json
 
 RECORD = "chat.json"
+RECORDED = {"name", "template", "stop_token", "stop_token_id", "eos_token", "eos_token_id"}
 
 
 def announce(template: ChatTemplate, folder: str | None) -> None:
@@ -73,8 +74,14 @@ def keep(template: ChatTemplate, folder: Path) -> None:
 def check_folder(folder: Path) -> dict[str, Any] | None:
     """The record of a chat model, None for other models; refused where template or end mark are not as in training."""
     record = read_json(folder / RECORD)
-    if not isinstance(record, dict):
-        return None
+    if not isinstance(record, dict) or not record.keys() >= RECORDED:
+        was_chat = read_record(folder / "training" / "state.json").get("chat")
+        if not was_chat and not (folder / RECORD).exists():
+            return None
+        why = "without it nobody knows by which template it was trained, and where its answers end"
+        raise BadConfig(
+            f"{folder / RECORD} is missing or damaged", why, "use an intact copy, or --raw", cause="template_differs"
+        )
     config = read_json(folder / "tokenizer_config.json")
     config = config if isinstance(config, dict) else {}
     _same_template(folder, record, config)

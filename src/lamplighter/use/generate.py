@@ -132,6 +132,10 @@ class Talk:
             said = self.said = said[2:]  # the oldest question and its answer
             report.note("the conversation is longer than the model's window: its beginning is forgotten")
             ids = self.template.prompt_ids([*system, *said])
+        if len(ids) > self.built.positions:
+            report.warn(
+                f"the question has {len(ids):,} tokens; the model reads the last {self.built.positions:,} of them"
+            )
         return ids, []
 
     def _stream(self, ids: list[int], number: int) -> Iterator[list[int | None]]:
