@@ -96,9 +96,8 @@ class FileSource:
     def bytes_behind(self) -> int:
         """As position().bytes_done, without what is read ahead of the latest text (known of files that are not packed)."""
         number, at = self._cursor.get("file", 0), self._cursor.get("at")
-        if at is None or is_packed(self.items[number].name):
-            return self._here[1]
-        return sum(item.size or 0 for item in self.items[:number]) + int(at)
+        before = sum(item.size or 0 for item in self.items[:number])
+        return max(before, self._here[1]) if at is None or is_packed(self.items[number].name) else before + int(at)
 
     def fingerprint(self) -> str:
         """The content of every file in order (of remote ones: address, size and mark), and how it is read."""
@@ -121,6 +120,7 @@ class FileSource:
             why = f"it is {start}, and there are {len(self.items)} files"
             raise BadData("a place that is not in these files", why, "begin again; a token cache: --data.cache rebuild")
         self._cursor = start or {}
+        self._here = (self.items[self._cursor.get("file", 0)].name, self.bytes_behind() if start else 0)
         return self._read(self._cursor)
 
     def _read(self, start: Cursor) -> Iterator[str]:
