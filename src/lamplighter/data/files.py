@@ -80,10 +80,10 @@ class FileSource:
         total = self.total_bytes()
         return f"{self.items[0].name}{others}, {'size unknown' if total is None else human_bytes(total)}"
 
-    @property
-    def files(self) -> list[Path]:
-        """The local ones."""
-        return [item.path for item in self.items if isinstance(item, LocalFile)]
+    def local_files(self) -> list[Path] | None:
+        """Its files; None where one of them is elsewhere."""
+        local = [item.path for item in self.items if isinstance(item, LocalFile)]
+        return local if len(local) == len(self.items) else None
 
     def total_bytes(self) -> int | None:
         sizes = [item.size for item in self.items]
@@ -150,9 +150,7 @@ class FileSource:
         dirt = self.dirt.file(item.name, start.get("bad", 0), "lines" if kind in ("text", "json", "") else "rows")
         unpacked = Unpacked(lambda at: item.blocks(at, PACKED_BLOCK_BYTES, tell), item.name, start) if packed else None
         blocks = unpacked.blocks if unpacked else lambda at: item.blocks(at, BLOCK_BYTES, tell)
-        reading = Reading(
-            file, item.name, blocks, start, dirt, self.text_key, self.separator, PART_CHARS, LINE_BYTES, packed
-        )
+        reading = Reading(file, item.name, blocks, start, dirt, self.text_key, self.separator, PART_CHARS, LINE_BYTES)
         if kind == "parquet":
             return read_parquet(reading, item, tell)
         found = {"json": read_json, "csv": read_csv, "tsv": read_csv}.get(kind, read_text)(reading)

@@ -170,17 +170,17 @@ def _decoded(piece: bytes) -> str | None:
 
 def _good_lines(piece: bytes, at: int, line: int, long: bool, head: bytes, r: Reading) -> Iterator[Chunk]:
     """The lines of a piece that are text."""
-    for raw in _split_keeping(piece):
+    for raw in whole_lines(piece):
         if (fault := fault_in(raw)) is None:
             mark = 3 if at == 0 and raw.startswith(codecs.BOM_UTF8) else 0
             yield Chunk(raw[mark:].decode(), raw[mark:], at + mark, line, r.dirt.bad, long)
         else:
-            error = not_text(r.name, line, at + fault[0], fault[1], head, r.packed)
+            error = not_text(r.name, line, at + fault[0], fault[1], head)
             r.dirt.set_aside(line, at + fault[0], error)
         at, line = at + len(raw), line + 1
 
 
-def _split_keeping(piece: bytes) -> list[bytes]:
+def whole_lines(piece: bytes) -> list[bytes]:
     """Lines end at a newline only; a carriage return is a character like others."""
     return [raw + b"\n" for raw in piece.split(b"\n")[:-1]] + ([rest] if (rest := piece.rpartition(b"\n")[2]) else [])
 
