@@ -89,6 +89,12 @@ def test_long_and_bad_rows(tmp_path: Path, no_network: None, monkeypatch: Any) -
             list(opened(folder, bad_text="refuse").documents())
 
 
+def test_damage_in_the_middle_has_a_place(tmp_path: Path, no_network: None) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in ROWS * 60) + "{torn\n")
+    with pytest.raises(InputMissing, match="at row"):
+        list(opened(tmp_path).documents())
+
+
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="no such folder"):
         opened(tmp_path / "nothing")

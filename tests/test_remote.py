@@ -307,6 +307,7 @@ def test_answers_that_will_not_pass_are_errors_at_once(server: Server, said: Sai
     assert time.monotonic() - began < 15
     url, _ = server.put("empty.jsonl", b"")
     assert "empty file" in fails(BadData, url).what
+    assert "nonnumeric" in fails(InputMissing, "http://localhost:port/a.txt").why
     assert "does not list" in fails(InputMissing, f"{server.url}/*.jsonl").why
 
 

@@ -168,6 +168,8 @@ def test_where_the_reading_is_can_be_seen(tmp_path: Path) -> None:
     assert (source.position().item, source.position().bytes_done) == (str(first), 10)
     next(texts)
     assert (source.position().item, source.position().bytes_done) == (str(second), 40)
+    source.documents({"file": 1, "at": 7, "line": 1})
+    assert (source.position().item, source.position().bytes_done) == (str(second), 17), "before the first wait, too"
 
 
 # ---------------------------------------------------------------- what is refused

@@ -210,6 +210,11 @@ def test_array_faults_have_line_and_byte(tmp_path: Path, warned: list[str], monk
     assert f"{path}:8, byte {len(b',N'.join(rows[:7])) + 3:,}" in fails(BadData, path, bad_text="refuse").what
 
 
+def test_an_array_under_another_name_says_which_name_it_needs(tmp_path: Path) -> None:
+    assert "ends in .json" in fails(BadData, write(tmp_path / "a.jsonl", '[\n{"text": "x"}\n]')).why
+    assert "wanted: an object on each line" in fails(BadData, write(tmp_path / "b.json", '{\n"text": "x"\n}')).why
+
+
 def test_deep_json_lines_are_bad_lines_not_crashes(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "fine"}\n' * 2000 + "[" * 100_000 + "\n")
     assert len(read(path)) == 2000

@@ -80,10 +80,10 @@ class FileSource:
         total = self.total_bytes()
         return f"{self.items[0].name}{others}, {'size unknown' if total is None else human_bytes(total)}"
 
-    @property
-    def files(self) -> list[Path]:
-        """The local ones."""
-        return [item.path for item in self.items if isinstance(item, LocalFile)]
+    def local_files(self) -> list[Path] | None:
+        """Its files; None where one of them is elsewhere."""
+        local = [item.path for item in self.items if isinstance(item, LocalFile)]
+        return local if len(local) == len(self.items) else None
 
     def total_bytes(self) -> int | None:
         sizes = [item.size for item in self.items]
@@ -96,9 +96,8 @@ class FileSource:
     def bytes_behind(self) -> int:
         """As position().bytes_done, without what is read ahead of the latest text (known of files that are not packed)."""
         number, at = self._cursor.get("file", 0), self._cursor.get("at")
-        if at is None or is_packed(self.items[number].name):
-            return self._here[1]
-        return sum(item.size or 0 for item in self.items[:number]) + int(at)
+        before = sum(item.size or 0 for item in self.items[:number])
+        return max(before, self._here[1]) if at is None or is_packed(self.items[number].name) else before + int(at)
 
     def fingerprint(self) -> str:
         """The content of every file in order (of remote ones: address, size and mark), and how it is read."""
@@ -121,6 +120,7 @@ class FileSource:
             why = f"it is {start}, and there are {len(self.items)} files"
             raise BadData("a place that is not in these files", why, "begin again; a token cache: --data.cache rebuild")
         self._cursor = start or {}
+        self._here = (self.items[self._cursor.get("file", 0)].name, self.bytes_behind() if start else 0)
         return self._read(self._cursor)
 
     def _read(self, start: Cursor) -> Iterator[str]:
@@ -150,9 +150,7 @@ class FileSource:
         dirt = self.dirt.file(item.name, start.get("bad", 0), "lines" if kind in ("text", "json", "") else "rows")
         unpacked = Unpacked(lambda at: item.blocks(at, PACKED_BLOCK_BYTES, tell), item.name, start) if packed else None
         blocks = unpacked.blocks if unpacked else lambda at: item.blocks(at, BLOCK_BYTES, tell)
-        reading = Reading(
-            file, item.name, blocks, start, dirt, self.text_key, self.separator, PART_CHARS, LINE_BYTES, packed
-        )
+        reading = Reading(file, item.name, blocks, start, dirt, self.text_key, self.separator, PART_CHARS, LINE_BYTES)
         if kind == "parquet":
             return read_parquet(reading, item, tell)
         found = {"json": read_json, "csv": read_csv, "tsv": read_csv}.get(kind, read_text)(reading)

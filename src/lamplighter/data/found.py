@@ -28,19 +28,19 @@ JUST_WRITTEN_S = 2.0  # a file changed so lately may change again within the sam
 Tell = Callable[[str, int], None]  # what is being read, and the byte of the file
 
 
-def suffix_of(name: str) -> str:
+def suffix_of(name: str | Path) -> str:
     """The ending that says what is inside: of "a.jsonl.zst" it is ".jsonl"."""
     path = Path(name)
     return (Path(path.stem) if is_packed(name) else path).suffix.lower()
 
 
-def kind_of(name: str) -> str:
+def kind_of(name: str | Path) -> str:
     """text, json, csv, tsv or parquet for the known endings, '' for others (read as text where they are named outright)."""
     kind = KINDS.get(suffix_of(name), "")
     return "" if kind == "parquet" and is_packed(name) else kind
 
 
-def is_packed(name: str) -> bool:
+def is_packed(name: str | Path) -> bool:
     return Path(name).suffix.lower() in PACKED_SUFFIXES
 
 

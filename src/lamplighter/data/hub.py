@@ -109,11 +109,22 @@ class HubSource:
                 for _ in range(over):
                     p.tick(1, f"dataset {self.name}, row {number + 1:,}")
                     next(rows, None)
-        for row in rows:
+        while (row := self._next(rows, number)) is not None:
             yield number, row, {"state": state, "over": over}
             number, over = number + 1, over + 1
             if over >= BATCH_ROWS:  # a state is dear: taken now and then, with the rows since counted
                 state, over = self.dataset.state_dict(), 0
+
+    def _next(self, rows: Iterator[Any], number: int) -> Any:
+        """The next row; what the library raises in the middle, after its own retries, gets a place."""
+        try:
+            return next(rows, None)
+        except Exception as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            what = f"lost dataset {self.name} at row {number + 1:,}"
+            raise InputMissing(
+                what, why, "check the files or the network, then run it again: it goes on there"
+            ) from error
 
 
 # ---------------------------------------------------------------- opening

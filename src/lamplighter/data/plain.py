@@ -169,18 +169,26 @@ def _decoded(piece: bytes) -> str | None:
 
 
 def _good_lines(piece: bytes, at: int, line: int, long: bool, head: bytes, r: Reading) -> Iterator[Chunk]:
-    """The lines of a piece that are text."""
-    for raw in _split_keeping(piece):
-        if (fault := fault_in(raw)) is None:
-            mark = 3 if at == 0 and raw.startswith(codecs.BOM_UTF8) else 0
-            yield Chunk(raw[mark:].decode(), raw[mark:], at + mark, line, r.dirt.bad, long)
-        else:
-            error = not_text(r.name, line, at + fault[0], fault[1], head, r.packed)
-            r.dirt.set_aside(line, at + fault[0], error)
-        at, line = at + len(raw), line + 1
+    """The runs of lines of a piece that are text."""
+    begin, first, bad = 0, line, r.dirt.bad  # of the run: in the piece, its line, the bad lines before it
+    end = 0
+    for raw in whole_lines(piece):
+        if (fault := fault_in(raw)) is not None:
+            yield from _run(piece[begin:end], at + begin, first, bad, long)
+            error = not_text(r.name, line, at + end + fault[0], fault[1], head)
+            r.dirt.set_aside(line, at + end + fault[0], error)
+            begin, first, bad = end + len(raw), line + 1, r.dirt.bad
+        end, line = end + len(raw), line + 1
+    yield from _run(piece[begin:], at + begin, first, bad, long)
 
 
-def _split_keeping(piece: bytes) -> list[bytes]:
+def _run(raw: bytes, at: int, line: int, bad: int, long: bool) -> Iterator[Chunk]:
+    if raw:
+        mark = 3 if at == 0 and raw.startswith(codecs.BOM_UTF8) else 0
+        yield Chunk(raw[mark:].decode(), raw[mark:], at + mark, line, bad, long)
+
+
+def whole_lines(piece: bytes) -> list[bytes]:
     """Lines end at a newline only; a carriage return is a character like others."""
     return [raw + b"\n" for raw in piece.split(b"\n")[:-1]] + ([rest] if (rest := piece.rpartition(b"\n")[2]) else [])
 

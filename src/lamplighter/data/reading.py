@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lamplighter.data.dirt import FileDirt
+from lamplighter.data.found import is_packed
 from lamplighter.data.parts import Cursor, cut_all
 from lamplighter.errors import BadData
 
@@ -31,7 +33,6 @@ class Reading:
     separator: str | None
     part_chars: int
     line_bytes: int  # a longer line of plain text is decoded in pieces
-    packed: bool = False
 
     @property
     def at(self) -> int:
@@ -99,9 +100,9 @@ def fault_in(raw: bytes) -> tuple[int, str] | None:
     return None
 
 
-def not_text(name: str, line: int, at: int, why: str, head: bytes, packed: bool) -> BadData:
+def not_text(name: str | Path, line: int, at: int, why: str, head: bytes) -> BadData:
     """The error for bytes that are no text, with the likeliest remedy."""
-    unpacked = " of the unpacked text" if packed else ""
+    unpacked = " of the unpacked text" if is_packed(name) else ""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         advice = f"it looks like UTF-16; try: iconv -f UTF-16 -t UTF-8 '{name}' > utf8.txt"
     elif head.startswith(b"PAR1"):

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from lamplighter.data.found import suffix_of
 from lamplighter.data.reading import Found, Reading, fault_in, in_parts, is_whole, not_text, text_of
 from lamplighter.errors import BadData
 
@@ -23,11 +24,11 @@ _DECODER = json.JSONDecoder()
 
 
 def read_json(r: Reading) -> Found:
-    """The texts under a key; an array is told from lines by its first character."""
+    """The texts under a key; in a .json file, an array is told from lines by its first character."""
     if "row" in r.start:
         return _array(r, r.blocks(r.at))
     blocks = r.blocks(r.at)
-    if r.at == 0:
+    if r.at == 0 and suffix_of(r.name) == ".json":
         head, blocks = _peek(blocks)
         if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             return _array(r, blocks)
@@ -36,6 +37,8 @@ def read_json(r: Reading) -> Found:
 
 def starts_array(path: Path) -> bool:
     """Whether a local file is one array, not lines."""
+    if suffix_of(path) != ".json":
+        return False
     with open(path, "rb") as file:
         head, _ = _peek(iter(lambda: file.read(4096), b""))
     return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
@@ -56,7 +59,7 @@ def _json_lines(r: Reading, blocks: Iterator[bytes]) -> Found:
         if not line or line.isspace():
             continue
         try:
-            text = _json_text(line, r, number, at)
+            text = json_text(line, r.name, number, at, r.key)
         except BadData as error:
             r.dirt.set_aside(number, at, error)
             continue
@@ -82,31 +85,31 @@ def _lines(blocks: Iterator[bytes], at: int, number: int) -> Iterator[tuple[int,
     yield number, at, b"".join(parts), 0
 
 
-def _json_text(raw: bytes, r: Reading, number: int, at: int) -> str:
-    """The text of one line."""
+def json_text(raw: bytes, name: str | Path, number: int, at: int, key: str) -> str:
+    """The text of one line; `number` and `at` are its place, for the error."""
     try:
         line = raw.decode()
         record = json.loads(line.removeprefix("\ufeff") if number == 1 else line)
     except UnicodeDecodeError:
-        raise _bad_bytes(raw, r, number, at) from None
+        raise _bad_bytes(raw, name, number, at) from None
     except (ValueError, RecursionError) as error:
         if b"\0" in raw:
-            raise _bad_bytes(raw, r, number, at) from None
+            raise _bad_bytes(raw, name, number, at) from None
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        if number == 1 and raw.strip() in (b"{", b"[", b""):
-            why += "; wanted: an object on each line, or one array of objects"
-        raise BadData(f"bad JSON: {r.name}:{number}, byte {at:,}", why, "mend or remove the line") from error
-    text = record.get(r.key) if isinstance(record, dict) else None
+        if number == 1 and raw.strip() in (b"{", b"["):
+            why += "; wanted: an object on each line, or one array of objects in a file that ends in .json"
+        raise BadData(f"bad JSON: {name}:{number}, byte {at:,}", why, "mend or remove the line") from error
+    text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        text = text_of(record, r.key, f"{r.name}:{number}, byte {at:,}")
+        text = text_of(record, key, f"{name}:{number}, byte {at:,}")
     if not text.isascii() and not is_whole(text):
-        raise _half_pair(f"{r.name}:{number}, byte {at:,}")
+        raise _half_pair(f"{name}:{number}, byte {at:,}")
     return text
 
 
-def _bad_bytes(raw: bytes, r: Reading, number: int, at: int) -> BadData:
+def _bad_bytes(raw: bytes, name: str | Path, number: int, at: int) -> BadData:
     fault = fault_in(raw) or (0, "not text")
-    return not_text(r.name, number, at + fault[0], fault[1], raw, r.packed)
+    return not_text(name, number, at + fault[0], fault[1], raw)
 
 
 def _half_pair(where: str) -> BadData:

@@ -63,8 +63,7 @@ def look(url: str, patience_s: float) -> Facts:
             return Facts(0, _mark(answer.headers))
         if answer.status == 206:
             return Facts(_range(answer.headers)[1], _mark(answer.headers))
-        length = answer.headers.get("Content-Length")
-        return Facts(int(length) if length else None, _mark(answer.headers), ranges=False)
+        return Facts(_length(answer.headers), _mark(answer.headers), ranges=False)
 
 
 class Body:
@@ -131,8 +130,7 @@ def open_body(url: str, at: int, stop: int | None, facts: Facts, patience_s: flo
     except BaseException:
         answer.close()
         raise
-    length = answer.headers.get("Content-Length")
-    return Body(answer, begin, int(length) if length else None, name)
+    return Body(answer, begin, _length(answer.headers), name)
 
 
 def _check(answer: Any, name: str, at: int, facts: Facts) -> int:
@@ -157,9 +155,9 @@ def _check(answer: Any, name: str, at: int, facts: Facts) -> int:
         if size is not None and total_bytes is not None and total_bytes != size:
             raise changed(name, f"it had {size:,} bytes, now {total_bytes:,}")
         return at
-    length = answer.headers.get("Content-Length")
-    if size is not None and length and int(length) != size:
-        raise changed(name, f"it had {size:,} bytes, now {int(length):,}")
+    length = _length(answer.headers)
+    if size is not None and length is not None and length != size:
+        raise changed(name, f"it had {size:,} bytes, now {length:,}")
     return 0
 
 
@@ -185,6 +183,8 @@ def _ask(url: str, headers: Mapping[str, str], patience_s: float, allowed: tuple
         raise _refused(error, url) from error
     except urllib.error.URLError as error:
         raise _unreached(error.reason, url) from error
+    except (http.client.InvalidURL, ValueError) as error:
+        raise InputMissing(f"cannot read {shown(url)}", str(error), "check the address in data.paths") from error
     except (OSError, http.client.HTTPException) as error:
         raise _lost(error) from error
     if parts.scheme == "https" and not answer.url.startswith("https:"):
@@ -239,6 +239,11 @@ def _lost(error: BaseException) -> Lost:
 def _mark(headers: Any) -> str | None:
     found = headers.get("ETag") or headers.get("Last-Modified")
     return str(found) if found else None
+
+
+def _length(headers: Any) -> int | None:
+    words = str(headers.get("Content-Length", ""))
+    return int(words) if words.isdecimal() else None
 
 
 def _range(headers: Any) -> tuple[int, int | None]:
