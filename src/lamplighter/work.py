@@ -203,7 +203,8 @@ def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) ->
     from lamplighter.data.division import Settings
 
     with report.phase("cache"):
-        folder = tokens.ensure(cache, source, tokenizer, Settings(run.data.val_fraction), run.data.cache)
+        settings = Settings(run.data.val_fraction)
+        folder = tokens.ensure(cache, source, tokenizer, settings, run.data.cache, run.data.workers)
         found = tokens.open_tokens(folder, verify=True)
     share = len(found.val) / max(1, len(found.val) + len(found.train))
     if share > 0.1 and share > 2 * run.data.val_fraction:
