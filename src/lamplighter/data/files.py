@@ -22,8 +22,9 @@ from typing import Any
 
 from lamplighter import report
 from lamplighter.data.dirt import Dirt, FileDirt
+from lamplighter.data.fingerprints import NAME, hash_content
 from lamplighter.errors import BadData, InputMissing
-from lamplighter.rundir import hash_file, human_bytes, read_json, write_json
+from lamplighter.rundir import human_bytes, read_json, write_json
 
 TEXT_SUFFIXES = {".txt", ".text", ".md"}
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
@@ -272,7 +273,7 @@ class FileSource:
             yield block
 
     def _hashes(self) -> list[str]:
-        """sha256 of each file; what the store remembers of an unchanged file is not computed again."""
+        """The hash of each file; what the store remembers of an unchanged file is not computed again."""
         store = read_json(self.hash_store) if self.hash_store else None
         known: dict[str, Any] = store if isinstance(store, dict) else {}
         found: dict[str, Any] = {}
@@ -288,14 +289,14 @@ class FileSource:
 
 
 def _hashed(path: Path, known: object, tick: Callable[[int], None]) -> list[Any]:
-    """[size, time, inode, sha256] of a file; the hash is the known one where the rest has not changed."""
+    """[size, time, inode, hash] of a file; the hash is the known one where the rest has not changed."""
     try:
         stat = path.stat()
         mark = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-        if isinstance(known, list) and len(known) == 4 and known[:3] == mark:
+        if isinstance(known, list) and known[:3] == mark and str(known[-1]).startswith(NAME):
             tick(stat.st_size)
             return known
-        return [*mark, hash_file(path, tick)]
+        return [*mark, hash_content(path, tick)]
     except OSError as error:
         raise _unreadable(path, error) from error
 

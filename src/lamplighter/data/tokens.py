@@ -36,7 +36,7 @@ from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.rundir import cannot_write, hash_file, identity, read_json, read_record
 
-__all__ = ["Settings", "Split", "Tokens", "ensure", "open_tokens"]
+__all__ = ["Settings", "Split", "Tokens", "ensure", "obtain", "open_tokens"]
 
 PARTS = ("tokenizer", "settings", "sources")
 POLL_S = 0.2
@@ -56,13 +56,32 @@ def ensure(
     workers: int | None = None,
 ) -> Path:
     """The folder of the finished cache: reused, built or rebuilt, and said which and why."""
+    return _ensure(cache_root, source, tokenizer, settings, mode, workers)[0]
+
+
+def obtain(
+    cache_root: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    mode: Mode = "auto",
+    workers: int | None = None,
+) -> tuple[Tokens, bool]:
+    """The open cache, and whether it was built just now; one that was there before is verified byte by byte."""
+    folder, is_new = _ensure(cache_root, source, tokenizer, settings, mode, workers)
+    return open_tokens(folder, verify=not is_new), is_new
+
+
+def _ensure(
+    cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Settings, mode: Mode, workers: int | None
+) -> tuple[Path, bool]:
     parts = _parts(source, tokenizer, settings)
     folder = cache_root / digest([parts[name]["fingerprint"] for name in PARTS])[:20]
     fault = _fault(folder)
     untidy = (folder / "build.json").exists()
     if fault is None and (mode == "require" or (mode == "auto" and not untidy)):
         report.note(f"token cache reused: {folder} (tokenizer, settings and sources are unchanged)")
-        return folder
+        return folder, False
     if mode == "require":
         raise _required(cache_root, folder, parts, fault)
     with _locked(folder) as waited:
@@ -70,7 +89,7 @@ def ensure(
         if fault is None and (waited or mode != "rebuild"):
             report.note(f"token cache reused: {folder} ({'another process has built it' if waited else 'complete'})")
             _tidy(folder)
-            return folder
+            return folder, False
         reason = _reason(cache_root, folder, parts, mode, fault)
         if mode == "auto" and (folder / "manifest.json").exists():
             advice = "nothing to do; if it happens again, look at the disk"
@@ -82,7 +101,7 @@ def ensure(
                 if path.name != "lock":
                     path.unlink()
         builder.build(folder, source, tokenizer, settings, parts, workers or usable_cores())
-    return folder
+    return folder, True
 
 
 def _parts(source: Source, tokenizer: Tokenizer, settings: Settings) -> dict[str, dict[str, Any]]:
