@@ -29,6 +29,7 @@ from lamplighter.data import shards, units
 from lamplighter.data.cuts import Opened
 from lamplighter.data.dirt import FileDirt
 from lamplighter.data.division import Division, Look, Settings, decide, look_for
+from lamplighter.data.encoder import renewed
 from lamplighter.data.files import FileSource
 from lamplighter.data.pool import TICK_S, each
 from lamplighter.data.shards import SIDES, Job, Record, UnitWriter, full, hash_first, sync_file
@@ -206,7 +207,7 @@ class Builder:
             tick()
             job = self._job()
             if workers == 1:
-                shards.start_here(job, plan.how, self.tokenizer.encoder(threads=True), tell)
+                shards.start_here(job, plan.how, self.tokenizer.recipe(), self.tokenizer.encoder(threads=True), tell)
             start = shards.start_worker if workers > 1 else None
             start_with = (job, plan.how, self.tokenizer.recipe(), cells)
             made = each(shards.make_unit, todo, workers, str, start, start_with, False, tick)
@@ -272,6 +273,7 @@ class Builder:
                     self._keep(writer, is_full, {"cursor": source.position().cursor, "opened": opened})
                     kept_at = time.monotonic()
                 if is_full:
+                    encoder = renewed(encoder, self.tokenizer.recipe())
                     writer = UnitWriter(job, encoder, len(self.records), writer.divider.open_val)
             if docs:
                 writer.add(Stretch(docs, opened))

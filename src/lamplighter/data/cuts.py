@@ -129,7 +129,8 @@ class Opened:
         if found is not None:
             place = wanted + found.end()
         else:
-            place = wanted + next((n for n in range(min(4, len(near))) if near[n] & 0xC0 != 0x80), 0)
+            rest = len(near) if len(near) < 4 else 0  # at the very end of a file, or no character at all
+            place = wanted + next((n for n in range(min(4, len(near))) if near[n] & 0xC0 != 0x80), rest)
         begin, end = self.line_start(place), self.next_line(place)
         if end - begin > LINE_BYTES or text_fault(self.read(begin, end)) is None:
             return place

@@ -6,13 +6,16 @@ Out: the ids of the texts, one after the other; the very ids of each whole text.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lamplighter.data.cuts import cut_all
 
+GROWN_BYTES = 192 << 20
 PIECE_BYTES = 1 << 15  # what stays in the processor's cache; longer texts are encoded in such pieces
 MANY = 200  # texts at once, from which on a call for each costs more than it should
 PROBE = (
@@ -40,6 +43,7 @@ class Encoder:
     def __init__(self, fast: Any, reference: Any, threads: bool = False) -> None:
         self.fast, self.reference, self.threads = fast, reference, threads
         self.is_free = self._may_cut()
+        self.memory = _memory_bytes()
 
     def _may_cut(self) -> bool:
         """Whether a cut after a word changes no id: so with byte-level tokenizers, not with those that mark beginnings."""
@@ -80,16 +84,33 @@ class Encoder:
         return np.concatenate(rows), np.fromiter(map(len, rows), np.int64, len(rows))
 
 
-def make_encoder(recipe: Recipe) -> Encoder:
+def make_encoder(recipe: Recipe, threads: bool = False) -> Encoder:
     """For a worker: nothing is loaded that encoding does not need."""
     if recipe.fast:
         import gigatoken
 
-        return Encoder(gigatoken.Tokenizer.from_json(recipe.fast).backend, None)
+        return Encoder(gigatoken.Tokenizer.from_json(recipe.fast).backend, None, threads)
     import tokenizers
 
     reference = tokenizers.Tokenizer.from_str(recipe.reference)
     reference.no_truncation()
     reference.no_padding()
     reference.encode_special_tokens = True
-    return Encoder(None, reference)
+    return Encoder(None, reference, threads)
+
+
+def renewed(encoder: Encoder, recipe: Recipe) -> Encoder:
+    """The same one, or another where it has grown: it remembers every word that it has met, without end."""
+    if _memory_bytes() - encoder.memory <= GROWN_BYTES:
+        return encoder
+    threads = encoder.threads
+    del encoder
+    return make_encoder(recipe, threads)
+
+
+def _memory_bytes() -> int:
+    """Of this process; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -21,7 +21,7 @@ import numpy as np
 
 from lamplighter.data import stretches
 from lamplighter.data.division import Divider, Division, Pieces
-from lamplighter.data.encoder import Encoder, Ids, Recipe, make_encoder
+from lamplighter.data.encoder import Encoder, Ids, Recipe, make_encoder, renewed
 from lamplighter.data.stretches import Faults, Reading, Stretch
 from lamplighter.data.units import Unit
 from lamplighter.errors import BadData, CannotWrite
@@ -244,6 +244,7 @@ def _laid_out(ids: Ids, lengths: Ids, chosen: Ids, ends: Ids, job: Job) -> Ids:
 class _Worker:
     job: Job
     how: Reading
+    recipe: Recipe
     encoder: Encoder
     tell: Callable[[int, int], None]
 
@@ -254,13 +255,13 @@ _worker: _Worker | None = None
 def start_worker(job: Job, how: Reading, recipe: Recipe, cells: Any) -> None:
     """In a process of its own: load the encoder; progress goes to a cell of shared memory for each unit."""
     os.environ["RAYON_NUM_THREADS"] = "1"  # one worker, one core
-    start_here(job, how, make_encoder(recipe), cells.__setitem__)
+    start_here(job, how, recipe, make_encoder(recipe), cells.__setitem__)
 
 
-def start_here(job: Job, how: Reading, encoder: Encoder, tell: Callable[[int, int], None]) -> None:
+def start_here(job: Job, how: Reading, recipe: Recipe, encoder: Encoder, tell: Callable[[int, int], None]) -> None:
     """In this process."""
     global _worker
-    _worker = _Worker(job, how, encoder, tell)
+    _worker = _Worker(job, how, recipe, encoder, tell)
 
 
 def make_unit(unit: Unit) -> Record:
@@ -268,6 +269,7 @@ def make_unit(unit: Unit) -> Record:
     assert _worker is not None
     job, how = _worker.job, _worker.how
     faults = Faults(how.bad_text)
+    _worker.encoder = renewed(_worker.encoder, _worker.recipe)
     writer = UnitWriter(job, _worker.encoder, unit.number, _open_side(unit, how, job.division))
     done = 0
     for span in unit.spans:
