@@ -497,7 +497,10 @@ def test_a_dead_builders_lock_is_taken_over(tmp_path: Path, notes: list[str], mo
     folder = ensure(Path("cache"), scope["Slow"](5, 1200), scope["tokenizer"], Settings(0.2, 0, 20_000))
     assert any(f"taken over from dead pid {builder.pid}" in note for note in notes)
     assert any("goes on after" in note for note in notes)
-    assert sorted(path.suffix for path in folder.iterdir() if path.name.startswith(("progress", "open", "unit", "build"))) == []
+    assert (
+        sorted(path.suffix for path in folder.iterdir() if path.name.startswith(("progress", "open", "unit", "build")))
+        == []
+    )
     assert (folder / "lock").read_bytes() == b""
 
 
