@@ -1,7 +1,8 @@
 """`lamp data prepare` against `tokenizers.encode_batch_fast` alone, in one run; memory of the whole process tree; gathering.
 
 In:  a folder of real text (.txt), a tokenizer (a folder or tokenizer.json; default: one is trained), sizes in MB.
-Out: MB/s of the command as a whole and after its tokenizer is loaded, the ratio to encode_batch_fast, peak memory, files.
+Out: MB/s of the command as a whole and after its tokenizer is loaded, the ratio to encode_batch_fast, by the clock and
+     by processor time (which says more where others use the machine too), peak memory, files.
 
 Run: .venv/bin/python benchmarks/prepare.py TEXT_FOLDER [TOKENIZER] [--mb 10 100 1000] [--kinds txt jsonl] [--work DIR]
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import sys
@@ -26,6 +28,10 @@ import psutil
 import tokenizers
 
 PEER_BYTES = 8_000_000
+HEAD = (
+    "               encode_batch_fast |    whole command    |  after the tokenizer | cpu of the command | memory    cache\n"
+    "corpus         MB/s  MB/cpu-s    |     s   MB/s  ratio |     s    MB/s  ratio |     s    ratio     |     MB    files     MB"
+)
 
 
 def paragraphs(folder: Path) -> list[str]:
@@ -53,17 +59,17 @@ def make_corpus(texts: list[str], path: Path, size: int, kind: str) -> None:
                     break
 
 
-def time_peer(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> float:
-    """Bytes a second, with all threads, on the same documents as the command (a .txt is one: given as paragraphs)."""
+def time_peer(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> tuple[float, float]:
+    """MB a second, and a second of processor time, with all threads, on the same documents as the command (a .txt is one: given as paragraphs)."""
     sample, size = [], 0
     for number, text in enumerate(texts):
         sample.append(f"[{number}] {text}")
         size += len(sample[-1].encode())
         if size >= PEER_BYTES:
             break
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     tokenizer.encode_batch_fast(sample, add_special_tokens=False)
-    return size / (time.perf_counter() - started)
+    return size / 1e6 / (time.perf_counter() - started), size / 1e6 / (time.process_time() - used)
 
 
 def peak_memory(process: psutil.Popen) -> int:
@@ -84,14 +90,19 @@ def peak_memory(process: psutil.Popen) -> int:
 def prepare(path: Path, tokenizer: Path, place: Path, workers: int | None) -> dict[str, float]:
     words = ["--data.paths", str(path), "--tokenizer.path", str(tokenizer), "--runs-dir", str(place), "--json"]
     words += ["--data.workers", str(workers)] if workers else []
-    started = time.perf_counter()
+    started, before = time.perf_counter(), _children_s()
     with open(place.with_suffix(".json"), "wb") as out:
         process = psutil.Popen([sys.executable, "-m", "lamplighter.cli", "data", "prepare", *words], stdout=out)
         peak = peak_memory(process)
-    seconds = time.perf_counter() - started
+    seconds, used = time.perf_counter() - started, _children_s() - before
     assert process.returncode == 0, "lamp data prepare failed"
     made = json.loads(place.with_suffix(".json").read_text())
-    return {**made, "whole_s": seconds, "cache_s": made["seconds"] - made["tokenizer_s"], "peak": peak}
+    return {**made, "whole_s": seconds, "cache_s": made["seconds"] - made["tokenizer_s"], "peak": peak, "cpu_s": used}
+
+
+def _children_s() -> float:
+    used = os.times()
+    return used.children_user + used.children_system
 
 
 def time_gather(folder: Path, length: int, rows: int) -> float:
@@ -124,8 +135,7 @@ def main() -> None:
     texts = paragraphs(wish.texts)
     where = wish.tokenizer or train_tokenizer(texts, work)
     peer = tokenizers.Tokenizer.from_file(str(where if where.is_file() else where / "tokenizer.json"))
-    print(f"{'corpus':<14} {'peer MB/s':>9} {'whole s':>8} {'MB/s':>6} {'ratio':>6} {'cache s':>8} {'MB/s':>6} {'ratio':>6} "
-          f"{'peak MB':>8} {'files':>6} {'disk MB':>8}")  # fmt: skip
+    print(HEAD)
     for kind in wish.kinds:
         for size in wish.mb:
             path = work / f"{size:g}MB.{kind}"
@@ -146,12 +156,13 @@ def one_row(
     shutil.rmtree(place, ignore_errors=True)
     before = time_peer(peer, texts)
     row = prepare(path, where, place, workers)
-    speed = max(before, time_peer(peer, texts)) / 1e6
+    after = time_peer(peer, texts)
+    speed, of_cpu = max(before[0], after[0]), max(before[1], after[1])
     mb = path.stat().st_size / 1e6
     whole, cache = mb / row["whole_s"], mb / row["cache_s"]
-    print(f"{path.name:<14} {speed:>9.2f} {row['whole_s']:>8.2f} {whole:>6.0f} {whole / speed:>6.1f} {row['cache_s']:>8.2f} "
-          f"{cache:>6.0f} {cache / speed:>6.1f} {row['peak'] / 1e6:>8.0f} {row['files']:>6} "
-          f"{row['disk_bytes'] / 1e6:>8.0f}", flush=True)  # fmt: skip
+    print(f"{path.name:<14} {speed:>4.2f} {of_cpu:>9.2f}    | {row['whole_s']:>5.1f} {whole:>6.0f} {whole / speed:>6.1f} |"
+          f" {row['cache_s']:>5.1f} {cache:>7.0f} {cache / speed:>6.1f} | {row['cpu_s']:>5.1f} {mb / row['cpu_s'] / of_cpu:>8.1f}"
+          f"     | {row['peak'] / 1e6:>6.0f} {row['files']:>8} {row['disk_bytes'] / 1e6:>6.0f}", flush=True)  # fmt: skip
 
 
 def train_tokenizer(texts: list[str], work: Path) -> Path:

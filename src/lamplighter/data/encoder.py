@@ -15,7 +15,7 @@ import numpy as np
 
 from lamplighter.data.cuts import cut_all
 
-GROWN_BYTES = 192 << 20
+GROWN_BYTES = 128 << 20
 PIECE_BYTES = 1 << 15  # what stays in the processor's cache; longer texts are encoded in such pieces
 MANY = 200  # texts at once, from which on a call for each costs more than it should
 PROBE = (

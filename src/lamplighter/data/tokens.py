@@ -40,7 +40,7 @@ __all__ = ["Settings", "Split", "Tokens", "ensure", "obtain", "open_tokens"]
 
 PARTS = ("tokenizer", "settings", "sources")
 POLL_S = 0.2
-MANY_ROWS, MANY_TOKENS = 16, 256  # from so many rows of fewer tokens a shard on, they are gathered together
+MANY_ROWS, MANY_TOKENS = 8, 256  # from so many rows of fewer tokens a shard on, they are gathered together
 Mode = Literal["auto", "require", "rebuild"]
 
 
