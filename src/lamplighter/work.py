@@ -445,7 +445,8 @@ def data_prepare(folder: RunDir, request: dict[str, Any]) -> int:
 
 def _prepared(made: dict[str, Any]) -> str:
     """What was made, where, how much of it, how fast, and what to do next."""
-    rows = [f"{'':<12} {'documents':>14} {'tokens':>16} {'text':>12}"]
+    pieces = "documents" if made["divided_by"] == "documents" else "runs of blocks"
+    rows = [f"{'':<12} {pieces:>14} {'tokens':>16} {'text':>12}"]
     for name, counts in made["splits"].items():
         size = human_bytes(counts["text_bytes"])
         rows.append(f"{name:<12} {counts['documents']:>14,} {counts['tokens']:>16,} {size:>12}")

@@ -62,6 +62,7 @@ def each(
             for item in islice(rest, 2 * workers - len(running)):
                 running.append((item, pool.submit(function, item)))
             if not running:
+                pool.shutdown()  # they have nothing left to do: gone in an instant, and their time is counted
                 return
             number = _next_done(running, in_order, tick)
             item, future = running[number]
