@@ -354,7 +354,9 @@ def _characters(blocks: Iterator[bytes], path: Path, dirt: FileDirt) -> Iterator
         if b"\0" not in piece and (text := _decoded(piece)) is not None:
             yield text.removeprefix("\ufeff") if first else text
         else:
-            yield "".join(_good_lines(piece, path, line, at, head, dirt))  # one chunk: `split` counts them all each time
+            yield "".join(
+                _good_lines(piece, path, line, at, head, dirt)
+            )  # one chunk: `split` counts them all each time
         at, line = at + len(piece), line + piece.count(b"\n")
     dirt.end(line)
 
