@@ -103,9 +103,9 @@ def renewed(encoder: Encoder, recipe: Recipe) -> Encoder:
     """The same one, or another where it has grown: it remembers every word that it has met, without end."""
     if _memory_bytes() - encoder.memory <= GROWN_BYTES:
         return encoder
-    threads = encoder.threads
-    del encoder
-    return make_encoder(recipe, threads)
+    fresh = make_encoder(recipe, encoder.threads)
+    fresh.memory = encoder.memory  # both are there at this moment: what the first one began with stays the measure
+    return fresh
 
 
 def _memory_bytes() -> int:
