@@ -44,6 +44,7 @@ class Encoder:
         self.fast, self.reference, self.threads = fast, reference, threads
         self.is_free = self._may_cut()
         self.memory = _memory_bytes()
+        self.is_young = True  # not yet asked whether it has grown
 
     def _may_cut(self) -> bool:
         """Whether a cut after a word changes no id: so with byte-level tokenizers, not with those that mark beginnings."""
@@ -102,9 +103,11 @@ def make_encoder(recipe: Recipe, threads: bool = False) -> Encoder:
 def renewed(encoder: Encoder, recipe: Recipe) -> Encoder:
     """The same one, or another where it has grown: it remembers every word that it has met, without end."""
     if _memory_bytes() - encoder.memory <= GROWN_BYTES:
+        encoder.is_young = False
         return encoder
     fresh = make_encoder(recipe, encoder.threads)
-    fresh.memory = encoder.memory  # both are there at this moment: what the first one began with stays the measure
+    if not encoder.is_young:  # else it is not the encoder that has grown: measure from here on
+        fresh.memory = encoder.memory  # both are there at this moment: what the first one began with stays the measure
     return fresh
 
 
