@@ -40,7 +40,7 @@ __all__ = ["Settings", "Split", "Tokens", "ensure", "obtain", "open_tokens"]
 
 PARTS = ("tokenizer", "settings", "sources")
 POLL_S = 0.2
-MANY_ROWS, MANY_TOKENS = 8, 256  # from so many rows of fewer tokens a shard on, they are gathered together
+MANY_ROWS, MANY_TOKENS = 32, 256  # from so many rows of fewer tokens a shard on, they are gathered together
 Mode = Literal["auto", "require", "rebuild"]
 
 
@@ -273,10 +273,9 @@ class Split:
         if length < MANY_TOKENS and len(starts) > MANY_ROWS * len(self.shards):
             self._gather_short(out, numbers, at, inside)
         else:
-            shards = self.shards
-            for row in np.flatnonzero(inside).tolist():
-                begin = at.item(row)
-                out[row] = shards[numbers.item(row)][begin : begin + length]
+            rows, shards = np.flatnonzero(inside), self.shards
+            for row, number, begin in zip(rows.tolist(), numbers[rows].tolist(), at[rows].tolist(), strict=True):
+                out[row] = shards[number][begin : begin + length]
         for row in np.flatnonzero(~inside).tolist():  # over the border of two shards
             out[row] = self.read(int(starts[row]), int(starts[row]) + length)
         return out
