@@ -27,14 +27,16 @@ PAD = 9999
 
 
 def split_of(tmp_path: Path, tokens: int, shard_tokens: int = 100, name: str = "train") -> Split:
-    """A stream whose token i is i, in shards."""
-    shards = -(-tokens // shard_tokens)
+    """A stream whose token i is i, in shards (the first token is in no file: it is the mark before all documents)."""
     ids = np.arange(tokens, dtype="<u2")
-    for number in range(shards):
+    shards = []
+    for number, begin in enumerate(range(1, tokens, shard_tokens)):
         path = tmp_path / f"{name}-{number:05d}.bin"
-        path.write_bytes(ids[number * shard_tokens : (number + 1) * shard_tokens].tobytes())
+        own = ids[begin : begin + shard_tokens]
+        path.write_bytes(own.tobytes())
+        shards.append({"file": path.name, "tokens": len(own)})
     counts = {"tokens": tokens, "documents": 1, "text_bytes": 1, "shards": shards}
-    return Split(tmp_path, name, {"splits": {name: counts}, "shard_tokens": shard_tokens, "dtype": "<u2"})
+    return Split(tmp_path, name, {"splits": {name: counts}, "dtype": "<u2", "end_of_text": 0})
 
 
 def order(seed: int, epoch: int, size: int) -> list[int]:

@@ -323,8 +323,8 @@ def test_fingerprint_follows_content_not_names_or_dates(tmp_path: Path) -> None:
 def test_known_files_are_not_hashed_again(tmp_path: Path, monkeypatch: Any) -> None:
     path, store = write(tmp_path / "a.txt", "one"), tmp_path / "cache" / "hashes.json"
     hashed: list[Path] = []
-    real = found.hash_file
-    monkeypatch.setattr(found, "hash_file", lambda path, tick=None: hashed.append(path) or real(path, tick))
+    real = found.hash_content
+    monkeypatch.setattr(found, "hash_content", lambda path, tick=None: hashed.append(path) or real(path, tick))
 
     def mark() -> str:
         return open_source([str(path)], None, None, hash_store=store).fingerprint()

@@ -225,8 +225,8 @@ def test_what_is_held_back_is_never_trained_on(tmp_path: Path) -> None:
     trained = np.concatenate([c.tokens[:-1] for c in run.chunks(State())])
     told = tokenizer.decode(trained[trained >= 0])
     assert not any(text in told for text in texts)
-    side = {text: division.side(division.hash(text.encode())) for text in source.documents()}
-    assert all((text in told) == (where == "train") for text, where in list(side.items())[:-1])
+    held_back = {text: division.is_val(division.hashes([text.encode()]))[0] for text in source.documents()}
+    assert all((text in told) != is_val for text, is_val in list(held_back.items())[:-1])
 
 
 def test_what_was_held_back_is_kept_and_checked(tmp_path: Path, monkeypatch: Any) -> None:

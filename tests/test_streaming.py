@@ -108,10 +108,11 @@ def _token_counts(folder: Path) -> list[dict[str, int]]:
 
 def _train_tokens(division: object, text: bytes) -> int:
     from lamplighter.data.division import Divider, Division
+    from lamplighter.data.stretches import Stretch
 
     assert isinstance(division, Division)
-    pieces = [piece for piece in Divider(division, None).pieces(text.decode()) if piece.side == "train"]
-    return sum(piece.bytes + piece.ends for piece in pieces)
+    pieces = Divider(division).pieces(Stretch([text]))
+    return sum(len(one) + 1 for one, val in zip(pieces.texts, pieces.val.tolist(), strict=True) if not val)
 
 
 def test_max_chunks_counts_the_steps(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ empty line begins a new one. Text goes to stdout as it is; everything else to st
 usage: lamp data stats   [run.yaml|CACHE] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]
                          [--near-documents N] [--runs-dir DIR] [--section.key value ...]
        lamp data clean   PATH... --out DIR [--dry-run] [--help lists the rules]
-       lamp data prepare [run.yaml] [--preset NAME] [--section.key value ...]
+       lamp data prepare [run.yaml] [--preset NAME] [--json] [--runs-dir DIR] [--section.key value ...]
 
 stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice; of text, of instruction rows
          with their template, or (lengths and repeats only) of a token cache
@@ -691,8 +691,36 @@ def data_clean(words: list[str]) -> int:
     raise NotImplementedError
 
 
+def _prepare_flags(
+    run_yaml: Path | None = None,
+    /,
+    *,
+    preset: str | None = None,
+    run: str | None = None,
+    test: bool = False,
+    json: bool = False,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """What `lamp data prepare` takes besides fields; what is for the training alone is passed on to it."""
+
+
 def data_prepare(words: list[str]) -> int:
-    raise NotImplementedError
+    """The tokenizer and the token cache of a training run, without the training."""
+    import shlex
+
+    from lamplighter.config import dump, parse_overrides, resolve
+    from lamplighter.rundir import CACHE_NAME
+    from lamplighter.watch.follow import session
+
+    rest, overrides = parse_overrides(words)
+    flags = _parse("data prepare", _prepare_flags, rest)
+    resolved = resolve(flags.get("preset"), flags.get("run_yaml"), overrides, flags.get("test", False))
+    request = {
+        "cache": str(flags.get("runs_dir", Path("runs")) / CACHE_NAME),
+        "json": flags.get("json", False),
+        "next": shlex.join(["lamp", "train", *(word for word in words if word != "--json")]),
+    }
+    return session("data-prepare", request, config=dump(resolved))
 
 
 def _many(words: list[str], *names: str) -> tuple[list[str], dict[str, list[str]]]:

@@ -217,12 +217,17 @@ def _tokenizer(run: Run, cache: Path, source: Source) -> Tokenizer:
 
 
 def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -> Tokens:
+    return _obtain_tokens(run, cache, source, tokenizer)[0]
+
+
+def _obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -> tuple[Tokens, bool]:
+    """The token cache, and whether it was made just now."""
     from lamplighter.data import tokens
     from lamplighter.data.division import Settings
 
     with report.phase("cache"):
-        folder = tokens.ensure(cache, source, tokenizer, Settings(run.data.val_fraction), run.data.cache)
-        found = tokens.open_tokens(folder, verify=True)
+        settings = Settings(run.data.val_fraction)
+        found, is_new = tokens.obtain(cache, source, tokenizer, settings, run.data.cache, run.data.workers)
     share = len(found.val) / max(1, len(found.val) + len(found.train))
     if share > 0.1 and share > 2 * run.data.val_fraction:
         report.warn(
@@ -232,7 +237,7 @@ def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) ->
         f"{found.train.documents:,} documents, {len(found.train):,} tokens to train on;"
         f" {found.val.documents:,} documents, {len(found.val):,} tokens to validate on"
     )
-    return found
+    return found, is_new
 
 
 def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -569,7 +574,65 @@ def data_clean(_: RunDir, request: dict[str, Any]) -> int:
 
 
 def data_prepare(folder: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
+    """The tokenizer and the token cache that a training run with the same settings would make or reuse."""
+    started = time.monotonic()
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+    run, cache = load_dump(folder.config), Path(request["cache"])
+    if run.data.stream:
+        why = "data.stream trains while documents arrive, without a cache of all tokens"
+        raise BadConfig("there is nothing to prepare", why, "leave data.stream out, or start the training")
+    source, tokenizer = open_text(run, cache)
+    tokenizer_s = time.monotonic() - started
+    tokens, is_new = _obtain_tokens(run, cache, source, tokenizer)
+    seconds = time.monotonic() - started
+    files = [tokens.folder / name for name in tokens.manifest["files"]]
+    text_bytes = tokens.train.text_bytes + tokens.val.text_bytes
+    made: dict[str, Any] = {
+        "cache": str(tokens.folder),
+        "made": is_new,
+        "source": str(source),
+        "tokenizer": str(tokenizer),
+        "divided_by": tokens.manifest["divided_by"],
+        "splits": {
+            split.name: {"documents": split.documents, "tokens": len(split), "text_bytes": split.text_bytes}
+            for split in (tokens.train, tokens.val)
+        },
+        "disk_bytes": sum(file.stat().st_size for file in files),
+        "files": len(files),
+        "seconds": round(seconds, 3),
+        "tokenizer_s": round(tokenizer_s, 3),
+        "mb_per_s": round(text_bytes / 1e6 / max(1e-9, seconds - tokenizer_s), 1),
+        "next": request["next"],
+    }
+    report.result(json.dumps(made, indent=1) + "\n" if request["json"] else _prepared(made))
+    return DONE
+
+
+def _prepared(made: dict[str, Any]) -> str:
+    """What was made, where, how much of it, how fast, and what to do next."""
+    pieces = "documents" if made["divided_by"] == "documents" else "runs of blocks"
+    rows = [f"{'':<12} {pieces:>14} {'tokens':>16} {'text':>12}"]
+    for name, counts in made["splits"].items():
+        size = human_bytes(counts["text_bytes"])
+        rows.append(f"{name:<12} {counts['documents']:>14,} {counts['tokens']:>16,} {size:>12}")
+    size = human_bytes(sum(counts["text_bytes"] for counts in made["splits"].values()))
+    cache_s = made["seconds"] - made["tokenizer_s"]
+    speed = (
+        f"{size} at {made['mb_per_s']:.0f} MB/s" if made["made"] else "it was there already, and every byte is right"
+    )
+    return "\n".join(
+        [
+            f"token cache {'made' if made['made'] else 'found'}: {made['cache']}",
+            f"  of {made['source']}, divided by {made['divided_by']}",
+            f"  tokenizer: {made['tokenizer']}",
+            *rows,
+            f"  on disk: {human_bytes(made['disk_bytes'])} in {made['files']} files",
+            f"  {made['seconds']:.1f} s: {made['tokenizer_s']:.1f} s source and tokenizer, {cache_s:.1f} s cache ({speed})",
+            f"next: {made['next']}",
+            "",
+        ]
+    )
 
 
 def tokenizer_train(folder: RunDir, request: dict[str, Any]) -> int:

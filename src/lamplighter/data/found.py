@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lamplighter import report
+from lamplighter.data.fingerprints import NAME, hash_content
 from lamplighter.data.packed import PACKED_SUFFIXES
 from lamplighter.errors import BadData, InputMissing
-from lamplighter.rundir import hash_file, read_json, write_json
+from lamplighter.rundir import read_json, write_json
 
 KINDS = {
     ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
@@ -198,13 +199,13 @@ def hashes(files: list[LocalFile], store_path: Path | None) -> list[str]:
 
 
 def _hashed(path: Path, known: object, tick: Callable[[int], None]) -> list[Any]:
-    """[size, time, inode, sha256] of a file; the hash is the known one where the rest has not changed."""
+    """[size, time, inode, hash] of a file; the hash is the known one where the rest has not changed."""
     try:
         mark = [*_mark(path.stat())]
-        if isinstance(known, list) and len(known) == 4 and known[:3] == mark:
+        if isinstance(known, list) and known[:3] == mark and str(known[-1]).startswith(NAME):
             tick(mark[0])
             return known
-        return [*mark, hash_file(path, tick)]
+        return [*mark, hash_content(path, tick)]
     except OSError as error:
         raise unreadable(path, error) from error
 

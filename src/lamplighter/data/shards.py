@@ -1,117 +1,53 @@
-"""The token cache being written: shards of ids, and a builder that survives any kill.
+"""One unit of a token cache being written: a shard of ids for each side, where its documents begin, their hashes.
 
-In:  a source, a tokenizer, settings and a folder whose lock is held.
-Out: train-00000.bin, val-00000.bin, ... with their indexes, and manifest.json, written last.
+In:  stretches of text, a division, an encoder.
+Out: train-00007.bin, .idx and .hash, the same for val, and a record of them; nothing counts until its marker is written
+     (builder.py).
 
-A split's stream is one end-of-text, then every document with one end-of-text after it: each token of each document is
-predicted exactly once. Shards are cut at exact sizes, so their bytes do not depend on where a build stopped and went on.
+The same room runs in a worker (`start_worker`, `make_unit`) and in the process that reads a source of its own.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import io
-import json
 import os
-import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lamplighter import report
-from lamplighter.data.division import Divider, Division, Look, Piece, Settings, look, watched
-from lamplighter.data.sources import Cursor, Source
-from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.data import stretches
+from lamplighter.data.division import Divider, Division, Pieces
+from lamplighter.data.encoder import Encoder, Ids, Recipe, make_encoder, renewed
+from lamplighter.data.stretches import Faults, Reading, Stretch
+from lamplighter.data.units import Unit
 from lamplighter.errors import BadData, CannotWrite
-from lamplighter.rundir import (
-    cannot_write,
-    free_bytes,
-    human_bytes,
-    identity,
-    open_lines,
-    read_json,
-    read_lines,
-    write_atomic,
-    write_json,
-)
+from lamplighter.rundir import cannot_write, free_bytes, human_bytes
 
-FORMAT = 1
 SIDES = ("train", "val")
-COMMIT_S = 30.0  # a slow source fills no shard for hours: this much time is the most that a kill can cost
+KINDS = (
+    "bin",
+    "idx",
+    "hash",
+)  # ids; where documents begin in it (u8); hashes of its texts (u8), until the sides are checked
+READ_BYTES = 1 << 22
+FEW = 256  # texts, from which on they are not copied one by one
 
-Ids = np.ndarray[Any, np.dtype[Any]]
+Record = dict[str, Any]
 
 
-# ---------------------------------------------------------------- one side's stream
+@dataclass(frozen=True)
+class Job:
+    """What every unit of a cache has in common; can be sent to another process."""
 
-
-class _Stream:
-    """The tokens of one side that are not yet in a shard, and the counts of all that were added."""
-
-    def __init__(self, name: str, dtype: str, settings: Settings, vocab_size: int) -> None:
-        self.name, self.dtype, self.size, self.vocab_size = name, dtype, settings.shard_tokens, vocab_size
-        self.shards = 0
-        self.tokens = self.documents = self.text_bytes = 0
-        self.pending: list[Ids] = []
-        self.starts: list[Ids] = []
-        self.hashes: list[Ids] = []  # rows of (position of the piece, hash of a text in it)
-
-    def counts(self) -> dict[str, int]:
-        names = ("shards", "tokens", "documents", "text_bytes")
-        return {name: getattr(self, name) for name in names}
-
-    def add(self, tokens: Ids, lengths: Ids, pieces: list[Piece], end: int) -> None:
-        """Tokens of the pieces, end-of-text marks included; `lengths` says how many belong to each piece."""
-        if not pieces:
-            return
-        if not self.tokens:  # the stream begins with an end-of-text, as if a document had ended before
-            tokens = np.concatenate([np.array([end], tokens.dtype), tokens])
-        at = self.tokens + len(tokens) - int(lengths.sum()) + np.cumsum(lengths) - lengths
-        self._check(tokens)
-        self.starts.append(at[[piece.begins for piece in pieces]].astype("<u8"))
-        rows = [(where, hash) for where, piece in zip(at.tolist(), pieces, strict=True) for hash in piece.hashes]
-        self.hashes.append(np.array(rows, "<u8").reshape(-1, 2))
-        self.pending.append(tokens.astype(self.dtype))
-        self.tokens += len(tokens)
-        self.documents += sum(piece.begins for piece in pieces)
-        self.text_bytes += sum(piece.bytes for piece in pieces)
-
-    def _check(self, tokens: Ids) -> None:
-        if len(tokens) and int(tokens.max()) >= self.vocab_size:
-            first = int(np.argmax(tokens >= self.vocab_size))
-            shard, offset = divmod(self.tokens + first, self.size)
-            raise bad_id(f"{self.name}-{shard:05d}.bin", offset, int(tokens[first]), self.vocab_size)
-
-    def full(self) -> bool:
-        return self.tokens - self.shards * self.size >= self.size
-
-    def cut_shard(self) -> dict[str, bytes]:
-        """The next shard (the rest, if that is less) as files; what is left stays pending."""
-        end = (self.shards + 1) * self.size
-        tokens, starts, hashes = self.arrays()
-        name = f"{self.name}-{self.shards:05d}"
-        self.pending = [tokens[self.size :].copy()]
-        self.starts, self.hashes = [starts[starts >= end]], [hashes[hashes[:, 0] >= end]]
-        self.shards += 1
-        return {
-            f"{name}.bin": tokens[: self.size].tobytes(),
-            f"{name}.idx.npy": _npy(starts[starts < end]),
-            f"{name}.hash.npy": _npy(hashes[hashes[:, 0] < end, 1]),
-        }
-
-    def arrays(self) -> tuple[Ids, Ids, Ids]:
-        nothing = np.zeros(0, self.dtype), np.zeros(0, "<u8"), np.zeros((0, 2), "<u8")
-        lists = (self.pending, self.starts, self.hashes)
-        tokens, starts, hashes = (np.concatenate([e, *rest]) for e, rest in zip(nothing, lists, strict=True))
-        return tokens, starts, hashes
-
-    def restore(self, counts: dict[str, int], arrays: tuple[Ids, Ids, Ids]) -> None:
-        for name, value in counts.items():
-            setattr(self, name, value)
-        self.pending, self.starts, self.hashes = ([array] for array in arrays)
+    folder: Path
+    division: Division
+    dtype: str
+    end_of_text: int
+    vocab_size: int
 
 
 def bad_id(name: str, offset: int, found: int, vocab_size: int) -> BadData:
@@ -123,245 +59,7 @@ def bad_id(name: str, offset: int, found: int, vocab_size: int) -> BadData:
     )
 
 
-def _npy(array: Ids) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array, allow_pickle=False)
-    return file.getvalue()
-
-
-# ---------------------------------------------------------------- the builder
-
-
-class Builder:
-    """Writes shards; after each full one (or half a minute), a durable line says how far the texts are consumed."""
-
-    def __init__(self, folder: Path, tokenizer: Tokenizer, settings: Settings) -> None:
-        self.folder, self.tokenizer, self.settings = folder, tokenizer, settings
-        self.dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-        self.streams = {name: _Stream(name, self.dtype, settings, tokenizer.vocab_size) for name in SIDES}
-        self.divider = Divider(Division("documents", 0, 0), None)
-        self.files: dict[str, dict[str, Any]] = {}
-        self.new_files: dict[str, dict[str, Any]] = {}
-        self.cursor: Cursor | None = None
-        self.texts = self.empty = self.need_bytes = 0
-        self._said = 0.0
-        self._committed = time.monotonic()
-
-    # -- files
-
-    def _write(self, name: str, data: bytes) -> dict[str, Any]:
-        try:
-            write_atomic(self.folder / name, data)
-        except OSError as error:
-            raise _full(self.folder, len(data), error) from error
-        return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-    def _append(self, record: dict[str, Any]) -> None:
-        """A line that survives a power cut."""
-        try:
-            fd = open_lines(self.folder / "progress.jsonl")
-            os.write(fd, json.dumps(record).encode() + b"\n")
-            os.fsync(fd)
-            os.close(fd)
-        except OSError as error:
-            raise _full(self.folder, 1000, error) from error
-
-    def say(self, bytes_done: int, total: int | None, item: str) -> None:
-        """For those who wait: about once a second."""
-        if time.monotonic() - self._said < 1:
-            return
-        self._said = time.monotonic()
-        tokens = sum(stream.tokens for stream in self.streams.values())
-        now = {"bytes": bytes_done, "total_bytes": total, "texts": self.texts, "tokens": tokens, "item": item}
-        try:
-            write_json(self.folder / "progress.json", {**identity(), "t": time.time(), **now}, durable=False)
-        except OSError as error:  # only for those who wait; shards speak for themselves
-            self._said = float("inf")
-            report.warn(f"cannot write {self.folder / 'progress.json'}: {error.strerror}")
-
-    # -- begin, or go on
-
-    def begin(self, source: Source) -> None:
-        """Decide the division, make sure of room, and write the first line."""
-        total = source.total_bytes()
-        division, found = look(source, self.settings, lambda done, item: self.say(done, total, item))
-        self.divider = Divider(division, None)
-        self.need_bytes = self._estimate(source, found)
-        self._check_room(self.need_bytes)
-        self._append({"format": FORMAT, "division": asdict(division), "need_bytes": self.need_bytes})
-
-    def go_on(self) -> bool:
-        """Take up a build that was killed; False where there is none (or none that can be trusted)."""
-        lines = list(read_lines(self.folder / "progress.jsonl"))
-        if not lines or lines[0].get("format") != FORMAT:
-            return False
-        last = lines[-1]
-        self.files = {name: entry for line in lines[1:] for name, entry in line["files"].items()}
-        sizes = {name: entry["bytes"] for name, entry in (self.files | last.get("carry", {})).items()}
-        if any(not (path := self.folder / n).is_file() or path.stat().st_size != size for n, size in sizes.items()):
-            self.files = {}
-            return False
-        self.divider = Divider(Division(**lines[0]["division"]), last.get("open"))
-        self.need_bytes = lines[0]["need_bytes"]
-        self.cursor, self.texts, self.empty = last.get("cursor"), last.get("texts", 0), last.get("empty", 0)
-        for carry in last.get("carry", {}):
-            with np.load(self.folder / carry, allow_pickle=False) as saved:
-                for name, stream in self.streams.items():
-                    arrays = saved[f"{name}.tokens"], saved[f"{name}.starts"], saved[f"{name}.hashes"]
-                    stream.restore(last["streams"][name], arrays)
-        self._remove_others({*sizes, "progress.jsonl", "lock"})
-        self._check_room(self.need_bytes - sum(sizes.values()))
-        return True
-
-    def _remove_others(self, kept: set[str]) -> None:
-        for path in self.folder.iterdir():
-            if path.name not in kept:
-                path.unlink(missing_ok=True)
-
-    def _estimate(self, source: Source, found: Look) -> int:
-        """Bytes of the finished cache, from the tokens of a sample; 0 where the source cannot say its size."""
-        with report.phase("estimate the size", unit="B") as p:
-            sample: list[str] = []
-            size = 0
-            while size < min(self.tokenizer.batch_bytes, found.text_bytes) and len(sample) < len(found.sample):
-                sample.append(found.sample[len(sample)])
-                size += len(sample[-1].encode())
-            tokens = len(self.tokenizer.encode_batch(sample).ids) * found.text_bytes / max(1, size)
-            p.tick(size)
-        need = tokens * np.dtype(self.dtype).itemsize + 16 * found.documents
-        if not found.ended:
-            total, seen = source.total_bytes(), source.position().bytes_done
-            need = need * total / seen if total and seen else 0
-        return int(need * 1.05) + 4096
-
-    def _check_room(self, need: int) -> None:
-        if need > (have := free_bytes(self.folder)):
-            raise CannotWrite(
-                f"not enough room for the token cache in {self.folder}",
-                f"it needs about {human_bytes(need)}; {human_bytes(have)} are free",
-                "free some space, or choose another place with --runs-dir",
-            )
-
-    # -- work
-
-    def run(self, source: Source) -> None:
-        """Encode every text from the cursor on, in batches, and store what fills a shard."""
-        total = source.total_bytes()
-        with report.phase("tokenise", total=total, unit="B") as p:
-
-            def show(bytes_done: int, item: str) -> None:
-                p.set(bytes_done, item)
-                self.say(bytes_done, total, item)
-
-            pieces: list[Piece] = []
-            size = texts = 0
-            for text in watched(source, self.cursor, show):
-                more = list(self.divider.pieces(text))
-                pieces += more
-                self.empty += not more
-                texts, size = texts + 1, size + len(text)
-                if size >= self.tokenizer.batch_bytes or self._is_due():
-                    self._store(pieces, texts, source.position().cursor)
-                    pieces, size, texts = [], 0, 0
-            self._store(pieces, texts, source.position().cursor)
-            p.set(source.position().bytes_done)
-
-    def _store(self, pieces: list[Piece], texts: int, cursor: Cursor) -> None:
-        self._encode(pieces)
-        self.cursor, self.texts = cursor, self.texts + texts
-        full = [stream for stream in self.streams.values() if stream.full()]
-        for stream in full:
-            while stream.full():
-                self._write_shard(stream)
-        if full or self._is_due():
-            self._commit()
-
-    def _is_due(self) -> bool:
-        return time.monotonic() - self._committed > COMMIT_S
-
-    def _encode(self, pieces: list[Piece]) -> None:
-        """Ids of all pieces in one array, an end-of-text after each that ends; then each side takes its own."""
-        encoded = self.tokenizer.encode_batch([piece.text for piece in pieces])
-        ends = np.array([piece.ends for piece in pieces], bool)
-        tokens = np.insert(encoded.ids, encoded.offsets[1:][ends], self.tokenizer.end_of_text)
-        lengths = np.diff(encoded.offsets) + ends
-        for name, stream in self.streams.items():
-            mine = np.array([piece.side == name for piece in pieces], bool)
-            of_mine = tokens if mine.all() else tokens[np.repeat(mine, lengths)]
-            own = [piece for piece in pieces if piece.side == name]
-            stream.add(of_mine, lengths[mine], own, self.tokenizer.end_of_text)
-
-    def _write_shard(self, stream: _Stream) -> None:
-        for name, data in stream.cut_shard().items():
-            self.new_files[name] = self._write(name, data)
-
-    def _commit(self) -> None:
-        """Shards are on disk; now what is left over, then the line that makes it count."""
-        arrays = {}
-        for name, stream in self.streams.items():
-            for kind, array in zip(("tokens", "starts", "hashes"), stream.arrays(), strict=True):
-                arrays[f"{name}.{kind}"] = array
-        file = io.BytesIO()
-        np.savez(file, allow_pickle=False, **arrays)
-        carry = f"carry-{self.texts}.npz"
-        before = [path for path in self.folder.glob("carry-*.npz") if path.name != carry]
-        self._append(
-            {
-                "cursor": self.cursor,
-                "texts": self.texts,
-                "empty": self.empty,
-                "open": self.divider.open_side,
-                "files": self.new_files,
-                "carry": {carry: self._write(carry, file.getvalue())},
-                "streams": {name: stream.counts() for name, stream in self.streams.items()},
-            }
-        )
-        self.files |= self.new_files
-        self.new_files = {}
-        self._committed = time.monotonic()
-        for path in before:
-            path.unlink()
-
-    # -- end
-
-    def finish(self, parts: dict[str, Any]) -> dict[str, Any]:
-        """The last shards, the check, the manifest; then the traces of building go."""
-        for stream in self.streams.values():
-            if stream.tokens > stream.shards * self.settings.shard_tokens:
-                self._write_shard(stream)
-        self.files |= self.new_files
-        self._check_overlap()
-        manifest = {
-            "format": FORMAT,
-            "parts": parts,
-            "vocab_size": self.tokenizer.vocab_size,
-            "end_of_text": self.tokenizer.end_of_text,
-            "dtype": self.dtype,
-            "shard_tokens": self.settings.shard_tokens,
-            "divided_by": self.divider.division.by,
-            "empty_documents": self.empty,
-            "splits": {name: stream.counts() for name, stream in self.streams.items()},
-            "files": dict(sorted(self.files.items())),
-        }
-        self._write("manifest.json", json.dumps(manifest, indent=1).encode() + b"\n")
-        self._remove_others({*self.files, "manifest.json", "lock"})
-        return manifest
-
-    def _check_overlap(self) -> None:
-        """No text may be both trained on and validated on."""
-        names = sorted(name for name in self.files if name.endswith(".hash.npy"))
-        with report.phase("check that the sides are apart", total=len(names), unit="files") as p:
-            held = [np.load(self.folder / name) for name in names if name.startswith("val")]
-            val = np.unique(np.concatenate([np.zeros(0, "<u8"), *held]))
-            for name in names:
-                p.tick(1, name)
-                if name.startswith("train") and np.isin(np.load(self.folder / name), val).any():
-                    raise BadData(
-                        f"a validation text is also in {name}", "the sides overlap", "build it again, and tell us"
-                    )
-
-
-def _full(folder: Path, size: int, error: OSError) -> CannotWrite:
+def full(folder: Path, size: int, error: OSError) -> CannotWrite:
     if error.errno != errno.ENOSPC:
         return cannot_write(folder, error)
     return CannotWrite(
@@ -371,33 +69,227 @@ def _full(folder: Path, size: int, error: OSError) -> CannotWrite:
     )
 
 
-def build(folder: Path, source: Source, tokenizer: Tokenizer, settings: Settings, parts: dict[str, Any]) -> None:
-    """Make the cache in `folder`, or go on making it."""
-    builder = Builder(folder, tokenizer, settings)
-    if builder.go_on():
-        report.note(f"the token cache goes on after {builder.texts:,} texts that a stopped build had stored")
-    else:
-        builder._remove_others({"lock"})
-        builder.begin(source)
-    started = time.monotonic()
-    builder.run(source)
-    manifest = builder.finish(parts)
-    _sum_up(manifest, time.monotonic() - started)
+# ---------------------------------------------------------------- files
 
 
-def _sum_up(manifest: dict[str, Any], seconds: float) -> None:
-    train, val = (manifest["splits"][name] for name in SIDES)
-    empty = manifest["empty_documents"]
-    report.note(
-        f"token cache: {train['tokens']:,} tokens to train on, {val['tokens']:,} to validate on, "
-        f"from {human_bytes(train['text_bytes'] + val['text_bytes'])} of text, divided by {manifest['divided_by']}"
-        + (f"; {empty:,} empty documents passed over" if empty else ""),
-        seconds=round(seconds, 3),
-    )
+class _Growing:
+    """A file that is appended to, with the hash of all of it; there from its first byte on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes = 0
+        self.sha256 = hashlib.sha256()
+        self._fd = -1
+
+    def write(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        if not view:
+            return
+        try:
+            if self._fd < 0:
+                how = os.O_APPEND if self.bytes else os.O_TRUNC
+                self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o644)
+            at = 0
+            while at < len(view):
+                at += os.write(self._fd, view[at:])
+        except OSError as error:
+            raise full(self.path.parent, len(view), error) from error
+        self.sha256.update(view)
+        self.bytes += len(view)
+
+    def go_on_at(self, size: int) -> None:
+        """What a stopped process wrote after its last word is cut off."""
+        os.truncate(self.path, size)
+        self.read_on(size)
+
+    def read_on(self, size: int) -> None:
+        with open(self.path, "rb") as file:
+            while self.bytes < size and (block := file.read(min(READ_BYTES, size - self.bytes))):
+                self.sha256.update(block)
+                self.bytes += len(block)
+
+    def entry(self) -> dict[str, Any]:
+        return {"bytes": self.bytes, "sha256": self.sha256.hexdigest()}
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a finished cache."""
-    manifest = read_json(folder / "manifest.json")
-    usable = isinstance(manifest, dict) and manifest.get("format") == FORMAT and isinstance(manifest.get("files"), dict)
-    return manifest if usable else None
+def hash_first(path: Path, size: int) -> str:
+    """sha256 of the first bytes of a file."""
+    file = _Growing(path)
+    file.read_on(size)
+    return file.sha256.hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class _Shard:
+    """One side's tokens of one unit."""
+
+    def __init__(self, folder: Path, side: str, number: int) -> None:
+        self.side = side
+        self.files = {kind: _Growing(folder / f"{side}-{number:05d}.{kind}") for kind in KINDS}
+        self.counts = {"tokens": 0, "documents": 0, "text_bytes": 0}
+
+    def add(self, tokens: Ids, starts: Ids, text_bytes: int) -> None:
+        """Tokens with their end-of-text marks; `starts` says where documents begin among them."""
+        self.files["bin"].write(tokens)
+        self.files["idx"].write((starts + self.counts["tokens"]).astype("<u8"))
+        more = {"tokens": len(tokens), "documents": len(starts), "text_bytes": text_bytes}
+        self.counts = {name: count + more[name] for name, count in self.counts.items()}
+
+
+# ---------------------------------------------------------------- the writer
+
+
+class UnitWriter:
+    """Divides, encodes and appends; what it holds in memory is one stretch."""
+
+    def __init__(self, job: Job, encoder: Encoder, number: int, open_val: bool | None = None) -> None:
+        self.job, self.encoder, self.number = job, encoder, number
+        self.divider = Divider(job.division, open_val)
+        self.shards = [_Shard(job.folder, side, number) for side in SIDES]
+        self.read_bytes = 0
+
+    def add(self, stretch: Stretch) -> None:
+        pieces = self.divider.pieces(stretch)
+        self.read_bytes += sum(map(len, stretch.docs))
+        ids, lengths = self.encoder.encode(pieces.texts)
+        self._check(ids, lengths, pieces)
+        sizes = np.fromiter(map(len, pieces.texts), np.int64, len(pieces.texts))
+        for shard, chosen in zip(self.shards, (~pieces.val, pieces.val), strict=True):
+            if chosen.any():
+                ends = pieces.ends[chosen]
+                tokens = _laid_out(ids, lengths, chosen, ends, self.job)
+                own = lengths[chosen] + ends
+                shard.add(tokens, (np.cumsum(own) - own)[pieces.begins[chosen]], int(sizes[chosen].sum()))
+        for shard, chosen in zip(self.shards, (~pieces.hashes_val, pieces.hashes_val), strict=True):
+            shard.files["hash"].write(pieces.hashes[chosen].astype("<u8"))
+
+    def _check(self, ids: Ids, lengths: Ids, pieces: Pieces) -> None:
+        """Every id must be one of the vocabulary."""
+        if not len(ids) or int(ids.max()) < self.job.vocab_size:
+            return
+        first = int(np.argmax(ids >= self.job.vocab_size))
+        piece = int(np.searchsorted(np.cumsum(lengths), first, "right"))
+        shard = self.shards[int(pieces.val[piece])]
+        before = (lengths + pieces.ends)[:piece][pieces.val[:piece] == pieces.val[piece]].sum()
+        at = shard.counts["tokens"] + int(before) + first - int(lengths[:piece].sum())
+        raise bad_id(shard.files["bin"].path.name, at, int(ids[first]), self.job.vocab_size)
+
+    # -- what is kept of it
+
+    def record(self) -> Record:
+        """Counts, files and hashes as they are now."""
+        files = {file.path.name: file for shard in self.shards for file in shard.files.values() if file.bytes}
+        return {
+            "unit": self.number,
+            "sides": {shard.side: shard.counts for shard in self.shards},
+            "empty": self.divider.empty,
+            "open_val": self.divider.open_val,
+            "read_bytes": self.read_bytes,
+            "files": {name: file.entry() for name, file in files.items()},
+        }
+
+    def go_on(self, record: Record) -> None:
+        """As if it had just written that record."""
+        for shard in self.shards:
+            shard.counts = dict(record["sides"][shard.side])
+            for file in shard.files.values():
+                if entry := record["files"].get(file.path.name):
+                    file.go_on_at(entry["bytes"])
+        self.divider.empty, self.divider.open_val = record["empty"], record["open_val"]
+        self.read_bytes = record["read_bytes"]
+
+    def close(self) -> Record:
+        for shard in self.shards:
+            for file in shard.files.values():
+                file.close()
+        return self.record()
+
+
+def _laid_out(ids: Ids, lengths: Ids, chosen: Ids, ends: Ids, job: Job) -> Ids:
+    """The ids of the chosen texts, each with an end-of-text after it where it ends."""
+    if len(lengths) <= FEW:
+        stops = np.cumsum(lengths)
+        rows: list[Ids] = []
+        mark = np.array([job.end_of_text], np.uint32)
+        for at, ended in zip(np.flatnonzero(chosen).tolist(), ends.tolist(), strict=True):
+            rows.append(ids[stops[at] - lengths[at] : stops[at]])
+            if ended:
+                rows.append(mark)
+        return np.concatenate(rows, dtype=job.dtype, casting="unsafe")
+    if not chosen.all():
+        ids, lengths = ids[np.repeat(chosen, lengths)], lengths[chosen]
+    is_text = np.ones(len(ids) + int(ends.sum()), bool)
+    is_text[(np.cumsum(lengths + ends) - 1)[ends]] = False
+    tokens = np.full(len(is_text), job.end_of_text, job.dtype)
+    tokens[is_text] = ids
+    return tokens
+
+
+# ---------------------------------------------------------------- a unit of files
+
+
+@dataclass
+class _Worker:
+    job: Job
+    how: Reading
+    recipe: Recipe
+    encoder: Encoder
+    tell: Callable[[int, int], None]
+
+
+_worker: _Worker | None = None
+
+
+def start_worker(job: Job, how: Reading, recipe: Recipe, cells: Any) -> None:
+    """In a process of its own: load the encoder; progress goes to a cell of shared memory for each unit."""
+    os.environ["RAYON_NUM_THREADS"] = "1"  # one worker, one core
+    start_here(job, how, recipe, make_encoder(recipe), cells.__setitem__)
+
+
+def start_here(job: Job, how: Reading, recipe: Recipe, encoder: Encoder, tell: Callable[[int, int], None]) -> None:
+    """In this process."""
+    global _worker
+    _worker = _Worker(job, how, recipe, encoder, tell)
+
+
+def make_unit(unit: Unit) -> Record:
+    """Read, divide, encode and write one unit."""
+    assert _worker is not None
+    job, how = _worker.job, _worker.how
+    faults = Faults(how.bad_text)
+    _worker.encoder = renewed(_worker.encoder, _worker.recipe)
+    writer = UnitWriter(job, _worker.encoder, unit.number, _open_side(unit, how, job.division))
+    done = 0
+    for span in unit.spans:
+        for stretch, behind in stretches.read(span, how, faults):
+            writer.add(stretch)
+            _worker.tell(unit.number, done + behind)
+        done += span.stop - span.start
+        _worker.tell(unit.number, done)
+    return {**writer.close(), "faults": faults.found, "lines": faults.lines}
+
+
+def _open_side(unit: Unit, how: Reading, division: Division) -> bool | None:
+    """The side of the document that a unit goes on with, found as the unit before has found it."""
+    span = unit.spans[0]
+    if span.kind != "text" or how.separator or not span.start:
+        return None
+    if not division.below:
+        return False
+    if division.by == "documents":
+        first = stretches.first_part(span, how)
+        return bool(division.is_val(division.hashes([first]))[0]) if first else None
+    before = stretches.part_before(span, how)
+    return bool(division.is_val(division.block_hashes(before)[1])[-1]) if before else None

@@ -23,6 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lamplighter import report
+from lamplighter.data.encoder import Encoder, Recipe
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.rundir import human_bytes, write_atomic
 
@@ -107,6 +108,14 @@ class Tokenizer:
         return hashlib.sha256(text.encode()).hexdigest()
 
     # -- text to ids
+
+    def recipe(self) -> Recipe:
+        """For an encoder in another process."""
+        return Recipe(json.dumps(_without_specials(self.content)) if self._fast else "", json.dumps(self.content))
+
+    def encoder(self, threads: bool) -> Encoder:
+        """For texts as bytes, in this process."""
+        return Encoder(self._fast, self._reference, threads)
 
     def encode(self, text: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
         """The ids of one text; nothing is cut or added."""
