@@ -205,7 +205,7 @@ def test_one_chunk_is_filled_ahead_and_no_more() -> None:
 
 
 def test_nothing_but_validation_text_is_refused() -> None:
-    nothing = Filler(Counted(5), byte_level(), Division("documents", 1 << 64, 0), Settings(1, 4, 32, 4000))
+    nothing = Filler(Counted(5), byte_level(), Division("documents", (1 << 64) - 1, 0), Settings(1, 4, 32, 4000))
     stream = ChunkStream(nothing, 1, State())
     with pytest.raises(BadData, match="no text to train on"):
         stream.next(1, State())

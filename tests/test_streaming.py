@@ -171,4 +171,4 @@ def test_a_stream_that_blocks_is_never_quiet_and_its_line_is_named(tmp_path: Pat
 def test_the_stream_side_of_the_promises_holds_in_a_test_run(tmp_path: Path) -> None:
     done = lamp("train", "--data.stream", "true", "--test", "--run", "t", cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-500:]
-    assert "streaming the first 500 texts of embedded corpus" in done.stdout and "the floor" in done.stdout
+    assert "streaming the first 500 documents of embedded corpus" in done.stdout and "the floor" in done.stdout
