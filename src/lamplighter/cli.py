@@ -633,8 +633,47 @@ def data_stats(words: list[str]) -> int:
     raise NotImplementedError
 
 
+def _clean_flags(
+    *paths: str,
+    out: Path | None = None,
+    dry_run: bool = False,
+    workers: int | None = None,
+    language: str = "any",
+    min_quality: float = 0.0,
+    min_words: int = 10,
+    near: float = 0.8,
+    keep_duplicates: bool = False,
+    keep_lines: bool = False,
+    split: Literal["auto", "div", "file"] = "auto",
+    text_key: str = "text",
+    separator: str = "",
+    max_document_mb: float = 64.0,
+    shard_mb: float = 256.0,
+    json: bool = False,
+) -> None:
+    """How to clean."""
+
+
 def data_clean(words: list[str]) -> int:
-    raise NotImplementedError
+    """Raw files to clean documents, in a child under watch."""
+    from inspect import signature
+
+    from lamplighter.errors import UsageError
+    from lamplighter.watch.follow import session
+
+    given = _parse("data clean", _clean_flags, words)
+    defaults = {name: p.default for name, p in signature(_clean_flags).parameters.items()}
+    flags = {**defaults, "paths": (), **given}
+    paths, out, dry, workers, as_json = (flags.pop(name) for name in ("paths", "out", "dry_run", "workers", "json"))
+    if not paths:
+        raise UsageError("nothing to clean", "no path was given", "lamp data clean PATH... --out DIR")
+    if out is None and not dry:
+        raise UsageError("where to?", "--out DIR is needed", "add --out DIR, or --dry-run to see what would change")
+    if not 0 <= flags["near"] <= 1 or not 0 <= flags["min_quality"] < 1 or (workers is not None and workers < 1):
+        raise UsageError("a number is out of range", "--near is 0 to 1, --min-quality 0 to below 1, --workers 1 or more", "lamp data --help")  # fmt: skip
+    flags["separator"] = flags["separator"].replace("\\n", "\n").replace("\\t", "\t")
+    request = {"paths": list(paths), "out": str(out) if out else "", "dry_run": dry, "workers": workers, "json": as_json}
+    return session("data-clean", {**request, "rules": flags})
 
 
 def data_prepare(words: list[str]) -> int:

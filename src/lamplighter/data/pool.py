@@ -15,7 +15,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from lamplighter.errors import ChildLost
 
 PR_SET_PDEATHSIG = 1
+MEANWHILE_S = 0.5
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -39,8 +40,12 @@ def each(
     name: Callable[[Item], str] = str,
     start: Callable[..., None] | None = None,
     start_with: tuple[Any, ...] = (),
+    meanwhile: Callable[[], None] | None = None,
 ) -> Iterator[tuple[Item, Result]]:
-    """`function(item)` for each item; with one worker in this process. `start(*start_with)` prepares each worker."""
+    """`function(item)` for each item; with one worker in this process. `start(*start_with)` prepares each worker.
+
+    `meanwhile()` is called here about twice a second while other processes work, for the sake of those who watch.
+    """
     if workers <= 1:
         if start:
             start(*start_with)
@@ -58,6 +63,8 @@ def each(
             if not running:
                 return
             item, future = running.popleft()
+            while meanwhile and not wait([future], MEANWHILE_S).done:
+                meanwhile()
             try:
                 yield item, future.result()
             except BrokenProcessPool as error:

@@ -31,3 +31,15 @@ def py3langid() -> Any:
 
 def rensa() -> Any:
     return _load("rensa", "finding near duplicates")
+
+
+@cache
+def has_language(needed: bool) -> bool:
+    """Whether the language can be told; where it must be and cannot, an error."""
+    try:
+        py3langid()
+    except InputMissing:
+        if needed:
+            raise
+        return False
+    return True

@@ -22,11 +22,11 @@ class Rules:
 
     language: str = "any"
     min_quality: float = 0.0
-    min_words: int = 20
+    min_words: int = 10
     near: float = 0.8  # likeness from which two documents are the same one; 0 for exact copies only
     keep_duplicates: bool = False
     keep_lines: bool = False
-    split: str = "div"  # of TEI: one document for each "div", or one for the whole "file"
+    split: str = "auto"  # of TEI: a document for each "div", one for the whole "file", or by what the divisions are
     text_key: str = "text"
     separator: str = ""
     max_document_mb: float = 64.0
