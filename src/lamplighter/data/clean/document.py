@@ -13,6 +13,7 @@ from lamplighter.data.clean import gutenberg, lines, quality
 from lamplighter.data.clean import text as characters
 from lamplighter.data.clean.language import language_of
 from lamplighter.data.clean.libraries import has_language
+from lamplighter.data.clean.measure import Words, words_of
 from lamplighter.data.clean.rules import Ledger, Raw, Rejected, Rules, snippet
 
 
@@ -22,6 +23,7 @@ class Clean:
 
     place: str
     text: str
+    words: Words
     extra: dict[str, Any] = field(default_factory=dict)
     language: str = ""
     score: float = 1.0
@@ -57,12 +59,13 @@ def clean_document(raw: Raw, rules: Rules, ledger: Ledger) -> Clean | Rejected:
     text, own = clean_text(raw.text, rules, ledger, raw.place)
     if not text:
         return Rejected(raw.place, "empty", "nothing is left when the boilerplate is gone", head=snippet(raw.text))
-    language = language_of(text) if has_language(rules.language != "any") else ""
-    found = quality.judge(text, english=language == "en" or rules.language == "en")
+    words = words_of(text)
+    language = language_of(text, words) if has_language(rules.language != "any") else ""
+    found = quality.judge(text, words, english=language == "en" or rules.language == "en")
     scores = {**found.measures, "score": found.score, "words": found.words}
     if reason := _refusal(found, language, rules):
         return Rejected(raw.place, reason[0], reason[1], scores, snippet(text))
-    return Clean(raw.place, text, {**own, **raw.extra}, language, found.score)
+    return Clean(raw.place, text, words, {**own, **raw.extra}, language, found.score)
 
 
 def _refusal(found: quality.Quality, language: str, rules: Rules) -> tuple[str, str] | None:

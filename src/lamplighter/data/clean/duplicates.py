@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamplighter.data.clean.libraries import rensa
-from lamplighter.data.clean.measure import words_of
+from lamplighter.data.clean.measure import Words
 
 PERMUTATIONS = 128
 SHINGLE_WORDS = 5
@@ -34,9 +34,8 @@ class Twin:
     likeness: float  # 1.0: the same
 
 
-def record_of(text: str, near: bool) -> bytes:
+def record_of(words: Words, near: bool) -> bytes:
     """The fixed-size record of a document."""
-    words = words_of(text)
     letters = words.plain.translate(None, b"\0") or words.data
     out = np.zeros((), dtype=RECORD)
     out["exact"] = np.frombuffer(hashlib.blake2b(letters, digest_size=16).digest(), dtype="<u8")

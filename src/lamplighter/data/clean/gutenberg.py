@@ -32,6 +32,7 @@ class Book:
     title: str = ""
     author: str = ""
     removed: list[Change] = field(default_factory=list)
+    named_inside: bool = True  # whether Project Gutenberg is named far from both ends
 
     def cut(self, rule: str, start: int, end: int, instead: str = "") -> None:
         if piece := self.text[start:end].strip():
@@ -69,7 +70,9 @@ def strip(text: str) -> Book:
     """The book in a file, or in several files that were put one after the other."""
     if not is_ours(text):
         return Book(text)
-    books = [_one(part) for part in _parts(text)]
+    lines = words.lines_with(text, words.NAME)
+    inside = any(HEAD_CHARS < at < len(text) - 4 * HEAD_CHARS for at in lines)
+    books = [_one(part, inside) for part in _parts(text, lines)]
     first = books[0]
     if len(books) == 1:
         return first
@@ -78,10 +81,10 @@ def strip(text: str) -> Book:
     return whole
 
 
-def _parts(text: str) -> list[str]:
+def _parts(text: str, lines: list[int]) -> list[str]:
     """Where a file goes on with another START after an END, each book by itself."""
     parts, begin = [], 0
-    found = words.marks(text, (words.START, words.END), words.lines_with(text, words.NAME))
+    found = words.marks(text, (words.START, words.END), lines)
     for end in (one for one in found if one.re is words.END):
         start = next((one for one in found if one.re is words.START and one.start() > end.end()), None)
         if start is None or end.start() < begin:
@@ -94,8 +97,8 @@ def _parts(text: str) -> list[str]:
     return [*parts, text[begin:]]
 
 
-def _one(text: str) -> Book:
-    book = Book(text)
+def _one(text: str, named_inside: bool) -> Book:
+    book = Book(text, named_inside=named_inside)
     _head(book)
     _tail(book)
     _notes(book)
@@ -170,7 +173,8 @@ def _field(header: str, name: str) -> str:
 
 def _tail(book: Book) -> None:
     """From the first end mark after which nothing but licence is left; a mark in the middle goes alone."""
-    named, legal = words.lines_with(book.text, words.NAME), _near_the_ends(book.text, LEGAL_WORDS, 4 * HEAD_CHARS)
+    named = words.lines_with(book.text, words.NAME) if book.named_inside else []
+    legal = _near_the_ends(book.text, LEGAL_WORDS, 4 * HEAD_CHARS)
     lines = sorted({*named, *legal})
     found = {m.start(): m for m in words.marks(book.text, (words.LEGAL, words.LAST_LINE, words.END), lines)}
     inner: list[tuple[int, int]] = []
@@ -190,11 +194,12 @@ def _tail(book: Book) -> None:
 
 def _notes(book: Book) -> None:
     """Notes under a heading of their own, in a box or in brackets, wherever they stand; from the last one to the first."""
-    lines = {*_near_the_ends(book.text, NOTE_WORDS, NOTE_CHARS), *words.lines_with(book.text, TRANSCRIBER)}
+    transcribers = words.lines_with(book.text, TRANSCRIBER)
+    lines = {*_near_the_ends(book.text, NOTE_WORDS, NOTE_CHARS), *transcribers}
     for at in sorted(lines, reverse=True):
         if at < len(book.text) and (found := words.NOTE.match(book.text, at)):
             _note_at(book, found)
-    places = {at for needle in (*TRANSCRIBER, "[TN", "edactor") for at in _all(book.text, needle)}
+    places = {at for needle in ("[TN", *(TRANSCRIBER if transcribers else ())) for at in _all(book.text, needle)}
     for at in sorted(places, reverse=True):
         opening = words.BRACKETED.search(book.text, max(0, at - 24), at + 60)
         closing = _closing(book.text, opening.start()) if opening and opening.start() <= at else -1
@@ -365,7 +370,7 @@ def _inside(book: Book) -> None:
     _mentions(book)
     _illustrations(book)
     count = 0
-    if any(mark in book.text for mark in ("[Pg", "[Page", "[Blank Page]")):
+    if "[P" in book.text or "[Blank" in book.text:
         book.text, count = _PAGE.subn("", book.text)
     if count:
         book.removed.append(Change("page numbers", f"{count} marks such as [Pg 12]", ""))
@@ -378,7 +383,12 @@ def _inside(book: Book) -> None:
 
 def _mentions(book: Book) -> None:
     """A paragraph that names Project Gutenberg is not of the book, unless the book is about it."""
-    places = sorted(at for word in words.NAME for at in _all(book.text, word))
+    if not book.named_inside and len(book.text) > 5 * HEAD_CHARS:
+        text = book.text
+        places = [at for at in sorted({*_all(text[:HEAD_CHARS], words.NAME[0]), *_all(text[:HEAD_CHARS], words.NAME[1])})]
+        places += [len(text) - 4 * HEAD_CHARS + at for word in words.NAME for at in _all(text[-4 * HEAD_CHARS :], word)]
+    else:
+        places = sorted(at for word in words.NAME for at in _all(book.text, word))
     found = [at for at in places if book.text[max(0, at - 12) : at - 1].rstrip().lower().endswith("project")]
     if len(found) > MENTIONS:
         return

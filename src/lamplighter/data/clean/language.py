@@ -9,19 +9,18 @@ Small English words at a fifth of all words settle it at once; everything else i
 from __future__ import annotations
 
 from lamplighter.data.clean.libraries import py3langid
-from lamplighter.data.clean.measure import sample, words_of
-from lamplighter.data.clean.quality import common_share
+from lamplighter.data.clean.measure import Words, sample
+from lamplighter.data.clean.quality import small_words
 
 SURELY_ENGLISH = 0.28
 SAMPLE_CHARS = 1_200
 LEAST_CHARS = 40
 
 
-def language_of(text: str) -> str:
+def language_of(text: str, words: Words) -> str:
     """The language of most of the text."""
-    part = sample(text, 4 * SAMPLE_CHARS)
-    if len(part.strip()) < LEAST_CHARS:
+    if len(text) < LEAST_CHARS:
         return ""
-    if common_share(words_of(part)) >= SURELY_ENGLISH:
+    if small_words(words)[0] >= SURELY_ENGLISH:
         return "en"
     return str(py3langid().classify(sample(text, SAMPLE_CHARS, 3))[0])

@@ -20,6 +20,7 @@ _KINDS = bytes(
 LETTER, DIGIT, BLANK, STOP, ODD = 1, 2, 3, 4, 5
 _MASKS = np.array([(1 << (8 * size)) - 1 for size in range(8)] + [(1 << 64) - 1], dtype=np.uint64)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
+STRETCHES, STRETCH = 16, 16_384
 Array = np.ndarray
 
 
@@ -56,13 +57,15 @@ class Words:
 
     @cached_property
     def kinds(self) -> Array:
-        """How many bytes of each kind."""
-        found: Array = np.bincount(np.frombuffer(self.data.translate(_KINDS), dtype=np.uint8), minlength=6)
+        """How many bytes of each kind; of a long text, in stretches spread over it."""
+        step = max(1, len(self.data) // STRETCHES)
+        some = self.data if len(self.data) <= STRETCHES * STRETCH else b"".join(self.data[at : at + STRETCH] for at in range(0, len(self.data), step))  # fmt: skip
+        found: Array = np.bincount(np.frombuffer(some.translate(_KINDS), dtype=np.uint8), minlength=6)
         return found
 
-    def grams(self, size: int) -> Array:
-        """One number for each run of `size` words; of a shorter text, one for all of it."""
-        keys = self.keys
+    def grams(self, size: int, limit: int | None = None) -> Array:
+        """One number for each run of `size` words; of a shorter text, one for all of it. `limit`: of the first words only."""
+        keys = self.keys[:limit]
         size = min(size, len(keys))
         if not size:
             return keys

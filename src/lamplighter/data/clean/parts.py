@@ -101,7 +101,7 @@ def _work(item: Item, rules: Rules, text: IO[bytes], prints: IO[bytes], log: IO[
             languages[result.language] += 1
         text.write(_line(result))
         if not rules.keep_duplicates:
-            prints.write(record_of(result.text, bool(rules.near)))
+            prints.write(record_of(result.words, bool(rules.near)))
     if _mark_now(item) != item.mark:
         for file in (text, prints, log):
             file.seek(0)

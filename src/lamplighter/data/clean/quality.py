@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamplighter.data.clean import measure
-from lamplighter.data.clean.measure import Words, sample, word_key, words_of
+from lamplighter.data.clean.measure import Words, word_key
 
-SAMPLE_CHARS = 200_000
+WORDS_LOOKED_AT = 10_000
+BYTES_LOOKED_AT = LINES_LOOKED_AT = 200_000
 # measure: (bad, good); the score is 0 at the first and 1 at the second, and goes straight between them.
 BOUNDS: dict[str, tuple[float, float]] = {
     "letters": (0.55, 0.80),  # share of letters among all that is not blank
@@ -32,8 +33,10 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 REASONS = {name: name for name in BOUNDS} | {"long_words": "word_length"}
 ENGLISH = "the of and to a in that is was he his for it with as i be not by which had this or on but from at have my her an they we you are were all him no so said their who been them if me when there more would will our one out she your up what has do than could can".split()  # fmt: skip
-_ENGLISH_KEYS = np.sort(np.array([word_key(word) for word in ENGLISH], dtype=np.uint64))
-_LONE = np.array([word_key(letter) for letter in "bcdefghjklmnpqrstuvwxyz"], dtype=np.uint64)
+_COMMON, _LONE = 1, 2
+_TABLE = sorted([*((word_key(word), _COMMON) for word in ENGLISH), *((word_key(one), _LONE) for one in "bcdefghjklmnpqrstuvwxyz")])
+_KEYS = np.array([key for key, _ in _TABLE], dtype=np.uint64)
+_WHAT = np.array([what for _, what in _TABLE], dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,14 @@ class Quality:
     words: int
 
 
-def judge(text: str, english: bool) -> Quality:
-    """Everything measured on at most SAMPLE_CHARS characters, spread over the text."""
-    part = sample(text, SAMPLE_CHARS)
-    words = words_of(part)
-    found = _measures(part, words)
+def judge(text: str, words: Words, english: bool) -> Quality:
+    """The measures of a text; those that need sorting are taken on its beginning."""
+    found = _measures(text, words)
     if not english:
         del found["common_words"]
     scores = {name: _score(value, *BOUNDS[name]) for name, value in found.items()}
     worst = min(scores, key=lambda name: scores[name])
-    count = len(words.spans[0]) if part is text else round(len(words.spans[0]) * len(text) / max(1, len(part)))
+    count = len(words.spans[0])
     return Quality({name: round(value, 4) for name, value in found.items()}, round(scores[worst], 4), worst, count)
 
 
@@ -63,31 +64,38 @@ def _score(value: float, bad: float, good: float) -> float:
     return min(1.0, max(0.0, (value - bad) / (good - bad)))
 
 
-def common_share(words: Words) -> float:
-    """The share of small English words."""
+def small_words(words: Words) -> tuple[float, float]:
+    """(the share of small English words, the share of lone letters), on some thousand words spread over the text."""
     keys = words.keys
     if not len(keys):
-        return 0.0
-    return float(np.mean(_ENGLISH_KEYS[np.minimum(np.searchsorted(_ENGLISH_KEYS, keys), len(_ENGLISH_KEYS) - 1)] == keys))
+        return 0.0, 0.0
+    keys = keys[:: 1 + len(keys) // WORDS_LOOKED_AT]
+    places = np.searchsorted(_KEYS, keys)
+    places[places == len(_KEYS)] = 0
+    counts = np.bincount(_WHAT[places][_KEYS[places] == keys], minlength=3)
+    return float(counts[_COMMON]) / len(keys), float(counts[_LONE]) / len(keys)
 
 
 def _measures(text: str, words: Words) -> dict[str, float]:
     kinds, (_, sizes) = words.kinds, words.spans
     seen = max(1, int(kinds.sum() - kinds[measure.BLANK]))
-    count = max(1, len(sizes))
-    mean = float(sizes.sum()) / count / _bytes_per_letter(text, words)
-    first = words.keys[:1000]
+    mean = float(sizes.sum()) / max(1, len(sizes)) / _bytes_per_letter(text, words)
+    common, lone = small_words(words)
     return {
         "letters": float(kinds[measure.LETTER]) / seen,
         "word_length": mean,
         "long_words": mean,
         "odd_symbols": (float(kinds[measure.ODD]) + _replaced(text)) / seen,
-        "broken_words": float(np.isin(words.keys, _LONE).mean()) + _mixed(words) if len(sizes) else 1.0,
-        "common_words": common_share(words),
-        "repeated_lines": _repeated_lines(text),
+        "broken_words": lone + _mixed(words) if len(sizes) else 1.0,
+        "common_words": common,
+        "repeated_lines": _repeated_lines(text[:LINES_LOOKED_AT]),
         "repeated_words": _repeated_words(words),
-        "distinct_words": 1.0 if len(first) < 200 else float(len(np.unique(first))) / len(first),
+        "distinct_words": _distinct(words.keys[:1000]),
     }
+
+
+def _distinct(keys: measure.Array) -> float:
+    return 1.0 if len(keys) < 200 else len(set(keys.tolist())) / len(keys)
 
 
 def _bytes_per_letter(text: str, words: Words) -> float:
@@ -101,13 +109,17 @@ def _replaced(text: str) -> int:
 
 def _mixed(words: Words) -> float:
     """Words in which letters and digits alternate more than once: x3k9, not 3rd or A4."""
-    plain = np.frombuffer(b"\0" + words.plain, dtype=np.uint8)
+    if not int(words.kinds[measure.DIGIT]):
+        return 0.0
+    plain = np.frombuffer(words.plain[:BYTES_LOOKED_AT], dtype=np.uint8)
     digit = (plain >= 48) & (plain <= 57)
-    turns = np.flatnonzero((digit[1:] != digit[:-1]) & (plain[1:] != 0) & (plain[:-1] != 0))
+    turns = np.flatnonzero((digit[1:] != digit[:-1]) & (plain[1:] != 0) & (plain[:-1] != 0)) + 1
     if not len(turns):
         return 0.0
-    owners = np.searchsorted(words.spans[0], turns, side="right")
-    return float(np.sum(np.bincount(owners) > 1)) / max(1, len(words.spans[0]))
+    starts = words.spans[0]
+    owners = np.searchsorted(starts, turns, side="right")
+    seen = int(np.searchsorted(starts, len(plain)))
+    return float(np.sum(np.bincount(owners) > 1)) / max(1, seen)
 
 
 def _repeated_lines(text: str) -> float:
@@ -123,7 +135,7 @@ def _repeated_lines(text: str) -> float:
 
 
 def _repeated_words(words: Words) -> float:
-    grams = words.grams(10)
+    grams = words.grams(10, WORDS_LOOKED_AT)
     if len(grams) < 20:
         return 0.0
-    return 1.0 - float(len(np.unique(grams[:40_000]))) / min(len(grams), 40_000)
+    return 1.0 - len(set(grams.tolist())) / len(grams)
