@@ -60,7 +60,9 @@ def _by_kind(items: list[Item], repeat: int) -> None:
         print(f"{kind:<16}{sizes[kind] / 1e6:>10.1f}{out[kind] / 1e6:>10.1f}{sizes[kind] / 1e6 / seconds[kind]:>16.1f}")
     rate = sum(sizes.values()) / 1e6 / sum(seconds.values())
     print(f"{'overall':<16}{sum(sizes.values()) / 1e6:>10.1f}{sum(out.values()) / 1e6:>10.1f}{rate:>16.1f}")
-    print(f"sha256 on the same core: {_sha256():.0f} MB/s; {platform.processor() or platform.machine()}, {_model()}, Python {platform.python_version()}")
+    print(
+        f"sha256 on the same core: {_sha256():.0f} MB/s; {platform.processor() or platform.machine()}, {_model()}, Python {platform.python_version()}"
+    )
 
 
 def _kind(item: Item) -> str:
@@ -93,7 +95,9 @@ def _by_stage(items: list[Item], repeat: int) -> None:
     words = [words_of(one) for one in clean]
     size = sum(len(one.encode()) for one in clean) / 1e6
     stages = {
-        "read, unpack, decode, markup": lambda: [list(reading.documents(item, rules, lambda _: None)) for item in items],
+        "read, unpack, decode, markup": lambda: [
+            list(reading.documents(item, rules, lambda _: None)) for item in items
+        ],
         "misread encodings": lambda: [text.misread(raw.text) for raw in raws],
         "characters": lambda: [text.characters(raw.text) for raw in raws],
         "gutenberg": lambda: [gutenberg.strip(one) for one in tidy],
@@ -133,9 +137,36 @@ def _made_up(folder: Path) -> str:
     import textwrap
 
     random.seed(1)
-    names = "lamp street river morning house letter window candle garden bridge market winter the of and to in a was with".split()
-    paragraphs = [textwrap.fill(" ".join(random.choices(names, k=random.randint(20, 150))).capitalize() + ".", 72) for _ in range(9000)]
-    top, end = "*** START OF THE PROJECT GUTENBERG EBOOK 1 ***\n\n\n", "\n\n\n*** END OF THE PROJECT GUTENBERG EBOOK 1 ***\n"
+    names = [
+        "lamp",
+        "street",
+        "river",
+        "morning",
+        "house",
+        "letter",
+        "window",
+        "candle",
+        "garden",
+        "bridge",
+        "market",
+        "winter",
+        "the",
+        "of",
+        "and",
+        "to",
+        "in",
+        "a",
+        "was",
+        "with",
+    ]
+    paragraphs = [
+        textwrap.fill(" ".join(random.choices(names, k=random.randint(20, 150))).capitalize() + ".", 72)
+        for _ in range(9000)
+    ]
+    top, end = (
+        "*** START OF THE PROJECT GUTENBERG EBOOK 1 ***\n\n\n",
+        "\n\n\n*** END OF THE PROJECT GUTENBERG EBOOK 1 ***\n",
+    )
     (folder / "book.txt").write_text(top + "\n\n".join(paragraphs) + end)
     return str(folder)
 

@@ -672,7 +672,13 @@ def data_clean(words: list[str]) -> int:
     if not 0 <= flags["near"] <= 1 or not 0 <= flags["min_quality"] < 1 or (workers is not None and workers < 1):
         raise UsageError("a number is out of range", "--near is 0 to 1, --min-quality 0 to below 1, --workers 1 or more", "lamp data --help")  # fmt: skip
     flags["separator"] = flags["separator"].replace("\\n", "\n").replace("\\t", "\t")
-    request = {"paths": list(paths), "out": str(out) if out else "", "dry_run": dry, "workers": workers, "json": as_json}
+    request = {
+        "paths": list(paths),
+        "out": str(out) if out else "",
+        "dry_run": dry,
+        "workers": workers,
+        "json": as_json,
+    }
     return session("data-clean", {**request, "rules": flags})
 
 

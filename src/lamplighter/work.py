@@ -416,7 +416,9 @@ def data_clean(_: RunDir, request: dict[str, Any]) -> int:
     if dry:
         report.note("a dry run: nothing was written; without --dry-run the documents go to --out DIR")
     elif done.found:
-        report.note(f"nothing has changed: {done.totals['kept']:,} documents are in {out}; next: lamp train --data.paths {out}")
+        report.note(
+            f"nothing has changed: {done.totals['kept']:,} documents are in {out}; next: lamp train --data.paths {out}"
+        )
     else:
         report.note(
             f"{done.totals['kept']:,} clean documents in {out} ({human_bytes(rate)}/s), the rejected in {out}/log/rejected.log;"

@@ -61,6 +61,7 @@ def each(
             for item in islice(rest, 2 * workers - len(running)):
                 running.append((item, pool.submit(function, item)))
             if not running:
+                pool.shutdown(wait=True)  # all are idle: nothing is left behind
                 return
             item, future = running.popleft()
             while meanwhile and not wait([future], MEANWHILE_S).done:

@@ -6,6 +6,7 @@ Out: one document for each page; blocks are apart by a blank line, paragraphs in
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from xml.parsers import expat
 
@@ -111,7 +112,7 @@ def _block(lines: list[_Line], between: str) -> str:
     left, right = min(line.left for line in lines), max(line.right for line in lines)
     wide = max(1.0, right - left)
     out = [lines[0].text]
-    for before, line in zip(lines, lines[1:], strict=False):
+    for before, line in itertools.pairwise(lines):
         begins = line.left - left > INDENT * wide or before.right < right - SHORT * wide
         if before.cut and not before.whole:
             small = line.text[:1].islower()

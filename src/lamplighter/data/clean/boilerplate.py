@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 _I, _M = re.IGNORECASE, re.MULTILINE
 
-START = re.compile(r"[ \t]*\*+[ \t]*START[ \t]+OF[ \t]+(?:THE[ \t]+|THIS[ \t]+|A[ \t]+)?PROJECT[ \t]+GUTENBERG.*$", _I | _M)
+START = re.compile(
+    r"[ \t]*\*+[ \t]*START[ \t]+OF[ \t]+(?:THE[ \t]+|THIS[ \t]+|A[ \t]+)?PROJECT[ \t]+GUTENBERG.*$", _I | _M
+)
 END = re.compile(r"[ \t]*\*+[ \t]*END[ \t]+OF[ \t]+(?:THE[ \t]+|THIS[ \t]+|A[ \t]+)?PROJECT[ \t]+GUTENBERG.*$", _I | _M)
 SMALL_PRINT_ENDS = re.compile(r"[ \t]*\*+[ \t]*END[ \t*]*(?:OF[ \t]+)?(?:THE[ \t]+)?SMALL[ \t]+PRINT.*$", _I | _M)
 LAST_LINE = re.compile(
@@ -195,6 +197,9 @@ def is_advert(section: str) -> bool:
     lines = [line for line in section.split("\n") if line.strip()]
     if len(lines) < 4 or NOT_ADVERT.match(section):
         return False
-    prices, bookish = sum(bool(_SIZE.search(line)) for line in lines), sum(bool(_BOOKISH.search(line)) for line in lines)
+    prices, bookish = (
+        sum(bool(_SIZE.search(line)) for line in lines),
+        sum(bool(_BOOKISH.search(line)) for line in lines),
+    )
     selling = bool(SELLING.search("\n".join(lines[:4])))
     return (prices >= 3 and bookish > 0.2 * len(lines)) or (selling and prices >= 1 and bookish > 0.15 * len(lines))

@@ -77,5 +77,7 @@ def _refusal(found: quality.Quality, language: str, rules: Rules) -> tuple[str, 
     if found.score <= rules.min_quality:
         bad, good = quality.BOUNDS[found.worst]
         value = found.measures[found.worst]
-        return quality.REASONS[found.worst], f"{found.worst} is {value:g}; good text has {good:g}, {bad:g} is out of bounds"
+        return quality.REASONS[
+            found.worst
+        ], f"{found.worst} is {value:g}; good text has {good:g}, {bad:g} is out of bounds"
     return None

@@ -15,7 +15,14 @@ from hashlib import sha256
 from pathlib import Path
 
 from lamplighter import report
-from lamplighter.data.clean.detect import JSON_SUFFIXES, MARKUP_SUFFIXES, PACKED_SUFFIXES, TEXT_SUFFIXES, is_known, suffix_of  # fmt: skip
+from lamplighter.data.clean.detect import (  # fmt: skip
+    JSON_SUFFIXES,
+    MARKUP_SUFFIXES,
+    PACKED_SUFFIXES,
+    TEXT_SUFFIXES,
+    is_known,
+    suffix_of,
+)
 from lamplighter.data.clean.rules import Rejected
 from lamplighter.errors import InputMissing
 

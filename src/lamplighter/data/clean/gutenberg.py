@@ -76,7 +76,9 @@ def strip(text: str) -> Book:
     first = books[0]
     if len(books) == 1:
         return first
-    whole = Book("\n\n\n\n\n".join(one.text.strip("\n") for one in books if one.text.strip()), first.title, first.author)
+    whole = Book(
+        "\n\n\n\n\n".join(one.text.strip("\n") for one in books if one.text.strip()), first.title, first.author
+    )
     whole.removed = [change for one in books for change in one.removed]
     return whole
 
@@ -205,7 +207,14 @@ def _notes(book: Book) -> None:
         closing = _closing(book.text, opening.start()) if opening and opening.start() <= at else -1
         if opening and closing > 0:
             start = opening.start()
-            spaced = book.text[start - 1 : start] == " " and book.text[closing : closing + 1] in (" ", "\n", ".", ",", ";", "")
+            spaced = book.text[start - 1 : start] == " " and book.text[closing : closing + 1] in (
+                " ",
+                "\n",
+                ".",
+                ",",
+                ";",
+                "",
+            )
             book.cut("transcriber's note", start - spaced, closing)
 
 
@@ -309,14 +318,13 @@ def _closing(text: str, start: int) -> int:
 
 def _front(book: Book) -> None:
     """Who made the file: paragraphs before the first line of the book, and a few that stand behind its title."""
-    leading, cuts = True, []
+    leading = True
+    cuts: list[Paragraph] = []
     for one in paragraphs(book.text, 0, min(len(book.text), FRONT_CHARS)):
         if one.end >= FRONT_CHARS and one.end < len(book.text):
             break
         short = len(one.text) < 1500
-        if short and (words.OURS.search(one.text) or (words.CREDIT.match(one.text) and (leading or words.ADDRESS.search(one.text)))):  # fmt: skip
-            cuts.append(one)
-        elif leading and cuts and short and len(one.text.split("\n")) <= 4 and words.ADDRESS.search(one.text):
+        if (short and (words.OURS.search(one.text) or (words.CREDIT.match(one.text) and (leading or words.ADDRESS.search(one.text))))) or (leading and cuts and short and len(one.text.split("\n")) <= 4 and words.ADDRESS.search(one.text)):  # fmt: skip
             cuts.append(one)
         elif not (leading and words.RULE.match(one.text)):
             leading = False
@@ -340,7 +348,11 @@ _THE_END = re.compile(r"[ \t]*(?:THE END|FINIS|END OF (?:VOLUME|VOL\.?) \w+|END)
 def _adverts(book: Book) -> None:
     """Publishers' lists at the end: whole sections, walked from the last one towards the book."""
     begin = max(len(book.text) * 3 // 4, len(book.text) - 150_000)
-    ends = [at for at in words.lines_with(book.text, ("END", "FINIS"), begin) if at >= begin and _THE_END.match(book.text, at)]
+    ends = [
+        at
+        for at in words.lines_with(book.text, ("END", "FINIS"), begin)
+        if at >= begin and _THE_END.match(book.text, at)
+    ]
     starts = [found.end() for found in re.compile(r"\n{4,}").finditer(book.text, ends[-1] if ends else begin)]
     spans = list(itertools.pairwise([*starts, len(book.text)]))
     cut, small = len(book.text), 0
@@ -362,6 +374,10 @@ def _adverts(book: Book) -> None:
 _PAGE = re.compile(r"\[(?:Pg|Page) ?[0-9ivxlcIVXLC]+\][ \t]?|\[Blank Page\]")
 
 
+_BOLD = re.compile(r"(?<![\w=])=(?=[^\s=])([^=\n]*[A-Za-z]{2}[^=\n]*)(?<=\S)=(?![\w=])")
+_SWUNG = re.compile(r"~(?=[^\s~])([^~\n]+)(?<=\S)~(?![\w~])")
+
+
 def _inside(book: Book) -> None:
     """Marks in the running text: illustrations, page numbers, italics; and lines about the file itself."""
     if "<<" in book.text:
@@ -374,22 +390,25 @@ def _inside(book: Book) -> None:
         book.text, count = _PAGE.subn("", book.text)
     if count:
         book.removed.append(Change("page numbers", f"{count} marks such as [Pg 12]", ""))
+    if "=" in book.text:
+        book.text = _BOLD.sub(r"\1", book.text)
     notes = " ".join(change.before for change in book.removed if change.rule == "transcriber's note")
-    for mark, named in (("=", "equal"), ("~", "swung|tilde")):
-        if re.search(named, notes, re.IGNORECASE) or re.search(rf"(?<!\w){mark}\w[^{mark}\n]*{mark}", notes):
-            book.text = re.sub(rf"{mark}(?=[^\s{mark}])([^{mark}\n]+)(?<=\S){mark}(?![\w{mark}])", r"\1", book.text)
+    if "~" in book.text and re.search(r"swung|tilde|~\w[^~\n]*~", notes, re.IGNORECASE):
+        book.text = _SWUNG.sub(r"\1", book.text)
     _italics(book)
 
 
 def _mentions(book: Book) -> None:
     """A paragraph that names Project Gutenberg is not of the book, unless the book is about it."""
-    if not book.named_inside and len(book.text) > 5 * HEAD_CHARS:
-        text = book.text
-        places = [at for at in sorted({*_all(text[:HEAD_CHARS], words.NAME[0]), *_all(text[:HEAD_CHARS], words.NAME[1])})]
-        places += [len(text) - 4 * HEAD_CHARS + at for word in words.NAME for at in _all(text[-4 * HEAD_CHARS :], word)]
+    text = book.text
+    places: set[int] = set()
+    if book.named_inside or len(text) <= 5 * HEAD_CHARS:
+        places = {at for word in words.NAME for at in _all(text, word)}
     else:
-        places = sorted(at for word in words.NAME for at in _all(book.text, word))
-    found = [at for at in places if book.text[max(0, at - 12) : at - 1].rstrip().lower().endswith("project")]
+        tail = len(text) - 4 * HEAD_CHARS
+        for word in words.NAME:
+            places |= {*_all(text[:HEAD_CHARS], word), *(tail + at for at in _all(text[tail:], word))}
+    found = [at for at in sorted(places) if book.text[max(0, at - 12) : at - 1].rstrip().lower().endswith("project")]
     if len(found) > MENTIONS:
         return
     for at in reversed(found):

@@ -9,8 +9,10 @@ marker is done, everything after the parts is made again from them, and comes ou
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import shutil
 import time
@@ -90,7 +92,10 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
 def _prepare(out: Path, items: list[Item]) -> int:
     """The folders and the lock. A folder with documents of somebody else is refused: they would be trained on."""
     sources = {Path(item.path).resolve() for item in items}
-    if any(out.resolve() == source or out.resolve() == source.parent and source.name.startswith("clean-") for source in sources):
+    if any(
+        out.resolve() == source or (out.resolve() == source.parent and source.name.startswith("clean-"))
+        for source in sources
+    ):
         raise UsageError(f"{out} is both input and output", "the files there would be replaced", "choose another --out")
     try:
         (out / PARTS).mkdir(parents=True, exist_ok=True)
@@ -101,7 +106,9 @@ def _prepare(out: Path, items: list[Item]) -> int:
         raise _cannot_write(out, error) from error
     if strangers:
         os.close(lock)
-        raise UsageError(f"{out} has other files in it", f"such as {strangers[0]}", "choose an empty or new folder for --out")
+        raise UsageError(
+            f"{out} has other files in it", f"such as {strangers[0]}", "choose an empty or new folder for --out"
+        )
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -118,8 +125,6 @@ def _is_ours(name: str) -> bool:
 
 
 def _cannot_write(out: Path, error: OSError) -> CannotWrite:
-    import errno
-
     if error.errno == errno.ENOSPC:
         free = human_bytes(free_bytes(out))
         return CannotWrite(f"the disk is full: {out}", f"{free} are free there", "free some space and run it again: what is finished is kept")  # fmt: skip
@@ -143,7 +148,9 @@ def _finished(out: Path, items: list[Item], refused: list[Rejected], rules: Rule
     if manifest.get("rules") != now["rules"]:
         report.note("the rules are not those of the last time: everything is cleaned again")
     elif any(manifest.get(name) != now[name] for name in ("items", "refused")):
-        report.note("the input is not that of the last time: what changed is cleaned again, and the output is made anew")
+        report.note(
+            "the input is not that of the last time: what changed is cleaned again, and the output is made anew"
+        )
     elif any(_size(out / name) != size for name, size in manifest["sizes"].items()):
         report.note("the output of the last time is not all there: it is made again")
     else:
@@ -157,7 +164,7 @@ def _size(path: Path) -> int:
 
 def _say_what_is_reused(out: Path, items: list[Item], rules: Rules) -> None:
     names = {item.name for item in items}
-    done = [path for path in (out / PARTS).glob("*.done")]
+    done = list((out / PARTS).glob("*.done"))
     usable = sum(parts.is_done(out / PARTS, item, rules.fingerprint()) for item in items)
     if usable:
         report.note(f"{usable:,} of {len(items):,} parts are there from an earlier run")
@@ -194,9 +201,7 @@ def _each(work: list[parts.Work], workers: int, p: report.Phase) -> Iterator[dic
     if workers <= 1:
         counter: Any = _Here(p)
     else:
-        import multiprocessing
-
-        counter = multiprocessing.get_context("spawn").Value("q", 0)
+        counter = multiprocessing.get_context("spawn").RawValue("q", 0)  # no lock: a lost count is only late news
     waiting = {"item": work[0].item.path if work else ""}
 
     def meanwhile() -> None:
@@ -365,7 +370,9 @@ class _Shards:
         return self.names
 
 
-def _finish(out: Path, items: list[Item], refused: list[Rejected], rules: Rules, totals: Totals, names: list[str]) -> None:
+def _finish(
+    out: Path, items: list[Item], refused: list[Rejected], rules: Rules, totals: Totals, names: list[str]
+) -> None:
     """The report, then the manifest, then no more parts."""
     from lamplighter.data.clean.table import table
 

@@ -66,7 +66,9 @@ class _Layout:
 
     def span(self, block: int) -> tuple[int, int]:
         end = self.last[block] + 1
-        return int(self.starts[self.first[block]]), int(self.starts[end]) - 1 if end < len(self.starts) else len(self.data)
+        return int(self.starts[self.first[block]]), int(self.starts[end]) - 1 if end < len(self.starts) else len(
+            self.data
+        )
 
     def block(self, block: int) -> str:
         start, end = self.span(block)
@@ -172,7 +174,9 @@ def _tables(layout: _Layout) -> Array:
     raw = np.frombuffer(layout.data, dtype=np.uint8)
     blank, dot = raw == 32, raw == 46
     gaps = np.flatnonzero(blank[:-2] & blank[1:-1] & blank[2:])
-    dots = np.flatnonzero(dot[:-4] & dot[1:-3] & dot[2:-2] & dot[3:-1] & dot[4:]) if b"....." in layout.data else gaps[:0]
+    dots = (
+        np.flatnonzero(dot[:-4] & dot[1:-3] & dot[2:-2] & dot[3:-1] & dot[4:]) if b"....." in layout.data else gaps[:0]
+    )
     tabs = np.flatnonzero(raw == 9)
     spaced = [found.start() for found in re.finditer(rb" \. \. ", layout.data)] if b" . . " in layout.data else []
     owners = np.searchsorted(layout.starts, gaps, side="right") - 1
@@ -207,14 +211,20 @@ def _joined(text: str, layout: _Layout, blocks: Array, real_hyphens: bool) -> Jo
     examples = []
     for block in blocks[:3].tolist():
         start, end = layout.span(block)
-        examples.append(Change("joined lines", layout.data[start:end].decode(), layout.data[start:end].replace(b"\n", b" ").decode()))
+        examples.append(
+            Change(
+                "joined lines", layout.data[start:end].decode(), layout.data[start:end].replace(b"\n", b" ").decode()
+            )
+        )
     return Joined(after, len(blocks), hyphens.closed, tuple(examples))
 
 
 def _breaks(layout: _Layout, blocks: Array) -> Array:
     """Where the lines of these blocks end, without the last of each."""
     counts = layout.last[blocks] - layout.first[blocks]
-    lines = np.repeat(layout.first[blocks] - np.concatenate(([0], np.cumsum(counts)[:-1])), counts) + np.arange(counts.sum())
+    lines = np.repeat(layout.first[blocks] - np.concatenate(([0], np.cumsum(counts)[:-1])), counts) + np.arange(
+        counts.sum()
+    )
     found: Array = layout.starts[lines + 1] - 1
     return found
 

@@ -53,7 +53,8 @@ class Words:
         padded = self.plain + b"\0" * 8
         eight = np.ndarray(shape=(len(self.plain) + 1,), dtype="<u8", buffer=padded, strides=(1,))
         first = eight[starts] & _MASKS[np.minimum(sizes, 8)]
-        return (first ^ (sizes.astype(np.uint64) << np.uint64(56))) * _MIX
+        keys: Array = (first ^ (sizes.astype(np.uint64) << np.uint64(56))) * _MIX
+        return keys
 
     @cached_property
     def kinds(self) -> Array:

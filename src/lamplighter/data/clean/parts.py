@@ -45,8 +45,7 @@ def _tick(count: int, item: str) -> None:
     if hasattr(_counter, "add"):
         _counter.add(count, item)
     elif _counter is not None:
-        with _counter.get_lock():
-            _counter.value += count
+        _counter.value += count
 
 
 def is_done(folder: Path, item: Item, rules: str) -> bool:
@@ -63,9 +62,9 @@ def make(work: Work) -> dict[str, Any]:
     """Make the part, unless it is there."""
     item, rules = work.item, work.rules
     if not work.folder:
-        text, prints, log = io.BytesIO(), io.BytesIO(), io.StringIO()
-        summary = _work(item, rules, text, prints, log)
-        return {**summary, "bytes_out": text.tell(), "prints": prints.getvalue()}
+        kept, records = io.BytesIO(), io.BytesIO()
+        summary = _work(item, rules, kept, records, io.StringIO())
+        return {**summary, "bytes_out": kept.tell(), "prints": records.getvalue()}
     folder = Path(work.folder)
     if is_done(folder, item, rules.fingerprint()):
         _tick(item.size, item.path)
@@ -128,7 +127,9 @@ def _guarded(raw: Raw, rules: Rules, ledger: Ledger) -> Clean | Rejected:
         raise
     except (ValueError, IndexError, KeyError, TypeError, RecursionError, AssertionError) as error:
         after = f"after {time.monotonic() - started:.0f} s" if time.monotonic() - started > 5 else ""
-        return Rejected(raw.place, "error", f"{type(error).__name__}: {error} {after}".strip(), head=snippet(raw.text[:400]))
+        return Rejected(
+            raw.place, "error", f"{type(error).__name__}: {error} {after}".strip(), head=snippet(raw.text[:400])
+        )
 
 
 def _line(document: Clean) -> bytes:

@@ -32,9 +32,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "distinct_words": (0.02, 0.08),  # share of different words among the first thousand
 }
 REASONS = {name: name for name in BOUNDS} | {"long_words": "word_length"}
-ENGLISH = "the of and to a in that is was he his for it with as i be not by which had this or on but from at have my her an they we you are were all him no so said their who been them if me when there more would will our one out she your up what has do than could can".split()  # fmt: skip
+ENGLISH = ["the", "of", "and", "to", "a", "in", "that", "is", "was", "he", "his", "for", "it", "with", "as", "i", "be", "not", "by", "which", "had", "this", "or", "on", "but", "from", "at", "have", "my", "her", "an", "they", "we", "you", "are", "were", "all", "him", "no", "so", "said", "their", "who", "been", "them", "if", "me", "when", "there", "more", "would", "will", "our", "one", "out", "she", "your", "up", "what", "has", "do", "than", "could", "can"]  # fmt: skip
 _COMMON, _LONE = 1, 2
-_TABLE = sorted([*((word_key(word), _COMMON) for word in ENGLISH), *((word_key(one), _LONE) for one in "bcdefghjklmnpqrstuvwxyz")])
+_TABLE = sorted(
+    [*((word_key(word), _COMMON) for word in ENGLISH), *((word_key(one), _LONE) for one in "bcdefghjklmnpqrstuvwxyz")]
+)
 _KEYS = np.array([key for key, _ in _TABLE], dtype=np.uint64)
 _WHAT = np.array([what for _, what in _TABLE], dtype=np.uint8)
 

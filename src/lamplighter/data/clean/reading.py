@@ -159,7 +159,8 @@ def _goes_over_lines(start: bytes) -> bool:
 
 def _lines(first: bytes, blocks: Iterator[bytes], limit: int) -> Iterator[tuple[bytes, int]]:
     """(line, 0), or (its beginning, its length) for one over the limit, of which no more is kept."""
-    parts, size = [], 0
+    parts: list[bytes] = []
+    size = 0
     for block in _chain(first, blocks):
         pieces = block.split(b"\n")
         for place, piece in enumerate(pieces):

@@ -72,7 +72,12 @@ def _examples(found: dict[str, list[list[str]]]) -> list[str]:
     rows: list[str] = []
     for rule in sorted(found):
         for place, before, after in found[rule]:
-            rows += ["", f"{rule}: {_safe(place)}", f"  - {_safe(before)}", f"  + {_safe(after)}" if after else "  + (taken away)"]
+            rows += [
+                "",
+                f"{rule}: {_safe(place)}",
+                f"  - {_safe(before)}",
+                f"  + {_safe(after)}" if after else "  + (taken away)",
+            ]
     return rows
 
 

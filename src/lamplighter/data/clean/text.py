@@ -40,14 +40,18 @@ def characters(text: str) -> tuple[str, int]:
     elif unseen or _UNSEEN_BYTES.search(data) or any(one in text for one in _UNSEEN_WIDE):
         text, unseen = _UNSEEN.subn("", _SOFT_BREAK.sub("", text))
     if not text.isascii() and not unicodedata.is_normalized("NFC", text):
-        text = "\n\n".join(unicodedata.normalize("NFC", one) for one in text.split("\n\n"))  # quick where nothing is to do
+        text = "\n\n".join(
+            unicodedata.normalize("NFC", one) for one in text.split("\n\n")
+        )  # quick where nothing is to do
     if b" \n" in data or b"\t\n" in data or b"\xa0\n" in data:
         text = _trailing(text)
     return text, unseen
 
 
 def _line_ends(text: str) -> str:
-    for old in ("\r\n", "\r", "\x0b", "\x0c") if text.isascii() else ("\r\n", "\r", "\x0b", "\x0c", "\x85", "\u2028", "\u2029"):
+    for old in (
+        ("\r\n", "\r", "\x0b", "\x0c") if text.isascii() else ("\r\n", "\r", "\x0b", "\x0c", "\x85", "\u2028", "\u2029")
+    ):
         if old in text:
             text = text.replace(old, "\n")
     return text
