@@ -347,7 +347,8 @@ _THE_END = re.compile(r"[ \t]*(?:THE END|FINIS|END OF (?:VOLUME|VOL\.?) \w+|END)
 
 def _adverts(book: Book) -> None:
     """Publishers' lists at the end: whole sections, walked from the last one towards the book."""
-    begin = max(len(book.text) * 3 // 4, len(book.text) - 150_000)
+    size = len(book.text)
+    begin = max(0, size - 150_000, min(size * 3 // 4, size - 20_000))
     ends = [
         at
         for at in words.lines_with(book.text, ("END", "FINIS"), begin)

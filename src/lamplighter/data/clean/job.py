@@ -68,6 +68,8 @@ class Outcome:
 def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: bool = False) -> Outcome:
     """Clean; with `dry` nothing is written, and the totals have the examples."""
     started = time.monotonic()
+    if out is not None and any(Path(path).expanduser().resolve() == out.resolve() for path in paths):
+        raise UsageError(f"{out} is both input and output", "what is there would be replaced", "choose another --out")
     items, refused = find_items(paths, out)
     if dry or out is None:
         return Outcome(_try(items, refused, rules, workers), [], time.monotonic() - started)
@@ -91,12 +93,6 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
 
 def _prepare(out: Path, items: list[Item]) -> int:
     """The folders and the lock. A folder with documents of somebody else is refused: they would be trained on."""
-    sources = {Path(item.path).resolve() for item in items}
-    if any(
-        out.resolve() == source or (out.resolve() == source.parent and source.name.startswith("clean-"))
-        for source in sources
-    ):
-        raise UsageError(f"{out} is both input and output", "the files there would be replaced", "choose another --out")
     try:
         (out / PARTS).mkdir(parents=True, exist_ok=True)
         (out / LOG).mkdir(exist_ok=True)

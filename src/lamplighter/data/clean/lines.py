@@ -160,7 +160,8 @@ def _is_wrapped(lines: list[str], width: int, plain: bool) -> bool:
         len(line) + SLACK + len(after.split(" ", 1)[0]) >= width for line, after in zip(lines, body, strict=False)
     )
     small = any(line[:1].islower() for line in body)
-    return tight and (small or not _is_verse(lines)) and not _SPEAKER.match(lines[0])
+    few_capitals = len(lines) <= 3 and not _is_verse(lines)  # a longer paragraph goes on with a small letter somewhere
+    return tight and (small or few_capitals) and not _SPEAKER.match(lines[0])
 
 
 def _is_verse(lines: list[str]) -> bool:

@@ -86,7 +86,7 @@ def read_html(text: str) -> Piece:
     for tag in _TAG.finditer(text):
         if not hidden and tag.start() > at:
             inner = text[at : tag.start()]
-            pieces.append(inner.replace("\n", "\x04") if kept else inner)
+            pieces.append(inner.replace("\n", "\x04").replace(" ", "\x06") if kept else inner)
         at = tag.end()
         name_found = _TAG_NAME.match(tag.group())
         name = name_found.group(1).lower() if name_found else ""
@@ -112,7 +112,7 @@ def _shaped(text: str) -> str:
     blocks = []
     for block in text.split("\x02"):
         lines = [line.strip(" ") for line in block.split("\x03")]
-        shaped = "\n".join(lines).strip(" \n").replace("\x04", "\n")
+        shaped = "\n".join(lines).strip(" \n").replace("\x04", "\n").replace("\x06", " ")
         if shaped.strip():
             blocks.append(shaped.strip("\n"))
     return "\n\n".join(blocks)

@@ -182,7 +182,7 @@ def _chain(first: bytes, blocks: Iterator[bytes]) -> Iterator[bytes]:
 def _record(line: bytes, place: str, rules: Rules) -> Raw | Rejected:
     head = snippet(line[:400].decode("utf-8", "replace"))
     try:
-        return _from_object(json.loads(line), place, rules.text_key, head)
+        return _from_object(json.loads(line.decode()), place, rules.text_key, head)
     except UnicodeDecodeError as error:
         return Rejected(place, "not_text", f"not UTF-8 at byte {error.start:,} of the line: {error.reason}", head=head)
     except (ValueError, RecursionError) as error:
