@@ -63,7 +63,7 @@ def test_encodings_are_found(data: bytes, encoding: str, text: str) -> None:
 
 
 def test_a_bad_line_is_named_and_left_out_and_the_rest_stays() -> None:
-    lines = ["caf\u00e9 \u201cgood\u201d line %d" % n for n in range(400)]
+    lines = [f"caf\u00e9 \u201cgood\u201d line {n}" for n in range(400)]
     data = "\n".join(lines).encode().replace(b"line 7\n", b"line \xff7\n").replace(b"line 9\n", b"li\x00ne 9\n")
     found = detect.decode(data)
     assert [(bad.line, bad.why.split(":")[0]) for bad in found.bad] == [(8, "not UTF-8"), (10, "a NUL byte")]

@@ -39,7 +39,7 @@ def clean_text(text: str, rules: Rules, ledger: Ledger | None = None, place: str
     book = gutenberg.strip(text)
     for change in book.removed:
         ledger.add(change.rule, 1, len(change.before), [change], place)
-    text = characters.blank_lines(book.text)
+    text = characters.blank_lines(characters.trailing(book.text) if book.removed else book.text)
     if not rules.keep_lines:
         joined = lines.join(text, real_hyphens=bool(book.removed))
         text = joined.text

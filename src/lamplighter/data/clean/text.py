@@ -44,7 +44,7 @@ def characters(text: str) -> tuple[str, int]:
             unicodedata.normalize("NFC", one) for one in text.split("\n\n")
         )  # quick where nothing is to do
     if b" \n" in data or b"\t\n" in data or b"\xa0\n" in data:
-        text = _trailing(text)
+        text = trailing(text)
     return text, unseen
 
 
@@ -57,7 +57,7 @@ def _line_ends(text: str) -> str:
     return text
 
 
-def _trailing(text: str) -> str:
+def trailing(text: str) -> str:
     """No blanks before a line's end, whatever their order."""
     while any(f"{blank}\n" in text for blank in (" ", "\t", "\u00a0")):
         for blanks in _TRAILING:
