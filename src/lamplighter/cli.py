@@ -93,11 +93,23 @@ Text goes to stdout as it is; everything else to stderr. --temperature 0 is gree
 """,
     "data": """\
 usage: lamp data stats   [run.yaml] [--preset NAME] [--json] [--out DIR] [--section.key value ...]
-       lamp data clean   PATH... --out DIR [--dry-run] [--help lists the rules]
+       lamp data clean   PATH... --out DIR [--dry-run] [--language en|any|en,de] [--json] [flags below]
        lamp data prepare [run.yaml] [--preset NAME] [--section.key value ...]
 
 stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice
-clean    raw files to clean documents (JSONL), with every rejected one in a log
+clean    raw files to clean documents (JSONL), with every rejected one in a log (docs/cleaning.md has every rule)
+           files, folders, patterns: .txt .md .jsonl .json .xml (TEI, ALTO) .html, also .gz .zst; any encoding
+           takes off Project Gutenberg's headers, licences, credits and notes; joins wrapped lines; never rewrites a word
+           --dry-run           write nothing; show what would change, before and after
+           --out DIR           clean-00000.jsonl ... for lamp train --data.paths DIR, and log/
+           --workers N         processes (default: all cores); the output is the same for any number
+           --language any      or the languages to keep, such as en or en,fr
+           --min-quality 0     0 to 1: reject documents whose worst measure scores no more than this
+           --min-words 10      reject shorter documents
+           --near 0.8          likeness from which two documents are one; 0: exact copies only
+           --keep-duplicates   --keep-lines (do not join)   --split auto|div|file (TEI)
+           --text-key text     --separator TEXT (documents within a text file)
+           --max-document-mb 64   --shard-mb 256
 prepare  the tokenizer and the token cache that `lamp train` with the same settings would make
 """,
     "tokenizer": """\

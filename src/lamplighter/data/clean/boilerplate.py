@@ -63,7 +63,7 @@ OURS = re.compile(  # in the first pages of a book, a paragraph with one of thes
     r"|\bthis\s+(?:e-?text|e-?book)\s+(?:was|is|has|were|version|edition|file)|\be-?texts?\s+(?:prepared|produced|created|typed|scanned|by|was|edition)"
     r"|images?\s+(?:generously|courtesy|of\s+the\s+original|made\s+available|from\s+the\s+internet)|file\s+was\s+produced\s+from\s+images"
     r"|(?:made|are)\s+available\s+(?:by|at|through|from|on)\s+(?:the\s+)?(?:\w+\s+)?(?:internet\s+archive|archive\.org|hathi|google|https?:|gallica|biblioth)"
-    r"|see\s+\S*-h\.(?:htm|zip)|\bhttps?://|\bwww\.[a-z]",
+    r"|short list of bookmarks, or pointers|see\s+\S*-h\.(?:htm|zip)|\bhttps?://|\bwww\.[a-z]",
     _I,
 )
 CREDIT = re.compile(
@@ -78,12 +78,12 @@ CREDIT = re.compile(
 )
 _PEOPLE = (
     r"(?:transcribers?|transcribers?['\u2019]s?|transcriber['\u2019]?s['\u2019]?|redactor['\u2019]?s|proofreaders?['\u2019]?s?|producer['\u2019]?s|preparer['\u2019]?s"
-    r"|scanner['\u2019]?s|digiti[sz]er['\u2019]?s|typist['\u2019]?s|transcription|transcriptionist['\u2019]?s|e-?text(?:\s+(?:editor|transcriber|producer)['\u2019]?s)?|e-?book|tr(?:anscriber)?\.)"
+    r"|scanner['\u2019]?s|digiti[sz]er['\u2019]?s|typist['\u2019]?s|transcription|transcriptionist['\u2019]?s|pg\s+editor['\u2019]?s|e-?text(?:\s+(?:editor|transcriber|producer)['\u2019]?s)?|e-?book|tr(?:anscriber)?\.)"
 )
 NOTE = re.compile(
     r"[^\w\n]{0,16}(?:(?:the|a|note\s+by\s+the)\s+)?(?:"
     + _PEOPLE
-    + r"\s*(?:end\s*|foot|foot-|general\s+|additional\s+|final\s+)?(?:notes?|comments?|remarks?|amendments?|corrections?|changes|errata|preface|foreword)\b"
+    + r"\s*(?:end\s*|foot|foot-|general\s+|additional\s+|final\s+)?(?:notes?|comments?|remarks?|amendments?|corrections?|changes|errata|preface|foreword|bookmarks)\b"
     r"|notes?\s+(?:about|on|to|for|regarding|by|of|from|concerning)\s+(?:the|this)\s+(?:e-?text|e-?book|electronic|digital|transcri\w*|online|html|text\s+version|plain.text|project\s+gutenberg)"
     r"|anmerkungen?\s+(?:zur|der)\s+(?:transkription|elektronischen)|notes?\s+(?:de\s+(?:la\s+)?transcription|d[ue]s?\s+transcripteur)|notas?\s+(?:del|do)\s+transcri\w+|opmerkingen?\s+van\s+de\s+bewerker"
     r")",

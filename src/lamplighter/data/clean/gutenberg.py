@@ -242,6 +242,8 @@ def _note_end(text: str, pieces: list[Paragraph]) -> int:
     at_end = head.start > 0.8 * len(text) or len(text) - head.start < 3000
     body, end = "\n" in head.text.strip() or len(head.text) > 90, head.end
     section = _section(pieces, 1, wide=not body)
+    if section and "bookmarks" in head.text.lower():  # a list of quotations made by the file's editor
+        return section[-1].end
     if section and words.RULE.match(section[0].text) and not body:
         return _then_body(pieces, section[0])
     for number, one in enumerate(section):

@@ -184,6 +184,8 @@ def _shaped(pieces: list[str]) -> str:
         text = text.replace(INLINE + INLINE, INLINE)
     for closing in _CLOSING:
         text = text.replace("\n" + INLINE + closing, closing)
+    for closing in ",;:.!?":
+        text = text.replace("\n" + closing, closing)
     text = text.replace(INLINE, "").replace("\n", " ")
     while "  " in text:
         text = text.replace("  ", " ")
