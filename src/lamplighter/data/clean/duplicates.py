@@ -18,7 +18,6 @@ from lamplighter.data.clean.libraries import rensa
 from lamplighter.data.clean.measure import Words
 
 PERMUTATIONS = 128
-SHINGLE_WORDS = 5
 SEED = 42
 GROUP_LIMIT = 16  # of one band: a later document is compared with so many earlier ones
 Array = np.ndarray
@@ -40,7 +39,7 @@ def record_of(words: Words, near: bool) -> bytes:
     out = np.zeros((), dtype=RECORD)
     out["exact"] = np.frombuffer(hashlib.blake2b(letters, digest_size=16).digest(), dtype="<u8")
     if near:
-        grams = np.ascontiguousarray(words.grams(SHINGLE_WORDS))
+        grams = words.fives
         out["words"] = len(words.keys)
         if len(grams):
             matrix = rensa().RMinHash.digest_matrix_from_flat_token_hashes(grams, [0, len(grams)], PERMUTATIONS, SEED)

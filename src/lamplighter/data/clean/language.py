@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from lamplighter.data.clean.libraries import py3langid
 from lamplighter.data.clean.measure import Words, sample
-from lamplighter.data.clean.quality import small_words
 
-SURELY_ENGLISH = 0.28
-SAMPLE_CHARS = 1_200
+SURELY_ENGLISH = 0.20  # Dutch and German come to a tenth at most
+SAMPLE_CHARS = 900
 LEAST_CHARS = 40
 
 
@@ -21,6 +20,6 @@ def language_of(text: str, words: Words) -> str:
     """The language of most of the text."""
     if len(text) < LEAST_CHARS:
         return ""
-    if small_words(words)[0] >= SURELY_ENGLISH:
+    if words.small[0] >= SURELY_ENGLISH:
         return "en"
     return str(py3langid().classify(sample(text, SAMPLE_CHARS, 3))[0])

@@ -19,8 +19,9 @@ _KINDS = bytes(
 )  # fmt: skip
 LETTER, DIGIT, BLANK, STOP, ODD = 1, 2, 3, 4, 5
 _MASKS = np.array([(1 << (8 * size)) - 1 for size in range(8)] + [(1 << 64) - 1], dtype=np.uint64)
-_MIX = np.uint64(0x9E3779B97F4A7C15)
+MIX = np.uint64(0x9E3779B97F4A7C15)
 STRETCHES, STRETCH = 16, 16_384
+WORDS_LOOKED_AT = 4_000
 Array = np.ndarray
 
 
@@ -29,7 +30,16 @@ def word_key(word: str) -> int:
     data = word.encode()
     with np.errstate(over="ignore"):
         first = np.uint64(int.from_bytes(data[:8], "little"))
-        return int((first ^ (np.uint64(len(data)) << np.uint64(56))) * _MIX)
+        return int((first ^ (np.uint64(len(data)) << np.uint64(56))) * MIX)
+
+
+ENGLISH = ["the", "of", "and", "to", "a", "in", "that", "is", "was", "he", "his", "for", "it", "with", "as", "i", "be", "not", "by", "which", "had", "this", "or", "on", "but", "from", "at", "have", "my", "her", "an", "they", "we", "you", "are", "were", "all", "him", "no", "so", "said", "their", "who", "been", "them", "if", "me", "when", "there", "more", "would", "will", "our", "one", "out", "she", "your", "up", "what", "has", "do", "than", "could", "can"]  # fmt: skip
+_COMMON, _LONE = 1, 2
+_TABLE = sorted(
+    [*((word_key(word), _COMMON) for word in ENGLISH), *((word_key(one), _LONE) for one in "bcdefghjklmnpqrstuvwxyz")]
+)
+_KEYS = np.array([key for key, _ in _TABLE], dtype=np.uint64)
+_WHAT = np.array([what for _, what in _TABLE], dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ class Words:
         padded = self.plain + b"\0" * 8
         eight = np.ndarray(shape=(len(self.plain) + 1,), dtype="<u8", buffer=padded, strides=(1,))
         first = eight[starts] & _MASKS[np.minimum(sizes, 8)]
-        keys: Array = (first ^ (sizes.astype(np.uint64) << np.uint64(56))) * _MIX
+        keys: Array = (first ^ (sizes.astype(np.uint64) << np.uint64(56))) * MIX
         return keys
 
     @cached_property
@@ -64,16 +74,31 @@ class Words:
         found: Array = np.bincount(np.frombuffer(some.translate(_KINDS), dtype=np.uint8), minlength=6)
         return found
 
-    def grams(self, size: int, limit: int | None = None) -> Array:
-        """One number for each run of `size` words; of a shorter text, one for all of it. `limit`: of the first words only."""
-        keys = self.keys[:limit]
-        size = min(size, len(keys))
+    @cached_property
+    def fives(self) -> Array:
+        """One number for each run of five words; of a shorter text, one for all of it."""
+        keys = self.keys
+        size = min(5, len(keys))
         if not size:
             return keys
         out = keys[: len(keys) - size + 1].copy()
         for place in range(1, size):
-            out = (out ^ (out >> np.uint64(29))) * _MIX + keys[place : len(keys) - size + 1 + place]
+            out ^= out >> np.uint64(29)
+            out *= MIX
+            out += keys[place : len(keys) - size + 1 + place]
         return out
+
+    @cached_property
+    def small(self) -> tuple[float, float]:
+        """(the share of small English words, the share of lone letters), on some thousand words spread over the text."""
+        keys = self.keys
+        if not len(keys):
+            return 0.0, 0.0
+        keys = keys[:: 1 + len(keys) // WORDS_LOOKED_AT]
+        places = np.searchsorted(_KEYS, keys)
+        places[places == len(_KEYS)] = 0
+        counts = np.bincount(_WHAT[places][_KEYS[places] == keys], minlength=3)
+        return float(counts[_COMMON]) / len(keys), float(counts[_LONE]) / len(keys)
 
 
 def words_of(text: str) -> Words:

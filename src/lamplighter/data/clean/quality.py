@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamplighter.data.clean import measure
-from lamplighter.data.clean.measure import Words, word_key
+from lamplighter.data.clean.measure import WORDS_LOOKED_AT, Words
 
-WORDS_LOOKED_AT = 10_000
 BYTES_LOOKED_AT = LINES_LOOKED_AT = 200_000
 # measure: (bad, good); the score is 0 at the first and 1 at the second, and goes straight between them.
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -32,13 +31,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "distinct_words": (0.02, 0.08),  # share of different words among the first thousand
 }
 REASONS = {name: name for name in BOUNDS} | {"long_words": "word_length"}
-ENGLISH = ["the", "of", "and", "to", "a", "in", "that", "is", "was", "he", "his", "for", "it", "with", "as", "i", "be", "not", "by", "which", "had", "this", "or", "on", "but", "from", "at", "have", "my", "her", "an", "they", "we", "you", "are", "were", "all", "him", "no", "so", "said", "their", "who", "been", "them", "if", "me", "when", "there", "more", "would", "will", "our", "one", "out", "she", "your", "up", "what", "has", "do", "than", "could", "can"]  # fmt: skip
-_COMMON, _LONE = 1, 2
-_TABLE = sorted(
-    [*((word_key(word), _COMMON) for word in ENGLISH), *((word_key(one), _LONE) for one in "bcdefghjklmnpqrstuvwxyz")]
-)
-_KEYS = np.array([key for key, _ in _TABLE], dtype=np.uint64)
-_WHAT = np.array([what for _, what in _TABLE], dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -66,23 +58,11 @@ def _score(value: float, bad: float, good: float) -> float:
     return min(1.0, max(0.0, (value - bad) / (good - bad)))
 
 
-def small_words(words: Words) -> tuple[float, float]:
-    """(the share of small English words, the share of lone letters), on some thousand words spread over the text."""
-    keys = words.keys
-    if not len(keys):
-        return 0.0, 0.0
-    keys = keys[:: 1 + len(keys) // WORDS_LOOKED_AT]
-    places = np.searchsorted(_KEYS, keys)
-    places[places == len(_KEYS)] = 0
-    counts = np.bincount(_WHAT[places][_KEYS[places] == keys], minlength=3)
-    return float(counts[_COMMON]) / len(keys), float(counts[_LONE]) / len(keys)
-
-
 def _measures(text: str, words: Words) -> dict[str, float]:
     kinds, (_, sizes) = words.kinds, words.spans
     seen = max(1, int(kinds.sum() - kinds[measure.BLANK]))
     mean = float(sizes.sum()) / max(1, len(sizes)) / _bytes_per_letter(text, words)
-    common, lone = small_words(words)
+    common, lone = words.small
     return {
         "letters": float(kinds[measure.LETTER]) / seen,
         "word_length": mean,
@@ -137,7 +117,9 @@ def _repeated_lines(text: str) -> float:
 
 
 def _repeated_words(words: Words) -> float:
-    grams = words.grams(10, WORDS_LOOKED_AT)
-    if len(grams) < 20:
+    """Runs of ten words: two runs of five, one after the other."""
+    fives = words.fives[:WORDS_LOOKED_AT]
+    if len(fives) < 25:
         return 0.0
-    return 1.0 - len(set(grams.tolist())) / len(grams)
+    tens = fives[:-5] * measure.MIX + fives[5:]
+    return 1.0 - len(set(tens.tolist())) / len(tens)
