@@ -299,3 +299,79 @@ def test_the_ledger_says_what_was_taken() -> None:
         == 1
     )
     assert ledger.examples["transcriber's note"][0][0] == "ladder.txt"
+
+
+TALE = "CHAPTER I\n\n" + "\n\n".join(
+    f"This is paragraph {number} of the tale, and it says what the others say\nin other words, as tales do."
+    for number in range(60)
+)
+START = "*** START OF THE PROJECT GUTENBERG EBOOK X ***\n\n\n\n"
+END = "\n\n\n\n*** END OF THE PROJECT GUTENBERG EBOOK X ***\n\nUpdated editions will replace the previous one.\n"
+STARS = "*" * 40
+
+# name: (file, what must stay, what must go)
+HOSTILE: dict[str, tuple[str, list[str], list[str]]] = {
+    "australia": (
+        "Project Gutenberg Australia\n\n\nTitle: X\nAuthor: Y\n* A Project Gutenberg of Australia eBook *\neBook No.:  0200041.txt\nLanguage:   English\n\n"
+        "This eBook was produced by: A. Nother another@example.com\n\nProject Gutenberg of Australia eBooks are created from printed editions\n"
+        "which are in the public domain in Australia.\n\nTo contact Project Gutenberg of Australia go to http://gutenberg.net.au\n\n\n-------------\n\n"
+        "THE TALE\n\nby Y\n\n\n" + TALE + "\n\n\nTHE END\n\n\n\nThis site is full of FREE ebooks - Project Gutenberg Australia\n",
+        ["THE TALE", "THE END"], ["eBook", "ebook", "Gutenberg", "copyright"],
+    ),
+    "bookmarks": (
+        START + "Produced by A. Nother\n\n\n\n\nX\n\nBy Y\n\n\n[NOTE: There is a short list of bookmarks, or pointers, at the end of the\nfile for those who may wish.]\n\n\n"
+        + TALE + "\n\n\n\nETEXT EDITOR'S BOOKMARKS:\n\nA man of lamps\nOil is dear\n\n\n" + END,
+        ["By Y"], ["BOOKMARKS", "Oil is dear", "bookmarks", "Produced"],
+    ),
+    "note between rules": (
+        START + "THE TALE\n\n\n       *       *       *       *       *\n\nTranscriber's Notes:\n\n  Archaic spelling retained.\n  Page 4, \"teh\" changed to \"the\".\n\n"
+        "       *       *       *       *       *\n\n\nDEDICATION\n\nTo my spelling-master.\n\n" + TALE + END,
+        ["THE TALE", "DEDICATION", "To my spelling-master"], ["Archaic", "changed"],
+    ),
+    "index after the note": (
+        START + TALE + "\n\n\n\nTranscriber's Note\n\nErrors have been corrected.\n\n\n\n\nINDEX\n\nApples, 12\n\nLamps, 40\n" + END,
+        ["INDEX", "Lamps, 40"], ["Errors have"],
+    ),
+    "a play was produced by": (START + "THE PLAY\n\nProduced by Mr. Irving at the Lyceum Theatre, 1880.\n\n" + TALE + END, ["Produced by Mr. Irving"], []),
+    "a poem shorter than its small print": (
+        "Project Gutenberg's Etext of A Poem by Y\n\nCopyright laws are changing all over the world.\n\n*** START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\n"
+        + "Legal etext words of the Project Gutenberg Association.\n" * 200
+        + "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n\nA POEM\n\nO lamp,\nO lane!\n\n\nEnd of Project Gutenberg's Etext of A Poem by Y\n",
+        ["A POEM", "O lane!"], ["Legal", "End of"],
+    ),
+    "1991": (
+        "The Project Gutenberg Edition of The Tale, by Y\n\n*********This file should be named tale10.txt or tale10.zip*********\n\n"
+        "Corrected EDITIONS of our etexts get a new NUMBER, tale11.txt.\n\n(Three Pages)\n****START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START****\n"
+        'Why is this "Small Print!" statement here?\n\n****END**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**END****\n\n\nTHE TALE\n\n'
+        + TALE + "\n\nThe end of the Project Gutenberg edition of The Tale.\n",
+        ["THE TALE"], ["Small Print", "etext", "Gutenberg"],
+    ),
+    "1992, copyrighted": (
+        "**This is a COPYRIGHTED Project Gutenberg Etext, Details Below**\n\n*SMALL PRINT! Ver.03.17.92 for COPYRIGHT PROTECTED ETEXTS*\nTITLE AND COPYRIGHT NOTICE: X\n"
+        "This etext is distributed by Professor Hart.\n*END*SMALL PRINT! for COPYRIGHT PROTECTED ETEXTS\n\n\nTHE TALE\n\n" + TALE,
+        ["THE TALE"], ["SMALL PRINT", "Hart"],
+    ),
+    "credits behind the title": (START + "THE TALE\n\nby Y\n\n\nThis etext was prepared by A. B. of Portland\n\n\n" + TALE + END, ["by Y"], ["etext"]),
+    "a paragraph about transcribers": (
+        START + TALE + "\n\nHe was a transcriber.\nTranscribers noted it well in those days,\nand so did we.\n\nNOTE.--This tale is true.\n\n" + END,
+        ["Transcribers noted it", "NOTE.--This tale is true."], [],
+    ),
+    "french": (
+        "Project Gutenberg's Le Conte, by Y\n\nTitle: Le Conte\n\n*** START OF THIS PROJECT GUTENBERG EBOOK LE CONTE ***\n\nNotes du transcripteur: L'orthographe d'origine.\n\n\n\n\n"
+        "LE CONTE\n\n" + TALE + "\n\n\nFin de Project Gutenberg's Le Conte, by Y\n" + END,
+        ["LE CONTE"], ["transcripteur", "Fin de"],
+    ),
+    "a box of stars": (START + f"{STARS}\n*                                      *\n* Transcriber's Note: spelling kept.   *\n{STARS}\n\nTHE TALE\n\n" + TALE + END, ["THE TALE"], ["spelling kept", "***"]),
+    "an introduction about ebooks": (START + "INTRODUCTION\n\nEbooks are good, and I wanted one.\n\nMy publisher agreed.\n\n" + TALE + END, ["Ebooks are good", "My publisher agreed"], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_odd_files_lose_what_is_not_theirs_and_nothing_else(name: str) -> None:
+    file, stays, goes = HOSTILE[name]
+    text = strip(file).text
+    assert [one for one in stays if one not in text] == []
+    assert [one for one in goes if one in text] == []
+    assert name == "a poem shorter than its small print" or all(
+        f"paragraph {number} of" in text for number in range(60)
+    )

@@ -16,6 +16,8 @@ from lamplighter.data.clean.libraries import has_language
 from lamplighter.data.clean.measure import Words, words_of
 from lamplighter.data.clean.rules import Ledger, Raw, Rejected, Rules, snippet
 
+INSIDE = {"transcriber's note", "gutenberg line", "page numbers", "illustrations", "italics"}
+
 
 @dataclass(frozen=True)
 class Clean:
@@ -39,7 +41,10 @@ def clean_text(text: str, rules: Rules, ledger: Ledger | None = None, place: str
     book = gutenberg.strip(text)
     for change in book.removed:
         ledger.add(change.rule, 1, len(change.before), [change], place)
-    text = characters.blank_lines(characters.trailing(book.text) if book.removed else book.text)
+    cut_inside = any(
+        change.rule in INSIDE for change in book.removed
+    )  # what went there may leave blanks at a line's end
+    text = characters.blank_lines(characters.trailing(book.text) if cut_inside else book.text)
     if not rules.keep_lines:
         joined = lines.join(text, real_hyphens=bool(book.removed))
         text = joined.text

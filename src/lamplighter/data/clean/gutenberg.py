@@ -197,7 +197,7 @@ def _tail(book: Book) -> None:
 def _notes(book: Book) -> None:
     """Notes under a heading of their own, in a box or in brackets, wherever they stand; from the last one to the first."""
     transcribers = words.lines_with(book.text, TRANSCRIBER)
-    lines = {*_near_the_ends(book.text, NOTE_WORDS, NOTE_CHARS), *transcribers}
+    lines = {*_near_the_ends(book.text, NOTE_WORDS, 2 * HEAD_CHARS), *transcribers}
     for at in sorted(lines, reverse=True):
         if at < len(book.text) and (found := words.NOTE.match(book.text, at)):
             _note_at(book, found)
@@ -377,8 +377,21 @@ def _adverts(book: Book) -> None:
 _PAGE = re.compile(r"\[(?:Pg|Page) ?[0-9ivxlcIVXLC]+\][ \t]?|\[Blank Page\]")
 
 
-_BOLD = re.compile(r"(?<![\w=])=(?=[^\s=])([^=\n]*[A-Za-z]{2}[^=\n]*)(?<=\S)=(?![\w=])")
+_BOLD = re.compile(r"=(?=[^\s=])([^=\n]*[A-Za-z]{2}[^=\n]*)(?<=\S)=(?![\w=])")
 _SWUNG = re.compile(r"~(?=[^\s~])([^~\n]+)(?<=\S)~(?![\w~])")
+
+
+def _unmark(text: str, mark: str, pattern: re.Pattern[str]) -> str:
+    """=word= without its marks, where the pattern takes them for a pair; a mark after a letter opens none."""
+    pieces, done, at = [], 0, text.find(mark)
+    while at >= 0:
+        before = text[at - 1 : at]
+        found = None if before.isalnum() or before == mark else pattern.match(text, at)
+        if found:
+            pieces += [text[done:at], found.group(1)]
+            done = found.end()
+        at = text.find(mark, found.end() if found else at + 1)
+    return "".join([*pieces, text[done:]])
 
 
 def _inside(book: Book) -> None:
@@ -394,10 +407,10 @@ def _inside(book: Book) -> None:
     if count:
         book.removed.append(Change("page numbers", f"{count} marks such as [Pg 12]", ""))
     if "=" in book.text:
-        book.text = _BOLD.sub(r"\1", book.text)
+        book.text = _unmark(book.text, "=", _BOLD)
     notes = " ".join(change.before for change in book.removed if change.rule == "transcriber's note")
     if "~" in book.text and re.search(r"swung|tilde|~\w[^~\n]*~", notes, re.IGNORECASE):
-        book.text = _SWUNG.sub(r"\1", book.text)
+        book.text = _unmark(book.text, "~", _SWUNG)
     _italics(book)
 
 

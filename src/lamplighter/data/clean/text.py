@@ -67,9 +67,9 @@ def trailing(text: str) -> str:
 
 def blank_lines(text: str) -> str:
     """One blank line at most between two lines, none at the beginning, no blanks at the end."""
-    for count in (8, 4, 3):
-        while "\n" * count in text:
-            text = text.replace("\n" * count, "\n\n")
+    if "\n\n\n" in text:
+        blocks = (block.strip("\n") for block in text.split("\n\n"))
+        text = "\n\n".join(block for block in blocks if block)
     return text.lstrip("\n").rstrip()
 
 
