@@ -120,4 +120,4 @@ def _near(records: Array, pairs: list[tuple[int, int]], threshold: float, out: d
         one, two = records["sketch"][number], records["sketch"][first]
         likeness = float(np.mean(one == two))
         if likeness >= threshold:
-            out[number] = Twin(number, first, round(likeness, 3))
+            out[number] = Twin(number, first, min(0.999, round(likeness, 3)))  # 1.0 is kept for the same letters

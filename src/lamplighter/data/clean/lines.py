@@ -22,7 +22,7 @@ SLACK = 6  # hand-made changes leave lines a little short
 LONG_SHARE = 0.02  # of the lines are longer than any wrap: then the text is not wrapped
 SHORT_LINE = 0.62  # of the width
 ENOUGH = 0.15  # of the paragraphs of three lines or more must be wrapped, or none is joined
-LOOKED_AT = 400_000  # characters, for what the text writes elsewhere
+LOOKED_AT = 200_000  # characters, for what the text writes elsewhere
 
 _ITEM = re.compile(r"(?:[-*\u2022\u00b7]|\(?\d{1,3}[.)\]]|\(\w\)|\[\d+\]|[|+])[ \t]")
 _ITEM_HEADS = np.zeros(256, dtype=bool)
