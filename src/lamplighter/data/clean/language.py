@@ -12,7 +12,7 @@ from lamplighter.data.clean.libraries import py3langid
 from lamplighter.data.clean.measure import Words, sample
 
 SURELY_ENGLISH = 0.20  # Dutch and German come to a tenth at most
-SAMPLE_CHARS = 900
+SAMPLE_CHARS = 600
 LEAST_CHARS = 40
 
 

@@ -115,7 +115,7 @@ def _over_blocks(what: np.ufunc, values: Array, layout: _Layout, skip_first: int
 
 
 def _join_once(text: str, real_hyphens: bool) -> Joined:
-    if "\n" not in text:
+    if text.count("\n") == 2 * text.count("\n\n"):  # every paragraph is one line
         return Joined(text)
     layout = _layout(text)
     width = _width(layout)

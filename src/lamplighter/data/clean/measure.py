@@ -21,7 +21,7 @@ LETTER, DIGIT, BLANK, STOP, ODD = 1, 2, 3, 4, 5
 _MASKS = np.array([(1 << (8 * size)) - 1 for size in range(8)] + [(1 << 64) - 1], dtype=np.uint64)
 MIX = np.uint64(0x9E3779B97F4A7C15)
 STRETCHES, STRETCH = 16, 16_384
-WORDS_LOOKED_AT = 4_000
+WORDS_LOOKED_AT = 2_000
 Array = np.ndarray
 
 

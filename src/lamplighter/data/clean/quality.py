@@ -28,7 +28,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "common_words": (0.04, 0.20),  # share of small English words; only where English is asked for, or found
     "repeated_lines": (0.50, 0.20),  # share of the text in lines that occur before
     "repeated_words": (0.70, 0.35),  # share of runs of ten words that occur before
-    "distinct_words": (0.02, 0.08),  # share of different words among the first thousand
+    "distinct_words": (0.02, 0.08),  # share of different words among the first five hundred
 }
 REASONS = {name: name for name in BOUNDS} | {"long_words": "word_length"}
 
@@ -72,7 +72,7 @@ def _measures(text: str, words: Words) -> dict[str, float]:
         "common_words": common,
         "repeated_lines": _repeated_lines(text[:LINES_LOOKED_AT]),
         "repeated_words": _repeated_words(words),
-        "distinct_words": _distinct(words.keys[:1000]),
+        "distinct_words": _distinct(words.keys[:500]),
     }
 
 
@@ -91,7 +91,7 @@ def _replaced(text: str) -> int:
 
 def _mixed(words: Words) -> float:
     """Words in which letters and digits alternate more than once: x3k9, not 3rd or A4."""
-    if not int(words.kinds[measure.DIGIT]):
+    if int(words.kinds[measure.DIGIT]) * 50 < int(words.kinds[measure.LETTER]):  # too few digits for many such words
         return 0.0
     plain = np.frombuffer(words.plain[:BYTES_LOOKED_AT], dtype=np.uint8)
     digit = (plain >= 48) & (plain <= 57)
