@@ -97,7 +97,7 @@ empty line begins a new one. Text goes to stdout as it is; everything else to st
     "data": """\
 usage: lamp data stats   [run.yaml|CACHE] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]
                          [--near-documents N] [--runs-dir DIR] [--section.key value ...]
-       lamp data clean   PATH... --out DIR [--dry-run] [--help lists the rules]
+       lamp data clean   PATH... --out DIR [--dry-run] [--language en|any|en,de] [--json] [flags below]
        lamp data prepare [run.yaml] [--preset NAME] [--json] [--runs-dir DIR] [--section.key value ...]
 
 stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice; of text, of instruction rows
@@ -106,7 +106,19 @@ stats    documents, true tokens, lengths, padding of each strategy, duplicates, 
   --sample-mb MB        look at a part only, spread over the whole; every figure says so
   --near-documents N    look for near duplicates among at most so many documents (default 50000; 0: do not)
   --out DIR             where stats.json, stats.txt and lengths.svg go (default: RUNS-DIR/.stats/NAME)
-clean    raw files to clean documents (JSONL), with every rejected one in a log
+clean    raw files to clean documents (JSONL), with every rejected one in a log (docs/cleaning.md has every rule)
+           files, folders, patterns: .txt .md .jsonl .json .xml (TEI, ALTO) .html, also .gz .zst; any encoding
+           takes off Project Gutenberg's headers, licences, credits and notes; joins wrapped lines; never rewrites a word
+           --dry-run           write nothing; show what would change, before and after
+           --out DIR           clean-00000.jsonl ... for lamp train --data.paths DIR, and log/
+           --workers N         processes (default: all cores); the output is the same for any number
+           --language any      or the languages to keep, such as en or en,fr
+           --min-quality 0     0 to 1: reject documents whose worst measure scores no more than this
+           --min-words 10      reject shorter documents
+           --near 0.8          likeness from which two documents are one; 0: exact copies only
+           --keep-duplicates   --keep-lines (do not join)   --split auto|div|file (TEI)
+           --text-key text     --separator TEXT (documents within a text file)
+           --max-document-mb 64   --shard-mb 256
 prepare  the tokenizer and the token cache that `lamp train` with the same settings would make
 """,
     "tokenizer": """\
@@ -687,8 +699,53 @@ def data_stats(words: list[str]) -> int:
     return session("data-stats", request, config=dump(resolved))
 
 
+def _clean_flags(
+    *paths: str,
+    out: Path | None = None,
+    dry_run: bool = False,
+    workers: int | None = None,
+    language: str = "any",
+    min_quality: float = 0.0,
+    min_words: int = 10,
+    near: float = 0.8,
+    keep_duplicates: bool = False,
+    keep_lines: bool = False,
+    split: Literal["auto", "div", "file"] = "auto",
+    text_key: str = "text",
+    separator: str = "",
+    max_document_mb: float = 64.0,
+    shard_mb: float = 256.0,
+    json: bool = False,
+) -> None:
+    """How to clean."""
+
+
 def data_clean(words: list[str]) -> int:
-    raise NotImplementedError
+    """Raw files to clean documents, in a child under watch."""
+    from inspect import signature
+
+    from lamplighter.errors import UsageError
+    from lamplighter.watch.follow import session
+
+    given = _parse("data clean", _clean_flags, words)
+    defaults = {name: p.default for name, p in signature(_clean_flags).parameters.items()}
+    flags = {**defaults, "paths": (), **given}
+    paths, out, dry, workers, as_json = (flags.pop(name) for name in ("paths", "out", "dry_run", "workers", "json"))
+    if not paths:
+        raise UsageError("nothing to clean", "no path was given", "lamp data clean PATH... --out DIR")
+    if out is None and not dry:
+        raise UsageError("where to?", "--out DIR is needed", "add --out DIR, or --dry-run to see what would change")
+    if not 0 <= flags["near"] <= 1 or not 0 <= flags["min_quality"] < 1 or (workers is not None and workers < 1):
+        raise UsageError("a number is out of range", "--near is 0 to 1, --min-quality 0 to below 1, --workers 1 or more", "lamp data --help")  # fmt: skip
+    flags["separator"] = flags["separator"].replace("\\n", "\n").replace("\\t", "\t")
+    request = {
+        "paths": list(paths),
+        "out": str(out) if out else "",
+        "dry_run": dry,
+        "workers": workers,
+        "json": as_json,
+    }
+    return session("data-clean", {**request, "rules": flags})
 
 
 def _prepare_flags(

@@ -570,7 +570,32 @@ def _tell_stats(found: Stats, key: Callable[[], list[Any]], request: dict[str, A
 
 
 def data_clean(_: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
+    """Raw files to clean documents."""
+    with report.phase("import"):
+        from lamplighter.data.clean import job, table
+        from lamplighter.data.clean.rules import Rules
+        from lamplighter.data.pool import usable_cores
+    rules, dry = Rules(**request["rules"]), request["dry_run"]
+    out = Path(request["out"]) if request["out"] else None
+    done = job.run(request["paths"], out, rules, request["workers"] or usable_cores(), dry)
+    shown = table.table(done.totals, examples=dry)
+    if request["json"]:
+        shown = json.dumps({**done.totals, "out": str(out) if out else None, "shards": done.shards}, indent=1) + "\n"
+    report.result(shown)
+    job.refuse_nothing(done, None if dry else out)
+    rate = done.totals["bytes_in"] / max(done.seconds, 1e-3)
+    if dry:
+        report.note("a dry run: nothing was written; without --dry-run the documents go to --out DIR")
+    elif done.found:
+        report.note(
+            f"nothing has changed: {done.totals['kept']:,} documents are in {out}; next: lamp train --data.paths {out}"
+        )
+    else:
+        report.note(
+            f"{done.totals['kept']:,} clean documents in {out} ({human_bytes(rate)}/s), the rejected in {out}/log/rejected.log;"
+            f" next: lamp train --data.paths {out}"
+        )
+    return DONE
 
 
 def data_prepare(folder: RunDir, request: dict[str, Any]) -> int:
