@@ -208,7 +208,7 @@ def _each(work: list[parts.Work], workers: int, p: report.Phase) -> Iterator[dic
         return one.item.path
 
     try:
-        results = pool.each(parts.make, work, workers, name, parts.begin, (counter,), meanwhile)
+        results = pool.each(parts.make, work, workers, name, parts.begin, (counter,), tick=meanwhile)
         for number, (_, summary) in enumerate(results, 1):
             waiting["item"] = work[min(number, len(work) - 1)].item.path
             meanwhile()
