@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from lamplighter.data.batches import Batch, permute
-from lamplighter.data.examples import LEARNED, Side
+from lamplighter.data.chat.examples import LEARNED, Side
+from lamplighter.data.chat.packing import Packing
 from lamplighter.data.feed import Fitted, example_feed, fit, lay_out
-from lamplighter.data.packing import Packing
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
 from lamplighter.train.score import look

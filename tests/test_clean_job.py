@@ -20,7 +20,7 @@ import zstandard
 from conftest import lamp, start_lamp, wait_for
 from lamplighter.data.clean import finding, job, parts
 from lamplighter.data.clean.rules import Rules
-from lamplighter.data.files import FileSource, find_files
+from lamplighter.data.sources.files import FileSource, find_files
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
 
 WORDS = [

@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from lamplighter.data import files, packed, tables
-from lamplighter.data.sources import Part, Source, open_source
+from lamplighter.data.sources import Part, Source, files, open_source, packed, tables
 from lamplighter.errors import BadData
 
 WORDS = ["fog", "lamp", "naïve", "日本", "don't", "12", "--", "\n", "\n\n", "\r\n", "  ", "\t", "🙂", '"quoted"', "a,b"]

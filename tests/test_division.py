@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from lamplighter import report
-from lamplighter.data import builder, cuts, dirt, encoder, stretches, units
+from lamplighter.data.cache import builder, cuts, encoder, stretches, units
+from lamplighter.data.cache.stretches import Faults, Stretch
 from lamplighter.data.division import Divider, Division, Settings
-from lamplighter.data.sources import FileSource, Part, open_source
-from lamplighter.data.stretches import Faults, Stretch
+from lamplighter.data.sources import FileSource, Part, dirt, open_source
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.data.tokens import ensure, open_tokens
 from lamplighter.errors import BadData

@@ -14,13 +14,13 @@ import pytest
 from conftest import shared, wait_for
 from lamplighter import report
 from lamplighter.config import Data
-from lamplighter.data import examples, rows
-from lamplighter.data.arrange import arrange
-from lamplighter.data.examples import LEARNED, ensure, open_examples
-from lamplighter.data.instructions import RowSource, SetAside, find_rows
-from lamplighter.data.template import choose
+from lamplighter.data.chat import examples, rows
+from lamplighter.data.chat.arrange import arrange
+from lamplighter.data.chat.examples import LEARNED, ensure, open_examples
+from lamplighter.data.chat.instructions import RowSource, SetAside, find_rows
+from lamplighter.data.chat.template import choose
 from lamplighter.data.tokenizer import byte_level, load
-from lamplighter.data.tokens import _locked
+from lamplighter.data.tokens import locked
 from lamplighter.errors import BadConfig, BadData, InputMissing
 
 MESSAGES = {
@@ -377,7 +377,7 @@ def test_one_builds_and_the_others_wait_in_sight(tmp_path: Path, said: list[dict
     manifest = (built / "examples.json").read_bytes()
     (built / "examples.json").unlink()
     made: list[Path] = []
-    with _locked(built):
+    with locked(built):
         other = threading.Thread(target=lambda: made.append(ensure(root, source_of(path), TEMPLATE, 0.0)))
         other.start()
         wait_for(lambda: "waiting for it" in texts(said))

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from conftest import lamp
-from lamplighter.data import hub
-from lamplighter.data.sources import Source, open_source
+from lamplighter.data.sources import Source, hub, open_source
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from test_cursors import check_every_cursor, joined
 

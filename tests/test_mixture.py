@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from lamplighter import report
-from lamplighter.data import files
-from lamplighter.data.sources import Part, Source, open_source
+from lamplighter.data.sources import Part, Source, files, open_source
 from lamplighter.errors import BadConfig, BadData
 from test_cursors import check_every_cursor, walk
 

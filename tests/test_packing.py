@@ -13,11 +13,11 @@ import torch
 
 from lamplighter import report
 from lamplighter.config import Data, Run
-from lamplighter.data.arrange import arrange
 from lamplighter.data.batches import NO_TARGET, rows_of_rank
-from lamplighter.data.examples import LEARNED, Examples, Side
+from lamplighter.data.chat.arrange import arrange
+from lamplighter.data.chat.examples import LEARNED, Examples, Side
+from lamplighter.data.chat.packing import STRATEGIES, group, pack, padding_share
 from lamplighter.data.feed import Feed, example_feed, fit
-from lamplighter.data.packing import STRATEGIES, group, pack, padding_share
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.model.build import Built
 from lamplighter.model.shape import Shape

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from conftest import TINY, lamp, shared, start_lamp, wait_for
-from lamplighter.data import builder
+from lamplighter.data.cache import builder
 from lamplighter.data.sources import open_source
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.data.tokens import Settings, ensure, open_tokens

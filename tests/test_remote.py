@@ -20,8 +20,7 @@ import pytest
 import zstandard
 
 from lamplighter import report
-from lamplighter.data import files, remote
-from lamplighter.data.sources import Source, open_source
+from lamplighter.data.sources import Source, files, open_source, remote
 from lamplighter.errors import BadData, InputMissing, LampError
 from server import Handler, Served, Server, serving
 from test_cursors import check_every_cursor, walk

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lamplighter.data import sampling
-from lamplighter.data.files import FileSource, find_files
 from lamplighter.data.sources import EmbeddedCorpus, First, Position
+from lamplighter.data.sources.files import FileSource, find_files
 from lamplighter.errors import BadData
 
 

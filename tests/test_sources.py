@@ -17,8 +17,7 @@ import zstandard
 from tokenizers import pre_tokenizers
 
 from lamplighter import report
-from lamplighter.data import files, found
-from lamplighter.data.sources import EmbeddedCorpus, Part, open_source
+from lamplighter.data.sources import EmbeddedCorpus, Part, files, found, open_source
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

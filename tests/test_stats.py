@@ -14,18 +14,19 @@ import pytest
 
 from conftest import lamp, shared
 from lamplighter import report
-from lamplighter.data import examples, likeness, tally, tokens
+from lamplighter.data import tokens
+from lamplighter.data.chat import examples
+from lamplighter.data.chat.instructions import find_rows
+from lamplighter.data.chat.template import choose
 from lamplighter.data.division import Settings
-from lamplighter.data.exchanges import count_rows
-from lamplighter.data.figures import told
-from lamplighter.data.files import FileSource, find_files
-from lamplighter.data.instructions import find_rows
-from lamplighter.data.likeness import Grams, Signer, near_pairs, normalised, signatures, word_grams
-from lamplighter.data.overlap import TestGrams as HeldBack
-from lamplighter.data.quality import Inspector, Row, ends_mid_sentence
 from lamplighter.data.sources import EmbeddedCorpus, Position
-from lamplighter.data.stats import Request, Stats, count_cache, count_text
-from lamplighter.data.template import choose
+from lamplighter.data.sources.files import FileSource, find_files
+from lamplighter.data.stats import Request, Stats, count_cache, count_text, likeness, tally
+from lamplighter.data.stats.exchanges import count_rows
+from lamplighter.data.stats.figures import told
+from lamplighter.data.stats.likeness import Grams, Signer, near_pairs, normalised, signatures, word_grams
+from lamplighter.data.stats.overlap import TestGrams as HeldBack
+from lamplighter.data.stats.quality import Inspector, Row, ends_mid_sentence
 from lamplighter.data.tokenizer import byte_level, load
 
 WORDS = [

@@ -107,8 +107,8 @@ def _token_counts(folder: Path) -> list[dict[str, int]]:
 
 
 def _train_tokens(division: object, text: bytes) -> int:
+    from lamplighter.data.cache.stretches import Stretch
     from lamplighter.data.division import Divider, Division
-    from lamplighter.data.stretches import Stretch
 
     assert isinstance(division, Division)
     pieces = Divider(division).pieces(Stretch([text]))

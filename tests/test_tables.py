@@ -16,8 +16,7 @@ import pytest
 import zstandard
 
 from lamplighter import report
-from lamplighter.data import found, records
-from lamplighter.data.sources import open_source
+from lamplighter.data.sources import found, open_source, records
 from lamplighter.errors import BadData, InputMissing
 from test_sources import fails, joined, needs, read, write
 
@@ -77,7 +76,7 @@ def test_bad_rows_are_set_aside_with_their_line(tmp_path: Path, warned: list[str
 
 
 def test_a_quote_that_never_ends_is_named(tmp_path: Path, monkeypatch: Any) -> None:
-    from lamplighter.data import tables
+    from lamplighter.data.sources import tables
 
     monkeypatch.setattr(tables, "ROW_BYTES", 1000)
     path = write(tmp_path / "a.csv", "id,text\n1,fine\n" + '2,"open\n' + "3,more\n" * 500)

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from lamplighter import report
-from lamplighter.data import builder, division, files, shards, stretches
-from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, open_source
+from lamplighter.data import division
+from lamplighter.data.cache import builder, shards, stretches
+from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, files, open_source
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.data.tokens import Settings, Split, Tokens, ensure, open_tokens
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
@@ -336,7 +337,8 @@ def test_ids_out_of_range_are_named_with_their_place(tmp_path: Path) -> None:
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from lamplighter.data import builder, tokens
+from lamplighter.data.cache import builder
+from lamplighter.data import tokens
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.data.tokenizer import byte_level
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from lamplighter.data.cuts import cut_all
-from lamplighter.data.stretches import Stretch
+from lamplighter.data.cache.cuts import cut_all
+from lamplighter.data.cache.stretches import Stretch
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.rundir import human_bytes
 

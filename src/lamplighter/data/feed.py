@@ -26,8 +26,8 @@ from lamplighter.data.batches import (
     permute,
     validation_batches,
 )
-from lamplighter.data.examples import LEARNED, Side
-from lamplighter.data.packing import ROUND_TO, Packing, group, pack, round_up
+from lamplighter.data.chat.examples import LEARNED, Side
+from lamplighter.data.chat.packing import ROUND_TO, Packing, group, pack, round_up
 from lamplighter.data.stream import Filler, Live
 from lamplighter.errors import BadData
 

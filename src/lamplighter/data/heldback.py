@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from lamplighter import report
+from lamplighter.data.cache.stretches import Stretch as Texts
 from lamplighter.data.division import LOOK_DOCUMENTS, Divider, Division, Settings, decide, look_for
 from lamplighter.data.sources import Part, Source
-from lamplighter.data.stretches import Stretch as Texts
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.rundir import read_json, write_atomic, write_json
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from lamplighter import report
-from lamplighter.data.files import cut_all
 from lamplighter.data.sources import Source
+from lamplighter.data.sources.files import cut_all
 from lamplighter.errors import BadData
 from lamplighter.rundir import human_bytes
 

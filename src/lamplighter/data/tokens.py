@@ -24,14 +24,15 @@ from typing import Any, Literal
 import numpy as np
 
 from lamplighter import report
-from lamplighter.data import builder, division, stretches
-from lamplighter.data.builder import read_manifest
+from lamplighter.data import division
+from lamplighter.data.cache import builder, stretches
+from lamplighter.data.cache.builder import read_manifest
+from lamplighter.data.cache.encoder import Ids
+from lamplighter.data.cache.shards import bad_id
 from lamplighter.data.division import Settings
-from lamplighter.data.encoder import Ids
-from lamplighter.data.files import digest
 from lamplighter.data.pool import TICK_S, usable_cores
-from lamplighter.data.shards import bad_id
 from lamplighter.data.sources import Source
+from lamplighter.data.sources.files import digest
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.rundir import cannot_write, hash_file, identity, read_json, read_record
@@ -84,7 +85,7 @@ def _ensure(
         return folder, False
     if mode == "require":
         raise _required(cache_root, folder, parts, fault)
-    with _locked(folder) as waited:
+    with locked(folder) as waited:
         fault = _fault(folder)
         if fault is None and (waited or mode != "rebuild"):
             report.note(f"token cache reused: {folder} ({'another process has built it' if waited else 'complete'})")
@@ -178,7 +179,7 @@ def _required(cache_root: Path, folder: Path, parts: dict[str, Any], fault: str 
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
+def locked(folder: Path) -> Iterator[bool]:
     """Hold the folder's lock; the value says whether somebody else held it first. A dead holder is no obstacle."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,12 +19,12 @@ import torch
 
 from lamplighter import report
 from lamplighter.config import Run
-from lamplighter.data import chat
 from lamplighter.data.batches import Batch, BatchStream
-from lamplighter.data.examples import Examples
+from lamplighter.data.chat.examples import Examples
+from lamplighter.data.chat.record import keep as keep_template
+from lamplighter.data.chat.template import ChatTemplate
 from lamplighter.data.feed import Feed
 from lamplighter.data.stream import ChunkStream, Filler, Live, load_state
-from lamplighter.data.template import ChatTemplate
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.tokens import Tokens
 from lamplighter.errors import STOPPED_EARLY, BadData, CannotWrite, Diverged, LampError, StoppedEarly
@@ -72,7 +72,7 @@ class Parts:
         """The tokenizer's files; of a chat model also its template and where to stop."""
         self.tokenizer.save(folder)
         if self.chat is not None:
-            chat.keep(self.chat, folder)
+            keep_template(self.chat, folder)
 
 
 @dataclass(frozen=True)

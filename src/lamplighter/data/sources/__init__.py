@@ -1,0 +1,313 @@
+"""Where documents come from: files here or elsewhere, datasets, a source of the user's own, or the embedded corpus.
+
+In:  paths, patterns, URLs, dataset:NAME, source:module:name, with or without weights; or "module:name"; or nothing.
+Out: a Source: texts in a fixed order, a fingerprint of them, and how far the reading is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from itertools import groupby
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lamplighter import report
+from lamplighter.data.sources.files import Cursor, FileSource, Part, Position, digest, find_items, skip
+from lamplighter.data.sources.hub import open_dataset
+from lamplighter.data.sources.mixture import Chain, Mixture, check_weights
+from lamplighter.data.sources.remote import is_url
+from lamplighter.data.sources.web import shown
+from lamplighter.errors import BadConfig, BadData
+
+if TYPE_CHECKING:
+    from lamplighter.config import Data
+
+__all__ = [
+    "Cursor",
+    "EmbeddedCorpus",
+    "FileSource",
+    "OwnSource",
+    "Part",
+    "Position",
+    "Source",
+    "open_source",
+    "own_source",
+]
+
+
+class Source(Protocol):
+    """Texts in a fixed order. A user's own source needs only `documents`, or may be a list or a generator function.
+
+    Its `documents` is given the number of texts that are behind, or its own cursor where its `position` has one.
+    """
+
+    def fingerprint(self) -> str:
+        """A string that changes when the documents change."""
+
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        """The texts after `start`, or all. A `Part` counts as one text and says that its document goes on."""
+
+    def total_bytes(self) -> int | None:
+        """How much there is to read (on disk, packed), where that is known."""
+
+    def position(self) -> Position:
+        """How far the latest reading has come; asked before each text as well as after it.
+
+        Its cursor is the place after the latest text: `documents(cursor)` goes on with the next one, in any process.
+        """
+
+
+def open_source(
+    paths: list[str],
+    source: str | None,
+    separator: str | None,
+    text_key: str = "text",
+    hash_store: Path | None = None,
+    bad_text: str = "set_aside",
+    *,
+    weights: Sequence[float] = (),
+    mix_until: str = "first",
+    dataset_config: str | None = None,
+    dataset_split: str = "train",
+    retry_s: float = 600.0,
+) -> Source:
+    """The documents that the configuration asks for; the embedded corpus where it asks for none."""
+    if paths and source:
+        why = "documents come from one of the two"
+        raise BadConfig("both data.paths and data.source are set", why, "take one of them out")
+    if weights and not paths:
+        raise BadConfig("data.weights without data.paths", "weights mix the entries of data.paths", "give data.paths")
+    if source:
+        return own_source(source)
+    if not paths:
+        return EmbeddedCorpus()
+
+    def open_entries(entries: list[str]) -> Source:
+        kind, _, name = entries[0].partition(":")
+        if kind == "dataset":
+            return open_dataset(name, dataset_config, dataset_split, text_key, hash_store, bad_text)
+        if kind == "source":
+            return own_source(name)
+        return FileSource(find_items(entries, retry_s), separator, text_key, hash_store, bad_text)
+
+    if weights:
+        check_weights(list(weights), paths)
+        return Mixture(
+            [open_entries([entry]) for entry in paths], list(weights), mix_until, [shown_entry(p) for p in paths]
+        )
+    groups = [list(group) for _, group in groupby(paths, lambda entry: entry if _is_named(entry) else "")]
+    found = [open_entries(group) for group in groups]
+    return found[0] if len(found) == 1 else Chain(found)
+
+
+def open_data(data: Data, hash_store: Path | None = None) -> Source:
+    """The same, out of the section `data` of a run."""
+    return open_source(
+        data.paths,
+        data.source,
+        data.separator,
+        data.text_key,
+        hash_store,
+        data.bad_text,
+        weights=data.weights,
+        mix_until=data.mix_until,
+        dataset_config=data.dataset_config,
+        dataset_split=data.dataset_split,
+        retry_s=data.retry_s,
+    )
+
+
+def _is_named(entry: str) -> bool:
+    return entry.startswith(("dataset:", "source:"))
+
+
+def shown_entry(entry: str) -> str:
+    """An entry of data.paths for people: without the credentials of a URL."""
+    return shown(entry) if is_url(entry) else entry
+
+
+# ---------------------------------------------------------------- a source of the user's own
+
+
+def own_source(name: str) -> OwnSource:
+    """Import "module:name", with the current folder on the path. It is, or returns, a Source or texts."""
+    with report.phase(f"import {name}"):
+        module, target = _find(name)
+        is_source = hasattr(target, "documents") and not isinstance(target, type)
+        make: Callable[[], Any] | None = target if callable(target) and not is_source else None
+        found = make() if make else target
+    if hasattr(found, "documents"):
+        return OwnSource(name, found, lambda: found, module)
+    if isinstance(found, str) or not hasattr(found, "__iter__"):
+        what = f"{name} gives a {type(found).__name__}"
+        raise BadConfig(what, "wanted: texts, or an object with documents()", "return a list, or write a generator")
+    if iter(found) is not found:
+        return OwnSource(name, found, lambda: found, module)
+    if make is None:
+        why = "texts are read more than once: to look, to train a tokenizer, to encode"
+        raise BadConfig(f"{name} can be read only once", why, "name the function that makes it, or a list")
+    return OwnSource(name, found, make, module)
+
+
+def _find(name: str) -> tuple[ModuleType, Any]:
+    module_name, _, attribute = name.partition(":")
+    if not (module_name and attribute):
+        raise BadConfig(f'data.source is "{name}"', "it must be module:name", 'for example "mytexts:documents"')
+    module = _import(module_name, name)
+    if not hasattr(module, attribute):
+        near = get_close_matches(attribute, dir(module), n=1)
+        advice = f"did you mean {module_name}:{near[0]}?" if near else "check data.source"
+        raise BadConfig(f"no {attribute} in module {module_name}", f"looked in {module.__file__}", advice)
+    return module, getattr(module, attribute)
+
+
+def _import(module_name: str, name: str) -> ModuleType:
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        inside = "" if "importlib" in frame.filename else f" (at {frame.filename}:{frame.lineno})"
+        why = f"{type(error).__name__}: {error}{inside}"
+        raise BadConfig(f"cannot import {name}", why, f"try: python -c 'import {module_name}' in {here}") from error
+
+
+class OwnSource:
+    """A user's texts, given the methods that they lack."""
+
+    def __init__(self, name: str, found: Any, texts: Callable[[], Any], module: ModuleType) -> None:
+        self.name, self._found, self._texts, self._module = name, found, texts, module
+        self._number, self._bytes = 0, 0
+
+    def __str__(self) -> str:
+        return f"source {self.name}"
+
+    def fingerprint(self) -> str:
+        if hasattr(self._found, "fingerprint"):
+            return digest([self.name, str(self._found.fingerprint())])
+        code = Path(self._module.__file__ or "")
+        report.note(f"{self.name} has no fingerprint(): its texts count as changed when {code.name} changes")
+        return digest([self.name, code.read_text() if code.is_file() else ""])
+
+    def total_bytes(self) -> int | None:
+        total = self._found.total_bytes() if hasattr(self._found, "total_bytes") else None
+        return None if total is None else int(total)
+
+    def position(self) -> Position:
+        if hasattr(self._found, "position"):
+            position: Position = self._found.position()
+            own = {"own": position.cursor} if getattr(position, "cursor", None) else {}
+            return Position(position.item, position.bytes_done, {"document": self._number, **own})
+        return Position(f"document {self._number} of {self.name}", self._bytes, {"document": self._number})
+
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        self._number, self._bytes = int((start or {}).get("document", 0)), 0
+        return self._read(start or {})
+
+    def _read(self, start: Cursor) -> Iterator[str]:
+        if hasattr(self._found, "documents"):
+            texts = iter(self._found.documents(start.get("own", self._number)))
+        else:
+            texts = iter(self._texts())
+            skip(texts, self._number, self.position)
+        some = self._number > 0
+        for text in texts:
+            self._bytes += len(self._checked(text))
+            self._number += 1
+            some = some or bool(text)
+            yield text
+        if not some:
+            raise BadData(f"no text in {self}", "it gave no document that holds text", "check what it yields")
+
+    def _checked(self, text: object) -> bytes:
+        which = f"document {self._number} of {self.name}"
+        if not isinstance(text, str):
+            what = f"{which} is a {type(text).__name__}, not a text"
+            raise BadData(what, "documents are strings", "yield the text itself, such as row['text']")
+        try:
+            return text.encode()
+        except UnicodeEncodeError as error:
+            raise BadData(f"{which} cannot be written as UTF-8", str(error), "mend that document") from error
+
+
+# ---------------------------------------------------------------- only the first of many
+
+
+class First:
+    """The first `count` documents of a source, for trying things out; all Parts of each."""
+
+    def __init__(self, source: Source, count: int) -> None:
+        self.source, self.count = source, count
+        self._number = 0
+
+    def __str__(self) -> str:
+        return f"the first {self.count:,} documents of {self.source}"
+
+    def fingerprint(self) -> str:
+        return digest(["first documents", self.count, self.source.fingerprint()])
+
+    def total_bytes(self) -> int | None:
+        """Unknown: it depends on where the last text ends."""
+        return None
+
+    def position(self) -> Position:
+        here = self.source.position()
+        return Position(here.item, here.bytes_done, {"number": self._number, "inner": here.cursor})
+
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        self._number = int((start or {}).get("number", 0))
+        return self._read(self.source.documents((start or {}).get("inner")))
+
+    def _read(self, texts: Iterator[str]) -> Iterator[str]:
+        while self._number < self.count and (text := next(texts, None)) is not None:
+            self._number += not isinstance(text, Part)
+            yield text
+
+
+# ---------------------------------------------------------------- the embedded corpus
+
+
+class EmbeddedCorpus:
+    """The default: made up by a grammar, so it ships with the product and any size is to be had."""
+
+    def __init__(self, seed: int = 0, documents: int = 20_000) -> None:
+        self.seed, self.count = seed, documents
+        self._number, self._bytes = 0, 0
+
+    def __str__(self) -> str:
+        return f"embedded corpus, {self.count:,} documents, seed {self.seed}"
+
+    def fingerprint(self) -> str:
+        from lamplighter.data.corpus import GRAMMAR_VERSION
+
+        return digest(["corpus", GRAMMAR_VERSION, self.seed, self.count])
+
+    def total_bytes(self) -> int:
+        """About: the mean of the first documents, times their number."""
+        from lamplighter.data.corpus import entries
+
+        first = [len(entry.text) for entry in entries(self.seed, min(self.count, 64))]
+        return sum(first) * self.count // max(1, len(first))
+
+    def position(self) -> Position:
+        return Position(f"document {self._number} of {self.count}", self._bytes, {"document": self._number})
+
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        self._number = int((start or {}).get("document", 0))
+        self._bytes = self.total_bytes() * self._number // max(1, self.count)
+        return self._read()
+
+    def _read(self) -> Iterator[str]:
+        from lamplighter.data.corpus import entries
+
+        for entry in entries(self.seed, self.count - self._number, self._number):
+            self._number += 1
+            self._bytes += len(entry.text)
+            yield entry.text
