@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import report
 from lamplighter.errors import DONE, BadConfig
 from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes
-from lamplighter.work import choose_template, obtain_tokens, open_source, open_text
+from lamplighter.work import choose_template, obtain_tokens, open_rows, open_source, open_text
 
 if TYPE_CHECKING:
+    from lamplighter.config import Run
+    from lamplighter.data.chat.template import ChatTemplate
+    from lamplighter.data.sources import Source
     from lamplighter.data.stats import Stats
 
 
@@ -114,6 +117,8 @@ def data_prepare(folder: RunDir, request: dict[str, Any]) -> int:
         raise BadConfig("there is nothing to prepare", why, "leave data.stream out, or start the training")
     source, tokenizer = open_text(run, cache)
     tokenizer_s = time.monotonic() - started
+    if (template := choose_template(run, source, tokenizer)) is not None:
+        return _prepare_rows(run, cache, source, template, request)
     tokens, is_new = obtain_tokens(run, cache, source, tokenizer)
     seconds = time.monotonic() - started
     files = [tokens.folder / name for name in tokens.manifest["files"]]
@@ -136,6 +141,37 @@ def data_prepare(folder: RunDir, request: dict[str, Any]) -> int:
         "next": request["next"],
     }
     report.result(json.dumps(made, indent=1) + "\n" if request["json"] else _prepared(made))
+    return DONE
+
+
+def _prepare_rows(run: Run, cache: Path, source: Source, template: ChatTemplate, request: dict[str, Any]) -> int:
+    """Of instruction rows, the examples; packing is arithmetic, done at each start."""
+    found = open_rows(run, cache, source, template)
+    files = [path for path in found.folder.iterdir() if path.is_file()]
+    made: dict[str, Any] = {
+        "cache": str(found.folder),
+        "source": str(source),
+        "template": template.name,
+        "splits": {
+            side.name: {"examples": side.examples, "tokens": int(side.length.sum())}
+            for side in (found.train, found.val)
+        },
+        "disk_bytes": sum(file.stat().st_size for file in files),
+        "next": request["next"],
+    }
+    rows = [
+        f"{name:<8} {split['examples']:>12,} examples {split['tokens']:>14,} tokens"
+        for name, split in made["splits"].items()
+    ]
+    words = [
+        f"examples: {made['cache']}",
+        f"  of {source}, template {template.name}",
+        *rows,
+        f"  on disk: {human_bytes(made['disk_bytes'])}",
+        f"next: {request['next']}",
+        "",
+    ]
+    report.result(json.dumps(made, indent=1) + "\n" if request["json"] else "\n".join(words))
     return DONE
 
 
