@@ -95,7 +95,7 @@ def test_the_command_makes_documents_that_train_reads(tmp_path: Path) -> None:
     assert "next: lamp train --data.paths clean" in done.stderr
     assert "MB of" in done.stderr or "done  clean" in done.stderr
     found = find_files([str(tmp_path / "clean")])
-    assert [path.name for path in found] == ["clean-00000.jsonl"], "the log must not be trained on"
+    assert [Path(path.name).name for path in found] == ["clean-00000.jsonl"], "the log must not be trained on"
     documents = list(FileSource(found).documents())
     assert len(documents) == 9
     assert all(len(text) > 500 for text in documents)
