@@ -122,6 +122,8 @@ def test_the_way_of_text(tmp_path: Path) -> None:
         model = str(tmp_path / "runs/train/checkpoints/checkpoint-3")
         for number, words in enumerate(lines):
             words = [url if word.startswith("https:") else model if word == "DIR" else word for word in words]
+            if words[1] == "prepare":
+                words += ["--data.val_fraction", "0.05"]  # as in what follows
             if words[0] == "train":
                 words += [
                     *small,
