@@ -63,7 +63,8 @@ OURS = re.compile(  # in the first pages of a book, a paragraph with one of thes
     r"|\bthis\s+(?:e-?text|e-?book)\s+(?:was|is|has|were|version|edition|file)|\be-?texts?\s+(?:prepared|produced|created|typed|scanned|by|was|edition)"
     r"|images?\s+(?:generously|courtesy|of\s+the\s+original|made\s+available|from\s+the\s+internet)|file\s+was\s+produced\s+from\s+images"
     r"|(?:made|are)\s+available\s+(?:by|at|through|from|on)\s+(?:the\s+)?(?:\w+\s+)?(?:internet\s+archive|archive\.org|hathi|google|https?:|gallica|biblioth)"
-    r"|short list of bookmarks, or pointers|see\s+\S*-h\.(?:htm|zip)|\bhttps?://|\bwww\.[a-z]",
+    r"|short list of bookmarks, or pointers|see\s+\S*-h\.(?:htm|zip)|\bhttps?://|\bwww\.[a-z]"
+    r"|\butf-?8\b|\bunicode\b|\biso-8859|\blatin-1\b|\bthis\s+(?:e-?text|e-?book)\s+(?:includes?|contains?|uses?|comes?|requires?)\b",
     _I,
 )
 CREDIT = re.compile(
@@ -81,11 +82,16 @@ _PEOPLE = (
     r"|scanner['\u2019]?s|digiti[sz]er['\u2019]?s|typist['\u2019]?s|transcription|transcriptionist['\u2019]?s|pg\s+editor['\u2019]?s|e-?text(?:\s+(?:editor|transcriber|producer)['\u2019]?s)?|e-?book|tr(?:anscriber)?\.)"
 )
 NOTE = re.compile(
-    r"[^\w\n]{0,16}(?:(?:the|a|note\s+by\s+the)\s+)?(?:"
+    r"[^\w\n]{0,70}(?:(?:the|a|note\s+by\s+the)\s+)?(?:"
     + _PEOPLE
     + r"\s*(?:end\s*|foot|foot-|general\s+|additional\s+|final\s+)?(?:notes?|comments?|remarks?|amendments?|corrections?|changes|errata|preface|foreword|bookmarks)\b"
     r"|notes?\s+(?:about|on|to|for|regarding|by|of|from|concerning)\s+(?:the|this)\s+(?:e-?text|e-?book|electronic|digital|transcri\w*|online|html|text\s+version|plain.text|project\s+gutenberg)"
-    r"|anmerkungen?\s+(?:zur|der)\s+(?:transkription|elektronischen)|notes?\s+(?:de\s+(?:la\s+)?transcription|d[ue]s?\s+transcripteur)|notas?\s+(?:del|do)\s+transcri\w+|opmerkingen?\s+van\s+de\s+bewerker"
+    r"|(?:errata|errors?|corrections?|changes|irregularities|misprints)\b[^\[\]\n]{0,40}\b(?:by|of)\s+(?:the\s+)?transcriber\b|errata\b(?=[^\[\]]{0,300}?\bby\s+(?:the\s+)?transcriber\b)"
+    r"|(?:the\s+following\s+)?(?:typographical|typographic|printers?['\u2019]?s?)\s+errors?\s+(?:(?:have|has)\s+been\s+|were\s+)?corrected\b|the\s+following\s+(?:corrections?|changes)\s+(?:have|has|were)\s+(?:been\s+)?made\b[^\n]{0,30}\btext\b"
+    r"|(?:anmerkung(?:en)?|bemerkung(?:en)?|hinweise?|notiz(?:en)?)\s+(?:zur|der|des|zum)\s+(?:transkri\w+|elektronischen|textgestalt)"
+    r"|(?:notes?|remarques?)\s+(?:(?:de|sur|au\s+sujet\s+de|concernant)\s+(?:la\s+|cette\s+)?transcription|d[ue]s?\s+transcripteurs?|de\s+transcripteur)"
+    r"|not[ae]s?\s+(?:del?|do|da|dos|de\s+la|a\s+la|della?|dei|sulla|di)\s*(?:transcri\w+|trascri\w+)|(?:opmerking(?:en)?|noot|noten|aantekening(?:en)?)\s+(?:van|bij|over)\s+de\s+(?:bewerker|transcri\w+)"
+    r"|questo\s+e-?book\s*:|trans[ks]?s?kri\w+\s+(?:anm\w+|bem\w+|noter?|huomautu\w+)"
     r")",
     _I | _M,
 )
@@ -93,7 +99,9 @@ BRACKETED = re.compile(r"[\[{(<][^\w\[\]{}()\n]{0,6}(?:\w{1,12}[.:] ?)?(?:the )?
 NOTEY = re.compile(
     r"transcri|typograph|spelling|spelled|hyphen|punctuat|quotation mark|italic|underscore|\bbold\b|small.?caps|capitali|footnotes?|\bcorrected|\bretained|\bunchanged|original\s+(?:text|book|edition|publication|spelling|page|print|source|scan)"
     r"|printed\s+(?:text|book|edition|version|original|page)|printers?['\u2019]?s?\s+error|printing error|inconsisten|misprint|page\s+(?:number|header|\d)|\bp\. ?\d|\billustrations?|accent|diacritic|ligature|encod|\bascii\b|utf-?8|unicode|latin-1|\bhtml\b|e-?text|e-?book|superscript|subscript|\bcaret"
-    r"|changed\s+to|replaced\s+(?:with|by)|added\s+to|removed|omitted|table of contents|cover\s+(?:image|art)|public domain|archaic|obvious|as\s+printed|greek|symbol|macron|breve|sidenote|scanned|silently|text\s+(?:file|version|edition)|\"[^\"\n]+\"\s+(?:to|for)\s+\"|this\s+(?:version|edition|text|book)|line\s+\d",
+    r"|changed\s+to|replaced\s+(?:with|by)|added\s+to|removed|omitted|table of contents|cover\s+(?:image|art)|public domain|archaic|obvious|as\s+printed|greek|symbol|macron|breve|sidenote|scanned|silently|text\s+(?:file|version|edition)|\"[^\"\n]+\"\s+(?:to|for)\s+\"|this\s+(?:version|edition|text|book)|line\s+\d"
+    r"|transkri|trascri|orthogra|ortogra|rechtschreib|schreibweis|druckfehler|tippfehler|gesperrt|kursiv|korrigiert|schriftart|fraktur|antiqua|zeichensetzung|interpun[ck]t|ponctuation|puntuaci|punteggiatura|pontua"
+    r"|\bcorrig|\bconservé|\bcorreg|\bcorrett|zetfout|spelfout|drukfout|spelling|gecorrigeerd|originale?\b|erreurs?\b|errores\b|errori\b|refusi\b|\bitaliques?|cursiva|corsivo|\d\.png",
     _I,
 )
 ELECTRONIC = re.compile(r"<<\s*THIS ELECTRONIC VERSION OF.{0,1500}?>>", re.S)
@@ -192,8 +200,8 @@ def is_box(text: str) -> bool:
     return len(lines) > 1 and sum(line.lstrip()[:1] in ("|", "+", "*", "#") for line in lines) > 0.8 * len(lines)
 
 
-def is_advert(section: str) -> bool:
-    """A publisher's list: sizes, bindings and prices in many lines."""
+def is_advert(section: str, after_one: bool = False) -> bool:
+    """A publisher's list: sizes, bindings and prices in many lines; `after_one`: such a list follows, so less will do."""
     lines = [line for line in section.split("\n") if line.strip()]
     if len(lines) < 4 or NOT_ADVERT.match(section):
         return False
@@ -202,4 +210,8 @@ def is_advert(section: str) -> bool:
         sum(bool(_BOOKISH.search(line)) for line in lines),
     )
     selling = bool(SELLING.search("\n".join(lines[:4])))
+    if after_one and selling and len(lines) < 12:
+        return True  # the title of the lists
+    if after_one and prices >= 2 and prices > 0.06 * len(lines):
+        return True
     return (prices >= 3 and bookish > 0.2 * len(lines)) or (selling and prices >= 1 and bookish > 0.15 * len(lines))

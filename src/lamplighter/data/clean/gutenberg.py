@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lamplighter.data.clean import boilerplate as words
 from lamplighter.data.clean.boilerplate import Paragraph, paragraphs
@@ -42,7 +42,7 @@ class Book:
 
 LEGAL_NEEDLES = ("gutenberg", "small print", "updated editions", "this file should", "creating the works", "corrected editions", "please read this", "most people start", "full license")  # fmt: skip
 LEGAL_WORDS = words.cases("gutenberg", "small print", "updated editions", "this file should", "creating the works", "corrected editions", "please read this", "most people start", "full license")  # fmt: skip
-NOTE_WORDS = words.cases("transcri", "redactor", "proofreader", "etext", "e-text", "ebook", "e-book", "electronic", "scanner", "digiti", "typist", "preparer", "producer", "anmerkung", "opmerking")  # fmt: skip
+NOTE_WORDS = words.cases("transcri", "redactor", "proofreader", "etext", "e-text", "ebook", "e-book", "electronic", "scanner", "digiti", "typist", "preparer", "producer", "anmerkung", "bemerkung", "hinweis", "opmerking", "transkri", "trascri", "transskri", "errata", "corrected", "corrections")  # fmt: skip
 TRANSCRIBER = words.cases("transcriber")
 
 
@@ -235,17 +235,19 @@ def _paragraph_start(text: str, at: int) -> int:
 
 def _note_end(text: str, pieces: list[Paragraph]) -> int:
     head = pieces[0]
-    if head.text.lstrip()[:1] in ("[", "{", "(") and (closing := _closing(text, head.start)) > 0:
+    if (closing := _bracket_end(text, head)) > 0:
         return closing
     if words.is_box(head.text):
         return _box_end(pieces)
     at_end = head.start > 0.8 * len(text) or len(text) - head.start < 3000
     body, end = "\n" in head.text.strip() or len(head.text) > 90, head.end
     section = _section(pieces, 1, wide=not body)
-    if section and "bookmarks" in head.text.lower():  # a list of quotations made by the file's editor
+    if section and _WHOLE_LIST.search(head.text):
         return section[-1].end
     if section and words.RULE.match(section[0].text) and not body:
         return _then_body(pieces, section[0])
+    if not body and _is_inset(section) and not head.text.startswith(" "):
+        return section[-1].end
     for number, one in enumerate(section):
         if words.RULE.match(one.text):
             return one.end
@@ -261,6 +263,9 @@ def _note_end(text: str, pieces: list[Paragraph]) -> int:
     return end
 
 
+_WHOLE_LIST = re.compile(r"bookmarks|questo e-?book", re.IGNORECASE)  # quotations an editor chose; a colophon
+
+
 def _section(pieces: list[Paragraph], begin: int, wide: bool = False) -> list[Paragraph]:
     """The paragraphs from `begin` to the next wide gap; `wide`: a gap before the first one does not count."""
     found: list[Paragraph] = []
@@ -269,6 +274,11 @@ def _section(pieces: list[Paragraph], begin: int, wide: bool = False) -> list[Pa
             break
         found.append(one)
     return found
+
+
+def _is_inset(section: list[Paragraph]) -> bool:
+    """A note set in under its heading is one piece, to the next wide gap."""
+    return all(line.startswith("    ") for one in section for line in one.text.split("\n")) and bool(section)
 
 
 def _are_notes(pieces: list[Paragraph]) -> bool:
@@ -322,20 +332,36 @@ def _front(book: Book) -> None:
     """Who made the file: paragraphs before the first line of the book, and a few that stand behind its title."""
     leading = True
     cuts: list[Paragraph] = []
+    done = 0
     for one in paragraphs(book.text, 0, min(len(book.text), FRONT_CHARS)):
         if one.end >= FRONT_CHARS and one.end < len(book.text):
             break
+        if one.start < done:
+            continue
         short = len(one.text) < 1500
         if (short and (words.OURS.search(one.text) or (words.CREDIT.match(one.text) and (leading or words.ADDRESS.search(one.text))))) or (leading and cuts and short and len(one.text.split("\n")) <= 4 and words.ADDRESS.search(one.text)):  # fmt: skip
-            cuts.append(one)
+            done = max(one.end, _bracket_end(book.text, one))
+            cuts.append(replace(one, end=done))
         elif not (leading and words.RULE.match(one.text)):
             leading = False
     for one in reversed(cuts):
         book.cut("gutenberg credits", one.start, one.end)
 
 
+def _bracket_end(text: str, one: Paragraph) -> int:
+    """A paragraph that opens a bracket goes on to where it closes; -1 where it opens none."""
+    inset = len(one.text) - len(one.text.lstrip())
+    return _closing(text, one.start + inset) if one.text[inset] in "[{(" else -1
+
+
+_LAST_BRACKET = re.compile(r"\s*\[(?:the )?end of\b[^\]]{0,300}\]\s*\Z", re.IGNORECASE)
+
+
 def _back(book: Book) -> None:
     """Credits and rules after the last paragraph of the book."""
+    if found := _LAST_BRACKET.search(book.text, max(0, len(book.text) - 400)):
+        book.cut("gutenberg line", found.start(), found.end())
+    _last_bracket(book)
     for one in reversed(paragraphs(book.text, max(0, len(book.text) - 6000))):
         is_credit = words.CREDIT.match(one.text) and one.gap >= 1
         if len(one.text) < 1500 and (words.OURS.search(one.text) or is_credit):
@@ -344,6 +370,22 @@ def _back(book: Book) -> None:
             return
 
 
+def _last_bracket(book: Book) -> None:
+    """A list of corrections in brackets, after the last paragraph of the book."""
+    end = len(book.text.rstrip())
+    if book.text[end - 1 : end] != "]":
+        return
+    for one in reversed(paragraphs(book.text, max(0, end - BRACKET_CHARS))):
+        if one.gap >= 2 and one.text.lstrip()[:1] == "[" and _bracket_end(book.text, one) == end:
+            if _CHANGES.search(one.text):
+                book.cut("transcriber's note", one.start, end)
+            return
+
+
+_CHANGES = re.compile(
+    r"transcri|transkri|trascri|e-?text|e-?book|geänderten? textzeilen|list of (?:corrections|changes)|(?:corrections|changes) (?:made|have been)",
+    re.IGNORECASE,
+)
 _THE_END = re.compile(r"[ \t]*(?:THE END|FINIS|END OF (?:VOLUME|VOL\.?) \w+|END)\W*$", re.MULTILINE)
 
 
@@ -361,7 +403,7 @@ def _adverts(book: Book) -> None:
     cut, small = len(book.text), 0
     for start, end in reversed(spans):
         section = book.text[start:end]
-        if words.is_advert(section):
+        if words.is_advert(section, after_one=cut < len(book.text)):
             cut, small = start, 0
         elif section.strip() and (len(section.split("\n")) > 12 or small >= 2 or words.NOT_ADVERT.match(section)):
             break
