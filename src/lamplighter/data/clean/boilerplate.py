@@ -39,9 +39,9 @@ HEADER = re.compile(
     r"[ \t*_<#\ufeff]*(?:this is )?(?:the |a )?project[ \t]+gutenberg(?:['\u2019]s\b|[ \t,:]+(?:of australia )?(?:\w+ ){0,2}?(?:e-?text|e-?book|edition)|[ \t]+(?:presents|release))",
     _I | _M,
 )
-TERMS = re.compile(
+TERMS = re.compile(  # what a header says besides its first line; an essay about the project does not
     r"for the use of anyone anywhere|copyright laws are changing|plain vanilla electronic|\[(?:e-?text|e-?book)[ \t]*#"
-    r"|^(?:title|author)[ \t]*:|gutenberg license|small print|public domain|eBook No\.:",
+    r"|^title[ \t]*:[^\n]*\n(?:[^\n]*\n){0,12}?author[ \t]*:|eBook No\.:|(?:almost no|very few)\s+restrictions|small print!",
     _I | _M,
 )
 META = re.compile(
@@ -64,7 +64,8 @@ OURS = re.compile(  # in the first pages of a book, a paragraph with one of thes
     r"|images?\s+(?:generously|courtesy|of\s+the\s+original|made\s+available|from\s+the\s+internet)|file\s+was\s+produced\s+from\s+images"
     r"|(?:made|are)\s+available\s+(?:by|at|through|from|on)\s+(?:the\s+)?(?:\w+\s+)?(?:internet\s+archive|archive\.org|hathi|google|https?:|gallica|biblioth)"
     r"|short list of bookmarks, or pointers|see\s+\S*-h\.(?:htm|zip)|\bhttps?://|\bwww\.[a-z]"
-    r"|\butf-?8\b|\bunicode\b|\biso-8859|\blatin-1\b|\bthis\s+(?:e-?text|e-?book)\s+(?:includes?|contains?|uses?|comes?|requires?)\b",
+    r"|\b(?:utf-?8|unicode|iso-8859|latin-1)\b[^.]{0,120}\b(?:encod|file|fonts?\b|browser|text reader|version)|\bthis\s+(?:e-?text|e-?book)\s+(?:includes?|contains?|uses?|comes?|requires?)\b"
+    r"|\b(?:of|in|for)\s+this\s+e-?text\b|gutenberg\W+projekt|projekt\W+gutenberg",
     _I,
 )
 CREDIT = re.compile(
@@ -74,11 +75,11 @@ CREDIT = re.compile(
     r"|(?:produced|prepared|digiti[sz]ed|typed|keyed|proofed|proof-?read|ocr(?:'?d|ed)?|html(?:-?ized)?|encoded|converted|formatted|edited for gutenberg|text prepared|text\s+scanned|updated?)\b(?:\s+(?:and|&|,|for|to|from|in|with|etext|html|the|project|gutenberg|electronic|text|edition|scanned|proofread|proofed|typed|corrected|edited|digitized|originally)){0,6}\s+by\b"
     r"|note:\s+(?:project gutenberg|images|the\s+original\s+(?:files|illustrations)|this\s+e|see\s)|an?\s+html\s+version|html\s+version|character\s+set"
     r"|(?:many\s+)?thanks\s+to\s+[^\n]{0,80}(?:proofread|internet archive|pgdp|gutenberg)|with\s+(?:many\s+)?thanks\s+to\s+[^\n]{0,80}(?:proofread|archive)"
-    r"|\(?this\s+file\s+was\s+(?:produced|first\s+posted|made)|most recently updated|last updated|\[?last\s+updated?|release\s+date\s*:)",
+    r"|ce\s+document\s+fut\s+pr[ée]sent[ée]|\(?this\s+file\s+was\s+(?:produced|first\s+posted|made)|most recently updated|last updated|\[?last\s+updated?|release\s+date\s*:)",
     _I,
 )
 _PEOPLE = (
-    r"(?:transcribers?|transcribers?['\u2019]s?|transcriber['\u2019]?s['\u2019]?|redactor['\u2019]?s|proofreaders?['\u2019]?s?|producer['\u2019]?s|preparer['\u2019]?s"
+    r"(?:executive\s+director['\u2019]?s|transcribers?|transcribers?['\u2019]s?|transcriber['\u2019]?s['\u2019]?|redactor['\u2019]?s|proofreaders?['\u2019]?s?|producer['\u2019]?s|preparer['\u2019]?s"
     r"|scanner['\u2019]?s|digiti[sz]er['\u2019]?s|typist['\u2019]?s|transcription|transcriptionist['\u2019]?s|pg\s+editor['\u2019]?s|e-?text(?:\s+(?:editor|transcriber|producer)['\u2019]?s)?|e-?book|tr(?:anscriber)?\.)"
 )
 NOTE = re.compile(
@@ -107,11 +108,12 @@ NOTEY = re.compile(
 ELECTRONIC = re.compile(r"<<\s*THIS ELECTRONIC VERSION OF.{0,1500}?>>", re.S)
 LEGAL_CHARS = 60_000  # no licence is longer
 RULE = re.compile(r"\A[\s*=~_+#.o-]+\Z", _I)
+ABOUT_ETEXT = re.compile(r"\be-?texts?\b|\bemail me\b|\b[\w.+-]+@[\w-]+\.[\w.-]+\b|project\s+gutenberg", _I)
 ADDRESS = re.compile(r"\b[\w.+-]+@[\w-]+\.[\w.-]+\b")
 
-_SIZE = re.compile(r"\b(?:12mo|8vo|16mo|4to|18mo|24mo|32mo|octavo|duodecimo)\b|\$ ?\.?\d|\b\d+ cents\b|\bpost.?(?:paid|free)\b|\bby mail\b|\b\d+s\. ?(?:\d+d\.)?,? net|\bnet\.? \$|\bprice,? (?:\$|\d|one|two)", _I)  # fmt: skip
+_SIZE = re.compile(r"\b(?:12mo|8vo|16mo|4to|18mo|24mo|32mo|octavo|duodecimo)\b|\$ ?\.?\d|\b\d+ cents\b|\bpost.?(?:paid|free)\b|\bby mail\b|\b\d+s\. ?(?:\d+d\.)?,? net|\bnet\.? \$|\bprice,? (?:\$|\d|one|two)|[a-z,].*[ .]\.?\d?\.\d\d$|[a-z].*  \d \d\d$", _I)  # fmt: skip
 _BOOKISH = re.compile(r"\b(?:12mo|8vo|16mo|4to|18mo|octavo|cloth|gilt|boards|calf|morocco|crown|post.?(?:paid|free)|illustrat(?:ed|ions?)|publishers?|published|pp\.|pages|bound|binding|volumes?|vols?\.|author of|editions?|booksellers?|catalogue|net|price|cents|mailed|fcap|demy)\b|\$ ?\.?\d|\.\d\d$|^ *by [A-Z]", _I | _M)  # fmt: skip
-SELLING = re.compile(r"by the same author|books? (?:by|for|of)\b|works (?:by|of)\b|new (?:books|novels|works|edition)|advertisement|publications? of|list of (?:books|works|publications)|catalogue|library\b|series\b|press notices|opinions of the press|publishers?", _I)  # fmt: skip
+SELLING = re.compile(r"by the same author|recent publications|just (?:published|printed)|books? (?:by|for|of)\b|works (?:by|of)\b|new (?:books|novels|works|edition)|advertisement|publications? of|list of (?:books|works|publications)|catalogue|library\b|series\b|press notices|opinions of the press|publishers?", _I)  # fmt: skip
 NOT_ADVERT = re.compile(r"\A\W*(?:foot)?notes?\b|\A\W*index\b|\A\W*appendix|\A\W*glossary|\A\W*bibliography|\A\W*contents|\A\W*chapter\b|\A\W*errata|\A\W*epilogue", _I)  # fmt: skip
 
 
@@ -203,13 +205,13 @@ def is_box(text: str) -> bool:
 def is_advert(section: str, after_one: bool = False) -> bool:
     """A publisher's list: sizes, bindings and prices in many lines; `after_one`: such a list follows, so less will do."""
     lines = [line for line in section.split("\n") if line.strip()]
-    if len(lines) < 4 or NOT_ADVERT.match(section):
+    selling = bool(SELLING.search("\n".join(lines[:4])))
+    if NOT_ADVERT.match(section) or len(lines) < (2 if after_one and selling else 4):
         return False
     prices, bookish = (
         sum(bool(_SIZE.search(line)) for line in lines),
         sum(bool(_BOOKISH.search(line)) for line in lines),
     )
-    selling = bool(SELLING.search("\n".join(lines[:4])))
     if after_one and selling and len(lines) < 12:
         return True  # the title of the lists
     if after_one and prices >= 2 and prices > 0.06 * len(lines):

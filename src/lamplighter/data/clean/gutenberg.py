@@ -42,16 +42,19 @@ class Book:
 
 LEGAL_NEEDLES = ("gutenberg", "small print", "updated editions", "this file should", "creating the works", "corrected editions", "please read this", "most people start", "full license")  # fmt: skip
 LEGAL_WORDS = words.cases("gutenberg", "small print", "updated editions", "this file should", "creating the works", "corrected editions", "please read this", "most people start", "full license")  # fmt: skip
-NOTE_WORDS = words.cases("transcri", "redactor", "proofreader", "etext", "e-text", "ebook", "e-book", "electronic", "scanner", "digiti", "typist", "preparer", "producer", "anmerkung", "bemerkung", "hinweis", "opmerking", "transkri", "trascri", "transskri", "errata", "corrected", "corrections")  # fmt: skip
+NOTE_WORDS = words.cases("transcri", "redactor", "proofreader", "etext", "e-text", "ebook", "e-book", "electronic", "scanner", "digiti", "typist", "preparer", "producer", "anmerkung", "bemerkung", "hinweis", "opmerking", "transkri", "trascri", "transskri", "errata", "corrected", "corrections", "executive")  # fmt: skip
 TRANSCRIBER = words.cases("transcriber")
 
 
 def is_ours(text: str) -> bool:
-    """Whether one of Project Gutenberg's own lines is there; to talk about it is not enough."""
+    """Whether one of Project Gutenberg's own lines is there, in its place; to talk about it, or to quote it, is not enough."""
     head, tail = text[:HEAD_CHARS], text[-2 * HEAD_CHARS :] if len(text) > HEAD_CHARS else ""
+    if _FENCE.search(head) or _FENCE.search(tail):
+        return False
     for part in (head, tail):
         lines = words.lines_with(part, words.NAME_OR_PRINT)
-        if lines and words.marks(part, (words.START, words.END, words.SMALL_PRINT_ENDS), lines):
+        marks = words.marks(part, (words.START, words.END, words.SMALL_PRINT_ENDS), lines) if lines else []
+        if any(_in_place(part, mark) for mark in marks):
             return True
         if any(words.is_legal(part[m.start() :]) for m in words.marks(part, (words.LAST_LINE,), lines)):
             return True
@@ -59,6 +62,21 @@ def is_ours(text: str) -> bool:
             return True
     first = words.marks(head, (words.HEADER,), words.lines_with(head[:3000], words.NAME))
     return bool(first and words.TERMS.search(head[first[0].end() :]))
+
+
+_FENCE = re.compile(r"^ {0,3}(?:```|~~~)", re.MULTILINE)  # of a page that quotes the lines
+
+
+def _in_place(part: str, mark: re.Match[str]) -> bool:
+    """START stands first or after a header, END last or before the licence; the small print's end needs neither."""
+    if mark.re is words.START:
+        before = part[: mark.start()].strip()
+        first = words.marks(before, (words.HEADER,), words.lines_with(before[:3000], words.NAME))
+        return not before or bool(first or words.TERMS.search(before))
+    if mark.re is words.END:
+        after = part[mark.end() :].strip()
+        return not after or bool(words.BOILER.search(after)) or words.LEGAL.search(after) is not None
+    return True
 
 
 def _near_the_ends(text: str, needles: tuple[str, ...], tail: int) -> list[int]:
@@ -218,6 +236,9 @@ def _notes(book: Book) -> None:
             book.cut("transcriber's note", start - spaced, closing)
 
 
+_PREFACE = re.compile(r"\b(?:preface|foreword)\W*\Z", re.IGNORECASE)  # of somebody who copied a manuscript
+
+
 def _note_at(book: Book, found: re.Match[str]) -> None:
     start = _paragraph_start(book.text, found.start())
     pieces = paragraphs(book.text, start, min(len(book.text), start + NOTE_CHARS))
@@ -225,7 +246,10 @@ def _note_at(book: Book, found: re.Match[str]) -> None:
     before = book.text[head.start : found.start()]
     if before.strip(" \t\n[({<*_=-+|~#") and not words.is_box(head.text):
         return  # in the middle of a paragraph of the book
-    book.cut("transcriber's note", head.start, _note_end(book.text, pieces))
+    letter = _letter_end(pieces) if head.start < FRONT_CHARS else 0
+    end = max(letter, _note_end(book.text, pieces))
+    if end > head.end or not _PREFACE.search(head.text):
+        book.cut("transcriber's note", head.start, end)
 
 
 def _paragraph_start(text: str, at: int) -> int:
@@ -274,6 +298,21 @@ def _section(pieces: list[Paragraph], begin: int, wide: bool = False) -> list[Pa
             break
         found.append(one)
     return found
+
+
+def _letter_end(pieces: list[Paragraph]) -> int:
+    """A note before the book that reads like a letter: to the last paragraph about the etext, and its signature; 0 for none."""
+    last = 0
+    for number, one in enumerate(pieces[1:], 1):
+        if one.gap > 2 or one.start > pieces[0].start + 8000:
+            break
+        if words.ABOUT_ETEXT.search(one.text):
+            last = number
+    if not last:
+        return 0
+    rest = pieces[last + 1 : last + 3]
+    signed = len(rest) == 2 and rest[0].gap == 1 < rest[1].gap and len(rest[0].text.split()) <= 4
+    return pieces[last + signed].end
 
 
 def _is_inset(section: list[Paragraph]) -> bool:
@@ -366,8 +405,13 @@ def _back(book: Book) -> None:
         is_credit = words.CREDIT.match(one.text) and one.gap >= 1
         if len(one.text) < 1500 and (words.OURS.search(one.text) or is_credit):
             book.cut("gutenberg credits", one.start, one.end)
+        elif _ONLY_RULE.match(one.text):
+            book.cut("rules", one.start, one.end)
         elif not words.RULE.match(one.text):
             return
+
+
+_ONLY_RULE = re.compile(r"[\s*=~_+#-]+\Z")
 
 
 def _last_bracket(book: Book) -> None:
@@ -501,13 +545,16 @@ def _italics(book: Book) -> None:
         book.text = "".join(out)
 
 
-_TAG = re.compile(r"\[Illustrations?\b[ \t]*(?:\d+\w?)?[:.]?[ \t]*")
+_TAG = re.compile(r"\[(?:Illustrations?|ILLUSTRATIONS?|Picture(?=:))\b[ \t]*(?:\d+\w?)?[:.]?[ \t]*")
+
+
+_TAGS = ("[Illustration", "[ILLUSTRATION", "[Picture:")
 
 
 def _illustrations(book: Book) -> None:
     """[Illustration] goes, [Illustration: caption] leaves its caption: that is the book's."""
     pieces, at = [], 0
-    for found in _TAG.finditer(book.text) if "[Illustration" in book.text else ():
+    for found in _TAG.finditer(book.text) if any(tag in book.text for tag in _TAGS) else ():
         if found.start() < at or (closing := _closing(book.text, found.start())) < 0:
             continue
         pieces.append(book.text[at : found.start()] + book.text[found.end() : closing - 1])
