@@ -381,7 +381,15 @@ HOSTILE: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "errata of the transcriber": (
         START + TALE + "\n\n  THE END.\n\n\n       *       *       *       *\n\n\nERRATA (noted by transcriber)\n\nFirst Act:\n  and I-- I'm afraid----\n    _text has comma_\n\nSecond Act:\n  Karl----\n    _no visible hyphen_\n" + END,
-        ["THE END."], ["ERRATA", "Karl", "*   "],
+        ["THE END."], ["ERRATA", "Karl"],
+    ),
+    "a table of signs": (
+        START + "TRANSCRIBER'S NOTES\n\n\nItalic text is between _underscores_.\n\nFootnotes were renumbered.\n\nAccidentals:\n\n[f++] = F double-sharp\n[a+]  = A sharp\n\nFor example:\n\n[G: d' e']\n\n\n\n\nTHE TALE\n\nBY Y\n\n\n\n\nPREFACE\n\nThe present work.\n\n\n\n" + TALE + END,
+        ["THE TALE", "BY Y", "PREFACE", "The present work."], ["Italic", "Accidentals", "sharp", "For example", "[G:"],
+    ),
+    "a note, then the title close by": (
+        START + "TRANSCRIBER'S NOTES\n\nItalic text is between _underscores_.\n\nFootnotes were renumbered.\n\nTHE TALE\n\nBY Y\n\nThe present work is short.\n\n\n\n\n" + TALE + END,
+        ["THE TALE", "BY Y", "The present work is short."], ["Italic", "renumbered"],
     ),
     "errata of the author": (START + TALE + "\n\n\n\nERRATA.\n\nPage 3, for lamp read lamps.\n" + END, ["ERRATA.", "for lamp read lamps"], []),
     "a wide box, german": (

@@ -246,8 +246,8 @@ def _note_at(book: Book, found: re.Match[str]) -> None:
     before = book.text[head.start : found.start()]
     if before.strip(" \t\n[({<*_=-+|~#") and not words.is_box(head.text):
         return  # in the middle of a paragraph of the book
-    letter = _letter_end(pieces) if head.start < FRONT_CHARS else 0
-    end = max(letter, _note_end(book.text, pieces))
+    front = max(_letter_end(pieces), _key_end(pieces)) if head.start < FRONT_CHARS else 0
+    end = max(front, _note_end(book.text, pieces))
     if end > head.end or not _PREFACE.search(head.text):
         book.cut("transcriber's note", head.start, end)
 
@@ -313,6 +313,21 @@ def _letter_end(pieces: list[Paragraph]) -> int:
     rest = pieces[last + 1 : last + 3]
     signed = len(rest) == 2 and rest[0].gap == 1 < rest[1].gap and len(rest[0].text.split()) <= 4
     return pieces[last + signed].end
+
+
+def _key_end(pieces: list[Paragraph]) -> int:
+    """A note before the book that is a table of signs: to the wide gap before the title, if no title is in it; 0 for none."""
+    if "\n" in pieces[0].text.strip() or len(pieces[0].text) > 90:
+        return 0
+    section = _section(pieces, 1, wide=True)
+    if len(section) + 1 >= len(pieces) or not section or section[-1].end - pieces[0].start > 6000:
+        return 0
+    titled = any(_TITLE.match(one.text) for one in section)
+    signs = sum(words.is_notey(one.text) for one in section)
+    return section[-1].end if not titled and signs >= 2 and words.is_notey(section[0].text) else 0
+
+
+_TITLE = re.compile(r"[ \t]*(?:[A-Z][A-Z'\u2019 .,;:-]{3,60}(?:\n|\Z)|(?:By|Chapter|Preface|Contents|Introduction)\b)")
 
 
 def _is_inset(section: list[Paragraph]) -> bool:
@@ -405,13 +420,8 @@ def _back(book: Book) -> None:
         is_credit = words.CREDIT.match(one.text) and one.gap >= 1
         if len(one.text) < 1500 and (words.OURS.search(one.text) or is_credit):
             book.cut("gutenberg credits", one.start, one.end)
-        elif _ONLY_RULE.match(one.text):
-            book.cut("rules", one.start, one.end)
         elif not words.RULE.match(one.text):
             return
-
-
-_ONLY_RULE = re.compile(r"[\s*=~_+#-]+\Z")
 
 
 def _last_bracket(book: Book) -> None:
