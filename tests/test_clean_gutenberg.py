@@ -391,6 +391,12 @@ HOSTILE: dict[str, tuple[str, list[str], list[str]]] = {
         START + "TRANSCRIBER'S NOTES\n\nItalic text is between _underscores_.\n\nFootnotes were renumbered.\n\nTHE TALE\n\nBY Y\n\nThe present work is short.\n\n\n\n\n" + TALE + END,
         ["THE TALE", "BY Y", "The present work is short."], ["Italic", "renumbered"],
     ),
+    "errata, a rule, and more about the files": (
+        START + TALE + "\n\nFINIS.\n\n\n       *       *       *       *\n\nErrors and Inconsistencies (noted by transcriber)\n\nSome spellings are standard.\n\n  Celts  [_final . missing_]\n\n       *       *       *       *\n\n_About the Music_\n\n"
+        "It is also given in the text file.\n\n--Open it and scroll down.\n\nThe MIDI files are easy to make on your own computer.\n" + END,
+        ["FINIS."], ["noted by", "Celts", "About the Music", "scroll", "MIDI"],
+    ),
+    "an index close behind the note": (START + TALE + "\n\n\n\nTranscriber's Note\n\nErrors in spelling have been corrected.\n\nINDEX\n\nApples, 12\n\nLamps, 40\n" + END, ["INDEX", "Apples, 12", "Lamps, 40"], ["spelling"]),
     "errata of the author": (START + TALE + "\n\n\n\nERRATA.\n\nPage 3, for lamp read lamps.\n" + END, ["ERRATA.", "for lamp read lamps"], []),
     "a wide box, german": (
         START + "+" + "-" * 50 + "+\n|                      Anmerkungen zur Transkription |\n|                                                    |\n| Der Text ist originalgetreu.                       |\n+" + "-" * 50 + "+\n\n\n\n\nDIE LATERNE\n\n" + TALE

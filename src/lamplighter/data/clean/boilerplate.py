@@ -108,6 +108,9 @@ NOTEY = re.compile(
 ELECTRONIC = re.compile(r"<<\s*THIS ELECTRONIC VERSION OF.{0,1500}?>>", re.S)
 LEGAL_CHARS = 60_000  # no licence is longer
 RULE = re.compile(r"\A[\s*=~_+#.o-]+\Z", _I)
+ABOUT_FILES = re.compile(
+    r"\bmidi\b|\bpdf\b|\bhtml\b|\be-?text|\btext file|\bcomputer\b|project\s+gutenberg|lilypond|transcri", _I
+)
 ABOUT_ETEXT = re.compile(r"\be-?texts?\b|\bemail me\b|\b[\w.+-]+@[\w-]+\.[\w.-]+\b|project\s+gutenberg", _I)
 ADDRESS = re.compile(r"\b[\w.+-]+@[\w-]+\.[\w.-]+\b")
 

@@ -236,6 +236,7 @@ def _notes(book: Book) -> None:
             book.cut("transcriber's note", start - spaced, closing)
 
 
+_PART = re.compile(r"\W*(?:index|appendix|glossary|bibliography|epilogue)\W*\Z", re.IGNORECASE)
 _PREFACE = re.compile(r"\b(?:preface|foreword)\W*\Z", re.IGNORECASE)  # of somebody who copied a manuscript
 
 
@@ -274,11 +275,15 @@ def _note_end(text: str, pieces: list[Paragraph]) -> int:
         return section[-1].end
     for number, one in enumerate(section):
         if words.RULE.match(one.text):
-            return one.end
+            after = section[number + 1 :]
+            said = sum(bool(words.ABOUT_FILES.search(piece.text)) for piece in after)
+            return after[-1].end if at_end and said >= 2 else one.end
         rest = section[number:]
         if not at_end and not words.is_notey(one.text) and not _are_notes(rest):
             return end
-        if at_end and not body and not _are_notes(rest):
+        if at_end and not body and not _are_notes(rest) and not words.is_notey(one.text):
+            return end
+        if at_end and body and _PART.match(one.text) and not any(words.is_notey(piece.text) for piece in rest[1:2]):
             return end
         body, end = True, one.end
     later = 1 + len(section)
