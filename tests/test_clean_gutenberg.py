@@ -397,6 +397,10 @@ HOSTILE: dict[str, tuple[str, list[str], list[str]]] = {
         ["FINIS."], ["noted by", "Celts", "About the Music", "scroll", "MIDI"],
     ),
     "an index close behind the note": (START + TALE + "\n\n\n\nTranscriber's Note\n\nErrors in spelling have been corrected.\n\nINDEX\n\nApples, 12\n\nLamps, 40\n" + END, ["INDEX", "Apples, 12", "Lamps, 40"], ["spelling"]),
+    "errata of the author, then a note": (
+        START + TALE + "\n\n\n\nERRATA.\n\nPage 3, for lamp read lamps.\n\n\n\n\nTranscriber's Notes\n\nThe errata above were applied by the transcriber.\n" + END,
+        ["ERRATA.", "for lamp read lamps"], ["applied by"],
+    ),
     "errata of the author": (START + TALE + "\n\n\n\nERRATA.\n\nPage 3, for lamp read lamps.\n" + END, ["ERRATA.", "for lamp read lamps"], []),
     "a wide box, german": (
         START + "+" + "-" * 50 + "+\n|                      Anmerkungen zur Transkription |\n|                                                    |\n| Der Text ist originalgetreu.                       |\n+" + "-" * 50 + "+\n\n\n\n\nDIE LATERNE\n\n" + TALE

@@ -87,7 +87,7 @@ NOTE = re.compile(
     + _PEOPLE
     + r"\s*(?:end\s*|foot|foot-|general\s+|additional\s+|final\s+)?(?:notes?|comments?|remarks?|amendments?|corrections?|changes|errata|preface|foreword|bookmarks)\b"
     r"|notes?\s+(?:about|on|to|for|regarding|by|of|from|concerning)\s+(?:the|this)\s+(?:e-?text|e-?book|electronic|digital|transcri\w*|online|html|text\s+version|plain.text|project\s+gutenberg)"
-    r"|(?:errata|errors?|corrections?|changes|irregularities|misprints)\b[^\[\]\n]{0,40}\b(?:by|of)\s+(?:the\s+)?transcriber\b|errata\b(?=[^\[\]]{0,300}?\bby\s+(?:the\s+)?transcriber\b)"
+    r"|(?:errata|errors?|corrections?|changes|irregularities|misprints)\b[^\[\]\n]{0,40}\b(?:by|of)\s+(?:the\s+)?transcriber\b|errata\b(?=(?:(?!\n{4}|transcriber['\u2019])[^\[\]]){0,300}?\bby\s+(?:the\s+)?transcriber\b)"
     r"|(?:the\s+following\s+)?(?:typographical|typographic|printers?['\u2019]?s?)\s+errors?\s+(?:(?:have|has)\s+been\s+|were\s+)?corrected\b|the\s+following\s+(?:corrections?|changes)\s+(?:have|has|were)\s+(?:been\s+)?made\b[^\n]{0,30}\btext\b"
     r"|(?:anmerkung(?:en)?|bemerkung(?:en)?|hinweise?|notiz(?:en)?)\s+(?:zur|der|des|zum)\s+(?:transkri\w+|elektronischen|textgestalt)"
     r"|(?:notes?|remarques?)\s+(?:(?:de|sur|au\s+sujet\s+de|concernant)\s+(?:la\s+|cette\s+)?transcription|d[ue]s?\s+transcripteurs?|de\s+transcripteur)"
