@@ -401,6 +401,8 @@ HOSTILE: dict[str, tuple[str, list[str], list[str]]] = {
         START + TALE + "\n\n\n\nERRATA.\n\nPage 3, for lamp read lamps.\n\n\n\n\nTranscriber's Notes\n\nThe errata above were applied by the transcriber.\n" + END,
         ["ERRATA.", "for lamp read lamps"], ["applied by"],
     ),
+    "a rule of tildes, quotes of backticks": (START + "THE TALE\n~~~~~~~~\n\n```Tis late,' he said.\n\n" + TALE + END, ["THE TALE", "Tis late"], ["START OF", "Updated editions"]),
+    "a header cut down to the title": ("The Tale, by Y\n\n" + START + TALE, [], ["START OF"]),
     "errata of the author": (START + TALE + "\n\n\n\nERRATA.\n\nPage 3, for lamp read lamps.\n" + END, ["ERRATA.", "for lamp read lamps"], []),
     "a wide box, german": (
         START + "+" + "-" * 50 + "+\n|                      Anmerkungen zur Transkription |\n|                                                    |\n| Der Text ist originalgetreu.                       |\n+" + "-" * 50 + "+\n\n\n\n\nDIE LATERNE\n\n" + TALE

@@ -64,7 +64,7 @@ def is_ours(text: str) -> bool:
     return bool(first and words.TERMS.search(head[first[0].end() :]))
 
 
-_FENCE = re.compile(r"^ {0,3}(?:```|~~~)", re.MULTILINE)  # of a page that quotes the lines
+_FENCE = re.compile(r"^ {0,3}```[\w+-]*[ \t]*$", re.MULTILINE)  # of a page that quotes the lines
 
 
 def _in_place(part: str, mark: re.Match[str]) -> bool:
@@ -72,7 +72,8 @@ def _in_place(part: str, mark: re.Match[str]) -> bool:
     if mark.re is words.START:
         before = part[: mark.start()].strip()
         first = words.marks(before, (words.HEADER,), words.lines_with(before[:3000], words.NAME))
-        return not before or bool(first or words.TERMS.search(before))
+        trimmed = len(before) < 1000 and mark.group().startswith("*")  # somebody left but a title before it
+        return trimmed or bool(first or words.TERMS.search(before))
     if mark.re is words.END:
         after = part[mark.end() :].strip()
         return not after or bool(words.BOILER.search(after)) or words.LEGAL.search(after) is not None
