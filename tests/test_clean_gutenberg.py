@@ -363,6 +363,87 @@ HOSTILE: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "a box of stars": (START + f"{STARS}\n*                                      *\n* Transcriber's Note: spelling kept.   *\n{STARS}\n\nTHE TALE\n\n" + TALE + END, ["THE TALE"], ["spelling kept", "***"]),
     "an introduction about ebooks": (START + "INTRODUCTION\n\nEbooks are good, and I wanted one.\n\nMy publisher agreed.\n\n" + TALE + END, ["Ebooks are good", "My publisher agreed"], []),
+    "a note in brackets, set in": (
+        START + "Produced by A. Nother\n\n\n\n\n  [Transcriber's Note:\n\n  Short dashes are kept.\n\n      D - - n\n\n  Braces } hold lines together.]\n\n\n\n\n  THE\n  TALE\n\n" + TALE + END,
+        ["  THE\n  TALE"], ["dashes", "D - -", "Braces"],
+    ),
+    "a bracket about the encoding": (
+        START + "[This e-text includes characters that require UTF-8 (Unicode) file\nencoding:\n\n  \u0101 \u0113 (letters with macron)\n\nIf these do not display, use the Latin-1 file.]\n\n\n\n\nTHE TALE\n\n" + TALE + END,
+        ["THE TALE"], ["UTF-8", "macron", "Latin-1"],
+    ),
+    "a note set in under its heading": (
+        START + "Transcriber's note:\n\n      The first pages were put in another order.\n\n      The letter x does not occur.\n\n\n\n\n\nTHE TALE\n\nby Y\n\n" + TALE + END,
+        ["THE TALE", "by Y"], ["The first pages", "The letter x"],
+    ),
+    "a preparer's note behind the title": (
+        START + "THE TALE\n\nBy Y\n\n\n\nPREPARER'S NOTE\n\n     The text is based on the\n     edition of 1888.\n\n\n\n\nCONTENTS:\n\n     I. THE LANE\n\n" + TALE + END,
+        ["By Y", "I. THE LANE"], ["PREPARER", "edition of 1888"],
+    ),
+    "errata of the transcriber": (
+        START + TALE + "\n\n  THE END.\n\n\n       *       *       *       *\n\n\nERRATA (noted by transcriber)\n\nFirst Act:\n  and I-- I'm afraid----\n    _text has comma_\n\nSecond Act:\n  Karl----\n    _no visible hyphen_\n" + END,
+        ["THE END."], ["ERRATA", "Karl"],
+    ),
+    "a table of signs": (
+        START + "TRANSCRIBER'S NOTES\n\n\nItalic text is between _underscores_.\n\nFootnotes were renumbered.\n\nAccidentals:\n\n[f++] = F double-sharp\n[a+]  = A sharp\n\nFor example:\n\n[G: d' e']\n\n\n\n\nTHE TALE\n\nBY Y\n\n\n\n\nPREFACE\n\nThe present work.\n\n\n\n" + TALE + END,
+        ["THE TALE", "BY Y", "PREFACE", "The present work."], ["Italic", "Accidentals", "sharp", "For example", "[G:"],
+    ),
+    "a note, then the title close by": (
+        START + "TRANSCRIBER'S NOTES\n\nItalic text is between _underscores_.\n\nFootnotes were renumbered.\n\nTHE TALE\n\nBY Y\n\nThe present work is short.\n\n\n\n\n" + TALE + END,
+        ["THE TALE", "BY Y", "The present work is short."], ["Italic", "renumbered"],
+    ),
+    "errata, a rule, and more about the files": (
+        START + TALE + "\n\nFINIS.\n\n\n       *       *       *       *\n\nErrors and Inconsistencies (noted by transcriber)\n\nSome spellings are standard.\n\n  Celts  [_final . missing_]\n\n       *       *       *       *\n\n_About the Music_\n\n"
+        "It is also given in the text file.\n\n--Open it and scroll down.\n\nThe MIDI files are easy to make on your own computer.\n" + END,
+        ["FINIS."], ["noted by", "Celts", "About the Music", "scroll", "MIDI"],
+    ),
+    "an index close behind the note": (START + TALE + "\n\n\n\nTranscriber's Note\n\nErrors in spelling have been corrected.\n\nINDEX\n\nApples, 12\n\nLamps, 40\n" + END, ["INDEX", "Apples, 12", "Lamps, 40"], ["spelling"]),
+    "errata of the author, then a note": (
+        START + TALE + "\n\n\n\nERRATA.\n\nPage 3, for lamp read lamps.\n\n\n\n\nTranscriber's Notes\n\nThe errata above were applied by the transcriber.\n" + END,
+        ["ERRATA.", "for lamp read lamps"], ["applied by"],
+    ),
+    "a rule of tildes, quotes of backticks": (START + "THE TALE\n~~~~~~~~\n\n```Tis late,' he said.\n\n" + TALE + END, ["THE TALE", "Tis late"], ["START OF", "Updated editions"]),
+    "a header cut down to the title": ("The Tale, by Y\n\n" + START + TALE, [], ["START OF"]),
+    "errata of the author": (START + TALE + "\n\n\n\nERRATA.\n\nPage 3, for lamp read lamps.\n" + END, ["ERRATA.", "for lamp read lamps"], []),
+    "a wide box, german": (
+        START + "+" + "-" * 50 + "+\n|                      Anmerkungen zur Transkription |\n|                                                    |\n| Der Text ist originalgetreu.                       |\n+" + "-" * 50 + "+\n\n\n\n\nDIE LATERNE\n\n" + TALE
+        + "\n\n\n\n    [ Im folgenden werden alle ge\u00e4nderten Textzeilen angef\u00fchrt.\n\n      gieng\n      ging\n    ]\n" + END,
+        ["DIE LATERNE"], ["originalgetreu", "folgenden", "gieng"],
+    ),
+    "italian": (
+        START + "QUESTO E-BOOK:\n\nTITOLO: La lanterna\n\nDIRITTI D'AUTORE: no\n\nPUBBLICATO DA:\nA. Nother\n\n\n\n\nLA LANTERNA\n\n" + TALE
+        + "\n\n\n\n\nNota del Trascrittore\n\nOrtografia e punteggiatura originali sono state mantenute.\n" + END,
+        ["LA LANTERNA"], ["TITOLO", "PUBBLICATO", "Trascrittore", "Ortografia"],
+    ),
+    "spanish": (START + "Nota del transcriptor: la ortograf\u00eda fue conservada.\n\nLA LINTERNA\n\n" + TALE + "\n\nNOTAS:\n\n[1] As\u00ed en el original.\n" + END, ["LA LINTERNA", "NOTAS:", "[1] As\u00ed"], ["transcriptor"]),
+    "a letter about the etext": (
+        "The Project Gutenberg Etext of The Tale, by Y\n\n*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n\n\n\nExecutive Director's Notes:\n\n"
+        "You will see odd words, such as these:\n\n  Who's there?\n\n***\n\nPlease take this into account when looking at this etext.\n\n\n***\n\n\nScanner's Notes: What this is.\n\n"
+        "It is as close as I can come.\n\nI wish to make this the best etext possible: somebody@example.com\n\nA. Nother\n\n\nThe Tragedie of the Lamp\n\nActus Primus.\n\n" + TALE + "\n\nEnd of The Project Gutenberg Etext of The Tale\n",
+        ["The Tragedie of the Lamp", "Actus Primus."], ["Executive", "odd words", "Who's there", "as close as", "Nother"],
+    ),
+    "two versions of an etext": (
+        START + "This Etext is in German.\n\nWe are releasing two versions of this Etext, one in 7-bit format.\n\nThis book content was graciously contributed by the Gutenberg\nProjekt-DE.\n\n\n\n\nDIE LATERNE\n\n" + TALE + END,
+        ["DIE LATERNE"], ["7-bit", "contributed"],
+    ),
+    "canada": (
+        "* A Project Gutenberg Canada Ebook *\n\nThis ebook is made available at no cost and with very few\nrestrictions.\n\nTitle: X\nAuthor: Y, Z (1863-1930)\nDate first posted: 23 May 2012\nProject Gutenberg Canada ebook #949\n\n"
+        "This ebook was produced by A. Nother\n\n\n\n\nTHE TALE\n\nby Z Y\n\n" + TALE + "\n\n\nTHE END\n\n\n[End of _The Tale_, by Z Y]\n",
+        ["by Z Y", "THE END"], ["[End of", "ebook", "1863"],
+    ),
+    "lists of several houses": (
+        START + TALE + "\n\n\n\n\nPUBLICATIONS OF\n\nTHE LAMP PRESS\n\nFOUNDED 1900\n\n\n\n\nLAMP CLASSICS\n\n\nI. Poems by Oil\n\nWith an introduction. 1914.\n178 pages. Price $1.50\n\nThe public is indebted to it. _Daily Wick._\n\nII. Wicks\n\nA life of them. 1915. Price $2.00\n"
+        "\n\n\n\nRECENT PUBLICATIONS.\n\nOIL'S School Physics                  1 20\n\nWICK'S Trees. _Illustrated_           1 00\n\nWICK'S General History 1.20\n\nBooks sent postpaid on receipt of price.\n" + END,
+        [], ["PUBLICATIONS", "CLASSICS", "Wicks", "WICK", "postpaid"],
+    ),
+    "a sale in the last chapter but one": (
+        START + TALE + "\n\n\n\nTHE SALE\n\nLot 1. A Bible, octavo, calf, price 2s.\nLot 2. A Herbal, quarto, price 10s.\nLot 3. A Psalter, boards, price 4s.\nLot 4. Sylva.\n\n\n\n\nEPILOGUE\n\nThe boy grew old.\n" + END,
+        ["THE SALE", "Lot 3.", "EPILOGUE", "The boy grew old."], [],
+    ),
+    "somebody copied a manuscript": (
+        START + "THE MONK'S BOOK\n\nTRANSCRIBER'S PREFACE\n\nIn the year 1701 I found it in a chest at Ware.\n\nI have altered nothing.\n\n" + TALE + END,
+        ["TRANSCRIBER'S PREFACE", "I found it", "altered nothing"], [],
+    ),
+    "pictures": (START + "[ILLUSTRATION]\n\n[Picture: The lane by night]\n\n" + TALE + END, ["The lane by night"], ["ILLUSTRATION", "Picture"]),
 }  # fmt: skip
 
 
@@ -375,3 +456,20 @@ def test_odd_files_lose_what_is_not_theirs_and_nothing_else(name: str) -> None:
     assert name == "a poem shorter than its small print" or all(
         f"paragraph {number} of" in text for number in range(60)
     )
+
+
+ABOUT = {
+    "a page with a fence": "# Cleaner\n\n```\n*** START OF THIS PROJECT GUTENBERG EBOOK ***\ntext\n*** END OF THIS PROJECT GUTENBERG EBOOK ***\n```\n\nThen cut.\n",
+    "a page with a quoted line": "# Libraries\n\nProject Gutenberg was founded in 1971.\n\nLook for such lines:\n\n    *** START OF THE PROJECT GUTENBERG EBOOK X ***\n\nand cut there. Donations are welcome.\n",
+    "an essay": "Project Gutenberg's mission, a short account\n\nThe Project Gutenberg eBook collection is in the public domain, and its\nlicense, the small print and donations are told of below.\n\n" + TALE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ABOUT)
+def test_what_quotes_or_discusses_its_lines_is_left_alone(name: str) -> None:
+    assert strip(ABOUT[name]).text == ABOUT[name]
+
+
+def test_a_last_chapter_about_licences_and_donations_stays() -> None:
+    last = '\n\nCHAPTER II\n\nThe licence was granted, and the donations of the parish were counted.\n\n"No refund," said the beadle, "and no warranty." The volunteers laughed.\n'
+    assert last.strip() in strip(START + TALE + last + END).text

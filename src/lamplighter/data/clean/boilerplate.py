@@ -39,9 +39,9 @@ HEADER = re.compile(
     r"[ \t*_<#\ufeff]*(?:this is )?(?:the |a )?project[ \t]+gutenberg(?:['\u2019]s\b|[ \t,:]+(?:of australia )?(?:\w+ ){0,2}?(?:e-?text|e-?book|edition)|[ \t]+(?:presents|release))",
     _I | _M,
 )
-TERMS = re.compile(
+TERMS = re.compile(  # what a header says besides its first line; an essay about the project does not
     r"for the use of anyone anywhere|copyright laws are changing|plain vanilla electronic|\[(?:e-?text|e-?book)[ \t]*#"
-    r"|^(?:title|author)[ \t]*:|gutenberg license|small print|public domain|eBook No\.:",
+    r"|^title[ \t]*:[^\n]*\n(?:[^\n]*\n){0,12}?author[ \t]*:|eBook No\.:|(?:almost no|very few)\s+restrictions|small print!",
     _I | _M,
 )
 META = re.compile(
@@ -63,7 +63,9 @@ OURS = re.compile(  # in the first pages of a book, a paragraph with one of thes
     r"|\bthis\s+(?:e-?text|e-?book)\s+(?:was|is|has|were|version|edition|file)|\be-?texts?\s+(?:prepared|produced|created|typed|scanned|by|was|edition)"
     r"|images?\s+(?:generously|courtesy|of\s+the\s+original|made\s+available|from\s+the\s+internet)|file\s+was\s+produced\s+from\s+images"
     r"|(?:made|are)\s+available\s+(?:by|at|through|from|on)\s+(?:the\s+)?(?:\w+\s+)?(?:internet\s+archive|archive\.org|hathi|google|https?:|gallica|biblioth)"
-    r"|short list of bookmarks, or pointers|see\s+\S*-h\.(?:htm|zip)|\bhttps?://|\bwww\.[a-z]",
+    r"|short list of bookmarks, or pointers|see\s+\S*-h\.(?:htm|zip)|\bhttps?://|\bwww\.[a-z]"
+    r"|\b(?:utf-?8|unicode|iso-8859|latin-1)\b[^.]{0,120}\b(?:encod|file|fonts?\b|browser|text reader|version)|\bthis\s+(?:e-?text|e-?book)\s+(?:includes?|contains?|uses?|comes?|requires?)\b"
+    r"|\b(?:of|in|for)\s+this\s+e-?text\b|gutenberg\W+projekt|projekt\W+gutenberg",
     _I,
 )
 CREDIT = re.compile(
@@ -73,19 +75,24 @@ CREDIT = re.compile(
     r"|(?:produced|prepared|digiti[sz]ed|typed|keyed|proofed|proof-?read|ocr(?:'?d|ed)?|html(?:-?ized)?|encoded|converted|formatted|edited for gutenberg|text prepared|text\s+scanned|updated?)\b(?:\s+(?:and|&|,|for|to|from|in|with|etext|html|the|project|gutenberg|electronic|text|edition|scanned|proofread|proofed|typed|corrected|edited|digitized|originally)){0,6}\s+by\b"
     r"|note:\s+(?:project gutenberg|images|the\s+original\s+(?:files|illustrations)|this\s+e|see\s)|an?\s+html\s+version|html\s+version|character\s+set"
     r"|(?:many\s+)?thanks\s+to\s+[^\n]{0,80}(?:proofread|internet archive|pgdp|gutenberg)|with\s+(?:many\s+)?thanks\s+to\s+[^\n]{0,80}(?:proofread|archive)"
-    r"|\(?this\s+file\s+was\s+(?:produced|first\s+posted|made)|most recently updated|last updated|\[?last\s+updated?|release\s+date\s*:)",
+    r"|ce\s+document\s+fut\s+pr[ée]sent[ée]|\(?this\s+file\s+was\s+(?:produced|first\s+posted|made)|most recently updated|last updated|\[?last\s+updated?|release\s+date\s*:)",
     _I,
 )
 _PEOPLE = (
-    r"(?:transcribers?|transcribers?['\u2019]s?|transcriber['\u2019]?s['\u2019]?|redactor['\u2019]?s|proofreaders?['\u2019]?s?|producer['\u2019]?s|preparer['\u2019]?s"
+    r"(?:executive\s+director['\u2019]?s|transcribers?|transcribers?['\u2019]s?|transcriber['\u2019]?s['\u2019]?|redactor['\u2019]?s|proofreaders?['\u2019]?s?|producer['\u2019]?s|preparer['\u2019]?s"
     r"|scanner['\u2019]?s|digiti[sz]er['\u2019]?s|typist['\u2019]?s|transcription|transcriptionist['\u2019]?s|pg\s+editor['\u2019]?s|e-?text(?:\s+(?:editor|transcriber|producer)['\u2019]?s)?|e-?book|tr(?:anscriber)?\.)"
 )
 NOTE = re.compile(
-    r"[^\w\n]{0,16}(?:(?:the|a|note\s+by\s+the)\s+)?(?:"
+    r"[^\w\n]{0,70}(?:(?:the|a|note\s+by\s+the)\s+)?(?:"
     + _PEOPLE
     + r"\s*(?:end\s*|foot|foot-|general\s+|additional\s+|final\s+)?(?:notes?|comments?|remarks?|amendments?|corrections?|changes|errata|preface|foreword|bookmarks)\b"
     r"|notes?\s+(?:about|on|to|for|regarding|by|of|from|concerning)\s+(?:the|this)\s+(?:e-?text|e-?book|electronic|digital|transcri\w*|online|html|text\s+version|plain.text|project\s+gutenberg)"
-    r"|anmerkungen?\s+(?:zur|der)\s+(?:transkription|elektronischen)|notes?\s+(?:de\s+(?:la\s+)?transcription|d[ue]s?\s+transcripteur)|notas?\s+(?:del|do)\s+transcri\w+|opmerkingen?\s+van\s+de\s+bewerker"
+    r"|(?:errata|errors?|corrections?|changes|irregularities|misprints)\b[^\[\]\n]{0,40}\b(?:by|of)\s+(?:the\s+)?transcriber\b|errata\b(?=(?:(?!\n{4}|transcriber['\u2019])[^\[\]]){0,300}?\bby\s+(?:the\s+)?transcriber\b)"
+    r"|(?:the\s+following\s+)?(?:typographical|typographic|printers?['\u2019]?s?)\s+errors?\s+(?:(?:have|has)\s+been\s+|were\s+)?corrected\b|the\s+following\s+(?:corrections?|changes)\s+(?:have|has|were)\s+(?:been\s+)?made\b[^\n]{0,30}\btext\b"
+    r"|(?:anmerkung(?:en)?|bemerkung(?:en)?|hinweise?|notiz(?:en)?)\s+(?:zur|der|des|zum)\s+(?:transkri\w+|elektronischen|textgestalt)"
+    r"|(?:notes?|remarques?)\s+(?:(?:de|sur|au\s+sujet\s+de|concernant)\s+(?:la\s+|cette\s+)?transcription|d[ue]s?\s+transcripteurs?|de\s+transcripteur)"
+    r"|not[ae]s?\s+(?:del?|do|da|dos|de\s+la|a\s+la|della?|dei|sulla|di)\s*(?:transcri\w+|trascri\w+)|(?:opmerking(?:en)?|noot|noten|aantekening(?:en)?)\s+(?:van|bij|over)\s+de\s+(?:bewerker|transcri\w+)"
+    r"|questo\s+e-?book\s*:|trans[ks]?s?kri\w+\s+(?:anm\w+|bem\w+|noter?|huomautu\w+)"
     r")",
     _I | _M,
 )
@@ -93,17 +100,23 @@ BRACKETED = re.compile(r"[\[{(<][^\w\[\]{}()\n]{0,6}(?:\w{1,12}[.:] ?)?(?:the )?
 NOTEY = re.compile(
     r"transcri|typograph|spelling|spelled|hyphen|punctuat|quotation mark|italic|underscore|\bbold\b|small.?caps|capitali|footnotes?|\bcorrected|\bretained|\bunchanged|original\s+(?:text|book|edition|publication|spelling|page|print|source|scan)"
     r"|printed\s+(?:text|book|edition|version|original|page)|printers?['\u2019]?s?\s+error|printing error|inconsisten|misprint|page\s+(?:number|header|\d)|\bp\. ?\d|\billustrations?|accent|diacritic|ligature|encod|\bascii\b|utf-?8|unicode|latin-1|\bhtml\b|e-?text|e-?book|superscript|subscript|\bcaret"
-    r"|changed\s+to|replaced\s+(?:with|by)|added\s+to|removed|omitted|table of contents|cover\s+(?:image|art)|public domain|archaic|obvious|as\s+printed|greek|symbol|macron|breve|sidenote|scanned|silently|text\s+(?:file|version|edition)|\"[^\"\n]+\"\s+(?:to|for)\s+\"|this\s+(?:version|edition|text|book)|line\s+\d",
+    r"|changed\s+to|replaced\s+(?:with|by)|added\s+to|removed|omitted|table of contents|cover\s+(?:image|art)|public domain|archaic|obvious|as\s+printed|greek|symbol|macron|breve|sidenote|scanned|silently|text\s+(?:file|version|edition)|\"[^\"\n]+\"\s+(?:to|for)\s+\"|this\s+(?:version|edition|text|book)|line\s+\d"
+    r"|transkri|trascri|orthogra|ortogra|rechtschreib|schreibweis|druckfehler|tippfehler|gesperrt|kursiv|korrigiert|schriftart|fraktur|antiqua|zeichensetzung|interpun[ck]t|ponctuation|puntuaci|punteggiatura|pontua"
+    r"|\bcorrig|\bconservé|\bcorreg|\bcorrett|zetfout|spelfout|drukfout|spelling|gecorrigeerd|originale?\b|erreurs?\b|errores\b|errori\b|refusi\b|\bitaliques?|cursiva|corsivo|\d\.png",
     _I,
 )
 ELECTRONIC = re.compile(r"<<\s*THIS ELECTRONIC VERSION OF.{0,1500}?>>", re.S)
 LEGAL_CHARS = 60_000  # no licence is longer
 RULE = re.compile(r"\A[\s*=~_+#.o-]+\Z", _I)
+ABOUT_FILES = re.compile(
+    r"\bmidi\b|\bpdf\b|\bhtml\b|\be-?text|\btext file|\bcomputer\b|project\s+gutenberg|lilypond|transcri", _I
+)
+ABOUT_ETEXT = re.compile(r"\be-?texts?\b|\bemail me\b|\b[\w.+-]+@[\w-]+\.[\w.-]+\b|project\s+gutenberg", _I)
 ADDRESS = re.compile(r"\b[\w.+-]+@[\w-]+\.[\w.-]+\b")
 
-_SIZE = re.compile(r"\b(?:12mo|8vo|16mo|4to|18mo|24mo|32mo|octavo|duodecimo)\b|\$ ?\.?\d|\b\d+ cents\b|\bpost.?(?:paid|free)\b|\bby mail\b|\b\d+s\. ?(?:\d+d\.)?,? net|\bnet\.? \$|\bprice,? (?:\$|\d|one|two)", _I)  # fmt: skip
+_SIZE = re.compile(r"\b(?:12mo|8vo|16mo|4to|18mo|24mo|32mo|octavo|duodecimo)\b|\$ ?\.?\d|\b\d+ cents\b|\bpost.?(?:paid|free)\b|\bby mail\b|\b\d+s\. ?(?:\d+d\.)?,? net|\bnet\.? \$|\bprice,? (?:\$|\d|one|two)|[a-z,].*[ .]\.?\d?\.\d\d$|[a-z].*  \d \d\d$", _I)  # fmt: skip
 _BOOKISH = re.compile(r"\b(?:12mo|8vo|16mo|4to|18mo|octavo|cloth|gilt|boards|calf|morocco|crown|post.?(?:paid|free)|illustrat(?:ed|ions?)|publishers?|published|pp\.|pages|bound|binding|volumes?|vols?\.|author of|editions?|booksellers?|catalogue|net|price|cents|mailed|fcap|demy)\b|\$ ?\.?\d|\.\d\d$|^ *by [A-Z]", _I | _M)  # fmt: skip
-SELLING = re.compile(r"by the same author|books? (?:by|for|of)\b|works (?:by|of)\b|new (?:books|novels|works|edition)|advertisement|publications? of|list of (?:books|works|publications)|catalogue|library\b|series\b|press notices|opinions of the press|publishers?", _I)  # fmt: skip
+SELLING = re.compile(r"by the same author|recent publications|just (?:published|printed)|books? (?:by|for|of)\b|works (?:by|of)\b|new (?:books|novels|works|edition)|advertisement|publications? of|list of (?:books|works|publications)|catalogue|library\b|series\b|press notices|opinions of the press|publishers?", _I)  # fmt: skip
 NOT_ADVERT = re.compile(r"\A\W*(?:foot)?notes?\b|\A\W*index\b|\A\W*appendix|\A\W*glossary|\A\W*bibliography|\A\W*contents|\A\W*chapter\b|\A\W*errata|\A\W*epilogue", _I)  # fmt: skip
 
 
@@ -192,14 +205,18 @@ def is_box(text: str) -> bool:
     return len(lines) > 1 and sum(line.lstrip()[:1] in ("|", "+", "*", "#") for line in lines) > 0.8 * len(lines)
 
 
-def is_advert(section: str) -> bool:
-    """A publisher's list: sizes, bindings and prices in many lines."""
+def is_advert(section: str, after_one: bool = False) -> bool:
+    """A publisher's list: sizes, bindings and prices in many lines; `after_one`: such a list follows, so less will do."""
     lines = [line for line in section.split("\n") if line.strip()]
-    if len(lines) < 4 or NOT_ADVERT.match(section):
+    selling = bool(SELLING.search("\n".join(lines[:4])))
+    if NOT_ADVERT.match(section) or len(lines) < (2 if after_one and selling else 4):
         return False
     prices, bookish = (
         sum(bool(_SIZE.search(line)) for line in lines),
         sum(bool(_BOOKISH.search(line)) for line in lines),
     )
-    selling = bool(SELLING.search("\n".join(lines[:4])))
+    if after_one and selling and len(lines) < 12:
+        return True  # the title of the lists
+    if after_one and prices >= 2 and prices > 0.06 * len(lines):
+        return True
     return (prices >= 3 and bookish > 0.2 * len(lines)) or (selling and prices >= 1 and bookish > 0.15 * len(lines))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lamplighter.data.clean import boilerplate as words
 from lamplighter.data.clean.boilerplate import Paragraph, paragraphs
@@ -42,16 +42,19 @@ class Book:
 
 LEGAL_NEEDLES = ("gutenberg", "small print", "updated editions", "this file should", "creating the works", "corrected editions", "please read this", "most people start", "full license")  # fmt: skip
 LEGAL_WORDS = words.cases("gutenberg", "small print", "updated editions", "this file should", "creating the works", "corrected editions", "please read this", "most people start", "full license")  # fmt: skip
-NOTE_WORDS = words.cases("transcri", "redactor", "proofreader", "etext", "e-text", "ebook", "e-book", "electronic", "scanner", "digiti", "typist", "preparer", "producer", "anmerkung", "opmerking")  # fmt: skip
+NOTE_WORDS = words.cases("transcri", "redactor", "proofreader", "etext", "e-text", "ebook", "e-book", "electronic", "scanner", "digiti", "typist", "preparer", "producer", "anmerkung", "bemerkung", "hinweis", "opmerking", "transkri", "trascri", "transskri", "errata", "corrected", "corrections", "executive")  # fmt: skip
 TRANSCRIBER = words.cases("transcriber")
 
 
 def is_ours(text: str) -> bool:
-    """Whether one of Project Gutenberg's own lines is there; to talk about it is not enough."""
+    """Whether one of Project Gutenberg's own lines is there, in its place; to talk about it, or to quote it, is not enough."""
     head, tail = text[:HEAD_CHARS], text[-2 * HEAD_CHARS :] if len(text) > HEAD_CHARS else ""
+    if _FENCE.search(head) or _FENCE.search(tail):
+        return False
     for part in (head, tail):
         lines = words.lines_with(part, words.NAME_OR_PRINT)
-        if lines and words.marks(part, (words.START, words.END, words.SMALL_PRINT_ENDS), lines):
+        marks = words.marks(part, (words.START, words.END, words.SMALL_PRINT_ENDS), lines) if lines else []
+        if any(_in_place(part, mark) for mark in marks):
             return True
         if any(words.is_legal(part[m.start() :]) for m in words.marks(part, (words.LAST_LINE,), lines)):
             return True
@@ -59,6 +62,22 @@ def is_ours(text: str) -> bool:
             return True
     first = words.marks(head, (words.HEADER,), words.lines_with(head[:3000], words.NAME))
     return bool(first and words.TERMS.search(head[first[0].end() :]))
+
+
+_FENCE = re.compile(r"^ {0,3}```[\w+-]*[ \t]*$", re.MULTILINE)  # of a page that quotes the lines
+
+
+def _in_place(part: str, mark: re.Match[str]) -> bool:
+    """START stands first or after a header, END last or before the licence; the small print's end needs neither."""
+    if mark.re is words.START:
+        before = part[: mark.start()].strip()
+        first = words.marks(before, (words.HEADER,), words.lines_with(before[:3000], words.NAME))
+        trimmed = len(before) < 1000 and mark.group().startswith("*")  # somebody left but a title before it
+        return trimmed or bool(first or words.TERMS.search(before))
+    if mark.re is words.END:
+        after = part[mark.end() :].strip()
+        return not after or bool(words.BOILER.search(after)) or words.LEGAL.search(after) is not None
+    return True
 
 
 def _near_the_ends(text: str, needles: tuple[str, ...], tail: int) -> list[int]:
@@ -218,6 +237,10 @@ def _notes(book: Book) -> None:
             book.cut("transcriber's note", start - spaced, closing)
 
 
+_PART = re.compile(r"\W*(?:index|appendix|glossary|bibliography|epilogue)\W*\Z", re.IGNORECASE)
+_PREFACE = re.compile(r"\b(?:preface|foreword)\W*\Z", re.IGNORECASE)  # of somebody who copied a manuscript
+
+
 def _note_at(book: Book, found: re.Match[str]) -> None:
     start = _paragraph_start(book.text, found.start())
     pieces = paragraphs(book.text, start, min(len(book.text), start + NOTE_CHARS))
@@ -225,7 +248,10 @@ def _note_at(book: Book, found: re.Match[str]) -> None:
     before = book.text[head.start : found.start()]
     if before.strip(" \t\n[({<*_=-+|~#") and not words.is_box(head.text):
         return  # in the middle of a paragraph of the book
-    book.cut("transcriber's note", head.start, _note_end(book.text, pieces))
+    front = max(_letter_end(pieces), _key_end(pieces)) if head.start < FRONT_CHARS else 0
+    end = max(front, _note_end(book.text, pieces))
+    if end > head.end or not _PREFACE.search(head.text):
+        book.cut("transcriber's note", head.start, end)
 
 
 def _paragraph_start(text: str, at: int) -> int:
@@ -235,30 +261,39 @@ def _paragraph_start(text: str, at: int) -> int:
 
 def _note_end(text: str, pieces: list[Paragraph]) -> int:
     head = pieces[0]
-    if head.text.lstrip()[:1] in ("[", "{", "(") and (closing := _closing(text, head.start)) > 0:
+    if (closing := _bracket_end(text, head)) > 0:
         return closing
     if words.is_box(head.text):
         return _box_end(pieces)
     at_end = head.start > 0.8 * len(text) or len(text) - head.start < 3000
     body, end = "\n" in head.text.strip() or len(head.text) > 90, head.end
     section = _section(pieces, 1, wide=not body)
-    if section and "bookmarks" in head.text.lower():  # a list of quotations made by the file's editor
+    if section and _WHOLE_LIST.search(head.text):
         return section[-1].end
     if section and words.RULE.match(section[0].text) and not body:
         return _then_body(pieces, section[0])
+    if not body and _is_inset(section) and not head.text.startswith(" "):
+        return section[-1].end
     for number, one in enumerate(section):
         if words.RULE.match(one.text):
-            return one.end
+            after = section[number + 1 :]
+            said = sum(bool(words.ABOUT_FILES.search(piece.text)) for piece in after)
+            return after[-1].end if at_end and said >= 2 else one.end
         rest = section[number:]
         if not at_end and not words.is_notey(one.text) and not _are_notes(rest):
             return end
-        if at_end and not body and not _are_notes(rest):
+        if at_end and not body and not _are_notes(rest) and not words.is_notey(one.text):
+            return end
+        if at_end and body and _PART.match(one.text) and not any(words.is_notey(piece.text) for piece in rest[1:2]):
             return end
         body, end = True, one.end
     later = 1 + len(section)
     while at_end and (more := _section(pieces, later)) and _are_notes(more):
         later, end = later + len(more), more[-1].end
     return end
+
+
+_WHOLE_LIST = re.compile(r"bookmarks|questo e-?book", re.IGNORECASE)  # quotations an editor chose; a colophon
 
 
 def _section(pieces: list[Paragraph], begin: int, wide: bool = False) -> list[Paragraph]:
@@ -269,6 +304,41 @@ def _section(pieces: list[Paragraph], begin: int, wide: bool = False) -> list[Pa
             break
         found.append(one)
     return found
+
+
+def _letter_end(pieces: list[Paragraph]) -> int:
+    """A note before the book that reads like a letter: to the last paragraph about the etext, and its signature; 0 for none."""
+    last = 0
+    for number, one in enumerate(pieces[1:], 1):
+        if one.gap > 2 or one.start > pieces[0].start + 8000:
+            break
+        if words.ABOUT_ETEXT.search(one.text):
+            last = number
+    if not last:
+        return 0
+    rest = pieces[last + 1 : last + 3]
+    signed = len(rest) == 2 and rest[0].gap == 1 < rest[1].gap and len(rest[0].text.split()) <= 4
+    return pieces[last + signed].end
+
+
+def _key_end(pieces: list[Paragraph]) -> int:
+    """A note before the book that is a table of signs: to the wide gap before the title, if no title is in it; 0 for none."""
+    if "\n" in pieces[0].text.strip() or len(pieces[0].text) > 90:
+        return 0
+    section = _section(pieces, 1, wide=True)
+    if len(section) + 1 >= len(pieces) or not section or section[-1].end - pieces[0].start > 6000:
+        return 0
+    titled = any(_TITLE.match(one.text) for one in section)
+    signs = sum(words.is_notey(one.text) for one in section)
+    return section[-1].end if not titled and signs >= 2 and words.is_notey(section[0].text) else 0
+
+
+_TITLE = re.compile(r"[ \t]*(?:[A-Z][A-Z'\u2019 .,;:-]{3,60}(?:\n|\Z)|(?:By|Chapter|Preface|Contents|Introduction)\b)")
+
+
+def _is_inset(section: list[Paragraph]) -> bool:
+    """A note set in under its heading is one piece, to the next wide gap."""
+    return all(line.startswith("    ") for one in section for line in one.text.split("\n")) and bool(section)
 
 
 def _are_notes(pieces: list[Paragraph]) -> bool:
@@ -322,20 +392,36 @@ def _front(book: Book) -> None:
     """Who made the file: paragraphs before the first line of the book, and a few that stand behind its title."""
     leading = True
     cuts: list[Paragraph] = []
+    done = 0
     for one in paragraphs(book.text, 0, min(len(book.text), FRONT_CHARS)):
         if one.end >= FRONT_CHARS and one.end < len(book.text):
             break
+        if one.start < done:
+            continue
         short = len(one.text) < 1500
         if (short and (words.OURS.search(one.text) or (words.CREDIT.match(one.text) and (leading or words.ADDRESS.search(one.text))))) or (leading and cuts and short and len(one.text.split("\n")) <= 4 and words.ADDRESS.search(one.text)):  # fmt: skip
-            cuts.append(one)
+            done = max(one.end, _bracket_end(book.text, one))
+            cuts.append(replace(one, end=done))
         elif not (leading and words.RULE.match(one.text)):
             leading = False
     for one in reversed(cuts):
         book.cut("gutenberg credits", one.start, one.end)
 
 
+def _bracket_end(text: str, one: Paragraph) -> int:
+    """A paragraph that opens a bracket goes on to where it closes; -1 where it opens none."""
+    inset = len(one.text) - len(one.text.lstrip())
+    return _closing(text, one.start + inset) if one.text[inset] in "[{(" else -1
+
+
+_LAST_BRACKET = re.compile(r"\s*\[(?:the )?end of\b[^\]]{0,300}\]\s*\Z", re.IGNORECASE)
+
+
 def _back(book: Book) -> None:
     """Credits and rules after the last paragraph of the book."""
+    if found := _LAST_BRACKET.search(book.text, max(0, len(book.text) - 400)):
+        book.cut("gutenberg line", found.start(), found.end())
+    _last_bracket(book)
     for one in reversed(paragraphs(book.text, max(0, len(book.text) - 6000))):
         is_credit = words.CREDIT.match(one.text) and one.gap >= 1
         if len(one.text) < 1500 and (words.OURS.search(one.text) or is_credit):
@@ -344,6 +430,22 @@ def _back(book: Book) -> None:
             return
 
 
+def _last_bracket(book: Book) -> None:
+    """A list of corrections in brackets, after the last paragraph of the book."""
+    end = len(book.text.rstrip())
+    if book.text[end - 1 : end] != "]":
+        return
+    for one in reversed(paragraphs(book.text, max(0, end - BRACKET_CHARS))):
+        if one.gap >= 2 and one.text.lstrip()[:1] == "[" and _bracket_end(book.text, one) == end:
+            if _CHANGES.search(one.text):
+                book.cut("transcriber's note", one.start, end)
+            return
+
+
+_CHANGES = re.compile(
+    r"transcri|transkri|trascri|e-?text|e-?book|geänderten? textzeilen|list of (?:corrections|changes)|(?:corrections|changes) (?:made|have been)",
+    re.IGNORECASE,
+)
 _THE_END = re.compile(r"[ \t]*(?:THE END|FINIS|END OF (?:VOLUME|VOL\.?) \w+|END)\W*$", re.MULTILINE)
 
 
@@ -361,7 +463,7 @@ def _adverts(book: Book) -> None:
     cut, small = len(book.text), 0
     for start, end in reversed(spans):
         section = book.text[start:end]
-        if words.is_advert(section):
+        if words.is_advert(section, after_one=cut < len(book.text)):
             cut, small = start, 0
         elif section.strip() and (len(section.split("\n")) > 12 or small >= 2 or words.NOT_ADVERT.match(section)):
             break
@@ -459,13 +561,16 @@ def _italics(book: Book) -> None:
         book.text = "".join(out)
 
 
-_TAG = re.compile(r"\[Illustrations?\b[ \t]*(?:\d+\w?)?[:.]?[ \t]*")
+_TAG = re.compile(r"\[(?:Illustrations?|ILLUSTRATIONS?|Picture(?=:))\b[ \t]*(?:\d+\w?)?[:.]?[ \t]*")
+
+
+_TAGS = ("[Illustration", "[ILLUSTRATION", "[Picture:")
 
 
 def _illustrations(book: Book) -> None:
     """[Illustration] goes, [Illustration: caption] leaves its caption: that is the book's."""
     pieces, at = [], 0
-    for found in _TAG.finditer(book.text) if "[Illustration" in book.text else ():
+    for found in _TAG.finditer(book.text) if any(tag in book.text for tag in _TAGS) else ():
         if found.start() < at or (closing := _closing(book.text, found.start())) < 0:
             continue
         pieces.append(book.text[at : found.start()] + book.text[found.end() : closing - 1])
