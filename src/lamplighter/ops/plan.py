@@ -22,7 +22,7 @@ from lamplighter.ops.devices import Device
 
 GIB = 1 << 30
 GPU_OWN_GIB = 0.8  # context, kernels and the allocator's spare
-HOST_OWN_GIB = 0.6  # Python and torch
+HOST_OWN_GIB = 0.3  # Python and torch
 SPARE = 0.92  # of the memory that may be planned for
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 
@@ -148,7 +148,7 @@ def layer_bytes(shape: Shape, dtype: str) -> int:
     C, M = shape.width, shape.mlp_width
     if shape.family == "gpt2":
         return 32 * C + 8 * M if dtype == "fp32" else 20 * C + 4 * M
-    return 40 * C + 16 * M if dtype == "fp32" else 28 * C + 8 * M
+    return 40 * C + 16 * M if dtype == "fp32" else 34 * C + 8 * M
 
 
 def memory(job: Job, device: Device) -> Memory:
