@@ -12,7 +12,7 @@ their largest at the same time, unless gradients of an earlier micro-batch are b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,9 @@ from lamplighter.ops.devices import Device
 GIB = 1 << 30
 GPU_OWN_GIB = 0.8  # context, kernels and the allocator's spare
 HOST_OWN_GIB = 0.3  # Python and torch
+FRAGMENTS = 1.3  # on a CPU the allocator keeps holes; measured 1.05 to 1.6 of what lives at once
 SPARE = 0.92  # of the memory that may be planned for
+MOST_CHANGES = 4
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 
 
@@ -71,12 +73,15 @@ class Memory:
     logits: int
     own: int
     gradients_meanwhile: bool
+    holes: float = 1.0
 
     @property
     def peak(self) -> int:
         """Gradients grow while activations shrink; only earlier micro-batches leave theirs lying about."""
         fixed = self.weights + self.optimizer + self.cast + self.own
-        at_logits = self.activations + self.logits + (self.gradients if self.gradients_meanwhile else 0)
+        at_logits = int(self.holes * (self.activations + self.logits)) + (
+            self.gradients if self.gradients_meanwhile else 0
+        )
         return fixed + max(at_logits, self.gradients + self.activations // 8)
 
     @property
@@ -169,6 +174,7 @@ def memory(job: Job, device: Device) -> Memory:
         logits=tokens * job.shape.vocab_size * (14 if job.dtype == "bf16" else 12),
         own=int((HOST_OWN_GIB if device.name == "cpu" else GPU_OWN_GIB) * GIB),
         gradients_meanwhile=job.accumulation > 1,
+        holes=FRAGMENTS if device.name == "cpu" else 1.0,
     )
 
 
@@ -198,7 +204,7 @@ def make(job: Job, device: Device, free_disk: int | None = None, with_changes: b
 
 def _against(plan: Plan, free_disk: int | None) -> Iterator[str]:
     job, device = plan.job, plan.device
-    need, have = plan.memory.peak_gib, device.memory_gib * SPARE
+    need, have = plan.memory.peak_gib, _usable(device)
     if need > have:
         yield (
             f"memory: {need:.1f} GiB are needed on each {device.name}, {device.memory_gib:.1f} GiB are there"
@@ -206,10 +212,8 @@ def _against(plan: Plan, free_disk: int | None) -> Iterator[str]:
         )
     if job.budget_usd is not None and plan.usd is not None and plan.usd > job.budget_usd:
         yield f"money: ${plan.usd:,.2f} ({plan.hours:,.1f} h x ${job.usd_per_hour}/h), the budget is ${job.budget_usd:,.2f}"
-    limit = job.budget_hours
-    if job.budget_usd is not None and job.usd_per_hour:
-        limit = min(limit or math.inf, job.budget_usd / job.usd_per_hour)
-    if limit is not None and plan.hours > limit:
+    limit = _limit_hours(job)
+    if plan.hours > limit:
         wanted = plan.flops / (limit * 3600)
         yield (
             f"time: {plan.hours:,.1f} h, the budget allows {limit:,.1f} h; that would take {wanted / 1e12:,.2f} TFLOP/s,"
@@ -217,6 +221,10 @@ def _against(plan: Plan, free_disk: int | None) -> Iterator[str]:
         )
     if free_disk is not None and plan.disk_bytes > free_disk:
         yield f"disk: {plan.disk_bytes / GIB:.1f} GiB are needed, {free_disk / GIB:.1f} GiB are free"
+
+
+def _usable(device: Device) -> float:
+    return device.memory_gib * SPARE
 
 
 def _doubts(plan: Plan) -> Iterator[str]:
@@ -245,58 +253,86 @@ def _loss_of_a_crash(plan: Plan) -> float:
 # ---------------------------------------------------------------- what would help
 
 
+@dataclass(frozen=True)
+class Option:
+    """A job that differs a little, and in what."""
+
+    settings: str
+    what: str
+    job: Job
+
+
 def _changes(plan: Plan, free_disk: int | None) -> Iterator[Change]:
-    """Each cheapest in its kind: it alone makes the plan go."""
-    job = plan.job
-    tries: list[tuple[str, Callable[[], Iterator[tuple[str, Job]]]]] = [
-        ("a smaller micro-batch: same batch, same learning", lambda: _smaller_micro(job)),
-        ("recompute activations: a third more work", lambda: iter([("--train.recompute true", replace(job, recompute=True))])),
-        ("fewer steps", lambda: _fewer_steps(plan)),
-        ("a shorter window", lambda: _shorter(job)),
-        ("a smaller model", lambda: _smaller_model(job)),
-    ]  # fmt: skip
-    for what, options in tries:
-        for settings, changed in options():
-            found = make(changed, plan.device, free_disk, with_changes=False)
-            if found.go:
-                yield Change(settings, what, found.hours, found.usd, found.memory.peak_gib)
-                break
+    """The cheapest that make it go: first one setting alone, then one for the memory with one for the time."""
+    job, found = plan.job, 0
+    for option in _options(job, plan):
+        if (made := make(option.job, plan.device, free_disk, with_changes=False)).go:
+            found += 1
+            yield Change(option.settings, option.what, made.hours, made.usd, made.memory.peak_gib)
+        if found == MOST_CHANGES:
+            return
 
 
-def _smaller_micro(job: Job) -> Iterator[tuple[str, Job]]:
-    size = job.micro_batch // 2
-    while size >= 1:
-        yield f"--train.micro_batch {size}", replace(job, micro_batch=size)
-        size //= 2
+def _options(job: Job, plan: Plan) -> Iterator[Option]:
+    """Ordered by what they change: nothing of the result, then the length of the run, then the model."""
+    fits = next((o for o in _for_memory(job) if memory(o.job, plan.device).peak_gib <= _usable(plan.device)), None)
+    if fits is not None:
+        yield fits
+    for base in [Option("", "", job), *([fits] if fits else [])]:
+        for change in (_fewer_steps, _smaller_model, _shorter_window):
+            for option in change(base.job, plan):
+                both = f"{base.settings} {option.settings}".strip()
+                words = f"{base.what}, and {option.what}" if base.what else option.what
+                if make(option.job, plan.device, with_changes=False).go:
+                    yield Option(both, words, option.job)
+                    break
 
 
-def _fewer_steps(plan: Plan) -> Iterator[tuple[str, Job]]:
-    job = plan.job
-    limits = [job.budget_hours or math.inf]
-    if job.budget_usd is not None and job.usd_per_hour:
-        limits.append(job.budget_usd / job.usd_per_hour)
-    steps = int(job.steps * min(limits) / plan.hours * 0.98) if plan.hours and min(limits) < math.inf else 0
+def _for_memory(job: Job) -> Iterator[Option]:
+    """Batch and learning rate untouched."""
+    for recompute in (False, True):
+        size = job.micro_batch
+        while size >= 1:
+            smaller = replace(job, micro_batch=size, recompute=recompute or job.recompute)
+            if smaller != job:
+                words = f"micro-batch {size}, the same batch of {job.batch_size}"
+                extra = ", activations recomputed (a third more work)" if recompute and not job.recompute else ""
+                flag = " --train.recompute true" if extra else ""
+                yield Option(f"--train.micro_batch {size}{flag}", words + extra, smaller)
+            size //= 2
+
+
+def _limit_hours(job: Job) -> float:
+    by_money = job.budget_usd / job.usd_per_hour if job.budget_usd is not None and job.usd_per_hour else math.inf
+    return min(job.budget_hours or math.inf, by_money)
+
+
+def _fewer_steps(job: Job, plan: Plan) -> Iterator[Option]:
+    took, limit = hours(job, plan.device), _limit_hours(job)
+    steps = int(job.steps * limit / took * 0.98) if took and limit < math.inf else 0
     if 1 <= steps < job.steps:
-        yield f"--train.steps {steps}", replace(job, steps=steps)
+        yield Option(f"--train.steps {steps}", f"{steps / job.steps:.1%} of the steps", replace(job, steps=steps))
 
 
-def _shorter(job: Job) -> Iterator[tuple[str, Job]]:
+def _shorter_window(job: Job, _: Plan) -> Iterator[Option]:
+    """As many windows, each shorter: less text in all."""
     length = job.seq_len // 2
     while length >= 128:
-        shape = replace(job.shape, positions=length)
-        yield f"--data.seq_len {length}", replace(job, seq_len=length, shape=shape)
+        shorter = replace(job, seq_len=length, shape=replace(job.shape, positions=length))
+        yield Option(f"--data.seq_len {length}", f"windows of {length} tokens", shorter)
         length //= 2
 
 
-def _smaller_model(job: Job) -> Iterator[tuple[str, Job]]:
+def _smaller_model(job: Job, _: Plan) -> Iterator[Option]:
     shape = job.shape
     for layers in range(shape.layers - 1, 0, -1):
-        width = max(shape.heads, round(shape.width * layers / shape.layers / shape.heads) * shape.heads)
-        if (width // shape.heads) % 2:
-            width += shape.heads
+        unit = 2 * shape.heads
+        width = max(unit, round(shape.width * layers / shape.layers / unit) * unit)
         mlp = max(8, round(shape.mlp_width * width / shape.width))
         smaller = replace(shape, layers=layers, width=width, mlp_width=mlp)
-        yield f"--model.layers {layers} --model.width {width}", replace(job, shape=smaller)
+        params = count_parameters(smaller) / 1e6
+        settings = f"--model.layers {layers} --model.width {width}"
+        yield Option(settings, f"a model of {params:,.0f}M parameters", replace(job, shape=smaller))
 
 
 # ---------------------------------------------------------------- as JSON
