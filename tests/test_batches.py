@@ -27,14 +27,16 @@ PAD = 9999
 
 
 def split_of(tmp_path: Path, tokens: int, shard_tokens: int = 100, name: str = "train") -> Split:
-    """A stream whose token i is i, in shards."""
-    shards = -(-tokens // shard_tokens)
+    """A stream whose token i is i, in shards (the first token is in no file: it is the mark before all documents)."""
     ids = np.arange(tokens, dtype="<u2")
-    for number in range(shards):
+    shards = []
+    for number, begin in enumerate(range(1, tokens, shard_tokens)):
         path = tmp_path / f"{name}-{number:05d}.bin"
-        path.write_bytes(ids[number * shard_tokens : (number + 1) * shard_tokens].tobytes())
+        own = ids[begin : begin + shard_tokens]
+        path.write_bytes(own.tobytes())
+        shards.append({"file": path.name, "tokens": len(own)})
     counts = {"tokens": tokens, "documents": 1, "text_bytes": 1, "shards": shards}
-    return Split(tmp_path, name, {"splits": {name: counts}, "shard_tokens": shard_tokens, "dtype": "<u2"})
+    return Split(tmp_path, name, {"splits": {name: counts}, "dtype": "<u2", "end_of_text": 0})
 
 
 def order(seed: int, epoch: int, size: int) -> list[int]:
@@ -155,7 +157,7 @@ def same(one: batches.Batch, two: batches.Batch) -> bool:
 
 def test_the_stream_gives_what_make_batch_gives(tmp_path: Path) -> None:
     split = split_of(tmp_path, 1001)
-    with BatchStream(split, 1, 4, 10, PAD, first_step=500) as stream:
+    with BatchStream(lambda step: make_batch(split, 1, step, 4, 10, PAD), first_step=500) as stream:
         for step in (*range(500, 520), 7, 8, 9, 10**9, 3, 3, 2):
             assert same(stream.next(step), make_batch(split, 1, step, 4, 10, PAD))
 
@@ -172,7 +174,8 @@ def test_batches_are_made_ahead_but_not_without_end(tmp_path: Path, monkeypatch:
         return real(split, seed, step, *rest)
 
     monkeypatch.setattr(batches, "make_batch", counting)
-    with BatchStream(split_of(tmp_path, 1001), 1, 4, 10, PAD, depth=3) as stream:
+    split = split_of(tmp_path, 1001)
+    with BatchStream(lambda step: batches.make_batch(split, 1, step, 4, 10, PAD), depth=3) as stream:
         assert enough.wait(10), "made before anybody asked"
         stream.next(1)
         stream.next(2)
@@ -188,7 +191,8 @@ def test_the_threads_error_reaches_the_caller(tmp_path: Path, monkeypatch: Any) 
         return real(split, seed, step, *rest)
 
     monkeypatch.setattr(batches, "make_batch", breaking)
-    stream = BatchStream(split_of(tmp_path, 1001), 1, 4, 10, PAD)
+    split = split_of(tmp_path, 1001)
+    stream = BatchStream(lambda step: batches.make_batch(split, 1, step, 4, 10, PAD))
     assert [stream.next(1).step, stream.next(2).step] == [1, 2]
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone"):
@@ -197,7 +201,8 @@ def test_the_threads_error_reaches_the_caller(tmp_path: Path, monkeypatch: Any) 
 
 
 def test_close_ends_the_thread(tmp_path: Path) -> None:
-    stream = BatchStream(split_of(tmp_path, 1001), 1, 4, 10, PAD)
+    split = split_of(tmp_path, 1001)
+    stream = BatchStream(lambda step: batches.make_batch(split, 1, step, 4, 10, PAD))
     stream.next(1)
     stream.close()
     stream.close()

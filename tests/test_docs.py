@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,20 +11,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from conftest import TINY, lamp, slot_of, start_lamp, wait_for
 from lamplighter import cli
 from lamplighter.config import preset_names, resolve
+from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.rundir import RunDir
+from server import serving
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def bash_lines() -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+def bash_lines(*sections: str) -> list[str]:
+    parts = re.split(r"^## (.*)$", README, flags=re.MULTILINE)
+    text = "".join(body for title, body in zip(parts[1::2], parts[2::2], strict=True) if title in sections)
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.startswith("lamp ")]
 
 
@@ -68,7 +74,7 @@ def test_the_five_minutes(tmp_path: Path) -> None:
         words = " ".join(f"word{(number * 7919 + i * i) % 613}" for i in range(6000))
         (tmp_path / "texts" / f"{number}.txt").write_text(words)
     (tmp_path / "my.yaml").write_text("train: {steps: 5}\n")
-    lines = bash_lines()
+    lines = bash_lines("Five minutes", "Your own script, unchanged")
     assert len(lines) == 5
     small, real, shown, watched, why = (shlex.split(line, comments=True)[1:] for line in lines)
     (tmp_path / "train.py").write_text("print('a script of somebody else')\n")
@@ -92,6 +98,46 @@ def test_the_five_minutes(tmp_path: Path) -> None:
     going.send_signal(signal.SIGTERM)
     assert going.wait(40) == 75
     assert not [p for p in run.checkpoints.glob("checkpoint-*") if not (p / "manifest.json").exists()]
+
+
+@pytest.mark.slow
+def test_the_way_of_text(tmp_path: Path) -> None:
+    """Each line as it stands, with a small model and a server of our own: raw text to a fine-tuned model."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    letters = [{"text": text} for text in EmbeddedCorpus(0, 400).documents()]
+    (raw / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in letters))
+    asked = [{"prompt": f"What is {n} and one?", "completion": f"It is {n + 1}."} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    small = [word for word in TINY if word not in ("--tokenizer.kind", "bytes")]
+    lines = [shlex.split(line, comments=True)[1:] for line in bash_lines("Your text")]
+    assert [line[:2] for line in lines[:4]] == [
+        ["data", "clean"],
+        ["data", "stats"],
+        ["tokenizer", "train"],
+        ["data", "prepare"],
+    ]
+    with serving() as server:
+        url, _ = server.put("a.jsonl.zst", zstandard.compress((raw / "letters.jsonl").read_bytes()))
+        model = str(tmp_path / "runs/train/checkpoints/checkpoint-3")
+        for number, words in enumerate(lines):
+            words = [url if word.startswith("https:") else model if word == "DIR" else word for word in words]
+            if words[1] == "prepare":
+                words += ["--data.val_fraction", "0.05"]  # as in what follows
+            if words[0] == "train":
+                words += [
+                    *small,
+                    "--data.seq_len",
+                    "96",
+                    "--train.steps",
+                    "3",
+                    "--run",
+                    "train" if number == 4 else f"run{number}",
+                ]
+            done = lamp(*words, cwd=tmp_path)
+            assert done.returncode == 0, f"{words}: {done.stdout[-1500:]}{done.stderr[-1500:]}"
+    assert len(lines) == 7 and "token cache reused" in (tmp_path / "runs/train/console.log").read_text()
+    assert "chatml" in (tmp_path / "runs/run6/console.log").read_text()
 
 
 def test_the_commands_for_another_terminal(tmp_path: Path) -> None:

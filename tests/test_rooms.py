@@ -107,7 +107,7 @@ def test_nothing_prints_outside_voice() -> None:
 
 @pytest.mark.parametrize("module", ["lamplighter.cli", "lamplighter.watch.supervise", "lamplighter.watch.follow", "lamplighter.watch.live",
                                     "lamplighter.data.sources", "lamplighter.data.tokenizer", "lamplighter.data.tokens",
-                                    "lamplighter.data.batches", "lamplighter.data.corpus", "lamplighter.work", "lamplighter.model.shape"])  # fmt: skip
+                                    "lamplighter.data.batches", "lamplighter.data.corpus", "lamplighter.data.chat.arrange", "lamplighter.data.chat", "lamplighter.work", "lamplighter.model.shape"])  # fmt: skip
 def test_the_parent_and_the_data_room_never_load_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,8 +17,7 @@ import zstandard
 from tokenizers import pre_tokenizers
 
 from lamplighter import report
-from lamplighter.data import files
-from lamplighter.data.sources import EmbeddedCorpus, Part, open_source
+from lamplighter.data.sources import EmbeddedCorpus, Part, files, found, open_source
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -168,6 +167,8 @@ def test_where_the_reading_is_can_be_seen(tmp_path: Path) -> None:
     assert (source.position().item, source.position().bytes_done) == (str(first), 10)
     next(texts)
     assert (source.position().item, source.position().bytes_done) == (str(second), 40)
+    source.documents({"file": 1, "at": 7, "line": 1})
+    assert (source.position().item, source.position().bytes_done) == (str(second), 17), "before the first wait, too"
 
 
 # ---------------------------------------------------------------- what is refused
@@ -270,7 +271,6 @@ def test_json_faults_name_the_line(tmp_path: Path) -> None:
     assert ":3" in fails(BadData, write(tmp_path / "a.jsonl", good * 2 + '{"text": "torn\n')).what
     error = fails(BadData, write(tmp_path / "b.jsonl", good + '{"content": "x", "id": 1}\n'))
     assert ":2" in error.what and "content, id" in error.why and "text_key" in error.next
-    assert "jq" in fails(BadData, write(tmp_path / "c.json", '[\n{"text": "x"}\n]\n')).next
     assert ":1" in fails(BadData, write(tmp_path / "d.jsonl", '{"text": 7}\n')).what
     assert ":1" in fails(BadData, write(tmp_path / "e.jsonl", '"only a string"\n')).what
     assert "surrogate" in fails(BadData, write(tmp_path / "f.jsonl", '{"text": "\\ud800"}\n')).why
@@ -288,7 +288,7 @@ def test_torn_and_damaged_packed_files(tmp_path: Path) -> None:
 
 def test_unreadable_file(tmp_path: Path, monkeypatch: Any) -> None:
     path = write(tmp_path / "a.txt", "x")
-    monkeypatch.setattr(files.os, "access", lambda *_: False)
+    monkeypatch.setattr(found.os, "access", lambda *_: False)
     assert "permission" in fails(InputMissing, path).why
     monkeypatch.undo()
     source = open_source([str(path)], None, None)
@@ -322,8 +322,8 @@ def test_fingerprint_follows_content_not_names_or_dates(tmp_path: Path) -> None:
 def test_known_files_are_not_hashed_again(tmp_path: Path, monkeypatch: Any) -> None:
     path, store = write(tmp_path / "a.txt", "one"), tmp_path / "cache" / "hashes.json"
     hashed: list[Path] = []
-    real = files.hash_file
-    monkeypatch.setattr(files, "hash_file", lambda path, tick=None: hashed.append(path) or real(path, tick))
+    real = found.hash_content
+    monkeypatch.setattr(found, "hash_content", lambda path, tick=None: hashed.append(path) or real(path, tick))
 
     def mark() -> str:
         return open_source([str(path)], None, None, hash_store=store).fingerprint()
@@ -440,3 +440,47 @@ def test_only_the_first_texts_are_read() -> None:
     assert taken + list(first.documents(first.position().cursor)) == list(whole.documents())[:7]
     assert first.fingerprint() != whole.fingerprint()
     assert First(whole, 8).fingerprint() != first.fingerprint()
+
+
+def test_the_first_documents_come_with_all_their_parts(tmp_path: Path, monkeypatch: Any) -> None:
+    from lamplighter.data.sources import First
+
+    monkeypatch.setattr(files, "PART_CHARS", 20)
+    path = write(tmp_path / "a.txt", "|".join(f"{n} " + "fog " * 30 for n in range(9)))
+    whole = open_source([str(path)], None, "|")
+    first = First(whole, 3)
+    texts = list(first.documents())
+    assert joined(texts) == [f"{n} " + "fog " * 30 for n in range(3)]
+    some = first.documents()
+    taken = [next(some) for _ in range(4)]
+    assert isinstance(taken[-1], Part)
+    assert taken + list(first.documents(first.position().cursor)) == texts
+
+
+def test_a_source_that_is_opened_again_stands_at_its_start(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "one"}\n{"text": "two"}\n')
+    source = open_source([str(path)], None, None)
+    list(source.documents())
+    again = source.documents()
+    assert source.position().cursor == {}
+    assert next(again) == "one"
+    assert list(source.documents(source.position().cursor)) == ["two"]
+
+
+def test_an_own_source_with_a_cursor_of_its_own(module: Any) -> None:
+    code = """
+from lamplighter.data.sources import Position
+class T:
+    def documents(self, start=0):
+        self.at = start["byte"] if isinstance(start, dict) else start
+        while self.at < 9:
+            self.at += 3
+            yield f"text {self.at}"
+    def position(self):
+        return Position("mine", self.at, {"byte": self.at})
+"""
+    source = open_source([], f"{module(code)}:T", None)
+    texts = source.documents()
+    assert next(texts) == "text 3"
+    assert source.position().cursor == {"document": 1, "own": {"byte": 3}}
+    assert list(source.documents(source.position().cursor)) == ["text 6", "text 9"]

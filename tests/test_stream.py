@@ -205,7 +205,7 @@ def test_one_chunk_is_filled_ahead_and_no_more() -> None:
 
 
 def test_nothing_but_validation_text_is_refused() -> None:
-    nothing = Filler(Counted(5), byte_level(), Division("documents", 1 << 64, 0), Settings(1, 4, 32, 4000))
+    nothing = Filler(Counted(5), byte_level(), Division("documents", (1 << 64) - 1, 0), Settings(1, 4, 32, 4000))
     stream = ChunkStream(nothing, 1, State())
     with pytest.raises(BadData, match="no text to train on"):
         stream.next(1, State())
@@ -225,8 +225,8 @@ def test_what_is_held_back_is_never_trained_on(tmp_path: Path) -> None:
     trained = np.concatenate([c.tokens[:-1] for c in run.chunks(State())])
     told = tokenizer.decode(trained[trained >= 0])
     assert not any(text in told for text in texts)
-    side = {text: division.side(division.hash(text.encode())) for text in source.documents()}
-    assert all((text in told) == (where == "train") for text, where in list(side.items())[:-1])
+    held_back = {text: division.is_val(division.hashes([text.encode()]))[0] for text in source.documents()}
+    assert all((text in told) != is_val for text, is_val in list(held_back.items())[:-1])
 
 
 def test_what_was_held_back_is_kept_and_checked(tmp_path: Path, monkeypatch: Any) -> None:

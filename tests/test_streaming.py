@@ -12,6 +12,7 @@ import pytest
 
 from conftest import LAMP, TINY, lamp, listen, losses_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_lines
+from server import serving
 
 STREAM = [*TINY, "--data.stream", "true", "--data.tokens_per_chunk", "4000", "--save.every_steps", "10"]
 
@@ -51,6 +52,35 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
     assert losses_of(run) == truth and len(truth) == 220
 
 
+def test_kills_over_a_bad_line_change_nothing(tmp_path: Path) -> None:
+    """Zoo 13 and 14 through training: a server that is slow, drops, stalls and lies; the trainer is killed meanwhile."""
+    data = rows(160).encode()
+    words = ["train", *STREAM, "--train.steps", "150", "--train.batch_size", "8", "--data.val_fraction", "0"]
+    (tmp_path / "a.jsonl").write_bytes(data)
+    whole = lamp(*words, "--data.paths", "a.jsonl", "--run", "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stdout[-2000:]
+    truth = losses_of(RunDir(tmp_path / "runs" / "whole"))
+    run = RunDir(tmp_path / "runs" / "torn")
+    with serving() as server:
+        url, served = server.put("a.jsonl", data, slow_s=0.05)
+        words += ["--data.paths", url, "--run", "torn"]
+        size = len(data)
+        served.drops = [size // 5, size // 3]
+        process = start_lamp(*words, cwd=tmp_path)
+        wait_for(lambda: slot_of(run).step >= 75, process=process)
+        os.kill(slot_of(run).pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+        served.stalls, served.slow_s = [size // 2], 0.02
+        last = lamp(*words, cwd=tmp_path)
+        assert last.returncode == 0, last.stdout[-2000:]
+        again = [int(r["Range"].removeprefix("bytes=").split("-")[0]) for r in served.requests if "Range" in r]
+    assert losses_of(run) == truth and len(truth) == 150
+    causes = {event["cause"] for event in events(run, "verdict")}
+    assert {"stream_drop", "stream_stall"} <= causes, causes
+    assert max(again) > size // 4, "a resumed run asks for its byte, not for the beginning"
+
+
 def test_the_end_of_the_data_is_the_end_of_the_run_where_that_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(rows(60))
     words = ["train", *STREAM, "--data.paths", "a.jsonl", "--train.steps", "5000", "--data.at_end", "stop"]
@@ -77,11 +107,12 @@ def _token_counts(folder: Path) -> list[dict[str, int]]:
 
 
 def _train_tokens(division: object, text: bytes) -> int:
+    from lamplighter.data.cache.stretches import Stretch
     from lamplighter.data.division import Divider, Division
 
     assert isinstance(division, Division)
-    pieces = [piece for piece in Divider(division, None).pieces(text.decode()) if piece.side == "train"]
-    return sum(piece.bytes + piece.ends for piece in pieces)
+    pieces = Divider(division).pieces(Stretch([text]))
+    return sum(len(one) + 1 for one, val in zip(pieces.texts, pieces.val.tolist(), strict=True) if not val)
 
 
 def test_max_chunks_counts_the_steps(tmp_path: Path) -> None:
@@ -140,4 +171,4 @@ def test_a_stream_that_blocks_is_never_quiet_and_its_line_is_named(tmp_path: Pat
 def test_the_stream_side_of_the_promises_holds_in_a_test_run(tmp_path: Path) -> None:
     done = lamp("train", "--data.stream", "true", "--test", "--run", "t", cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-500:]
-    assert "streaming the first 500 texts of embedded corpus" in done.stdout and "the floor" in done.stdout
+    assert "streaming the first 500 documents of embedded corpus" in done.stdout and "the floor" in done.stdout

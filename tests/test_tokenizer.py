@@ -128,19 +128,41 @@ def test_a_text_with_few_pairs_gives_a_smaller_vocabulary(notes: list[str]) -> N
     assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
 
 
-def test_only_the_stated_sample_is_read(notes: list[str]) -> None:
-    read = []
+def test_control_tokens_come_after_the_merges_and_text_never_becomes_one(trained: Tokenizer, tmp_path: Path) -> None:
+    texts = [*EmbeddedCorpus(0, 100).documents(), "naïve £5 日本語 🙂 " * 20]
+    names = ["<|im_start|>", "<|im_end|>", "<|pad|>", "<｜tool▁call｜>", "<|endoftext|>", "<|im_end|>"]
+    made = train(texts, 400, names)
+    assert made.vocab_size == 400
+    assert made.special == {
+        395: "<|endoftext|>",
+        396: "<|im_start|>",
+        397: "<|im_end|>",
+        398: "<|pad|>",
+        399: "<｜tool▁call｜>",
+    }
+    text = "a <|im_start|>user <｜tool▁call｜> naïve"
+    ids = made.encode(text).tolist()
+    assert max(ids) < 395 and made.decode(ids) == text
+    assert made.decode([396, 399]) == "<|im_start|><｜tool▁call｜>"
+    made.save(tmp_path)
+    assert load(tmp_path).special == made.special
+    roles = json.loads((tmp_path / "special_tokens_map.json").read_text())
+    assert roles["pad_token"] == "<|pad|>" and roles["eos_token"] == "<|endoftext|>"
+    assert roles["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>", "<｜tool▁call｜>"]
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.pad_token_id == 398 and len(theirs) == 400
+    assert {"<|im_start|>", "<|im_end|>", "<｜tool▁call｜>"} <= set(theirs.all_special_tokens)
+    assert theirs("<|im_start|>hello", add_special_tokens=False)["input_ids"][0] == 396
 
-    def texts() -> Any:
-        for number in range(1000):
-            read.append(number)
-            yield f"document number {number} of the lamp " * 30
 
-    train(texts(), 300, sample_bytes=20_000)
-    assert len(read) < 30
-    assert any("first 2" in note and "KB" in note for note in notes)
-    train(["all of it, all of it"], 260)
-    assert "on all 20 B" in notes[-1]
+def test_control_tokens_that_cannot_be_are_refused_before_the_work() -> None:
+    for name in ("a", " ", ""):
+        with pytest.raises(BadConfig, match="cannot be a control token"):
+            train(["hello there"], 300, [name])
+    with pytest.raises(BadConfig) as caught:
+        train(["hello there"], 258, ["<|a|>", "<|b|>"])
+    assert "need 259" in caught.value.why
 
 
 def test_training_mistakes() -> None:

@@ -99,7 +99,7 @@ class TokenizerSection(Section):
     vocab_size: int = _value(
         8192, "size of the trained vocabulary", "257 is the least (256 bytes + end of text)", ge=257, le=1_000_000
     )
-    sample_mb: float = _value(50.0, "train the tokenizer on the first so many MB", gt=0)
+    sample_mb: float = _value(50.0, "train the tokenizer on so many MB, spread over the text", gt=0)
 
 
 class Model(Section):

@@ -22,8 +22,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lamplighter.data.tokens import Split
-
 NO_TARGET = -100
 _CONSTANTS = [np.uint64(number * 0xD1342543DE82EF95 & (1 << 64) - 1) for number in range(6)]
 ROUNDS = list(zip(_CONSTANTS[::2], _CONSTANTS[1::2], strict=True))
@@ -62,7 +60,12 @@ class Batch:
     segments: Int64s | None
     samples: Int64s
     epoch: float
-    real_tokens: int
+    real_tokens: int  # targets: what the loss is a mean over
+    filled_tokens: int | None = None  # positions that are not padding; none = as many as targets
+
+    @property
+    def filled(self) -> int:
+        return self.real_tokens if self.filled_tokens is None else self.filled_tokens
 
 
 # ---------------------------------------------------------------- the order
@@ -126,7 +129,7 @@ def _windows(split: TokenStream, windows: Int64s, seq_len: int, pad_id: int) -> 
     return inputs, targets
 
 
-def make_batch(split: Split, seed: int, step: int, batch_size: int, seq_len: int, pad_id: int) -> Batch:
+def make_batch(split: TokenStream, seed: int, step: int, batch_size: int, seq_len: int, pad_id: int) -> Batch:
     """The batch of a step (steps count from 1), over all ranks."""
     windows = count_windows(len(split), seq_len)
     if not windows:
@@ -142,10 +145,12 @@ def rows_of_rank(batch: Batch, rank: int, world: int) -> Batch:
     """The rows that one of `world` ranks works on; together the ranks have each row once."""
     begin, end = (number * len(batch.samples) // world for number in (rank, rank + 1))
     targets = batch.targets[begin:end]
+    segments = None if batch.segments is None else batch.segments[begin:end]
     return replace(
         batch,
         inputs=batch.inputs[begin:end],
         targets=targets,
+        segments=segments,
         samples=batch.samples[begin:end],
         real_tokens=int((targets != NO_TARGET).sum()),
     )
@@ -171,10 +176,8 @@ def validation_batches(
 class BatchStream:
     """A thread makes the next few batches while a step runs; any step may be asked for next."""
 
-    def __init__(
-        self, split: Split, seed: int, batch_size: int, seq_len: int, pad_id: int, first_step: int = 1, depth: int = 3
-    ) -> None:
-        self._make: Callable[[int], Batch] = lambda step: make_batch(split, seed, step, batch_size, seq_len, pad_id)
+    def __init__(self, make: Callable[[int], Batch], first_step: int = 1, depth: int = 3) -> None:
+        self._make = make
         self._depth = depth
         self._ready: deque[Batch] = deque()
         self._wanted = first_step  # the step that the thread makes next

@@ -1,7 +1,7 @@
 """The validation side of a stream: from its first documents, decided once, kept in the run's folder.
 
 In:  a source, a tokenizer, what share to hold back.
-Out: the Division (later documents of that side are never trained on), and a Held of tokens to validate on.
+Out: the Division (later documents of that side are never trained on), and a Stretch of tokens to validate on.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from lamplighter import report
-from lamplighter.data.division import Divider, Division, Look, Settings, look
-from lamplighter.data.sources import Source
+from lamplighter.data.cache.stretches import Stretch as Texts
+from lamplighter.data.division import LOOK_DOCUMENTS, Divider, Division, Settings, decide, look_for
+from lamplighter.data.sources import Part, Source
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.rundir import read_json, write_atomic, write_json
 
@@ -25,7 +26,7 @@ NAME = "val"
 
 
 @dataclass(frozen=True)
-class Held:
+class Stretch:
     """Some documents as one stream of ids in memory; read like a Split of the token cache."""
 
     ids: Ids
@@ -53,15 +54,15 @@ class Held:
 
 def hold_back(
     folder: Path, source: Source, tokenizer: Tokenizer, fraction: float, sample_bytes: int
-) -> tuple[Division, Held]:
+) -> tuple[Division, Stretch]:
     """What an earlier start of this run decided; else from the first documents, and kept."""
     if not fraction:
-        return Division("documents", 0, 0), Held(np.zeros(0, np.uint32), 0, 0)
+        return Division("documents", 0, 0), Stretch(np.zeros(0, np.uint32), 0, 0)
     key = hashlib.sha256(f"{source} {tokenizer.fingerprint()} {fraction}".encode()).hexdigest()
     if (known := _load(folder, key)) is not None:
         return known
-    division, found = look(source, Settings(fraction), lambda *_: None, sample_bytes)
-    held = _take(division, found, tokenizer)
+    texts, division = _look(source, Settings(fraction), sample_bytes)
+    held = _take(division, texts, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     data = io.BytesIO()
     np.save(data, held.ids, allow_pickle=False)
@@ -77,7 +78,7 @@ def hold_back(
     return division, held
 
 
-def _load(folder: Path, key: str) -> tuple[Division, Held] | None:
+def _load(folder: Path, key: str) -> tuple[Division, Stretch] | None:
     record = read_json(folder / f"{NAME}.json")
     path = folder / f"{NAME}.npy"
     if not isinstance(record, dict) or record.get("key") != key or not path.is_file():
@@ -87,15 +88,34 @@ def _load(folder: Path, key: str) -> tuple[Division, Held] | None:
         report.warn(f"{path} is damaged: the validation text is taken from the source again", path=str(path))
         return None
     ids = np.load(io.BytesIO(data), allow_pickle=False)
-    return Division(**record["division"]), Held(ids, record["documents"], record["text_bytes"])
+    return Division(**record["division"]), Stretch(ids, record["documents"], record["text_bytes"])
 
 
-def _take(division: Division, found: Look, tokenizer: Tokenizer) -> Held:
+def _look(source: Source, settings: Settings, sample_bytes: int) -> tuple[list[Texts], Division]:
+    """The first texts, and how they and all others are divided."""
+    seen, texts, opened = look_for(settings), list[Texts](), False
+    with report.phase("look at the documents", unit="documents") as p:
+        found = source.documents()
+        while seen.text_bytes < sample_bytes or seen.documents < LOOK_DOCUMENTS:
+            p.set(seen.documents, source.position().item)
+            text = next(found, None)
+            if text is None:
+                break
+            texts.append(Texts([text.encode()], opened, isinstance(text, Part)))
+            opened = texts[-1].open
+            seen.add(texts[-1])
+    return texts, decide(seen, settings, source)
+
+
+def _take(division: Division, texts: list[Texts], tokenizer: Tokenizer) -> Stretch:
     """The validation pieces of what was looked at, as one stream: end-of-text first, and after each document."""
-    divider = Divider(division, None)
-    pieces = [piece for text in found.sample for piece in divider.pieces(text) if piece.side == "val"]
-    encoded = tokenizer.encode_batch([piece.text for piece in pieces])
-    ends = np.array([piece.ends for piece in pieces], bool)
-    ids = np.insert(encoded.ids, encoded.offsets[1:][ends], tokenizer.end_of_text)
-    ids = np.concatenate([np.array([tokenizer.end_of_text], ids.dtype), ids]) if pieces else ids[:0]
-    return Held(ids, sum(piece.begins for piece in pieces), sum(piece.bytes for piece in pieces))
+    divider, chosen = Divider(division), list[bytes]()
+    begins, ends = 0, list[bool]()
+    for pieces in map(divider.pieces, texts):
+        chosen += [text for text, val in zip(pieces.texts, pieces.val.tolist(), strict=True) if val]
+        begins += int((pieces.begins & pieces.val).sum())
+        ends += pieces.ends[pieces.val].tolist()
+    encoded = tokenizer.encode_batch([text.decode() for text in chosen])
+    ids = np.insert(encoded.ids, encoded.offsets[1:][np.array(ends, bool)], tokenizer.end_of_text)
+    ids = np.concatenate([np.array([tokenizer.end_of_text], ids.dtype), ids]) if chosen else ids[:0]
+    return Stretch(ids, begins, sum(map(len, chosen)))

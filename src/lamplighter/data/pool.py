@@ -1,7 +1,7 @@
 """Work in other processes: results in the order of the items, a bounded number ahead, deaths named.
 
 In:  a function of a module (it is pickled by name), its items, how many processes.
-Out: (item, result) in order; the first error of any of them, as it was raised; never a silent end.
+Out: (item, result), in order or as they are done; the first error of any of them, as it was raised; never a silent end.
 
 Workers are spawned (no lock is inherited), die with this process, and leave Ctrl+C to it.
 """
@@ -15,7 +15,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from lamplighter.errors import ChildLost
 
 PR_SET_PDEATHSIG = 1
+TICK_S = 0.2
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -39,8 +40,13 @@ def each(
     name: Callable[[Item], str] = str,
     start: Callable[..., None] | None = None,
     start_with: tuple[Any, ...] = (),
+    in_order: bool = True,
+    tick: Callable[[], None] | None = None,
 ) -> Iterator[tuple[Item, Result]]:
-    """`function(item)` for each item; with one worker in this process. `start(*start_with)` prepares each worker."""
+    """`function(item)` for each item; with one worker in this process. `start(*start_with)` prepares each worker.
+
+    While results are waited for, `tick` is called several times a second, to show how far the workers are.
+    """
     if workers <= 1:
         if start:
             start(*start_with)
@@ -56,17 +62,32 @@ def each(
             for item in islice(rest, 2 * workers - len(running)):
                 running.append((item, pool.submit(function, item)))
             if not running:
+                pool.shutdown()  # they have nothing left to do: gone in an instant, and their time is counted
                 return
-            item, future = running.popleft()
+            number = _next_done(running, in_order, tick)
+            item, future = running[number]
             try:
-                yield item, future.result()
+                result = future.result()
             except BrokenProcessPool as error:
-                names = ", ".join(name(one) for one, _ in [(item, future), *running][:workers])
+                names = ", ".join(name(one) for one, other in running if not other.done() or other is future)
                 why = "it was killed (out of memory?) or crashed in native code"
-                advice = "fewer at a time: --data.workers 1; what is finished is kept"
+                advice = "the same command again goes on after what is finished; fewer at a time: --data.workers 1"
                 raise ChildLost(f"a worker process died while it worked on {names}", why, advice) from error
+            del running[number]
+            yield item, result
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _next_done(running: deque[tuple[Item, Future[Result]]], in_order: bool, tick: Callable[[], None] | None) -> int:
+    """The number of the result to take next; waits for it."""
+    while True:
+        wanted = [future for _, future in running][: 1 if in_order else len(running)]
+        done, _ = wait(wanted, TICK_S if tick else None, FIRST_COMPLETED)
+        if tick:
+            tick()
+        if done:
+            return next(number for number, future in enumerate(wanted) if future in done)
 
 
 def _begin(parent: int, start: Callable[..., None] | None, start_with: tuple[Any, ...]) -> None:

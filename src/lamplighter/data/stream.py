@@ -26,8 +26,10 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.batches import NO_TARGET, Batch, permute
-from lamplighter.data.division import Divider, Division, Piece
-from lamplighter.data.sources import Cursor, Source
+from lamplighter.data.cache.stretches import Stretch as Texts
+from lamplighter.data.division import Divider, Division, Pieces
+from lamplighter.data.heldback import Stretch
+from lamplighter.data.sources import Cursor, Part, Position, Source
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
 
@@ -58,7 +60,7 @@ class State:
     sample: int = 0  # windows before this chunk, over all epochs
     document: int = 0  # documents before it, in this epoch
     cursor: Cursor | None = None
-    open_side: str | None = None  # of a document that began before
+    open_val: bool | None = None  # of a document that began before: whether it is held back
     carry: tuple[int, ...] = ()  # tokens that were too few for a window
     share: float = 0.0  # of the source's bytes that are behind it, where that is known
     ended: bool = False  # nothing comes after it
@@ -106,6 +108,15 @@ class Filling:
         return f"{self.documents:,} samples, at {item}"
 
 
+@dataclass(frozen=True)
+class Piece:
+    """The tokens of a stretch of text that goes to one side."""
+
+    val: bool
+    begins: bool
+    ids: Ids
+
+
 class Stopped(Exception):
     """The filler was told to stop; nobody waits for it."""
 
@@ -132,16 +143,16 @@ class Filler:
     def _epoch(self, state: State) -> Iterator[Chunk]:
         """The chunks from here to the end of the source (or the last one that was asked for)."""
         end = self.tokenizer.end_of_text
-        divider = Divider(self.division, state.open_side)
+        divider = Divider(self.division, state.open_val)
         held = [np.array(state.carry or (end,), np.uint32)]
         begin, size, documents = state, len(held[0]), state.document
         self._show(begin, size, documents)
         for pieces, here in self._texts(state, divider):
-            for piece, ids in pieces:
+            for piece in pieces:
                 documents += piece.begins
-                if piece.side == "train":
-                    held.append(ids)
-                    size += len(ids)
+                if not piece.val:
+                    held.append(piece.ids)
+                    size += len(piece.ids)
             self._show(begin, size, documents)
             if size <= self.settings.chunk_tokens:
                 continue
@@ -180,10 +191,10 @@ class Filler:
         padded[: len(tokens)] = tokens[: len(padded)]
         return Chunk(replace(begin, digest=digest), end, padded, windows)
 
-    def _texts(self, state: State, divider: Divider) -> Iterator[tuple[list[tuple[Piece, Ids]], State]]:
+    def _texts(self, state: State, divider: Divider) -> Iterator[tuple[list[Piece], State]]:
         """Each text of the source: its pieces with their tokens, and the place after it."""
         total = self.source.total_bytes()
-        waiting: list[tuple[list[Piece], State]] = []
+        waiting: list[tuple[Pieces, State]] = []
         size, limit, since = 0, min(FIRST_BYTES, BATCH_BYTES), time.monotonic()
         fault: Exception | None = None
         texts = self.source.documents(state.cursor)
@@ -196,8 +207,9 @@ class Filler:
                 break
             here = self.source.position()
             share = min(1.0, here.bytes_done / total) if total else 0.0
-            pieces = list(divider.pieces(text))
-            place = State(epoch=state.epoch, cursor=here.cursor, open_side=divider.open_side, share=share)
+            going_on = divider.open_val is not None
+            pieces = divider.pieces(Texts([text.encode()], going_on, isinstance(text, Part)))
+            place = State(epoch=state.epoch, cursor=here.cursor, open_val=divider.open_val, share=share)
             waiting.append((pieces, place))
             size += len(text)
             self.now.last = time.monotonic()
@@ -211,16 +223,59 @@ class Filler:
         if fault is not None:
             raise fault
 
-    def _encoded(self, waiting: list[tuple[list[Piece], State]]) -> Iterator[tuple[list[tuple[Piece, Ids]], State]]:
-        flat = [piece for pieces, _ in waiting for piece in pieces]
-        found = self.tokenizer.encode_batch([piece.text for piece in flat])
+    def _encoded(self, waiting: list[tuple[Pieces, State]]) -> Iterator[tuple[list[Piece], State]]:
+        found = self.tokenizer.encode_batch([text.decode() for pieces, _ in waiting for text in pieces.texts])
         end = np.array([self.tokenizer.end_of_text], np.uint32)
         ids = (found.ids[a:b] for a, b in zip(found.offsets[:-1], found.offsets[1:], strict=True))
         for pieces, place in waiting:
-            yield [(p, np.concatenate([mine, end]) if p.ends else mine) for p, mine in zip(pieces, ids)], place  # noqa: B905
+            sides = zip(pieces.val.tolist(), pieces.begins.tolist(), pieces.ends.tolist(), strict=True)
+            yield (
+                [
+                    Piece(val, begins, np.concatenate([mine, end]) if ends else mine)
+                    for (val, begins, ends), mine in zip(sides, ids, strict=False)
+                ],
+                place,
+            )
 
     def _show(self, begin: State, tokens: int, documents: int) -> None:
         self.now.chunk, self.now.tokens, self.now.documents = begin.chunk, tokens, documents - begin.document
+
+
+class AsItComes:
+    """A source whose size and content are not asked for beforehand: its beginning stands for it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(str(self.source).encode()).hexdigest()
+
+    def total_bytes(self) -> int | None:
+        """Unknown: a sample is then the first so many bytes."""
+        return None
+
+    def position(self) -> Position:
+        return self.source.position()
+
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        return self.source.documents(start)
+
+
+@dataclass(frozen=True)
+class Live:
+    """Documents that are trained on as they arrive, and those that are held back."""
+
+    filler: Filler
+    val: Stretch
+
+    @property
+    def name(self) -> str:
+        """Changes when a run would no longer be the same."""
+        parts = f"{self.filler.source} {self.filler.tokenizer.fingerprint()} {self.filler.division}"
+        return f"stream-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
 
 # ---------------------------------------------------------------- batches

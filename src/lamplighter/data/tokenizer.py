@@ -23,12 +23,20 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lamplighter import report
+from lamplighter.data.cache.encoder import Encoder, Recipe
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.rundir import human_bytes, write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")
-SAMPLE_BYTES = 50_000_000
+ROLES = {
+    **dict.fromkeys(("<|pad|>", "<pad>", "[PAD]", "<|padding|>"), "pad_token"),
+    **dict.fromkeys(("<s>", "<bos>", "<|startoftext|>", "<|begin_of_text|>"), "bos_token"),
+    **dict.fromkeys(("<unk>", "<|unk|>", "[UNK]"), "unk_token"),
+    **dict.fromkeys(("<mask>", "<|mask|>", "[MASK]"), "mask_token"),
+    **dict.fromkeys(("<sep>", "[SEP]"), "sep_token"),
+    **dict.fromkeys(("<cls>", "[CLS]"), "cls_token"),
+}
 DOCUMENT_MARK = b"\xff"  # never a byte of UTF-8
 PROBE = (
     "The lamp-lighter's 1,837 lamps: it's LIT, they'll say; don't   wait!\r\n\r\n\tif x_1 == 'a':\n        return  {}\n"
@@ -59,10 +67,16 @@ class Tokenizer:
         vocab = self._reference.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocab.values()) + 1
         self.end_of_text: int = vocab[end_name]
-        self._bytes = _token_bytes(vocab) if _is_byte_level(content) else None
+        self.added: dict[int, str] = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
+        self._bytes = _token_bytes(vocab, self.added) if _is_byte_level(content) else None
         self._fast: Any = None
+        self.backend_reason = "its ids are those of tokenizers on a probe text"
         self.batch_bytes = 1 << 19  # of text at once: what the backend encodes in well under a second
         self._choose_backend()
+
+    @property
+    def is_byte_level(self) -> bool:
+        return self._bytes is not None
 
     @property
     def backend(self) -> str:
@@ -83,6 +97,7 @@ class Tokenizer:
         except (ImportError, RuntimeError, ValueError, TypeError, OSError) as error:
             reason = f"gigatoken cannot take this one ({str(error).splitlines()[0]})"
         if reason:
+            self.backend_reason = reason
             report.note(f"this tokenizer runs on tokenizers, some 50 times slower: {reason}")
         else:
             self._fast, self.batch_bytes = fast, 1 << 23
@@ -93,6 +108,14 @@ class Tokenizer:
         return hashlib.sha256(text.encode()).hexdigest()
 
     # -- text to ids
+
+    def recipe(self) -> Recipe:
+        """For an encoder in another process."""
+        return Recipe(json.dumps(_without_specials(self.content)) if self._fast else "", json.dumps(self.content))
+
+    def encoder(self, threads: bool) -> Encoder:
+        """For texts as bytes, in this process."""
+        return Encoder(self._fast, self._reference, threads)
 
     def encode(self, text: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
         """The ids of one text; nothing is cut or added."""
@@ -113,11 +136,23 @@ class Tokenizer:
 
     # -- ids to text
 
+    @property
+    def special(self) -> dict[int, str]:
+        """The control tokens, by id: text never becomes one of them."""
+        marked = [token for token in self.content.get("added_tokens", []) if token.get("special")]
+        return {token["id"]: token["content"] for token in marked}
+
+    def token_bytes(self, i: int) -> bytes:
+        """What one token stands for; of a tokenizer that is not byte-level, its name."""
+        if self._bytes is not None:
+            return self._bytes.get(int(i), b"")
+        return str(self._reference.id_to_token(int(i)) or "").encode()
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids, special tokens included."""
-        numbers = [int(i) for i in ids]
+        numbers = ids.tolist() if isinstance(ids, np.ndarray) else [int(i) for i in ids]
         if self._bytes is not None:
-            return b"".join(self._bytes.get(i, b"") for i in numbers).decode("utf-8", "replace")
+            return b"".join([self._bytes.get(i, b"") for i in numbers]).decode("utf-8", "replace")
         return self._reference.decode(numbers, skip_special_tokens=False)
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
@@ -155,27 +190,41 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """The files that AutoTokenizer.from_pretrained wants; those that it was loaded from are copied as they were."""
         folder.mkdir(parents=True, exist_ok=True)
-        named = {"eos_token": self.end_name, "bos_token": self.end_name, "unk_token": self.end_name}
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **(named if not self.files else {"eos_token": self.end_name}),
-            "clean_up_tokenization_spaces": False,
-        }
+        roles = self._roles() if not self.files else {"eos_token": self.end_name}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **roles, "clean_up_tokenization_spaces": False}
         made: dict[str, Any] = {
-            "tokenizer.json": self.content,
             "tokenizer_config.json": config,
-            "special_tokens_map.json": {name: value for name, value in config.items() if name.endswith("_token")},
+            "special_tokens_map.json": roles,
+            "tokenizer.json": self.content,  # the last one: where it is, the others are
         }
-        for name, value in made.items():
-            write_atomic(folder / name, self.files.get(name) or json.dumps(value, ensure_ascii=False, indent=1) + "\n")
         for name in self.files.keys() - made.keys():
             write_atomic(folder / name, self.files[name])
+        for name, value in made.items():
+            write_atomic(folder / name, self.files.get(name) or json.dumps(value, ensure_ascii=False, indent=1) + "\n")
+
+    def _roles(self) -> dict[str, Any]:
+        """What transformers wants to know of the control tokens of a tokenizer that was made here."""
+        roles: dict[str, Any] = {"eos_token": self.end_name, "bos_token": self.end_name, "unk_token": self.end_name}
+        others = []
+        for name in self.special.values():
+            if role := ROLES.get(name):
+                roles[role] = name
+            elif name != self.end_name:
+                others.append(name)
+        return {**roles, **({"additional_special_tokens": others} if others else {})}
 
 
 # ---------------------------------------------------------------- reading a tokenizer
 
 
-FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+FILE_NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 
 
 def load(path: Path) -> Tokenizer:
@@ -272,17 +321,19 @@ def _is_byte_level(content: dict[str, Any]) -> bool:
     return bool(decoder.get("type") == "ByteLevel")
 
 
-def _token_bytes(vocab: dict[str, int]) -> dict[int, bytes]:
-    """The bytes of each token; a name with a letter outside the alphabet (an added token) stands for itself."""
+def _token_bytes(vocab: dict[str, int], added: dict[int, str]) -> dict[int, bytes]:
+    """The bytes of each token; an added one, or a name with a letter outside the alphabet, stands for itself."""
     return {
-        i: bytes(BYTE[letter] for letter in name) if all(letter in BYTE for letter in name) else name.encode()
+        i: bytes(map(BYTE.__getitem__, name)) if i not in added and all(c in BYTE for c in name) else name.encode()
         for name, i in vocab.items()
     }
 
 
-def _byte_level_content(vocab: dict[str, int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _byte_level_content(
+    vocab: dict[str, int], merges: Sequence[Sequence[str]], special: Sequence[str] = (END_OF_TEXT,)
+) -> dict[str, Any]:
     """A tokenizer.json of GPT-2's kind."""
-    added = [{"id": vocab[END_OF_TEXT], "content": END_OF_TEXT, "special": True}] if END_OF_TEXT in vocab else []
+    added = [{"id": vocab[name], "content": name, "special": True} for name in special if name in vocab]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
@@ -309,58 +360,47 @@ def _byte_level_content(vocab: dict[str, int], merges: Sequence[Sequence[str]]) 
     }
 
 
-def _from_merges(merges: Sequence[Sequence[str]]) -> Tokenizer:
-    """Ids as in GPT-2: the 256 bytes, then one per merge, then end-of-text."""
-    names = [*sorted(BYTE), *(left + right for left, right in merges), END_OF_TEXT]
-    vocab = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    return Tokenizer(_byte_level_content(vocab, merges), END_OF_TEXT)
+def _from_merges(merges: Sequence[Sequence[str]], special: Sequence[str] = ()) -> Tokenizer:
+    """Ids as in GPT-2: the 256 bytes, then one per merge, then end-of-text; other control tokens after it."""
+    ordinary = dict.fromkeys([*sorted(BYTE), *(left + right for left, right in merges)])
+    ends = tuple(dict.fromkeys([END_OF_TEXT, *special]))
+    for name in ends:
+        if name in ordinary or not name.strip():
+            why = "it is a token of ordinary text already" if name in ordinary else "it holds nothing to see"
+            raise BadConfig(f"{name!r} cannot be a control token", why, "choose a name such as <|im_start|>")
+    vocab = {name: i for i, name in enumerate([*ordinary, *ends])}
+    return Tokenizer(_byte_level_content(vocab, merges, ends), END_OF_TEXT)
 
 
-def byte_level() -> Tokenizer:
+def byte_level(special: Sequence[str] = ()) -> Tokenizer:
     """256 bytes and end-of-text: no training, nothing unknown."""
-    return _from_merges([])
+    return _from_merges([], special)
 
 
 # ---------------------------------------------------------------- training
 
 
-def train(
-    texts: Iterable[str], vocab_size: int, sample_bytes: int = SAMPLE_BYTES, total_bytes: int | None = None
-) -> Tokenizer:
-    """Byte-level BPE with GPT-2's pattern, from the first `sample_bytes` of the texts: lossless for any text."""
-    if vocab_size < 257:
-        raise BadConfig(f"tokenizer.vocab_size is {vocab_size}", "256 bytes and end-of-text need 257", "set it higher")
-    sample, whole = _take(texts, sample_bytes, total_bytes)
-    with report.phase("train tokenizer", total=vocab_size, unit="tokens") as p:
-        p.tick(0, f"{len(sample):,} documents of the sample")
-        merges = _train_fast(sample, vocab_size - 257) or _train_reference(sample, vocab_size - 257)
-        made = _from_merges(merges)
+def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
+    """Byte-level BPE with GPT-2's pattern, from these texts: lossless for any text. data/sampling says which texts."""
+    special = [name for name in dict.fromkeys(special) if name != END_OF_TEXT]
+    count = vocab_size - 257 - len(special)
+    if count < 0:
+        least = f"256 bytes, end-of-text and {len(special)} control tokens" if special else "256 bytes and end-of-text"
+        raise BadConfig(f"tokenizer.vocab_size is {vocab_size}", f"{least} need {vocab_size - count}", "set it higher")
+    _from_merges([], special)  # what is wrong with their names is said before the work
+    sample = [text.encode() for text in texts]
+    size = sum(map(len, sample))
+    if not size:
+        raise BadData("no text to train a tokenizer on", "every document is empty", "check data.paths")
+    with report.phase("learn the tokens", total=vocab_size, unit="tokens") as p:
+        p.tick(0, f"{len(sample):,} texts, {human_bytes(size)}: pairs are counted and merged in one call")
+        merges = _train_fast(sample, count) if count else []
+        merges = _train_reference(sample, count) if merges is None else merges
+        made = _from_merges(merges, special)
         p.set(made.vocab_size)
-    size = human_bytes(sum(map(len, sample)))
-    report.note(f"tokenizer trained on {'all' if whole else 'the first'} {size} of text: {made.vocab_size:,} tokens")
     if made.vocab_size < vocab_size:
         report.note(f"the text has no more than {made.vocab_size:,} tokens to offer; {vocab_size:,} were asked for")
     return made
-
-
-def _take(texts: Iterable[str], sample_bytes: int, total_bytes: int | None) -> tuple[list[bytes], bool]:
-    """The first texts, up to the size; and whether they are all."""
-    sample: list[bytes] = []
-    size = 0
-    rest = iter(texts)
-    total = min(sample_bytes, total_bytes) if total_bytes else sample_bytes
-    with report.phase("read a sample for the tokenizer", total=total, unit="B") as p:
-        while size < sample_bytes:
-            p.tick(0, f"document {len(sample):,}")
-            text = next(rest, None)
-            if text is None:
-                break
-            sample.append(text.encode())
-            size += len(sample[-1])
-            p.tick(len(sample[-1]))
-    if not size:
-        raise BadData("no text to train a tokenizer on", "every document is empty", "check data.paths")
-    return sample, size < sample_bytes or next(rest, None) is None
 
 
 def _train_fast(sample: list[bytes], count: int) -> list[list[str]] | None:
@@ -381,8 +421,13 @@ def _last_is_used(merges: list[list[str]], sample: list[bytes]) -> bool:
     if not merges or len({left + right for left, right in merges}) < len(merges):
         return False
     tokenizer = _from_merges(merges)
-    ids = tokenizer.encode_batch([text.decode() for text in sample]).ids
-    return bool((ids == tokenizer.end_of_text - 1).any())
+    with report.phase("check the last one", total=len(sample), unit="texts") as p:
+        for begin in range(0, len(sample), 256):
+            texts = [text.decode() for text in sample[begin : begin + 256]]
+            if (tokenizer.encode_batch(texts).ids == tokenizer.end_of_text - 1).any():
+                return True
+            p.tick(len(texts))
+    return False
 
 
 def _train_reference(sample: list[bytes], count: int) -> list[list[str]]:

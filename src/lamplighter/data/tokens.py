@@ -1,7 +1,7 @@
 """The token cache: found by its fingerprint, built once (by whoever is first), read by mapped memory.
 
 In:  a folder for caches, a source, a tokenizer, settings.
-Out: Tokens with a train and a val Split: documents of ids, one after the other, in shards on disk (see shards.py).
+Out: Tokens with a train and a val Split: documents of ids, one after the other, in shards on disk (see builder.py).
 
 A cache is named after three fingerprints: tokenizer, settings, sources. If one of them changes it is another cache, and
 the difference is said.
@@ -15,6 +15,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,42 +24,73 @@ from typing import Any, Literal
 import numpy as np
 
 from lamplighter import report
-from lamplighter.data import division, shards
+from lamplighter.data import division
+from lamplighter.data.cache import builder, stretches
+from lamplighter.data.cache.builder import read_manifest
+from lamplighter.data.cache.encoder import Ids
+from lamplighter.data.cache.shards import bad_id
 from lamplighter.data.division import Settings
-from lamplighter.data.files import digest
-from lamplighter.data.shards import Ids, bad_id, read_manifest
+from lamplighter.data.pool import TICK_S, usable_cores
 from lamplighter.data.sources import Source
+from lamplighter.data.sources.files import digest
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.rundir import cannot_write, hash_file, identity, read_json, read_record
 
-__all__ = ["Settings", "Split", "Tokens", "ensure", "open_tokens"]
+__all__ = ["Settings", "Split", "Tokens", "ensure", "obtain", "open_tokens"]
 
 PARTS = ("tokenizer", "settings", "sources")
 POLL_S = 0.2
+MANY_ROWS, MANY_TOKENS = 32, 256  # from so many rows of fewer tokens a shard on, they are gathered together
 Mode = Literal["auto", "require", "rebuild"]
 
 
 # ---------------------------------------------------------------- which cache, and is it there
 
 
-def ensure(cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Settings, mode: Mode = "auto") -> Path:
+def ensure(
+    cache_root: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    mode: Mode = "auto",
+    workers: int | None = None,
+) -> Path:
     """The folder of the finished cache: reused, built or rebuilt, and said which and why."""
+    return _ensure(cache_root, source, tokenizer, settings, mode, workers)[0]
+
+
+def obtain(
+    cache_root: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    mode: Mode = "auto",
+    workers: int | None = None,
+) -> tuple[Tokens, bool]:
+    """The open cache, and whether it was built just now; one that was there before is verified byte by byte."""
+    folder, is_new = _ensure(cache_root, source, tokenizer, settings, mode, workers)
+    return open_tokens(folder, verify=not is_new), is_new
+
+
+def _ensure(
+    cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Settings, mode: Mode, workers: int | None
+) -> tuple[Path, bool]:
     parts = _parts(source, tokenizer, settings)
     folder = cache_root / digest([parts[name]["fingerprint"] for name in PARTS])[:20]
     fault = _fault(folder)
-    untidy = (folder / "progress.jsonl").exists()
+    untidy = (folder / "build.json").exists()
     if fault is None and (mode == "require" or (mode == "auto" and not untidy)):
         report.note(f"token cache reused: {folder} (tokenizer, settings and sources are unchanged)")
-        return folder
+        return folder, False
     if mode == "require":
         raise _required(cache_root, folder, parts, fault)
-    with _locked(folder) as waited:
+    with locked(folder) as waited:
         fault = _fault(folder)
         if fault is None and (waited or mode != "rebuild"):
             report.note(f"token cache reused: {folder} ({'another process has built it' if waited else 'complete'})")
             _tidy(folder)
-            return folder
+            return folder, False
         reason = _reason(cache_root, folder, parts, mode, fault)
         if mode == "auto" and (folder / "manifest.json").exists():
             advice = "nothing to do; if it happens again, look at the disk"
@@ -69,13 +101,13 @@ def ensure(cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Set
             for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):  # that one first
                 if path.name != "lock":
                     path.unlink()
-        shards.build(folder, source, tokenizer, settings, parts)
-    return folder
+        builder.build(folder, source, tokenizer, settings, parts, workers or usable_cores())
+    return folder, True
 
 
 def _parts(source: Source, tokenizer: Tokenizer, settings: Settings) -> dict[str, dict[str, Any]]:
     """The three things that decide a cache, each with its fingerprint and words for people."""
-    rules = [shards.FORMAT, division.LOOK_DOCUMENTS, division.LOOK_BYTES, division.BLOCK_CHARS]
+    rules = [builder.FORMAT, division.LOOK_DOCUMENTS, division.LOOK_BYTES, division.BLOCK_BYTES, stretches.PART_BYTES]
     return {
         "tokenizer": {"fingerprint": tokenizer.fingerprint(), "content": str(tokenizer).split(", by ")[0]},
         "settings": {"fingerprint": digest([asdict(settings), rules]), "content": asdict(settings)},
@@ -99,8 +131,9 @@ def _fault(folder: Path) -> str | None:
 
 def _tidy(folder: Path) -> None:
     """A builder that was killed after its last word leaves these."""
-    for path in (*folder.glob("progress.json*"), *folder.glob("carry-*.npz")):
-        path.unlink(missing_ok=True)
+    for pattern in ("*.hash", "unit-*.json", "open.json", "progress.json", ".*.tmp", "build.json"):  # that one last
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def _near(cache_root: Path, folder: Path, parts: dict[str, Any]) -> str:
@@ -146,7 +179,7 @@ def _required(cache_root: Path, folder: Path, parts: dict[str, Any], fault: str 
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
+def locked(folder: Path) -> Iterator[bool]:
     """Hold the folder's lock; the value says whether somebody else held it first. A dead holder is no obstacle."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +225,7 @@ def _wait(fd: int, folder: Path) -> None:
             now = read_record(folder / "progress.json")
             if now.get("bytes") != seen:
                 seen = now.get("bytes")
-                p.set(seen or 0, f"{who}: {now.get('texts', 0):,} texts, at {now.get('item', '?')}")
+                p.set(seen or 0, f"{who}: {now.get('units', 0):,} units, at {now.get('item', '?')}")
             time.sleep(POLL_S)
 
 
@@ -200,16 +233,19 @@ def _wait(fd: int, folder: Path) -> None:
 
 
 class Split:
-    """One side's stream of ids, over its shards."""
+    """One side's stream of ids: an end-of-text, then its shards, which may have any sizes."""
 
     def __init__(self, folder: Path, name: str, manifest: dict[str, Any]) -> None:
         counts = manifest["splits"][name]
         self.name, self.tokens, self.documents = name, int(counts["tokens"]), int(counts["documents"])
         self.text_bytes = int(counts["text_bytes"])
-        self.shard_tokens = int(manifest["shard_tokens"])
         self.dtype = np.dtype(manifest["dtype"])
-        self.paths = [folder / f"{name}-{number:05d}.bin" for number in range(counts["shards"])]
-        self.shards: list[Ids] = [np.memmap(path, self.dtype, mode="r").view(np.ndarray) for path in self.paths]
+        self.paths = [folder / shard["file"] for shard in counts["shards"]]
+        head = np.array([manifest["end_of_text"]] if self.tokens else [], self.dtype)
+        mapped = [np.memmap(path, self.dtype, mode="r").view(np.ndarray) for path in self.paths]
+        self.shards: list[Ids] = [head, *mapped]
+        """The stream; the first one is the mark that it begins with, in no file."""
+        self.bounds = np.cumsum([0, *map(len, self.shards)])
 
     def __len__(self) -> int:
         return self.tokens
@@ -219,10 +255,12 @@ class Split:
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"{start}:{stop} of {self.tokens} tokens")
         pieces = []
+        number = int(np.searchsorted(self.bounds, start, "right")) - 1
         while start < stop:
-            number, at = divmod(start, self.shard_tokens)
+            at = start - int(self.bounds[number])
             pieces.append(self.shards[number][at : at + stop - start])
             start += len(pieces[-1])
+            number += 1
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, self.dtype), *pieces])
 
     def gather(self, starts: np.ndarray[Any, np.dtype[np.int64]], length: int) -> Ids:
@@ -230,19 +268,34 @@ class Split:
         out = np.empty((len(starts), length), np.int64)
         if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= self.tokens - length:
             raise IndexError(f"stretches of {length} from {starts.min()} to {starts.max()} of {self.tokens} tokens")
-        numbers, at = np.divmod(starts, self.shard_tokens)
-        inside = at + length <= self.shard_tokens
-        for number in np.unique(numbers[inside]).tolist():
-            rows = np.flatnonzero(inside & (numbers == number))
-            windows = np.lib.stride_tricks.sliding_window_view(self.shards[number], length)
-            out[rows] = windows[at[rows]]
+        numbers = np.searchsorted(self.bounds, starts, "right") - 1
+        at = starts - self.bounds[numbers]
+        inside = starts + length <= self.bounds[numbers + 1]
+        if length < MANY_TOKENS and len(starts) > MANY_ROWS * len(self.shards):
+            self._gather_short(out, numbers, at, inside)
+        else:
+            rows, shards = np.flatnonzero(inside), self.shards
+            for row, number, begin in zip(rows.tolist(), numbers[rows].tolist(), at[rows].tolist(), strict=True):
+                out[row] = shards[number][begin : begin + length]
         for row in np.flatnonzero(~inside).tolist():  # over the border of two shards
             out[row] = self.read(int(starts[row]), int(starts[row]) + length)
         return out
 
+    def _gather_short(self, out: Ids, numbers: Ids, at: Ids, inside: Ids) -> None:
+        """Many short stretches of few shards: a shard at a time."""
+        for number in np.unique(numbers[inside]).tolist():
+            rows = np.flatnonzero(inside & (numbers == number))
+            windows = np.lib.stride_tricks.sliding_window_view(self.shards[number], out.shape[1])
+            out[rows] = windows[at[rows]]
+
     def document_starts(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """Where each document's first token is in the stream."""
-        return np.concatenate([np.zeros(0, "<u8"), *(np.load(path.with_suffix(".idx.npy")) for path in self.paths)])
+        found = [np.zeros(0, "<u8")]
+        for path, base in zip(self.paths, self.bounds[1:].tolist(), strict=False):
+            index = path.with_suffix(".idx")
+            if index.is_file():  # a shard may lie inside one document
+                found.append(np.fromfile(index, "<u8") + np.uint64(base))
+        return np.concatenate(found)
 
 
 @dataclass(frozen=True)
@@ -266,7 +319,7 @@ class Tokens:
         """Read every id once: a model of `vocab_size` must know it."""
         with report.phase("check token ids", total=self.train.tokens + self.val.tokens, unit="tokens") as p:
             for split in (self.train, self.val):
-                for path, shard in zip(split.paths, split.shards, strict=True):
+                for path, shard in zip(split.paths, split.shards[1:], strict=True):
                     for begin in range(0, len(shard), 1 << 22):
                         p.tick(0, str(path))
                         block = shard[begin : begin + (1 << 22)]
@@ -285,18 +338,35 @@ def open_tokens(folder: Path, verify: bool = False) -> Tokens:
     assert manifest is not None
     if verify:
         _verify(folder, manifest["files"])
-    _allow_open_files(sum(split["shards"] for split in manifest["splits"].values()))
+    _allow_open_files(sum(len(split["shards"]) for split in manifest["splits"].values()))
     return Tokens(folder, manifest, Split(folder, "train", manifest), Split(folder, "val", manifest))
 
 
 def _verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    with report.phase("verify the token cache", total=sum(entry["bytes"] for entry in files.values()), unit="B") as p:
-        for name, entry in files.items():
-            p.tick(0, str(folder / name))
-            if hash_file(folder / name, p.tick) != entry["sha256"]:
-                why = "its sha256 is not the one in manifest.json: the disk or somebody changed it"
-                advice = "build it again with --data.cache rebuild"
-                raise BadData(f"damaged: {folder / name}", why, advice, cause="shard_bitflip")
+    """Hashes are computed by threads, which needs no lock of Python's."""
+    counted = [0] * len(files)
+
+    def check(number: int, name: str) -> str:
+        def tick(count: int) -> None:
+            counted[number] += count
+
+        return hash_file(folder / name, tick)
+
+    total = sum(entry["bytes"] for entry in files.values())
+    with report.phase("verify the token cache", total=total, unit="B") as p, ThreadPoolExecutor(usable_cores()) as pool:
+        futures = [pool.submit(check, number, name) for number, name in enumerate(files)]
+        try:
+            for (name, entry), future in zip(files.items(), futures, strict=True):
+                p.set(sum(counted), str(folder / name))
+                while not wait([future], TICK_S).done:
+                    p.set(sum(counted), str(folder / name))
+                if future.result() != entry["sha256"]:
+                    why = "its sha256 is not the one in manifest.json: the disk or somebody changed it"
+                    advice = "build it again with --data.cache rebuild"
+                    raise BadData(f"damaged: {folder / name}", why, advice, cause="shard_bitflip")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        p.set(total)
 
 
 def _allow_open_files(count: int) -> None:

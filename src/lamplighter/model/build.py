@@ -7,6 +7,7 @@ Out: an nn.Module on the CPU, the content of its config.json, its true parameter
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,11 @@ class Built:
     @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def takes_segments(self) -> bool:
+        """Whether it keeps packed examples apart: forward(ids, segments_BT=...)."""
+        return "segments_BT" in inspect.signature(self.model.forward).parameters
 
     def flops_per_token(self, seq_len: int) -> float:
         """6N + attention for the built-in families; 6N for a model of one's own."""

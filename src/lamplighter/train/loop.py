@@ -12,15 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lamplighter import report
 from lamplighter.config import Run
-from lamplighter.data.batches import Batch, BatchStream, TokenStream, count_windows
-from lamplighter.data.heldback import Held
-from lamplighter.data.stream import ChunkStream, Filler, load_state
+from lamplighter.data.batches import Batch, BatchStream
+from lamplighter.data.chat.examples import Examples
+from lamplighter.data.chat.record import keep as keep_template
+from lamplighter.data.chat.template import ChatTemplate
+from lamplighter.data.feed import Feed
+from lamplighter.data.stream import ChunkStream, Filler, Live, load_state
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.tokens import Tokens
 from lamplighter.errors import STOPPED_EARLY, BadData, CannotWrite, Diverged, LampError, StoppedEarly
@@ -40,14 +44,6 @@ SAMPLE_TEMPERATURE = 0.8
 EPOCHS_SAID = 5
 
 
-@dataclass(frozen=True)
-class Live:
-    """Documents that are trained on as they arrive, and those that are held back."""
-
-    filler: Filler
-    held: Held
-
-
 @dataclass
 class Parts:
     """All that a loop needs; made by work.py, a notebook or a test."""
@@ -58,22 +54,25 @@ class Parts:
     built: Built
     optimizer: optim.AdamW
     schedule: optim.Schedule
-    text: Tokens | Live
+    tokens: Tokens | Examples | Live
+    feed: Feed
     tokenizer: Tokenizer
     steps: int
     facts: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
     compiled: Compiled | None = None
     floor: score.Floor | None = None
+    chat: ChatTemplate | None = None
 
     @property
     def model(self) -> torch.nn.Module:
         return self.built.model
 
-    @property
-    def val(self) -> TokenStream:
-        """What is validated on."""
-        return self.text.held if isinstance(self.text, Live) else self.text.val
+    def save_tokenizer(self, folder: Path) -> None:
+        """The tokenizer's files; of a chat model also its template and where to stop."""
+        self.tokenizer.save(folder)
+        if self.chat is not None:
+            keep_template(self.chat, folder)
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class Keeper:
                 tensors,
                 optim.state_tensors(parts.model, parts.optimizer),
                 parts.built.config,
-                parts.tokenizer.save,
+                parts.save_tokenizer,
                 parts.facts,
             )
             progress = parts.progress
@@ -193,11 +192,10 @@ def training(parts: Parts) -> Iterator[Iterator[Record]]:
 
 def _open_stream(parts: Parts) -> BatchStream | ChunkStream:
     """Where the batches come from, from the next step on."""
-    first, train = parts.progress.step + 1, parts.run.train
-    if isinstance(parts.text, Live):
-        return ChunkStream(parts.text.filler, first, load_state(parts.progress.stream))
-    end = parts.tokenizer.end_of_text
-    return BatchStream(parts.text.train, train.seed, train.batch_size, parts.run.data.seq_len, end, first)
+    first = parts.progress.step + 1
+    if isinstance(parts.feed.make, Filler):
+        return ChunkStream(parts.feed.make, first, load_state(parts.progress.stream))
+    return BatchStream(parts.feed.make, first)
 
 
 def _next_batch(parts: Parts, stream: BatchStream | ChunkStream) -> Batch | None:
@@ -299,7 +297,7 @@ def _micro_loss(parts: Parts, batch: Batch, rows: slice) -> torch.Tensor:
     ids = torch.from_numpy(batch.inputs[rows]).to(device, non_blocking=True)
     targets = torch.from_numpy(batch.targets[rows]).to(device, non_blocking=True)
     with parts.machine.precision():
-        logits = parts.model(ids)
+        logits = score.look(parts.model, ids, batch.segments, rows)
     loss: torch.Tensor = next_token_loss(logits, targets) / batch.real_tokens
     return loss
 
@@ -328,15 +326,15 @@ def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited
         keeper.in_step = True
         parts.optimizer.step(lr)
         parts.optimizer.zero_grad()
-        tokens = parts.progress.tokens + batch.real_tokens
+        tokens = parts.progress.tokens + batch.filled
         parts.progress = replace(parts.progress, step=step, tokens=tokens, loss=loss)
         keeper.in_step = False
     seconds = waited_s + time.perf_counter() - started
-    _tell(parts, batch, Record(step, loss, grad_norm, lr, seconds, batch.real_tokens), waited_s)
+    _tell(parts, batch, Record(step, loss, grad_norm, lr, seconds, batch.filled), waited_s)
     for verdict in (trend.look(step, loss), parts.compiled and parts.compiled.look(step)):
         if verdict:
             report.verdict(verdict)
-    return Record(step, loss, grad_norm, lr, seconds, batch.real_tokens)
+    return Record(step, loss, grad_norm, lr, seconds, batch.filled)
 
 
 def _nonfinite(
@@ -362,9 +360,9 @@ def _nonfinite(
         )
     )
     with keeper.lock:
-        tokens, skipped = parts.progress.tokens + batch.real_tokens, (*recent, batch.step)
+        tokens, skipped = parts.progress.tokens + batch.filled, (*recent, batch.step)
         parts.progress = replace(parts.progress, step=batch.step, tokens=tokens, skipped=skipped)
-    return Record(batch.step, loss, grad_norm, lr, seconds, batch.real_tokens)
+    return Record(batch.step, loss, grad_norm, lr, seconds, batch.filled)
 
 
 def _turn_back(parts: Parts, keeper: Keeper, first_bad: int, last_bad: int, verdict: report.Verdict) -> None:
@@ -392,9 +390,9 @@ def _pass_over(parts: Parts, keeper: Keeper, batch: Batch, waited_s: float) -> R
     """A step whose batch made trouble before the roll-back: it counts, and nothing is learned from it."""
     report.metric(batch.step, {"train/loss": math.nan, "train/iter": batch.step, "train/passed_over": 1})
     with keeper.lock:
-        tokens = parts.progress.tokens + batch.real_tokens
+        tokens = parts.progress.tokens + batch.filled
         parts.progress = replace(parts.progress, step=batch.step, tokens=tokens)
-    return Record(batch.step, math.nan, math.nan, 0.0, waited_s, batch.real_tokens)
+    return Record(batch.step, math.nan, math.nan, 0.0, waited_s, batch.filled)
 
 
 @torch.no_grad()
@@ -436,7 +434,7 @@ def _tell(parts: Parts, batch: Batch, record: Record, waited_s: float) -> None:
         "train/mfu": tokens_per_s * flops / parts.machine.peak_flops,
         "train/tokens": parts.progress.tokens,
         "train/epoch": batch.epoch,
-        "train/pad_frac": 1 - batch.real_tokens / batch.targets.size,
+        "train/pad_frac": 1 - batch.filled / batch.targets.size,
         "train/data_wait_ms": waited_s * 1000,
     }
     budget = parts.run.budget
@@ -451,15 +449,15 @@ def _tell(parts: Parts, batch: Batch, record: Record, waited_s: float) -> None:
 
 def _declare_epoch(parts: Parts, batch: Batch) -> None:
     """The end of the data is an epoch, and is said (the first few times): nothing is ever made up to fill a batch."""
-    if isinstance(parts.text, Live):
+    feed = parts.feed
+    if not feed.samples:
         return  # a stream says it itself, where it happens
-    windows = count_windows(len(parts.text.train), parts.run.data.seq_len)
-    done, before = (batch.step * len(batch.inputs)) // windows, ((batch.step - 1) * len(batch.inputs)) // windows
+    done, before = int(feed.epochs(batch.step)), int(feed.epochs(batch.step - 1))
     if done > before:
         report.event("epoch", step=batch.step, epochs=done)
         if before < EPOCHS_SAID:
             report.note(
-                f"epoch {done} is done at step {batch.step}: every one of the {windows:,} windows was seen {done} time(s)"
+                f"epoch {done} is done at step {batch.step}: every one of the {feed.samples:,} {feed.noun} was seen {done} time(s)"
             )
 
 
@@ -489,7 +487,7 @@ def _after(parts: Parts, keeper: Keeper, record: Record) -> bool:
 
 def _look_at_model(parts: Parts, keeper: Keeper, step: int) -> None:
     section, last = parts.run.eval, step == parts.steps
-    if len(parts.val) > 1 and (last or (section.every_steps and step % section.every_steps == 0)):
+    if parts.feed.held.samples and (last or (section.every_steps and step % section.every_steps == 0)):
         _score(parts, keeper, step)
     if section.sample_every_steps and (last or step % section.sample_every_steps == 0):
         show_sample(parts, step)
@@ -506,11 +504,10 @@ def _catch_up(parts: Parts, keeper: Keeper) -> None:
 
 
 def _score(parts: Parts, keeper: Keeper, step: int) -> None:
-    data, train, section = parts.run.data, parts.run.train, parts.run.eval
+    train, section = parts.run.train, parts.run.eval
     size = train.micro_batch or train.batch_size
-    eot, split = parts.tokenizer.end_of_text, parts.val
-    found = score.validate(parts.model, split, parts.machine, data.seq_len, size, eot, section.windows)
-    bpb = found.bits_per_byte(len(split) - 1)
+    found = score.validate(parts.model, parts.feed, parts.machine, size, section.windows)
+    bpb = found.bits_per_byte(parts.feed.held.targets)
     values = {"eval/val_loss": found.loss, "eval/val_ppl": found.perplexity, "eval/val_bpb": bpb, "eval/iter": step}
     if parts.progress.loss is not None:
         values["eval/train_loss"] = parts.progress.loss
@@ -528,14 +525,28 @@ def _score(parts: Parts, keeper: Keeper, step: int) -> None:
 def show_sample(parts: Parts, step: int) -> None:
     """A few words from the model, for people."""
     section, tokenizer = parts.run.eval, parts.tokenizer
-    end = tokenizer.end_of_text
+    end = tokenizer.end_of_text if parts.chat is None else parts.chat.stop_id
     made: list[int] = []
     with report.phase("sample", total=section.sample_tokens, unit="tokens") as phase:
-        ids = [end, *tokenizer.encode(section.sample_prompt).tolist()]
+        ids, shown = _sample_prompt(parts)
         choice = {"max_tokens": section.sample_tokens, "seed": step, "stop_id": end, "window": parts.built.positions}
         for (token,) in sample_stream(parts.model, ids, temperature=SAMPLE_TEMPERATURE, **choice):
             phase.tick()
             if token is None or token == end:
                 break
             made.append(token)
-    report.event("sample", step=step, text=tokenizer.decode([*ids[1:], *made]))
+    report.event("sample", step=step, text=tokenizer.decode([*shown, *made]))
+
+
+def _sample_prompt(parts: Parts) -> tuple[list[int], list[int]]:
+    """What a sample begins with, and what of it is shown: of a chat model a question that was held back."""
+    prompt, end = parts.run.eval.sample_prompt, parts.tokenizer.end_of_text
+    if parts.chat is None or not isinstance(parts.tokens, Examples):
+        ids = [end, *parts.tokenizer.encode(prompt).tolist()]
+        return ids, ids[1:]
+    if prompt:
+        ids = parts.chat.prompt_ids([{"role": "user", "content": prompt}])
+    else:
+        side = parts.tokens.val if parts.tokens.val.examples else parts.tokens.train
+        ids = side.ids(0)[: int(side.first_answer[0])].tolist()
+    return ids, ids

@@ -1,6 +1,6 @@
 """Validation during a run: nats per token, per document and bits per byte, beside the floor where one is known.
 
-In:  the model, the validation split.
+In:  the model, the feed's validation batches.
 Out: a Score; every validation token is predicted exactly once.
 """
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from lamplighter import report
-from lamplighter.data.batches import TokenStream, validation_batches
+from lamplighter.data.batches import Int64s
+from lamplighter.data.feed import Feed
 from lamplighter.model.transformer import next_token_loss
 from lamplighter.train.machine import Machine
 
@@ -35,7 +36,7 @@ class Score:
     tokens: int
     whole: bool  # all windows were used
     documents: int
-    text_bytes: int
+    text_bytes: float
 
     @property
     def perplexity(self) -> float:
@@ -57,27 +58,33 @@ class Score:
         return text
 
 
+def look(model: torch.nn.Module, ids: torch.Tensor, segments: Int64s | None, rows: slice = slice(None)) -> torch.Tensor:
+    """The logits of some rows; packed examples do not see each other."""
+    apart = {} if segments is None else {"segments_BT": torch.from_numpy(segments[rows]).to(ids.device)}
+    logits: torch.Tensor = model(ids, **apart)
+    return logits
+
+
 @torch.no_grad()
-def validate(
-    model: torch.nn.Module, split: TokenStream, machine: Machine, seq_len: int, batch: int, pad_id: int, windows: int
-) -> Score:
-    """Score the split in order; `windows` 0 = all."""
+def validate(model: torch.nn.Module, feed: Feed, machine: Machine, batch: int, windows: int) -> Score:
+    """Score what is held back, in order; `windows` 0 = all."""
     limit = windows or None
-    total = math.ceil((len(split) - 1) / seq_len)
+    total = feed.held.samples
     used = min(total, limit) if limit else total
     was_training = model.training
     model.eval()
     nats, tokens = 0.0, 0
     try:
-        with report.phase("evaluate", total=used, unit="windows") as phase:
-            for piece in validation_batches(split, seq_len, batch, pad_id, limit):
+        with report.phase("evaluate", total=used, unit=feed.noun) as phase:
+            for piece in feed.validation(batch, limit):
                 ids = torch.from_numpy(piece.inputs).to(machine.device)
                 targets = torch.from_numpy(piece.targets).to(machine.device)
                 with machine.precision():
-                    logits = model(ids)
+                    logits = look(model, ids, piece.segments)
                 nats += float(next_token_loss(logits, targets))
                 tokens += piece.real_tokens
                 phase.tick(len(piece.inputs))
     finally:
         model.train(was_training)
-    return Score(nats / max(1, tokens), tokens, used == total, split.documents, split.text_bytes)
+    held = feed.held
+    return Score(nats / max(1, tokens), tokens, used == total, held.documents, held.text_bytes)

@@ -9,12 +9,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lamplighter import report
+from lamplighter.data.chat import record
+from lamplighter.data.chat.rows import Message
+from lamplighter.data.chat.template import ChatTemplate
 from lamplighter.data.tokenizer import Tokenizer, load
 from lamplighter.errors import NoCheckpoint, UsageError
 from lamplighter.model.build import Built, load_folder
@@ -22,7 +26,7 @@ from lamplighter.model.sample import stream
 from lamplighter.train import checkpoint
 
 
-def choose_folder(path: Path, wanted: str) -> Path:
+def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
     """A model folder as it is; of a run the latest valid checkpoint, the best, or the named one."""
     if (path / "config.json").is_file():
         return path
@@ -32,6 +36,9 @@ def choose_folder(path: Path, wanted: str) -> Path:
         if best is None:
             raise NoCheckpoint(f"{path.name} has no best checkpoint", "no validation was made", "--checkpoint latest")
         wanted = f"{checkpoint.PREFIX}{best[0]}"
+    asked = checkpoint.newest_first(root)[:1] if wanted == "latest" else [root / wanted]
+    for folder in asked if not raw else ():
+        record.check_folder(folder)  # before its hashes: what differs in a template is said in words
     found = checkpoint.find(root, "auto" if wanted == "latest" else wanted)
     if found is None:
         raise NoCheckpoint(
@@ -44,17 +51,26 @@ def generate(request: dict[str, Any]) -> None:
     """Load once, then answer one prompt or many."""
     torch.set_num_threads(request["threads"] or torch.get_num_threads())
     with report.phase("model"):
-        folder = choose_folder(Path(request["model"]), request["checkpoint"])
+        folder = choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
         built = load_folder(folder)
         tokenizer = load(folder)
+        template = None if request["raw"] else record.of_folder(folder, tokenizer)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         built.model.to(device).eval()
     report.note(f"{folder}: {built.parameters:,} parameters, on {device.type}")
+    if template is not None:
+        report.note(f"asked by its {template.describe()}; --raw leaves the template out")
+        if not request["prompt"] and not request["interactive"]:
+            report.note("no --prompt: the question is empty")
+    elif request["system"]:
+        why = "--raw leaves the template out" if request["raw"] else "it was not trained on conversations"
+        raise UsageError("--system needs a chat model", why, "leave --system out, or put it into the prompt")
+    talk = Talk(built, tokenizer, template, request)
     if not request["interactive"]:
-        _answer(built, tokenizer, request, request["prompt"], 0)
+        talk.answer(request["prompt"], 0)
         return
     for number, prompt in enumerate(_prompts(request["tty"])):
-        _answer(built, tokenizer, request, prompt, number)
+        talk.answer(prompt, number)
 
 
 def _prompts(tty: bool) -> Iterator[str]:
@@ -70,45 +86,101 @@ def _prompts(tty: bool) -> Iterator[str]:
         yield line.rstrip("\n")
 
 
-def _answer(built: Built, tokenizer: Tokenizer, request: dict[str, Any], prompt: str, number: int) -> None:
-    samples = request["num_samples"]
-    ids = [tokenizer.end_of_text, *tokenizer.encode(prompt).tolist()]
-    started = time.perf_counter()
-    try:
-        steps = stream(
-            built.model,
-            ids,
-            samples=samples,
-            max_tokens=request["max_tokens"],
-            temperature=request["temperature"],
-            top_k=request["top_k"],
-            top_p=request["top_p"],
-            seed=request["seed"] + number,
-            stop_id=tokenizer.end_of_text,
-            window=built.positions,
+@dataclass
+class Talk:
+    """One model and what was said to it so far; without a template every prompt stands alone."""
+
+    built: Built
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    request: dict[str, Any]
+    said: list[Message] = field(default_factory=list)
+
+    def answer(self, prompt: str, number: int) -> None:
+        """Continue the prompt, or answer it."""
+        if self.template is not None and self.request["interactive"] and not prompt.strip():
+            self.said = []
+            report.note("a new conversation")
+            return
+        ids, shown = self._begin(prompt)
+        stops = {self.tokenizer.end_of_text, *([self.template.stop_id] if self.template else [])}
+        started = time.perf_counter()
+        steps = _until(self._stream(ids, number), stops)
+        samples, limit = self.request["num_samples"], self.request["max_tokens"]
+        made = (
+            [_stream_one(self.tokenizer, steps, shown, limit)]
+            if samples == 1
+            else _collect_many(self.tokenizer, steps, shown, samples, limit)
         )
-    except ValueError as error:
-        raise UsageError("cannot generate with these settings", str(error), "lamp generate --help") from error
-    if samples == 1:
-        count = _stream_one(tokenizer, steps, ids[1:], request["max_tokens"])
-    else:
-        count = _collect_many(tokenizer, steps, ids[1:], samples, request["max_tokens"])
-    seconds = time.perf_counter() - started
-    report.note(f"{count} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens per second")
+        count, seconds = sum(map(len, made)), time.perf_counter() - started
+        report.note(f"{count} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens per second")
+        if self.template is not None and self.request["interactive"]:
+            self.said.append({"role": "assistant", "content": self.tokenizer.decode(made[0])})
+
+    def _begin(self, prompt: str) -> tuple[list[int], list[int]]:
+        """The ids that the model reads, and those of them that are shown before what it makes."""
+        if self.template is None:
+            ids = [self.tokenizer.end_of_text, *self.tokenizer.encode(prompt).tolist()]
+            return ids, ids[1:]
+        self.said = [*self.said, {"role": "user", "content": prompt}] if self.request["interactive"] else []
+        said = self.said or [{"role": "user", "content": prompt}]
+        system: list[Message] = (
+            [{"role": "system", "content": self.request["system"]}] if self.request["system"] else []
+        )
+        ids = self.template.prompt_ids([*system, *said])
+        while len(ids) + self.request["max_tokens"] > self.built.positions and len(said) > 1:
+            said = self.said = said[2:]  # the oldest question and its answer
+            report.note("the conversation is longer than the model's window: its beginning is forgotten")
+            ids = self.template.prompt_ids([*system, *said])
+        if len(ids) > self.built.positions:
+            report.warn(
+                f"the question has {len(ids):,} tokens; the model reads the last {self.built.positions:,} of them"
+            )
+        return ids, []
+
+    def _stream(self, ids: list[int], number: int) -> Iterator[list[int | None]]:
+        request = self.request
+        try:
+            return stream(
+                self.built.model,
+                ids,
+                samples=request["num_samples"],
+                max_tokens=request["max_tokens"],
+                temperature=request["temperature"],
+                top_k=request["top_k"],
+                top_p=request["top_p"],
+                seed=request["seed"] + number,
+                stop_id=self.template.stop_id if self.template else self.tokenizer.end_of_text,
+                window=self.built.positions,
+            )
+        except ValueError as error:
+            raise UsageError("cannot generate with these settings", str(error), "lamp generate --help") from error
 
 
-def _stream_one(tokenizer: Tokenizer, steps: Iterator[list[int | None]], prompt: list[int], max_tokens: int) -> int:
+def _until(steps: Iterator[list[int | None]], stops: set[int]) -> Iterator[list[int | None]]:
+    """None for a sample from its first stop token on; ends when all have stopped."""
+    stopped: list[bool] = []
+    for step in steps:
+        stopped = stopped or [False] * len(step)
+        stopped = [done or token is None or token in stops for done, token in zip(stopped, step, strict=True)]
+        yield [None if done else token for done, token in zip(stopped, step, strict=True)]
+        if all(stopped):
+            return
+
+
+def _stream_one(
+    tokenizer: Tokenizer, steps: Iterator[list[int | None]], prompt: list[int], max_tokens: int
+) -> list[int]:
     """Each piece as it comes, the prompt first: some tokenizers decode a token by the one before it."""
-    count = 0
+    made: list[int] = []
 
     def ids() -> Iterator[int]:
-        nonlocal count
         yield from prompt
         for (token,) in steps:
             phase.tick()
-            if token is None or token == tokenizer.end_of_text:
+            if token is None:
                 return
-            count += 1
+            made.append(token)
             yield token
 
     report.flag("writing the result", True)
@@ -117,20 +189,20 @@ def _stream_one(tokenizer: Tokenizer, steps: Iterator[list[int | None]], prompt:
             report.result(piece)
     report.flag("writing the result", False)
     report.result("\n")
-    return count
+    return made
 
 
 def _collect_many(
     tokenizer: Tokenizer, steps: Iterator[list[int | None]], prompt: list[int], samples: int, max_tokens: int
-) -> int:
+) -> list[list[int]]:
     """Several samples side by side, shown one after the other."""
-    texts: list[list[int]] = [list(prompt) for _ in range(samples)]
+    made: list[list[int]] = [[] for _ in range(samples)]
     with report.phase("generate", total=max_tokens, unit="tokens") as phase:
         for step in steps:
             phase.tick()
-            for text, token in zip(texts, step, strict=True):
-                if token is not None and token != tokenizer.end_of_text:
+            for text, token in zip(made, step, strict=True):
+                if token is not None:
                     text.append(token)
-    for index, text in enumerate(texts, 1):
-        report.result(f"--- sample {index} ---\n{tokenizer.decode(text)}\n")
-    return sum(map(len, texts)) - samples * len(prompt)
+    for index, text in enumerate(made, 1):
+        report.result(f"--- sample {index} ---\n{tokenizer.decode([*prompt, *text])}\n")
+    return made

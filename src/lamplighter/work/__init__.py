@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import itertools
 import json
 import math
@@ -17,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +37,19 @@ from lamplighter.rundir import (
 
 if TYPE_CHECKING:
     from lamplighter.config import Run
+    from lamplighter.data.batches import TokenStream
+    from lamplighter.data.chat.examples import Examples
+    from lamplighter.data.chat.template import ChatTemplate
+    from lamplighter.data.feed import Feed
     from lamplighter.data.sources import Source
+    from lamplighter.data.stream import Live
     from lamplighter.data.tokenizer import Tokenizer
     from lamplighter.data.tokens import Tokens
     from lamplighter.model.build import Built
-    from lamplighter.train.loop import Live, Parts
+    from lamplighter.train.loop import Parts
     from lamplighter.train.score import Floor
 
+Verb = Callable[[RunDir, dict[str, Any]], int]
 PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
 
 
@@ -116,32 +122,40 @@ def train(folder: RunDir, request: dict[str, Any]) -> int:
 
 def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
     """The start-up phases: data, tokenizer, cache, plan, model, resume."""
-    from lamplighter.data.tokens import Tokens
+    from lamplighter.data.stream import Live
     from lamplighter.train import checkpoint, guard, machine, optim
     from lamplighter.train.loop import Parts
 
     cache = folder.path.parent / CACHE_NAME
     source, tokenizer = open_text(run, cache)
-    text = (
-        _open_live(run, folder, source, tokenizer) if run.data.stream else _open_tokens(run, cache, source, tokenizer)
-    )
+    chat = choose_template(run, source, tokenizer)
+    tokens: Tokens | Examples | Live
+    if run.data.stream:
+        tokens = _open_live(run, folder, source, tokenizer)
+    else:
+        tokens = _open_tokens(run, cache, source, tokenizer) if chat is None else open_rows(run, cache, source, chat)
     with report.phase("model"):
         found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
         where = machine.detect(run.train, _facts_of(found))
         for reason in where.reasons:
             report.note(reason)
         built = _build_model(run, tokenizer)
-        if isinstance(text, Tokens):
-            text.check_ids(built.vocab_size)
+        if not isinstance(tokens, Live):
+            tokens.check_ids(built.vocab_size)
         built.model.to(where.device)
         optimizer = optim.make_optimizer(built.model, run.train)
-    steps = _count_steps(run, text)
-    facts = {"machine": where.facts(), "cache": _name_of(text), "seed": run.train.seed, "steps": steps}
+    feed = _feed(run, tokens, tokenizer, built)
+    steps = _count_steps(run, feed)
+    facts = {"machine": where.facts(), "cache": _name_of(tokens), "seed": run.train.seed, "steps": steps}
+    if feed.fingerprint:
+        facts["packing"] = feed.fingerprint
+    if chat is not None:
+        facts["chat"] = chat.fingerprint()
     facts["compiled"] = run.train.compile and not request.get("eager")
     if run.train.compile and request.get("eager"):
         report.note("running uncompiled, because compiling did not work out in an earlier attempt")
     schedule = optim.schedule(run.train, steps)
-    parts = Parts(run, folder, where, built, optimizer, schedule, text, tokenizer, steps, facts)
+    parts = Parts(run, folder, where, built, optimizer, schedule, tokens, feed, tokenizer, steps, facts, chat=chat)
     with report.phase("plan"):
         _plan(parts, request)
     guard.explain_schedule(schedule)
@@ -156,27 +170,37 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
 
 def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
     """The source of documents and the tokenizer for it, trained if need be and kept in the cache."""
+    source = open_source(run, cache)
+    with report.phase("tokenizer"):
+        return source, _tokenizer(run, cache, source)
+
+
+def open_source(run: Run, cache: Path) -> Source:
+    """The source of documents that the configuration asks for."""
     from lamplighter.data import sources
+    from lamplighter.data.chat.instructions import find_rows
 
     data = run.data
     with report.phase("data"):
         cache.mkdir(parents=True, exist_ok=True)
-        if not data.paths and data.source is None:
+        rows = find_rows(data.paths, data.format, data.text_key, data.bad_text, data.max_documents)
+        if rows is not None:
+            source: Source = rows
+        elif not data.paths and data.source is None:
             report.note(f"no data given: the embedded corpus, {data.embedded_documents:,} letters and diary entries")
-            source: Source = sources.EmbeddedCorpus(0, data.embedded_documents)
+            source = sources.EmbeddedCorpus(0, data.embedded_documents)
         else:
-            source = sources.open_source(
-                data.paths, data.source, data.separator, data.text_key, cache / "file_hashes.json", data.bad_text
-            )
-        if data.max_documents is not None:
+            source = sources.open_data(data, cache / "file_hashes.json")
+        if rows is None and data.max_documents is not None:
             source = sources.First(source, data.max_documents)
-    with report.phase("tokenizer"):
-        return source, _tokenizer(run, cache, source)
+    return source
 
 
 def _tokenizer(run: Run, cache: Path, source: Source) -> Tokenizer:
     """The given one, the bytes, or one trained on the source and kept for the next time."""
     from lamplighter.data import tokenizer as tokenizers
+    from lamplighter.data import vocabulary
+    from lamplighter.data.stream import AsItComes
 
     section = run.tokenizer
     path = section.path or run.model.init_from
@@ -186,30 +210,23 @@ def _tokenizer(run: Run, cache: Path, source: Source) -> Tokenizer:
         return found
     if section.kind == "bytes":
         return tokenizers.byte_level()
-    mark = str(source) if run.data.stream else source.fingerprint()  # a stream is not read through to know it
-    parts = [mark, section.vocab_size, section.sample_mb, "byte-level BPE 1"]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-    kept = cache / f"tokenizer-{key}"
-    if (kept / "tokenizer.json").exists():
-        report.note(f"tokenizer kept from before: {kept}")
-        return tokenizers.load(kept)
-    total = source.total_bytes()
-    made = tokenizers.train(source.documents(), section.vocab_size, int(section.sample_mb * 1e6), total)
-    temporary = kept.with_name(f".{kept.name}.{os.getpid()}")
-    temporary.mkdir(exist_ok=True)
-    made.save(temporary)
-    if not kept.exists():
-        temporary.rename(kept)
-    return made
+    if run.data.stream:
+        source = AsItComes(source)
+    return vocabulary.trained(source, section.vocab_size, section.sample_mb, cache)
 
 
 def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -> Tokens:
+    return obtain_tokens(run, cache, source, tokenizer)[0]
+
+
+def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -> tuple[Tokens, bool]:
+    """The token cache, and whether it was made just now."""
     from lamplighter.data import tokens
     from lamplighter.data.division import Settings
 
     with report.phase("cache"):
-        folder = tokens.ensure(cache, source, tokenizer, Settings(run.data.val_fraction), run.data.cache)
-        found = tokens.open_tokens(folder, verify=True)
+        settings = Settings(run.data.val_fraction)
+        found, is_new = tokens.obtain(cache, source, tokenizer, settings, run.data.cache, run.data.workers)
     share = len(found.val) / max(1, len(found.val) + len(found.train))
     if share > 0.1 and share > 2 * run.data.val_fraction:
         report.warn(
@@ -219,16 +236,55 @@ def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) ->
         f"{found.train.documents:,} documents, {len(found.train):,} tokens to train on;"
         f" {found.val.documents:,} documents, {len(found.val):,} tokens to validate on"
     )
+    return found, is_new
+
+
+def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of a run on instruction rows; None where it learns from text."""
+    from lamplighter.data.chat import record
+    from lamplighter.data.chat.instructions import RowSource
+    from lamplighter.data.chat.template import choose
+
+    if not isinstance(source, RowSource):
+        if run.data.packing in ("packed", "grouped"):
+            raise BadConfig(
+                f"data.packing is {run.data.packing}, and the data is text",
+                "text is cut into windows without any padding; packing is for instruction rows",
+                "--data.packing auto",
+            )
+        return None
+    with report.phase("template"):
+        if run.model.init_from is not None and run.data.template is None:
+            record.check_folder(Path(run.model.init_from))
+        found = choose(run.data.template, tokenizer)
+        record.announce(found, run.model.init_from)
+    return found
+
+
+def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Examples:
+    """The examples of a run on instruction rows, made if need be and kept in the cache."""
+    from lamplighter.data.chat import examples
+    from lamplighter.data.chat.instructions import RowSource
+
+    assert isinstance(source, RowSource)
+    with report.phase("cache"):
+        folder = examples.ensure(cache, source, chat, run.data.val_fraction, run.data.cache, run.data.workers)
+        found = examples.open_examples(folder)
+        found.tell()
+        found.check_ends(chat.stop_id, chat.stop)
     return found
 
 
 def _open_live(run: Run, folder: RunDir, source: Source, tokenizer: Tokenizer) -> Live:
     """A stream: the validation side is decided by its first documents, once; the rest is read as it is needed."""
+    from lamplighter.data.chat.instructions import RowSource
     from lamplighter.data.heldback import hold_back
-    from lamplighter.data.stream import Filler, Settings
-    from lamplighter.train.loop import Live
+    from lamplighter.data.stream import Filler, Live, Settings
 
     data, train = run.data, run.train
+    if isinstance(source, RowSource):
+        why = "instruction rows are packed by their lengths, which must all be known before"
+        raise BadConfig("data.stream is for text", why, "--data.stream false (rows are small), or --data.format text")
     with report.phase("hold back"):
         place, sample = folder.path / "stream", min(1 << 22, max(1 << 18, 4 * data.tokens_per_chunk))
         division, held = hold_back(place, source, tokenizer, data.val_fraction, sample)
@@ -242,15 +298,30 @@ def _open_live(run: Run, folder: RunDir, source: Source, tokenizer: Tokenizer) -
     return Live(Filler(source, tokenizer, division, settings), held)
 
 
-def _name_of(text: Tokens | Live) -> str:
+def _name_of(tokens: Tokens | Examples | Live) -> str:
     """What may not change between two starts of a run."""
-    from lamplighter.data.tokens import Tokens
+    from lamplighter.data.stream import Live
 
-    if isinstance(text, Tokens):
-        return text.folder.name
-    filler = text.filler
-    parts = f"{filler.source} {filler.tokenizer.fingerprint()} {filler.division}"
-    return f"stream-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
+    return tokens.name if isinstance(tokens, Live) else tokens.folder.name
+
+
+def _feed(run: Run, tokens: Tokens | Examples | Live, tokenizer: Tokenizer, built: Built) -> Feed:
+    """Where the loop's batches come from."""
+    from lamplighter.data.chat.arrange import arrange
+    from lamplighter.data.chat.examples import Examples
+    from lamplighter.data.feed import live_feed, text_feed
+    from lamplighter.data.stream import Live
+
+    seq_len, train, pad = run.data.seq_len, run.train, tokenizer.end_of_text
+    if isinstance(tokens, Live):
+        return live_feed(tokens, train.batch_size, seq_len, pad)
+    if not isinstance(tokens, Examples):
+        return text_feed(tokens.train, tokens.val, train.seed, train.batch_size, seq_len, pad)
+    with report.phase("packing"):
+        feed = arrange(tokens, run.data, train.seed, train.batch_size, pad, built.takes_segments)
+    if run.train.compile and feed.whole_batches:
+        report.warn("every new length of a batch is compiled anew with data.packing grouped; packed has one length")
+    return feed
 
 
 def _build_model(run: Run, tokenizer: Tokenizer) -> Built:
@@ -264,49 +335,51 @@ def _facts_of(found: Path | None) -> dict[str, Any]:
     return dict(state.get("machine", {})) if isinstance(state, dict) else {}
 
 
-def _count_steps(run: Run, text: Tokens | Live) -> int:
-    """train.steps, or the epochs (of a stream: the chunks) in optimizer steps."""
-    from lamplighter.data.tokens import Tokens
-
+def _count_steps(run: Run, feed: Feed) -> int:
+    """train.steps, or the epochs in optimizer steps."""
     if run.train.steps is not None:
         return run.train.steps
-    if not isinstance(text, Tokens):
+    if not feed.samples:
         assert run.data.max_chunks is not None
         total = run.data.max_chunks * run.data.tokens_per_chunk
-        steps = max(1, math.ceil(total / (run.data.seq_len * run.train.batch_size)))
+        steps = max(1, math.ceil(total / feed.positions_per_step))
         report.note(f"{run.data.max_chunks:,} chunks of {run.data.tokens_per_chunk:,} tokens: {steps:,} steps")
         return steps
     assert run.train.epochs is not None
-    windows = math.ceil((len(text.train) - 1) / run.data.seq_len)
-    steps = max(1, math.ceil(run.train.epochs * windows / run.train.batch_size))
+    steps = feed.steps_for(run.train.epochs)
     report.note(
-        f"{run.train.epochs:g} epochs of {windows:,} windows in batches of {run.train.batch_size}: {steps:,} steps"
+        f"{run.train.epochs:g} epochs of {feed.samples:,} {feed.noun} in batches of {run.train.batch_size}: {steps:,} steps"
     )
     return steps
 
 
 def _plan(parts: Parts, request: dict[str, Any]) -> None:
     """Parameters, epochs, expected time, disk; what cannot succeed is refused here."""
-    from lamplighter.data.tokens import Tokens
     from lamplighter.train import checkpoint, guard
 
-    run, built, steps = parts.run, parts.built, parts.steps
+    run, built, steps, feed = parts.run, parts.built, parts.steps, parts.feed
     micro = run.train.micro_batch or run.train.batch_size
     report.note(
         f"{built.parameters:,} parameters ({run.model.family if not run.model.init_from else run.model.init_from})"
     )
     accumulation = math.ceil(run.train.batch_size / micro)
-    report.note(f"batch {run.train.batch_size} = {accumulation} x micro-batch {micro}, {run.data.seq_len} tokens each")
-    step_tokens = run.train.batch_size * run.data.seq_len
-    of_the_data = ""
-    if isinstance(parts.text, Tokens):
-        of_the_data = f" = {steps * step_tokens / max(1, len(parts.text.train)):.1f} epochs"
-        _warn_of_padding(parts.text, run.data.seq_len)
+    step_tokens = round(feed.positions_per_step)
+    each = (
+        f"{run.data.seq_len} tokens"
+        if feed.noun == "windows"
+        else f"{step_tokens / run.train.batch_size:.0f} on average"
+    )
+    report.note(f"batch {run.train.batch_size} = {accumulation} x micro-batch {micro}, {each} each")
+    of_the_data = f" = {feed.epochs(steps):.1f} epochs" if feed.samples else ""
     flops = built.flops_per_token(run.data.seq_len) * step_tokens * steps
     expected_s = flops / (0.4 * parts.machine.peak_flops)
     report.note(
         f"{steps:,} steps of {step_tokens:,} tokens{of_the_data}; about {_hours(expected_s)} at 40 % of the peak"
     )
+    if feed.padding > 0.2 and parts.chat is None:
+        report.warn(
+            f"{feed.padding:.0%} of each pass is padding: data.seq_len {run.data.seq_len} is longer than the data"
+        )
     guard.refuse_long_runs(run, request.get("preset"), expected_s, steps, bool(request.get("force")))
     size = 3 * 4 * built.parameters
     room, wanted = free_bytes(parts.folder.path), size * (run.save.keep + 2)
@@ -315,13 +388,6 @@ def _plan(parts: Parts, request: dict[str, Any]) -> None:
         report.warn(f"{human_bytes(room)} are free; {run.save.keep} checkpoints and a spare need {human_bytes(wanted)}")
     if not 0 < run.save.every_steps < steps and not run.save.every_s:
         report.warn("no save is due before the end: a crash would cost everything; set save.every_s 600")
-
-
-def _warn_of_padding(tokens: Tokens, seq_len: int) -> None:
-    windows = math.ceil((len(tokens.train) - 1) / seq_len)
-    padding = 1 - (len(tokens.train) - 1) / (windows * seq_len)
-    if padding > 0.2:
-        report.warn(f"{padding:.0%} of each pass is padding: data.seq_len {seq_len} is longer than the data")
 
 
 def _hours(seconds: float) -> str:
@@ -340,12 +406,16 @@ def _resume(parts: Parts, found: Path) -> None:
     from lamplighter.train import checkpoint, optim
 
     progress, tensors, facts = checkpoint.load_state(found)
-    if facts.get("cache") not in (None, _name_of(parts.text)):
+    if facts.get("cache") not in (None, _name_of(parts.tokens)):
         raise BadConfig(
             f"the data or the tokenizer changed since {found.name}",
-            f"token cache then {facts['cache']}, now {_name_of(parts.text)}",
+            f"token cache then {facts['cache']}, now {_name_of(parts.tokens)}",
             "put the old data back, or begin anew with --resume never",
         )
+    if facts.get("packing") != parts.facts.get("packing"):
+        why = f"packing then {facts.get('packing')}, now {parts.facts.get('packing')}"
+        advice = "another version of numpy? use that of then, or begin anew with --resume never"
+        raise BadConfig(f"examples are packed otherwise than in {found.name}", why, advice)
     load_weights(parts.model, found)
     optim.load_state(parts.model, parts.optimizer, tensors)
     best = checkpoint.best_of(parts.folder.checkpoints)
@@ -375,9 +445,11 @@ def _resume(parts: Parts, found: Path) -> None:
 def _floor(parts: Parts) -> Floor | None:
     """The embedded corpus knows its own probability: the loss that no model can beat on these very documents."""
     from lamplighter.data import corpus
+    from lamplighter.data.chat.examples import Examples
     from lamplighter.train.score import Floor
 
-    split = parts.val
+    assert not isinstance(parts.tokens, Examples)
+    split: TokenStream = parts.tokens.val
     starts = [*split.document_starts().tolist(), len(split)]
     nats = [
         corpus.nats(parts.tokenizer.decode(split.read(start, stop - 1))) for start, stop in itertools.pairwise(starts)
@@ -445,36 +517,25 @@ def _checkpoint_table(run: RunDir, rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, f"next: lamp generate {run.name} --checkpoint {rows[-1]['checkpoint']}", ""])
 
 
-def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
+def _texts(name: str) -> Verb:
+    """A verb about text or tokenizers; they have a file of their own."""
+
+    def run(folder: RunDir, request: dict[str, Any]) -> int:
+        from lamplighter.work import texts
+
+        verb: Verb = getattr(texts, name)
+        return verb(folder, request)
+
+    return run
 
 
-def data_clean(_: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
-
-
-def data_prepare(folder: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
-
-
-def tokenizer_train(folder: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
-
-
-def tokenizer_show(folder: RunDir, request: dict[str, Any]) -> int:
-    raise NotImplementedError
-
-
-VERBS = {
+VERBS: dict[str, Verb] = {
     "train": train,
     "generate": generate,
     "checkpoints": checkpoints,
-    "data-stats": data_stats,
-    "data-clean": data_clean,
-    "data-prepare": data_prepare,
-    "tokenizer-train": tokenizer_train,
-    "tokenizer-show": tokenizer_show,
+    "data-stats": _texts("data_stats"),
+    "data-clean": _texts("data_clean"),
+    "data-prepare": _texts("data_prepare"),
+    "tokenizer-train": _texts("tokenizer_train"),
+    "tokenizer-show": _texts("tokenizer_show"),
 }
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""Where documents come from: files, a source of the user's own, or the embedded corpus.
+"""Where documents come from: files here or elsewhere, datasets, a source of the user's own, or the embedded corpus.
 
-In:  paths and patterns; or "module:name"; or nothing.
+In:  paths, patterns, URLs, dataset:NAME, source:module:name, with or without weights; or "module:name"; or nothing.
 Out: a Source: texts in a fixed order, a fingerprint of them, and how far the reading is.
 """
 
@@ -9,15 +9,23 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lamplighter import report
-from lamplighter.data.files import Cursor, FileSource, Part, Position, digest, find_files, skip
+from lamplighter.data.sources.files import Cursor, FileSource, Part, Position, digest, find_items, skip
+from lamplighter.data.sources.hub import open_dataset
+from lamplighter.data.sources.mixture import Chain, Mixture, check_weights
+from lamplighter.data.sources.remote import is_url
+from lamplighter.data.sources.web import shown
 from lamplighter.errors import BadConfig, BadData
+
+if TYPE_CHECKING:
+    from lamplighter.config import Data
 
 __all__ = [
     "Cursor",
@@ -33,7 +41,10 @@ __all__ = [
 
 
 class Source(Protocol):
-    """Texts in a fixed order. A user's own source needs only `documents`, or may be a list or a generator function."""
+    """Texts in a fixed order. A user's own source needs only `documents`, or may be a list or a generator function.
+
+    Its `documents` is given the number of texts that are behind, or its own cursor where its `position` has one.
+    """
 
     def fingerprint(self) -> str:
         """A string that changes when the documents change."""
@@ -58,16 +69,66 @@ def open_source(
     text_key: str = "text",
     hash_store: Path | None = None,
     bad_text: str = "set_aside",
+    *,
+    weights: Sequence[float] = (),
+    mix_until: str = "first",
+    dataset_config: str | None = None,
+    dataset_split: str = "train",
+    retry_s: float = 600.0,
 ) -> Source:
     """The documents that the configuration asks for; the embedded corpus where it asks for none."""
     if paths and source:
         why = "documents come from one of the two"
         raise BadConfig("both data.paths and data.source are set", why, "take one of them out")
+    if weights and not paths:
+        raise BadConfig("data.weights without data.paths", "weights mix the entries of data.paths", "give data.paths")
     if source:
         return own_source(source)
-    if paths:
-        return FileSource(find_files(paths), separator, text_key, hash_store, bad_text)
-    return EmbeddedCorpus()
+    if not paths:
+        return EmbeddedCorpus()
+
+    def open_entries(entries: list[str]) -> Source:
+        kind, _, name = entries[0].partition(":")
+        if kind == "dataset":
+            return open_dataset(name, dataset_config, dataset_split, text_key, hash_store, bad_text)
+        if kind == "source":
+            return own_source(name)
+        return FileSource(find_items(entries, retry_s), separator, text_key, hash_store, bad_text)
+
+    if weights:
+        check_weights(list(weights), paths)
+        return Mixture(
+            [open_entries([entry]) for entry in paths], list(weights), mix_until, [shown_entry(p) for p in paths]
+        )
+    groups = [list(group) for _, group in groupby(paths, lambda entry: entry if _is_named(entry) else "")]
+    found = [open_entries(group) for group in groups]
+    return found[0] if len(found) == 1 else Chain(found)
+
+
+def open_data(data: Data, hash_store: Path | None = None) -> Source:
+    """The same, out of the section `data` of a run."""
+    return open_source(
+        data.paths,
+        data.source,
+        data.separator,
+        data.text_key,
+        hash_store,
+        data.bad_text,
+        weights=data.weights,
+        mix_until=data.mix_until,
+        dataset_config=data.dataset_config,
+        dataset_split=data.dataset_split,
+        retry_s=data.retry_s,
+    )
+
+
+def _is_named(entry: str) -> bool:
+    return entry.startswith(("dataset:", "source:"))
+
+
+def shown_entry(entry: str) -> str:
+    """An entry of data.paths for people: without the credentials of a URL."""
+    return shown(entry) if is_url(entry) else entry
 
 
 # ---------------------------------------------------------------- a source of the user's own
@@ -142,13 +203,17 @@ class OwnSource:
     def position(self) -> Position:
         if hasattr(self._found, "position"):
             position: Position = self._found.position()
-            return Position(position.item, position.bytes_done, {"document": self._number})
+            own = {"own": position.cursor} if getattr(position, "cursor", None) else {}
+            return Position(position.item, position.bytes_done, {"document": self._number, **own})
         return Position(f"document {self._number} of {self.name}", self._bytes, {"document": self._number})
 
     def documents(self, start: Cursor | None = None) -> Iterator[str]:
         self._number, self._bytes = int((start or {}).get("document", 0)), 0
+        return self._read(start or {})
+
+    def _read(self, start: Cursor) -> Iterator[str]:
         if hasattr(self._found, "documents"):
-            texts = iter(self._found.documents(self._number))
+            texts = iter(self._found.documents(start.get("own", self._number)))
         else:
             texts = iter(self._texts())
             skip(texts, self._number, self.position)
@@ -176,17 +241,17 @@ class OwnSource:
 
 
 class First:
-    """The first `count` texts of a source, for trying things out."""
+    """The first `count` documents of a source, for trying things out; all Parts of each."""
 
     def __init__(self, source: Source, count: int) -> None:
         self.source, self.count = source, count
         self._number = 0
 
     def __str__(self) -> str:
-        return f"the first {self.count:,} texts of {self.source}"
+        return f"the first {self.count:,} documents of {self.source}"
 
     def fingerprint(self) -> str:
-        return digest(["first", self.count, self.source.fingerprint()])
+        return digest(["first documents", self.count, self.source.fingerprint()])
 
     def total_bytes(self) -> int | None:
         """Unknown: it depends on where the last text ends."""
@@ -198,10 +263,12 @@ class First:
 
     def documents(self, start: Cursor | None = None) -> Iterator[str]:
         self._number = int((start or {}).get("number", 0))
-        texts = self.source.documents(start["inner"] if start else None)
+        return self._read(self.source.documents((start or {}).get("inner")))
+
+    def _read(self, texts: Iterator[str]) -> Iterator[str]:
         while self._number < self.count and (text := next(texts, None)) is not None:
-            self._number += 1
-            yield str(text)
+            self._number += not isinstance(text, Part)
+            yield text
 
 
 # ---------------------------------------------------------------- the embedded corpus
@@ -233,10 +300,13 @@ class EmbeddedCorpus:
         return Position(f"document {self._number} of {self.count}", self._bytes, {"document": self._number})
 
     def documents(self, start: Cursor | None = None) -> Iterator[str]:
-        from lamplighter.data.corpus import entries
-
         self._number = int((start or {}).get("document", 0))
         self._bytes = self.total_bytes() * self._number // max(1, self.count)
+        return self._read()
+
+    def _read(self) -> Iterator[str]:
+        from lamplighter.data.corpus import entries
+
         for entry in entries(self.seed, self.count - self._number, self._number):
             self._number += 1
             self._bytes += len(entry.text)

@@ -88,24 +88,52 @@ started without us.
     "generate": """\
 usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]
                      [--top-p P] [--seed S] [--checkpoint best|latest|checkpoint-N] [--interactive] [--runs-dir DIR]
+                     [--system TEXT] [--raw]
 
-Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
+A model that was trained on instruction rows is asked by its own chat template and gives the answer alone; --system puts
+a system message before the question, --raw leaves the template out. With --interactive it remembers the conversation; an
+empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
 """,
     "data": """\
-usage: lamp data stats   [run.yaml] [--preset NAME] [--json] [--out DIR] [--section.key value ...]
-       lamp data clean   PATH... --out DIR [--dry-run] [--help lists the rules]
-       lamp data prepare [run.yaml] [--preset NAME] [--section.key value ...]
+usage: lamp data stats   [run.yaml|CACHE] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]
+                         [--near-documents N] [--runs-dir DIR] [--section.key value ...]
+       lamp data clean   PATH... --out DIR [--dry-run] [--language en|any|en,de] [--json] [flags below]
+       lamp data prepare [run.yaml] [--preset NAME] [--json] [--runs-dir DIR] [--section.key value ...]
 
-stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice
-clean    raw files to clean documents (JSONL), with every rejected one in a log
+stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice; of text, of instruction rows
+         with their template, or (lengths and repeats only) of a token cache
+  --val PATH...         a test set of yours: what of it stands in the training text, by hash and by 8-word runs
+  --sample-mb MB        look at a part only, spread over the whole; every figure says so
+  --near-documents N    look for near duplicates among at most so many documents (default 50000; 0: do not)
+  --out DIR             where stats.json, stats.txt and lengths.svg go (default: RUNS-DIR/.stats/NAME)
+clean    raw files to clean documents (JSONL), with every rejected one in a log (docs/cleaning.md has every rule)
+           files, folders, patterns: .txt .md .jsonl .json .xml (TEI, ALTO) .html, also .gz .zst; any encoding
+           takes off Project Gutenberg's headers, licences, credits and notes; joins wrapped lines; never rewrites a word
+           --dry-run           write nothing; show what would change, before and after
+           --out DIR           clean-00000.jsonl ... for lamp train --data.paths DIR, and log/
+           --workers N         processes (default: all cores); the output is the same for any number
+           --language any      or the languages to keep, such as en or en,fr
+           --min-quality 0     0 to 1: reject documents whose worst measure scores no more than this
+           --min-words 10      reject shorter documents
+           --near 0.8          likeness from which two documents are one; 0: exact copies only
+           --keep-duplicates   --keep-lines (do not join)   --split auto|div|file (TEI)
+           --text-key text     --separator TEXT (documents within a text file)
+           --max-document-mb 64   --shard-mb 256
 prepare  the tokenizer and the token cache that `lamp train` with the same settings would make
 """,
     "tokenizer": """\
-usage: lamp tokenizer train [run.yaml] --out DIR [--section.key value ...]
-       lamp tokenizer show  DIR|RUN [--text TEXT] [--data.paths ...]
+usage: lamp tokenizer train [run.yaml] --out DIR [--preset NAME] [--special TOKEN ...] [--compare DIR ...] [--force]
+                            [--json] [--runs-dir DIR] [--tokenizer.vocab_size N] [--section.key value ...]
+       lamp tokenizer show  DIR|RUN|FILE [FILE ...] [--text TEXT] [--compare DIR ...] [--sample-mb MB] [--json]
+                            [--runs-dir DIR] [--data.paths PATH ...] [--section.key value ...]
 
-train    a byte-level BPE from any source, checked by a round trip over the data
+train    a byte-level BPE from any source, of any size, checked by a round trip over the data
+  --out DIR           where it goes; opens with transformers and with --tokenizer.path DIR
+  --special TOKEN...  control tokens, such as "<|im_start|>" "<|im_end|>"; they count in tokenizer.vocab_size
+  --compare DIR...    other tokenizers, measured on the same text
+  --force             replace another tokenizer that is in DIR (its files are kept in a folder below)
 show     what it is, how it cuts a text, bytes per token, how much of the vocabulary a text uses
+  FILE..., --data.paths PATH...    text to measure it on, at most --sample-mb of it (default 50)
 """,
 }
 
@@ -207,7 +235,7 @@ def _verb_help(verb: str) -> int:
     return _write(1, text)
 
 
-def _parse(verb: str, function: Callable[..., Any], words: list[str]) -> dict[str, Any]:
+def parse(verb: str, function: Callable[..., Any], words: list[str]) -> dict[str, Any]:
     """Bind the words to the function's parameters; an unknown flag gets its nearest match."""
     import cyclopts
 
@@ -260,7 +288,7 @@ def _start_training(verb: str, words: list[str]) -> int:
     from lamplighter.config import dump, parse_overrides, resolve
 
     rest, overrides = parse_overrides(words)
-    flags = _parse(verb, _train_flags, rest)
+    flags = parse(verb, _train_flags, rest)
     resolved = resolve(flags.get("preset"), flags.get("run_yaml"), overrides, flags.get("test", False))
     if flags.get("print_config"):
         return _write(1, dump(resolved))
@@ -299,8 +327,8 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
     run = RunDir(flags.get("runs_dir", Path("runs")) / _run_name(flags))
     resume = flags.get("resume", "auto")
     moved = None
-    if resume == "never" and run.path.exists() and not is_running(run):
-        moved = move_aside(run.path)
+    if resume == "never" and not is_running(run):
+        moved = move_aside(run.path) if run.path.exists() else None
         resume = "auto"
     run.create()
     try:
@@ -320,7 +348,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             f"run {run.path}: everything about it is in this folder; look from elsewhere with: lamp watch {run.name}"
         )
         request = {"resume": resume, "preset": resolved.preset, "force": flags.get("force", False)}
-        again = _same_command(verb, words)
+        again = same_command(verb, words)
         order = Order(
             "train",
             request,
@@ -343,7 +371,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         voice.close()
 
 
-def _same_command(verb: str, words: list[str]) -> str:
+def same_command(verb: str, words: list[str]) -> str:
     import shlex
 
     kept = list(words[2:] if verb == "demo" and words[:2] == ["--preset", "demo"] else words)
@@ -420,7 +448,7 @@ def _find_run(verb: str, words: list[str], need_running: bool = False) -> RunDir
     from lamplighter.errors import InputMissing
     from lamplighter.rundir import RunDir, is_running, read_record
 
-    flags = _parse(verb, _run_flags, words)
+    flags = parse(verb, _run_flags, words)
     run = find_run(flags["run"], flags.get("runs_dir", Path("runs")))
     if need_running and not is_running(run):
         status = read_record(run.status)
@@ -474,7 +502,7 @@ def _watch_command(words: list[str], command: list[str]) -> int:
     from lamplighter.watch.attach import Attendant, Wish
     from lamplighter.watch.terminal import leave_as
 
-    flags = _parse("watch", _watch_flags, words)
+    flags = parse("watch", _watch_flags, words)
     if not command:
         raise UsageError("nothing to watch", "no command after --", "lamp watch -- python train.py")
     run = _folder_for(command, flags.get("run"), flags.get("runs_dir", Path("runs")))
@@ -546,7 +574,7 @@ def _runs_flags(*, json: bool = False, runs_dir: Path = Path("runs")) -> None:
 def runs(words: list[str]) -> int:
     from lamplighter.watch.follow import list_runs
 
-    flags = _parse("runs", _runs_flags, words)
+    flags = parse("runs", _runs_flags, words)
     return list_runs(flags.get("runs_dir", Path("runs")), flags.get("json", False))
 
 
@@ -560,7 +588,7 @@ def _checkpoints_flags(run: str, /, *, json: bool = False, runs_dir: Path = Path
 def checkpoints(words: list[str]) -> int:
     from lamplighter.watch.follow import session
 
-    flags = _parse("checkpoints", _checkpoints_flags, words)
+    flags = parse("checkpoints", _checkpoints_flags, words)
     run = find_run(flags["run"], flags.get("runs_dir", Path("runs")))
     return session("checkpoints", {"run": str(run.path.resolve()), "json": flags.get("json", False)})
 
@@ -578,6 +606,8 @@ def _generate_flags(
     seed: int = 1,
     checkpoint: str = "latest",
     interactive: bool = False,
+    raw: bool = False,
+    system: str = "",
     threads: int | None = None,
     runs_dir: Path = Path("runs"),
 ) -> None:
@@ -591,9 +621,9 @@ def generate(words: list[str]) -> int:
     from lamplighter.errors import UsageError
     from lamplighter.watch.follow import session
 
-    given = _parse("generate", _generate_flags, words)
+    given = parse("generate", _generate_flags, words)
     try:
-        given.get("prompt", "").encode()
+        (given.get("prompt", "") + given.get("system", "")).encode()
     except UnicodeEncodeError as error:
         raise UsageError("the prompt is not valid UTF-8", str(error), "give it in UTF-8") from error
     defaults = {name: p.default for name, p in signature(_generate_flags).parameters.items()}
@@ -610,45 +640,16 @@ def generate(words: list[str]) -> int:
 
 def data(words: list[str]) -> int:
     """One of the verbs about text."""
-    return _one_of("data", words, {"stats": data_stats, "clean": data_clean, "prepare": data_prepare})
+    from lamplighter.cli import texts
+
+    return texts.data(words)
 
 
 def tokenizer(words: list[str]) -> int:
     """One of the verbs about tokenizers."""
-    return _one_of("tokenizer", words, {"train": tokenizer_train, "show": tokenizer_show})
+    from lamplighter.cli import texts
 
-
-def _one_of(verb: str, words: list[str], choices: dict[str, Callable[[list[str]], int]]) -> int:
-    import difflib
-
-    from lamplighter.errors import UsageError
-
-    if words and words[0] in choices:
-        return choices[words[0]](words[1:])
-    near = difflib.get_close_matches(words[0], choices, 1, 0.4) if words else []
-    why = f"did you mean lamp {verb} {near[0]}?" if near else f"choose one of: {', '.join(choices)}"
-    what = f"lamp {verb} has no {words[0]}" if words else f"lamp {verb} needs a second word"
-    raise UsageError(what, why, f"lamp {verb} --help")
-
-
-def data_stats(words: list[str]) -> int:
-    raise NotImplementedError
-
-
-def data_clean(words: list[str]) -> int:
-    raise NotImplementedError
-
-
-def data_prepare(words: list[str]) -> int:
-    raise NotImplementedError
-
-
-def tokenizer_train(words: list[str]) -> int:
-    raise NotImplementedError
-
-
-def tokenizer_show(words: list[str]) -> int:
-    raise NotImplementedError
+    return texts.tokenizer(words)
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {

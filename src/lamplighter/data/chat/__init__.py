@@ -1,0 +1,1 @@
+"""Instruction rows: from rows to examples to packed windows."""

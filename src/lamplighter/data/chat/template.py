@@ -1,0 +1,388 @@
+"""Chat templates: a conversation becomes ids, and which of them are answers is found exactly.
+
+In:  a Jinja template (the tokenizer's own, a built-in one, or a file), a tokenizer, conversations.
+Out: ids with a mark on each answer token, its end mark included; the prompt that generation begins with.
+
+What a template writes may be control tokens; what people wrote never is: "<|im_end|>" in a question stays seven letters
+and a few signs. Answers are found by rendering turn by turn: a conversation up to an answer must be the beginning of the
+conversation with it, in text and in tokens. That is also what generation begins with, so the two cannot differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import numpy as np
+import tokenizers
+
+from lamplighter.data.chat.rows import Message
+from lamplighter.data.sources.files import digest
+from lamplighter.data.tokenizer import END_OF_TEXT, Tokenizer
+from lamplighter.errors import BadConfig, InputMissing
+
+MARKERS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5"  # never characters of a text: one of them breaks a control token up
+PROBE_QUESTION, PROBE_ANSWER = "Which lamp is lit?", "The third one from the bridge."
+PROBE = [{"role": "user", "content": PROBE_QUESTION}, {"role": "assistant", "content": PROBE_ANSWER}]
+Uint32s = np.ndarray[Any, np.dtype[np.uint32]]
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + END + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ALPACA = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ '### Response:\n' + message['content'] + eos_token + '\n\n' }}"
+    "{% elif message['role'] == 'user' %}{{ '### Instruction:\n' + message['content'] | trim + '\n\n' }}"
+    "{% else %}{{ message['content'] | trim + '\n\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
+)
+PLAIN = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ message['content'] + eos_token + '\n' }}"
+    "{% else %}{{ message['content'] | trim + '\n' }}{% endif %}"
+    "{% endfor %}"
+)
+BUILT_IN = {"chatml": CHATML, "alpaca": ALPACA, "plain": PLAIN}
+INPUT_HEADS = {"alpaca": "\n\n### Input:\n"}  # what stands between an instruction and its input
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The ids of a conversation; `learned` is true for the tokens of its answers."""
+
+    ids: Uint32s
+    learned: np.ndarray[Any, np.dtype[np.bool_]]
+    answers: int
+    moved: bool  # the tokenizer would join a prompt and its answer into one token; the border was kept
+
+
+class Refused(Exception):
+    """This conversation cannot be rendered by this template; the text says why."""
+
+
+# ---------------------------------------------------------------- Jinja
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks answers for other tools; here it only lets its content through."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    made.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    made.globals["raise_exception"] = _raise
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+# ---------------------------------------------------------------- a template and its tokenizer
+
+
+class ChatTemplate:
+    """A template bound to a tokenizer, checked: it opens answers as it closes them, and each ends in a stop token."""
+
+    def __init__(self, name: str, text: str, tokenizer: Tokenizer) -> None:
+        self.name, self.text, self.tokenizer = name, text, tokenizer
+        self.marks = _named_tokens(tokenizer)
+        try:
+            self._compiled = _environment().from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            why = f"line {error.lineno}: {error.message}"
+            raise BadConfig(f"{self} is not a Jinja template", why, "mend it, or --data.template chatml") from error
+        added = {token["content"]: token for token in tokenizer.content.get("added_tokens", [])}
+        named = {name: token["id"] for name, token in added.items() if token.get("special") or name in text}
+        self.controls: dict[str, int] = {**named, tokenizer.end_name: tokenizer.end_of_text}
+        self._soft = [name for name in named if not added[name].get("special")]
+        longest_first = sorted(self.controls, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)))
+        self._whole: tokenizers.Tokenizer | None = None
+        self.stop, self.opens = self._probe()
+        self.stop_id = self.controls[self.stop]
+        self._choose_path()
+
+    def __str__(self) -> str:
+        return f"chat template {self.name}"
+
+    def fingerprint(self) -> str:
+        return digest([self.text, self.marks, self.stop, 1])
+
+    @property
+    def between(self) -> str:
+        """What stands between an instruction and its input."""
+        return INPUT_HEADS.get(self.name, "\n\n")
+
+    # -- text
+
+    def render(self, messages: Sequence[Message], open_answer: bool = False) -> str:
+        """The text of a conversation; with `open_answer`, up to where the next answer begins."""
+        try:
+            return str(
+                self._compiled.render(
+                    messages=list(messages),
+                    add_generation_prompt=open_answer,
+                    tools=None,
+                    documents=None,
+                    **self.marks,
+                )
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
+            raise Refused(f"{self} refuses it: {type(error).__name__}: {error}") from error
+
+    def _probe(self) -> tuple[str, bool]:
+        """The token that ends an answer, and whether the template opens one for generation."""
+        try:
+            before, plain = self.render(PROBE[:1], True), self.render(PROBE[:1])
+            whole, two = self.render(PROBE), self.render([*PROBE, *PROBE])
+            again = self.render([*PROBE, PROBE[0]], True)
+        except Refused as error:
+            raise BadConfig(f"{self} cannot render a question and its answer", str(error), _ANOTHER) from error
+        for part, of in ((before, whole), (again, two)):
+            if not of.startswith(part):
+                raise BadConfig(
+                    f"{self} cannot be trained with",
+                    "a conversation up to an answer is not the beginning of the conversation with it, so which tokens are"
+                    f" answers cannot be known: {around(part, of)}",
+                    _ANOTHER,
+                )
+        question, found, after = whole[len(before) :].partition(PROBE_ANSWER)
+        stop = self._control.search(after)
+        if not found or stop is None:
+            raise BadConfig(
+                f"{self} never ends an answer",
+                f"after an answer it writes {after!r}, in which there is no special token of this tokenizer: a model"
+                " trained so would never stop",
+                f"put {{{{ eos_token }}}} after the answers in the template, or {_ANOTHER}",
+                cause="eos_not_trained",
+            )
+        return stop.group(), before != plain or not question
+
+    def _choose_path(self) -> None:
+        """Encoding between control tokens is quick; where it is not exactly what transformers does, all at once."""
+        text = self.render([*PROBE, *PROBE])
+        whole = tokenizers.Tokenizer.from_str(json.dumps(self.tokenizer.content))
+        whole.no_truncation()
+        whole.no_padding()
+        pieces = self._by_pieces([text])[0].tolist()
+        if pieces != whole.encode(text, add_special_tokens=False).ids:
+            self._whole = whole
+
+    def describe(self) -> str:
+        kind = "one token" if self.stop in self.controls else "text"
+        return f"{self}; answers end in {self.stop} (id {self.stop_id}, {kind}), where generation stops"
+
+    def missing_marks(self) -> list[str]:
+        """What looks like a control token in the template, and is ordinary text for this tokenizer."""
+        written = re.findall(r"<\|[A-Za-z0-9_ ]+\|>|<[a-z_]+_of_[a-z]+>|</?s>|\[/?INST\]", self.text)
+        return [mark for mark in dict.fromkeys(written) if mark not in self.controls]
+
+    # -- ids
+
+    def _marker(self, texts: list[str]) -> str:
+        return next(mark for mark in MARKERS if not any(mark in text for text in texts))
+
+    def _defused(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
+        """The messages with a marker inside everything that reads like a control token; '' where nothing does."""
+        texts = [message["content"] for message in messages]
+        if not any(self._control.search(text) for text in texts):
+            return list(messages), ""
+        mark = self._marker(texts)
+        broken = [self._control.sub(lambda found: found.group()[0] + mark + found.group()[1:], text) for text in texts]
+        return [{**message, "content": text} for message, text in zip(messages, broken, strict=True)], mark
+
+    def encode(self, conversations: Sequence[Sequence[Message]]) -> list[Encoded | Refused]:
+        """Each conversation as ids with its answers marked, or why that cannot be."""
+        texts: list[tuple[str, str]] = []  # (text, marker)
+        plans: list[tuple[int, int] | Refused] = []
+        for messages in conversations:
+            try:
+                needed = self._texts_of(messages)
+            except Refused as error:
+                plans.append(error)
+                continue
+            plans.append((len(texts), len(texts) + len(needed)))
+            texts += needed
+        ids = self._ids(texts)
+        return [
+            plan if isinstance(plan, Refused) else self._assemble(texts[slice(*plan)], ids[slice(*plan)])
+            for plan in plans
+        ]
+
+    def _texts_of(self, messages: Sequence[Message]) -> list[tuple[str, str]]:
+        """The whole conversation, and what comes before each of its answers."""
+        safe, mark = self._defused(messages)
+        whole = self.render(safe)
+        needed = [whole]
+        for place, message in enumerate(safe):
+            if message["role"] == "assistant":
+                before = self.render(safe[:place], True)
+                if not whole.startswith(before):
+                    raise Refused(f"{self} changes what comes before an answer: {around(before, whole)}")
+                needed.append(before)
+        return [(text, mark) for text in needed]
+
+    def _assemble(self, texts: list[tuple[str, str]], ids: list[Uint32s]) -> Encoded | Refused:
+        """Find each answer in the ids of the whole: from the end of what comes before it to its stop token."""
+        whole, begins, moved = ids[0], [len(before) for before in ids[1:]], False
+        if any(not np.array_equal(whole[: len(before)], before) for before in ids[1:]):
+            (whole, begins), moved = self._with_borders(texts), True
+        learned = np.zeros(len(whole), bool)
+        for begin in begins:
+            ends = np.flatnonzero(whole[begin:] == self.stop_id)
+            if not len(ends):
+                return Refused(f"{self} does not end its answer with {self.stop}")
+            learned[begin : begin + int(ends[0]) + 1] = True
+        return Encoded(whole, learned, len(begins), moved)
+
+    def _with_borders(self, texts: list[tuple[str, str]]) -> tuple[Uint32s, list[int]]:
+        """The ids with every answer's beginning kept as a border between tokens, as it is in generation."""
+        whole, mark = texts[0]
+        cuts = [0, *(len(text) for text, _ in texts[1:]), len(whole)]
+        stretches = self._ids([(whole[begin:end], mark) for begin, end in itertools.pairwise(cuts)])
+        return np.concatenate(stretches), np.cumsum([len(part) for part in stretches])[:-1].tolist()
+
+    def _ids(self, texts: list[tuple[str, str]]) -> list[Uint32s]:
+        if self._whole is None or any(mark for _, mark in texts):
+            plain = self._whole is None
+            done = self._by_pieces([text for text, mark in texts if plain or mark], [m for _, m in texts if plain or m])
+            if plain:
+                return done
+            rest = iter(done)
+            others = iter(self._at_once([text for text, mark in texts if not mark]))
+            return [next(rest) if mark else next(others) for _, mark in texts]
+        return self._at_once([text for text, _ in texts])
+
+    def _at_once(self, texts: list[str]) -> list[Uint32s]:
+        assert self._whole is not None
+        return [np.array(found.ids, np.uint32) for found in self._whole.encode_batch(texts, add_special_tokens=False)]
+
+    def _by_pieces(self, texts: list[str], marks: list[str] | None = None) -> list[Uint32s]:
+        """Control tokens by their ids, and the text between them as text, all texts in one call."""
+        pieces: list[str] = []
+        plans: list[list[int]] = []  # per text: the id of a control token, or -1 for the next piece
+        for text, mark in zip(texts, marks or [""] * len(texts), strict=True):
+            plan, at = [], 0
+            for found in self._control.finditer(text):
+                plan += self._cut(text[at : found.start()], mark, pieces)
+                plan.append(self.controls[found.group()])
+                at = found.end()
+            plans.append(plan + self._cut(text[at:], mark, pieces))
+        encoded = self.tokenizer.encode_batch(pieces)
+        number, out = 0, []
+        for plan in plans:
+            parts = [np.zeros(0, np.uint32)]
+            for step in plan:
+                if step >= 0:
+                    parts.append(np.array([step], np.uint32))
+                else:
+                    parts.append(encoded.ids[encoded.offsets[number] : encoded.offsets[number + 1]])
+                    number += 1
+            out.append(np.concatenate(parts))
+        return out
+
+    def _cut(self, text: str, mark: str, pieces: list[str]) -> list[int]:
+        """Add a stretch of text to the pieces; a broken control token is joined again, or kept apart where the
+        tokenizer would know it in a text."""
+        whole = text.replace(mark, "") if mark else text
+        parts = text.split(mark) if mark and any(name in whole for name in self._soft) else [whole]
+        found = [part for part in parts if part]
+        pieces += found
+        return [-1] * len(found)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """What generation begins with: the conversation so far, and the opening of an answer."""
+        safe, mark = self._defused(messages)
+        try:
+            text = self.render(safe, True)
+        except Refused as error:
+            raise BadConfig(
+                "the template of this model cannot take that", str(error), "--raw, or no --system"
+            ) from error
+        return [int(i) for i in self._ids([(text, mark)])[0]]
+
+    def without_end(self, answer: str) -> str:
+        """An answer whose end mark was written out in the data, without it."""
+        bare = answer.rstrip()
+        for end in (self.stop, self.tokenizer.end_name, END_OF_TEXT):
+            if bare.endswith(end):
+                return bare.removesuffix(end)
+        return answer
+
+
+_ANOTHER = "another template: --data.template chatml, or a .jinja file"
+
+
+def around(part: str, of: str) -> str:
+    """Where the two differ, in a few characters."""
+    at = next((n for n, (a, b) in enumerate(zip(part, of, strict=False)) if a != b), min(len(part), len(of)))
+    return f"{part[max(0, at - 20) : at + 20]!r} became {of[max(0, at - 20) : at + 20]!r}"
+
+
+def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """bos_token, eos_token and so on, as templates know them."""
+    found: dict[str, str] = {"bos_token": "", "eos_token": tokenizer.end_name}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in json.loads(tokenizer.files.get(name) or b"{}").items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                found[key] = text
+    if not tokenizer.files:  # as Tokenizer.save writes it
+        found["bos_token"] = found["unk_token"] = tokenizer.end_name
+    return found
+
+
+# ---------------------------------------------------------------- which template
+
+
+def own_template(files: dict[str, bytes]) -> str | None:
+    """The chat template among a tokenizer's files."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    found = json.loads(files.get("tokenizer_config.json") or b"{}").get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = {one.get("name"): one.get("template") for one in found}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def choose(wanted: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template that the configuration asks for; the tokenizer's own, else chatml, where it asks for none."""
+    own = own_template(tokenizer.files)
+    if wanted is None and own is not None:
+        return ChatTemplate("of the tokenizer", own, tokenizer)
+    name = wanted or "chatml"
+    if name in BUILT_IN:
+        known = {token["content"] for token in tokenizer.content.get("added_tokens", []) if token.get("special")}
+        end = "<|im_end|>" if "<|im_end|>" in known else tokenizer.end_name
+        return ChatTemplate(name, BUILT_IN[name].replace("END", json.dumps(end)), tokenizer)
+    path = Path(name).expanduser()
+    if not path.is_file():
+        why = f"it is none of {', '.join(BUILT_IN)}, and there is no such file"
+        raise InputMissing(f"no chat template {name}", why, "--data.template chatml, or the path of a .jinja file")
+    try:
+        return ChatTemplate(str(path), path.read_text("utf-8"), tokenizer)
+    except UnicodeDecodeError as error:
+        raise BadConfig(f"{path} is not a text", str(error), "give a Jinja template in UTF-8") from error

@@ -1,0 +1,106 @@
+"""What cleaning is asked to do, and what one document has become: the values that pass between the rooms.
+
+In:  the flags of the command.
+Out: frozen values; a rule set has a fingerprint, so that old parts are never taken for new ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+VERSION = 1  # raise it with any change that gives other output: old parts are then not used again
+SNIPPET_CHARS = 160
+EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How to clean; everything here changes the output."""
+
+    language: str = "any"
+    min_quality: float = 0.0
+    min_words: int = 10
+    near: float = 0.8  # likeness from which two documents are the same one; 0 for exact copies only
+    keep_duplicates: bool = False
+    keep_lines: bool = False
+    split: str = "auto"  # of TEI: a document for each "div", one for the whole "file", or by what the divisions are
+    text_key: str = "text"
+    separator: str = ""
+    max_document_mb: float = 64.0
+    shard_mb: float = 256.0
+
+    def fingerprint(self) -> str:
+        """Changes with every rule and with the version of the code."""
+        return hashlib.sha256(json.dumps([VERSION, asdict(self)], sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def max_bytes(self) -> int:
+        return int(self.max_document_mb * 1e6)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """One document as it was found: its place, its text, and what its container says about it."""
+
+    place: str
+    text: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    kind: str = "text"
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A document (or a line of one) that is left out, and why."""
+
+    place: str
+    reason: str
+    why: str
+    scores: dict[str, float] = field(default_factory=dict)
+    head: str = ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that a rule did, shown by an example."""
+
+    rule: str
+    before: str
+    after: str
+
+
+class Ledger:
+    """What the rules did, counted by rule, with the first few examples of each."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.chars: dict[str, int] = {}
+        self.examples: dict[str, list[tuple[str, str, str]]] = {}
+
+    def add(self, rule: str, count: int, chars: int = 0, changes: list[Change] | None = None, place: str = "") -> None:
+        if not count:
+            return
+        self.counts[rule] = self.counts.get(rule, 0) + count
+        self.chars[rule] = self.chars.get(rule, 0) + chars
+        kept = self.examples.setdefault(rule, [])
+        for change in (changes or [])[: EXAMPLES - len(kept)]:
+            kept.append((place, snippet(change.before), snippet(change.after)))
+
+    def merge(self, other: dict[str, Any]) -> None:
+        for rule, count in other["counts"].items():
+            self.counts[rule] = self.counts.get(rule, 0) + count
+            self.chars[rule] = self.chars.get(rule, 0) + other["chars"].get(rule, 0)
+            kept = self.examples.setdefault(rule, [])
+            kept.extend(tuple(one) for one in other["examples"].get(rule, [])[: EXAMPLES - len(kept)])
+
+    def as_json(self) -> dict[str, Any]:
+        return {"counts": self.counts, "chars": self.chars, "examples": self.examples}
+
+
+def snippet(text: str, size: int = SNIPPET_CHARS) -> str:
+    """The beginning of a text; of a longer one the end as well."""
+    if len(text) <= size:
+        return text
+    return f"{text[: size * 2 // 3]} [...] {text[-size // 3 :]}"

@@ -1,0 +1,175 @@
+"""Files as a source of documents, here or elsewhere, each text with a cursor that seeks.
+
+In:  files that were found; how they are to be read.
+Out: texts in a fixed order. Nothing is repaired in silence: a line that is not UTF-8 text is set aside and counted, or
+     refused, with file, line and byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lamplighter import report
+from lamplighter.data.sources.dirt import Dirt
+from lamplighter.data.sources.found import LocalFile, Tell, find_files, hashes, is_packed, kind_of, local_file
+from lamplighter.data.sources.packed import Unpacked
+from lamplighter.data.sources.parts import Cursor, Part, Position, cut_after, cut_all, digest, skip
+from lamplighter.data.sources.plain import find_start, read_text
+from lamplighter.data.sources.reading import Found, Reading
+from lamplighter.data.sources.records import read_json, starts_array
+from lamplighter.data.sources.remote import RemoteFile, as_local, find_remote, is_url
+from lamplighter.data.sources.tables import read_csv, read_parquet
+from lamplighter.errors import BadData
+from lamplighter.rundir import human_bytes
+
+__all__ = [
+    "Cursor",
+    "FileSource",
+    "Part",
+    "Position",
+    "cut_after",
+    "cut_all",
+    "digest",
+    "find_files",
+    "find_items",
+    "skip",
+]
+
+BLOCK_BYTES = 1 << 18
+PACKED_BLOCK_BYTES = 1 << 16  # unpacks to more
+PART_CHARS = 1 << 20
+LINE_BYTES = 1 << 20  # a longer line is decoded in pieces
+Item = LocalFile | RemoteFile
+
+
+def find_items(entries: list[str], retry_s: float = 600.0) -> list[Item]:
+    """The files that paths, folders, patterns and URLs name, in the order of the entries."""
+    found: list[Item] = []
+    local: list[str] = []
+    for entry in entries:
+        if is_url(entry) and not entry.startswith("file://"):
+            found += find_files(local) if local else []
+            found += find_remote(entry, retry_s)
+            local = []
+        else:
+            local.append(as_local(entry) if is_url(entry) else entry)
+    return [*found, *(find_files(local) if local else [])]
+
+
+class FileSource:
+    """Text, JSON, CSV and Parquet files, packed or not, one after the other."""
+
+    def __init__(
+        self,
+        files: Sequence[Item | Path],
+        separator: str | None = None,
+        text_key: str = "text",
+        hash_store: Path | None = None,
+        bad_text: str = "set_aside",
+    ) -> None:
+        self.items: list[Item] = [local_file(file) if isinstance(file, Path) else file for file in files]
+        self.separator, self.text_key, self.hash_store = separator, text_key, hash_store
+        self.dirt = Dirt(bad_text)
+        self._fingerprint = ""
+        self._here = (self.items[0].name, 0)
+        self._cursor: Cursor = {}
+
+    def __str__(self) -> str:
+        others = f" and {len(self.items) - 1} more files" if len(self.items) > 1 else ""
+        total = self.total_bytes()
+        return f"{self.items[0].name}{others}, {'size unknown' if total is None else human_bytes(total)}"
+
+    def local_files(self) -> list[Path] | None:
+        """Its files; None where one of them is elsewhere."""
+        local = [item.path for item in self.items if isinstance(item, LocalFile)]
+        return local if len(local) == len(self.items) else None
+
+    def total_bytes(self) -> int | None:
+        sizes = [item.size for item in self.items]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+    def position(self) -> Position:
+        item, done = self._here
+        return Position(item, done, self._cursor)
+
+    def bytes_behind(self) -> int:
+        """As position().bytes_done, without what is read ahead of the latest text (known of files that are not packed)."""
+        number, at = self._cursor.get("file", 0), self._cursor.get("at")
+        before = sum(item.size or 0 for item in self.items[:number])
+        return max(before, self._here[1]) if at is None or is_packed(self.items[number].name) else before + int(at)
+
+    def fingerprint(self) -> str:
+        """The content of every file in order (of remote ones: address, size and mark), and how it is read."""
+        if not self._fingerprint:
+            local = [item for item in self.items if isinstance(item, LocalFile)]
+            known = iter(hashes(local, self.hash_store))
+            content = [
+                [next(known) if isinstance(item, LocalFile) else item.identity(), kind_of(item.name)]
+                for item in self.items
+            ]
+            if len(local) < len(self.items):
+                count = len(self.items) - len(local)
+                report.note(f"{count} remote files count as changed when address, size, ETag or date change")
+            self._fingerprint = digest([content, self.separator, self.text_key, PART_CHARS, self.dirt.policy])
+        return self._fingerprint
+
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        """Every text that is not empty, after `start`."""
+        if start and not 0 <= start.get("file", -1) < len(self.items):
+            why = f"it is {start}, and there are {len(self.items)} files"
+            raise BadData("a place that is not in these files", why, "begin again; a token cache: --data.cache rebuild")
+        self._cursor = start or {}
+        self._here = (self.items[self._cursor.get("file", 0)].name, self.bytes_behind() if start else 0)
+        return self._read(self._cursor)
+
+    def _read(self, start: Cursor) -> Iterator[str]:
+        done = 0
+        some = bool(start)
+        for number, item in enumerate(self.items):
+            if number >= start.get("file", 0):
+
+                def tell(name: str, at: int, done: int = done) -> None:
+                    self._here = (name, done + at)
+
+                inside = start if number == start.get("file") else None
+                for text, place in self.texts(number, inside, tell):
+                    self._cursor = place
+                    some = True
+                    yield text
+            done += item.size or 0
+            self._here = (item.name, done)
+        if not some:
+            advice = "check data.paths, data.separator and data.text_key"
+            raise BadData(f"no text in {self}", "every document is empty", advice)
+
+    def texts(self, file: int, start: Cursor | None = None, tell: Tell = lambda *_: None) -> Found:
+        """The texts of one file after a place in it, each with the cursor after it; the source's position stays."""
+        item, start = self.items[file], start or {}
+        kind, packed = kind_of(item.name), is_packed(item.name)
+        dirt = self.dirt.file(item.name, start.get("bad", 0), "lines" if kind in ("text", "json", "") else "rows")
+        unpacked = Unpacked(lambda at: item.blocks(at, PACKED_BLOCK_BYTES, tell), item.name, start) if packed else None
+        blocks = unpacked.blocks if unpacked else lambda at: item.blocks(at, BLOCK_BYTES, tell)
+        reading = Reading(file, item.name, blocks, start, dirt, self.text_key, self.separator, PART_CHARS, LINE_BYTES)
+        if kind == "parquet":
+            return read_parquet(reading, item, tell)
+        found = {"json": read_json, "csv": read_csv, "tsv": read_csv}.get(kind, read_text)(reading)
+        return ((text, place | unpacked.note(place["at"])) for text, place in found) if unpacked else found
+
+    def cursor_at(self, file: int, byte: int, after: Cursor | None = None) -> Cursor | None:
+        """The first place at or after a byte of one file where a text begins: to read a file in stretches, side by side.
+
+        For local JSON lines and text with a separator, not packed; None for other kinds, and where no text begins there.
+        `after` is an earlier cursor of the same file, from which lines are counted. A stretch is `texts(file, cursor)`
+        up to the text whose place is the next cursor; its place counts the bad lines of that stretch alone.
+        """
+        item = self.items[file]
+        kind = kind_of(item.name)
+        lines = kind == "json" and isinstance(item, LocalFile) and not starts_array(item.path)
+        text = kind in ("text", "") and bool(self.separator)
+        if not isinstance(item, LocalFile) or is_packed(item.name) or not (lines or text):
+            return None
+        known = (int(after["at"]), int(after["line"])) if after else (0, 1)
+        with item.open(lambda *_: None) as opened:
+            found = find_start(opened, byte, None if lines else self.separator, known)
+        return {"file": file, "at": found[0], "line": found[1]} if found and found[0] < item.size else None

@@ -1,0 +1,259 @@
+"""Lengths in tokens become advice on window, packing and batch; pure arithmetic.
+
+In:  an array of lengths, the window and the batch that are set.
+Out: percentiles, bars, what a window holds and cuts, the padding of each strategy, advice with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lamplighter.data.chat.packing import STRATEGIES, padding_share
+
+Lengths = np.ndarray[Any, np.dtype[Any]]
+WINDOWS = "windows"
+HOLDS = 0.98  # of the examples whole: the window that is advised
+LITTLE = 0.05  # padding that is not worth a longer window
+FEW_STEPS = 20  # in an epoch: too few updates to learn by
+SMALL_STEP, MANY_STEPS = 8192, 10_000
+MEANINGS = {
+    "to seq_len": "each alone, padded to the window",
+    "to 128-multiple": "each padded to the next 128",
+    "dynamic": "batches in random order, padded to the longest",
+    "grouped": "batches of like length, padded to the longest",
+    "packed": "several in a window, longest first",
+    WINDOWS: "one stream, cut into windows; the last one is padded",
+}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Lengths in nine numbers."""
+
+    count: int
+    total: int
+    mean: float
+    shortest: int
+    p5: int
+    p50: int
+    p95: int
+    p99: int
+    longest: int
+
+
+def spread(lengths: Lengths) -> Spread:
+    """Percentiles are lengths that occur: p95 holds at least 95 % whole."""
+    if not len(lengths):
+        return Spread(0, 0, 0.0, 0, 0, 0, 0, 0, 0)
+    p5, p50, p95, p99 = (int(n) for n in np.quantile(lengths, (0.05, 0.5, 0.95, 0.99), method="inverted_cdf"))
+    total = int(np.sum(lengths, dtype=np.int64))
+    return Spread(len(lengths), total, total / len(lengths), int(lengths.min()), p5, p50, p95, p99, int(lengths.max()))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """How many lengths lie in low..high, both included, and how many tokens those are."""
+
+    low: int
+    high: int
+    count: int
+    tokens: int
+
+
+def bars(lengths: Lengths, most: int = 24) -> list[Bar]:
+    """A histogram: of equal steps where the lengths are alike, else growing ones (1, 1.5, 2, 3, 4, 6, 8, ...)."""
+    if not len(lengths):
+        return []
+    least, top = int(lengths.min()), int(lengths.max())
+    if top <= 8 * max(1, least) or top <= most:
+        step = max(1, math.ceil((top - least + 1) / most))
+        edges = [*range(least, top + 1, step), least + step * math.ceil((top - least + 1) / step)]
+    else:
+        parts = (1, 1.5) if math.log2(top / max(1, least)) < most / 2 - 1 else (1,)
+        edges = [*dict.fromkeys(max(1, int(part * 2**n)) for n in range(64) for part in parts if 2**n <= 2 * top)]
+        begin = max(0, sum(edge <= least for edge in edges) - 1)
+        end = next(n for n, edge in enumerate(edges) if edge > top)
+        edges = edges[begin : end + 1]
+        if least < edges[0]:
+            edges = [least, *edges]
+    counts, _ = np.histogram(lengths, bins=edges)
+    tokens, _ = np.histogram(lengths, bins=edges, weights=lengths.astype(np.float64))
+    made = zip(edges[:-1], edges[1:], counts.tolist(), tokens.tolist(), strict=True)
+    return [Bar(low, high - 1, int(count), round(total)) for low, high, count, total in made]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What windows of one length would do."""
+
+    seq_len: int
+    whole: int
+    """Lengths that fit into one window."""
+    whole_share: float
+    over: int
+    beyond: int
+    """Tokens after the first window of those that do not fit: cut off where each is an example of its own."""
+    beyond_share: float
+    padding_alone: float
+    """Share of positions that would be padding with each alone in a window."""
+
+
+def window(lengths: Lengths, seq_len: int) -> Window:
+    """Count what fits."""
+    count, total = len(lengths), int(np.sum(lengths, dtype=np.int64))
+    long = lengths[lengths > seq_len].astype(np.int64)
+    beyond = int(long.sum()) - seq_len * len(long)
+    alone = 1 - (total - beyond) / (count * seq_len) if count else 0.0
+    whole = count - len(long)
+    return Window(seq_len, whole, whole / max(1, count), len(long), beyond, beyond / max(1, total), alone)
+
+
+def windows(lengths: Lengths, seq_len: int) -> list[Window]:
+    """The powers of two around the lengths, and the one that is set."""
+    top = int(lengths.max()) if len(lengths) else 1
+    sizes = {2**n for n in range(5, 21) if 2 ** (n - 1) < top or 2**n <= 64}
+    return [window(lengths, size) for size in sorted({*sorted(sizes)[-10:], seq_len})]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What a strategy would fill up."""
+
+    strategy: str
+    share: float
+    work: float
+    """Positions that are computed for each one that counts."""
+    about: str
+
+
+def padding(lengths: Lengths, seq_len: int, batch_size: int) -> list[Padding]:
+    """Of each strategy; those that keep examples apart cut at seq_len."""
+    shares = {name: padding_share(np.asarray(lengths, np.int64), name, seq_len, batch_size) for name in STRATEGIES}
+    total = int(np.sum(lengths, dtype=np.int64))
+    stream = math.ceil(max(1, total - 1) / seq_len) * seq_len
+    shares[WINDOWS] = 1 - (total - 1) / stream if total > 1 else 0.0
+    return [Padding(name, share, 1 / max(1e-9, 1 - share), MEANINGS[name]) for name, share in shares.items()]
+
+
+# ---------------------------------------------------------------- advice
+
+
+@dataclass(frozen=True)
+class Advice:
+    """advice / because / set."""
+
+    advice: str
+    because: str
+    set: str
+
+
+def fitting(lengths: Lengths, share: float = HOLDS) -> int:
+    """The least power of two, from 32 on, that holds so large a share whole."""
+    need = int(np.quantile(lengths, share, method="inverted_cdf")) if len(lengths) else 1
+    return max(32, 1 << (max(1, need) - 1).bit_length())
+
+
+def packing_window(lengths: Lengths) -> int:
+    """The least power of two that holds enough of them whole, and in which packing leaves little padding."""
+    first = best = fitting(lengths)
+    while best < 16 * first and padding_share(np.asarray(lengths, np.int64), "packed", best, 1) > LITTLE:
+        best *= 2
+    return best
+
+
+def advise(lengths: Lengths, seq_len: int, batch_size: int, examples: bool) -> list[Advice]:
+    """On the window, the packing and the batch; `examples` are kept apart, documents of text follow each other."""
+    if not len(lengths):
+        return []
+    found = [*_advise_examples(lengths, seq_len, batch_size)] if examples else [*_advise_text(lengths, seq_len)]
+    best = packing_window(lengths) if examples else seq_len
+    return [*found, _advise_batch(lengths, best, batch_size, examples)]
+
+
+def _percent(share: float) -> str:
+    """98.2 %, but never 100 % or 0 % of what is not all or nothing."""
+    text = f"{share:.1%}"
+    if text == "100.0%" and share < 1:
+        text = "over 99.9%"
+    if text == "0.0%" and share > 0:
+        text = "under 0.1%"
+    return text.replace("%", " %")
+
+
+def _advise_examples(lengths: Lengths, seq_len: int, batch_size: int) -> Sequence[Advice]:
+    facts, holds, best = spread(lengths), fitting(lengths), packing_window(lengths)
+    now, then = window(lengths, seq_len), window(lengths, best)
+    shares = {one.strategy: one for one in padding(lengths, best, batch_size)}
+    because = (
+        f"p50 = {facts.p50:,}, p95 = {facts.p95:,}, longest = {facts.longest:,} tokens: {best:,} holds"
+        f" {_percent(then.whole_share)} whole ({then.over:,} are longer, {then.beyond:,} tokens beyond)"
+    )
+    if best > holds:
+        tight = _percent(padding_share(np.asarray(lengths, np.int64), "packed", holds, batch_size))
+        because += (
+            f"; {holds:,} would do, but leaves {tight} padding when packed, {best:,} {_percent(shares['packed'].share)}"
+        )
+    if seq_len > best:
+        because += (
+            f"; alone in {seq_len:,}, {_percent(now.padding_alone)} would be padding,"
+            f" {1 / max(1e-9, 1 - now.padding_alone):.0f} x the work"
+        )
+    elif seq_len < best:
+        because += f"; {seq_len:,} holds {_percent(now.whole_share)} whole and cuts {now.over:,} of {facts.count:,}"
+    what = f"a window of {best:,} tokens" if best != seq_len else f"keep the window of {seq_len:,} tokens"
+    kind = "packed" if shares["packed"].share <= shares["grouped"].share else "grouped"
+    costs = f"in windows of {best:,}: padding is {_percent(shares['to seq_len'].share)} with each alone," + ",".join(
+        f" {_percent(shares[name].share)} {name}" for name in ("dynamic", "grouped", "packed")
+    )
+    return [
+        Advice(what, because, f"data.seq_len: {best}"),
+        Advice(f"pack: {kind}", costs, f"data.packing: {kind}"),
+    ]
+
+
+def _advise_text(lengths: Lengths, seq_len: int) -> Sequence[Advice]:
+    facts, now = spread(lengths), window(lengths, seq_len)
+    alone = _percent(now.padding_alone)
+    if now.beyond_share > 0.5 and fitting(lengths, 0.5) > seq_len:
+        best = min(4096, fitting(lengths, 0.9))
+        then = window(lengths, best)
+        what, value = (f"a longer window, up to {best:,}", best) if best > seq_len else ("keep the window", seq_len)
+        because = (
+            f"p50 = {facts.p50:,}, p95 = {facts.p95:,} tokens: {now.over:,} of {facts.count:,} documents go on after"
+            f" {seq_len:,} tokens, and {_percent(now.beyond_share)} of all tokens stand there, seen without their beginning"
+            f" (none is lost: the next window has them); {best:,} holds {_percent(then.whole_share)} whole"
+        )
+    else:
+        what, value = f"keep the window of {seq_len:,} tokens", seq_len
+        because = (
+            f"p50 = {facts.p50:,}, p95 = {facts.p95:,} tokens: {_percent(now.whole_share)} of the documents fit whole,"
+            f" and {_percent(1 - now.beyond_share)} of all tokens stand in the first {seq_len:,} of their document"
+            + (f"; the {now.over:,} longer ones go on in further windows" if now.over else "")
+        )
+    stream = padding(lengths, seq_len, 1)[-1]
+    costs = f"documents follow each other: padding {_percent(stream.share)}; each alone in a window: {alone}"
+    return [
+        Advice(what, because, f"data.seq_len: {value}"),
+        Advice("pack: windows over the stream", costs, "data.packing: windows"),
+    ]
+
+
+def _advise_batch(lengths: Lengths, seq_len: int, batch_size: int, examples: bool) -> Advice:
+    total = int(np.minimum(lengths, seq_len).sum(dtype=np.int64)) if examples else int(np.sum(lengths, dtype=np.int64))
+    step = batch_size * seq_len
+    steps = max(1, math.ceil(total / step))
+    sums = f"{batch_size} x {seq_len:,} = {step:,} tokens a step; {total:,} tokens make {steps:,} steps an epoch"
+    if steps < FEW_STEPS and batch_size > 1:
+        fewer = max(1, 2 ** int(math.log2(max(1.0, total / (FEW_STEPS * seq_len)))))
+        if fewer < batch_size:
+            return Advice(f"a smaller batch: {fewer}", f"{sums}: few to learn by", f"train.batch_size: {fewer}")
+    if step < SMALL_STEP and steps > MANY_STEPS:
+        more = max(batch_size, 2 ** math.ceil(math.log2(SMALL_STEP / seq_len)))
+        sums += f"; {more} would make {math.ceil(total / (more * seq_len)):,} steps with a steadier gradient"
+        return Advice(f"a larger batch: {more}", sums, f"train.batch_size: {more}")
+    return Advice(f"keep the batch of {batch_size}", sums, f"train.batch_size: {batch_size}")

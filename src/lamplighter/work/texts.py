@@ -1,0 +1,235 @@
+"""The child's verbs about text and tokenizers: statistics, cleaning, the token cache, training and showing a tokenizer.
+
+In:  a request of the parent, and the run's settings where the verb has some.
+Out: the verb's result on stdout, and its exit code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamplighter import report
+from lamplighter.errors import DONE, BadConfig
+from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes
+from lamplighter.work import choose_template, obtain_tokens, open_rows, open_source, open_text
+
+if TYPE_CHECKING:
+    from lamplighter.config import Run
+    from lamplighter.data.chat.template import ChatTemplate
+    from lamplighter.data.sources import Source
+    from lamplighter.data.stats import Stats
+
+
+def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
+    """Documents, true tokens, lengths, padding, duplicates, advice."""
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+        from lamplighter.data import stats, vocabulary
+        from lamplighter.data.chat.instructions import RowSource
+        from lamplighter.data.stats import exchanges, overlap
+    run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
+    wanted = stats.Request(
+        run.data.seq_len,
+        run.train.batch_size,
+        run.data.val_fraction,
+        int(request["sample_mb"] * 1e6) if request["sample_mb"] else None,
+        request["near_documents"],
+    )
+    if request["out"]:
+        vocabulary.check_writable(Path(request["out"]))
+    if request["cache"]:
+        found = stats.count_cache(Path(request["cache"]), wanted)
+        return _tell_stats(found, lambda: [request["cache"], wanted], request)
+    source, tokenizer = open_text(run, cache)
+    test = None
+    if request["val"]:
+        mine = run.model_copy(update={"data": run.data.model_copy(update={"paths": request["val"], "source": None})})
+        test = overlap.TestGrams(", ".join(request["val"]), open_source(mine, cache))
+    made = "the bytes as they are" if run.tokenizer.kind == "bytes" else f"trained on this source, kept in {cache}"
+    path = run.tokenizer.path or run.model.init_from or made
+    template = choose_template(run, source, tokenizer)
+    if template is not None and isinstance(source, RowSource):
+        found = exchanges.count_rows(source, template, path, wanted, test)
+    else:
+        found = stats.count_text(source, tokenizer, path, wanted, test)
+    key = lambda: [source.fingerprint(), tokenizer.fingerprint(), wanted, request["val"]]  # noqa: E731
+    return _tell_stats(found, key, request)
+
+
+def _tell_stats(found: Stats, key: Callable[[], list[Any]], request: dict[str, Any]) -> int:
+    """The record to disk and to the asker; `key` names its folder where the asker does not."""
+    from lamplighter.data.stats import figures
+
+    if request["out"]:
+        out = Path(request["out"])
+    else:
+        out = Path(request["runs_dir"]) / ".stats" / hashlib.sha256(repr(key()).encode()).hexdigest()[:16]
+    as_json = json.dumps(figures.as_record(found), indent=1, ensure_ascii=False) + "\n"
+    report.result(as_json if request["json"] else figures.told(found))
+    figures.written(found, out)
+    report.note(f"made: {out}/stats.json, stats.txt and lengths.svg (open it in a browser)")
+    report.note("next: lamp train with the settings that are advised; lamp data clean takes repeated texts out")
+    return DONE
+
+
+def data_clean(_: RunDir, request: dict[str, Any]) -> int:
+    """Raw files to clean documents."""
+    with report.phase("import"):
+        from lamplighter.data.clean import job, table
+        from lamplighter.data.clean.rules import Rules
+        from lamplighter.data.pool import usable_cores
+    rules, dry = Rules(**request["rules"]), request["dry_run"]
+    out = Path(request["out"]) if request["out"] else None
+    done = job.run(request["paths"], out, rules, request["workers"] or usable_cores(), dry)
+    shown = table.table(done.totals, examples=dry)
+    if request["json"]:
+        shown = json.dumps({**done.totals, "out": str(out) if out else None, "shards": done.shards}, indent=1) + "\n"
+    report.result(shown)
+    job.refuse_nothing(done, None if dry else out)
+    rate = done.totals["bytes_in"] / max(done.seconds, 1e-3)
+    if dry:
+        report.note("a dry run: nothing was written; without --dry-run the documents go to --out DIR")
+    elif done.found:
+        report.note(
+            f"nothing has changed: {done.totals['kept']:,} documents are in {out}; next: lamp train --data.paths {out}"
+        )
+    else:
+        report.note(
+            f"{done.totals['kept']:,} clean documents in {out} ({human_bytes(rate)}/s), the rejected in {out}/log/rejected.log;"
+            f" next: lamp train --data.paths {out}"
+        )
+    return DONE
+
+
+def data_prepare(folder: RunDir, request: dict[str, Any]) -> int:
+    """The tokenizer and the token cache that a training run with the same settings would make or reuse."""
+    started = time.monotonic()
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+    run, cache = load_dump(folder.config), Path(request["cache"])
+    if run.data.stream:
+        why = "data.stream trains while documents arrive, without a cache of all tokens"
+        raise BadConfig("there is nothing to prepare", why, "leave data.stream out, or start the training")
+    source, tokenizer = open_text(run, cache)
+    tokenizer_s = time.monotonic() - started
+    if (template := choose_template(run, source, tokenizer)) is not None:
+        return _prepare_rows(run, cache, source, template, request)
+    tokens, is_new = obtain_tokens(run, cache, source, tokenizer)
+    seconds = time.monotonic() - started
+    files = [tokens.folder / name for name in tokens.manifest["files"]]
+    text_bytes = tokens.train.text_bytes + tokens.val.text_bytes
+    made: dict[str, Any] = {
+        "cache": str(tokens.folder),
+        "made": is_new,
+        "source": str(source),
+        "tokenizer": str(tokenizer),
+        "divided_by": tokens.manifest["divided_by"],
+        "splits": {
+            split.name: {"documents": split.documents, "tokens": len(split), "text_bytes": split.text_bytes}
+            for split in (tokens.train, tokens.val)
+        },
+        "disk_bytes": sum(file.stat().st_size for file in files),
+        "files": len(files),
+        "seconds": round(seconds, 3),
+        "tokenizer_s": round(tokenizer_s, 3),
+        "mb_per_s": round(text_bytes / 1e6 / max(1e-9, seconds - tokenizer_s), 1),
+        "next": request["next"],
+    }
+    report.result(json.dumps(made, indent=1) + "\n" if request["json"] else _prepared(made))
+    return DONE
+
+
+def _prepare_rows(run: Run, cache: Path, source: Source, template: ChatTemplate, request: dict[str, Any]) -> int:
+    """Of instruction rows, the examples; packing is arithmetic, done at each start."""
+    found = open_rows(run, cache, source, template)
+    files = [path for path in found.folder.iterdir() if path.is_file()]
+    made: dict[str, Any] = {
+        "cache": str(found.folder),
+        "source": str(source),
+        "template": template.name,
+        "splits": {
+            side.name: {"examples": side.examples, "tokens": int(side.length.sum())}
+            for side in (found.train, found.val)
+        },
+        "disk_bytes": sum(file.stat().st_size for file in files),
+        "next": request["next"],
+    }
+    rows = [
+        f"{name:<8} {split['examples']:>12,} examples {split['tokens']:>14,} tokens"
+        for name, split in made["splits"].items()
+    ]
+    words = [
+        f"examples: {made['cache']}",
+        f"  of {source}, template {template.name}",
+        *rows,
+        f"  on disk: {human_bytes(made['disk_bytes'])}",
+        f"next: {request['next']}",
+        "",
+    ]
+    report.result(json.dumps(made, indent=1) + "\n" if request["json"] else "\n".join(words))
+    return DONE
+
+
+def _prepared(made: dict[str, Any]) -> str:
+    """What was made, where, how much of it, how fast, and what to do next."""
+    pieces = "documents" if made["divided_by"] == "documents" else "runs of blocks"
+    rows = [f"{'':<12} {pieces:>14} {'tokens':>16} {'text':>12}"]
+    for name, counts in made["splits"].items():
+        size = human_bytes(counts["text_bytes"])
+        rows.append(f"{name:<12} {counts['documents']:>14,} {counts['tokens']:>16,} {size:>12}")
+    size = human_bytes(sum(counts["text_bytes"] for counts in made["splits"].values()))
+    cache_s = made["seconds"] - made["tokenizer_s"]
+    speed = (
+        f"{size} at {made['mb_per_s']:.0f} MB/s" if made["made"] else "it was there already, and every byte is right"
+    )
+    return "\n".join(
+        [
+            f"token cache {'made' if made['made'] else 'found'}: {made['cache']}",
+            f"  of {made['source']}, divided by {made['divided_by']}",
+            f"  tokenizer: {made['tokenizer']}",
+            *rows,
+            f"  on disk: {human_bytes(made['disk_bytes'])} in {made['files']} files",
+            f"  {made['seconds']:.1f} s: {made['tokenizer_s']:.1f} s source and tokenizer, {cache_s:.1f} s cache ({speed})",
+            f"next: {made['next']}",
+            "",
+        ]
+    )
+
+
+def tokenizer_train(folder: RunDir, request: dict[str, Any]) -> int:
+    """A tokenizer from any source, checked by a round trip."""
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+        from lamplighter.data import vocabulary
+    run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
+    size = 257 + len(request["special"]) if run.tokenizer.kind == "bytes" else run.tokenizer.vocab_size
+    wish = vocabulary.Wish(
+        Path(request["out"]),
+        size,
+        run.tokenizer.sample_mb,
+        tuple(request["special"]),
+        tuple(map(Path, request["compare"])),
+        request["force"],
+    )
+    result = vocabulary.make(open_source(run, cache), wish, cache)
+    report.result(json.dumps(result, indent=1) + "\n" if request["json"] else vocabulary.told(result))
+    return DONE
+
+
+def tokenizer_show(folder: RunDir, request: dict[str, Any]) -> int:
+    """What a tokenizer is, and what it makes of text."""
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+        from lamplighter.data import portrait
+    run = load_dump(folder.config)
+    given = bool(run.data.paths or run.data.source)
+    source = open_source(run, folder.path / CACHE_NAME) if given else None
+    compare = [Path(one) for one in request["compare"]]
+    record = portrait.portray(Path(request["path"]), request["text"], source, int(request["sample_mb"] * 1e6), compare)
+    report.result(json.dumps(record, indent=1) + "\n" if request["json"] else portrait.told(record, request["tty"]))
+    return DONE

@@ -1,0 +1,399 @@
+"""`lamp data clean` as a user runs it: what it makes, what it says, what it leaves out and why; killed, repeated, in parallel."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from conftest import lamp, start_lamp, wait_for
+from lamplighter.data.clean import finding, job, parts
+from lamplighter.data.clean.rules import Rules
+from lamplighter.data.sources.files import FileSource, find_files
+from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
+
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "a",
+    "was",
+    "he",
+    "that",
+    "it",
+    "lamp",
+    "lane",
+    "ladder",
+    "window",
+    "evening",
+    "child",
+    "hat",
+    "post",
+    "oil",
+    "wind",
+    "street",
+    "night",
+    "parish",
+]
+
+
+def prose(seed: int, paragraphs: int = 6, width: int = 72) -> str:
+    rng = random.Random(seed)
+    texts = [
+        " ".join(rng.choices([*WORDS, f"name{seed}", f"place{rng.randint(0, 999)}"], k=rng.randint(30, 90)))
+        for _ in range(paragraphs)
+    ]
+    return "\n\n".join(textwrap.fill(text.capitalize() + ".", width) for text in texts)
+
+
+def make_corpus(folder: Path, count: int = 6, paragraphs: int = 6) -> Path:
+    folder.mkdir()
+    for number in range(count):
+        (folder / f"book{number:03}.txt").write_text(prose(number, paragraphs))
+    return folder
+
+
+def texts(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(out.glob("clean-*.jsonl")) for line in path.read_text().splitlines()]
+
+
+def rejected(out: Path) -> dict[str, tuple[str, str]]:
+    rows = [json.loads(line) for line in (out / "log" / "rejected.log").read_text().splitlines()]
+    return {row["place"]: (row["reason"], row["why"]) for row in rows}
+
+
+def everything(out: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(out)): path.read_bytes()
+        for path in sorted(out.rglob("*"))
+        if path.is_file() and path.name != "lock"
+    }
+
+
+def test_the_command_makes_documents_that_train_reads(tmp_path: Path) -> None:
+    raw = make_corpus(tmp_path / "raw")
+    (raw / "page.html").write_text(f"<html><body><p>{prose(50)}</p></body></html>")
+    (raw / "web.jsonl.gz").write_bytes(gzip.compress((json.dumps({"text": prose(51), "url": "u"}) + "\n").encode()))
+    (raw / "web.jsonl.zst").write_bytes(zstandard.compress((json.dumps({"text": prose(52)}) + "\n").encode()))
+    done = lamp("data", "clean", "raw", "--out", "clean", "--workers", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "kept" in done.stdout
+    assert "joined lines" in done.stdout
+    assert "next: lamp train --data.paths clean" in done.stderr
+    assert "MB of" in done.stderr or "done  clean" in done.stderr
+    found = find_files([str(tmp_path / "clean")])
+    assert [Path(path.name).name for path in found] == ["clean-00000.jsonl"], "the log must not be trained on"
+    documents = list(FileSource(found).documents())
+    assert len(documents) == 9
+    assert all(len(text) > 500 for text in documents)
+    assert "\n" not in documents[0].split("\n\n")[0], "wrapped lines are joined"
+    records = texts(tmp_path / "clean")
+    assert records[-2]["source"].endswith("web.jsonl.gz:1")
+    assert records[-2]["meta"] == {"url": "u"}
+    again = lamp("data", "clean", "raw", "--out", "clean", cwd=tmp_path)
+    assert again.returncode == 0
+    assert "nothing has changed" in again.stderr
+    assert again.stdout == done.stdout
+
+
+def test_a_killed_run_goes_on_and_comes_out_the_same(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "raw", 24, 300)
+    process = start_lamp("data", "clean", "raw", "--out", "clean", "--workers", "2", cwd=tmp_path)
+    work = tmp_path / "clean" / "parts"
+    wait_for(lambda: len(list(work.glob("*.done"))) >= 2, process=process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: not _locked(work / "lock"))
+    done = len(list(work.glob("*.done")))
+    assert 2 <= done < 24, "it was to be killed in the middle"
+    assert not list((tmp_path / "clean").glob("clean-*"))
+    second = lamp("data", "clean", "raw", "--out", "clean", "--workers", "1", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert f"{done} of 24 parts are there from an earlier run" in second.stderr
+    killed = everything(tmp_path / "clean")
+    shutil.move(tmp_path / "clean", tmp_path / "other")
+    _run(tmp_path, "raw", workers=1)
+    assert everything(tmp_path / "clean") == killed
+    assert set(killed) == {"clean-00000.jsonl", "log/manifest.log", "log/rejected.log", "log/report.log"}
+
+
+def _locked(path: Path) -> bool:
+    import fcntl
+
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def _run(folder: Path, *paths: str, workers: int = 1, out: str = "clean", **rules: Any) -> job.Outcome:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return job.run(list(paths), Path(out), Rules(**rules), workers)
+    finally:
+        os.chdir(before)
+
+
+def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
+    raw = make_corpus(tmp_path / "raw", 8)
+    (raw / "a_copy.txt").write_text(prose(3).upper())
+    lines = [json.dumps({"text": prose(100 + number)}) for number in range(20)]
+    (raw / "z.jsonl").write_text("\n".join([*lines, lines[4], "{torn"]))
+    one = _run(tmp_path, "raw", workers=1, out="one")
+    three = _run(tmp_path, "raw", workers=3, out="three")
+    assert one.totals == three.totals
+    assert everything(tmp_path / "one") == everything(tmp_path / "three")
+    why = rejected(tmp_path / "one")
+    assert why["raw/book003.txt"] == ("duplicate", "the same as raw/a_copy.txt"), (
+        "the first in the order of the input stays"
+    )
+    assert why["raw/z.jsonl:21"] == ("duplicate", "the same as raw/z.jsonl:5")
+    assert why["raw/z.jsonl:22"][0] == "bad_json"
+    kept = _run(tmp_path, "raw", workers=1, out="all", keep_duplicates=True)
+    assert kept.totals["kept"] == one.totals["kept"] + 2
+
+
+def test_near_copies_go_at_the_likeness_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    text = prose(1, 12)
+    (tmp_path / "raw" / "1.txt").write_text(text)
+    (tmp_path / "raw" / "2.txt").write_text(text.replace("ladder", "stepladder", 3))
+    assert _run(tmp_path, "raw", out="near").totals["rejected"] == {"near_duplicate": 1}
+    assert rejected(tmp_path / "near")["raw/2.txt"][1].endswith("like raw/1.txt")
+    assert _run(tmp_path, "raw", out="exact", near=0.0).totals["kept"] == 2
+
+
+def test_everything_that_is_left_out_is_named(tmp_path: Path) -> None:
+    raw = make_corpus(tmp_path / "raw", 2)
+    packed = gzip.compress((json.dumps({"text": prose(7)}) + "\n").encode() * 3 + os.urandom(90_000).hex().encode())
+    files: dict[str, bytes] = {
+        "empty.txt": b"",
+        "nul.txt": prose(20, 40).encode().replace(b"\n\n", b"\n\nb\x00d\n\n", 1),
+        "bits.txt": bytes(random.Random(1).randbytes(5000)),
+        "torn.txt.gz": gzip.compress(prose(8).encode())[:-9],
+        "torn.jsonl.gz": packed[: len(packed) - 4000],
+        "torn.txt.zst": zstandard.compress(prose(9).encode())[:-6],
+        "bad.xml": b"<TEI.2>\n<text><p>x</text></TEI.2>",
+        "mets.xml": b"<mets/>",
+        "other.jsonl": b'{"body": "x"}\n[1]\n{"text": "\\ud800 half"}\n\xff\xfe\n{"text": 3}\n',
+        "array.json": json.dumps([{"text": prose(30)}, {"nothing": 1}]).encode(),
+        "long.jsonl": json.dumps({"text": "a" * 300_000}).encode() + b"\n" + json.dumps({"text": prose(31)}).encode(),
+        "long.txt": b"lamp " * 40_000,
+    }
+    for name, data in files.items():
+        (raw / name).write_bytes(data)
+    outcome = _run(tmp_path, "raw", max_document_mb=0.1)
+    why = rejected(tmp_path / "clean")
+    expected = {
+        "empty.txt": "empty", "nul.txt:13": "bad_line", "bits.txt": "not_text", "torn.txt.gz": "cut_short", "torn.jsonl.gz": "cut_short",
+        "torn.txt.zst": "cut_short", "bad.xml:2:13": "bad_xml", "mets.xml": "mets", "other.jsonl:1": "no_text", "other.jsonl:2": "no_text",
+        "other.jsonl:3": "not_text", "other.jsonl:4": "not_text", "other.jsonl:5": "no_text", "array.json#2": "no_text",
+        "long.jsonl:1": "too_long", "long.txt": "too_long",
+    }  # fmt: skip
+    found = {place.removeprefix("raw/"): reason for place, (reason, _) in why.items()}
+    nul = next(place for place in found if place.startswith("nul.txt:"))
+    expected = {nul if name == "nul.txt:13" else name: reason for name, reason in expected.items()}
+    assert {name: found.get(name) for name in expected} == expected
+    assert set(found) - set(expected) == {"torn.jsonl.gz:2", "torn.jsonl.gz:3"}, "the copies before the tear"
+    assert all(text for _, text in why.values())
+    kept = {record["source"] for record in texts(tmp_path / "clean")}
+    assert kept == {
+        "raw/" + name
+        for name in ("array.json#1", "book000.txt", "book001.txt", "long.jsonl:2", "nul.txt", "torn.jsonl.gz:1")
+    }
+    assert (
+        outcome.totals["documents"]
+        == outcome.totals["kept"] + sum(outcome.totals["rejected"].values()) - outcome.totals["rejected"]["bad_line"]
+    )
+
+
+def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+    raw = make_corpus(tmp_path / "raw", 2)
+    (raw / "book001.txt").chmod(0)
+    if os.access(raw / "book001.txt", os.R_OK):
+        pytest.skip("this user may read everything")
+    assert _run(tmp_path, "raw").totals["kept"] == 1
+    assert rejected(tmp_path / "clean")["raw/book001.txt"] == ("unreadable", "Permission denied")
+
+
+def test_a_file_that_changes_while_it_is_read_is_left_out(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "raw", 1)
+    (item,), _ = finding.find_items([str(tmp_path / "raw")], None)
+    with open(item.path, "a") as file:
+        file.write("\n\nand more")
+    summary = parts.make(parts.Work(str(tmp_path), item, Rules()))
+    assert summary["rejected"] == {"changed": 1}
+    assert summary["kept"] == 0
+    assert (tmp_path / f"{item.name}.part").read_bytes() == b""
+
+
+@pytest.mark.skipif(not os.environ.get("LAMP_ZOO_FULL"), reason="200 MB: only with LAMP_ZOO_FULL")
+def test_a_line_of_200_mb_is_named_and_the_next_one_is_read(tmp_path: Path) -> None:
+    with open(tmp_path / "long.jsonl", "wb") as file:
+        file.write(b'{"text": "' + b"a" * 200_000_000 + b'"}\n' + json.dumps({"text": prose(1)}).encode())
+    done = lamp("data", "clean", "long.jsonl", "--out", "clean", cwd=tmp_path)
+    assert done.returncode == 0
+    assert rejected(tmp_path / "clean")["long.jsonl:1"][0] == "too_long"
+
+
+def test_stretches_of_a_long_file_have_the_places_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"text": prose(number)}) for number in range(60)]
+    lines[41] = "{torn"
+    (tmp_path / "web.jsonl").write_text("\n".join(lines) + "\n")
+    _run(tmp_path, "web.jsonl", out="whole")
+    monkeypatch.setattr(finding, "STRETCH_BYTES", 20_000)
+    assert len(finding.find_items([str(tmp_path / "web.jsonl")], None)[0]) > 3
+    _run(tmp_path, "web.jsonl", out="parts")
+    assert texts(tmp_path / "whole") == texts(tmp_path / "parts")
+    assert list(rejected(tmp_path / "parts")) == ["web.jsonl:42"]
+
+
+def test_other_rules_and_other_files_are_noticed(tmp_path: Path) -> None:
+    raw = make_corpus(tmp_path / "raw", 3)
+    first = lamp("data", "clean", "raw", "--out", "clean", "--workers", "1", cwd=tmp_path)
+    assert first.returncode == 0
+    ruled = lamp("data", "clean", "raw", "--out", "clean", "--workers", "1", "--keep-lines", cwd=tmp_path)
+    assert "the rules are not those of the last time" in ruled.stderr
+    assert "\n" in texts(tmp_path / "clean")[0]["text"].split("\n\n")[0]
+    (raw / "book001.txt").write_text(prose(77))
+    (raw / "book002.txt").unlink()
+    changed = lamp("data", "clean", "raw", "--out", "clean", "--workers", "1", "--keep-lines", cwd=tmp_path)
+    assert "the input is not that of the last time" in changed.stderr
+    assert [record["text"] for record in texts(tmp_path / "clean")] == [prose(0), prose(77)]
+
+
+def test_a_part_of_other_rules_is_never_used(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "raw", 2)
+    items, _ = finding.find_items([str(tmp_path / "raw")], None)
+    for rules in (Rules(), Rules(keep_lines=True)):
+        parts.make(parts.Work(str(tmp_path), items[0], rules))
+        assert parts.is_done(tmp_path, items[0], rules.fingerprint())
+    assert not parts.is_done(tmp_path, items[0], Rules().fingerprint())
+
+
+def test_a_dry_run_shows_examples_and_writes_nothing(tmp_path: Path) -> None:
+    raw = make_corpus(tmp_path / "raw", 2)
+    (raw / "pg.txt").write_text(
+        "*** START OF THE PROJECT GUTENBERG EBOOK 1 ***\n\n\n"
+        + prose(5)
+        + "\n\n\n*** END OF THE PROJECT GUTENBERG EBOOK 1 ***\n"
+    )
+    before = everything(tmp_path)
+    done = lamp("data", "clean", "raw", "--out", "clean", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "joined lines: raw/book000.txt" in done.stdout
+    assert "  - *** START OF THE PROJECT GUTENBERG EBOOK 1 ***" in done.stdout
+    assert "nothing was written" in done.stderr
+    assert everything(tmp_path) == before
+
+
+def test_the_output_cleaned_again_is_the_same(tmp_path: Path) -> None:
+    raw = make_corpus(tmp_path / "raw", 4)
+    (raw / "x.jsonl").write_text(json.dumps({"text": prose(60), "url": "u"}))
+    _run(tmp_path, "raw", out="one")
+    _run(tmp_path, "one", out="two")
+    assert (tmp_path / "one" / "clean-00000.jsonl").read_bytes() == (
+        tmp_path / "two" / "clean-00000.jsonl"
+    ).read_bytes()
+
+
+def test_shards_are_of_the_asked_size_and_old_ones_go(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "raw", 8)
+    many = _run(tmp_path, "raw", shard_mb=0.005)
+    assert len(many.shards) > 2
+    assert len(texts(tmp_path / "clean")) == 8
+    assert _run(tmp_path, "raw").shards == ["clean-00000.jsonl"]
+    assert [path.name for path in (tmp_path / "clean").glob("clean-*")] == ["clean-00000.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["missing", "--out", "o"], 66, "no such file or folder"),
+        (["raw/*.tei", "--out", "o"], 66, "nothing matches"),
+        (["poor", "--out", "o"], 65, "every document was rejected"),
+        (["raw"], 2, "--out DIR is needed"),
+        (["--out", "o"], 2, "no path was given"),
+        (["raw", "--out", "o", "--languag", "en"], 2, "--language"),
+        (["raw", "--out", "o", "--near", "7"], 2, "out of range"),
+        (["raw", "--out", "raw"], 2, "is both input and output"),
+        (["raw", "--out", "poor"], 2, "has other files in it"),
+    ],
+)
+def test_mistakes_have_an_exit_code_and_three_lines(words: list[str], code: int, said: str, tmp_path: Path) -> None:
+    make_corpus(tmp_path / "raw", 1)
+    (tmp_path / "poor").mkdir()
+    (tmp_path / "poor" / "a.txt").write_text("too few words")
+    done = lamp("data", "clean", *words, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
+    raw = make_corpus(tmp_path / "raw", 1)
+    items, _ = finding.find_items([str(raw)], None)
+    held = job._prepare(tmp_path / "clean", items)
+    with pytest.raises(AlreadyRunning):
+        job.run([str(raw)], tmp_path / "clean", Rules(), 1)
+    os.close(held)
+    assert job.run([str(raw)], tmp_path / "clean", Rules(), 1).totals["kept"] == 1
+
+
+def test_a_full_disk_is_said_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    """A file-size limit stands in for the disk where a small disk cannot be mounted."""
+    small = tmp_path / "small"
+    small.mkdir()
+    make_corpus(tmp_path / "raw", 6, 60)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(small)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no small disk can be mounted here")
+    try:
+        done = lamp("data", "clean", "raw", "--out", "small/clean", "--workers", "1", cwd=tmp_path)
+        assert done.returncode == 73, done.stderr
+        assert "the disk is full" in done.stderr
+        assert not list((small / "clean").glob("clean-*"))
+        subprocess.run(["mount", "-o", "remount,size=8m", str(small)], check=True)
+        again = lamp("data", "clean", "raw", "--out", "small/clean", "--workers", "1", cwd=tmp_path)
+        assert again.returncode == 0
+        assert len(texts(small / "clean")) == 6
+    finally:
+        subprocess.run(["umount", str(small)], check=False)
+
+
+def test_no_space_left_is_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    full = job._cannot_write(tmp_path, OSError(errno.ENOSPC, "No space left on device"))
+    assert isinstance(full, CannotWrite)
+    assert full.code == 73
+    assert "what is finished is kept" in full.next
+
+
+def test_an_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "raw", 1)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CannotWrite):
+        _run(tmp_path, "raw", out="file/clean")
+    with pytest.raises(InputMissing):
+        _run(tmp_path, "nothing*")
+    with pytest.raises(UsageError):
+        _run(tmp_path, "raw", out="raw")
+    with pytest.raises(BadData):
+        job.refuse_nothing(job.Outcome({"kept": 0, "rejected": {"empty": 2}}, [], 0.0), tmp_path)

@@ -1,0 +1,226 @@
+"""Ranges of files: the documents, faults and sides are those of the whole, wherever a file is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lamplighter import report
+from lamplighter.data.cache import builder, cuts, encoder, stretches, units
+from lamplighter.data.cache.stretches import Faults, Stretch
+from lamplighter.data.division import Divider, Division, Settings
+from lamplighter.data.sources import FileSource, Part, dirt, open_source
+from lamplighter.data.tokenizer import byte_level
+from lamplighter.data.tokens import ensure, open_tokens
+from lamplighter.errors import BadData
+
+
+def by_source(source: FileSource) -> tuple[list[str], list[Any]]:
+    """Documents and faults as the source itself finds them."""
+    faults = Faults("set_aside")
+    source.dirt = faults  # type: ignore[assignment]
+    documents, now = [], ""
+    try:
+        for text in source.documents():
+            now += text
+            if not isinstance(text, Part):
+                documents.append(now)
+                now = ""
+    except BadData as error:
+        assert error.what.startswith("no text in")
+    return [text for text in documents if text], sorted(map(json.dumps, faults.found))
+
+
+def by_units(source: FileSource, unit_bytes: int) -> tuple[list[str], list[Any]]:
+    """The same, unit by unit, each on its own."""
+    plan = units.plan(source, Settings(0.1, 0, unit_bytes))
+    assert plan is not None
+    documents, now, faults = [], b"", []
+    for unit in plan.units:
+        own = Faults("set_aside")
+        for span in unit.spans:
+            for stretch, behind in stretches.read(span, plan.how, own):
+                assert 0 <= behind <= span.stop - span.start
+                assert stretch.opened or not now
+                for number, doc in enumerate(stretch.docs):
+                    now += doc
+                    if not (stretch.open and number == len(stretch.docs) - 1):
+                        documents.append(now.decode())
+                        now = b""
+        faults += own.found
+    assert not now
+    return [text for text in documents if text], sorted(map(json.dumps, faults))
+
+
+def some_file(rng: random.Random, kind: str, separator: str | None) -> bytes:
+    alphabet = rng.choice(["ab \n", "abcdefgh   \n", "aé£ \n漢", "a\n", "ab漢字", "word \r\n"])
+
+    def text(size: int) -> str:
+        return "".join(rng.choices(alphabet, k=size))
+
+    if kind == "json":
+        odd = [
+            b'{"text": 7}',
+            b'\xff{"text":"x"}',
+            b"  ",
+            b'{"text":"\\ud800"}',
+            b'{"text":"a\0"}',
+            b"[1]",
+            b'{"text":""}',
+        ]
+        rows = [
+            json.dumps({"n": 1, "text": text(rng.choice([3, 40, 700]))}).encode() for _ in range(rng.choice([3, 60]))
+        ]
+        for _ in range(rng.choice([0, 5])):
+            rows.insert(rng.randrange(len(rows)), rng.choice(odd))
+        data = rng.choice([b"\n", b"\r\n"]).join(rows) + rng.choice([b"", b"\n"])
+    else:
+        texts = [text(rng.choice([0, 3, 50, 500, 1500])) for _ in range(rng.choice([1, 15]))]
+        raw = bytearray((separator or "\n").join(texts).encode() or b"x")
+        for _ in range(rng.choice([0, 0, 1, 8])):
+            raw[rng.randrange(len(raw))] = rng.choice([0, 0x80, 0xC3, 0xFF])
+        data = bytes(raw)
+    return (b"\xef\xbb\xbf" if rng.random() < 0.2 else b"") + data
+
+
+@pytest.mark.parametrize("kind", ["plain", "json", "\n\n", "<sep>", "a\na", "é"])
+def test_the_documents_are_the_same_however_files_are_cut(tmp_path: Path, monkeypatch: Any, kind: str) -> None:
+    monkeypatch.setattr(cuts, "NEAR", 300)
+    rng = random.Random(kind)
+    separator = None if kind in ("plain", "json") else kind
+    cut = False
+    for number in range(25):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name in range(rng.choice([1, 3])):
+            (folder / f"{name}.{'jsonl' if kind == 'json' else 'txt'}").write_bytes(some_file(rng, kind, separator))
+        source = open_source([str(folder)], None, separator)
+        assert isinstance(source, FileSource)
+        expected = by_source(source)
+        monkeypatch.setattr(stretches, "PART_BYTES", rng.choice([40, 1000, 1 << 20]))
+        unit_bytes = rng.choice([50, 333, 5000])
+        assert by_units(source, unit_bytes) == expected, (number, unit_bytes)
+        plan = units.plan(source, Settings(0.1, 0, unit_bytes))
+        cut = cut or (plan is not None and len(plan.units) > 5)
+    assert cut
+
+
+def test_packed_files_and_small_ones_go_together_and_large_ones_are_cut(tmp_path: Path) -> None:
+    import gzip
+
+    for number in range(10):
+        (tmp_path / f"small{number}.txt").write_text(f"text {number} " * 10)
+    (tmp_path / "large.txt").write_text("word " * 1000)
+    (tmp_path / "large.jsonl").write_text('{"text": "some words"}\n' * 200)
+    (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(b"packed words " * 3000))
+    source = open_source([str(tmp_path)], None, None)
+    plan = units.plan(source, Settings(0.1, 0, 1000))
+    assert plan is not None
+    spans = [span for unit in plan.units for span in unit.spans]
+    assert sum(span.stop - span.start for span in spans) == source.total_bytes()
+    assert [span.kind for span in spans if span.path.endswith("packed.txt.gz")] == ["file"]
+    assert len([span for span in spans if span.path.endswith("large.txt")]) == 5
+    assert len([span for span in spans if span.path.endswith("large.jsonl")]) == 5
+    assert max(len(unit.spans) for unit in plan.units) > 4, "small files go together"
+    assert by_units(source, 1000) == by_source(source)  # type: ignore[arg-type]
+    assert units.plan(open_source([], None, None), Settings()) is None, "texts that only their source can read"
+
+
+def stream(tmp_path: Path, name: str, source: FileSource, unit_bytes: int, val: float = 0.2) -> tuple[Any, ...]:
+    cache = open_tokens(ensure(tmp_path / name, source, byte_level(), Settings(val, 0, unit_bytes)), verify=True)
+    both = tuple(split.read(0, len(split)).tobytes() for split in (cache.train, cache.val))
+    assert cache.train.documents == len(cache.train.document_starts())
+    return *both, cache.manifest["divided_by"], len(cache.train.paths), cache.train.documents
+
+
+@pytest.mark.parametrize("count", [1, 120])
+def test_one_long_text_in_many_units_is_the_same_stream(tmp_path: Path, monkeypatch: Any, count: int) -> None:
+    """By blocks, a run goes on over the border of two units; by documents, a long one stays on one side."""
+    monkeypatch.setattr(stretches, "PART_BYTES", 10_000)
+    rng = random.Random(3)
+    for number in range(count):
+        words = rng.choices(["lamp", "fog", "naïve", "of\n", "the", "goose.", "1837"], k=30_000 if number == 0 else 20)
+        (tmp_path / f"{number:03d}.txt").write_text(" ".join(words))
+    source = open_source([str(tmp_path)], None, None)
+    assert isinstance(source, FileSource)
+    whole = stream(tmp_path, "whole", source, 1_000_000)
+    assert whole[2] == ("blocks" if count == 1 else "documents") and whole[3] == 1
+    for unit_bytes in (10_000, 30_000):
+        cut = stream(tmp_path, str(unit_bytes), source, unit_bytes)
+        assert cut[3] > 3 and (cut[:3], cut[4]) == (whole[:3], whole[4])
+    nothing_held_back = stream(tmp_path, "none", source, 10_000, val=0)
+    assert nothing_held_back[4] == count, "where nothing is held back, no document is broken up"
+
+
+def test_an_empty_part_neither_begins_nor_ends_a_document() -> None:
+    divider = Divider(Division("documents", 1 << 63, 0))
+    first = divider.pieces(Stretch([b"one", b""], open=True))
+    assert first.texts == [b"one"] and divider.open_val is None and divider.empty == 0
+    second = divider.pieces(Stretch([b"begins here"], opened=True, open=True))
+    assert second.begins.tolist() == [True] and second.ends.tolist() == [False]
+    assert divider.pieces(Stretch([b""], opened=True, open=True)).texts == []
+    last = divider.pieces(Stretch([b"", b"", b"next"], opened=True))
+    assert last.texts == [b"", b"next"] and last.begins.tolist() == [False, True] and divider.empty == 1
+    assert last.val[0] == second.val[0]
+
+
+def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: Any) -> None:
+    """Each is told once with its line, however the file is cut; too many of them are refused."""
+    told: list[tuple[int, int]] = []
+    warned: list[str] = []
+    monkeypatch.setattr(report, "event", lambda type, **f: told.append((f["line"], f["byte"])))
+    monkeypatch.setattr(report, "warn", lambda text, **_: warned.append(text))
+    lines = [b"line %d of the file\n" % number for number in range(5000)]
+    lines[7], lines[4990] = b"b\0d\n", b"caf\xe9 au lait\n"
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"".join(lines))
+    ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), Settings(0.1, 0, 5000))
+    places = [sum(map(len, lines[:at])) + add for at, add in ((7, 1), (4990, 3))]
+    assert told == [(8, places[0]), (4991, places[1])]
+    assert warned == [f"2 of 5,001 lines of {path} set aside, as not text"]
+    for at in range(0, 5000, 300):
+        lines[at] = b"caf\xe9\n"
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(BadData, match="not text") as caught:
+        ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), Settings(0.1, 0, 5000))
+    assert "of 5,001 lines" in caught.value.why and dirt.TOO_MUCH == 0.001
+    with pytest.raises(BadData, match=f"{path}:1, byte 3"):
+        refusing = open_source([str(path)], None, None, bad_text="refuse")
+        ensure(tmp_path / "c", refusing, byte_level(), Settings(0.1, 0, 5000))
+
+
+def test_an_encoder_that_has_grown_is_made_anew(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"{number} words and {number * 7} more\n" for number in range(5000)))
+    source = open_source([str(path)], None, None)
+    assert isinstance(source, FileSource)
+    before = stream(tmp_path, "before", source, 20_000)
+    made: list[int] = []
+    real = encoder.make_encoder
+    monkeypatch.setattr(encoder, "make_encoder", lambda *words: made.append(1) or real(*words))
+    monkeypatch.setattr(encoder, "GROWN_BYTES", -(1 << 40))
+    assert stream(tmp_path, "after", source, 20_000) == before and len(made) > 3
+
+
+def test_the_overlap_is_found_in_any_range_of_hashes(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(builder, "OVERLAP_HASHES", 3)
+    rng = np.random.default_rng(0)
+    hashes = rng.integers(0, 1 << 64, 40, np.uint64)
+    one = builder.Builder(tmp_path, byte_level(), Settings())
+    for shared in (0, 39, None):
+        val, train = hashes[:20], hashes[20:]
+        if shared is not None:
+            train = np.append(train, np.sort(hashes[:20])[shared // 2])
+        val.tofile(tmp_path / "val-00000.hash")
+        train.tofile(tmp_path / "train-00000.hash")
+        record = {"files": {"val-00000.hash": {}, "train-00000.hash": {}}}
+        if shared is None:
+            one._check_overlap([record])
+        else:
+            with pytest.raises(BadData, match=r"validation text is also in train-00000\.bin"):
+                one._check_overlap([record])
