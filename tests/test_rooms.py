@@ -22,7 +22,7 @@ ALLOWED = {
     "use": LAYER0 | {"data", "model", "train"},
     "ops": LAYER0 | {"data", "model", "train"},
     "watch": LAYER0,
-    "cli": LAYER0 | {"watch"},
+    "cli": LAYER0 | {"watch", "ops", "model"},
     "work": LAYER0 | {"data", "model", "train", "use", "ops"},
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "misc", "core", "manager"}

@@ -32,6 +32,7 @@ usage: lamp VERB ...
   runs                    all runs and how they stand
   checkpoints RUN         step, losses, size, age, valid or not
   generate RUN|DIR        text from a model
+  plan [run.yaml]         parameters, FLOPs, memory, time, money, disk: go or no-go with the arithmetic
   data stats|clean|prepare   count and look at text; clean it; make the token cache
   tokenizer train|show    train a tokenizer; look at one
 
@@ -93,6 +94,15 @@ usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] 
 A model that was trained on instruction rows is asked by its own chat template and gives the answer alone; --system puts
 a system message before the question, --raw leaves the template out. With --interactive it remembers the conversation; an
 empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
+""",
+    "plan": """\
+usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE[:N]] [--mfu SHARE] [--what-if] [--json] [--runs-dir DIR]
+                 [--section.key value ...]
+
+  --on DEVICE[:N]   t4 v100-16gb l4 a10 rtx3090 rtx4090 a100-40gb a100-80gb l40s h100-80gb h200; default: this CPU
+  --mfu SHARE       of the peak that is reached (default 0.4)
+  --what-if         the same run on other devices, and the presets
+Prices come from budget.usd_per_hour. Exit 0: go; 77: no-go, with what would make it go.
 """,
     "data": """\
 usage: lamp data stats   [run.yaml|CACHE] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]
@@ -635,6 +645,15 @@ def generate(words: list[str]) -> int:
     return session("generate", flags, interactive=flags["interactive"])
 
 
+def plan(words: list[str]) -> int:
+    """Arithmetic: no child, no torch."""
+    from lamplighter.cli.plans import plan as make
+
+    text, code = make(words)
+    _write(1, text)
+    return code
+
+
 # ---------------------------------------------------------------- text and tokenizers
 
 
@@ -654,7 +673,7 @@ def tokenizer(words: list[str]) -> int:
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo, "train": train, "watch": watch, "why": why, "stop": stop, "save": save, "runs": runs,
-    "checkpoints": checkpoints, "generate": generate, "data": data, "tokenizer": tokenizer,
+    "checkpoints": checkpoints, "generate": generate, "plan": plan, "data": data, "tokenizer": tokenizer,
 }  # fmt: skip
 
 if __name__ == "__main__":

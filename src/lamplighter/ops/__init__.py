@@ -1,0 +1,1 @@
+"""People look after runs: the plan before the money is spent."""
