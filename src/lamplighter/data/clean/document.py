@@ -34,9 +34,10 @@ class Clean:
 def clean_text(text: str, rules: Rules, ledger: Ledger | None = None, place: str = "") -> tuple[str, dict[str, str]]:
     """(the clean text, what its own header says of it). Doing it again changes nothing."""
     ledger = ledger if ledger is not None else Ledger()
-    text, changes = characters.misread(text)
+    odd = characters.odd_ones(text)
+    text, changes = characters.misread(text, odd)
     ledger.add("mojibake", len(changes), sum(len(one.before) for one in changes), changes, place)
-    text, unseen = characters.characters(text)
+    text, unseen = characters.characters(text, None if changes else odd)
     ledger.add("unseen characters", unseen, unseen)
     book = gutenberg.strip(text)
     for change in book.removed:

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-VERSION = 1  # raise it with any change that gives other output: old parts are then not used again
+VERSION = 2  # raise it with any change that gives other output: old parts are then not used again
 SNIPPET_CHARS = 160
 EXAMPLES = 3
 
