@@ -19,9 +19,12 @@ _KINDS = bytes(
 )  # fmt: skip
 LETTER, DIGIT, BLANK, STOP, ODD = 1, 2, 3, 4, 5
 _MASKS = np.array([(1 << (8 * size)) - 1 for size in range(8)] + [(1 << 64) - 1], dtype=np.uint64)
+_SIZES = np.arange(256, dtype=np.uint64) << np.uint64(56)
 MIX = np.uint64(0x9E3779B97F4A7C15)
 STRETCHES, STRETCH = 16, 16_384
 WORDS_LOOKED_AT = 2_000
+CHUNK = 16_384
+_SHIFT = np.uint64(29)
 Array = np.ndarray
 
 
@@ -62,8 +65,10 @@ class Words:
         starts, sizes = self.spans
         padded = self.plain + b"\0" * 8
         eight = np.ndarray(shape=(len(self.plain) + 1,), dtype="<u8", buffer=padded, strides=(1,))
-        first = eight[starts] & _MASKS[np.minimum(sizes, 8)]
-        keys: Array = (first ^ (sizes.astype(np.uint64) << np.uint64(56))) * MIX
+        keys: Array = eight[starts]
+        keys &= _MASKS.take(sizes, mode="clip")
+        keys ^= _SIZES.take(sizes, mode="wrap")
+        keys *= MIX
         return keys
 
     @cached_property
@@ -71,8 +76,8 @@ class Words:
         """How many bytes of each kind; of a long text, in stretches spread over it."""
         step = max(1, len(self.data) // STRETCHES)
         some = self.data if len(self.data) <= STRETCHES * STRETCH else b"".join(self.data[at : at + STRETCH] for at in range(0, len(self.data), step))  # fmt: skip
-        found: Array = np.bincount(np.frombuffer(some.translate(_KINDS), dtype=np.uint8), minlength=6)
-        return found
+        kinds = some.translate(_KINDS)
+        return np.array([kinds.count(kind) for kind in range(6)])
 
     @cached_property
     def fives(self) -> Array:
@@ -81,11 +86,16 @@ class Words:
         size = min(5, len(keys))
         if not size:
             return keys
-        out = keys[: len(keys) - size + 1].copy()
-        for place in range(1, size):
-            out ^= out >> np.uint64(29)
-            out *= MIX
-            out += keys[place : len(keys) - size + 1 + place]
+        count = len(keys) - size + 1
+        out, shifted = keys[:count].copy(), np.empty(min(count, CHUNK), dtype=np.uint64)
+        for start in range(0, count, CHUNK):  # small enough to stay in the fast memory of a core
+            some = out[start : start + CHUNK]
+            more = shifted[: len(some)]
+            for place in range(1, size):
+                np.right_shift(some, _SHIFT, out=more)
+                some ^= more
+                some *= MIX
+                some += keys[start + place : start + place + len(some)]
         return out
 
     @cached_property
@@ -101,8 +111,9 @@ class Words:
         return float(counts[_COMMON]) / len(keys), float(counts[_LONE]) / len(keys)
 
 
-def words_of(text: str) -> Words:
-    data = text.encode()
+def words_of(text: str, data: bytes | None = None) -> Words:
+    """`data`: the text in UTF-8, where it is at hand."""
+    data = text.encode() if data is None else data
     return Words(data, data.translate(_ALNUM))
 
 

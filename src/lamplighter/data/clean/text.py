@@ -16,6 +16,7 @@ _UNSEEN = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u200b\u2060\uf
 _LINE_ENDS = ("\r\n", "\r", "\x0b", "\x0c", "\x85", "\u2028", "\u2029")
 _ALWAYS_NFC = re.compile("[\x00-\u02ff\u2010-\u2027\u2030-\u205e\u20ac\u2122]*")  # whatever stands beside them
 _SOFT_BREAK = re.compile("\u00ad[ \t]*\n[ \t]*(?=\\w)")
+_MANY_LINES = re.compile("\n\n\n+")
 _TRAILING = ("        ", "  ", " ", "\t", "\u00a0")
 
 # A first byte and a later byte of UTF-8, both read as Windows-1252 or Latin-1: the only sign for which ftfy is asked.
@@ -69,9 +70,7 @@ def trailing(text: str) -> str:
 
 def blank_lines(text: str) -> str:
     """One blank line at most between two lines, none at the beginning, no blanks at the end."""
-    for many in ("\n" * 12, "\n" * 5, "\n" * 4, "\n" * 3):
-        while many in text:
-            text = text.replace(many, "\n\n")
+    text = _MANY_LINES.sub("\n\n", text) if "\n\n\n" in text else text
     return text.lstrip("\n").rstrip()
 
 
