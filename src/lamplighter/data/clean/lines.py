@@ -23,6 +23,7 @@ SLACK = 6  # hand-made changes leave lines a little short
 LONG_SHARE = 0.02  # of the lines are longer than any wrap: then the text is not wrapped
 SHORT_LINE = 0.62  # of the width
 ENOUGH = 0.15  # of the paragraphs of three lines or more must be wrapped, or none is joined
+SHORT_TEXT = 20_000  # characters
 LOOKED_AT = 200_000  # characters, for what the text writes elsewhere
 
 _ITEM = re.compile(r"(?:[-*\u2022\u00b7]|\(?\d{1,3}[.)\]]|\(\w\)|\[\d+\]|[|+])[ \t]")
@@ -95,6 +96,12 @@ def _layout(text: str) -> _Layout:
     return _Layout(data, starts, lengths, heads, first[several], last[several])
 
 
+def _is_wide(text: str) -> bool:
+    """What `_width` asks first, for a short text: whether too many of its lines are longer than any wrap."""
+    lengths = [len(line) for line in text.split("\n") if line]
+    return bool(lengths) and sum(length > WIDEST + 10 for length in lengths) / len(lengths) > LONG_SHARE
+
+
 def _width(layout: _Layout) -> int:
     """The width to which the prose of this text is wrapped; 0 if it is not."""
     lines = layout.lengths[layout.lengths > 0]
@@ -119,6 +126,8 @@ def _over_blocks(what: np.ufunc, values: Array, layout: _Layout, skip_first: int
 def _find(text: str) -> tuple[_Layout, Array] | None:
     """The lines, and which blocks are to be joined; None where none is."""
     if not _SINGLE.search(text):  # every paragraph is one line
+        return None
+    if len(text) < SHORT_TEXT and _is_wide(text):
         return None
     layout = _layout(text)
     width = _width(layout)

@@ -43,6 +43,9 @@ _TABLE = sorted(
 )
 _KEYS = np.array([key for key, _ in _TABLE], dtype=np.uint64)
 _WHAT = np.array([what for _, what in _TABLE], dtype=np.uint8)
+_PLACE_BITS = np.uint64(48)
+_PLACES = np.zeros(1 << 16, dtype=np.uint8)  # by the first bits of a key, which are different for each of these words
+_PLACES[_KEYS >> _PLACE_BITS] = np.arange(len(_KEYS))
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,12 @@ class Words:
         return keys
 
     @cached_property
-    def kinds(self) -> Array:
+    def kinds(self) -> list[int]:
         """How many bytes of each kind; of a long text, in stretches spread over it."""
         step = max(1, len(self.data) // STRETCHES)
         some = self.data if len(self.data) <= STRETCHES * STRETCH else b"".join(self.data[at : at + STRETCH] for at in range(0, len(self.data), step))  # fmt: skip
-        kinds = some.translate(_KINDS)
-        return np.array([kinds.count(kind) for kind in range(6)])
+        kinds = np.frombuffer(some.translate(_KINDS), dtype=np.uint8)
+        return [int(np.count_nonzero(kinds == kind)) for kind in range(6)]
 
     @cached_property
     def fives(self) -> Array:
@@ -105,10 +108,20 @@ class Words:
         if not len(keys):
             return 0.0, 0.0
         keys = keys[:: 1 + len(keys) // WORDS_LOOKED_AT]
-        places = np.searchsorted(_KEYS, keys)
-        places[places == len(_KEYS)] = 0
-        counts = np.bincount(_WHAT[places][_KEYS[places] == keys], minlength=3)
-        return float(counts[_COMMON]) / len(keys), float(counts[_LONE]) / len(keys)
+        places = _PLACES.take(keys >> _PLACE_BITS)
+        what = _WHAT.take(places)
+        what *= _KEYS.take(places) == keys
+        return _share(what == _COMMON), _share(what == _LONE)
+
+
+def _share(which: Array) -> float:
+    return int(np.count_nonzero(which)) / len(which)
+
+
+def distinct(keys: Array) -> int:
+    """How many different ones."""
+    ordered = np.sort(keys)
+    return 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1])) if len(keys) else 0
 
 
 def words_of(text: str, data: bytes | None = None) -> Words:

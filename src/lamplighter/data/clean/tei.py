@@ -22,7 +22,8 @@ WHOLE_BOOKS = {"chapter", "part", "book", "volume", "section", "act", "scene", "
 INLINE, BLOCK, LINE, BREAK, APART = "\x01", "\x02", "\x03", "\x05", "\x07"
 
 _LAYOUT = re.compile(r"[ \t]*\n\s*")
-_CLOSING = ",.;:!?)]\u2019\u201d"
+_BEFORE_CLOSING = re.compile("\n\x01(?=[,.;:!?)\\]\u2019\u201d])")
+_BEFORE_STOP = re.compile("\n(?=[,;:.!?])")
 _LETTERS_END, _LETTERS_START = re.compile(r"[^\W\d_]+$"), re.compile(r"[^\W\d_]+")
 
 
@@ -37,9 +38,13 @@ class _Division:
 
 
 class _Reader:
-    """Takes the parser's events; what it keeps are pieces of text and where the divisions begin and end."""
+    """Takes the parser's events; what it keeps are pieces of text and where the divisions begin and end.
 
-    def __init__(self) -> None:
+    Text goes from the parser straight into the list; only within what is skipped is it looked at.
+    """
+
+    def __init__(self, parser: expat.XMLParserType) -> None:
+        self.parser = parser
         self.pieces: list[str] = []
         self.divisions: list[_Division] = []
         self.open: list[_Division] = []
@@ -60,6 +65,7 @@ class _Reader:
         elif name in SKIPPED:
             self.skipping = 1
             self.pieces.append(INLINE)
+            self.parser.CharacterDataHandler = self.unseen
         elif name.startswith("div"):
             found = dict(zip(attributes[::2], attributes[1::2], strict=True))
             one = _Division(len(self.open), len(self.pieces), found.get("type", ""), found.get("id") or found.get("xml:id", ""))  # fmt: skip
@@ -81,6 +87,8 @@ class _Reader:
         if self.skipping:
             self.skipping -= 1
             self.in_title = False
+            if not self.skipping:
+                self.parser.CharacterDataHandler = self.pieces.append
             return
         if mark := self.marks.get(tag):
             self.pieces.append(mark)
@@ -93,22 +101,20 @@ class _Reader:
         elif name.startswith("div"):
             self.open.pop().end = len(self.pieces)
 
-    def words(self, text: str) -> None:
-        if not self.skipping:
-            self.pieces.append(text)
-        elif self.in_title:
+    def unseen(self, text: str) -> None:
+        if self.in_title:
             self.title.append(text)
 
 
 def read(data: bytes, split: str) -> list[Piece]:
     """The documents. Divisions of a collection are documents each; chapters of a book are not."""
-    reader = _Reader()
     parser = expat.ParserCreate()
+    reader = _Reader(parser)
     parser.ordered_attributes = True
     parser.buffer_text = True
     parser.StartElementHandler = reader.start
     parser.EndElementHandler = reader.end
-    parser.CharacterDataHandler = reader.words
+    parser.CharacterDataHandler = reader.pieces.append
     parser.Parse(data, True)
     pieces, title = reader.pieces, " ".join("".join(reader.title).split())
     if BREAK in pieces:
@@ -189,10 +195,7 @@ def _shaped(pieces: list[str]) -> str:
             text = text.replace(old, new)
     while INLINE + INLINE in text:
         text = text.replace(INLINE + INLINE, INLINE)
-    for closing in _CLOSING:
-        text = text.replace("\n" + INLINE + closing, closing)
-    for closing in ",;:.!?":
-        text = text.replace("\n" + closing, closing)
+    text = _BEFORE_STOP.sub("", _BEFORE_CLOSING.sub("", text))
     text = text.replace(INLINE, "").replace("\n", " ")
     while "  " in text:
         text = text.replace("  ", " ")
