@@ -42,6 +42,7 @@ class Joined:
     count: int = 0
     hyphens: int = 0
     changes: tuple[Change, ...] = ()
+    data: bytes | None = None  # the text in UTF-8, where it is at hand
 
 
 def join(text: str, real_hyphens: bool = False) -> Joined:
@@ -230,7 +231,7 @@ def _joined(text: str, layout: _Layout, blocks: Array, real_hyphens: bool) -> Jo
     del raw
     for start, end in reversed(cuts):
         del data[start:end]
-    after = data.decode()
+    after = bytes(data)
     examples = []
     for block in blocks[:3].tolist():
         start, end = layout.span(block)
@@ -239,7 +240,7 @@ def _joined(text: str, layout: _Layout, blocks: Array, real_hyphens: bool) -> Jo
                 "joined lines", layout.data[start:end].decode(), layout.data[start:end].replace(b"\n", b" ").decode()
             )
         )
-    return Joined(after, len(blocks), hyphens.closed, tuple(examples))
+    return Joined(after.decode(), len(blocks), hyphens.closed, tuple(examples), after)
 
 
 def _breaks(layout: _Layout, blocks: Array) -> Array:

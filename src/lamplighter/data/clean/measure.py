@@ -80,6 +80,8 @@ class Words:
         step = max(1, len(self.data) // STRETCHES)
         some = self.data if len(self.data) <= STRETCHES * STRETCH else b"".join(self.data[at : at + STRETCH] for at in range(0, len(self.data), step))  # fmt: skip
         kinds = np.frombuffer(some.translate(_KINDS), dtype=np.uint8)
+        if len(kinds) < CHUNK:
+            return [int(count) for count in np.bincount(kinds, minlength=6)]
         return [int(np.count_nonzero(kinds == kind)) for kind in range(6)]
 
     @cached_property

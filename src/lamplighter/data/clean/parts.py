@@ -25,6 +25,7 @@ from lamplighter.data.clean.rules import Ledger, Raw, Rejected, Rules, snippet
 from lamplighter.errors import LampError
 from lamplighter.rundir import read_record, write_json
 
+_JSON = json.JSONEncoder(ensure_ascii=False)
 _counter: Any = None
 
 
@@ -95,7 +96,7 @@ def _work(item: Item, rules: Rules, text: IO[bytes], prints: IO[bytes], log: IO[
         found += not (isinstance(raw, Rejected) and raw.reason == "bad_line")
         if isinstance(result, Rejected):
             rejected[result.reason] += 1
-            log.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
+            log.write(_JSON.encode(asdict(result)) + "\n")
             continue
         kept += 1
         if result.language:
@@ -139,4 +140,4 @@ def _line(document: Clean) -> bytes:
     record: dict[str, Any] = {"source": document.place, **document.extra}
     if document.language:
         record["language"] = document.language
-    return b'{"text": %b, %b\n' % (to_json(document.text), json.dumps(record, ensure_ascii=False)[1:].encode())
+    return b'{"text": %b, %b\n' % (to_json(document.words.data), _JSON.encode(record)[1:].encode())

@@ -49,13 +49,14 @@ def judge(text: str, words: Words, english: bool) -> Quality:
     if not english:
         del found["common_words"]
     scores = {name: _score(value, *BOUNDS[name]) for name, value in found.items()}
-    worst = min(scores, key=lambda name: scores[name])
+    worst = min(scores, key=scores.__getitem__)
     count = len(words.spans[0])
     return Quality({name: round(value, 4) for name, value in found.items()}, round(scores[worst], 4), worst, count)
 
 
 def _score(value: float, bad: float, good: float) -> float:
-    return min(1.0, max(0.0, (value - bad) / (good - bad)))
+    found = (value - bad) / (good - bad)
+    return 1.0 if found >= 1.0 else max(found, 0.0)
 
 
 def _measures(text: str, words: Words) -> dict[str, float]:
@@ -109,9 +110,9 @@ def _repeated_lines(text: str) -> float:
     lines = [line for line in text.split("\n") if len(line) > 24]
     if len(lines) < 4:
         return 0.0
-    counts = Counter(lines)
-    if len(counts) == len(lines):
+    if len(set(lines)) == len(lines):
         return 0.0
+    counts = Counter(lines)
     repeated = sum((count - 1) * len(line) for line, count in counts.items() if count > 1)
     return repeated / sum(map(len, lines))
 

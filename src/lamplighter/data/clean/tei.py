@@ -21,7 +21,7 @@ LINES = {"l", "item", "row", "speaker", "stage", "label", "titlepart", "docautho
 WHOLE_BOOKS = {"chapter", "part", "book", "volume", "section", "act", "scene", "canto", "preface", "introduction", "appendix", "contents", "index", "dedication", "titlepage", "notes", "prologue", "epilogue", "frontmatter", "backmatter", ""}  # fmt: skip
 INLINE, BLOCK, LINE, BREAK, APART = "\x01", "\x02", "\x03", "\x05", "\x07"
 
-_LAYOUT = re.compile(r"[ \t]*\n\s*")
+_LAYOUT = re.compile(r"\n\s*")
 _BEFORE_CLOSING = re.compile("\n\x01(?=[,.;:!?)\\]\u2019\u201d])")
 _BEFORE_STOP = re.compile("\n(?=[,;:.!?])")
 _LETTERS_END, _LETTERS_START = re.compile(r"[^\W\d_]+$"), re.compile(r"[^\W\d_]+")
@@ -40,15 +40,15 @@ class _Division:
 class _Reader:
     """Takes the parser's events; what it keeps are pieces of text and where the divisions begin and end.
 
-    Text goes from the parser straight into the list; only within what is skipped is it looked at.
+    Text goes from the parser straight into the list; at the end of what is skipped, its text is taken out again.
     """
 
-    def __init__(self, parser: expat.XMLParserType) -> None:
-        self.parser = parser
+    def __init__(self) -> None:
         self.pieces: list[str] = []
         self.divisions: list[_Division] = []
         self.open: list[_Division] = []
         self.skipping = 0
+        self.kept = self.title_at = 0  # how many pieces there were before what is skipped, and before the title
         self.title: list[str] = []
         self.in_title = False
         self.marks: dict[str, str] = {}  # of the elements met so far that need nothing else
@@ -58,14 +58,17 @@ class _Reader:
         if mark and not self.skipping:  # the common case, at once
             self.pieces.append(mark)
             return
-        name = tag.rpartition(":")[2].lower()
         if self.skipping:
             self.skipping += 1
-            self.in_title = name == "title" and not self.title
-        elif name in SKIPPED:
+            self._end_title()
+            self.in_title = not self.title and tag.rpartition(":")[2].lower() == "title"
+            self.title_at = len(self.pieces)
+            return
+        name = tag.rpartition(":")[2].lower()
+        if name in SKIPPED:
             self.skipping = 1
             self.pieces.append(INLINE)
-            self.parser.CharacterDataHandler = self.unseen
+            self.kept = len(self.pieces)
         elif name.startswith("div"):
             found = dict(zip(attributes[::2], attributes[1::2], strict=True))
             one = _Division(len(self.open), len(self.pieces), found.get("type", ""), found.get("id") or found.get("xml:id", ""))  # fmt: skip
@@ -86,9 +89,9 @@ class _Reader:
     def end(self, tag: str) -> None:
         if self.skipping:
             self.skipping -= 1
-            self.in_title = False
+            self._end_title()
             if not self.skipping:
-                self.parser.CharacterDataHandler = self.pieces.append
+                del self.pieces[self.kept :]
             return
         if mark := self.marks.get(tag):
             self.pieces.append(mark)
@@ -101,15 +104,16 @@ class _Reader:
         elif name.startswith("div"):
             self.open.pop().end = len(self.pieces)
 
-    def unseen(self, text: str) -> None:
+    def _end_title(self) -> None:
         if self.in_title:
-            self.title.append(text)
+            self.title += self.pieces[self.title_at :]
+            self.in_title = False
 
 
 def read(data: bytes, split: str) -> list[Piece]:
     """The documents. Divisions of a collection are documents each; chapters of a book are not."""
+    reader = _Reader()
     parser = expat.ParserCreate()
-    reader = _Reader(parser)
     parser.ordered_attributes = True
     parser.buffer_text = True
     parser.StartElementHandler = reader.start
@@ -159,7 +163,7 @@ def _top(divisions: list[_Division], pieces: list[str]) -> list[_Division]:
 def _breaks(pieces: list[str]) -> list[str]:
     """A line's end within a word is nothing, between words it is a blank: as the words of the file say, in doubt as most of them do."""
     text = "".join(pieces).replace(BREAK, " ").replace(INLINE, " ").replace(BLOCK, " ")
-    words = {word.strip(".,;:!?\"'()[]\u201c\u201d\u2018\u2019-\u2014").lower() for word in set(text.split())}
+    words = {word.strip(".,;:!?\"'()[]\u201c\u201d\u2018\u2019-\u2014") for word in set(text.lower().split())}
     out, doubtful, within, between = list(pieces), [], 0, 0
     for number, piece in enumerate(pieces):
         if piece != BREAK:
@@ -190,6 +194,8 @@ def _beside(pieces: list[str], number: int) -> tuple[str, str]:
 def _shaped(pieces: list[str]) -> str:
     """Paragraphs and lines. Blanks beside an element are kept as one; but a line end of the file's layout is none before a comma."""
     text = _LAYOUT.sub("\n", "".join(pieces))
+    while " \n" in text or "\t\n" in text:
+        text = text.replace(" \n", "\n").replace("\t\n", "\n")
     for old, new in ((INLINE + INLINE, INLINE), (INLINE + "\n", "\n" + INLINE), ("\n\n", "\n")):
         while old in text:
             text = text.replace(old, new)

@@ -17,6 +17,7 @@ _LINE_ENDS = ("\r\n", "\r", "\x0b", "\x0c", "\x85", "\u2028", "\u2029")
 _ALWAYS_NFC = re.compile("[\x00-\u02ff\u2010-\u2027\u2030-\u205e\u20ac\u2122]*")  # whatever stands beside them
 _SOFT_BREAK = re.compile("\u00ad[ \t]*\n[ \t]*(?=\\w)")
 _MANY_LINES = re.compile("\n\n\n+")
+_BLANK_END = re.compile("\n(?<=[ \t\u00a0]\n)")
 _TRAILING = ("        ", "  ", " ", "\t", "\u00a0")
 
 # A first byte and a later byte of UTF-8, both read as Windows-1252 or Latin-1: the only sign for which ftfy is asked.
@@ -60,8 +61,7 @@ def characters(text: str, odd: str | None = None) -> tuple[str, int]:
 
 def trailing(text: str) -> str:
     """No blanks before a line's end, whatever their order."""
-    some = tuple(blank for blank in (" ", "\t", "\u00a0") if blank in text)
-    while any(f"{blank}\n" in text for blank in some):
+    while _BLANK_END.search(text):
         for blanks in _TRAILING:
             if f"{blanks}\n" in text:
                 text = text.replace(f"{blanks}\n", "\n")
