@@ -51,6 +51,7 @@ class _Reader:
         self.kept = self.title_at = 0  # how many pieces there were before what is skipped, and before the title
         self.title: list[str] = []
         self.in_title = False
+        self.names: dict[str, str] = {}  # of the elements met so far, without prefix, in small letters
         self.marks: dict[str, str] = {}  # of the elements met so far that need nothing else
 
     def start(self, tag: str, attributes: list[str]) -> None:
@@ -60,11 +61,13 @@ class _Reader:
             return
         if self.skipping:
             self.skipping += 1
+            if self.title:
+                return
             self._end_title()
             self.in_title = not self.title and tag.rpartition(":")[2].lower() == "title"
             self.title_at = len(self.pieces)
             return
-        name = tag.rpartition(":")[2].lower()
+        name = self.names.get(tag) or self.names.setdefault(tag, tag.rpartition(":")[2].lower())
         if name in SKIPPED:
             self.skipping = 1
             self.pieces.append(INLINE)
@@ -89,7 +92,8 @@ class _Reader:
     def end(self, tag: str) -> None:
         if self.skipping:
             self.skipping -= 1
-            self._end_title()
+            if self.in_title:
+                self._end_title()
             if not self.skipping:
                 del self.pieces[self.kept :]
             return
