@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
 import pytest
 
-from lamplighter.data.clean import detect, duplicates, quality
+from lamplighter.data.clean import detect, document, duplicates, parts, quality
 from lamplighter.data.clean import text as characters
 from lamplighter.data.clean.document import Clean, clean_document, clean_text
 from lamplighter.data.clean.language import language_of
@@ -323,3 +324,16 @@ def test_a_chain_of_likenesses_leads_to_the_one_that_stays() -> None:
 def test_enough_bands_to_find_pairs_at_the_threshold(threshold: float) -> None:
     bands = duplicates.bands_for(threshold)
     assert (1 - threshold ** (duplicates.PERMUTATIONS // bands)) ** bands < 0.02
+
+
+def test_blanks_that_an_unseen_character_hid_go_too() -> None:
+    once, unseen = characters.characters("a lamp \u200b\nand \x00\na street\u00a0\u2060\n\u00e9")
+    assert (once, unseen) == ("a lamp\nand\na street\n\u00e9", 3)
+    assert characters.characters(once) == (once, 0), "a second pass must find nothing"
+
+
+def test_a_line_of_output_is_what_json_writes() -> None:
+    text = "".join(map(chr, [*range(0x250), 0x2028, 0x201C, 0xFFFD, 0x1F56F])) + '\\"'
+    made = parts._line(document.Clean("a.txt#1", text, words_of(text), {"title": "caf\u00e9", "meta": {"n": 1}}, "en"))
+    record = {"text": text, "source": "a.txt#1", "title": "caf\u00e9", "meta": {"n": 1}, "language": "en"}
+    assert made == (json.dumps(record, ensure_ascii=False) + "\n").encode()

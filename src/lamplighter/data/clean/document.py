@@ -33,10 +33,15 @@ class Clean:
 
 def clean_text(text: str, rules: Rules, ledger: Ledger | None = None, place: str = "") -> tuple[str, dict[str, str]]:
     """(the clean text, what its own header says of it). Doing it again changes nothing."""
-    ledger = ledger if ledger is not None else Ledger()
-    text, changes = characters.misread(text)
+    done, extra = _cleaned(text, rules, ledger if ledger is not None else Ledger(), place)
+    return done.text, extra
+
+
+def _cleaned(text: str, rules: Rules, ledger: Ledger, place: str) -> tuple[lines.Joined, dict[str, str]]:
+    odd = characters.odd_ones(text)
+    text, changes = characters.misread(text, odd)
     ledger.add("mojibake", len(changes), sum(len(one.before) for one in changes), changes, place)
-    text, unseen = characters.characters(text)
+    text, unseen = characters.characters(text, None if changes else odd)
     ledger.add("unseen characters", unseen, unseen)
     book = gutenberg.strip(text)
     for change in book.removed:
@@ -45,30 +50,31 @@ def clean_text(text: str, rules: Rules, ledger: Ledger | None = None, place: str
         change.rule in INSIDE for change in book.removed
     )  # what went there may leave blanks at a line's end
     text = characters.blank_lines(characters.trailing(book.text) if cut_inside else book.text)
+    joined = lines.Joined(text)
     if not rules.keep_lines:
         joined = lines.join(text, real_hyphens=bool(book.removed))
-        text = joined.text
         ledger.add("joined lines", joined.count, 0, list(joined.changes), place)
         ledger.add("hyphens closed", joined.hyphens, joined.hyphens)
     extra = {name: value for name, value in (("title", book.title), ("author", book.author)) if value}
-    return text, extra
+    return joined, extra
 
 
 def clean_document(raw: Raw, rules: Rules, ledger: Ledger) -> Clean | Rejected:
     """Clean it, then ask whether it is worth keeping."""
-    if not raw.text.strip():
+    if not raw.text or raw.text.isspace():
         return Rejected(raw.place, "empty", "there is no text in it")
     if len(raw.text) > rules.max_bytes:
         why = f"{len(raw.text):,} characters; the limit is {rules.max_document_mb:g} MB (--max-document-mb)"
         return Rejected(raw.place, "too_long", why, head=snippet(raw.text))
-    text, own = clean_text(raw.text, rules, ledger, raw.place)
+    done, own = _cleaned(raw.text, rules, ledger, raw.place)
+    text = done.text
     if not text:
         return Rejected(raw.place, "empty", "nothing is left when the boilerplate is gone", head=snippet(raw.text))
-    words = words_of(text)
+    words = words_of(text, done.data)
     language = language_of(text, words) if has_language(rules.language != "any") else ""
     found = quality.judge(text, words, english=language == "en" or rules.language == "en")
-    scores = {**found.measures, "score": found.score, "words": found.words}
     if reason := _refusal(found, language, rules):
+        scores = {**found.measures, "score": found.score, "words": found.words}
         return Rejected(raw.place, reason[0], reason[1], scores, snippet(text))
     return Clean(raw.place, text, words, {**own, **raw.extra}, language, found.score)
 

@@ -22,6 +22,7 @@ SEED = 42
 GROUP_LIMIT = 16  # of one band: a later document is compared with so many earlier ones
 Array = np.ndarray
 RECORD = np.dtype([("exact", "<u8", (2,)), ("words", "<u4"), ("sketch", "<u4", (PERMUTATIONS,))])
+_NONE = np.zeros(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,12 @@ class Twin:
 def record_of(words: Words, near: bool) -> bytes:
     """The fixed-size record of a document."""
     letters = words.plain.translate(None, b"\0") or words.data
-    out = np.zeros((), dtype=RECORD)
-    out["exact"] = np.frombuffer(hashlib.blake2b(letters, digest_size=16).digest(), dtype="<u8")
-    if near:
-        grams = words.fives
-        out["words"] = len(words.keys)
-        if len(grams):
-            matrix = rensa().RMinHash.digest_matrix_from_flat_token_hashes(grams, [0, len(grams)], PERMUTATIONS, SEED)
-            out["sketch"] = matrix.to_rows()[0]
-    return out.tobytes()
+    exact = hashlib.blake2b(letters, digest_size=16).digest()
+    grams = words.fives if near else _NONE
+    if not len(grams):
+        return exact + bytes(RECORD.itemsize - len(exact))
+    matrix = rensa().RMinHash.digest_matrix_from_flat_token_hashes(grams, [0, len(grams)], PERMUTATIONS, SEED)
+    return exact + np.array([len(words.keys), *matrix.to_rows()[0]], dtype="<u4").tobytes()
 
 
 def bands_for(threshold: float) -> int:

@@ -11,6 +11,7 @@ only paragraphs on which these do not agree are looked at one by one.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,13 +23,14 @@ SLACK = 6  # hand-made changes leave lines a little short
 LONG_SHARE = 0.02  # of the lines are longer than any wrap: then the text is not wrapped
 SHORT_LINE = 0.62  # of the width
 ENOUGH = 0.15  # of the paragraphs of three lines or more must be wrapped, or none is joined
+SHORT_TEXT = 20_000  # characters
 LOOKED_AT = 200_000  # characters, for what the text writes elsewhere
 
 _ITEM = re.compile(r"(?:[-*\u2022\u00b7]|\(?\d{1,3}[.)\]]|\(\w\)|\[\d+\]|[|+])[ \t]")
 _ITEM_HEADS = np.zeros(256, dtype=bool)
 _ITEM_HEADS[[ord(one) for one in "-*([|+0123456789"]] = True
 _SPEAKER = re.compile(r"[A-Z][A-Z .'\u2019-]{1,30}[.:]?$|[A-Z][\w .'\u2019-]{0,30}:$")
-_BROKEN = re.compile(r"([A-Za-z\u00c0-\u024f]+)-\n([a-z\u00df-\u024f]+)")
+_SINGLE = re.compile(r"\n(?<!\n\n)(?!\n)")
 Array = np.ndarray
 
 
@@ -40,6 +42,7 @@ class Joined:
     count: int = 0
     hyphens: int = 0
     changes: tuple[Change, ...] = ()
+    data: bytes | None = None  # the text in UTF-8, where it is at hand
 
 
 def join(text: str, real_hyphens: bool = False) -> Joined:
@@ -47,10 +50,11 @@ def join(text: str, real_hyphens: bool = False) -> Joined:
 
     Joining must come to rest: where a second pass would join more (a page of short pieces, whose width cannot be told), nothing is joined.
     """
-    first = _join_once(text, real_hyphens)
-    if first.count and _join_once(first.text, real_hyphens).count:
+    found = _find(text)
+    if found is None:
         return Joined(text)
-    return first
+    first = _joined(text, *found, real_hyphens)
+    return first if _at_rest(*found) or _find(first.text) is None else Joined(text)
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,20 @@ def _layout(text: str) -> _Layout:
     ends = np.concatenate((newlines, [len(raw)]))
     lengths = ends - starts
     if not text.isascii():
-        inner = np.flatnonzero((raw & 0xC0) == 0x80)  # bytes of a character after its first
-        lengths = lengths - (np.searchsorted(inner, ends) - np.searchsorted(inner, starts))
+        inner = np.flatnonzero(raw.view(np.int8) < -64)  # bytes of a character after its first
+        lengths = lengths - np.diff(np.searchsorted(inner, ends), prepend=0)
     heads = raw[np.minimum(starts, len(raw) - 1)]  # an empty last line has the line end before it
     full = np.concatenate(([False], lengths > 0, [False]))
     edges = np.flatnonzero(full[1:] != full[:-1])
     first, last = edges[::2], edges[1::2] - 1
     several = last > first
     return _Layout(data, starts, lengths, heads, first[several], last[several])
+
+
+def _is_wide(text: str) -> bool:
+    """What `_width` asks first, for a short text: whether too many of its lines are longer than any wrap."""
+    lengths = [len(line) for line in text.split("\n") if line]
+    return bool(lengths) and sum(length > WIDEST + 10 for length in lengths) / len(lengths) > LONG_SHARE
 
 
 def _width(layout: _Layout) -> int:
@@ -114,18 +124,31 @@ def _over_blocks(what: np.ufunc, values: Array, layout: _Layout, skip_first: int
     return found
 
 
-def _join_once(text: str, real_hyphens: bool) -> Joined:
-    if text.count("\n") == 2 * text.count("\n\n"):  # every paragraph is one line
-        return Joined(text)
+def _find(text: str) -> tuple[_Layout, Array] | None:
+    """The lines, and which blocks are to be joined; None where none is."""
+    if not _SINGLE.search(text):  # every paragraph is one line
+        return None
+    if len(text) < SHORT_TEXT and _is_wide(text):
+        return None
     layout = _layout(text)
     width = _width(layout)
     if not width:
-        return Joined(text)
+        return None
     wrapped = _wrapped(layout, width)
     several = int(np.sum(layout.last - layout.first > 1))
     if not wrapped.any() or int(wrapped.sum()) < ENOUGH * several:
-        return Joined(text)
-    return _joined(text, layout, np.flatnonzero(wrapped), real_hyphens)
+        return None
+    return layout, np.flatnonzero(wrapped)
+
+
+def _at_rest(layout: _Layout, blocks: Array) -> bool:
+    """Whether the joined paragraphs alone are so long that a second pass cannot take the text for a wrapped one.
+
+    A line loses at most its hyphen. This settles it for nearly every book, without a look at the new text.
+    """
+    long = int(np.sum(_over_blocks(np.add, layout.lengths - 1, layout)[blocks] > WIDEST + 10))
+    lines = int(np.sum(layout.lengths > 0) - np.sum((layout.last - layout.first)[blocks]))
+    return long / lines > LONG_SHARE
 
 
 def _wrapped(layout: _Layout, width: int) -> Array:
@@ -173,20 +196,20 @@ def _is_verse(lines: list[str]) -> bool:
 def _tables(layout: _Layout) -> Array:
     """Blocks with wide gaps, tabs or rows of dots inside a line."""
     raw = np.frombuffer(layout.data, dtype=np.uint8)
-    blank, dot = raw == 32, raw == 46
+    blank, dot = raw == 32, np.flatnonzero(raw == 46)
     gaps = np.flatnonzero(blank[:-2] & blank[1:-1] & blank[2:])
-    dots = (
-        np.flatnonzero(dot[:-4] & dot[1:-3] & dot[2:-2] & dot[3:-1] & dot[4:]) if b"....." in layout.data else gaps[:0]
-    )
-    tabs = np.flatnonzero(raw == 9)
-    spaced = [found.start() for found in re.finditer(rb" \. \. ", layout.data)] if b" . . " in layout.data else []
+    rows = dot[:-4][dot[4:] - dot[:-4] == 4]
+    pairs = dot[:-1][dot[1:] - dot[:-1] == 2]
+    pairs = pairs[(pairs > 0) & (pairs + 3 < len(raw))]
+    spaced = pairs[blank[pairs - 1] & blank[pairs + 1] & blank[pairs + 3]]
+    tabs = np.flatnonzero(raw == 9) if b"\t" in layout.data else dot[:0]
     owners = np.searchsorted(layout.starts, gaps, side="right") - 1
     begins = layout.starts[owners]
     rank = np.arange(len(gaps)) - np.searchsorted(gaps, begins)
     inside = gaps - begins != rank  # an indent is not a gap: its blanks are the line's first ones
     marked = np.zeros(len(layout.lengths), dtype=bool)
     marked[owners[inside]] = True
-    for places in (dots, tabs, np.array(spaced, dtype=np.int64)):
+    for places in (rows, tabs, spaced):
         if len(places):
             marked[np.searchsorted(layout.starts, places, side="right") - 1] = True
     return _over_blocks(np.logical_or, marked, layout)
@@ -208,7 +231,7 @@ def _joined(text: str, layout: _Layout, blocks: Array, real_hyphens: bool) -> Jo
     del raw
     for start, end in reversed(cuts):
         del data[start:end]
-    after = data.decode()
+    after = bytes(data)
     examples = []
     for block in blocks[:3].tolist():
         start, end = layout.span(block)
@@ -217,7 +240,7 @@ def _joined(text: str, layout: _Layout, blocks: Array, real_hyphens: bool) -> Jo
                 "joined lines", layout.data[start:end].decode(), layout.data[start:end].replace(b"\n", b" ").decode()
             )
         )
-    return Joined(after, len(blocks), hyphens.closed, tuple(examples))
+    return Joined(after.decode(), len(blocks), hyphens.closed, tuple(examples), after)
 
 
 def _breaks(layout: _Layout, blocks: Array) -> Array:
@@ -263,11 +286,23 @@ class _Hyphens:
     def _learn(self) -> None:
         """A text in which most cut words are elsewhere written in one was hyphenated to fit its lines; in any other the hyphens are its own."""
         some = self.text[:LOOKED_AT]
-        self.words = {word.strip(".,;:!?\"'()[]\u201c\u201d\u2018\u2019").lower() for word in set(some.split())}
-        cut = [(left + right, f"{left}-{right}") for left, right in _BROKEN.findall(some)]
+        self.words = {word.strip(".,;:!?\"'()[]\u201c\u201d\u2018\u2019") for word in set(some.lower().split())}
+        cut = [(left + right, f"{left}-{right}") for left, right in _broken(some)]
         solid = sum(one.lower() in self.words and two.lower() not in self.words for one, two in cut)
         hyphened = sum(two.lower() in self.words for _, two in cut)
         self.closes = not self.real and solid > 2 * hyphened and solid * 4 >= len(cut)
+
+
+def _broken(text: str) -> Iterator[tuple[str, str]]:
+    """The words that a hyphen cuts at a line's end: a plain search for it, then what is on its two sides."""
+    done, at = 0, text.find("-\n")
+    while at >= 0:
+        left = _LEFT.search(text, max(done, text.rfind("\n", 0, at) + 1), at + 1)
+        right = _RIGHT.match(text, at + 2)
+        if left and right:
+            yield left.group(1), right.group()
+            done = right.end()
+        at = text.find("-\n", at + 1)
 
 
 _LEFT, _RIGHT = re.compile(r"([A-Za-z\u00c0-\u024f]+)-$"), re.compile(r"[a-z\u00df-\u024f]+")

@@ -19,9 +19,12 @@ _KINDS = bytes(
 )  # fmt: skip
 LETTER, DIGIT, BLANK, STOP, ODD = 1, 2, 3, 4, 5
 _MASKS = np.array([(1 << (8 * size)) - 1 for size in range(8)] + [(1 << 64) - 1], dtype=np.uint64)
+_SIZES = np.arange(256, dtype=np.uint64) << np.uint64(56)
 MIX = np.uint64(0x9E3779B97F4A7C15)
 STRETCHES, STRETCH = 16, 16_384
 WORDS_LOOKED_AT = 2_000
+CHUNK = 16_384
+_SHIFT = np.uint64(29)
 Array = np.ndarray
 
 
@@ -40,6 +43,9 @@ _TABLE = sorted(
 )
 _KEYS = np.array([key for key, _ in _TABLE], dtype=np.uint64)
 _WHAT = np.array([what for _, what in _TABLE], dtype=np.uint8)
+_PLACE_BITS = np.uint64(48)
+_PLACES = np.zeros(1 << 16, dtype=np.uint8)  # by the first bits of a key, which are different for each of these words
+_PLACES[_KEYS >> _PLACE_BITS] = np.arange(len(_KEYS))
 
 
 @dataclass(frozen=True)
@@ -62,17 +68,21 @@ class Words:
         starts, sizes = self.spans
         padded = self.plain + b"\0" * 8
         eight = np.ndarray(shape=(len(self.plain) + 1,), dtype="<u8", buffer=padded, strides=(1,))
-        first = eight[starts] & _MASKS[np.minimum(sizes, 8)]
-        keys: Array = (first ^ (sizes.astype(np.uint64) << np.uint64(56))) * MIX
+        keys: Array = eight[starts]
+        keys &= _MASKS.take(sizes, mode="clip")
+        keys ^= _SIZES.take(sizes, mode="wrap")
+        keys *= MIX
         return keys
 
     @cached_property
-    def kinds(self) -> Array:
+    def kinds(self) -> list[int]:
         """How many bytes of each kind; of a long text, in stretches spread over it."""
         step = max(1, len(self.data) // STRETCHES)
         some = self.data if len(self.data) <= STRETCHES * STRETCH else b"".join(self.data[at : at + STRETCH] for at in range(0, len(self.data), step))  # fmt: skip
-        found: Array = np.bincount(np.frombuffer(some.translate(_KINDS), dtype=np.uint8), minlength=6)
-        return found
+        kinds = np.frombuffer(some.translate(_KINDS), dtype=np.uint8)
+        if len(kinds) < CHUNK:
+            return [int(count) for count in np.bincount(kinds, minlength=6)]
+        return [int(np.count_nonzero(kinds == kind)) for kind in range(6)]
 
     @cached_property
     def fives(self) -> Array:
@@ -81,11 +91,16 @@ class Words:
         size = min(5, len(keys))
         if not size:
             return keys
-        out = keys[: len(keys) - size + 1].copy()
-        for place in range(1, size):
-            out ^= out >> np.uint64(29)
-            out *= MIX
-            out += keys[place : len(keys) - size + 1 + place]
+        count = len(keys) - size + 1
+        out, shifted = keys[:count].copy(), np.empty(min(count, CHUNK), dtype=np.uint64)
+        for start in range(0, count, CHUNK):  # small enough to stay in the fast memory of a core
+            some = out[start : start + CHUNK]
+            more = shifted[: len(some)]
+            for place in range(1, size):
+                np.right_shift(some, _SHIFT, out=more)
+                some ^= more
+                some *= MIX
+                some += keys[start + place : start + place + len(some)]
         return out
 
     @cached_property
@@ -95,14 +110,25 @@ class Words:
         if not len(keys):
             return 0.0, 0.0
         keys = keys[:: 1 + len(keys) // WORDS_LOOKED_AT]
-        places = np.searchsorted(_KEYS, keys)
-        places[places == len(_KEYS)] = 0
-        counts = np.bincount(_WHAT[places][_KEYS[places] == keys], minlength=3)
-        return float(counts[_COMMON]) / len(keys), float(counts[_LONE]) / len(keys)
+        places = _PLACES.take(keys >> _PLACE_BITS)
+        what = _WHAT.take(places)
+        what *= _KEYS.take(places) == keys
+        return _share(what == _COMMON), _share(what == _LONE)
 
 
-def words_of(text: str) -> Words:
-    data = text.encode()
+def _share(which: Array) -> float:
+    return int(np.count_nonzero(which)) / len(which)
+
+
+def distinct(keys: Array) -> int:
+    """How many different ones."""
+    ordered = np.sort(keys)
+    return 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1])) if len(keys) else 0
+
+
+def words_of(text: str, data: bytes | None = None) -> Words:
+    """`data`: the text in UTF-8, where it is at hand."""
+    data = text.encode() if data is None else data
     return Words(data, data.translate(_ALNUM))
 
 

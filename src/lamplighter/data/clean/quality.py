@@ -49,25 +49,26 @@ def judge(text: str, words: Words, english: bool) -> Quality:
     if not english:
         del found["common_words"]
     scores = {name: _score(value, *BOUNDS[name]) for name, value in found.items()}
-    worst = min(scores, key=lambda name: scores[name])
+    worst = min(scores, key=scores.__getitem__)
     count = len(words.spans[0])
     return Quality({name: round(value, 4) for name, value in found.items()}, round(scores[worst], 4), worst, count)
 
 
 def _score(value: float, bad: float, good: float) -> float:
-    return min(1.0, max(0.0, (value - bad) / (good - bad)))
+    found = (value - bad) / (good - bad)
+    return 1.0 if found >= 1.0 else max(found, 0.0)
 
 
 def _measures(text: str, words: Words) -> dict[str, float]:
     kinds, (_, sizes) = words.kinds, words.spans
-    seen = max(1, int(kinds.sum() - kinds[measure.BLANK]))
+    seen = max(1, sum(kinds) - kinds[measure.BLANK])
     mean = float(sizes.sum()) / max(1, len(sizes)) / _bytes_per_letter(text, words)
     common, lone = words.small
     return {
-        "letters": float(kinds[measure.LETTER]) / seen,
+        "letters": kinds[measure.LETTER] / seen,
         "word_length": mean,
         "long_words": mean,
-        "odd_symbols": (float(kinds[measure.ODD]) + _replaced(text)) / seen,
+        "odd_symbols": (kinds[measure.ODD] + _replaced(text)) / seen,
         "broken_words": lone + _mixed(words) if len(sizes) else 1.0,
         "common_words": common,
         "repeated_lines": _repeated_lines(text[:LINES_LOOKED_AT]),
@@ -77,7 +78,7 @@ def _measures(text: str, words: Words) -> dict[str, float]:
 
 
 def _distinct(keys: measure.Array) -> float:
-    return 1.0 if len(keys) < 200 else len(set(keys.tolist())) / len(keys)
+    return 1.0 if len(keys) < 200 else measure.distinct(keys) / len(keys)
 
 
 def _bytes_per_letter(text: str, words: Words) -> float:
@@ -91,7 +92,7 @@ def _replaced(text: str) -> int:
 
 def _mixed(words: Words) -> float:
     """Words in which letters and digits alternate more than once: x3k9, not 3rd or A4."""
-    if int(words.kinds[measure.DIGIT]) * 50 < int(words.kinds[measure.LETTER]):  # too few digits for many such words
+    if words.kinds[measure.DIGIT] * 50 < words.kinds[measure.LETTER]:  # too few digits for many such words
         return 0.0
     plain = np.frombuffer(words.plain[:BYTES_LOOKED_AT], dtype=np.uint8)
     digit = (plain >= 48) & (plain <= 57)
@@ -109,9 +110,9 @@ def _repeated_lines(text: str) -> float:
     lines = [line for line in text.split("\n") if len(line) > 24]
     if len(lines) < 4:
         return 0.0
-    counts = Counter(lines)
-    if len(counts) == len(lines):
+    if len(set(lines)) == len(lines):
         return 0.0
+    counts = Counter(lines)
     repeated = sum((count - 1) * len(line) for line, count in counts.items() if count > 1)
     return repeated / sum(map(len, lines))
 
@@ -122,4 +123,4 @@ def _repeated_words(words: Words) -> float:
     if len(fives) < 25:
         return 0.0
     tens = fives[:-5] * measure.MIX + fives[5:]
-    return 1.0 - len(set(tens.tolist())) / len(tens)
+    return 1.0 - measure.distinct(tens) / len(tens)

@@ -21,8 +21,9 @@ LINES = {"l", "item", "row", "speaker", "stage", "label", "titlepart", "docautho
 WHOLE_BOOKS = {"chapter", "part", "book", "volume", "section", "act", "scene", "canto", "preface", "introduction", "appendix", "contents", "index", "dedication", "titlepage", "notes", "prologue", "epilogue", "frontmatter", "backmatter", ""}  # fmt: skip
 INLINE, BLOCK, LINE, BREAK, APART = "\x01", "\x02", "\x03", "\x05", "\x07"
 
-_LAYOUT = re.compile(r"[ \t]*\n\s*")
-_CLOSING = ",.;:!?)]\u2019\u201d"
+_LAYOUT = re.compile(r"\n\s*")
+_BEFORE_CLOSING = re.compile("\n\x01(?=[,.;:!?)\\]\u2019\u201d])")
+_BEFORE_STOP = re.compile("\n(?=[,;:.!?])")
 _LETTERS_END, _LETTERS_START = re.compile(r"[^\W\d_]+$"), re.compile(r"[^\W\d_]+")
 
 
@@ -37,15 +38,20 @@ class _Division:
 
 
 class _Reader:
-    """Takes the parser's events; what it keeps are pieces of text and where the divisions begin and end."""
+    """Takes the parser's events; what it keeps are pieces of text and where the divisions begin and end.
+
+    Text goes from the parser straight into the list; at the end of what is skipped, its text is taken out again.
+    """
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
         self.divisions: list[_Division] = []
         self.open: list[_Division] = []
         self.skipping = 0
+        self.kept = self.title_at = 0  # how many pieces there were before what is skipped, and before the title
         self.title: list[str] = []
         self.in_title = False
+        self.names: dict[str, str] = {}  # of the elements met so far, without prefix, in small letters
         self.marks: dict[str, str] = {}  # of the elements met so far that need nothing else
 
     def start(self, tag: str, attributes: list[str]) -> None:
@@ -53,13 +59,19 @@ class _Reader:
         if mark and not self.skipping:  # the common case, at once
             self.pieces.append(mark)
             return
-        name = tag.rpartition(":")[2].lower()
         if self.skipping:
             self.skipping += 1
-            self.in_title = name == "title" and not self.title
-        elif name in SKIPPED:
+            if self.title:
+                return
+            self._end_title()
+            self.in_title = not self.title and tag.rpartition(":")[2].lower() == "title"
+            self.title_at = len(self.pieces)
+            return
+        name = self.names.get(tag) or self.names.setdefault(tag, tag.rpartition(":")[2].lower())
+        if name in SKIPPED:
             self.skipping = 1
             self.pieces.append(INLINE)
+            self.kept = len(self.pieces)
         elif name.startswith("div"):
             found = dict(zip(attributes[::2], attributes[1::2], strict=True))
             one = _Division(len(self.open), len(self.pieces), found.get("type", ""), found.get("id") or found.get("xml:id", ""))  # fmt: skip
@@ -80,7 +92,10 @@ class _Reader:
     def end(self, tag: str) -> None:
         if self.skipping:
             self.skipping -= 1
-            self.in_title = False
+            if self.in_title:
+                self._end_title()
+            if not self.skipping:
+                del self.pieces[self.kept :]
             return
         if mark := self.marks.get(tag):
             self.pieces.append(mark)
@@ -93,11 +108,10 @@ class _Reader:
         elif name.startswith("div"):
             self.open.pop().end = len(self.pieces)
 
-    def words(self, text: str) -> None:
-        if not self.skipping:
-            self.pieces.append(text)
-        elif self.in_title:
-            self.title.append(text)
+    def _end_title(self) -> None:
+        if self.in_title:
+            self.title += self.pieces[self.title_at :]
+            self.in_title = False
 
 
 def read(data: bytes, split: str) -> list[Piece]:
@@ -108,7 +122,7 @@ def read(data: bytes, split: str) -> list[Piece]:
     parser.buffer_text = True
     parser.StartElementHandler = reader.start
     parser.EndElementHandler = reader.end
-    parser.CharacterDataHandler = reader.words
+    parser.CharacterDataHandler = reader.pieces.append
     parser.Parse(data, True)
     pieces, title = reader.pieces, " ".join("".join(reader.title).split())
     if BREAK in pieces:
@@ -153,7 +167,7 @@ def _top(divisions: list[_Division], pieces: list[str]) -> list[_Division]:
 def _breaks(pieces: list[str]) -> list[str]:
     """A line's end within a word is nothing, between words it is a blank: as the words of the file say, in doubt as most of them do."""
     text = "".join(pieces).replace(BREAK, " ").replace(INLINE, " ").replace(BLOCK, " ")
-    words = {word.strip(".,;:!?\"'()[]\u201c\u201d\u2018\u2019-\u2014").lower() for word in set(text.split())}
+    words = {word.strip(".,;:!?\"'()[]\u201c\u201d\u2018\u2019-\u2014") for word in set(text.lower().split())}
     out, doubtful, within, between = list(pieces), [], 0, 0
     for number, piece in enumerate(pieces):
         if piece != BREAK:
@@ -184,15 +198,14 @@ def _beside(pieces: list[str], number: int) -> tuple[str, str]:
 def _shaped(pieces: list[str]) -> str:
     """Paragraphs and lines. Blanks beside an element are kept as one; but a line end of the file's layout is none before a comma."""
     text = _LAYOUT.sub("\n", "".join(pieces))
+    while " \n" in text or "\t\n" in text:
+        text = text.replace(" \n", "\n").replace("\t\n", "\n")
     for old, new in ((INLINE + INLINE, INLINE), (INLINE + "\n", "\n" + INLINE), ("\n\n", "\n")):
         while old in text:
             text = text.replace(old, new)
     while INLINE + INLINE in text:
         text = text.replace(INLINE + INLINE, INLINE)
-    for closing in _CLOSING:
-        text = text.replace("\n" + INLINE + closing, closing)
-    for closing in ",;:.!?":
-        text = text.replace("\n" + closing, closing)
+    text = _BEFORE_STOP.sub("", _BEFORE_CLOSING.sub("", text))
     text = text.replace(INLINE, "").replace("\n", " ")
     while "  " in text:
         text = text.replace("  ", " ")

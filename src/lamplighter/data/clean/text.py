@@ -11,11 +11,13 @@ import unicodedata
 
 from lamplighter.data.clean.rules import Change
 
-_CONTROLS = bytes([*range(0x09), *range(0x0E, 0x20), 0x7F])
+_ORDINARY = bytes([0x09, 0x0A, *range(0x20, 0x7F)])
 _UNSEEN = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u200b\u2060\ufeff\ufffe\uffff]")
-_UNSEEN_BYTES = re.compile(b"\xc2[\x80-\x84\x86-\x9f\xad]")
-_UNSEEN_WIDE = ("\u200b", "\u2060", "\ufeff", "\ufffe", "\uffff")
+_LINE_ENDS = ("\r\n", "\r", "\x0b", "\x0c", "\x85", "\u2028", "\u2029")
+_ALWAYS_NFC = re.compile("[\x00-\u02ff\u2010-\u2027\u2030-\u205e\u20ac\u2122]*")  # whatever stands beside them
 _SOFT_BREAK = re.compile("\u00ad[ \t]*\n[ \t]*(?=\\w)")
+_MANY_LINES = re.compile("\n\n\n+")
+_BLANK_END = re.compile("\n(?<=[ \t\u00a0]\n)")
 _TRAILING = ("        ", "  ", " ", "\t", "\u00a0")
 
 # A first byte and a later byte of UTF-8, both read as Windows-1252 or Latin-1: the only sign for which ftfy is asked.
@@ -26,66 +28,72 @@ _MISREAD_BYTES = re.compile(  # the same in UTF-8: with a first byte that is alw
 )
 
 
-def characters(text: str) -> tuple[str, int]:
+def odd_ones(text: str) -> str:
+    """Only those characters that are not printable ASCII, blank, tab or line end, in their order.
+
+    In most texts they are few or none: what is looked for among them need not be looked for in the whole text.
+    """
+    return text.encode().translate(None, _ORDINARY).decode()
+
+
+def characters(text: str, odd: str | None = None) -> tuple[str, int]:
     """(the text with line ends of one kind, in NFC, without controls and unseen characters; how many of those went).
 
-    Plain searches first: most texts have none of these, and a regular expression over a whole book costs more than all the rest.
+    `odd`: the odd characters of the text, where they are known.
     """
-    text = _line_ends(text)
-    data = text.encode()
-    kept = data.translate(None, _CONTROLS)
-    unseen = len(data) - len(kept)
-    if text.isascii():
-        text = kept.decode() if unseen else text
-    elif unseen or _UNSEEN_BYTES.search(data) or any(one in text for one in _UNSEEN_WIDE):
-        text, unseen = _UNSEEN.subn("", _SOFT_BREAK.sub("", text))
-    if not text.isascii() and not unicodedata.is_normalized("NFC", text):
-        text = "\n\n".join(
-            unicodedata.normalize("NFC", one) for one in text.split("\n\n")
-        )  # quick where nothing is to do
-    if b" \n" in data or b"\t\n" in data or b"\xa0\n" in data:
-        text = trailing(text)
-    return text, unseen
-
-
-def _line_ends(text: str) -> str:
-    for old in (
-        ("\r\n", "\r", "\x0b", "\x0c") if text.isascii() else ("\r\n", "\r", "\x0b", "\x0c", "\x85", "\u2028", "\u2029")
-    ):
-        if old in text:
-            text = text.replace(old, "\n")
-    return text
+    odd = odd_ones(text) if odd is None else odd
+    unseen = 0
+    if odd:
+        for old in _LINE_ENDS:
+            if old[0] in odd:
+                text = text.replace(old, "\n")
+        if "\u00ad" in odd:
+            text = _SOFT_BREAK.sub("", text)
+        for one in sorted(set(_UNSEEN.findall(odd))):
+            unseen += text.count(one)
+            text = text.replace(one, "")
+        if not _ALWAYS_NFC.fullmatch(odd) and not unicodedata.is_normalized("NFC", text):
+            text = "\n\n".join(
+                unicodedata.normalize("NFC", one) for one in text.split("\n\n")
+            )  # quick where nothing is to do
+    return trailing(text), unseen
 
 
 def trailing(text: str) -> str:
     """No blanks before a line's end, whatever their order."""
-    while any(f"{blank}\n" in text for blank in (" ", "\t", "\u00a0")):
+    while _BLANK_END.search(text):
         for blanks in _TRAILING:
-            text = text.replace(f"{blanks}\n", "\n")
+            if f"{blanks}\n" in text:
+                text = text.replace(f"{blanks}\n", "\n")
     return text
 
 
 def blank_lines(text: str) -> str:
     """One blank line at most between two lines, none at the beginning, no blanks at the end."""
-    if "\n\n\n" in text:
-        blocks = (block.strip("\n") for block in text.split("\n\n"))
-        text = "\n\n".join(block for block in blocks if block)
+    text = _MANY_LINES.sub("\n\n", text) if "\n\n\n" in text else text
     return text.lstrip("\n").rstrip()
 
 
-def misread(text: str) -> tuple[str, list[Change]]:
+def misread(text: str, odd: str | None = None) -> tuple[str, list[Change]]:
     """(the text with UTF-8 that was read as Latin-1 or Windows-1252 read rightly, the lines that changed).
 
     Line by line, only where the sign is there, and only by a change of encoding: quotes, ligatures and widths stay as they are.
+    `odd`: the odd characters of the text, where they are known.
     """
-    if text.isascii() or not _MISREAD_BYTES.search(text.encode()):
+    if text.isascii() or not _MISREAD.search(odd_ones(text) if odd is None else odd):
         return text, []
-    lines, changes = text.split("\n"), []
-    for number, line in enumerate(lines):
+    data, out, changes, done = text.encode(), [], [], 0
+    for found in _MISREAD_BYTES.finditer(data):
+        if found.start() < done:
+            continue
+        start, end = data.rfind(b"\n", 0, found.start()) + 1, data.find(b"\n", found.end())
+        end = end if end >= 0 else len(data)
+        line = data[start:end].decode()
         if _MISREAD.search(line) and (right := _reread(line)) != line:
             changes.append(Change("mojibake", line, right))
-            lines[number] = right
-    return ("\n".join(lines), changes) if changes else (text, [])
+            out += [data[done:start], right.encode()]
+            done = end
+    return (b"".join([*out, data[done:]]).decode(), changes) if changes else (text, [])
 
 
 def _reread(line: str) -> str:
