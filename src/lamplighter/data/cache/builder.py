@@ -29,7 +29,7 @@ from lamplighter.data.cache import shards, units
 from lamplighter.data.cache.cuts import Opened
 from lamplighter.data.cache.encoder import renewed
 from lamplighter.data.cache.shards import SIDES, Job, Record, UnitWriter, full, hash_first, sync_file
-from lamplighter.data.cache.stretches import PART_BYTES, Span, Stretch
+from lamplighter.data.cache.stretches import PART_BYTES, Faults, Span, Stretch
 from lamplighter.data.cache.units import Plan, Unit
 from lamplighter.data.division import Division, Look, Settings, decide, look_for
 from lamplighter.data.pool import TICK_S, each
@@ -104,8 +104,14 @@ class Builder:
                 p.set(found.documents, item)
                 self.say(bytes_done, total, item)
 
-            read = units.look(plan, found, show) if plan else _look_at_texts(source, found, show)
-        self.division = decide(found, self.settings, source)
+            bad = Faults(plan.how.bad_text if plan else "set_aside")
+            read = units.look(plan, found, show, bad) if plan else _look_at_texts(source, found, show)
+        try:
+            self.division = decide(found, self.settings, source)
+        except BadData as error:
+            if bad.found:  # too little text is left because of this
+                raise BadData(*bad.found[0]["error"]) from error
+            raise
         self.need_bytes = self._estimate(found, total, read)
         self._check_room(self.need_bytes)
         self._write("build.json", self._head())

@@ -106,10 +106,9 @@ def _span_kind(path: Path) -> str:
     return "text" if kind in ("text", "") else "file"
 
 
-def look(plan: Plan, found: Look, show: Callable[[int, str], None]) -> int:
+def look(plan: Plan, found: Look, show: Callable[[int, str], None], faults: Faults) -> int:
     """Read the first documents of the plan; how many bytes were read for it."""
     done = 0
-    faults = Faults(plan.how.bad_text)
     for span in (span for unit in plan.units for span in unit.spans):
         is_document = span.kind == "text" and not plan.how.separator
         if is_document and found.has_sample():
