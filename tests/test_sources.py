@@ -214,6 +214,8 @@ def test_bytes_that_are_not_text_are_named_with_their_place(tmp_path: Path, monk
             lines = write(tmp_path / "a.jsonl", row + b'{"text": "' + bad + b'"}\n')
             assert f"{lines}:6, byte {len(row) + 13:,}" in fails(BadData, lines).what
     assert "iconv -f ISO-8859-1" in fails(BadData, write(tmp_path / "l.txt", "café".encode("latin-1"))).next
+    rows = write(tmp_path / "l.jsonl", '{"text": "café"}\n'.encode("latin-1"))
+    assert "> utf8.jsonl, and name that file" in fails(BadData, rows).next, "under .txt it would be read as one text"
     assert "iconv -f UTF-16" in fails(BadData, write(tmp_path / "u.txt", "text".encode("utf-16"))).next
     assert "byte 5" in fails(BadData, write(tmp_path / "cut.txt", "hello€".encode()[:-1])).what
 

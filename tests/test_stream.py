@@ -15,8 +15,8 @@ import pytest
 from lamplighter.data.batches import NO_TARGET, Batch
 from lamplighter.data.division import Division
 from lamplighter.data.heldback import hold_back
-from lamplighter.data.sources import Cursor, EmbeddedCorpus, Position
-from lamplighter.data.stream import ChunkStream, Filler, Settings, State, load_state
+from lamplighter.data.sources import Cursor, EmbeddedCorpus, Position, open_source
+from lamplighter.data.stream import AsItComes, ChunkStream, Filler, Settings, State, load_state
 from lamplighter.data.tokenizer import Tokenizer, byte_level
 from lamplighter.errors import BadData
 
@@ -281,3 +281,13 @@ def test_the_place_is_named_while_next_blocks() -> None:
         report.Phase.set = real  # type: ignore[method-assign]
         stream.close()
     assert gate.is_set() and any(line.startswith("fill chunk 0: ") and "samples" in line for line in seen)
+
+
+def test_another_text_under_the_same_name_gets_a_tokenizer_of_its_own(tmp_path: Path) -> None:
+    """A stream is not hashed as a whole; a kept tokenizer must still not be that of a text which is gone."""
+    path = tmp_path / "a.txt"
+    marks = []
+    for letter in "aba":
+        path.write_text(f"{letter} " * 500)
+        marks.append(AsItComes(open_source([str(path)], None, None)).fingerprint())
+    assert marks[0] != marks[1] and marks[0] == marks[2]

@@ -251,7 +251,11 @@ class AsItComes:
         return str(self.source)
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(str(self.source).encode()).hexdigest()
+        """Of its name and its first text: another corpus under the same name does not get the tokenizer of the old one."""
+        with report.phase("look at the first text") as p:
+            p.set(0, self.source.position().item)
+            first = next(self.source.documents(), "")
+        return hashlib.sha256(f"{self.source}\n{first}".encode()).hexdigest()
 
     def total_bytes(self) -> int | None:
         """Unknown: a sample is then the first so many bytes."""
