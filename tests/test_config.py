@@ -172,3 +172,8 @@ def test_the_budget_counts_the_nearest_limit() -> None:
 def test_a_flag_given_twice_is_replaced_and_a_list_grows() -> None:
     words = ["--save.every_steps", "0", "--data.paths", "a", "--save.every_steps", "1", "--data.paths", "b"]
     assert parse_overrides(words)[1] == {"save.every_steps": ["1"], "data.paths": ["a", "b"]}
+
+
+def test_weights_without_paths_are_not_passed_over() -> None:
+    with pytest.raises(BadConfig, match=r"data\.weights"):
+        from_words("--data.weights", "[1, 2]")

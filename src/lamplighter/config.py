@@ -237,6 +237,8 @@ class Run(Section):
             )
         if data.max_chunks is not None and not data.stream:
             raise ValueError("data.max_chunks needs data.stream true")
+        if data.weights and not data.paths:
+            raise ValueError("data.weights mixes the entries of data.paths, and there are none")
         if data.paths and data.source:
             raise ValueError("data.paths and data.source are both given; keep one of them")
         return self
