@@ -278,7 +278,8 @@ class Live:
     @property
     def name(self) -> str:
         """Changes when a run would no longer be the same."""
-        parts = f"{self.filler.source} {self.filler.tokenizer.fingerprint()} {self.filler.division}"
+        source = self.filler.source
+        parts = f"{source} {source.total_bytes()} {self.filler.tokenizer.fingerprint()} {self.filler.division}"
         return f"stream-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
 

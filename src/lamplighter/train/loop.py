@@ -218,7 +218,7 @@ def _end_of_data(parts: Parts, keeper: Keeper) -> None:
     if bad := keeper.save():
         report.verdict(bad)
     if not already:
-        _look_at_model(parts, keeper, step)
+        _catch_up(parts, keeper)
 
 
 def _steps(parts: Parts, keeper: Keeper, stream: BatchStream | ChunkStream) -> Iterator[Record]:
@@ -494,7 +494,7 @@ def _look_at_model(parts: Parts, keeper: Keeper, step: int) -> None:
 
 
 def _catch_up(parts: Parts, keeper: Keeper) -> None:
-    """A kill between the save and the score of a step: score it now, so that no validation is missing."""
+    """The last step of the data, or a kill between save and score: scored now, unless it was, so that none is missing."""
     step = parts.progress.step
     scored = any(
         "eval/val_loss" in record and record["step"] == step for record in read_last_lines(parts.folder.metrics)
