@@ -217,8 +217,9 @@ def _end_of_data(parts: Parts, keeper: Keeper) -> None:
     report.number(steps=step)
     if bad := keeper.save():
         report.verdict(bad)
-    if not already:
-        _catch_up(parts, keeper)
+    every = parts.run.eval.every_steps
+    if not already and not (every and step % every == 0):  # it was due, and is done
+        _look_at_model(parts, keeper, step)
 
 
 def _steps(parts: Parts, keeper: Keeper, stream: BatchStream | ChunkStream) -> Iterator[Record]:
@@ -494,7 +495,7 @@ def _look_at_model(parts: Parts, keeper: Keeper, step: int) -> None:
 
 
 def _catch_up(parts: Parts, keeper: Keeper) -> None:
-    """The last step of the data, or a kill between save and score: scored now, unless it was, so that none is missing."""
+    """A kill between the save and the score of a step: score it now, so that no validation is missing."""
     step = parts.progress.step
     scored = any(
         "eval/val_loss" in record and record["step"] == step for record in read_last_lines(parts.folder.metrics)
