@@ -409,5 +409,7 @@ def _declare(chunk: Chunk) -> None:
     documents = chunk.begin.document
     what = "that was all" if chunk.end.ended else f"epoch {chunk.end.epoch + 1} begins"
     report.event("epoch", epochs=chunk.end.epoch, chunk=chunk.begin.chunk, samples=chunk.end.sample)
-    if chunk.end.ended or len(str(chunk.end.epoch).rstrip("0")) == 1:  # 1 to 9, 10, 20 ...: a tiny source ends each step
+    if (
+        chunk.end.ended or len(str(chunk.end.epoch).rstrip("0")) == 1
+    ):  # 1 to 9, 10, 20 ...: a tiny source ends each step
         report.note(f"the source ended in chunk {chunk.begin.chunk} (which began at document {documents:,}): {what}")
