@@ -486,3 +486,12 @@ class T:
     assert next(texts) == "text 3"
     assert source.position().cursor == {"document": 1, "own": {"byte": 3}}
     assert list(source.documents(source.position().cursor)) == ["text 6", "text 9"]
+
+
+def test_what_a_folder_holds_besides_text_is_said(tmp_path: Path, monkeypatch: Any) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
+    for name in ("a.txt", "b.html", "c.html", "d.warc.gz", ".hidden", "README"):
+        write(tmp_path / name, "some text")
+    assert read(tmp_path) == ["some text"]
+    assert len(said) == 1 and said[0].endswith(": .html 2, .warc.gz 1, README 1"), said
