@@ -172,3 +172,20 @@ def test_the_budget_counts_the_nearest_limit() -> None:
 def test_a_flag_given_twice_is_replaced_and_a_list_grows() -> None:
     words = ["--save.every_steps", "0", "--data.paths", "a", "--save.every_steps", "1", "--data.paths", "b"]
     assert parse_overrides(words)[1] == {"save.every_steps": ["1"], "data.paths": ["a", "b"]}
+
+
+def test_weights_without_paths_are_not_passed_over() -> None:
+    with pytest.raises(BadConfig, match=r"data\.weights"):
+        from_words("--data.weights", "[1, 2]")
+
+
+@pytest.mark.parametrize("name", ["texts", "a.jsonl", "b.csv.gz", "large.json"])
+def test_text_in_the_place_of_a_run_yaml_is_told_where_text_goes(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if path.suffix:
+        path.write_text('{"text": "a"}\n' * 100_000)
+    else:
+        path.mkdir()
+    with pytest.raises(UsageError, match=r"run\.yaml") as caught:
+        resolve(None, path, {})
+    assert f"--data.paths '{path}'" in caught.value.next

@@ -425,3 +425,15 @@ def test_the_texts_of_the_rows_train_a_tokenizer(tmp_path: Path) -> None:
     assert list(source.documents())[1] == "What is 1 and 1?\n2"
     assert source.position().item.endswith("x.jsonl:3")
     assert rows.suffix_of(Path("a.jsonl.gz")) == ".jsonl"
+
+
+def test_weights_are_not_passed_over_in_silence(tmp_path: Path) -> None:
+    from lamplighter.config import resolve
+    from lamplighter.errors import BadConfig
+    from lamplighter.work import open_source
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "How many?", "completion": "Seven."}\n' * 3)
+    run = resolve(None, None, {"data.paths": [str(path), str(path)], "data.weights": [1, 2]}).run
+    with pytest.raises(BadConfig, match="instruction rows"):
+        open_source(run, tmp_path / "cache")

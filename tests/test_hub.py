@@ -128,3 +128,8 @@ def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(InputMissing, match="someone/nothing") as caught:
         open_source(["dataset:someone/nothing"], None, None)
     assert "no answer in 0 s" in caught.value.why
+
+
+def test_a_dataset_without_a_name_is_not_the_current_folder() -> None:
+    with pytest.raises(BadConfig, match="names no dataset"):
+        open_source(["dataset:"], None, None)

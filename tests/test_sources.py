@@ -214,6 +214,8 @@ def test_bytes_that_are_not_text_are_named_with_their_place(tmp_path: Path, monk
             lines = write(tmp_path / "a.jsonl", row + b'{"text": "' + bad + b'"}\n')
             assert f"{lines}:6, byte {len(row) + 13:,}" in fails(BadData, lines).what
     assert "iconv -f ISO-8859-1" in fails(BadData, write(tmp_path / "l.txt", "café".encode("latin-1"))).next
+    rows = write(tmp_path / "l.jsonl", '{"text": "café"}\n'.encode("latin-1"))
+    assert "> utf8.jsonl, and name that file" in fails(BadData, rows).next, "under .txt it would be read as one text"
     assert "iconv -f UTF-16" in fails(BadData, write(tmp_path / "u.txt", "text".encode("utf-16"))).next
     assert "byte 5" in fails(BadData, write(tmp_path / "cut.txt", "hello€".encode()[:-1])).what
 
@@ -484,3 +486,12 @@ class T:
     assert next(texts) == "text 3"
     assert source.position().cursor == {"document": 1, "own": {"byte": 3}}
     assert list(source.documents(source.position().cursor)) == ["text 6", "text 9"]
+
+
+def test_what_a_folder_holds_besides_text_is_said(tmp_path: Path, monkeypatch: Any) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
+    for name in ("a.txt", "b.html", "c.html", "d.warc.gz", ".hidden", "README"):
+        write(tmp_path / name, "some text")
+    assert read(tmp_path) == ["some text"]
+    assert len(said) == 1 and said[0].endswith(": .html 2, .warc.gz 1, README 1"), said

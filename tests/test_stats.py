@@ -431,7 +431,7 @@ def test_mistakes_are_three_lines(tmp_path: Path) -> None:
         (["--data.paths", "a.jsonl", "--val", "nothing.jsonl"], 66, "nothing.jsonl"),
         (["--sample-mb", "-1"], 2, "--sample-mb"),
         (["--sampel-mb", "1"], 2, "--sample-mb"),
-        ([str(tmp_path)], 66, "token cache"),
+        ([str(tmp_path)], 2, "not a run.yaml"),
     ]:
         done = lamp(*base, *more, cwd=tmp_path)
         assert done.returncode == code, (more, done.stderr)

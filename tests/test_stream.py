@@ -14,9 +14,9 @@ import pytest
 
 from lamplighter.data.batches import NO_TARGET, Batch
 from lamplighter.data.division import Division
-from lamplighter.data.heldback import hold_back
-from lamplighter.data.sources import Cursor, EmbeddedCorpus, Position
-from lamplighter.data.stream import ChunkStream, Filler, Settings, State, load_state
+from lamplighter.data.heldback import Stretch, hold_back
+from lamplighter.data.sources import Cursor, EmbeddedCorpus, Position, open_source
+from lamplighter.data.stream import AsItComes, ChunkStream, Filler, Live, Settings, State, load_state
 from lamplighter.data.tokenizer import Tokenizer, byte_level
 from lamplighter.errors import BadData
 
@@ -281,3 +281,37 @@ def test_the_place_is_named_while_next_blocks() -> None:
         report.Phase.set = real  # type: ignore[method-assign]
         stream.close()
     assert gate.is_set() and any(line.startswith("fill chunk 0: ") and "samples" in line for line in seen)
+
+
+def test_another_text_under_the_same_name_gets_a_tokenizer_of_its_own(tmp_path: Path) -> None:
+    """A stream is not hashed as a whole; a kept tokenizer must still not be that of a text which is gone."""
+    path = tmp_path / "a.txt"
+    marks = []
+    for letter in "aba":
+        path.write_text(f"{letter} " * 500)
+        marks.append(AsItComes(open_source([str(path)], None, None)).fingerprint())
+    assert marks[0] != marks[1] and marks[0] == marks[2]
+
+
+def test_a_file_that_grew_by_a_line_is_another_stream(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    names = []
+    for count in (30_000, 30_001):  # 1.2 MB both times
+        path.write_text('{"text": "the same words each time"}\n' * count)
+        source = open_source([str(path)], None, None)
+        filler = Filler(source, byte_level(), ALL, Settings(1, 4, 32, 4000))
+        names.append(Live(filler, Stretch(np.zeros(0, np.uint32), 0, 0)).name)
+    assert names[0] != names[1]
+
+
+def test_a_tiny_source_does_not_flood_the_console(monkeypatch: Any) -> None:
+    said: list[str] = []
+    from lamplighter import report
+
+    monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
+    tiny = Filler(Counted(1), byte_level(), ALL, Settings(1, 64, 32, 4000))
+    stream = ChunkStream(tiny, 1, State())
+    for step in range(1, 40):
+        stream.next(step, State())
+    stream.close()
+    assert "epoch 2 begins" in said[0] and len(said) < 30

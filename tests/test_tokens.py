@@ -247,7 +247,7 @@ def test_large_vocabularies_use_four_bytes(tmp_path: Path) -> None:
 def test_it_says_what_it_did_and_what_changed(tmp_path: Path, notes: list[str]) -> None:
     texts = letters(150)
     first = ensure(tmp_path, Texts(texts), byte_level(), Settings(0.1))
-    assert "token cache built" in notes[0] and "the first" in notes[0] and "tokens to train on" in notes[1]
+    assert "building the token cache" in notes[0] and "the first" in notes[0] and "tokens from" in notes[1]
     before = content(first)
     assert ensure(tmp_path, Texts(texts), byte_level(), Settings(0.1)) == first
     assert "reused" in notes[-1]

@@ -237,6 +237,8 @@ class Run(Section):
             )
         if data.max_chunks is not None and not data.stream:
             raise ValueError("data.max_chunks needs data.stream true")
+        if data.weights and not data.paths:
+            raise ValueError("data.weights mixes the entries of data.paths, and there are none")
         if data.paths and data.source:
             raise ValueError("data.paths and data.source are both given; keep one of them")
         return self
@@ -343,8 +345,24 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
+TEXT_ENDINGS = (".txt", ".text", ".md", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".zst")
+YAML_BYTES = 1 << 20  # nobody writes so much by hand, and YAML takes minutes for it
+
+
+def _refuse_text(path: Path) -> None:
+    """A folder or a file of text where a run.yaml is wanted: a newcomer's first guess."""
+    if path.is_dir():
+        what = f"{path} is a folder, not a run.yaml"
+    elif path.suffix.lower() in TEXT_ENDINGS or (path.is_file() and path.stat().st_size > YAML_BYTES):
+        what = f"{path} is not a run.yaml"
+    else:
+        return
+    raise UsageError(what, "the word without a flag is a file of settings", f"text is named so: --data.paths '{path}'")
+
+
 def read_yaml(path: Path, label: str | None = None) -> dict[str, tuple[Any, str]]:
     """Dotted name -> (value, 'file:line')."""
+    _refuse_text(path)
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

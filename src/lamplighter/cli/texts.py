@@ -65,7 +65,7 @@ def data_stats(words: list[str]) -> int:
             "--sample-mb and --near-documents count something", "one of them is not positive", "--sample-mb 100"
         )
     given: Path | None = flags.get("run_yaml")
-    cache = given if given is not None and given.is_dir() else None
+    cache = given if given is not None and (given / "manifest.json").is_file() else None
     resolved = resolve(flags.get("preset"), given if cache is None else None, overrides)
     request = {"json": flags.get("json", False), "out": str(flags["out"]) if flags.get("out") else None,
                "cache": str(cache) if cache else None,

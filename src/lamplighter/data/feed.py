@@ -223,7 +223,7 @@ def example_feed(train: Fitted, val: Fitted, how: str, seed: int, batch_size: in
         raise BadData(
             "no example is left to train on",
             f"{train.dropped:,} are longer than data.seq_len {seq_len}, {train.unlearnable:,} have no answer within it",
-            "a larger data.seq_len, or --data.over_length truncate",
+            "a larger data.seq_len" + (", or --data.over_length truncate" if train.dropped else ""),
         )
     if how == "grouped":
         return _grouped(train, val, seed, batch_size, seq_len, pad_id)

@@ -251,7 +251,11 @@ class AsItComes:
         return str(self.source)
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(str(self.source).encode()).hexdigest()
+        """Of its name and its first text: another corpus under the same name does not get the tokenizer of the old one."""
+        with report.phase("look at the first text") as p:
+            p.set(0, self.source.position().item)
+            first = next(self.source.documents(), "")
+        return hashlib.sha256(f"{self.source}\n{first}".encode()).hexdigest()
 
     def total_bytes(self) -> int | None:
         """Unknown: a sample is then the first so many bytes."""
@@ -274,7 +278,8 @@ class Live:
     @property
     def name(self) -> str:
         """Changes when a run would no longer be the same."""
-        parts = f"{self.filler.source} {self.filler.tokenizer.fingerprint()} {self.filler.division}"
+        source = self.filler.source
+        parts = f"{source} {source.total_bytes()} {self.filler.tokenizer.fingerprint()} {self.filler.division}"
         return f"stream-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
 
@@ -404,4 +409,7 @@ def _declare(chunk: Chunk) -> None:
     documents = chunk.begin.document
     what = "that was all" if chunk.end.ended else f"epoch {chunk.end.epoch + 1} begins"
     report.event("epoch", epochs=chunk.end.epoch, chunk=chunk.begin.chunk, samples=chunk.end.sample)
-    report.note(f"the source ended in chunk {chunk.begin.chunk} (which began at document {documents:,}): {what}")
+    if (
+        chunk.end.ended or len(str(chunk.end.epoch).rstrip("0")) == 1
+    ):  # 1 to 9, 10, 20 ...: a tiny source ends each step
+        report.note(f"the source ended in chunk {chunk.begin.chunk} (which began at document {documents:,}): {what}")

@@ -163,7 +163,7 @@ def _reason(cache_root: Path, folder: Path, parts: dict[str, Any], mode: Mode, f
     if (folder / "manifest.json").exists():
         return f"token cache rebuilt: {fault}"
     why = _near(cache_root, folder, parts) or "the first for this tokenizer, these settings and these sources"
-    return f"token cache built: {folder} ({why})"
+    return f"building the token cache: {folder} ({why})"
 
 
 def _required(cache_root: Path, folder: Path, parts: dict[str, Any], fault: str | None) -> Exception:

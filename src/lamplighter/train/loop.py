@@ -217,7 +217,8 @@ def _end_of_data(parts: Parts, keeper: Keeper) -> None:
     report.number(steps=step)
     if bad := keeper.save():
         report.verdict(bad)
-    if not already:
+    every = parts.run.eval.every_steps
+    if not already and not (every and step % every == 0):  # it was due, and is done
         _look_at_model(parts, keeper, step)
 
 

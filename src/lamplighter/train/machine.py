@@ -74,6 +74,8 @@ def usable_cores() -> int:
 def detect(section: Train, before: dict[str, Any] | None = None) -> Machine:
     """Choose the device, the dtype and the threads; a resumed run keeps what it had."""
     before = before or {}
+    if limit := before.get("isa_limit"):  # set for a trial of bf16, and it holds for fp32 too
+        os.environ.setdefault(ISA_LIMIT, limit)
     reasons: list[str] = []
     device = _choose_device(section, reasons)
     threads = section.threads or before.get("threads") or usable_cores()

@@ -184,6 +184,9 @@ def open_source(run: Run, cache: Path) -> Source:
     with report.phase("data"):
         cache.mkdir(parents=True, exist_ok=True)
         rows = find_rows(data.paths, data.format, data.text_key, data.bad_text, data.max_documents)
+        if rows is not None and data.weights:
+            why = "weights mix text; of instruction rows every one is learned, in an order of its own"
+            raise BadConfig("data.weights is set, and the data is instruction rows", why, "leave data.weights out")
         if rows is not None:
             source: Source = rows
         elif not data.paths and data.source is None:
@@ -232,9 +235,10 @@ def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -
         report.warn(
             f"{share:.0%} of the tokens are held back for validation, {run.data.val_fraction:.0%} were asked for: few distinct texts"
         )
+    pieces = "documents" if found.manifest["divided_by"] == "documents" else "runs of blocks"
     report.note(
-        f"{found.train.documents:,} documents, {len(found.train):,} tokens to train on;"
-        f" {found.val.documents:,} documents, {len(found.val):,} tokens to validate on"
+        f"{found.train.documents:,} {pieces}, {len(found.train):,} tokens to train on;"
+        f" {found.val.documents:,} {pieces}, {len(found.val):,} tokens to validate on"
     )
     return found, is_new
 

@@ -436,8 +436,8 @@ def _sum_up(manifest: dict[str, Any], seconds: float) -> None:
     train, val = (manifest["splits"][name] for name in SIDES)
     empty = manifest["empty_documents"]
     report.note(
-        f"token cache: {train['tokens']:,} tokens to train on, {val['tokens']:,} to validate on, "
-        f"from {human_bytes(train['text_bytes'] + val['text_bytes'])} of text, divided by {manifest['divided_by']}"
+        f"token cache: {train['tokens'] + val['tokens']:,} tokens"
+        f" from {human_bytes(train['text_bytes'] + val['text_bytes'])} of text, divided by {manifest['divided_by']}"
         + (f"; {empty:,} empty documents passed over" if empty else ""),
         seconds=round(seconds, 3),
     )

@@ -82,7 +82,9 @@ def ensure(
                 report.Verdict("broken", "shard_truncated", f"examples built anew: {why}", advice, "rebuild")
             )
         else:
-            report.note(f"examples built: {folder} ({'asked for by data.cache rebuild' if mode == 'rebuild' else why})")
+            report.note(
+                f"building the examples: {folder} ({'asked for by data.cache rebuild' if mode == 'rebuild' else why})"
+            )
         for name in ("examples.json", "examples.bin", "index.npy"):
             (folder / name).unlink(missing_ok=True)
         try:

@@ -39,7 +39,7 @@ class Dirt:
             verdict = report.Verdict(
                 "broken",
                 "dirty_text",
-                f"{error.what}: {error.why}; that line is set aside, and so are others like it",
+                f"{error.what}: {error.why}; set aside, and so are others like it, up to {TOO_MUCH:.1%} of a file",
                 "mend the file, or refuse such lines with --data.bad_text refuse",
                 "set_aside",
                 culprit={"path": path, "line": line, "byte": at},

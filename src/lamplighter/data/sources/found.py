@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -154,18 +155,28 @@ def _matches(pattern: str) -> list[LocalFile]:
 
 
 def _in_folder(folder: Path) -> list[LocalFile]:
-    files = []
+    files, others = [], Counter[str]()
     with report.phase("find files", unit="files") as p:
         for path in folder.rglob("*"):
-            if kind_of(path.name) and path.is_file() and not path.name.startswith("."):
+            if path.name.startswith(".") or not path.is_file():
+                continue
+            p.tick(1, str(path))
+            if kind_of(path.name):
                 files.append(local_file(path))
-                p.tick(1, str(path))
+            else:
+                others["".join(path.suffixes[-2:] if is_packed(path) else path.suffixes[-1:]) or path.name] += 1
     if not files:
         raise InputMissing(
             f"no text in folder {folder}",
             f"no file there ends in {' '.join(sorted(KINDS))}, or in these and .gz or .zst",
             "name other files by a pattern, such as 'folder/**/*.log'",
         )
+    if others:
+        kinds = ", ".join(
+            f"{kind} {count:,}" for kind, count in sorted(others.items(), key=lambda o: (-o[1], o[0]))[:5]
+        )
+        more = f" and {len(others) - 5:,} other endings" if len(others) > 5 else ""
+        report.note(f"not read in {folder}, as their endings are not those of text: {kinds}{more}")
     return sorted(files, key=lambda file: file.path)
 
 

@@ -135,6 +135,9 @@ def open_dataset(
 ) -> HubSource:
     """The dataset of "dataset:NAME"."""
     folder = Path(name).expanduser()
+    if not name:
+        why = "nothing stands behind dataset:"
+        raise BadConfig("data.paths names no dataset", why, "dataset:/path/to/folder, or a name on the hub")
     if not folder.is_dir() and (name.startswith(("/", "./", "../", "~")) or folder.exists()):
         raise InputMissing(
             f"no such folder: {name}", "dataset: wants a folder or a name on the hub", "check data.paths"

@@ -103,12 +103,13 @@ def fault_in(raw: bytes) -> tuple[int, str] | None:
 def not_text(name: str | Path, line: int, at: int, why: str, head: bytes) -> BadData:
     """The error for bytes that are no text, with the likeliest remedy."""
     unpacked = " of the unpacked text" if is_packed(name) else ""
+    other = f"utf8{Path(name).suffix}"  # the ending says how it is read
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        advice = f"it looks like UTF-16; try: iconv -f UTF-16 -t UTF-8 '{name}' > utf8.txt"
+        advice = f"it looks like UTF-16; try: iconv -f UTF-16 -t UTF-8 '{name}' > {other}"
     elif head.startswith(b"PAR1"):
         advice = "it looks like Parquet; give it a name that ends in .parquet"
     elif "NUL" in why:
         advice = "it looks like a binary file; take it out of data.paths"
     else:
-        advice = f"if it is Latin-1: iconv -f ISO-8859-1 -t UTF-8 '{name}' > utf8.txt, and name that file"
+        advice = f"if it is Latin-1: iconv -f ISO-8859-1 -t UTF-8 '{name}' > {other}, and name that file"
     return BadData(f"not text: {name}:{line}, byte {at:,}{unpacked}", why, advice)
