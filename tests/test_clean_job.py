@@ -397,3 +397,17 @@ def test_an_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         _run(tmp_path, "raw", out="raw")
     with pytest.raises(BadData):
         job.refuse_nothing(job.Outcome({"kept": 0, "rejected": {"empty": 2}}, [], 0.0), tmp_path)
+
+
+def test_what_is_not_text_in_a_folder_is_counted(tmp_path: Path, monkeypatch: Any) -> None:
+    from lamplighter import report
+    from lamplighter.data.clean.finding import find_items
+
+    said: list[str] = []
+    monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
+    (tmp_path / "a.txt").write_text("text")
+    for name in ("b.csv", "c.csv", "d.warc.gz"):
+        (tmp_path / name).write_text("x")
+    items, refused = find_items([str(tmp_path)], None)
+    assert len(items) == 1 and not refused
+    assert len(said) == 1 and ".csv 2" in said[0] and ".warc" in said[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -114,11 +115,18 @@ def _in_folder(folder: Path, refused: list[Rejected]) -> list[Path]:
     def cannot(error: OSError) -> None:
         refused.append(Rejected(str(error.filename), "unreadable", error.strerror or str(error)))
 
-    files = []
+    files: list[Path] = []
+    others: Counter[str] = Counter()
     for place, folders, names in os.walk(folder, onerror=cannot):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = (Path(place, name) for name in names if not name.startswith("."))
-        files += [path for path in paths if is_known(path)]
+        for path in (Path(place, name) for name in names if not name.startswith(".")):
+            if is_known(path):
+                files.append(path)
+            else:
+                others[suffix_of(path) or path.name] += 1
+    if others:
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in others.most_common(5))
+        report.note(f"not cleaned in {folder}, as their endings are not those of text: {kinds}")
     if not files and not refused:
         kinds = " ".join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES | MARKUP_SUFFIXES))
         why = f"no file there ends in {kinds}, or in these and .gz or .zst"
