@@ -59,17 +59,18 @@ def each(
     rest = iter(items)
     try:
         while True:
-            for item in islice(rest, 2 * workers - len(running)):
-                running.append((item, pool.submit(function, item)))
-            if not running:
-                pool.shutdown()  # they have nothing left to do: gone in an instant, and their time is counted
-                return
-            number = _next_done(running, in_order, tick)
-            item, future = running[number]
             try:
+                for item in islice(rest, 2 * workers - len(running)):
+                    running.append((item, pool.submit(function, item)))
+                if not running:
+                    pool.shutdown()  # they have nothing left to do: gone in an instant, and their time is counted
+                    return
+                number = _next_done(running, in_order, tick)
+                item, future = running[number]
                 result = future.result()
             except BrokenProcessPool as error:
-                names = ", ".join(name(one) for one, other in running if not other.done() or other is future)
+                broken = [one for one, other in running if not other.done() or other.exception() is not None]
+                names = ", ".join(map(name, broken or [item]))
                 why = "it was killed (out of memory?) or crashed in native code"
                 advice = "the same command again goes on after what is finished; fewer at a time: --data.workers 1"
                 raise ChildLost(f"a worker process died while it worked on {names}", why, advice) from error

@@ -18,6 +18,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -259,7 +260,8 @@ class Builder:
             last = self.half_done
             writer.go_on(last)
         batch = min(PART_BYTES, self.tokenizer.batch_bytes)
-        with report.phase("tokenise", total=total, unit="B") as p:
+        with report.phase("tokenise", total=total, unit="B") as p, ExitStack() as writers:
+            writers.enter_context(writer)
 
             def show(bytes_done: int, item: str) -> None:
                 p.set(bytes_done, item)
@@ -280,7 +282,8 @@ class Builder:
                     kept_at = time.monotonic()
                 if is_full:
                     encoder = renewed(encoder, self.tokenizer.recipe())
-                    writer = UnitWriter(job, encoder, len(self.records), writer.divider.open_val)
+                    writers.close()
+                    writer = writers.enter_context(UnitWriter(job, encoder, len(self.records), writer.divider.open_val))
             if docs:
                 writer.add(Stretch(docs, opened))
             if writer.read_bytes:

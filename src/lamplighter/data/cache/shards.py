@@ -211,10 +211,17 @@ class UnitWriter:
         self.read_bytes = record["read_bytes"]
 
     def close(self) -> Record:
+        """The files are whole; a second call does nothing more."""
         for shard in self.shards:
             for file in shard.files.values():
                 file.close()
         return self.record()
+
+    def __enter__(self) -> UnitWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _laid_out(ids: Ids, lengths: Ids, chosen: Ids, ends: Ids, job: Job) -> Ids:
@@ -272,13 +279,14 @@ def make_unit(unit: Unit) -> Record:
     _worker.encoder = renewed(_worker.encoder, _worker.recipe)
     writer = UnitWriter(job, _worker.encoder, unit.number, _open_side(unit, how, job.division))
     done = 0
-    for span in unit.spans:
-        for stretch, behind in stretches.read(span, how, faults):
-            writer.add(stretch)
-            _worker.tell(unit.number, done + behind)
-        done += span.stop - span.start
-        _worker.tell(unit.number, done)
-    return {**writer.close(), "faults": faults.found, "lines": faults.lines}
+    with writer:
+        for span in unit.spans:
+            for stretch, behind in stretches.read(span, how, faults):
+                writer.add(stretch)
+                _worker.tell(unit.number, done + behind)
+            done += span.stop - span.start
+            _worker.tell(unit.number, done)
+        return {**writer.close(), "faults": faults.found, "lines": faults.lines}
 
 
 def _open_side(unit: Unit, how: Reading, division: Division) -> bool | None:
