@@ -27,4 +27,4 @@ check: lint types test sizes
 
 .PHONY: zoo
 zoo:
-	LAMP_ZOO_FULL=1 $(PYTHON) -m pytest -q tests/zoo tests/test_field_scripts.py
+	LAMP_ZOO_FULL=1 $(PYTHON) -m pytest -q tests/zoo tests/test_field_scripts.py tests/test_exact.py tests/test_silence.py

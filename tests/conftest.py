@@ -28,6 +28,10 @@ TINY = [
 ]  # fmt: skip
 
 
+FULL = os.environ.get("LAMP_ZOO_FULL") == "1"  # make zoo
+LONG = pytest.mark.skipif(not FULL, reason="in make zoo")
+
+
 STARTED: list[subprocess.Popen[bytes]] = []
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from conftest import SHARED, TINY, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
+from conftest import FULL, LONG, SHARED, TINY, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_json, read_lines, write_manifest
 
 STEPS, EVERY = 500, 25
-KILLS = 20
+KILLS = 20 if FULL else 12
 
 
 def words_for(run: str, *more: str) -> list[str]:
@@ -124,6 +124,7 @@ def test_a_stop_saves_the_last_completed_step_and_the_rest_is_the_same(unbroken:
     assert len(steps) == len(set(steps)), "a clean stop redoes nothing"
 
 
+@LONG
 def test_a_lost_piece_of_state_is_caught(unbroken: RunDir, tmp_path: Path) -> None:
     """The control: with one moment of Adam zeroed, the comparison above must fail."""
     run = stop_at(tmp_path, "control", 60)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAMP, TINY, Heard, listen, slot_of
+from conftest import LAMP, LONG, TINY, Heard, listen, slot_of
 from lamplighter.rundir import RunDir, read_lines
 
 LIMIT_S = 2.5
 FIRST_S = 0.5
 BOTH = pytest.mark.parametrize("on_pty", [False, True], ids=["pipe", "pty"])
+MOSTLY = pytest.mark.parametrize("on_pty", [False, pytest.param(True, marks=LONG)], ids=["pipe", "pty"])
 
 BLOCKING_SOURCE = """
 import time
@@ -67,7 +68,7 @@ def test_a_source_that_blocks_for_ten_seconds(tmp_path: Path, on_pty: bool) -> N
     assert re.search(r"sleeping at .*no work for \d", said)
 
 
-@BOTH
+@MOSTLY
 def test_a_step_that_holds_the_gil(tmp_path: Path, on_pty: bool) -> None:
     (tmp_path / "gil_model.py").write_text(GIL_MODEL)
     words = [*LAMP, "train", "--run", "gil", *TINY, "--model.family", "gil_model:Model", "--train.steps", "20"]
@@ -77,7 +78,7 @@ def test_a_step_that_holds_the_gil(tmp_path: Path, on_pty: bool) -> None:
     assert re.search(r"the GIL is held by a C call at .*gil_model.py:14 .*no work for", said)
 
 
-@BOTH
+@MOSTLY
 def test_a_child_that_is_stopped(tmp_path: Path, on_pty: bool) -> None:
     run = RunDir(tmp_path / "runs" / "halted")
     seen: dict[str, float] = {}

@@ -228,6 +228,7 @@ class Model(torch.nn.Module):
 """
 
 
+@pytest.mark.skipif(not FULL, reason="in make zoo; tests/test_exact.py kills during saves too")
 def test_a_kill_at_each_step_of_a_save_never_goes_back_before_the_durable_one(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "killer.py").write_text(SAVE_KILLER)
     words = ["train", "--run", "z", *TINY, "--model.family", "killer:Model", "--train.steps", "100"]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import TINY, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
+from conftest import LONG, TINY, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_json, read_lines
 
 MODEL = """
@@ -181,7 +181,14 @@ def verdicts_of(run: RunDir) -> list[dict[str, Any]]:
     return [event for event in read_lines(run.events) if event.get("type") == "verdict"]
 
 
-@pytest.mark.parametrize("animal", ANIMALS, ids=lambda animal: animal.name)
+SLEEPY = ("long_sleep", "d_state")  # in make zoo
+
+
+@pytest.mark.parametrize(
+    "animal",
+    [pytest.param(animal, marks=LONG if animal.name in SLEEPY else []) for animal in ANIMALS],
+    ids=lambda animal: animal.name,
+)
 def test_the_zoo(tmp_path: Path, animal: Animal, record_property: Callable[[str, object], None]) -> None:
     (tmp_path / "animal.py").write_text(MODEL + animal.body)
     words = [
