@@ -46,7 +46,6 @@ class Job:
     budget_usd: float | None = None
     budget_hours: float | None = None
     usd_per_hour: float | None = None
-    recompute: bool = False
 
     @property
     def step_tokens(self) -> int:
@@ -141,7 +140,6 @@ def job_of(run: Run, shape: Shape, steps: int, data_tokens: int | None, dtype: s
         budget_usd=budget.usd,
         budget_hours=budget.hours,
         usd_per_hour=budget.usd_per_hour,
-        recompute=getattr(train, "recompute", False),
     )
 
 
@@ -162,15 +160,12 @@ def memory(job: Job, device: Device) -> Memory:
     tokens = job.micro_batch * job.seq_len
     per_layer = tokens * layer_bytes(job.shape, job.dtype)
     ends = tokens * job.shape.width * 4 * 2  # the last norm and its input
-    kept = (
-        tokens * job.shape.width * 4 * job.shape.layers + per_layer if job.recompute else job.shape.layers * per_layer
-    )
     return Memory(
         weights=4 * params,
         gradients=4 * params,
         optimizer=8 * params,
         cast=2 * params if job.dtype == "bf16" else 0,
-        activations=kept + ends,
+        activations=job.shape.layers * per_layer + ends,
         logits=tokens * job.shape.vocab_size * (14 if job.dtype == "bf16" else 12),
         own=int((HOST_OWN_GIB if device.name == "cpu" else GPU_OWN_GIB) * GIB),
         gradients_meanwhile=job.accumulation > 1,
@@ -179,9 +174,8 @@ def memory(job: Job, device: Device) -> Memory:
 
 
 def total_flops(job: Job) -> float:
-    """6N + attention for each token; recomputing costs one more forward pass of the layers."""
-    each = flops_per_token(job.shape, job.seq_len)
-    return each * job.tokens * (4 / 3 if job.recompute else 1)
+    """6N + attention for each token."""
+    return flops_per_token(job.shape, job.seq_len) * job.tokens
 
 
 def hours(job: Job, device: Device) -> float:
@@ -290,16 +284,11 @@ def _options(job: Job, plan: Plan) -> Iterator[Option]:
 
 def _for_memory(job: Job) -> Iterator[Option]:
     """Batch and learning rate untouched."""
-    for recompute in (False, True):
-        size = job.micro_batch
-        while size >= 1:
-            smaller = replace(job, micro_batch=size, recompute=recompute or job.recompute)
-            if smaller != job:
-                words = f"micro-batch {size}, the same batch of {job.batch_size}"
-                extra = ", activations recomputed (a third more work)" if recompute and not job.recompute else ""
-                flag = " --train.recompute true" if extra else ""
-                yield Option(f"--train.micro_batch {size}{flag}", words + extra, smaller)
-            size //= 2
+    size = job.micro_batch // 2
+    while size >= 1:
+        words = f"micro-batch {size}, the same batch of {job.batch_size}"
+        yield Option(f"--train.micro_batch {size}", words, replace(job, micro_batch=size))
+        size //= 2
 
 
 def _limit_hours(job: Job) -> float:

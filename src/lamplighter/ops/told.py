@@ -46,7 +46,7 @@ def tell(plan: Plan) -> list[str]:
         _line("per token", f"6 x {large(matrices)} + attention {large(attention)} = {large(each)}FLOP"),
         _line("tokens", f"{job.steps:,} steps x {job.batch_size} x {job.seq_len} = {large(job.tokens)}{epochs};"
               f" {ratio:.1f} per parameter (about {TOKENS_PER_PARAMETER} is balanced: arXiv:2203.15556)"),
-        _line("work", f"{large(each)} x {large(job.tokens)}{' x 4/3 (recomputed)' if job.recompute else ''} = {large(plan.flops)}FLOP"),
+        _line("work", f"{large(each)} x {large(job.tokens)} = {large(plan.flops)}FLOP"),
         _line("time", f"{large(plan.flops)} / ({large(rate)}FLOP/s x {device.mfu:.0%}) = {span(plan.hours)}"),
     ]  # fmt: skip
     if plan.usd is not None:
