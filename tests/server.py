@@ -85,14 +85,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, found: Served, begin: int, stop: int) -> None:
         at = begin
+        drops, stalls = found.drops, found.stalls  # of this request: a later one may get others
         while at < stop:
             block = found.data[at : min(stop, at + 4096)]
-            for places in (found.drops, found.stalls):
+            for places in (drops, stalls):
                 inside = [place for place in places if at <= place < at + len(block) and place < stop - 1]
                 if inside:
                     places.remove(inside[0])
                     self._write(found, block[: inside[0] - at])
-                    if places is found.stalls:
+                    if places is stalls:
                         self.closing.wait(20)
                     return
             if found.always_drop is not None and at + len(block) > found.always_drop:
