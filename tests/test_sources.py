@@ -19,6 +19,7 @@ from tokenizers import pre_tokenizers
 from lamplighter import report
 from lamplighter.data.sources import EmbeddedCorpus, Part, files, found, open_source
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
+from test_cursors import joined
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -42,18 +43,6 @@ def read(
     for _ in range(start):
         next(texts)
     return list(source.documents(source.position().cursor if start else None))
-
-
-def joined(texts: list[str]) -> list[str]:
-    """Documents, their Parts put together."""
-    whole, rest = [], ""
-    for text in texts:
-        rest += text
-        if not isinstance(text, Part):
-            whole.append(rest)
-            rest = ""
-    assert not rest
-    return whole
 
 
 def fails(kind: type[LampError], *paths: object, **options: Any) -> LampError:

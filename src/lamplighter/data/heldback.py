@@ -17,7 +17,7 @@ import numpy as np
 from lamplighter import report
 from lamplighter.data.cache.stretches import Stretch as Texts
 from lamplighter.data.division import LOOK_DOCUMENTS, Divider, Division, Settings, decide, look_for
-from lamplighter.data.sources import Part, Source
+from lamplighter.data.sources import Part, Source, watched
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.rundir import read_json, write_atomic, write_json
 
@@ -95,15 +95,12 @@ def _look(source: Source, settings: Settings, sample_bytes: int) -> tuple[list[T
     """The first texts, and how they and all others are divided."""
     seen, texts, opened = look_for(settings), list[Texts](), False
     with report.phase("look at the documents", unit="documents") as p:
-        found = source.documents()
-        while seen.text_bytes < sample_bytes or seen.documents < LOOK_DOCUMENTS:
-            p.set(seen.documents, source.position().item)
-            text = next(found, None)
-            if text is None:
-                break
+        for text in watched(source, lambda _, item: p.set(seen.documents, item)):
             texts.append(Texts([text.encode()], opened, isinstance(text, Part)))
             opened = texts[-1].open
             seen.add(texts[-1])
+            if seen.text_bytes >= sample_bytes and seen.documents >= LOOK_DOCUMENTS:
+                break
     return texts, decide(seen, settings, source)
 
 

@@ -9,11 +9,10 @@ sample comes in short stretches from everywhere. No random numbers: the same sou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from lamplighter import report
-from lamplighter.data.sources import Source
+from lamplighter.data.sources import Source, watched
 from lamplighter.data.sources.files import cut_all
 from lamplighter.errors import BadData
 from lamplighter.rundir import human_bytes
@@ -54,18 +53,6 @@ class Sample:
             return f"the first {size} of text (the source does not say how large it is)"
         where = "all of it" if self.share == 1.0 else f"the first {self.share:.1%} of the source"
         return f"{size} of {human_bytes(self.read_bytes)} of text, spread over {where}"
-
-
-def passing(source: Source, show: Callable[[int, str], None]) -> Iterator[str]:
-    """The texts of a source; what is being read is shown before each wait for one."""
-    texts = source.documents()
-    while True:
-        here = source.position()
-        show(here.bytes_done, here.item)
-        text = next(texts, None)
-        if text is None:
-            return
-        yield text
 
 
 class Quota:
@@ -111,7 +98,7 @@ def take(source: Source, sample_bytes: int = SAMPLE_BYTES, other_bytes: int = 0)
         def show(done: int, item: str) -> None:
             p.set(min(done, quota.end) if quota.end else quota.kept, item)
 
-        for text in passing(source, show):
+        for text in watched(source, show):
             if quota.is_over(before):
                 ended = False
                 break

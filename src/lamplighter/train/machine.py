@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from lamplighter.config import Train
+from lamplighter.data.pool import usable_cores
 from lamplighter.errors import BadConfig
 
 # Dense bf16 and fp32 peaks in FLOP/s by a part of the device's name; makers' data sheets.
@@ -65,10 +66,6 @@ class Machine:
             "cpu": platform.machine(),
             "isa_limit": os.environ.get(ISA_LIMIT, ""),
         }
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def detect(section: Train, before: dict[str, Any] | None = None) -> Machine:

@@ -16,7 +16,7 @@ import ctypes
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -34,7 +34,7 @@ from lamplighter.data.cache.stretches import PART_BYTES, Faults, Span, Stretch
 from lamplighter.data.cache.units import Plan, Unit
 from lamplighter.data.division import Division, Look, Settings, decide, look_for
 from lamplighter.data.pool import TICK_S, each
-from lamplighter.data.sources import Cursor, Part, Source
+from lamplighter.data.sources import Part, Source, watched
 from lamplighter.data.sources.dirt import FileDirt
 from lamplighter.data.sources.files import FileSource
 from lamplighter.data.tokenizer import Tokenizer
@@ -269,7 +269,7 @@ class Builder:
 
             docs: list[bytes] = []
             held, opened, kept_at = 0, bool(last.get("opened")), time.monotonic()
-            for text in watched(source, last.get("cursor"), show):
+            for text in watched(source, show, last.get("cursor")):
                 docs.append(text.encode())
                 held += len(docs[-1])
                 is_full, is_due = writer.read_bytes + held >= size, time.monotonic() - kept_at > COMMIT_S
@@ -357,21 +357,9 @@ def _sum_side(side: str, records: list[Record]) -> dict[str, Any]:
 # ---------------------------------------------------------------- reading texts in sight of the watcher
 
 
-def watched(source: Source, start: Cursor | None, show: Show) -> Iterator[str]:
-    """The texts; what is being read is shown before each wait for one."""
-    texts = source.documents(start)
-    while True:
-        here = source.position()
-        show(here.bytes_done, here.item)
-        text = next(texts, None)
-        if text is None:
-            return
-        yield text
-
-
 def _look_at_texts(source: Source, found: Look, show: Show) -> int:
     opened = False
-    for text in watched(source, None, show):
+    for text in watched(source, show):
         found.add(Stretch([text.encode()], opened, isinstance(text, Part)))
         opened = isinstance(text, Part)
         if found.is_enough():

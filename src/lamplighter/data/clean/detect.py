@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lamplighter.data.sources.reading import fault_in
+
 TEXT_SUFFIXES = {".txt", ".text", ".md"}
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 MARKUP_SUFFIXES = {".xml", ".html", ".htm", ".xhtml", ".tei", ".alto"}
@@ -158,7 +160,7 @@ def _good_lines(data: bytes) -> Decoded:
     kept, bad, at = [], [], 0
     lines = data.split(b"\n")
     for number, raw in enumerate(lines, 1):
-        fault = _fault(raw)
+        fault = fault_in(raw)
         if fault is None:
             kept.append(raw.decode())
         else:
@@ -169,13 +171,3 @@ def _good_lines(data: bytes) -> Decoded:
         why = f"{len(bad):,} of {len(lines):,} lines are not text; line {first.line}, byte {first.byte:,}: {first.why}"
         return Decoded("", "", tuple(bad), refused=why)
     return Decoded("\n".join(kept), "utf-8", tuple(bad))
-
-
-def _fault(raw: bytes) -> tuple[int, str] | None:
-    if (nul := raw.find(b"\0")) >= 0:
-        return nul, "a NUL byte"
-    try:
-        raw.decode()
-    except UnicodeDecodeError as error:
-        return error.start, f"not UTF-8: {error.reason} {raw[error.start]:#04x}"
-    return None

@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from lamplighter.data.clean.detect import (  # fmt: skip
     suffix_of,
 )
 from lamplighter.data.clean.rules import Rejected
+from lamplighter.data.sources.found import no_such
 from lamplighter.errors import InputMissing
 
 STRETCH_BYTES = 32 << 20
@@ -107,7 +107,7 @@ def _matches(pattern: str, refused: list[Rejected]) -> list[Path]:
     files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207 (absolute ones too)
     files = [file for file in files if file.is_file()]
     if not files:
-        raise _no_such(path)
+        raise no_such(path, "the path")
     return files
 
 
@@ -132,13 +132,3 @@ def _in_folder(folder: Path, refused: list[Rejected]) -> list[Path]:
         why = f"no file there ends in {kinds}, or in these and .gz or .zst"
         raise InputMissing(f"nothing to clean in folder {folder}", why, "name other files by a pattern, such as 'folder/**/*.log'")  # fmt: skip
     return sorted(files)
-
-
-def _no_such(path: Path) -> InputMissing:
-    what = "nothing matches" if any(letter in str(path) for letter in "*?[") else "no such file or folder:"
-    missing, folder = path, path.parent
-    while not folder.is_dir():
-        missing, folder = folder, folder.parent
-    near = get_close_matches(missing.name, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.5)
-    advice = f"did you mean {folder / near[0]}?" if near else "check the path; relative ones start at this folder"
-    return InputMissing(f"{what} {path}", f"looked in {folder.resolve()}", advice)

@@ -62,6 +62,18 @@ class Source(Protocol):
         """
 
 
+def watched(source: Source, show: Callable[[int, str], None], start: Cursor | None = None) -> Iterator[str]:
+    """The texts of a source; bytes done and what is being read now are shown before each wait for one."""
+    texts = source.documents(start)
+    while True:
+        here = source.position()
+        show(here.bytes_done, here.item)
+        text = next(texts, None)
+        if text is None:
+            return
+        yield text
+
+
 def open_source(
     paths: list[str],
     source: str | None,

@@ -150,7 +150,7 @@ def _matches(pattern: str) -> list[LocalFile]:
     matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207 (absolute ones too)
     files = [local_file(match) for match in matches if match.is_file()]
     if not files:
-        raise _no_such(path)
+        raise no_such(path)
     return files
 
 
@@ -180,13 +180,14 @@ def _in_folder(folder: Path) -> list[LocalFile]:
     return sorted(files, key=lambda file: file.path)
 
 
-def _no_such(path: Path) -> InputMissing:
+def no_such(path: Path, where: str = "data.paths") -> InputMissing:
+    """The error for a path or pattern that names nothing, with the nearest name; `where` it was given."""
     what = "nothing matches" if any(letter in str(path) for letter in "*?[") else "no such file or folder:"
     missing, folder = path, path.parent
     while not folder.is_dir():
         missing, folder = folder, folder.parent
     near = get_close_matches(missing.name, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.5)
-    advice = f"did you mean {folder / near[0]}?" if near else "check data.paths; relative ones start at this folder"
+    advice = f"did you mean {folder / near[0]}?" if near else f"check {where}; relative ones start at this folder"
     return InputMissing(f"{what} {path}", f"looked in {folder.resolve()}", advice)
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from lamplighter import report
-from lamplighter.data.sampling import passing
-from lamplighter.data.sources import Source
+from lamplighter.data.sources import Source, watched
 from lamplighter.data.sources.files import Part
 from lamplighter.data.stats import likeness
 from lamplighter.data.stats.likeness import Grams, Signer, normalised, text_hash
@@ -117,7 +116,7 @@ class TestGrams:
         size, parts = 0, [""]
         with report.phase("read the test set", total=source.total_bytes(), unit="B") as p:
             begun = source.position()
-            for text in passing(source, lambda done, item: p.set(done, item)):
+            for text in watched(source, lambda done, item: p.set(done, item)):
                 here = source.position()
                 parts.append(str(text))
                 size += len(text)

@@ -12,8 +12,7 @@ from lamplighter import report
 from lamplighter.data import division
 from lamplighter.data.cache.stretches import Stretch
 from lamplighter.data.division import Division
-from lamplighter.data.sampling import passing
-from lamplighter.data.sources import Source
+from lamplighter.data.sources import Source, watched
 from lamplighter.data.sources.files import Part
 from lamplighter.errors import BadData
 
@@ -45,7 +44,7 @@ def find(source: Source, val_fraction: float) -> tuple[Sider | None, str]:
     settings = division.Settings(val_fraction)
     seen, opened = division.look_for(settings), False
     with report.phase("look at the documents", unit="documents") as p:
-        for text in passing(source, lambda _, item: p.set(seen.documents, item)):
+        for text in watched(source, lambda _, item: p.set(seen.documents, item)):
             seen.add(Stretch([text.encode()], opened, isinstance(text, Part)))
             opened = isinstance(text, Part)
             if seen.is_enough():

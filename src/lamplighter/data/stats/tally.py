@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from lamplighter import report
-from lamplighter.data.sampling import Quota, passing
-from lamplighter.data.sources import Position, Source
+from lamplighter.data.sampling import Quota
+from lamplighter.data.sources import Position, Source, watched
 from lamplighter.data.sources.files import Part
 from lamplighter.data.stats.likeness import MOST_BYTES, Signer, new_hash, normalised
 from lamplighter.data.stats.sides import Sider
@@ -228,7 +228,7 @@ def read(source: Source, tally: Tally, sample_bytes: int | None) -> str:
     left_out = 0
     with report.phase("count", total=quota.end if quota else total, unit="B") as p:
         begun = source.position()
-        for text in passing(source, lambda done, item: p.set(done, item)):
+        for text in watched(source, lambda done, item: p.set(done, item)):
             here = source.position()
             if quota and begins:
                 if quota.is_over(before):

@@ -1,0 +1,130 @@
+"""What lamp --help and lamp VERB --help say: a static table, so that it answers at once."""
+
+HELP = """\
+Lamplighter: language-model training that never goes dark.
+
+usage: lamp VERB ...
+
+  demo                    embedded text -> tokenizer -> cache -> train -> sample, about a minute on 2 CPU cores
+  train [run.yaml]        train; the same command again resumes where it stopped
+  watch -- CMD...         any training script, unchanged: counted, watched, explained when it hangs
+  watch RUN               the live display of a run that is going on, from any terminal
+  why RUN|PID             what it is doing right now: phase, process state, the stack of every thread
+  stop RUN | save RUN     end it with everything saved | save now and go on
+  runs                    all runs and how they stand
+  checkpoints RUN         step, losses, size, age, valid or not
+  generate RUN|DIR        text from a model
+  plan [run.yaml]         parameters, FLOPs, memory, time, money, disk: go or no-go with the arithmetic
+  data stats|clean|prepare   count and look at text; clean it; make the token cache
+  tokenizer train|show    train a tokenizer; look at one
+
+lamp VERB --help says more; lamp --version.
+"""
+
+VERB_HELP = {
+    "demo": """\
+usage: lamp demo [--run NAME] [--resume auto|never] [--runs-dir DIR] [--section.key value]
+
+Generates the embedded corpus, trains a tokenizer and a small model on it in about a minute, with samples, the loss
+beside the floor that no model can beat, checkpoints, and a ledger of where the time went.
+""",
+    "train": """\
+usage: lamp train [run.yaml] [--preset NAME] [--resume auto|never|checkpoint-N|PATH] [--run NAME] [--test]
+                  [--verbose] [--force] [--print-config] [--runs-dir DIR] [--section.key value ...]
+
+  --preset NAME     one of: {presets}
+  --resume HOW      auto (default): go on from the newest valid checkpoint; never: begin anew, the old folder is kept
+                    as NAME.1; or a checkpoint of this run, or a path
+  --run NAME        the run's name; default: the YAML's stem, else the preset
+  --test            the real path, small, in under a minute
+  --verbose         a line for each step
+  --force           insist on a run that was refused
+  --print-config    show the resolved run and where each value came from; start nothing
+  --runs-dir DIR    where runs live (default: runs)
+
+Order: default < preset < run.yaml < command line. Every field:
+""",
+    "watch": """\
+usage: lamp watch [--run NAME] [--runs-dir DIR] [--on-stuck report|stop|restart] [--patience-s S] [--notify CMD|URL] -- CMD...
+       lamp watch RUN [--runs-dir DIR]
+
+  -- CMD...           any command (python x.py, torchrun ..., bash run.sh): its output, keys and exit code stay its own; our
+                      words go to stderr, and a run folder keeps them with every verdict
+  --on-stuck HOW      report (default): name it and touch nothing; stop: end it with 70 by the rules of what is proved;
+                      restart: the same, and start the command again (it must resume by itself)
+  --patience-s S      how long a cause that cannot be proved is only named (default 600)
+  --notify CMD|URL    told of stuck, dead, finished
+
+With RUN: the live display of a run, from any terminal. Ctrl+C leaves the run alone.
+""",
+    "why": """\
+usage: lamp why RUN [--runs-dir DIR]
+       lamp why PID
+
+Phase, process state and the stack of every thread, in a second or two; disturbs nothing. PID: any process, also one that was
+started without us.
+""",
+    "stop": "usage: lamp stop RUN [--runs-dir DIR]\n\nSaves the last completed step and ends the run (exit 75).\n",
+    "save": "usage: lamp save RUN [--runs-dir DIR]\n\nSaves the last completed step now; the run goes on.\n",
+    "runs": "usage: lamp runs [--json] [--runs-dir DIR]\n\nAll runs and how they stand.\n",
+    "checkpoints": "usage: lamp checkpoints RUN [--json] [--runs-dir DIR]\n\nEvery checkpoint, verified against its manifest.\n",
+    "generate": """\
+usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]
+                     [--top-p P] [--seed S] [--checkpoint best|latest|checkpoint-N] [--interactive] [--runs-dir DIR]
+                     [--system TEXT] [--raw]
+
+A model that was trained on instruction rows is asked by its own chat template and gives the answer alone; --system puts
+a system message before the question, --raw leaves the template out. With --interactive it remembers the conversation; an
+empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
+""",
+    "plan": """\
+usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE[:N]] [--mfu SHARE] [--what-if] [--json] [--runs-dir DIR]
+                 [--section.key value ...]
+
+  --on DEVICE[:N]   t4 v100-16gb l4 a10 rtx3090 rtx4090 a100-40gb a100-80gb l40s h100-80gb h200; default: this CPU
+  --mfu SHARE       of the peak that is reached (default 0.4)
+  --what-if         the same run on other devices, and the presets
+Prices come from budget.usd_per_hour. Exit 0: go; 77: no-go, with what would make it go.
+""",
+    "data": """\
+usage: lamp data stats   [run.yaml|CACHE] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]
+                         [--near-documents N] [--runs-dir DIR] [--section.key value ...]
+       lamp data clean   PATH... --out DIR [--dry-run] [--language en|any|en,de] [--json] [flags below]
+       lamp data prepare [run.yaml] [--preset NAME] [--json] [--runs-dir DIR] [--section.key value ...]
+
+stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice; of text, of instruction rows
+         with their template, or (lengths and repeats only) of a token cache
+  --val PATH...         a test set of yours: what of it stands in the training text, by hash and by 8-word runs
+  --sample-mb MB        look at a part only, spread over the whole; every figure says so
+  --near-documents N    look for near duplicates among at most so many documents (default 50000; 0: do not)
+  --out DIR             where stats.json, stats.txt and lengths.svg go (default: RUNS-DIR/.stats/NAME)
+clean    raw files to clean documents (JSONL), with every rejected one in a log (docs/cleaning.md has every rule)
+           files, folders, patterns: .txt .md .jsonl .json .xml (TEI, ALTO) .html, also .gz .zst; any encoding
+           takes off Project Gutenberg's headers, licences, credits and notes; joins wrapped lines; never rewrites a word
+           --dry-run           write nothing; show what would change, before and after
+           --out DIR           clean-00000.jsonl ... for lamp train --data.paths DIR, and log/
+           --workers N         processes (default: all cores); the output is the same for any number
+           --language any      or the languages to keep, such as en or en,fr
+           --min-quality 0     0 to 1: reject documents whose worst measure scores no more than this
+           --min-words 10      reject shorter documents
+           --near 0.8          likeness from which two documents are one; 0: exact copies only
+           --keep-duplicates   --keep-lines (do not join)   --split auto|div|file (TEI)
+           --text-key text     --separator TEXT (documents within a text file)
+           --max-document-mb 64   --shard-mb 256
+prepare  the tokenizer and the token cache that `lamp train` with the same settings would make
+""",
+    "tokenizer": """\
+usage: lamp tokenizer train [run.yaml] --out DIR [--preset NAME] [--special TOKEN ...] [--compare DIR ...] [--force]
+                            [--json] [--runs-dir DIR] [--tokenizer.vocab_size N] [--section.key value ...]
+       lamp tokenizer show  DIR|RUN|FILE [FILE ...] [--text TEXT] [--compare DIR ...] [--sample-mb MB] [--json]
+                            [--runs-dir DIR] [--data.paths PATH ...] [--section.key value ...]
+
+train    a byte-level BPE from any source, of any size, checked by a round trip over the data
+  --out DIR           where it goes; opens with transformers and with --tokenizer.path DIR
+  --special TOKEN...  control tokens, such as "<|im_start|>" "<|im_end|>"; they count in tokenizer.vocab_size
+  --compare DIR...    other tokenizers, measured on the same text
+  --force             replace another tokenizer that is in DIR (its files are kept in a folder below)
+show     what it is, how it cuts a text, bytes per token, how much of the vocabulary a text uses
+  FILE..., --data.paths PATH...    text to measure it on, at most --sample-mb of it (default 50)
+""",
+}
