@@ -129,7 +129,7 @@ def test_ctrl_c_at_a_plain_script_looks_and_ends_as_without_us(tmp_path: Path) -
     ends = []
     for folder in (None, tmp_path):
         person = python("import time; print('ready'); time.sleep(60)", folder=folder)
-        person.sees(b"ready")
+        person.sees(b"ready\r\n")
         person.type(b"\x03")
         ends.append((person.code(), person.finish()))
     assert ends[0] == ends[1]

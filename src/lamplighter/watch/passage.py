@@ -324,6 +324,7 @@ class Passage:
         self.own = self.screens[-1] if self.screens else None
         self.command = -1
         self.told_end = self.answered = False
+        self.untold = False  # a new window size that the command may not have heard of
         self.end_at = 0.0
         for number in OUTLIVED:
             signal.signal(number, self._outlive)
@@ -408,6 +409,8 @@ class Passage:
         if kind == "command":
             with suppress(OSError):  # it may have ended already
                 self.command = os.pidfd_open(int(text))
+            if self.untold:
+                self._tell_size()
         elif kind == "end":
             self._end(now)
         elif kind == "":  # the watcher is gone
@@ -450,11 +453,19 @@ class Passage:
     def _resize(self, _number: int, _frame: FrameType | None) -> None:
         """The command heard of the new size before its own terminal had it: tell it once more."""
         changed = [copy_window_size(screen.tty, master) for master, screen in self.ways.items()]
-        if any(changed) and self.command >= 0:
-            try:
-                signal.pidfd_send_signal(self.command, signal.SIGWINCH)
-            except OSError:
-                self.command = -1
+        if any(changed):
+            self.untold = True
+            self._tell_size()
+
+    def _tell_size(self) -> None:
+        """Now, or as soon as we know who the command is."""
+        if self.command < 0:
+            return
+        self.untold = False
+        try:
+            signal.pidfd_send_signal(self.command, signal.SIGWINCH)
+        except OSError:
+            self.command = -1
 
     def _continue(self, number: int, frame: FrameType | None) -> None:
         """After a stop the shell has written over our footer; the window may be another."""
