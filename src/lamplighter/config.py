@@ -140,6 +140,7 @@ class Train(Section):
         "skip", "a batch with non-finite numbers: skip it (at most 3 within 100 steps), or stop"
     )
     compile: bool = _value(False, "torch.compile each block")
+    recompute: bool = _value(False, "keep no activations of a block, compute them again for the backward pass")
 
 
 class Save(Section):
@@ -158,6 +159,7 @@ class Eval(Section):
     sample_every_steps: int = _value(250, "optimizer steps between samples; 0 = none", ge=0)
     sample_prompt: str = _value("", "what the samples begin with; empty = the start of a document")
     sample_tokens: int = _value(60, "length of a sample", ge=1, le=10_000)
+    patience: int = _value(0, "end the run after so many validations without a new best; 0 = never", ge=0)
 
 
 class Watch(Section):
