@@ -149,6 +149,9 @@ class Save(Section):
     every_steps: int = _value(500, "optimizer steps between saves; 0 = not by steps", ge=0)
     every_s: float = _value(600.0, "seconds between saves; 0 = not by time", ge=0)
     keep: int = _value(3, "checkpoints kept besides the best", "1 is the least", ge=1, le=10_000)
+    staged: Literal["auto"] | bool = _value(
+        "auto", "write beside the steps, from a copy in memory; auto = where memory allows"
+    )
 
 
 class Eval(Section):

@@ -209,7 +209,7 @@ class Phase:
 
     def __init__(self, name: str, total: float | None, unit: str) -> None:
         self.name, self.total, self.unit = name, total, unit
-        self.done = 0.0
+        self.done, self.item = 0.0, ""
         self.started = 0.0
 
     def __enter__(self) -> Phase:
@@ -219,13 +219,13 @@ class Phase:
             r.charge()
             r.stack.append(self)
             self._show()
-        r.event("phase", name=self.name, state="start", path=_path(), total=self.total, unit=self.unit)
+        r.event("phase", name=self.name, state="start", path=self._path(), total=self.total, unit=self.unit)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         r = _reporter
         seconds = time.monotonic() - self.started
-        path = _path()
+        path = self._path()
         if threading.get_ident() == r.owner:
             r.charge()
             while r.stack and r.stack.pop() is not self:
@@ -244,7 +244,7 @@ class Phase:
 
     def set(self, done: float, item: str | None = None) -> None:
         """The count as a whole."""
-        self.done = done
+        self.done, self.item = done, self.item if item is None else item
         r = _reporter
         if not r.stack or r.stack[-1] is not self:
             return
@@ -252,6 +252,10 @@ class Phase:
         _count_tick()
         if item is not None:
             r.slot.text("item", item)
+
+    def _path(self) -> str:
+        """Where it is; a phase of another thread is beside whatever the main one is in."""
+        return _path() if threading.get_ident() == _reporter.owner else f"beside > {self.name}"
 
     def _show(self) -> None:
         slot = _reporter.slot

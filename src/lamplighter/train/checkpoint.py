@@ -86,24 +86,15 @@ def newest_first(root: Path) -> list[Path]:
 # ---------------------------------------------------------------- saving
 
 
-def save(root: Path, progress: Progress, contents: Contents, keep: int, protect: set[int]) -> Path:
+def save(root: Path, progress: Progress, contents: Contents, keep: int, protect: set[int], phase: report.Phase) -> Path:
     """Write checkpoint-N whole, then make room. On a full disk: prune, try once more, else CannotWrite."""
-    started = time.monotonic()
     final = root / f"{PREFIX}{progress.step}"
-    with report.phase("save", total=contents.bytes, unit="B") as phase:
-        report.flag("saving", True)
-        try:
-            _save_with_room(root, final, progress, contents, protect, phase)
-            write_json(root / "latest.json", {"step": progress.step, "path": final.name, "t": time.time()})
-        except OSError as error:
-            raise cannot_write(final, error) from error
-        finally:
-            report.flag("saving", False)
-        prune(root, keep, protect | {progress.step})
-    report.number(durable_step=progress.step)
-    report.event(
-        "checkpoint", step=progress.step, path=str(final), bytes=contents.bytes, seconds=time.monotonic() - started
-    )
+    try:
+        _save_with_room(root, final, progress, contents, protect, phase)
+        write_json(root / "latest.json", {"step": progress.step, "path": final.name, "t": time.time()})
+    except OSError as error:
+        raise cannot_write(final, error) from error
+    prune(root, keep, protect | {progress.step})
     return final
 
 

@@ -8,71 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from lamplighter import report
-from lamplighter.config import Run
 from lamplighter.data.batches import Batch, BatchStream
 from lamplighter.data.chat.examples import Examples
-from lamplighter.data.chat.record import keep as keep_template
-from lamplighter.data.chat.template import ChatTemplate
-from lamplighter.data.feed import Feed
-from lamplighter.data.stream import ChunkStream, Filler, Live, load_state
-from lamplighter.data.tokenizer import Tokenizer
-from lamplighter.data.tokens import Tokens
-from lamplighter.errors import STOPPED_EARLY, BadData, CannotWrite, Diverged, LampError, StoppedEarly
-from lamplighter.model.build import Built
+from lamplighter.data.stream import ChunkStream, Filler, load_state
+from lamplighter.errors import BadData, Diverged, StoppedEarly
 from lamplighter.model.sample import stream as sample_stream
 from lamplighter.model.transformer import load_weights, next_token_loss, weights
-from lamplighter.rundir import RunDir, free_bytes, read_last_lines
+from lamplighter.rundir import free_bytes, read_last_lines
 from lamplighter.train import checkpoint, guard, machine, optim, score
-from lamplighter.train.checkpoint import Progress
+from lamplighter.train.keeper import Keeper
+from lamplighter.train.parts import Parts
 
-if TYPE_CHECKING:
-    from lamplighter.train.compiled import Compiled
-
-STOP_PATIENCE_S = 1.0  # how long a stop waits for the step to end by itself before it saves from beside it
 SYSTEM_EVERY_STEPS = 10
 SAMPLE_TEMPERATURE = 0.8
 EPOCHS_SAID = 5
-
-
-@dataclass
-class Parts:
-    """All that a loop needs; made by work.py, a notebook or a test."""
-
-    run: Run
-    folder: RunDir
-    machine: machine.Machine
-    built: Built
-    optimizer: optim.AdamW
-    schedule: optim.Schedule
-    tokens: Tokens | Examples | Live
-    feed: Feed
-    tokenizer: Tokenizer
-    steps: int
-    facts: dict[str, Any]
-    progress: Progress = field(default_factory=Progress)
-    compiled: Compiled | None = None
-    floor: score.Floor | None = None
-    chat: ChatTemplate | None = None
-
-    @property
-    def model(self) -> torch.nn.Module:
-        return self.built.model
-
-    def save_tokenizer(self, folder: Path) -> None:
-        """The tokenizer's files; of a chat model also its template and where to stop."""
-        self.tokenizer.save(folder)
-        if self.chat is not None:
-            keep_template(self.chat, folder)
 
 
 @dataclass(frozen=True)
@@ -85,87 +41,6 @@ class Record:
     lr: float
     seconds: float
     tokens: int
-
-
-class Keeper:
-    """Makes steps durable: for the loop, for a request, or for a stop while the loop is busy in a long call.
-
-    State is constant outside `commit`, so another thread may save the last completed step whenever it holds the lock.
-    """
-
-    def __init__(self, parts: Parts, stream: BatchStream | ChunkStream) -> None:
-        self.parts, self.stream = parts, stream
-        self.lock = threading.RLock()
-        self.durable = parts.progress.step
-        self.protect = {parts.progress.step} if parts.progress.step else set[int]()
-        self.saved_at = time.monotonic()
-        self.save_s = 0.0
-        self.stopped = threading.Event()
-        self.in_step = False  # weights are neither before nor after
-
-    def due(self, step: int) -> bool:
-        """By steps, by time, and at the end."""
-        section = self.parts.run.save
-        by_steps = section.every_steps > 0 and step % section.every_steps == 0
-        by_time = section.every_s > 0 and time.monotonic() - self.saved_at >= section.every_s
-        return by_steps or by_time or step == self.parts.steps
-
-    def save(self) -> report.Verdict | None:
-        """Save the last completed step, if it is not durable already; a verdict if its weights are not finite."""
-        with self.lock:
-            parts = self.parts
-            if parts.progress.step == self.durable or parts.progress.step == 0:
-                return None
-            if self.in_step:
-                report.warn(
-                    "the optimizer was interrupted in the middle of a step: its half-changed weights are not saved"
-                )
-                return None
-            started = time.monotonic()
-            tensors = weights(parts.model)
-            if bad := guard.check_weights(parts.progress.step, checkpoint.first_not_finite(tensors)):
-                return bad
-            contents = checkpoint.Contents(
-                tensors,
-                optim.state_tensors(parts.model, parts.optimizer),
-                parts.built.config,
-                parts.save_tokenizer,
-                parts.facts,
-            )
-            progress = parts.progress
-            if isinstance(self.stream, ChunkStream):
-                progress = replace(progress, stream=self.stream.state_after(progress.step).dump())
-            checkpoint.save(parts.folder.checkpoints, progress, contents, parts.run.save.keep, self.protect)
-            self.durable = parts.progress.step
-            self.saved_at = time.monotonic()
-            self.save_s = self.saved_at - started
-            return None
-
-    def went_back(self) -> None:
-        """The newest step is an older one again."""
-        self.durable = self.parts.progress.step
-        self.protect = {self.durable}
-        report.number(step=self.durable, durable_step=self.durable)
-
-    def stop(self) -> None:
-        """Asked to stop: let the loop do it; if it is busy for longer, save from here and leave."""
-        if self.stopped.wait(STOP_PATIENCE_S):
-            return
-        with self.lock:
-            if self.stopped.is_set():
-                return
-            report.leave(STOPPED_EARLY if self.save_for_others() else CannotWrite.code)
-
-    def save_for_others(self) -> bool:
-        """A save in a thread of its own: what goes wrong is said, and the loop goes on."""
-        try:
-            bad = self.save()
-        except LampError as error:
-            report.last_words(error.lines(), error.code)
-            return False
-        if bad:
-            report.verdict(bad)
-        return True
 
 
 @contextlib.contextmanager
@@ -186,6 +61,7 @@ def training(parts: Parts) -> Iterator[Iterator[Record]]:
         stream.close()
         if good and (bad := keeper.save()):
             report.verdict(bad)
+        keeper.wait()
         keeper.stopped.set()
         report.when_asked(None, None)
 
@@ -323,13 +199,11 @@ def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited
     lr = parts.schedule.lr_at(step)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return _nonfinite(parts, keeper, batch, loss, grad_norm, lr, waited_s + time.perf_counter() - started)
-    with report.span("optimizer"), keeper.lock:
-        keeper.in_step = True
+    with report.span("optimizer"), keeper.changing():
         parts.optimizer.step(lr)
         parts.optimizer.zero_grad()
         tokens = parts.progress.tokens + batch.filled
         parts.progress = replace(parts.progress, step=step, tokens=tokens, loss=loss)
-        keeper.in_step = False
     seconds = waited_s + time.perf_counter() - started
     _tell(parts, batch, Record(step, loss, grad_norm, lr, seconds, batch.filled), waited_s)
     for verdict in (trend.look(step, loss), parts.compiled and parts.compiled.look(step)):
@@ -342,6 +216,10 @@ def _nonfinite(
     parts: Parts, keeper: Keeper, batch: Batch, loss: float, grad_norm: float, lr: float, seconds: float
 ) -> Record | None:
     """A bad batch: skip it; too many of them, or bad weights: roll back once; then stop. The weights are never touched."""
+    if late := keeper.trouble(wait=True):  # the weights were bad before this batch
+        assert late.bad is not None
+        _turn_back(parts, keeper, late.step, late.step, late.bad)
+        return None
     verdict = guard.check_finite(batch.step, loss, grad_norm, batch.samples.tolist(), first_bad_module(parts, batch))
     assert verdict is not None
     parts.optimizer.zero_grad()
@@ -368,20 +246,20 @@ def _nonfinite(
 
 def _turn_back(parts: Parts, keeper: Keeper, first_bad: int, last_bad: int, verdict: report.Verdict) -> None:
     """Back to the checkpoint before the trouble, once, passing over its batches; a second time is divergence (76)."""
-    found = checkpoint.find_before(parts.folder.checkpoints, first_bad)
-    if parts.progress.passed_to or parts.run.train.on_nonfinite != "skip" or found is None:
-        report.verdict(verdict)
-        raise Diverged(f"diverged at step {last_bad}", verdict.why, verdict.next)
-    with report.phase("roll back"):
-        progress, tensors, _ = checkpoint.load_state(found)
-    advice = f"rolled back to step {progress.step}; the batches of steps {first_bad} to {last_bad} will be passed over"
-    report.verdict(replace(verdict, action="restart", next=advice))
-    with keeper.lock, report.phase("roll back"):
-        load_weights(parts.model, found)
-        optim.load_state(parts.model, parts.optimizer, tensors)
-        parts.progress = replace(progress, passed_from=first_bad, passed_to=last_bad)
-        moved = checkpoint.go_back(parts.folder.checkpoints, parts.progress)
-        keeper.went_back()
+    with keeper.alone():
+        found = checkpoint.find_before(parts.folder.checkpoints, first_bad)
+        if parts.progress.passed_to or parts.run.train.on_nonfinite != "skip" or found is None:
+            report.verdict(verdict)
+            raise Diverged(f"diverged at step {last_bad}", verdict.why, verdict.next)
+        with report.phase("roll back"):
+            progress, tensors, _ = checkpoint.load_state(found)
+            advice = f"rolled back to step {progress.step}; the batches of steps {first_bad} to {last_bad} will be passed over"
+            report.verdict(replace(verdict, action="restart", next=advice))
+            load_weights(parts.model, found)
+            optim.load_state(parts.model, parts.optimizer, tensors)
+            parts.progress = replace(progress, passed_from=first_bad, passed_to=last_bad)
+            moved = checkpoint.go_back(parts.folder.checkpoints, parts.progress)
+            keeper.went_back()
     if moved:
         report.note(f"set aside (not deleted): {', '.join(moved)}")
     report.event("rolled back", step=progress.step, passed_from=first_bad, passed_to=last_bad)
@@ -478,12 +356,21 @@ def _heed(parts: Parts, keeper: Keeper, record: Record) -> None:
 
 
 def _after(parts: Parts, keeper: Keeper, record: Record) -> bool:
-    """Save before you score; score before you sample. False where the weights were bad and it was rolled back."""
-    if keeper.due(record.step) and (bad := keeper.save()):
-        _turn_back(parts, keeper, record.step, record.step, bad)
-        return False
-    _look_at_model(parts, keeper, record.step)
-    return True
+    """Save before you score; score before you sample. False where saved weights were bad and it was rolled back.
+
+    That may be found some steps later, as the save goes on beside them; which batches are passed over does not depend on it.
+    """
+    if keeper.due(record.step):
+        with report.span("save"):
+            keeper.begin()
+    late = keeper.trouble()
+    if late is None:
+        _look_at_model(parts, keeper, record.step)
+        late = keeper.trouble(wait=record.step >= parts.steps)
+    if late is not None:
+        assert late.bad is not None
+        _turn_back(parts, keeper, late.step, late.step, late.bad)
+    return late is None
 
 
 def _look_at_model(parts: Parts, keeper: Keeper, step: int) -> None:
@@ -517,8 +404,8 @@ def _score(parts: Parts, keeper: Keeper, step: int) -> None:
         parts.progress = parts.progress.scored(step, found.loss)
     best = parts.progress.best_step == step
     if best:
-        keeper.save()  # the best is kept, also where no save was due at this step
-        checkpoint.mark_best(parts.folder.checkpoints, parts.progress)
+        with report.span("save"):
+            keeper.keep_best()  # also where no save was due at this step
     text = found.words(parts.floor, bpb) + (" (best so far)" if best else "")
     report.event("eval", step=step, text=text, loss=found.loss, nats_per_document=found.nats_per_document)
 

@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -200,3 +201,18 @@ def memory_gb(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         found["sys/gpu_mem_gb"] = torch.cuda.memory_allocated(device) / 1e9
     return found
+
+
+def memory_left() -> int:
+    """Bytes that can still be had, of the machine and of the container that we are in."""
+    left = psutil.virtual_memory().available
+    groups = Path("/sys/fs/cgroup")
+    for folder, limit, usage in (
+        (groups, "memory.max", "memory.current"),
+        (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # no such limit here, or "max"
+            most, now = int((folder / limit).read_text()), int((folder / usage).read_text())
+            rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+            left = min(left, most - now + int(rows.get("inactive_file", 0)))  # the cache of files gives way
+    return max(0, left)

@@ -179,7 +179,10 @@ def tell(event: dict[str, Any]) -> list[tuple[str, str]]:
         return [(f"WARNING  {clean(event['text'])}", "bold yellow")]
     if kind == "checkpoint":
         best = ", best so far" if event.get("best") else ""
-        return [(f"saved {event['path']} ({human_bytes(event['bytes'])}, {event['seconds']:.2f} s{best})", "green")]
+        took = f"{event['seconds']:.2f} s"
+        if (blocked_s := event.get("blocked_s", event["seconds"])) < event["seconds"]:
+            took += f" beside the steps, which waited {blocked_s:.2f} s"
+        return [(f"saved {event['path']} ({human_bytes(event['bytes'])}, {took}{best})", "green")]
     if kind == "eval":
         return [(f"validation at step {event['step']}: {clean(event['text'])}", "cyan")]
     if kind == "sample":

@@ -38,7 +38,7 @@ LIBRARY_PARTS = (
 )
 OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 PROGRAMS = re.compile(r"/bin/[^/]+$")  # torchrun, accelerate: launchers, not the user's code
-OUR_THREADS = ("lamp-listener", "lamp-batches", "lamp-saver", "lamp-stopper")
+OUR_THREADS = ("lamp-listener", "lamp-batches", "lamp-saver", "lamp-stopper", "lamp-writer")
 
 
 @dataclass(frozen=True)

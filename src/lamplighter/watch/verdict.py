@@ -19,7 +19,7 @@ from lamplighter.watch.sense import FUTEX, NANOSLEEP, Observation, ThreadLook
 from lamplighter.watch.stacks import OUR_THREADS, Frame, Stacks, ThreadStack, culprit, users_frame
 
 UNTIMED_WAIT = re.compile(r"\.(acquire|join|get|wait|result)\(\s*(?:True\s*|block(?:ing)?=True\s*)?\)")
-READER_THREAD = "lamp-stream"  # of data/stream.py
+WORKERS = {"data/stream.py": "lamp-stream", "train/keeper.py": "lamp-writer"}  # who works while this file waits
 BUSY = 0.03  # share of one core that counts as running
 SLOW_BYTES_PER_S = 2e6
 SOFT_WAITS = ("wait", "get", "result", "join")  # a signal handler, a timer or a native thread may end them
@@ -69,12 +69,13 @@ class Case:
 
     @property
     def main_stack(self) -> ThreadStack | None:
-        """The thread whose work is waited for: the main one, or the reader where the main one waits for a stream."""
+        """The thread whose work is waited for: the main one, or the one that reads or writes for it."""
         if not self.newest or not self.newest.threads:
             return None
         main, *others = self.newest.threads
-        if any(frame.file.endswith("data/stream.py") for frame in main.frames):
-            return next((thread for thread in others if thread.name == READER_THREAD), main)
+        for file, name in WORKERS.items():
+            if any(frame.file.endswith(file) for frame in main.frames):
+                return next((thread for thread in others if thread.name == name), main)
         return main
 
     @property

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lamplighter.data.tokenizer import Tokenizer
     from lamplighter.data.tokens import Tokens
     from lamplighter.model.build import Built
-    from lamplighter.train.loop import Parts
+    from lamplighter.train.parts import Parts
     from lamplighter.train.score import Floor
 
 Verb = Callable[[RunDir, dict[str, Any]], int]
@@ -124,7 +124,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
     """The start-up phases: data, tokenizer, cache, plan, model, resume."""
     from lamplighter.data.stream import Live
     from lamplighter.train import checkpoint, guard, machine, optim
-    from lamplighter.train.loop import Parts
+    from lamplighter.train.parts import Parts
 
     cache = folder.path.parent / CACHE_NAME
     source, tokenizer = open_text(run, cache)

@@ -1,0 +1,60 @@
+"""All that a training loop needs, in one place; made by work, a notebook or a test.
+
+In:  what the start-up phases made: model, optimizer, data, tokenizer, sections.
+Out: Parts, whose `progress` is the one thing that changes from step to step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lamplighter.config import Run
+from lamplighter.data.chat.examples import Examples
+from lamplighter.data.chat.record import keep as keep_template
+from lamplighter.data.chat.template import ChatTemplate
+from lamplighter.data.feed import Feed
+from lamplighter.data.stream import Live
+from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.data.tokens import Tokens
+from lamplighter.model.build import Built
+from lamplighter.rundir import RunDir
+from lamplighter.train import machine, optim, score
+from lamplighter.train.checkpoint import Progress
+
+if TYPE_CHECKING:
+    from lamplighter.train.compiled import Compiled
+
+
+@dataclass
+class Parts:
+    """All that a loop needs; made by work.py, a notebook or a test."""
+
+    run: Run
+    folder: RunDir
+    machine: machine.Machine
+    built: Built
+    optimizer: optim.AdamW
+    schedule: optim.Schedule
+    tokens: Tokens | Examples | Live
+    feed: Feed
+    tokenizer: Tokenizer
+    steps: int
+    facts: dict[str, Any]
+    progress: Progress = field(default_factory=Progress)
+    compiled: Compiled | None = None
+    floor: score.Floor | None = None
+    chat: ChatTemplate | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.built.model
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """The tokenizer's files; of a chat model also its template and where to stop."""
+        self.tokenizer.save(folder)
+        if self.chat is not None:
+            keep_template(self.chat, folder)
