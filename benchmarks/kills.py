@@ -97,7 +97,7 @@ def main() -> None:
             f"final weights and optimizer: {'hash-equal' if final_hash(broken) == final_hash(whole) else 'DIFFERENT'}"
         )
         print(
-            f"steps done twice: {lines - len(mine)} ({(lines - len(mine)) / max(1, made):.1f} a kill, at most {EVERY})"
+            f"steps done twice: {lines - len(mine)} ({(lines - len(mine)) / max(1, made):.1f} a kill, at most {2 * EVERY}: one save may be under way)"
         )
 
 

@@ -75,7 +75,7 @@ def kill_once(cwd: Path, run: RunDir, rng: random.Random, who: str) -> None:
     wait_for(lambda: not processes_of(run.path), 5)
     durable = (read_json(run.checkpoints / "latest.json") or {"step": 0})["step"]
     assert durable >= before
-    assert at.step - durable <= EVERY + 1, f"killed at {at.step}, durable {durable}"
+    assert at.step - durable <= 2 * EVERY + 1, f"killed at {at.step}, durable {durable}"  # one save may be under way
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ Out: Parts, whose `progress` is the one thing that changes from step to step.
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,13 +49,22 @@ class Parts:
     compiled: Compiled | None = None
     floor: score.Floor | None = None
     chat: ChatTemplate | None = None
+    tokenizer_files: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def model(self) -> torch.nn.Module:
         return self.built.model
 
     def save_tokenizer(self, folder: Path) -> None:
-        """The tokenizer's files; of a chat model also its template and where to stop."""
-        self.tokenizer.save(folder)
+        """The tokenizer's files; of a chat model also its template and where to stop.
+
+        Made once: a large vocabulary takes a while to write out, and steps would compete with that for the interpreter.
+        """
+        if not self.tokenizer_files:
+            with tempfile.TemporaryDirectory() as place:
+                self.tokenizer.save(Path(place))
+                self.tokenizer_files = {path.name: path.read_bytes() for path in sorted(Path(place).iterdir())}
+        for name, data in self.tokenizer_files.items():
+            (folder / name).write_bytes(data)
         if self.chat is not None:
             keep_template(self.chat, folder)

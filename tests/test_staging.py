@@ -1,0 +1,314 @@
+"""Saves beside the steps: of the right step, whole or not there, one at a time, from memory that is kept; faults reach the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from conftest import TINY, lamp, losses_of, slot_of, start_lamp, wait_for
+from lamplighter.rundir import RunDir, read_json, read_lines, verify_manifest
+from lamplighter.train import staging
+from lamplighter.train.staging import Flight, Staging, choose
+
+GIB = 1 << 30
+
+
+# ---------------------------------------------------------------- the copy
+
+
+def state(size: int, value: float) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((size, 64), value), "b": torch.full((), value), "half": torch.full((5,), value).bfloat16()}
+
+
+def finish(flight: Flight) -> None:
+    assert flight.done.wait(60)
+    assert flight.error is None
+
+
+def test_the_copy_is_of_its_step_though_the_optimizer_comes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that lags behind, and weights that change as soon as they may: would fail if `hold_back` did not wait."""
+    slow = np.copyto
+
+    def lagging(target: np.ndarray, source: np.ndarray) -> None:
+        time.sleep(0.02)
+        slow(target, source)
+
+    monkeypatch.setattr(staging.np, "copyto", lagging)
+    live, moments, kept = state(1000, 1.0), state(500, 1.0), Staging()
+    for number in range(1, 4):
+        seen: dict[str, torch.Tensor] = {}
+        flight = Flight(number, 0, for_loop=True)
+
+        def write(model: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor], seen: dict = seen) -> None:
+            time.sleep(0.05)  # the weights have long changed
+            seen |= {f"m.{name}": tensor.clone() for name, tensor in model.items()}
+            seen |= {f"o.{name}": tensor.clone() for name, tensor in optimizer.items()}
+
+        kept.take(flight, live, moments, set(), write)
+        assert not flight.copied.is_set(), "the loop is not held up by the copy"
+        kept.hold_back(flight)
+        for tensor in [*live.values(), *moments.values()]:
+            tensor.fill_(number + 1.0)  # in place, as an optimizer does
+        finish(flight)
+        assert len(seen) == 6
+        assert all(bool((tensor == float(number)).all()) for tensor in seen.values())
+
+
+def test_buffers_that_a_forward_pass_may_change_are_copied_before_it() -> None:
+    live, kept, flight = (
+        {"weight": torch.ones(4), "running_mean": torch.ones(4)},
+        Staging(),
+        Flight(1, 0, for_loop=True),
+    )
+    may_go_on, seen = threading.Event(), {}
+
+    def write(model: dict[str, torch.Tensor], _: dict[str, torch.Tensor]) -> None:
+        may_go_on.wait(30)
+        seen.update({name: tensor.clone() for name, tensor in model.items()})
+
+    kept.take(flight, live, {}, {"running_mean"}, write)
+    live["running_mean"].fill_(2.0)  # the next forward pass
+    may_go_on.set()
+    finish(flight)
+    assert seen["running_mean"].tolist() == [1.0] * 4
+
+
+def test_the_memory_is_allocated_once_and_used_again() -> None:
+    live, kept, places = state(100_000, 1.0), Staging(), set()
+    for number in range(22):
+        if number == 2:
+            before = psutil.Process().memory_info().rss
+        flight = Flight(number, 0, for_loop=True)
+        kept.take(flight, live, {"x": live["a"]}, set(), lambda model, optimizer: None)
+        finish(flight)
+        places.add(tuple(t.data_ptr() for part in (kept.model, kept.optimizer) for t in part.values()))
+    assert len(places) == 1
+    assert psutil.Process().memory_info().rss - before < live["a"].nbytes / 2, "20 saves cost no memory"
+    assert kept.bytes == sum(tensor.nbytes for tensor in live.values()) + live["a"].nbytes
+
+
+def test_an_error_of_the_copy_lets_the_optimizer_go_and_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise MemoryError("no memory for the copy")
+
+    monkeypatch.setattr(staging.np, "copyto", broken)
+    flight, kept = Flight(1, 0, for_loop=True), Staging()
+    kept.take(flight, state(4, 1.0), {}, set(), lambda model, optimizer: None)
+    kept.hold_back(flight)
+    assert flight.done.wait(30)
+    assert isinstance(flight.error, MemoryError)
+
+
+def test_staging_is_chosen_by_the_memory_that_is_free_and_says_why() -> None:
+    assert choose("auto", GIB, 20 * GIB) == (True, "saves are written beside the steps: 1.1 GB of memory are kept for the copy, 21.5 GB are free")  # fmt: skip
+    wanted, why = choose("auto", GIB, GIB)
+    assert not wanted
+    assert "save.staged true insists" in why
+    assert choose(True, GIB, 0)[0]
+    assert not choose(False, GIB, 100 * GIB)[0]
+
+
+# ---------------------------------------------------------------- whole runs
+
+# A model with buffers, and saves that can be slow or fail: `after(path)` runs in the thread that writes, after each file.
+MODEL = """
+import errno, os, pathlib, time, torch
+import lamplighter.train.checkpoint as checkpoint
+
+save_file = checkpoint.save_file
+
+def stretched(tensors, path, **options):
+    save_file(tensors, path, **options)
+    after(str(path))
+
+checkpoint.save_file = stretched
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size, width, **_):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab_size, width)
+        self.norm = torch.nn.BatchNorm1d(width)
+        self.head = torch.nn.Linear(width, vocab_size)
+        self.unused = torch.nn.Parameter(torch.zeros(3))
+        self.calls = 0
+
+    def forward(self, ids):
+        self.calls += self.training
+        before(self)
+        found = self.embed(ids)
+        return self.head(self.norm(found.transpose(1, 2)).transpose(1, 2))
+
+def after(path):
+    pass
+
+def before(model):
+    pass
+"""
+
+
+def write_model(cwd: Path, fault: str = "") -> None:
+    (cwd / "stretched.py").write_text(MODEL + fault)
+
+
+def words_for(run: str, steps: int, every: int, *more: str) -> list[str]:
+    return ["train", "--run", run, *TINY, "--model.family", "stretched:Model", "--train.steps", str(steps),
+            "--save.every_steps", str(every), "--save.every_s", "0", "--save.keep", "9", *more]  # fmt: skip
+
+
+def events_of(run: RunDir, type: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run.events) if event["type"] == type]
+
+
+def tensors_of(run: RunDir, step: int) -> dict[str, bytes]:
+    folder = run.checkpoints / f"checkpoint-{step}"
+    assert verify_manifest(folder) is None
+    found = {}
+    for name in ("model.safetensors", "training/optimizer.safetensors"):
+        found |= {f"{name} {key}": tensor.tobytes() for key, tensor in load_file(folder / name).items()}
+    return found
+
+
+SLOW = """
+def after(path):
+    if "optimizer" in path:
+        time.sleep(1.2)
+"""
+
+
+def test_a_slow_disk_holds_nothing_up_and_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    """Every due step is saved, each with the state of its own step, to the bit as where steps wait for their saves."""
+    write_model(tmp_path, SLOW)
+    done = lamp(*words_for("beside", 9, 3), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    write_model(tmp_path)
+    again = lamp(*words_for("waiting", 9, 3, "--save.staged", "false"), cwd=tmp_path)
+    assert again.returncode == 0, again.stdout
+    run, other = RunDir(tmp_path / "runs" / "beside"), RunDir(tmp_path / "runs" / "waiting")
+    assert losses_of(run) == losses_of(other)
+    for step in (3, 6, 9):
+        assert tensors_of(run, step) == tensors_of(other, step), step
+    assert any("norm.running_mean" in name for name in tensors_of(run, 3))
+    saved = events_of(run, "checkpoint")
+    assert [event["step"] for event in saved] == [3, 6, 9]
+    assert saved[0]["seconds"] >= 1.2
+    assert saved[0]["blocked_s"] < 1.2, "the loop went on while the disk was slow"
+    assert "longer than the time between two saves" in done.stdout
+    assert "beside the steps, which waited" in done.stdout
+    assert "steps wait for each save (save.staged false)" in again.stdout
+    where = [event["path"] for event in events_of(run, "phase") if event["name"] == "save"]
+    assert {"beside > save", "train > save"} <= set(where), (
+        "the write is beside; the wait of the second is the loop's own"
+    )
+    assert max(record["step"] for record in read_lines(run.metrics) if record["t"] < saved[0]["t"]) > 3
+
+
+@pytest.mark.slow
+def test_kills_while_a_write_is_under_way_change_nothing(tmp_path: Path) -> None:
+    steps, rng = 40, random.Random(7)
+    write_model(tmp_path, "\ndef after(path):\n    time.sleep(0.05)\n")
+    assert lamp(*words_for("whole", steps, 5), cwd=tmp_path).returncode == 0
+    whole, run = RunDir(tmp_path / "runs" / "whole"), RunDir(tmp_path / "runs" / "broken")
+    going = start_lamp(*words_for("broken", steps, 5), cwd=tmp_path)
+    killed: set[int] = set()
+    for least in (0, 10):
+        seen = wait_for(lambda least=least: _writing(run, killed, least), 90, going)
+        time.sleep(rng.random() * 0.1)
+        killed.add(seen)
+        with contextlib.suppress(ProcessLookupError):  # it was done with all its steps
+            os.kill(seen, signal.SIGKILL)
+    assert going.wait(120) == 0
+    assert losses_of(run) == losses_of(whole)
+    assert tensors_of(run, steps) == tensors_of(whole, steps)
+    assert max(record["attempt"] for record in read_lines(run.metrics)) >= 2
+    assert not list(run.checkpoints.glob(".writing-*")), "what a kill tore is cleared away"
+    for path in run.checkpoints.glob("checkpoint-*"):
+        assert verify_manifest(path) is None, path
+
+
+def _writing(run: RunDir, killed: set[int], least: int) -> int:
+    """The process, while it writes a save (and has made steps since the last kill)."""
+    slot = slot_of(run)
+    return slot.pid if slot.flag("saving") and slot.step > least and slot.pid not in killed else 0
+
+
+def test_requests_while_a_write_is_under_way_get_the_newest_step(tmp_path: Path) -> None:
+    write_model(tmp_path, SLOW + "\ndef before(model):\n    time.sleep(0.02)\n")
+    run = RunDir(tmp_path / "runs" / "r")
+    going = start_lamp(*words_for("r", 5000, 1000, "--save.every_s", "0.5"), cwd=tmp_path)
+    wait_for(lambda: slot_of(run).flag("saving"), 90, going)
+    asked = slot_of(run).step
+    said = lamp("save", "r", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    safe = int(re.findall(r"safe to step (\d+);", said.stdout + said.stderr)[-1])
+    assert safe >= asked
+    assert going.poll() is None
+    at = slot_of(run).durable_step
+    wait_for(lambda: slot_of(run).flag("saving") and slot_of(run).step > at, 90, going)
+    going.send_signal(signal.SIGINT)
+    assert going.wait(60) == 75, (tmp_path / "out.txt").read_text()[-2000:]
+    status = read_json(run.status)
+    assert status["durable_step"] == status["step"] == max(losses_of(run)) > asked
+    tensors_of(run, status["step"])
+
+
+SPOILED = """
+def before(model):
+    if model.training and model.calls == 5 and not os.path.exists("spoiled"):
+        open("spoiled", "w").close()
+        model.unused.data[0] = float("nan")  # nothing uses it: no loss tells
+"""
+
+
+def test_bad_weights_are_found_in_the_copy_and_the_outcome_does_not_depend_on_when(tmp_path: Path) -> None:
+    found = {}
+    for staged in ("true", "false"):
+        write_model(tmp_path, SPOILED)
+        (tmp_path / "spoiled").unlink(missing_ok=True)
+        done = lamp(*words_for(staged, 12, 3, "--save.staged", staged), cwd=tmp_path)
+        assert done.returncode == 0, done.stdout[-2000:]
+        run = RunDir(tmp_path / "runs" / staged)
+        (verdict,) = [event for event in events_of(run, "verdict") if event["cause"] == "nan_weights"]
+        assert verdict["culprit"] == {"step": 6, "module": "unused"}
+        (back,) = events_of(run, "rolled back")
+        assert (back["step"], back["passed_from"], back["passed_to"]) == (3, 6, 6)
+        assert sorted(step for step in (3, 6, 9, 12) if (run.checkpoints / f"checkpoint-{step}").exists()) == [
+            3,
+            6,
+            9,
+            12,
+        ]
+        found[staged] = {**losses_of(run), **{step: str(tensors_of(run, step)) for step in (3, 6, 9, 12)}}
+    assert found["true"] == found["false"]
+
+
+FULL_DISK = """
+def after(path):
+    if "checkpoint-9-" in path or ("checkpoint-6-" in path and not os.path.exists("filled")):
+        open("filled", "w").close()
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+"""
+
+
+def test_a_disk_that_is_full_beside_the_steps_is_pruned_for_and_then_ends_the_run(tmp_path: Path) -> None:
+    write_model(tmp_path, FULL_DISK)
+    done = lamp(*words_for("full", 4000, 3), cwd=tmp_path)
+    assert done.returncode == 73, done.stdout[-2000:]
+    assert "the disk filled up while saving step 6; pruning old checkpoints" in done.stdout
+    run = RunDir(tmp_path / "runs" / "full")
+    assert read_json(run.status)["durable_step"] >= 6
+    assert verify_manifest(run.checkpoints / "checkpoint-6") is None
+    assert not (run.checkpoints / "checkpoint-9").exists()
+    assert max(losses_of(run)) < 100, "it ends soon after, and not at the end of the run"
