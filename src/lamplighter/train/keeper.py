@@ -64,6 +64,7 @@ class Keeper:
         """Start to make the last completed step durable, and let the steps go on; None if it is durable already."""
         started, going = time.monotonic(), self.flight
         if going is not None and going.in_the_air and going.step == self.parts.progress.step:
+            going.for_loop |= for_loop
             return going
         with self._saving(), self.alone() as waited_s:
             flight = None if self._untold() else self._new_flight(for_loop)
@@ -183,6 +184,8 @@ class Keeper:
         if flight is None:
             return
         flight.done.wait()
+        if flight.for_loop:  # it was under way already, and the loop hears of it
+            return
         if isinstance(flight.error, LampError):
             report.last_words(flight.error.lines(), flight.error.code)
         elif flight.error:
@@ -255,11 +258,11 @@ class Keeper:
         with self.lock:
             self.durable, self.saved_at = progress.step, time.monotonic()
             self.save_s = self.saved_at - flight.started
-            self._mark_best()
         report.number(durable_step=progress.step)
-        blocked_s = flight.blocked_s if flight.staged else self.save_s
         told = {"step": progress.step, "path": str(path), "bytes": contents.bytes, "seconds": self.save_s}
-        report.event("checkpoint", **told, blocked_s=blocked_s)
+        report.event("checkpoint", **told, blocked_s=flight.blocked_s if flight.staged else self.save_s)
+        with self.lock:
+            self._mark_best()
 
     def _mark_best(self) -> None:
         if self.best is not None and self.best.best_step == self.durable:

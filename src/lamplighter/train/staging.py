@@ -8,6 +8,7 @@ The kept memory is as large as the checkpoint: 12 bytes a parameter. It is alloc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -133,7 +134,8 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
 def _step_back() -> None:
     """This thread takes what the step leaves of the cores; its disk priority follows (Linux: a thread has its own)."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with contextlib.suppress(PermissionError):  # a sandbox that forbids it: a courtesy, not a need
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def choose(section: bool | str, need: int, left: int) -> tuple[bool, str]:
