@@ -1,6 +1,6 @@
 """What a save costs: 124M parameters with Adam (1.49 GB), ours against torch.save, safetensors and DCP async, in one run.
 
-    python benchmarks/saving.py [--rounds 5] [--tokens 128] [--layers 12] [--vocab 50257] [--threads 2] [--folder DIR]
+    python benchmarks/saving.py [--rounds 5] [--tokens 128] [--layers 12] [--vocab 50257] [--threads 2] [--plain 3] [--most 60] [--ways ours DCP] [--folder DIR]
 
 Each way takes its turn in each round. A turn: plain steps, one save after a step, and steps until it is durable.
 `blocked`: how long the loop stood still (the call, and what is left of a copy before the optimizer).
@@ -41,7 +41,7 @@ from lamplighter.train import checkpoint, optim
 from lamplighter.train.checkpoint import Progress
 from lamplighter.train.keeper import Keeper
 
-PLAIN_STEPS, MOST_STEPS, SHARE_STEPS = 2, 60, 20
+SHARE_STEPS = 20
 
 
 class Job:
@@ -182,20 +182,20 @@ def one_step(job: Job, way: Way) -> tuple[float, float]:
     return time.perf_counter() - began, held
 
 
-def take_turn(job: Job, way: Way, path: Path) -> None:
-    plain_s = statistics.median(one_step(job, way)[0] for _ in range(PLAIN_STEPS))
+def take_turn(job: Job, way: Way, path: Path, plain: int, most: int) -> None:
+    plain_s = statistics.median(one_step(job, way)[0] for _ in range(plain))
     began = time.perf_counter()
     is_durable = way.begin(job, path)
     blocked_s = time.perf_counter() - began
     steps, stepped_s = 0, 0.0
     durable_s = time.perf_counter() - began if is_durable() else 0.0
-    while steps < MOST_STEPS and not (steps and is_durable()):
+    while steps < most and not (steps and is_durable()):
         step_s, held_s = one_step(job, way)
         steps, stepped_s, blocked_s = steps + 1, stepped_s + step_s - held_s, blocked_s + held_s
     while not is_durable():
         time.sleep(0.01)
     durable_s = durable_s or time.perf_counter() - began
-    after_s = statistics.median(one_step(job, way)[0] for _ in range(PLAIN_STEPS))
+    after_s = statistics.median(one_step(job, way)[0] for _ in range(plain))
     usual_s = (plain_s + after_s) / 2
     slowed_s = stepped_s - steps * usual_s
     way.blocked_s.append(blocked_s)
@@ -226,6 +226,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocab", type=int, default=50257)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--plain", type=int, default=3, help="plain steps before and after each save")
+    parser.add_argument("--most", type=int, default=60, help="steps beside a save; then the rest of it is waited for")
+    parser.add_argument("--ways", nargs="+", default=[], help="a part of their names; all unless given")
     parser.add_argument("--folder", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -247,18 +250,21 @@ def main() -> None:
             "DCP async": dcp_async(None),
             "DCP async, kept copy": dcp_async(DefaultStager(on_cpu)),
         }
+        ways = {name: way for name, way in ways.items() if not args.ways or any(part in name for part in args.ways)}
         for number in range(args.rounds + 1):
             for name, way in ways.items():
                 path = root / f"{number}-{name.replace(' ', '-')}"
-                take_turn(job, way, path)
+                take_turn(job, way, path, args.plain, args.most)
                 if number == 0:  # buffers are allocated, files are created: not counted
                     for values in (way.blocked_s, way.slowed_s, way.durable_s, way.share, way.restore_s):
                         values.clear()
                 if path.is_dir():
                     shutil.rmtree(path)
                 path.unlink(missing_ok=True)
-            print(f"round {number} of {args.rounds}", flush=True)
-        best = min((ways["DCP async"], ways["DCP async, kept copy"]), key=lambda way: statistics.median(way.blocked_s))
+            last = {name: round(way.blocked_s[-1], 3) for name, way in ways.items() if way.blocked_s}
+            print(f"round {number} of {args.rounds}: blocked {last}", flush=True)
+        peers = [way for name, way in ways.items() if "DCP" in name]
+        best = min(peers, key=lambda way: statistics.median(way.blocked_s))
         for name, way in ways.items():
             show(name, way, best)
         dist.destroy_process_group()

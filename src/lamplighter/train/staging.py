@@ -22,7 +22,7 @@ from lamplighter.report import Phase, Verdict
 from lamplighter.rundir import human_bytes
 
 WRITER_THREAD = "lamp-writer"
-NICENESS = 10  # of the write; the copy is not: a step may be waiting for it
+NICENESS = 5  # of the write; the copy is not: a step may be waiting for it
 LEAST_SPARE = 2.0  # auto: so many times the copy must be free, so that the copy does not become the straw
 Tensors = dict[str, torch.Tensor]
 

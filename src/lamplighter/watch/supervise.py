@@ -381,12 +381,17 @@ class Supervisor:
         slot = self.observer.picture.slot
         if slot is None or not slot.flag("stopping"):  # it had not opened its FIFO yet when it was asked
             stacks.send(self.run, 0, f"stop {self.stop_reason}")
-        if self.leave_now or (waited > self.order.grace_s and not (slot and slot.flag("saving"))):
+        if self.leave_now or (waited > self.order.grace_s and not (slot and slot.flag("saving") and self._can_save())):
             _, durable = self._where_it_stands()
             why = "left at once" if self.leave_now else f"no answer in {waited:.0f} s"
             self.voice.say(f"{why}: the process is killed; step {durable} is safe", "bold")
             self.killed_by_us = True
             self._kill_all()
+
+    def _can_save(self) -> bool:
+        """Not while C code holds the GIL: two samples in a row went unanswered."""
+        silent = [taken.sampler_silent for taken in self.observer.quiet.captures]
+        return len(silent) < 2 or not all(silent)
 
     def _kill_all(self) -> None:
         """The child and everything that it started (it has a session of its own)."""
