@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from conftest import TINY, lamp, losses_of, slot_of, start_lamp, wait_for
+from conftest import LONG, TINY, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_json, read_lines, verify_manifest
 from lamplighter.train import staging
 from lamplighter.train.staging import Flight, Staging, choose
@@ -312,3 +312,31 @@ def test_a_disk_that_is_full_beside_the_steps_is_pruned_for_and_then_ends_the_ru
     assert verify_manifest(run.checkpoints / "checkpoint-6") is None
     assert not (run.checkpoints / "checkpoint-9").exists()
     assert max(losses_of(run)) < 100, "it ends soon after, and not at the end of the run"
+
+
+HELD = """
+import ctypes
+
+def after(path):
+    if "checkpoint-6-" in path:
+        open("in-the-air", "w").close()
+        time.sleep(2)
+
+def before(model):
+    if model.training and model.calls == 8:
+        while not os.path.exists("in-the-air"):
+            time.sleep(0.01)
+        ctypes.PyDLL(None).sleep(90)
+"""
+
+
+@LONG
+def test_a_stop_does_not_wait_for_a_write_that_cannot_go_on(tmp_path: Path) -> None:
+    """The GIL is held while a save is under way: its flag stays up, and the stop still comes to its end."""
+    write_model(tmp_path, HELD)
+    run = RunDir(tmp_path / "runs" / "held")
+    going = start_lamp(*words_for("held", 40, 3, "--watch.stop_grace_s", "3"), cwd=tmp_path)
+    wait_for(lambda: (tmp_path / "in-the-air").exists() and slot_of(run).step == 7, 90, going)
+    going.terminate()
+    assert going.wait(60) == 75
+    assert "the process is killed; step 3 is safe" in (tmp_path / "out.txt").read_text()

@@ -328,7 +328,7 @@ def test_a_stuck_step_that_ignores_a_stop_is_killed_after_its_grace(tmp_path: Pa
     """TERM, save, KILL: while C code holds the GIL nothing can be saved, and the durable step counts."""
     (tmp_path / "stuck.py").write_text(LEAK.replace("self.kept.append(torch.ones(BYTES // 4))", "hold(self)") + HOLD)
     run = RunDir(tmp_path / "runs" / "z")
-    words = [*QUICK, "--model.family", "stuck:Model", "--watch.stop_grace_s", "3"]
+    words = [*QUICK, "--model.family", "stuck:Model", "--watch.stop_grace_s", "3", "--save.staged", "false"]
     going = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: slot_of(run).step == 24, process=going)
     time.sleep(0.5)
