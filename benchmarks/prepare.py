@@ -168,7 +168,7 @@ def one_row(
 def train_tokenizer(texts: list[str], work: Path) -> Path:
     from lamplighter.data.tokenizer import train
 
-    train(texts, 8192, 10_000_000).save(work / "tokenizer")
+    train(texts, 8192).save(work / "tokenizer")
     return work / "tokenizer"
 
 
