@@ -3,9 +3,9 @@
 In:  one function per contestant, each returning seconds (or a rate) of one round of equal work.
 Out: median, spread and ratio per contestant, on the screen and with --json in a file.
 
-    wanted = measured.arguments(__doc__, rounds=5)
+    wanted = measured.arguments(__doc__).parse_args()
     found = measured.in_turn({"ours": ours, "peer": peer}, wanted.rounds)
-    measured.show("tokens/s", rows, first="peer")
+    measured.show("a title", "tokens/s", [measured.Row(name, rates) for name, rates in found.items()], against="peer")
 
 A round takes everybody once, in an order that is turned by one each time, so that a machine that is busy for a while is
 busy for all of them. The first round warms up and is not counted.
@@ -106,11 +106,11 @@ def machine() -> str:
     versions = f"Python {platform.python_version()}" + (f", torch {torch.__version__}" if torch else "")
     cores = len(os.sched_getaffinity(0))
     return (
-        f"machine: {_processor()}, {cores} cores, {memory:.0f} GiB, {versions}, load {load} at {time.strftime('%H:%M')}"
+        f"machine: {processor()}, {cores} cores, {memory:.0f} GiB, {versions}, load {load} at {time.strftime('%H:%M')}"
     )
 
 
-def _processor() -> str:
+def processor() -> str:
     try:
         rows = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
