@@ -121,7 +121,7 @@ class Decoder:
         cache_B2KSD, place = self.cache.stored[layer], self.cache.position
         cache_B2KSD.select(3, place).copy_(kv_B2KD)
         k_BKSD, v_BKSD = cache_B2KSD.narrow(3, 0, place + 1).unbind(1)
-        q_BKGD = q_BHD.unflatten(1, (self.shape.kv_heads, -1))
+        q_BKGD = q_BHD.view(len(q_BHD), self.shape.kv_heads, -1, self.shape.head_width)
         return functional.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD)
 
 
