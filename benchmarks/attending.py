@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import measured
+
 SCRIPT = """
 import resource, sys, time, torch
 torch.set_num_threads(1)
@@ -105,6 +107,7 @@ def main() -> None:
         fetch = statistics.median(b[1] for b in ours) - statistics.median(b[1] for b in bare)
         out, watcher, passage = watched(cwd, [sys.executable, "script.py", seconds])
         steps, used = value(out, "STEPS")
+        measured.say_machine()
         print(f"the script pays {step:.2f} us a step and {fetch:.2f} us a batch (CPU time, median of 3 interleaved)")
         print(f"a step of {used / steps * 1000:.1f} ms: {(step + fetch) / (used / steps * 1e6):.3%}")
         print(f"the watcher uses {watcher:.2%} of a core, the passage {passage:.2%}; {os.cpu_count()} cores")

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import platform
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+import measured
 
 from lamplighter.data.clean import detect, document, gutenberg, lines, parts, quality, reading, text
 from lamplighter.data.clean.duplicates import record_of
@@ -33,6 +31,7 @@ def main() -> None:
     arguments.add_argument("paths", nargs="*")
     arguments.add_argument("--repeat", type=int, default=3)
     given = arguments.parse_args()
+    measured.say_machine()
     with tempfile.TemporaryDirectory() as folder:
         paths = given.paths or [_made_up(Path(folder))]
         items, _ = find_items(paths, None)
@@ -60,9 +59,7 @@ def _by_kind(items: list[Item], repeat: int) -> None:
         print(f"{kind:<16}{sizes[kind] / 1e6:>10.1f}{out[kind] / 1e6:>10.1f}{sizes[kind] / 1e6 / seconds[kind]:>16.1f}")
     rate = sum(sizes.values()) / 1e6 / sum(seconds.values())
     print(f"{'overall':<16}{sum(sizes.values()) / 1e6:>10.1f}{sum(out.values()) / 1e6:>10.1f}{rate:>16.1f}")
-    print(
-        f"sha256 on the same core: {_sha256():.0f} MB/s; {platform.processor() or platform.machine()}, {_model()}, Python {platform.python_version()}"
-    )
+    print(f"sha256 on the same core: {_sha256():.0f} MB/s")
 
 
 def _kind(item: Item) -> str:
@@ -121,14 +118,6 @@ def _sha256() -> float:
     started = time.process_time()
     hashlib.sha256(block).digest()
     return len(block) / 1e6 / (time.process_time() - started)
-
-
-def _model() -> str:
-    try:
-        rows = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.system()
-    return next((row.partition(":")[2].strip() for row in rows if row.startswith("model name")), "unknown CPU")
 
 
 def _made_up(folder: Path) -> str:

@@ -1,6 +1,6 @@
 """What padding costs: real tokens per second of one small model, the same examples laid out in five ways, in one run.
 
-    python benchmarks/packing.py [--rounds 5] [--seconds 2] [--layers 4] [--width 256] [--vocab 8192] [--threads 1]
+    python benchmarks/packing.py [--rounds 5] [--seconds 2] [--layers 4] [--width 256] [--vocab 8192] [--threads 2]
 
 Examples are made up with the lengths of a fine-tuning set that was padded to 1024 (mean 34 tokens, p95 44, max 67).
 Each way takes its turn in each round, so that a busy machine slows all of them; medians and ratios are printed. A token
@@ -9,11 +9,10 @@ counts as real if it is not padding.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 from collections.abc import Callable
 
+import measured
 import numpy as np
 import torch
 
@@ -65,10 +64,13 @@ def padding_of(make: Callable[[int], Batch], steps: int = 60) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name, value in (("rounds", 5), ("layers", 4), ("width", 256), ("vocab", 8192), ("seconds", 2), ("threads", 1)):
+    parser = measured.arguments(__doc__ or "")
+    for name, value in (("layers", 4), ("width", 256), ("vocab", 8192)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn")
     wanted = parser.parse_args()
+    if wanted.quick:
+        wanted.rounds, wanted.layers, wanted.width, wanted.vocab, wanted.seconds = 1, 1, 64, 256, 0.05
     torch.set_num_threads(wanted.threads)
     side = made_up(2000, wanted.vocab)
     long, short = (fit(side, seq_len, "truncate", learn_all=True) for seq_len in (1024, 256))
@@ -85,27 +87,27 @@ def main() -> None:
     model = Transformer(shape)
     init_weights(model, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    rates: dict[str, list[float]] = {name: [] for name in ways}
     padding = {name: padding_of(make) for name, make in ways.items()}
-    for turn in range(wanted.rounds + 1):
-        for name, make in ways.items():
-            tokens, seconds, step = 0, 0.0, turn * 1000
-            while seconds < wanted.seconds:
-                step += 1
-                batch = make(step)
-                seconds += take_step(model, optimizer, batch)
-                tokens += batch.filled
-            if turn:  # the first round warms up
-                rates[name].append(tokens / seconds)
+    turns = dict.fromkeys(ways, 0)
+
+    def turn(name: str) -> float:
+        """Real tokens a second, over a few seconds."""
+        tokens, seconds, step = 0, 0.0, turns[name] * 1000
+        turns[name] += 1
+        while seconds < wanted.seconds:
+            step += 1
+            batch = ways[name](step)
+            seconds += take_step(model, optimizer, batch)
+            tokens += batch.filled
+        return tokens / seconds
+
+    found = measured.in_turn({name: (lambda name=name: turn(name)) for name in ways}, wanted.rounds)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"{parameters:,} parameters, torch {torch.__version__}, {torch.get_num_threads()} threads, {wanted.rounds} rounds"
-    )
-    first = statistics.median(next(iter(rates.values())))
-    print(f"{'':<26} {'padding':>8} {'real tok/s':>11} {'(min - max)':>18} {'ratio':>7}")
-    for name, found in rates.items():
-        middle, spread = statistics.median(found), f"({min(found):,.0f} - {max(found):,.0f})"
-        print(f"{name:<26} {padding[name]:>8.1%} {middle:>11,.0f} {spread:>18} {middle / first:>6.1f}x")
+    measured.say_machine()
+    rows = [measured.Row(name, rates, extra=f"{padding[name]:.1%} padding") for name, rates in found.items()]
+    title = f"short examples, {parameters:,} parameters, {wanted.threads} threads"
+    measured.show(title, "real tok/s", rows, next(iter(ways)))
+    measured.keep(wanted.json)
 
 
 if __name__ == "__main__":

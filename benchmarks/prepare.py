@@ -4,7 +4,7 @@ In:  a folder of real text (.txt), a tokenizer (a folder or tokenizer.json; defa
 Out: MB/s of the command as a whole and after its tokenizer is loaded, the ratio to encode_batch_fast, by the clock and
      by processor time (which says more where others use the machine too), peak memory, files.
 
-Run: .venv/bin/python benchmarks/prepare.py TEXT_FOLDER [TOKENIZER] [--mb 10 100 1000] [--kinds txt jsonl] [--work DIR]
+Run: .venv/bin/python benchmarks/prepare.py [TEXT_FOLDER] [TOKENIZER] [--mb 10 100 1000] [--kinds txt jsonl] [--work DIR]
 
 The corpus is the paragraphs of the folder, shuffled and numbered over and over, so that no stretch of it comes twice as
 it is. encode_batch_fast gets both cores, and texts that are in memory already; it runs before and after each command,
@@ -23,9 +23,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import measured
 import numpy as np
 import psutil
 import tokenizers
+
+from lamplighter.data.corpus import entries
 
 PEER_BYTES = 8_000_000
 HEAD = (
@@ -122,7 +125,7 @@ def time_gather(folder: Path, length: int, rows: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("texts", type=Path)
+    parser.add_argument("texts", type=Path, nargs="?", help="without one: the embedded corpus, easier than real text")
     parser.add_argument("tokenizer", type=Path, nargs="?")
     parser.add_argument("--mb", type=float, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--kinds", nargs="+", default=["txt"])
@@ -132,9 +135,10 @@ def main() -> None:
     wish = parser.parse_args()
     work = wish.work or Path(tempfile.mkdtemp(prefix="lamp-prepare-"))
     work.mkdir(exist_ok=True)
-    texts = paragraphs(wish.texts)
+    texts = paragraphs(wish.texts) if wish.texts else [entry.text for entry in entries(1, 20_000)]
     where = wish.tokenizer or train_tokenizer(texts, work)
     peer = tokenizers.Tokenizer.from_file(str(where if where.is_file() else where / "tokenizer.json"))
+    measured.say_machine()
     print(HEAD)
     for kind in wish.kinds:
         for size in wish.mb:
@@ -168,7 +172,7 @@ def one_row(
 def train_tokenizer(texts: list[str], work: Path) -> Path:
     from lamplighter.data.tokenizer import train
 
-    train(texts, 8192, 10_000_000).save(work / "tokenizer")
+    train(texts, 8192).save(work / "tokenizer")
     return work / "tokenizer"
 
 

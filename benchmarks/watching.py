@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import measured
 
 PAIRS, STEPS, STEP_MS = 40, 60, 15.0
 
@@ -96,9 +97,7 @@ def main() -> None:
         found = json.loads(process.stdout.read())
     ratios = [b / a - 1 for a, b in zip(found["plain"], found["watched"], strict=True)]
     plain_ms = statistics.median(found["plain"]) * 1000
-    print(
-        f"machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    )
+    measured.say_machine()
     print(f"a plain step: {plain_ms:.2f} ms of CPU; {PAIRS} pairs of {STEPS} steps, interleaved")
     print(
         f"the reporting of a step by itself: {found['alone_us']:.1f} us of CPU = {found['alone_us'] / plain_ms / 10:.3f} % of that step"

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lamplighter.model.decode import Decoder, can_decode
 from lamplighter.model.sample import stream
 from lamplighter.model.shape import Shape, shape_from_hf
-from lamplighter.model.transformer import Transformer, init_weights, load_weights
+from lamplighter.model.transformer import KVCache, Transformer, init_weights, load_weights
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 STORIES = SHARED / "models" / "stories260K_hf_llama"
@@ -156,6 +157,51 @@ def test_top_p_keeps_the_fewest_that_hold_p() -> None:
     assert set(drawn(top_p=0.6)) == {0, 7, 1}
     assert set(drawn(top_p=1e-9)) == {0}
     assert set(drawn(top_p=0.5, top_k=3)) == {0, 7}  # of the three likeliest, the two that hold half
+
+
+def test_top_p_of_a_large_vocabulary_keeps_the_same_tokens_without_sorting_it() -> None:
+    """A steep choice is held by a few hundred tokens; a flat one needs more of them than are looked at first."""
+    for steepness, top_p in ((4.0, 0.9), (0.01, 0.6)):
+        logits = torch.randn(3000, generator=torch.Generator().manual_seed(1)) * steepness
+        odds, order = logits.double().softmax(-1).sort(descending=True)
+        kept = set(order[odds.cumsum(-1) - odds < top_p].tolist())
+        assert (len(kept) < 512) == (steepness > 1.0)
+        steps = stream(Fixed(logits.tolist()), [0], samples=50, max_tokens=40, top_p=top_p)
+        found = {token for step in steps for token in step}
+        assert found <= kept
+        assert len(found) > min(len(kept), 2000) // 4
+
+
+def test_a_part_that_somebody_replaced_is_asked_as_it_is() -> None:
+    class Shifted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 3.0
+
+    model = a_model(LLAMA)
+    before = texts(stream(model, [3, 4], max_tokens=10, temperature=0.0))
+    assert can_decode(model)
+    own = Shifted(model.model.layers[0].mlp.down_proj.in_features, LLAMA.width, bias=False)
+    own.weight = model.model.layers[0].mlp.down_proj.weight
+    model.model.layers[0].mlp.down_proj = own
+    assert not can_decode(model)
+    after = texts(stream(model, [3, 4], max_tokens=10, temperature=0.0))
+    assert after == texts(stream(Uncached(model), [3, 4], max_tokens=10, temperature=0.0, window=12))
+    assert after != before
+
+
+@both_families
+def test_one_token_at_a_time_gives_the_logits_of_the_whole_text(shape: Shape) -> None:
+    model = a_model(shape).eval()
+    ids_BT = torch.randint(0, 40, (3, 12), generator=torch.Generator().manual_seed(2))
+    cache = KVCache(shape, 3, 12, torch.device("cpu"), torch.float32)
+    decoder = Decoder(model, cache)
+    with torch.no_grad():
+        whole_BTV = model(ids_BT)
+        model(ids_BT[:, :4], cache=cache)
+    for place in range(4, 12):
+        torch.testing.assert_close(decoder.step(ids_BT[:, place]), whole_BTV[:, place], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="does not fit the cache's 12"):
+        decoder.step(ids_BT[:, 0])
 
 
 def test_a_cold_temperature_is_greedy_and_masked_tokens_are_never_drawn() -> None:

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .decode import Decoder, can_decode
 from .transformer import KVCache, Transformer
+
+LIKELY = 512  # how many of the likeliest tokens are looked at before all are sorted for top_p
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ def run(
     text_BT = torch.tensor(prompt_ids, device=device).repeat(samples, 1)
     text_BT = torch.cat((text_BT, text_BT.new_zeros(samples, max_tokens)), dim=1)
     cache = new_cache(model, samples, min(window, length + max_tokens))
+    decoder = Decoder(model, cache) if isinstance(model, Transformer) and cache and can_decode(model) else None
     stopped = [False] * samples
     start = max(0, length - window)
     with evaluating(model):
@@ -93,7 +97,13 @@ def run(
                 start = end - max(1, window // 2)
                 if cache is not None:
                     cache.position = 0
-            next_B = choose(next_logits(model, cache, text_BT[:, start:end]), choice, generators)
+            if decoder is not None and decoder.cache.position == end - start - 1:
+                logits_BV = decoder.step(text_BT[:, end - 1]).float()
+            elif end == length:  # the prompt, which all samples have in common, is read once
+                logits_BV = next_logits(model, cache, text_BT[:1, start:end]).expand(samples, -1)
+            else:
+                logits_BV = next_logits(model, cache, text_BT[:, start:end])
+            next_B = choose(logits_BV, choice, generators)
             text_BT[:, end] = next_B
             ids = next_B.tolist()
             yield [None if done else token for done, token in zip(stopped, ids, strict=True)]
@@ -114,13 +124,12 @@ def next_logits(model: nn.Module, cache: KVCache | None, visible_BT: Tensor) -> 
 
 def choose(logits_BV: Tensor, choice: Choice, generators: list[torch.Generator]) -> Tensor:
     """One id per row: top_k first, then top_p of what is left, as Hugging Face does."""
-    best_B1 = logits_BV.amax(-1, keepdim=True)  # carries a NaN along
+    best_B1, likeliest_B1 = logits_BV.max(-1, keepdim=True)  # carries a NaN along
     if not torch.isfinite(best_B1).all():
         raise ValueError("the model's logits are not finite: its weights are damaged, or its training diverged")
     if choice.temperature == 0.0:
-        return logits_BV.argmax(-1)
-    scaled_BK, ids_BK = candidates((logits_BV - best_B1) / choice.temperature, choice)
-    odds_BK = scaled_BK.double().softmax(-1)
+        return likeliest_B1.squeeze(-1)
+    odds_BK, ids_BK = candidates((logits_BV - best_B1) / choice.temperature, choice)
     if choice.top_p < 1.0:
         before_BK = odds_BK.cumsum(-1) - odds_BK
         odds_BK = odds_BK * (before_BK < choice.top_p)
@@ -129,13 +138,18 @@ def choose(logits_BV: Tensor, choice: Choice, generators: list[torch.Generator])
 
 
 def candidates(scaled_BV: Tensor, choice: Choice) -> tuple[Tensor, Tensor | None]:
-    """The logits that can win, likeliest first where that matters, and their ids; None: the ids are the places."""
+    """The odds that can win, likeliest first where that matters, and their ids; None: the ids are the places."""
     if choice.top_k > 0:
         top = scaled_BV.topk(min(choice.top_k, scaled_BV.shape[-1]))
-        return top.values, top.indices
-    if choice.top_p < 1.0:
-        return scaled_BV.sort(descending=True, stable=True)
-    return scaled_BV, None
+        return top.values.double().softmax(-1), top.indices
+    odds_BV = scaled_BV.double().softmax(-1)
+    if choice.top_p == 1.0:
+        return odds_BV, None
+    if odds_BV.shape[-1] > 2 * LIKELY:  # a sort of all takes longer than a small model's step
+        likely = odds_BV.topk(LIKELY)
+        if (likely.values.sum(-1) > choice.top_p).all():
+            return likely.values, likely.indices
+    return odds_BV.sort(descending=True, stable=True)
 
 
 def pick(odds_BK: Tensor, generators: list[torch.Generator]) -> Tensor:

@@ -49,18 +49,20 @@ class KVCache:
     """The keys and values of the tokens read so far, in memory taken once. `position` counts those tokens."""
 
     def __init__(self, shape: Shape, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
-        size = (shape.layers, batch, shape.kv_heads, length, shape.head_width)
-        self.keys = torch.empty(size, device=device, dtype=dtype)
-        self.values = torch.empty(size, device=device, dtype=dtype)
+        size = (shape.layers, batch, 2, shape.kv_heads, length, shape.head_width)  # 2: keys, values
+        self.stored = torch.empty(size, device=device, dtype=dtype)
         self.length = length
         self.position = 0
 
     def extend(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens of one layer; return all of that layer so far. The model then moves `position`."""
-        end = self.position + k_BHTD.shape[2]
-        self.keys[layer, :, :, self.position : end] = k_BHTD
-        self.values[layer, :, :, self.position : end] = v_BHTD
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        """Store the new tokens of one layer; return all of that layer so far. The model then moves `position`.
+
+        Tokens that every row has in common may be given as one row: it is stored in all of them.
+        """
+        rows, end = k_BHTD.shape[0], self.position + k_BHTD.shape[2]
+        self.stored[layer, :, 0, :, self.position : end] = k_BHTD
+        self.stored[layer, :, 1, :, self.position : end] = v_BHTD
+        return self.stored[layer, :rows, 0, :, :end], self.stored[layer, :rows, 1, :, :end]
 
 
 class Sight(NamedTuple):
