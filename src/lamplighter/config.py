@@ -140,6 +140,9 @@ class Train(Section):
         "skip", "a batch with non-finite numbers: skip it (at most 3 within 100 steps), or stop"
     )
     compile: bool = _value(False, "torch.compile each block")
+    loss: Literal["blocks", "whole"] = _value(
+        "blocks", "work the loss out a few rows of logits at a time (less memory, faster), or on all logits as a whole"
+    )
     recompute: bool = _value(False, "keep no activations of a block, compute them again for the backward pass")
 
 
