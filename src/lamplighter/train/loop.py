@@ -31,7 +31,7 @@ from lamplighter.errors import STOPPED_EARLY, BadData, CannotWrite, Diverged, La
 from lamplighter.model.build import Built
 from lamplighter.model.sample import stream as sample_stream
 from lamplighter.model.transformer import load_weights, weights
-from lamplighter.rundir import RunDir, free_bytes, read_last_lines
+from lamplighter.rundir import CACHE_NAME, RunDir, free_bytes, read_last_lines
 from lamplighter.train import checkpoint, guard, machine, optim, score
 from lamplighter.train.checkpoint import Progress
 
@@ -258,7 +258,7 @@ def _compile(parts: Parts, batch: Batch) -> None:
 
         compiled = Compiled(parts.model)
         try:
-            compiled.begin()
+            compiled.begin(parts.folder.path.parent / CACHE_NAME / "compiled")
             rows = _micro_rows(parts, batch)[0]
             _micro_loss(parts, batch, rows).backward()  # type: ignore[no-untyped-call]
         except CompileError as error:
