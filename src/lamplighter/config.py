@@ -139,7 +139,12 @@ class Train(Section):
     on_nonfinite: Literal["skip", "stop"] = _value(
         "skip", "a batch with non-finite numbers: skip it (at most 3 within 100 steps), or stop"
     )
-    compile: bool = _value(False, "torch.compile each block")
+    compile: bool | Literal["auto"] = _value(
+        "auto", "torch.compile each block; auto: where the run is long enough to pay for it"
+    )
+    loss: Literal["blocks", "whole"] = _value(
+        "blocks", "work the loss out a few rows of logits at a time (less memory, faster), or on all logits as a whole"
+    )
     recompute: bool = _value(False, "keep no activations of a block, compute them again for the backward pass")
 
 
@@ -446,7 +451,7 @@ def parse_overrides(words: list[str]) -> tuple[list[str], dict[str, list[str]]]:
         taken = [value] if equals else []
         while words and not equals and not words[0].startswith("--") and (many or not taken):
             taken.append(words.pop(0))
-        if not taken and info.annotation is bool:
+        if not taken and (info.annotation is bool or bool in get_args(info.annotation)):
             taken.append("true")
         if not taken:
             example = f"for example: --{name} {info.default}" if info.default not in (None, []) else "lamp train --help"

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .head import Blocks, head_loss
 from .shape import Shape
 
 INIT_STD = 0.02
@@ -294,6 +295,7 @@ class Transformer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.blocks = Blocks()
         if shape.family == "gpt2":
             self.transformer = GPT2Body(shape)
         else:
@@ -307,8 +309,10 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         last_only: bool = False,
         segments_BT: Tensor | None = None,
+        targets_BT: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
-        """Logits [B, T, V], or [B, 1, V] with last_only.
+        """Logits [B, T, V], or [B, 1, V] with last_only; with targets_BT their loss instead: scale x the sum of nats.
 
         With a cache, ids_BT continue what it holds. With segments_BT (an integer per token), tokens look only at
         tokens of the same segment, and each segment counts its positions from zero: packed documents stay apart.
@@ -318,6 +322,8 @@ class Transformer(nn.Module):
         x_BTC: Tensor = self.transformer(ids_BT, seen) if self.shape.family == "gpt2" else self.model(ids_BT, seen)
         if cache is not None:
             cache.position += ids_BT.shape[1]
+        if targets_BT is not None:
+            return head_loss(x_BTC, self.head_weight(), targets_BT, scale, self.blocks)
         return functional.linear(x_BTC[:, -1:] if last_only else x_BTC, self.head_weight())
 
     def head_weight(self) -> Tensor:

@@ -6,7 +6,9 @@ Out: compiled blocks; the flag `compiling` while it lasts; a verdict on a storm 
 
 from __future__ import annotations
 
+import os
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +34,12 @@ class Compiled:
         self.recent: deque[int] = deque()
         self.said = False
 
-    def begin(self) -> None:
-        """Compile each transformer block by itself (repeats to the last bit, and compiles once for all)."""
+    def begin(self, kept: Path) -> None:
+        """Compile each transformer block by itself (repeats to the last bit, and compiles once for all).
+
+        What is compiled is kept beside the runs, so that the next start is a warm one also on a machine that was rented anew.
+        """
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept.resolve()))
         callback_handler.register_start_callback(self._on_start)
         callback_handler.register_end_callback(self._on_end)
         for block in self.blocks:

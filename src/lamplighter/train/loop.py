@@ -20,8 +20,8 @@ from lamplighter.data.chat.examples import Examples
 from lamplighter.data.stream import ChunkStream, Filler, load_state
 from lamplighter.errors import BadData, Diverged, StoppedEarly
 from lamplighter.model.sample import stream as sample_stream
-from lamplighter.model.transformer import load_weights, next_token_loss, weights
-from lamplighter.rundir import free_bytes, read_last_lines
+from lamplighter.model.transformer import load_weights, weights
+from lamplighter.rundir import CACHE_NAME, free_bytes, read_last_lines
 from lamplighter.train import checkpoint, guard, machine, optim, score
 from lamplighter.train.keeper import Keeper
 from lamplighter.train.parts import Parts
@@ -134,7 +134,7 @@ def _compile(parts: Parts, batch: Batch) -> None:
 
         compiled = Compiled(parts.model)
         try:
-            compiled.begin()
+            compiled.begin(parts.folder.path.parent / CACHE_NAME / "compiled")
             rows = _micro_rows(parts, batch)[0]
             _micro_loss(parts, batch, rows).backward()  # type: ignore[no-untyped-call]
         except CompileError as error:
@@ -173,10 +173,9 @@ def _micro_loss(parts: Parts, batch: Batch, rows: slice) -> torch.Tensor:
     device = parts.machine.device
     ids = torch.from_numpy(batch.inputs[rows]).to(device, non_blocking=True)
     targets = torch.from_numpy(batch.targets[rows]).to(device, non_blocking=True)
+    whole, share = parts.run.train.loss == "whole", 1 / batch.real_tokens
     with parts.machine.precision():
-        logits = score.look(parts.model, ids, batch.segments, rows)
-    loss: torch.Tensor = next_token_loss(logits, targets) / batch.real_tokens
-    return loss
+        return score.nats(parts.model, ids, targets, batch.segments, whole, share, rows)
 
 
 def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited_s: float) -> Record | None:
@@ -394,7 +393,8 @@ def _catch_up(parts: Parts, keeper: Keeper) -> None:
 def _score(parts: Parts, keeper: Keeper, step: int) -> None:
     train, section = parts.run.train, parts.run.eval
     size = train.micro_batch or train.batch_size
-    found = score.validate(parts.model, parts.feed, parts.machine, size, section.windows)
+    whole = train.loss == "whole"
+    found = score.validate(parts.model, parts.feed, parts.machine, size, section.windows, whole)
     bpb = found.bits_per_byte(parts.feed.held.targets)
     values = {"eval/val_loss": found.loss, "eval/val_ppl": found.perplexity, "eval/val_bpb": bpb, "eval/iter": step}
     if parts.progress.loss is not None:

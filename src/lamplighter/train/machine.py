@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ GPU_PEAKS = {
     "L4": (121e12, 30.3e12), "A10": (125e12, 31.2e12), "T4": (65e12, 8.1e12), "V100": (125e12, 15.7e12),
     "4090": (165e12, 82.6e12), "3090": (71e12, 35.6e12),
 }  # fmt: skip
+COMPILE_PAYS_S = {"cpu": 600.0, "cuda": 600.0}  # half a minute to compile, for about a tenth of each step
 BF16_GAIN = 1.2  # bf16 costs accuracy: it must be worth it
 ISA_LIMIT = "ONEDNN_MAX_CPU_ISA"
 
@@ -85,6 +87,27 @@ def detect(section: Train, before: dict[str, Any] | None = None) -> Machine:
     peak, how = _peak(device, dtype, name)
     reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {'bf16' if dtype == torch.bfloat16 else 'fp32'}: {how}")
     return Machine(device, dtype, threads, name, peak, tuple(reasons))
+
+
+def choose_compile(
+    section: Train, before: bool | None, expected_s: float, device: torch.device, own_model: bool, one_shape: bool
+) -> tuple[bool, str]:
+    """Whether to compile the blocks, and why; a resumed run keeps what it had."""
+    if section.compile != "auto":
+        return section.compile, "train.compile"
+    if before is not None:
+        return before, "as before"
+    if own_model or not one_shape:
+        return (
+            False,
+            "a model of your own is compiled if you ask for it" if own_model else "every length would be compiled",
+        )
+    pays_s = COMPILE_PAYS_S[device.type]
+    if expected_s < pays_s:
+        return False, f"it pays from about {pays_s / 60:.0f} min of training on"
+    if device.type == "cpu" and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
+        return False, "there is no C++ compiler (g++), which it needs"
+    return True, f"the run is long enough to pay for it (about {expected_s / 3600:.1f} h)"
 
 
 def _choose_device(section: Train, reasons: list[str]) -> torch.device:

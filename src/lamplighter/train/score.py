@@ -14,7 +14,7 @@ import torch
 from lamplighter import report
 from lamplighter.data.batches import Int64s
 from lamplighter.data.feed import Feed
-from lamplighter.model.transformer import next_token_loss
+from lamplighter.model.transformer import Transformer, next_token_loss
 from lamplighter.train.machine import Machine
 
 
@@ -65,26 +65,44 @@ def look(model: torch.nn.Module, ids: torch.Tensor, segments: Int64s | None, row
     return logits
 
 
+def nats(
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    targets: torch.Tensor,
+    segments: Int64s | None,
+    whole: bool,
+    scale: float = 1.0,
+    rows: slice = slice(None),
+) -> torch.Tensor:
+    """`scale` times the sum of nats over the targets: a few rows of logits at a time, or all of them as a whole."""
+    if whole or not isinstance(model, Transformer):
+        return next_token_loss(look(model, ids, segments, rows), targets) * scale
+    apart = None if segments is None else torch.from_numpy(segments[rows]).to(ids.device)
+    loss: torch.Tensor = model(ids, segments_BT=apart, targets_BT=targets, scale=scale)
+    return loss
+
+
 @torch.no_grad()
-def validate(model: torch.nn.Module, feed: Feed, machine: Machine, batch: int, windows: int) -> Score:
+def validate(
+    model: torch.nn.Module, feed: Feed, machine: Machine, batch: int, windows: int, whole: bool = False
+) -> Score:
     """Score what is held back, in order; `windows` 0 = all."""
     limit = windows or None
     total = feed.held.samples
     used = min(total, limit) if limit else total
     was_training = model.training
     model.eval()
-    nats, tokens = 0.0, 0
+    found, tokens = 0.0, 0
     try:
         with report.phase("evaluate", total=used, unit=feed.noun) as phase:
             for piece in feed.validation(batch, limit):
                 ids = torch.from_numpy(piece.inputs).to(machine.device)
                 targets = torch.from_numpy(piece.targets).to(machine.device)
                 with machine.precision():
-                    logits = look(model, ids, piece.segments)
-                nats += float(next_token_loss(logits, targets))
+                    found += float(nats(model, ids, targets, piece.segments, whole))
                 tokens += piece.real_tokens
                 phase.tick(len(piece.inputs))
     finally:
         model.train(was_training)
     held = feed.held
-    return Score(nats / max(1, tokens), tokens, used == total, held.documents, held.text_bytes)
+    return Score(found / max(1, tokens), tokens, used == total, held.documents, held.text_bytes)

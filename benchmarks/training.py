@@ -1,0 +1,323 @@
+"""Tokens a second and memory of training, against Hugging Face's Trainer and a plain loop: same weights, same batches.
+
+In:  a made-up corpus of 30,000 words; a GPT-2 of 6 layers, width 384 (--layers, --width, --vocab, --length, --batch).
+Out: a table of ratios, the share of the matrix product's peak, peak memory, and whether the losses agree step by step.
+
+    python benchmarks/training.py [--rounds 5] [--steps 6] [--only lamp "plain compiled"] [--dtypes fp32 bf16] [--profile]
+
+Everybody works in a process of their own and takes turns of a few steps. A peer gets its defaults in one row and its best
+settings in another (fused AdamW, torch.compile, bf16 where this processor has it: on some virtual machines bf16 only
+works with AMX switched off, which is done for everybody then). Ours is the product's own loop as `lamp train` runs it,
+with its saves and its validation out of the way, as the peers' are; what being watched costs is in watching.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import measured
+import peers
+
+LR, CLIP = 3e-4, 1.0
+
+# Each program answers {"steps": n} with the seconds and losses of its next n steps, and its peak memory.
+OURS = """
+import resource, torch
+from pathlib import Path
+from lamplighter.config import load_dump
+from lamplighter.rundir import RunDir
+from lamplighter.work import prepare
+from lamplighter.train.loop import training
+
+def start(ask):
+    folder = RunDir(Path(ask["run"]))
+    parts = prepare(load_dump(folder.config), folder, {})
+    with training(parts) as steps:
+        yield "ready"
+        while True:
+            yield [next(steps) for _ in range(ask["now"])]
+
+def answer(ask):
+    global run, given
+    if "run" in ask:
+        given = ask
+        run = start(ask)
+        return next(run)
+    given["now"] = ask["steps"]
+    began, used = time.perf_counter(), time.process_time()
+    records = next(run)
+    return {"s": time.perf_counter() - began, "cpu_s": time.process_time() - used, "losses": [r.loss for r in records],
+            "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+"""
+PLAIN = """
+import resource, contextlib, numpy, torch
+from transformers import AutoModelForCausalLM
+import torch.nn.functional as F
+
+def answer(ask):
+    global model, whole, optimizer, batches, place, low, clip
+    if "folder" in ask:
+        torch.set_num_threads(ask["threads"])
+        model = AutoModelForCausalLM.from_pretrained(ask["folder"], dtype=torch.float32).train()
+        decay = [p for p in model.parameters() if p.dim() >= 2]
+        rest = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=ask["lr"], betas=(0.9, 0.95), fused=True)
+        batches, place, clip = numpy.load(ask["batches"], mmap_mode="r"), 0, ask["clip"]
+        low = contextlib.nullcontext() if ask["dtype"] == "fp32" else torch.autocast("cpu", torch.bfloat16)
+        def loss_of(ids, targets):
+            with low:
+                logits = model(input_ids=ids, use_cache=False).logits
+            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        whole = torch.compile(loss_of, dynamic=False) if ask["compile"] else loss_of
+        return "ready"
+    losses, began, used = [], time.perf_counter(), time.process_time()
+    for _ in range(ask["steps"]):
+        rows = torch.from_numpy(batches[place].astype(numpy.int64))
+        place += 1
+        loss = whole(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return {"s": time.perf_counter() - began, "cpu_s": time.process_time() - used, "losses": losses,
+            "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+"""
+TRAINER = """
+import queue, resource, threading, numpy, torch
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+wanted, made = queue.Queue(), queue.Queue()
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, path):
+        self.batches = numpy.load(path, mmap_mode="r")
+        self.size = self.batches.shape[1]
+    def __len__(self):
+        return len(self.batches) * self.size
+    def __getitem__(self, at):
+        row = torch.from_numpy(self.batches[at // self.size, at % self.size].astype(numpy.int64))
+        return {"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]}
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *_):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+class Turns(TrainerCallback):
+    left, losses = 0, []
+    def on_step_begin(self, *_, **__):
+        if self.left == 0:
+            self.left = wanted.get()
+            self.losses, self.began, self.used = [], time.perf_counter(), time.process_time()
+    def on_log(self, args, state, control, logs=None, **_):
+        if logs and "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+    def on_step_end(self, args, state, control, **_):
+        self.left -= 1
+        if self.left == 0:
+            self.s, self.cpu_s = time.perf_counter() - self.began, time.process_time() - self.used
+            threading.Timer(0.3, self.tell).start()  # the loss of this step is logged after it
+    def tell(self):
+        made.put({"s": self.s, "cpu_s": self.cpu_s, "losses": list(self.losses),
+                  "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024})
+
+def answer(ask):
+    if "folder" in ask:
+        torch.set_num_threads(ask["threads"])
+        model = AutoModelForCausalLM.from_pretrained(ask["folder"], dtype=torch.float32)
+        model.config.use_cache = False
+        best = {"optim": "adamw_torch_fused", "torch_compile": ask["compile"], "bf16": ask["dtype"] == "bf16"} if ask["best"] else {}
+        arguments = TrainingArguments(ask["out"], per_device_train_batch_size=ask["batch"], max_steps=10**6, learning_rate=ask["lr"],
+            lr_scheduler_type="constant", weight_decay=0.1, adam_beta2=0.95, max_grad_norm=ask["clip"], logging_steps=1,
+            save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, dataloader_drop_last=True, **best)
+        trainer = InOrder(model=model, args=arguments, train_dataset=Rows(ask["batches"]), callbacks=[Turns()])
+        threading.Thread(target=trainer.train, daemon=True).start()
+        return "ready"
+    wanted.put(ask["steps"])
+    return made.get()
+"""
+
+
+def make_text(path: Path, words: int, megabytes: float) -> None:
+    """Made-up words by Zipf's law, each followed by one of a few: there is something to learn."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    parts = np.array(
+        [
+            a + b
+            for a in ["b", "c", "d", "f", "g", "l", "m", "n", "p", "r", "s", "t", "v"]
+            for b in ["a", "e", "i", "o", "u", "ai", "ou"]
+        ]
+    )
+    names = np.array(["".join(rng.choice(parts, 2 + number % 3)) for number in range(words)])
+    share = 1 / np.arange(1, words + 1)
+    share /= share.sum()
+    follows = rng.choice(words, (words, 4), p=share)
+    with open(path, "w") as out:
+        while out.tell() < megabytes * 1e6:
+            fresh = rng.choice(words, 400, p=share)
+            order = [int(fresh[0])]
+            for number in range(1, 400):
+                order.append(int(follows[order[-1], number % 4]) if number % 3 else int(fresh[number]))
+            out.write(" ".join(names[order]) + "\n\n")
+
+
+def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
+    """Text, tokenizer, initial weights and our own batches, for everybody."""
+    import numpy as np
+    from safetensors.torch import save_file
+
+    from lamplighter.config import dump, resolve
+    from lamplighter.rundir import RunDir
+    from lamplighter.work import prepare
+
+    make_text(place / "text.txt", wanted.vocab, 1.0 if wanted.quick else 12.0)
+    common = {
+        "data.paths": [str(place / "text.txt")], "data.separator": ["\n\n"], "data.seq_len": [str(wanted.length)],
+        "tokenizer.vocab_size": [str(wanted.vocab)], "model.layers": [str(wanted.layers)], "model.width": [str(wanted.width)],
+        "model.heads": [str(wanted.width // 64)], "train.batch_size": [str(wanted.batch)], "train.steps": ["100000"],
+        "train.lr": [str(LR)], "train.warmup_steps": ["0"], "train.schedule": ["constant"], "train.grad_clip": [str(CLIP)],
+        "train.threads": [str(wanted.threads)], "eval.every_steps": ["0"], "eval.sample_every_steps": ["0"],
+        "save.every_steps": ["0"], "save.every_s": ["86400"],
+    }  # fmt: skip
+    folder = RunDir(place / "runs" / "first")
+    folder.create()
+    first = {**common, "train.dtype": ["fp32"], "train.compile": ["false"]}
+    parts = prepare(resolve(None, None, first).run, folder, {})
+    model = place / "model"
+    model.mkdir()
+    from lamplighter.model.transformer import weights
+
+    save_file(weights(parts.model), model / "model.safetensors", metadata={"format": "pt"})
+    (model / "config.json").write_text(json.dumps(parts.built.config))
+    parts.save_tokenizer(model)
+    count = (wanted.rounds + 2) * wanted.steps + 8
+    batches = [parts.feed.make(step) for step in range(1, count + 1)]  # type: ignore[operator]
+    rows = [np.concatenate([batch.inputs, batch.targets[:, -1:]], axis=1) for batch in batches]
+    np.save(place / "batches.npy", np.stack(rows).astype(np.int32))
+    runs = {}
+    for name, extra in {"lamp fp32": ["fp32", "false"], "lamp fp32 compiled": ["fp32", "true"], "lamp bf16": ["bf16", "false"],
+                        "lamp bf16 compiled": ["bf16", "true"], "lamp": ["auto", "true"]}.items():  # fmt: skip
+        run = RunDir(place / "runs" / name.replace(" ", "-"))
+        run.create()
+        settings = {**common, "train.dtype": [extra[0]], "train.compile": [extra[1]]}
+        run.config.write_text(dump(resolve(None, None, settings)))
+        runs[name] = str(run.path)
+    flops = parts.built.flops_per_token(wanted.length)
+    return {"model": str(model), "batches": str(place / "batches.npy"), "runs": runs, "flops": flops,
+            "parameters": parts.built.parameters}  # fmt: skip
+
+
+def contestants(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """Name -> (interpreter, program, first request)."""
+    found: dict[str, tuple[str, str, dict[str, Any]]] = {}
+    for dtype in wanted.dtypes:
+        for how in ("", " compiled"):
+            found[f"lamp {dtype}{how}"] = (sys.executable, OURS, {"run": case["runs"][f"lamp {dtype}{how}"]})
+    if not wanted.no_peers:
+        theirs = str(peers.python("hf"))
+        common = {"folder": case["model"], "batches": case["batches"], "threads": wanted.threads, "batch": wanted.batch,
+                  "lr": LR, "clip": CLIP, "out": str(place / "out")}  # fmt: skip
+        found["Trainer, its defaults"] = (
+            theirs,
+            TRAINER,
+            {**common, "best": False, "compile": False, "dtype": "fp32"},
+        )
+        for dtype in wanted.dtypes:
+            for compiled in (False, True):
+                how = f"{dtype}{' compiled' if compiled else ''}"
+                ask = {**common, "best": True, "compile": compiled, "dtype": dtype}
+                found[f"Trainer, fused, {how}"] = (theirs, TRAINER, ask)
+                found[f"plain loop, {how}"] = (theirs, PLAIN, ask)
+    if wanted.only:
+        found = {name: what for name, what in found.items() if any(part in name for part in wanted.only)}
+    return found
+
+
+def environment(bf16: bool) -> dict[str, str]:
+    kept = {
+        **os.environ,
+        "PYTHONPATH": str(measured.ROOT / "src"),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {**kept, **({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"} if bf16 else {})}
+
+
+def race(wanted: Any, case: dict[str, Any], place: Path) -> None:
+    chosen = contestants(wanted, case, place)
+    tokens = wanted.steps * wanted.batch * wanted.length
+    workers = {
+        name: peers.Worker(python, program, place / f"{number}.log", environment("bf16" in wanted.dtypes))
+        for number, (name, (python, program, _)) in enumerate(chosen.items())
+    }
+    losses: dict[str, list[float]] = {name: [] for name in workers}
+    memory: dict[str, float] = {}
+    used: dict[str, list[float]] = {name: [] for name in workers}
+
+    def turn(name: str) -> float:
+        told = workers[name].ask({"steps": wanted.steps})
+        losses[name] += told["losses"]
+        memory[name] = told["mb"]
+        used[name].append(told["cpu_s"])
+        return tokens / float(told["s"])
+
+    try:
+        for name, (_, _, ask) in chosen.items():
+            print(f"starting {name}", flush=True)
+            workers[name].ask(ask)
+            turn(name)  # its first steps, and all compiling
+        found = measured.in_turn({name: lambda name=name: turn(name) for name in workers}, wanted.rounds)  # type: ignore[misc]
+    finally:
+        for worker in workers.values():
+            worker.__exit__(None, None, None)
+    peak = measured.gemm_gflops()
+    rows = []
+    for name, values in found.items():
+        share = statistics.median(values) * case["flops"] / 1e9 / peak
+        cpu = statistics.median(used[name]) / wanted.steps
+        worst = farthest(losses[name], losses[next(iter(losses))])
+        extra = f"{memory[name]:,.0f} MB  {share:.0%} of fp32 GEMM  {cpu:.2f} CPU-s a step  losses {worst}"
+        rows.append(measured.Row(name, values, True, extra))
+    base = next((row.name for row in rows if row.name.startswith("Trainer, fused") and "compiled" in row.name), None)
+    limit = f"{peak:.0f} GFLOP/s fp32 = {peak * 1e9 / case['flops']:,.0f} tokens/s"
+    sizes = f"{case['parameters']:,} parameters, {wanted.batch} x {wanted.length} tokens a step"
+    measured.show(f"training, {sizes}", "tokens/s", rows, base, limit)
+
+
+def farthest(mine: list[float], first: list[float]) -> str:
+    """How far two curves are apart at most, and where they begin and end."""
+    apart = max((abs(a - b) for a, b in zip(mine, first, strict=False)), default=math.nan)
+    return f"{mine[0]:.3f} to {mine[-1]:.3f}, at most {apart:.4f} apart" if mine else "unknown"
+
+
+def main() -> None:
+    parser = measured.arguments(__doc__ or "", rounds=5)
+    for name, value in {"steps": 5, "layers": 6, "width": 384, "vocab": 30_000, "length": 256, "batch": 8}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dtypes", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
+    parser.add_argument("--only", nargs="+", help="contestants whose name holds one of these")
+    wanted = parser.parse_args()
+    if wanted.quick:
+        wanted.layers, wanted.width, wanted.vocab, wanted.length, wanted.batch = 2, 64, 1000, 32, 4
+        wanted.rounds, wanted.steps = 1, 2
+    import torch
+
+    torch.set_num_threads(wanted.threads)
+    measured.say_machine()
+    with tempfile.TemporaryDirectory(prefix="lamp-bench-") as place:
+        race(wanted, prepare_case(wanted, Path(place)), Path(place))
+    measured.keep(wanted.json)
+
+
+if __name__ == "__main__":
+    main()
