@@ -18,7 +18,7 @@ from lamplighter.train.flags.memory import Facts, Memory
 
 Rule = Callable[[Memory], Verdict | None]
 RECALL_BYTES = 1 << 26  # some 150,000 steps
-WELL_BLOCKS = 3  # a flag comes down after so long without its cause,
+WELL_BLOCKS = 5  # a flag comes down after so long without its cause,
 LONG_STEPS, LONG_SHARE = 200, 0.1  # and is said again only after it was well for this long
 
 EACH_STEP: dict[str, Rule] = {"lr_zero": learning.rate_near_zero, "loss_spike": learning.spike}
@@ -29,6 +29,7 @@ EACH_BLOCK: dict[str, Rule] = {
     "loss_rising": learning.loss_rising,
     "gradients_explode": learning.gradients_explode,
     "overfitting": validation.overfitting,
+    "gap_grows": validation.gap_grows,
     "no_context": learning.no_context,
     "gradients_vanish": learning.gradients_vanish,
     "clipped_always": learning.clipped_always,
@@ -54,7 +55,7 @@ EXPLAINS: dict[str, set[str]] = {  # where one stands, those that follow from it
     "plateau": {"data_repeats"},
     "data_wait": {"step_time_grows", "throughput_collapsed", "mfu_low"},
     "step_time_grows": {"throughput_collapsed", "mfu_low"},
-    "throughput_collapsed": {"mfu_low"},
+    "throughput_collapsed": {"mfu_low", "step_time_grows"},
 }
 
 
@@ -93,7 +94,8 @@ class Board:
         """After an optimizer step."""
         if self.memory.add(step, values):
             return self._look(EACH_STEP) + self._look(EACH_BLOCK)
-        if self.memory.low_rates >= learning.LR_STEPS or self.memory.spiking:
+        low, spiking = self.memory.low_rates >= learning.LR_STEPS, self.memory.spiking
+        if (low and "lr_zero" not in self.up) or (spiking and "loss_spike" not in self.up):
             return self._look(EACH_STEP)
         return []
 

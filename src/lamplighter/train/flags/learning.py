@@ -202,6 +202,9 @@ def plateau(memory: Memory) -> Verdict | None:
     level = _mean_loss(now)
     if gain + 2 * error > PLATEAU_GAIN * level or gain < -2 * error - PLATEAU_GAIN * level:
         return None
+    quarters = [_mean_loss(part) for whole in (then, now) for part in (whole[: half // 2], whole[half // 2 :]) if part]
+    if max(quarters) - min(quarters) > 2 * PLATEAU_GAIN * level + 3 * error:
+        return None  # down and up again is another matter
     if facts.floor_nats is not None and level < 1.1 * facts.floor_nats:
         return None  # there is little left to learn
     inside = [one.loss for one in memory.validations if one.step >= span[0].first]

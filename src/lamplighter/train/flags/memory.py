@@ -20,6 +20,7 @@ NORMAL = 1.4826  # median distance -> standard deviation, for a bell curve
 LR_NEAR_ZERO = 0.001  # of the peak
 SPIKE_SIGMAS, SPIKE_SHARE = 8.0, 0.05
 SPIKE_OF, SPIKE_LAST = 3, 5  # so many of the last few losses
+SPIKE_BITS = (1 << SPIKE_LAST) - 1
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ class Memory:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_LAST))
     usual: tuple[float, float] | None = None  # median and spread of the recent losses, before this block
+    spike_limit: float = math.inf  # above it a loss is far outside of them
+    highs: int = 0  # one bit for each of the last losses: above that limit
     low_rates: int = 0  # consecutive steps with a learning rate near zero
     ram_gb: float = math.nan
     _open: list[Mapping[str, float | None]] = field(default_factory=list)
@@ -123,6 +126,7 @@ class Memory:
                 self.first_loss = loss
             self.recent.append(loss)
             self.last_losses.append(loss)
+            self.highs = (self.highs << 1 | (loss > self.spike_limit)) & SPIKE_BITS
         lr = values.get("train/lr")
         if lr is not None:
             self.low_rates = self.low_rates + 1 if lr < LR_NEAR_ZERO * self.facts.peak_lr else 0
@@ -149,15 +153,7 @@ class Memory:
     @property
     def spiking(self) -> bool:
         """Three of the last five losses are far outside of what the last hundred were."""
-        if self.usual is None:
-            return False
-        limit = self.spike_limit
-        return sum(loss > limit for loss in self.last_losses) >= SPIKE_OF
-
-    @property
-    def spike_limit(self) -> float:
-        middle, spread = self.usual or (math.inf, 0.0)
-        return middle + max(SPIKE_SIGMAS * spread, SPIKE_SHARE * self.facts.chance)
+        return self.highs.bit_count() >= SPIKE_OF
 
     @property
     def settled(self) -> int:
@@ -186,6 +182,7 @@ class Memory:
         if len(self.recent) >= RECENT and not self.spiking:  # a spike is no measure for the next one
             usual = median(self.recent)
             self.usual = (usual, spread_of(self.recent, usual))
+            self.spike_limit = usual + max(SPIKE_SIGMAS * self.usual[1], SPIKE_SHARE * self.facts.chance)
         return True
 
 

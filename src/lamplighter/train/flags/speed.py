@@ -9,16 +9,25 @@ Each needs minutes of evidence: a neighbour who takes the machine for a moment i
 from __future__ import annotations
 
 import math
-from statistics import median
+from itertools import pairwise
+from statistics import median, median_low
 
 from lamplighter.report import Verdict
 from lamplighter.train.flags.memory import Block, Memory
 
 LEAST_STEPS = 60
-WAIT_SHARE, WAIT_S = 0.30, 30.0
+WAIT_SHARE, WAIT_S, WAIT_STEP_S = 0.30, 60.0, 0.02  # less than that a step is the changing of threads
 PADDING_SHARE = 0.5
-GROWTH, GROWTH_ORDER, GROWTH_S, GROWTH_BLOCKS = 0.30, 0.7, 30.0, 12
-COLLAPSE, COLLAPSE_S = 0.4, 120.0
+GROWTH, GROWTH_EACH, GROWTH_ORDER = (
+    0.30,
+    0.05,
+    0.6,
+)  # from first to last quarter, from each to the next, rank correlation
+JUMP = 0.7  # of all growth between two quarters: that is no growth
+GROWTH_BLOCKS, GROWTH_LOOK = 12, 24
+GROWTH_S, GROWTH_ALONE_S = 60.0, 300.0  # with memory that grows too; without, it could be a busy neighbour
+RAM_EACH = 0.02  # from each quarter to the next
+COLLAPSE, COLLAPSE_S = 0.4, 180.0
 MFU_S = 120.0
 MFU_LEAST = {"cuda": (30e6, 0.15), "cpu": (10e6, 0.05)}  # of models from so many parameters on
 
@@ -30,7 +39,7 @@ def data_wait(memory: Memory) -> Verdict | None:
         return None
     whole = sum(block.seconds for block in blocks)
     share = sum(block.wait * block.seconds for block in blocks) / whole
-    if share < WAIT_SHARE:
+    if share < WAIT_SHARE or share * whole < WAIT_STEP_S * _steps(blocks):
         return None
     return Verdict(
         "slow",
@@ -60,26 +69,34 @@ def padding(memory: Memory) -> Verdict | None:
 
 def step_time_grows(memory: Memory) -> Verdict | None:
     """Each stretch is slower than the one before it: something accumulates."""
-    blocks = _thinned(memory.last(200, GROWTH_S), memory)
-    if len(blocks) < GROWTH_BLOCKS:
+    every = list(memory.blocks)
+    found = [some for some in (every[-GROWTH_LOOK:], _thinned(every)) if _grows(some)]
+    if not found:
+        return None
+    blocks = found[0]
+    ram, took = (
+        [block.ram_gb for block in blocks],
+        sum(block.seconds for block in every if block.first >= blocks[0].first),
+    )
+    leak = all(map(math.isfinite, ram)) and _rises(ram, RAM_EACH)
+    if took < (GROWTH_S if leak else GROWTH_ALONE_S):
         return None
     times = [block.step_s for block in blocks]
     quarter = len(times) // 4
-    then, now = median(times[:quarter]), median(times[-quarter:])
-    order = _order(times)
-    if now < (1 + GROWTH) * then or order < GROWTH_ORDER:
-        return None
+    then, now, order = median(times[:quarter]), median(times[-quarter:]), _order(times)
     middle = [(block.first + block.last) / 2 for block in blocks]
     slope = median((b - a) / (y - x) for (x, a), (y, b) in _pairs(list(zip(middle, times, strict=True))))
-    ram = [block.ram_gb for block in blocks if math.isfinite(block.ram_gb)]
-    grown = f"memory {ram[0]:.2f} -> {ram[-1]:.2f} GB" if len(ram) > 1 else "memory not measured"
-    leak = "; memory grows too: a leak" if len(ram) > 1 and ram[-1] > 1.1 * ram[0] else ""
     return Verdict(
         "slow",
         "step_time_grows",
-        f"a step took {then * 1000:.0f} ms, now {now * 1000:.0f} ms, and grows by {slope * 1e6:.1f} us each step{leak}",
+        f"a step took {then * 1000:.0f} ms, now {now * 1000:.0f} ms, and grows by {slope * 1e6:.1f} us each step"
+        + (f"; memory grows with it ({ram[0]:.2f} to {ram[-1]:.2f} GB): a leak" if leak else ""),
         "look for lists that keep tensors or records; a resume starts fresh: lamp stop, then the same command",
-        evidence=(f"rank correlation with time {order:.2f}", grown, f"{_steps(blocks)} steps"),
+        evidence=(
+            f"rank correlation with time {order:.2f}",
+            f"memory {ram[0]:.2f} -> {ram[-1]:.2f} GB",
+            f"{_steps(blocks)} steps",
+        ),
     )
 
 
@@ -129,13 +146,30 @@ def _steps(blocks: list[Block]) -> int:
     return blocks[-1].last - blocks[0].first + 1
 
 
-def _thinned(enough: list[Block], memory: Memory) -> list[Block]:
-    """About 24 blocks, spread over the newest part of the run that is long enough to tell."""
-    if not enough:
-        return []
-    found = list(memory.blocks)[-max(len(enough), 24) :]
-    every = max(1, len(found) // 24)
-    return found[::-every][::-1]
+def _thinned(blocks: list[Block]) -> list[Block]:
+    """About as many blocks as one look takes, spread over the whole run."""
+    return blocks[:: -max(1, len(blocks) // GROWTH_LOOK)][::-1]
+
+
+def _grows(blocks: list[Block]) -> bool:
+    """Each quarter is slower than the one before it (a jump is none), and nearly every block than those before."""
+    if len(blocks) < GROWTH_BLOCKS:
+        return False
+    times = [block.step_s for block in blocks]
+    quarters = _quarters(times)
+    growth = quarters[3] - quarters[0]
+    if growth < GROWTH * quarters[0] or max(b - a for a, b in pairwise(quarters)) > JUMP * growth:
+        return False
+    return _rises(times, GROWTH_EACH) and _order(times) > GROWTH_ORDER
+
+
+def _quarters(values: list[float]) -> list[float]:
+    size = len(values) // 4
+    return [median_low(values[n * size : (n + 1) * size if n < 3 else None]) for n in range(4)]
+
+
+def _rises(values: list[float], share: float) -> bool:
+    return all(b > (1 + share) * a for a, b in pairwise(_quarters(values)))
 
 
 def _pairs(points: list[tuple[float, float]]) -> list[tuple[tuple[float, float], tuple[float, float]]]:

@@ -7,38 +7,68 @@ Out: a Verdict while a rule holds, None while it does not.
 from __future__ import annotations
 
 from lamplighter.report import Verdict
-from lamplighter.train.flags.memory import Memory
+from lamplighter.train.flags.memory import Memory, Validation
 
-RISING = 3  # so many validations in a row above the best
-WORSE = 0.01  # of the best
+RISING, WORSE = 3, 0.01  # so many validations in a row above the best, by so much of it
+NEW_RISING, NEW_WORSE = 5, 0.05  # the same while no text was seen twice, which is no learning by heart
 MANY_PASSES = 5.0
 DEGENERATE = 0.5  # of a sample
 DEGENERATE_TIMES = 2
 
 
 def overfitting(memory: Memory) -> Verdict | None:
-    """Validation rises over several looks while the training loss falls: the gap grows."""
-    seen = memory.validations
-    if len(seen) <= RISING:
+    """Validation rises over several looks while the training loss falls, and text was seen more than once."""
+    found = _rise(memory.validations, RISING, WORSE)
+    if found is None or found[1].epoch <= 1:
         return None
-    best = min(seen, key=lambda one: one.loss)
-    later, now = [one for one in seen if one.step > best.step], seen[-1]
-    if len(later) < RISING or now.loss < best.loss * (1 + WORSE):
-        return None
-    if any(one.loss <= best.loss * (1 + WORSE / 2) for one in later[-RISING:]) or now.train_loss >= best.train_loss * (
-        1 - WORSE
-    ):
-        return None
-    gap, then = now.loss - now.train_loss, best.loss - best.train_loss
+    best, now = found
     return Verdict(
         "waste",
         "overfitting",
-        f"validation rose from {best.loss:.3f} (step {best.step}) to {now.loss:.3f} (step {now.step}) while the training loss"
-        f" fell from {best.train_loss:.3f} to {now.train_loss:.3f}: it learns the text by heart",
+        f"{_rise_words(best, now)}: it learns the text by heart",
         f"use checkpoint-{best.step}; eval.patience {RISING} ends such a run by itself; more text or model.dropout helps",
-        evidence=(f"gap {then:.3f} then, {gap:.3f} now", f"{now.epoch:.1f} passes over the data"),
+        evidence=(_gap_words(best, now), f"{now.epoch:.1f} passes over the data"),
         culprit={"best_step": best.step},
     )
+
+
+def gap_grows(memory: Memory) -> Verdict | None:
+    """The same within the first pass: what is validated on is unlike what is trained on now."""
+    found = _rise(memory.validations, NEW_RISING, NEW_WORSE)
+    if found is None or found[1].epoch > 1:
+        return None
+    best, now = found
+    return Verdict(
+        "waste",
+        "gap_grows",
+        f"{_rise_words(best, now)}, and no text was seen twice: what is held back is unlike what is trained on now",
+        "mix the sources (data.weights, a larger data.tokens_per_chunk), or look for copies in the text: lamp data stats",
+        evidence=(_gap_words(best, now), f"{now.epoch:.2f} passes over the data"),
+        culprit={"best_step": best.step},
+    )
+
+
+def _rise(seen: list[Validation], times: int, worse: float) -> tuple[Validation, Validation] | None:
+    """(the best, the last) where the last few are all above the best while the training loss fell."""
+    if len(seen) <= times:
+        return None
+    best = min(seen, key=lambda one: one.loss)
+    later, now = [one for one in seen if one.step > best.step], seen[-1]
+    if len(later) < times or now.loss < best.loss * (1 + worse):
+        return None
+    high = all(one.loss > best.loss * (1 + worse / 2) for one in later[-times:])
+    return (best, now) if high and now.train_loss < best.train_loss * (1 - WORSE) else None
+
+
+def _rise_words(best: Validation, now: Validation) -> str:
+    return (
+        f"validation rose from {best.loss:.3f} (step {best.step}) to {now.loss:.3f} (step {now.step}) while the training"
+        f" loss fell from {best.train_loss:.3f} to {now.train_loss:.3f}"
+    )
+
+
+def _gap_words(best: Validation, now: Validation) -> str:
+    return f"gap {best.loss - best.train_loss:.3f} then, {now.loss - now.train_loss:.3f} now"
 
 
 def data_repeats(memory: Memory) -> Verdict | None:
