@@ -33,7 +33,7 @@ SICK = {
     "sick_overfitting": ("overfitting", 650),
     "sick_slow_source": ("data_wait", 480),
     "sick_collapse": ("throughput_collapsed", 620),
-    "sick_leak": ("step_time_grows", 575),
+    "sick_leak": ("step_time_grows", 625),
 }
 
 
