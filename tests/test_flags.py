@@ -284,7 +284,8 @@ def flags_of(run: RunDir) -> list[dict[str, Any]]:
 
 def test_a_flag_stays_visible_over_a_kill_and_is_said_once(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "z")
-    words = ["train", "--run", "z", *TINY, "--train.lr", "1e-8", "--train.steps", "100000", "--save.every_steps", "50"]
+    words = ["train", "--run", "z", *TINY, "--train.lr", "1e-8", "--train.steps", "20000", "--save.every_steps", "50"]
+    words += ["--train.warmup_steps", "10"]
     going = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: flags_of(run) and slot_of(run).durable_step >= 150, 90, going)
     os.kill(slot_of(run).pid, signal.SIGKILL)

@@ -29,7 +29,7 @@ PLATEAU_GAIN = 0.005  # of the loss
 PLATEAU_LR = 0.3  # of the peak
 EXPLODES, VANISHES = 10.0, 1e-3  # against the usual gradient norm of this run
 HARD_CLIP_SHARE = 0.95
-# System E's table of expected training loss for its 108M and 334M models with 30,000 tokens, as shares of ln(30,000).
+# Expected training loss by progress, published for models of 108M and 334M with 30,000 tokens; as shares of ln(30,000).
 BAND = ((0.25, 6.0 / 10.309), (0.50, 5.0 / 10.309), (0.75, 4.0 / 10.309), (0.90, 3.5 / 10.309))
 BAND_PARAMETERS, BAND_VOCABULARY = 80e6, (20_000, 130_000)
 BAND_SLACK = 1.1
