@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from conftest import LONG, TINY, lamp, shared, slot_of, start_lamp, wait_for
+from lamplighter.config import Run
 from lamplighter.data.unigrams import entropy
 from lamplighter.rundir import RunDir, read_lines, read_record
 from lamplighter.train.checkpoint import Progress
@@ -33,6 +34,7 @@ SICK = {
     "sick_overfitting": ("overfitting", 650),
     "sick_slow_source": ("data_wait", 480),
     "sick_collapse": ("throughput_collapsed", 620),
+    "sick_sees_targets": ("too_good", 500),
     "sick_leak": ("step_time_grows", 625),
 }
 
@@ -326,9 +328,14 @@ def out_of_patience(run: RunDir, patience: int) -> tuple[int, int]:
     raise AssertionError(f"it should not have ended: {seen}")
 
 
-def test_patience_ends_a_run_exactly_over_a_kill_and_more_of_it_goes_on(tmp_path: Path) -> None:
+STREAM = ["--data.stream", "true", "--data.tokens_per_chunk", "4096"]
+
+
+@pytest.mark.parametrize("extra", [[], pytest.param(STREAM, marks=LONG)], ids=["text", "stream"])
+def test_patience_ends_a_run_exactly_over_a_kill_and_more_of_it_goes_on(tmp_path: Path, extra: list[str]) -> None:
     run = RunDir(tmp_path / "runs" / "z")
-    going = start_lamp("train", "--run", "z", *PATIENT, cwd=tmp_path)
+    words = ["train", "--run", "z", *extra, *PATIENT]
+    going = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: slot_of(run).step >= 50, 90, going)
     os.kill(slot_of(run).pid, signal.SIGKILL)
     assert going.wait(120) == 0
@@ -343,13 +350,19 @@ def test_patience_ends_a_run_exactly_over_a_kill_and_more_of_it_goes_on(tmp_path
         p.name for p in run.checkpoints.iterdir()
     }
     assert read_record(run.checkpoints / "best.json")["step"] == end["best_step"]
-    same = lamp("train", "--run", "z", *PATIENT, cwd=tmp_path)
+    same = lamp(*words, cwd=tmp_path)
     assert same.returncode == 0
     assert "is finished, early" in same.stdout and "larger eval.patience" in same.stdout
-    assert lamp("train", "--run", "z", *PATIENT[:-1], "6", cwd=tmp_path).returncode == 0
+    assert lamp(*words[:-1], "6", cwd=tmp_path).returncode == 0
     last = ends(run)[-1]
     assert last["step"] > end["step"]
     assert (last["step"], last["best_step"]) == out_of_patience(run, 6)
+
+
+def test_patience_without_validations_is_refused() -> None:
+    with pytest.raises(ValueError, match="patience counts validations"):
+        Run.model_validate({"eval": {"patience": 3, "every_steps": 0}})
+    assert Run.model_validate({"eval": {"patience": 3}}).eval.patience == 3
 
 
 def test_a_validation_counts_once() -> None:

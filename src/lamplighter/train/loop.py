@@ -247,6 +247,8 @@ def _out_of_patience(parts: Parts, keeper: Keeper) -> bool:
 def _look_out(parts: Parts) -> Board:
     """The board of red flags as it stood after the last step, and what the loss must get below."""
     schedule, floor = parts.schedule, parts.floor
+    if parts.run.eval.patience and not parts.feed.held.samples:
+        report.warn("eval.patience has no effect: nothing is held back to validate on (data.val_fraction)")
     with report.phase("red flags"):
         unigrams = count_unigrams(parts.tokens, parts.run.data.loss_on == "all")
         if unigrams is not None and not parts.progress.step:

@@ -68,7 +68,7 @@ def no_context(memory: Memory) -> Verdict | None:
         "no_context",
         f"after {memory.step} steps the loss is {loss:.2f}; counting single tokens alone gives {facts.unigram_nats:.2f}:"
         " nothing is learned from context",
-        "check that targets belong to their inputs (lamp doctor), and the order of the text",
+        f"--train.lr {facts.peak_lr / 10:.1g} if the rate is too high; else check that targets belong to their inputs (lamp doctor)",
         evidence=(
             f"entropy of single tokens {facts.unigram_nats:.4f}",
             f"loss of the last {_steps(blocks)} steps {loss:.4f}",
