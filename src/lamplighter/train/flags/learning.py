@@ -13,7 +13,7 @@ import math
 from statistics import median
 
 from lamplighter.report import Verdict
-from lamplighter.train.flags.memory import LR_NEAR_ZERO, Block, Memory
+from lamplighter.train.flags.memory import LR_NEAR_ZERO, Block, Memory, spread_of
 
 NOT_LEARNING = 0.97  # of ln(vocabulary)
 TOO_GOOD_NATS = 0.05
@@ -21,7 +21,7 @@ START_HIGH = 2.0  # times ln(vocabulary)
 LR_STEPS = 20
 LR_END = 0.05  # the last share of a schedule, where a rate near zero is meant
 USES_CONTEXT = 0.98  # of the entropy of single tokens
-CONTEXT_LATE = 0.25  # share of the run from which on falling slowly is no excuse
+STILL_EARLY = 0.25  # of the run: until then a loss that still falls is given time
 GAVE_BACK = 0.10  # of what had been learned below chance
 RISE_SIGMAS = 4.0
 PLATEAU_SHARE, PLATEAU_STEPS = 0.25, 200
@@ -42,7 +42,7 @@ def not_learning(memory: Memory) -> Verdict | None:
     if not blocks or memory.step < patience:
         return None
     loss = _mean_loss(blocks)
-    if loss <= NOT_LEARNING * facts.chance:
+    if loss <= NOT_LEARNING * facts.chance or (memory.step < STILL_EARLY * facts.steps and _falls(memory)):
         return None
     return Verdict(
         "waste",
@@ -61,7 +61,7 @@ def no_context(memory: Memory) -> Verdict | None:
     if memory.step < 0.1 * facts.steps:
         return None
     loss = _mean_loss(blocks)
-    if loss < USES_CONTEXT * facts.unigram_nats or (memory.step < CONTEXT_LATE * facts.steps and _falls(memory)):
+    if loss < USES_CONTEXT * facts.unigram_nats or (memory.step < STILL_EARLY * facts.steps and _falls(memory)):
         return None
     return Verdict(
         "waste",
@@ -308,13 +308,15 @@ def _error(blocks: list[Block]) -> float:
 
 
 def _falls(memory: Memory) -> bool:
-    """Whether the loss still comes down, beyond noise."""
-    blocks = memory.last(4 * memory.facts.block)
-    if not blocks:
+    """Whether the loss still comes down, beyond noise, within the last steps."""
+    losses = list(memory.recent)
+    half = len(losses) // 2
+    if half < 2:
         return True
-    half = len(blocks) // 2
-    then, now = blocks[:half], blocks[half:]
-    return _mean_loss(then) - _mean_loss(now) > 2 * math.hypot(_error(then), _error(now))
+    (then, noise), (now, more) = (
+        (mid := median(part), spread_of(part, mid)) for part in (losses[:half], losses[half:])
+    )
+    return then - now > 2 * 1.2533 * math.hypot(noise, more) / math.sqrt(half)
 
 
 def _usual_norm(memory: Memory) -> float | None:
