@@ -47,7 +47,7 @@ EXPLAINS: dict[str, set[str]] = {  # where one stands, those that follow from it
     "lr_zero": {"not_learning", "no_context", "plateau"},
     "starts_high": {"not_learning", "no_context", "clipped_always", "gradients_explode"},
     "not_learning": {"no_context", "plateau", "above_band", "clipped_always", "sample_degenerate", "data_repeats"},
-    "no_context": {"plateau", "above_band", "data_repeats", "sample_degenerate"},
+    "no_context": {"plateau", "above_band", "clipped_always", "data_repeats", "sample_degenerate"},
     "too_good": {"plateau", "overfitting", "data_repeats", "sample_degenerate", "gradients_vanish"},
     "loss_rising": {"loss_spike", "plateau", "above_band", "no_context", "not_learning", "gradients_explode"},
     "gradients_explode": {"loss_spike", "clipped_always"},

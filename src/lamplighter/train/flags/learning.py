@@ -20,7 +20,8 @@ TOO_GOOD_NATS = 0.05
 START_HIGH = 2.0  # times ln(vocabulary)
 LR_STEPS = 20
 LR_END = 0.05  # the last share of a schedule, where a rate near zero is meant
-USES_CONTEXT = 0.98  # of the entropy of single tokens
+CONTEXT_FROM = 0.15  # of the run
+NEARLY = 0.015  # of the entropy of single tokens: no more is forgiven as noise
 STILL_EARLY = 0.25  # of the run: until then a loss that still falls is given time
 GAVE_BACK = 0.10  # of what had been learned below chance
 RISE_SIGMAS = 4.0
@@ -58,17 +59,17 @@ def no_context(memory: Memory) -> Verdict | None:
     facts, blocks = memory.facts, memory.last(50)
     if facts.unigram_nats is None or not blocks or memory.step < memory.settled:
         return None
-    if memory.step < 0.1 * facts.steps:
+    if memory.step < CONTEXT_FROM * facts.steps:
         return None
-    loss = _mean_loss(blocks)
-    if loss < USES_CONTEXT * facts.unigram_nats or (memory.step < STILL_EARLY * facts.steps and _falls(memory)):
+    loss, limit = _mean_loss(blocks), facts.unigram_nats - min(2 * _error(blocks), NEARLY * facts.unigram_nats)
+    if loss < limit or (memory.step < STILL_EARLY * facts.steps and _falls(memory)):
         return None
     return Verdict(
         "waste",
         "no_context",
         f"after {memory.step} steps the loss is {loss:.2f}; counting single tokens alone gives {facts.unigram_nats:.2f}:"
         " nothing is learned from context",
-        f"--train.lr {facts.peak_lr / 10:.1g} if the rate is too high; else check that targets belong to their inputs (lamp doctor)",
+        "another train.lr if it is far off; else check that targets belong to their inputs (lamp doctor)",
         evidence=(
             f"entropy of single tokens {facts.unigram_nats:.4f}",
             f"loss of the last {_steps(blocks)} steps {loss:.4f}",
@@ -308,7 +309,7 @@ def _error(blocks: list[Block]) -> float:
 
 
 def _falls(memory: Memory) -> bool:
-    """Whether the loss still comes down, beyond noise, within the last steps."""
+    """Whether the loss still comes down, beyond noise: within the last hundred steps, or over twice as many."""
     losses = list(memory.recent)
     half = len(losses) // 2
     if half < 2:
@@ -316,7 +317,14 @@ def _falls(memory: Memory) -> bool:
     (then, noise), (now, more) = (
         (mid := median(part), spread_of(part, mid)) for part in (losses[:half], losses[half:])
     )
-    return then - now > 2 * 1.2533 * math.hypot(noise, more) / math.sqrt(half)
+    if then - now > 2 * 1.2533 * math.hypot(noise, more) / math.sqrt(half):
+        return True
+    blocks = memory.last(2 * len(losses))
+    middle = len(blocks) // 2
+    if middle < 2:
+        return False
+    before, after = blocks[:middle], blocks[middle:]
+    return _mean_loss(before) - _mean_loss(after) > 2 * math.hypot(_error(before), _error(after))
 
 
 def _usual_norm(memory: Memory) -> float | None:
