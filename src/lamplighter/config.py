@@ -249,6 +249,10 @@ class Run(Section):
             raise ValueError("data.max_chunks needs data.stream true")
         if data.weights and not data.paths:
             raise ValueError("data.weights mixes the entries of data.paths, and there are none")
+        if self.eval.patience and not (self.eval.every_steps and data.val_fraction):
+            raise ValueError(
+                "eval.patience counts validations: it needs eval.every_steps and data.val_fraction above 0"
+            )
         if data.paths and data.source:
             raise ValueError("data.paths and data.source are both given; keep one of them")
         return self

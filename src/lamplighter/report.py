@@ -362,9 +362,9 @@ class Verdict:
     since_s: float = 0.0
 
 
-def verdict(found: Verdict) -> None:
-    """A judgement on numbers, for the parent to say and to keep."""
-    _reporter.event("verdict", **asdict(found))
+def verdict(found: Verdict, **more: Any) -> None:
+    """A judgement on numbers, for the parent to say and to keep; `flag=True`: it stands until it is well again."""
+    _reporter.event("verdict", **asdict(found), **more)
 
 
 def flag(name: str, on: bool) -> None:

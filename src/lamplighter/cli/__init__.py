@@ -265,7 +265,7 @@ def same_command(verb: str, words: list[str]) -> str:
 
 
 def _finished_already(run: RunDir, resolved: Resolved, voice: Any) -> int | None:
-    """A finished run says so and exits 0, unless train.steps or train.epochs was raised."""
+    """A finished run says so and exits 0, unless train.steps or train.epochs was raised; after an early end, the patience."""
     from lamplighter.config import load_dump
     from lamplighter.rundir import read_record
 
@@ -276,11 +276,20 @@ def _finished_already(run: RunDir, resolved: Resolved, voice: Any) -> int | None
     old, new = before.train, resolved.run.train
     raised = (new.steps or 0) > status.get("steps", 0) or (new.epochs is not None and new.epochs > (old.epochs or 0))
     raised = raised or (before.data.max_chunks or 0) < (resolved.run.data.max_chunks or 0)
-    if raised:
+    early, patience = status.get("ended_early"), resolved.run.eval.patience
+    if early and (not patience or patience > early.get("since_best", 0)):
+        return None  # more patience: it goes on
+    if raised and not early:
         return None
-    voice.say(
-        f"{run.name} is finished: {status.get('step')} steps. Raise train.steps to go on, or --resume never to begin anew."
-    )
+    if early:
+        voice.say(
+            f"{run.name} is finished, early, at step {status.get('step')} of {status.get('steps')}: {early.get('why')}"
+        )
+        voice.say("A larger eval.patience (0 = without end) goes on, --resume never begins anew.")
+    else:
+        voice.say(
+            f"{run.name} is finished: {status.get('step')} steps. Raise train.steps to go on, or --resume never to begin anew."
+        )
     voice.say(f"next: lamp generate {run.name}")
     return 0
 

@@ -52,10 +52,17 @@ class Progress:
     passed_from: int = 0  # after a roll-back the batches of these steps are passed over
     passed_to: int = 0
     stream: dict[str, Any] | None = None  # of streamed data: the place of the next sample
+    scored_step: int = 0  # the last step that was validated,
+    since_best: int = 0  # and how many validations ago the best one was
 
     def scored(self, step: int, val_loss: float) -> Progress:
+        """With the validation after a step; said again (after a kill) it counts once."""
+        if step <= max(self.scored_step, self.best_step):
+            return self
         better = math.isfinite(val_loss) and (self.best_val_loss is None or val_loss < self.best_val_loss)
-        return replace(self, best_val_loss=val_loss, best_step=step) if better else self
+        if better:
+            return replace(self, best_val_loss=val_loss, best_step=step, scored_step=step, since_best=0)
+        return replace(self, scored_step=step, since_best=self.since_best + 1)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Verdicts on numbers: non-finite, not learning, too good, warm-up, budget. Pure functions and one small memory.
+"""Verdicts on numbers that cannot wait: non-finite, warm-up, long runs, budget. Pure functions; trends are in flags/.
 
 In:  losses, gradient norms, the schedule, the money.
 Out: verdicts in the form of every other verdict (state, cause, why, next, action); the loop acts on them.
@@ -7,7 +7,6 @@ Out: verdicts in the form of every other verdict (state, cause, why, next, actio
 from __future__ import annotations
 
 import math
-from collections import deque
 
 from lamplighter import report
 from lamplighter.config import Budget, Run
@@ -17,11 +16,6 @@ from lamplighter.train.optim import Schedule
 
 LONG_RUN_S = 2 * 3600
 WARMUP_SHARE = 0.30
-NOT_LEARNING = 0.97  # of ln(vocab)
-TOO_GOOD_NATS = 0.05
-RECENT = 50
-LR_NEAR_ZERO = 0.001  # of the peak
-LR_STEPS = 20
 SKIPS, SKIP_WINDOW = 3, 100  # so many bad batches within so many steps are weather
 
 
@@ -58,62 +52,6 @@ def check_weights(step: int, tensor: str | None) -> Verdict | None:
 
 def _some(samples: list[int]) -> str:
     return ", ".join(map(str, samples[:6])) + (", ..." if len(samples) > 6 else "")
-
-
-class Trend:
-    """Remembers the last losses; each alarm is raised once."""
-
-    def __init__(self, vocab_size: int, schedule: Schedule, window: int = RECENT) -> None:
-        self.chance = math.log(vocab_size)
-        self.patience = max(100, min(schedule.warmup, schedule.steps // 4))
-        self.recent: deque[float] = deque(maxlen=window)
-        self.said: set[str] = set()
-        self.schedule = schedule
-        self.low_rates = 0
-
-    def look(self, step: int, loss: float) -> Verdict | None:
-        self.recent.append(loss)
-        if verdict := self._look_at_rate(step):
-            return verdict
-        if len(self.recent) < self.recent.maxlen or step < self.patience:  # type: ignore[operator]
-            return None
-        mean = sum(self.recent) / len(self.recent)
-        if mean > NOT_LEARNING * self.chance and self._first("not_learning"):
-            return Verdict(
-                "waste",
-                "not_learning",
-                f"after {step} steps the loss is {mean:.2f}, and ln(vocabulary) is {self.chance:.2f}: nothing is learned",
-                "check the data and raise train.lr; stop it with lamp stop",
-                evidence=(f"mean of the last {len(self.recent)} losses {mean:.4f}",),
-            )
-        if mean < TOO_GOOD_NATS and self._first("too_good"):
-            return Verdict(
-                "waste",
-                "too_good",
-                f"after {step} steps the loss is {mean:.4f} nats per token: too good to be true for text",
-                "look for targets that leak into inputs, or data that repeats",
-                evidence=(f"mean of the last {len(self.recent)} losses {mean:.4f}",),
-            )
-        return None
-
-    def _look_at_rate(self, step: int) -> Verdict | None:
-        share = self.schedule.lr_at(step) / self.schedule.peak
-        self.low_rates = self.low_rates + 1 if share < LR_NEAR_ZERO else 0
-        if self.low_rates < LR_STEPS or not self._first("lr_zero"):
-            return None
-        warmup = self.schedule.warmup / self.schedule.steps
-        return Verdict(
-            "waste",
-            "lr_zero",
-            f"the learning rate has been under {LR_NEAR_ZERO:.1%} of its peak for {LR_STEPS} steps ({share:.3%} at step {step});"
-            f" warm-up takes {warmup:.0%} of the run",
-            f"--train.warmup_steps {max(1, self.schedule.steps // 20)} (optimizer steps)",
-        )
-
-    def _first(self, name: str) -> bool:
-        fresh = name not in self.said
-        self.said.add(name)
-        return fresh
 
 
 def explain_schedule(schedule: Schedule) -> None:

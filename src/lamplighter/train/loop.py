@@ -18,11 +18,14 @@ from lamplighter import report
 from lamplighter.data.batches import Batch, BatchStream
 from lamplighter.data.chat.examples import Examples
 from lamplighter.data.stream import ChunkStream, Filler, load_state
+from lamplighter.data.unigrams import count as count_unigrams
 from lamplighter.errors import BadData, Diverged, StoppedEarly
 from lamplighter.model.sample import stream as sample_stream
 from lamplighter.model.transformer import load_weights, weights
 from lamplighter.rundir import CACHE_NAME, free_bytes, read_last_lines
 from lamplighter.train import checkpoint, guard, machine, optim, score
+from lamplighter.train.flags.board import Board, announce, recall
+from lamplighter.train.flags.memory import Facts, repeat_share
 from lamplighter.train.keeper import Keeper
 from lamplighter.train.parts import Parts
 
@@ -98,11 +101,50 @@ def _end_of_data(parts: Parts, keeper: Keeper) -> None:
         _look_at_model(parts, keeper, step)
 
 
+def _out_of_patience(parts: Parts, keeper: Keeper) -> bool:
+    """eval.patience: so many validations without a new best end the run, as finished."""
+    patience, now = parts.run.eval.patience, parts.progress
+    if not patience or now.since_best < patience or now.step >= parts.steps:
+        return False
+    best = (
+        "no validation was a number"
+        if now.best_val_loss is None
+        else f"{now.best_val_loss:.4f} at step {now.best_step}"
+    )
+    why = f"{now.since_best} validations without a new best (eval.patience {patience}); the best was {best}"
+    report.event("ended early", step=now.step, steps=parts.steps, since_best=now.since_best, best_step=now.best_step,
+                 why=why)  # fmt: skip
+    if bad := keeper.save():
+        report.verdict(bad)
+    return True
+
+
+def _look_out(parts: Parts) -> Board:
+    """The board of red flags as it stood after the last step, and what the loss must get below."""
+    schedule, floor = parts.schedule, parts.floor
+    if parts.run.eval.patience and not parts.feed.held.samples:
+        report.warn("eval.patience has no effect: nothing is held back to validate on (data.val_fraction)")
+    with report.phase("red flags"):
+        unigrams = count_unigrams(parts.tokens, parts.run.data.loss_on == "all")
+        if unigrams is not None and not parts.progress.step:
+            report.note(
+                f"counting single tokens alone gives a loss of {unigrams.nats:.3f} (chance {math.log(parts.built.vocab_size):.3f}):"
+                " a model that learns from context gets below it"
+            )
+        facts = Facts(
+            parts.built.vocab_size, parts.steps, schedule.warmup, schedule.peak, parts.run.train.grad_clip,
+            parts.built.parameters, parts.machine.device.type, parts.run.model.init_from is None, parts.chat is not None,
+            unigrams.nats if unigrams else None, floor.nats_per_token if floor else None,
+            floor.nats_per_token * floor.standard_error / floor.nats_per_document if floor else 0.0,
+        )  # fmt: skip
+        return recall(facts, parts.folder, parts.progress.step)
+
+
 def _steps(parts: Parts, keeper: Keeper, stream: BatchStream | ChunkStream) -> Iterator[Record]:
-    trend = guard.Trend(parts.built.vocab_size, parts.schedule)
     first = parts.progress.step + 1
+    parts.flags = _look_out(parts)
     _catch_up(parts, keeper)
-    if first > parts.steps:
+    if first > parts.steps or _out_of_patience(parts, keeper):
         return
     with report.phase("first batch"):
         batch = _next_batch(parts, stream)
@@ -111,20 +153,20 @@ def _steps(parts: Parts, keeper: Keeper, stream: BatchStream | ChunkStream) -> I
     if parts.facts["compiled"]:
         _compile(parts, batch)
     with report.phase("first step"):
-        record = _step(parts, keeper, batch, trend, 0.0)
+        record = _step(parts, keeper, batch, 0.0)
     with report.phase("train", total=parts.steps, unit="steps"):
         while True:
             if record is not None and _after(parts, keeper, record):
                 yield record
                 _heed(parts, keeper, record)
-            if parts.progress.step >= parts.steps:
+            if parts.progress.step >= parts.steps or _out_of_patience(parts, keeper):
                 return
             started = time.perf_counter()
             with report.span("data wait"):
                 batch = _next_batch(parts, stream)
             if batch is None:
                 return _end_of_data(parts, keeper)
-            record = _step(parts, keeper, batch, trend, time.perf_counter() - started)
+            record = _step(parts, keeper, batch, time.perf_counter() - started)
 
 
 def _compile(parts: Parts, batch: Batch) -> None:
@@ -178,7 +220,7 @@ def _micro_loss(parts: Parts, batch: Batch, rows: slice) -> torch.Tensor:
         return score.nats(parts.model, ids, targets, batch.segments, whole, share, rows)
 
 
-def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited_s: float) -> Record | None:
+def _step(parts: Parts, keeper: Keeper, batch: Batch, waited_s: float) -> Record | None:
     """One optimizer step, read left to right; None where it was rolled back instead."""
     started = time.perf_counter()
     step, train = batch.step, parts.run.train
@@ -204,10 +246,11 @@ def _step(parts: Parts, keeper: Keeper, batch: Batch, trend: guard.Trend, waited
         tokens = parts.progress.tokens + batch.filled
         parts.progress = replace(parts.progress, step=step, tokens=tokens, loss=loss)
     seconds = waited_s + time.perf_counter() - started
-    _tell(parts, batch, Record(step, loss, grad_norm, lr, seconds, batch.filled), waited_s)
-    for verdict in (trend.look(step, loss), parts.compiled and parts.compiled.look(step)):
-        if verdict:
-            report.verdict(verdict)
+    values = _tell(parts, batch, Record(step, loss, grad_norm, lr, seconds, batch.filled), waited_s)
+    if parts.flags is not None:
+        announce(parts.flags.step(step, values))
+    if parts.compiled and (verdict := parts.compiled.look(step)):
+        report.verdict(verdict)
     return Record(step, loss, grad_norm, lr, seconds, batch.filled)
 
 
@@ -259,6 +302,7 @@ def _turn_back(parts: Parts, keeper: Keeper, first_bad: int, last_bad: int, verd
             parts.progress = replace(progress, passed_from=first_bad, passed_to=last_bad)
             moved = checkpoint.go_back(parts.folder.checkpoints, parts.progress)
             keeper.went_back()
+            parts.flags = _look_out(parts)
     if moved:
         report.note(f"set aside (not deleted): {', '.join(moved)}")
     report.event("rolled back", step=progress.step, passed_from=first_bad, passed_to=last_bad)
@@ -298,7 +342,7 @@ def first_bad_module(parts: Parts, batch: Batch) -> str:
     return found[0] if found else ""
 
 
-def _tell(parts: Parts, batch: Batch, record: Record, waited_s: float) -> None:
+def _tell(parts: Parts, batch: Batch, record: Record, waited_s: float) -> dict[str, float]:
     """The record of the step, by the field's names."""
     tokens_per_s = record.tokens / record.seconds
     flops = parts.built.flops_per_token(parts.run.data.seq_len)
@@ -323,6 +367,7 @@ def _tell(parts: Parts, batch: Batch, record: Record, waited_s: float) -> None:
         values["sys/disk_free_gb"] = free_bytes(parts.folder.path) / 1e9
     report.metric(record.step, values)
     _declare_epoch(parts, batch)
+    return values
 
 
 def _declare_epoch(parts: Parts, batch: Batch) -> None:
@@ -383,11 +428,17 @@ def _look_at_model(parts: Parts, keeper: Keeper, step: int) -> None:
 def _catch_up(parts: Parts, keeper: Keeper) -> None:
     """A kill between the save and the score of a step: score it now, so that no validation is missing."""
     step = parts.progress.step
-    scored = any(
-        "eval/val_loss" in record and record["step"] == step for record in read_last_lines(parts.folder.metrics)
-    )
-    if step and not scored:
+    found = [
+        record["eval/val_loss"]
+        for record in read_last_lines(parts.folder.metrics)
+        if "eval/val_loss" in record and record["step"] == step
+    ]
+    if step and not found:
         _look_at_model(parts, keeper, step)
+    elif step:  # it was saved before it was scored
+        parts.progress = parts.progress.scored(step, math.nan if found[-1] is None else found[-1])
+        if parts.progress.best_step == step:
+            checkpoint.mark_best(parts.folder.checkpoints, parts.progress)
 
 
 def _score(parts: Parts, keeper: Keeper, step: int) -> None:
@@ -400,6 +451,8 @@ def _score(parts: Parts, keeper: Keeper, step: int) -> None:
     if parts.progress.loss is not None:
         values["eval/train_loss"] = parts.progress.loss
     report.metric(step, values)
+    if parts.flags is not None:
+        announce(parts.flags.validated(step, found.loss))
     with keeper.lock:
         parts.progress = parts.progress.scored(step, found.loss)
     best = parts.progress.best_step == step
@@ -423,6 +476,9 @@ def show_sample(parts: Parts, step: int) -> None:
             if token is None or token == end:
                 break
             made.append(token)
+    if parts.flags is not None and (repeat := repeat_share(made)) is not None:
+        report.metric(step, {"eval/sample_repeat": repeat, "eval/iter": step})
+        announce(parts.flags.sampled(step, repeat))
     report.event("sample", step=step, text=tokenizer.decode([*shown, *made]))
 
 

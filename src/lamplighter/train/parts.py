@@ -25,6 +25,7 @@ from lamplighter.model.build import Built
 from lamplighter.rundir import RunDir
 from lamplighter.train import machine, optim, score
 from lamplighter.train.checkpoint import Progress
+from lamplighter.train.flags.board import Board
 
 if TYPE_CHECKING:
     from lamplighter.train.compiled import Compiled
@@ -49,6 +50,7 @@ class Parts:
     compiled: Compiled | None = None
     floor: score.Floor | None = None
     chat: ChatTemplate | None = None
+    flags: Board | None = None
     tokenizer_files: dict[str, bytes] = field(default_factory=dict)
 
     @property

@@ -20,6 +20,7 @@ from typing import Any
 from lamplighter.config import Budget, load_dump
 from lamplighter.errors import CHILD_LOST, DONE, ChildLost, LampError
 from lamplighter.rundir import RunDir, is_running, read_record, write_atomic
+from lamplighter.watch import redflags
 from lamplighter.watch.observe import Observer, Tail
 from lamplighter.watch.picture import duration, tell
 from lamplighter.watch.supervise import LOOK_EVERY_S, Order, Supervisor, ask
@@ -35,8 +36,11 @@ def follow(run: RunDir) -> int:
     voice = Voice(1)
     observer = Observer(run, run.events, budget, fresh=True)
     observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
+    status = read_record(run.status)
+    observer.picture.flags = redflags.recall(status)  # those that went up before we looked
+    for text in redflags.tell(observer.picture.flags):
+        voice.say(text, "bold yellow")
     if not is_running(run):
-        status = read_record(run.status)
         voice.say(f"{run.name} is not running: {status.get('outcome') or status.get('now', 'it has said nothing yet')}")
         voice.close()
         return DONE
@@ -163,7 +167,7 @@ def list_runs(runs_dir: Path, as_json: bool) -> int:
     if not rows:
         result(f"no runs in {runs_dir}; next: lamp demo\n")
         return DONE
-    head = f"{'run':<24} {'state':<10} {'step':>14} {'safe to':>8} {'loss':>8} {'val':>8} {'spent':>9} {'last':>10}\n"
+    head = f"{'run':<24} {'state':<10} {'step':>14} {'safe to':>8} {'loss':>8} {'val':>8} {'spent':>9} {'last':>10}  red flags\n"
     result(
         head + "".join(_row(row) for row in rows) + "next: lamp watch RUN, lamp checkpoints RUN, lamp generate RUN\n"
     )
@@ -175,9 +179,8 @@ def _row(row: dict[str, Any]) -> str:
     loss, val = (f"{row[name]:.3f}" if row.get(name) is not None else "-" for name in ("loss", "val_loss"))
     spent, age = duration(row.get("spent_s", 0.0)), duration(row["age_s"])
     safe = row.get("durable_step", 0)
-    return (
-        f"{row['run']:<24} {row['state']:<10} {steps:>14} {safe:>8} {loss:>8} {val:>8} {spent:>9} {age + ' ago':>10}\n"
-    )
+    flags = f"  {', '.join(redflags.recall(row))}".rstrip()
+    return f"{row['run']:<24} {row['state']:<10} {steps:>14} {safe:>8} {loss:>8} {val:>8} {spent:>9} {age + ' ago':>10}{flags}\n"
 
 
 # ---------------------------------------------------------------- a child for one result

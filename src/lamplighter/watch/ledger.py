@@ -11,6 +11,7 @@ from typing import Any
 
 from lamplighter.config import Budget
 from lamplighter.rundir import RunDir, read_lines
+from lamplighter.watch import redflags
 from lamplighter.watch.picture import duration
 
 
@@ -114,9 +115,10 @@ def _cents(seconds: float, budget: Budget) -> str:
 
 
 def write_report(run: RunDir, ledger: Ledger, budget: Budget, outcome: str, facts: dict[str, Any]) -> None:
-    """report.md: the outcome, the facts, the ledger."""
+    """report.md: the outcome, the facts, the red flags, the ledger."""
     parts = [f"# {run.name}", "", outcome, ""]
     parts += [f"- {name}: {value}" for name, value in facts.items()]
-    parts += ["", f"## Where the time went ({ledger.attempts} attempt{'s' if ledger.attempts != 1 else ''})", "", "```"]
+    parts += ["", *redflags.section(read_lines(run.events))]
+    parts += [f"## Where the time went ({ledger.attempts} attempt{'s' if ledger.attempts != 1 else ''})", "", "```"]
     parts += [*lines(ledger, budget), "```", ""]
     run.report.write_text("\n".join(parts), encoding="utf-8", errors="replace")

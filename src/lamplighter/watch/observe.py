@@ -14,7 +14,7 @@ from typing import Any
 from lamplighter.config import Budget
 from lamplighter.report import Slot, read_slot
 from lamplighter.rundir import RunDir, parse_record, read_last_lines
-from lamplighter.watch import sense
+from lamplighter.watch import redflags, sense
 from lamplighter.watch.picture import Picture
 from lamplighter.watch.quiet import Quiet
 
@@ -110,6 +110,7 @@ class Observer:
     def _hear(self, event: dict[str, Any]) -> None:
         if event.get("type") == "checkpoint":
             self.durable_at = event["t"]
+        redflags.hear(self.picture.flags, event)
         if event.get("type") == "floor":
             self.picture.floor = event["nats_per_token"]
 

@@ -18,6 +18,7 @@ from lamplighter.rundir import human_bytes
 from lamplighter.watch.sense import ProcessLook
 
 BARS = "▁▂▃▄▅▆▇█"
+Flag = dict[str, Any]  # a red flag that stands: cause, state, why, next, step
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Picture:
     usd_limit: float | None = None
     durable_age_s: float | None = None
     usual_s: float | None = None  # what this phase took last time
+    flags: dict[str, Flag] = field(default_factory=dict)  # red flags that stand, by cause
 
     @property
     def training(self) -> bool:
@@ -115,6 +117,9 @@ def alert(picture: Picture) -> str:
         parts.append(picture.quiet_words)
     if picture.stopping:
         parts.append(picture.stopping)
+    if picture.flags:
+        named = ", ".join(f"{flag['cause']} since step {flag['step']}" for flag in picture.flags.values())
+        parts.append(f"red flag{'s' * (len(picture.flags) > 1)}: {named}")
     if slot is not None and slot.dropped:
         parts.append(f"{slot.dropped} log lines could not be written")
     return " · ".join(parts)
@@ -192,6 +197,15 @@ def tell(event: dict[str, Any]) -> list[tuple[str, str]]:
     if kind == "verdict" and not event.get("said"):
         style = "yellow" if event["state"] == "slow" else "bold red"
         return [(f"{event['state']}: {clean(event['why'])}", style), (f"next: {event['next']}", style)]
+    if kind == "well again":
+        return [
+            (
+                f"well again: {event['cause']} (a red flag since step {event['since_step']}), at step {event['step']}",
+                "green",
+            )
+        ]
+    if kind == "ended early":
+        return [(f"ended early at step {event['step']} of {event['steps']}: {event['why']}", "bold")]
     if kind == "error":
         return [(line, "bold red") for line in event["lines"]]
     return []

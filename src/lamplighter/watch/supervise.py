@@ -36,7 +36,7 @@ from lamplighter.rundir import (
     read_record,
     write_json,
 )
-from lamplighter.watch import ledger, sense, stacks
+from lamplighter.watch import ledger, redflags, sense, stacks
 from lamplighter.watch.notify import Notifier
 from lamplighter.watch.observe import Observer, Tail
 from lamplighter.watch.picture import clean, duration, line, tell, tell_step
@@ -117,6 +117,7 @@ class Supervisor:
         self.warned: set[str] = set()
         self.planned = self.planned_why = ""  # restart or stop, decided by us
         self.peak_bytes = 0
+        self.ended_early: dict[str, Any] = {}
 
     @property
     def spent_s(self) -> float:
@@ -284,7 +285,11 @@ class Supervisor:
             self.error_heard = self.error_heard or event.get("type") == "error"
             if event.get("type") == "checkpoint":
                 self.checkpoint_bytes = event.get("bytes", 0)
-            if event.get("type") == "verdict":
+            if event.get("type") == "ended early":
+                self.ended_early = {
+                    name: event.get(name) for name in ("step", "steps", "since_best", "best_step", "why")
+                }
+            if event.get("type") == "verdict" and not event.get("said"):
                 kind = "budget" if event.get("cause") == "budget" else event.get("state", "")
                 self.notifier.tell(kind, event.get("why", ""), cause=event.get("cause"))
             for text, style in tell(event):
@@ -446,6 +451,7 @@ class Supervisor:
         lines.append(
             f"process {process.pid}: {process.words}, {process.threads} threads, {process.rss_bytes / 1e9:.2f} GB"
         )
+        lines += redflags.tell(picture.flags)
         taken = stacks.take(self.run, 0, slot.pid)
         if taken is None:
             lines.append("stacks: could not be read (the process is gone, stopped, or may not be traced)")
@@ -480,6 +486,8 @@ class Supervisor:
             "spent_s": round(self.spent_s, 2),
             "attempt": self.attempt,
             "now": line(picture),
+            "flags": list(picture.flags.values()),
+            **({"ended_early": self.ended_early} if self.ended_early else {}),
             "t": time.time(),
             **identity(),
             "child_pid": self.child.pid if self.child else None,
@@ -554,6 +562,13 @@ class Supervisor:
         if child_code == CRASHED:
             where = f"; the traceback is in {self.run.output}" if self.order.keeps_books else ""
             return CRASHED, f"the process crashed{where}; {safe}"
+        if child_code == DONE and self.ended_early:
+            early = self.ended_early
+            best = f"; use checkpoint-{early['best_step']}" if early["best_step"] else ""
+            return (
+                DONE,
+                f"finished {self.run.name} early, at step {early['step']} of {early['steps']}: {early['why']}{best}",
+            )
         if child_code == DONE:
             return DONE, f"finished {self.run.name}"
         return child_code, f"ended with exit code {child_code}; {safe}"
@@ -569,6 +584,11 @@ class Supervisor:
             facts["validation loss"] = f"{picture.val_loss:.4f} (step {picture.val_step})"
         if self.order.budget.usd_per_hour is not None:
             facts["spent"] = f"${self.order.budget.spent_usd(self.spent_s):.4f}"
+        if picture.flags:
+            facts["red flags at the end"] = ", ".join(picture.flags)
+            self.voice.say(
+                f"red flags at the end: {', '.join(picture.flags)} (numbers in {self.run.report})", "bold yellow"
+            )
         for text in ledger.lines(books, self.order.budget):
             self.voice.say(f"   {text}", "dim")
         try:

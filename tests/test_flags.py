@@ -1,0 +1,389 @@
+"""Red flags: recorded curves of healthy runs raise none, those of sick runs raise the right one; and early stopping."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import LONG, TINY, lamp, shared, slot_of, start_lamp, wait_for
+from lamplighter.config import Run
+from lamplighter.data.unigrams import entropy
+from lamplighter.rundir import RunDir, read_lines, read_record
+from lamplighter.train.checkpoint import Progress
+from lamplighter.train.flags import board as boards
+from lamplighter.train.flags.board import EACH_BLOCK, EACH_STEP, EXPLAINS, Board, Change, recall, replay
+from lamplighter.train.flags.memory import Facts, repeat_share
+from lamplighter.watch import redflags
+from lamplighter.watch.picture import Picture, alert, tell
+
+CURVES = Path(__file__).parent / "recordings" / "curves"
+HEALTHY = sorted(path.stem for path in CURVES.glob("healthy_*.json"))
+SICK = {
+    "sick_rate_too_low": ("not_learning", 100),
+    "sick_rate_too_high": ("no_context", 140),
+    "sick_shuffled": ("no_context", 140),
+    "sick_overfitting": ("overfitting", 650),
+    "sick_slow_source": ("data_wait", 480),
+    "sick_collapse": ("throughput_collapsed", 620),
+    "sick_sees_targets": ("too_good", 500),
+    "sick_finetuning_at_rest": ("no_context", 140),
+    "sick_leak": ("step_time_grows", 625),
+}
+
+
+def load(name: str) -> tuple[Facts, list[dict[str, Any]]]:
+    """The facts of a recorded run, and its records as they were in metrics.jsonl."""
+    kept = json.loads((CURVES / f"{name}.json").read_text())
+    columns, tokens, mfu = kept["columns"], kept["tokens_per_step"], kept["mfu_per_token_per_s"]
+    count = max(len(column) for column in columns.values() if isinstance(column, list))
+    looks: dict[int, dict[str, float]] = {}
+    for step, key, value in kept["looks"]:
+        looks.setdefault(step, {})[key] = value
+    records: list[dict[str, Any]] = []
+    for n in range(count):
+        row = {key: column[n] if isinstance(column, list) else column for key, column in columns.items()}
+        rate = tokens / row["train/dt_ms"] * 1000
+        row |= {"step": n + 1, "train/tok_per_sec": rate, "train/mfu": rate * mfu}
+        extra = looks.get(n + 1, {})
+        if "sys/ram_gb" in extra:
+            row["sys/ram_gb"] = extra.pop("sys/ram_gb")
+        records.append(row)
+        if extra:
+            records.append({"step": n + 1, **extra})
+    return Facts(**kept["facts"]), records
+
+
+def raised(changes: list[Change]) -> list[tuple[str, int]]:
+    return [(change.verdict.cause, change.step) for change in changes if change.up]
+
+
+def run_curve(facts: Facts, losses: list[float], **more: Any) -> list[Change]:
+    records = [{"step": n, "train/loss": x, "train/lr": facts.peak_lr, "train/grad_norm": 0.5, "train/dt_ms": 10.0,
+                "train/tok_per_sec": 1e4, "train/mfu": 0.3, "train/epoch": n / 1e4, **{k: v(n) for k, v in more.items()}}
+               for n, x in enumerate(losses, 1)]  # fmt: skip
+    return replay(Board(facts), records, len(losses))
+
+
+# ---------------------------------------------------------------- recorded runs
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_raises_nothing(name: str) -> None:
+    facts, records = load(name)
+    assert raised(replay(Board(facts), records, facts.steps)) == []
+
+
+@pytest.mark.parametrize(("name", "expected"), SICK.items())
+def test_a_sick_run_raises_the_right_flag_and_only_that_one(name: str, expected: tuple[str, int]) -> None:
+    facts, records = load(name)
+    board = Board(facts)
+    changes = replay(board, records, facts.steps)
+    assert raised(changes) == [expected]
+    assert list(board.up) == [expected[0]], "it stands to the end"
+    (change,) = changes
+    assert change.verdict.evidence and any(c.isdigit() for c in change.verdict.why)
+
+
+def test_all_recordings_are_used() -> None:
+    assert len(HEALTHY) >= 4
+    assert set(SICK) == {path.stem for path in CURVES.glob("sick_*.json")}
+
+
+@pytest.mark.parametrize("name", [*HEALTHY[:1], "sick_overfitting"])
+def test_a_restart_neither_forgets_nor_repeats(name: str, tmp_path: Path) -> None:
+    """Killed after step 720 with 700 durable: steps 701 to 720 are on record twice in the end."""
+    facts, records = load(name)
+    run = RunDir(tmp_path / "r")
+    run.create()
+    cut = min(720, facts.steps - 20)
+    lines = [{**record, "attempt": 1} for record in records if record["step"] <= cut]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole = Board(facts)
+    replay(whole, records, cut - 20)
+    again = recall(facts, run, cut - 20)
+    assert list(again.up) == list(whole.up)
+    assert list(again.memory.blocks) == list(whole.memory.blocks)
+    assert again.memory.validations == whole.memory.validations
+    later = [record for record in records if record["step"] > cut - 20]
+    assert raised(replay(again, later, facts.steps)) == raised(replay(whole, later, facts.steps)) == []
+
+
+def test_a_flag_raised_in_lost_steps_is_shown_again_but_not_said_again(tmp_path: Path) -> None:
+    facts, records = load("sick_overfitting")
+    run = RunDir(tmp_path / "r")
+    run.create()
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records if record["step"] <= 660))
+    said = {"type": "verdict", "t": 1.0, "flag": True, "cause": "overfitting", "step": 650}
+    run.rank_events(0).write_text(json.dumps(said) + "\n")
+    board = recall(facts, run, 600)
+    assert not board.up
+    (change,) = replay(board, [record for record in records if record["step"] > 600], 660)
+    assert change.up and change.again and change.step == 650
+
+
+# ---------------------------------------------------------------- rules that no recording shows
+
+PLAIN = Facts(1000, 2000, 50, 1e-3, unigram_nats=6.0)
+NOISE = np.random.default_rng(5).normal(0, 0.05, 4000)
+
+
+def falling(steps: int) -> list[float]:
+    """As losses fall: 6.9, then ever slower: 4.0 at step 400, 3.3 at step 1,600."""
+    return [2.0 + 4.9 / (1 + n / 60) ** 0.4 + NOISE[n] for n in range(steps)]
+
+
+def test_a_loss_that_rises_beyond_noise_is_named_with_the_step_before_it() -> None:
+    losses = [*falling(1200), *(3.45 + 0.003 * n + NOISE[n] for n in range(600))]
+    changes = run_curve(PLAIN, losses)
+    assert raised(changes)[0][0] == "loss_rising"
+    assert 1200 < changes[0].step < 1800
+    assert raised(run_curve(PLAIN, falling(1800))) == []
+
+
+def test_a_spike_is_named_in_its_steps_and_is_well_again() -> None:
+    losses = falling(1000)
+    losses[700] += 3  # one odd batch is none
+    assert raised(run_curve(PLAIN, losses)) == []
+    for n in range(800, 812):
+        losses[n] += 1.5
+    changes = run_curve(PLAIN, losses)
+    assert [(c.up, c.verdict.cause) for c in changes] == [(True, "loss_spike"), (False, "loss_spike")]
+    assert changes[0].step == 803
+    assert changes[1].since_step == 803
+
+
+def test_a_plateau_is_said_only_where_the_numbers_are_sure() -> None:
+    flat = [max(3.5, 7 - 0.02 * n) + NOISE[n] for n in range(1500)]
+    assert [cause for cause, _ in raised(run_curve(PLAIN, flat))] == ["plateau"]
+    noisy = [max(3.5, 7 - 0.02 * n) + 30 * NOISE[n] for n in range(1500)]
+    assert "plateau" not in dict(raised(run_curve(PLAIN, noisy)))
+    low_rate = run_curve(PLAIN, flat, **{"train/lr": lambda n: 1e-4})
+    assert raised(low_rate) == [], "at the end of a schedule a plateau is meant"
+
+
+def test_gradients_that_explode_or_vanish_against_the_run_itself() -> None:
+    loud = run_curve(PLAIN, falling(600), **{"train/grad_norm": lambda n: 0.5 if n < 500 else 20.0})
+    assert raised(loud) == [("gradients_explode", 520)]
+    mute = run_curve(PLAIN, falling(600), **{"train/grad_norm": lambda n: 0.5 if n < 500 else 1e-5})
+    assert raised(mute) == [("gradients_vanish", 520)]
+    cut = run_curve(PLAIN, falling(1000), **{"train/grad_norm": lambda n: 9.0})
+    assert [cause for cause, _ in raised(cut)] == ["clipped_always"]
+
+
+def test_the_first_loss_far_above_chance_is_named() -> None:
+    assert raised(run_curve(PLAIN, [60.0 * math.exp(-n / 40) + 3 for n in range(300)]))[0] == ("starts_high", 20)
+
+
+def test_at_chance_and_too_good() -> None:
+    chance = math.log(1000)
+    assert raised(run_curve(PLAIN, [chance + 0.01 * (-1) ** n for n in range(400)])) == [("not_learning", 100)]
+    assert [cause for cause, _ in raised(run_curve(PLAIN, [5 * math.exp(-n / 20) for n in range(600)]))] == ["too_good"]
+
+
+def test_the_band_is_said_only_of_sizes_that_it_is_known_for() -> None:
+    slm = Facts(30_000, 2000, 100, 3e-4, parameters=108_489_216, unigram_nats=7.3)
+    high = [7.0 + 3.3 * math.exp(-n / 50) + NOISE[n] - 0.0005 * n for n in range(700)]
+    assert [cause for cause, _ in raised(run_curve(slm, high))] == ["above_band"]
+    small = Facts(30_000, 2000, 100, 3e-4, parameters=10_000_000, unigram_nats=7.3)
+    assert raised(run_curve(small, high)) == []
+
+
+def test_a_rate_near_zero_outside_of_the_end() -> None:
+    assert raised(run_curve(PLAIN, falling(60), **{"train/lr": lambda n: 1e-7})) == [("lr_zero", 20)]
+    end = {"train/lr": lambda n: 1e-7 if n > 1950 else 1e-3}
+    assert raised(run_curve(PLAIN, falling(2000), **end)) == []
+
+
+def test_steps_that_grow_slower_and_memory_that_grows_with_them() -> None:
+    slow = {"train/dt_ms": lambda n: 100 + 0.3 * n}
+    leak = run_curve(PLAIN, falling(800), **slow, **{"sys/ram_gb": lambda n: 1 + n / 1000})
+    assert raised(leak)[0][0] == "step_time_grows"
+    assert "a leak" in leak[0].verdict.why
+    alone = run_curve(PLAIN, falling(2000), **slow)
+    assert alone[0].verdict.cause == "step_time_grows"
+    assert alone[0].step > 2 * leak[0].step, "without memory that grows it could be a neighbour: it takes minutes"
+    jump = run_curve(PLAIN, falling(2000), **{"train/dt_ms": lambda n: 200 if n < 1000 else 350})
+    assert raised(jump) == [], "a jump is no growth"
+
+
+def test_padding_passes_and_a_device_that_idles() -> None:
+    assert raised(run_curve(PLAIN, falling(300), **{"train/pad_frac": lambda n: 0.8})) == [("padding", 60)]
+    assert raised(run_curve(PLAIN, falling(300), **{"train/epoch": lambda n: n / 50})) == [("data_repeats", 260)]
+    big = Facts(1000, 2000, 50, 1e-3, parameters=120_000_000, device="cuda")
+    idle = {"train/mfu": lambda n: 0.04, "train/dt_ms": lambda n: 500.0}
+    assert [cause for cause, _ in raised(run_curve(big, falling(400), **idle))] == ["mfu_low"]
+    assert raised(run_curve(PLAIN, falling(400), **idle)) == [], "a tiny model on a CPU cannot fill it"
+
+
+def test_samples_that_go_round_in_circles() -> None:
+    assert repeat_share([7] * 40) == 1.0
+    assert repeat_share([1, 2, 3] * 20) == 1.0
+    assert repeat_share(list(range(60))) == 0.0
+    assert repeat_share([1, 2, 3]) is None
+    assert repeat_share([*range(30), *([5, 6] * 15)]) == pytest.approx(0.5)
+    board = Board(PLAIN)
+    replay(board, [{"step": n, "train/loss": 3.0, "train/lr": 1e-3} for n in range(1, 301)], 300)
+    assert board.sampled(300, 0.9) == []
+    (change,) = board.sampled(300 + 1, 0.9)
+    assert change.verdict.cause == "sample_degenerate"
+
+
+def test_counting_tokens_gives_the_entropy() -> None:
+    assert entropy(np.arange(1 << 16) % 256) == pytest.approx(math.log(256), abs=0.01)
+    rng = np.random.default_rng(0)
+    few = entropy(rng.integers(0, 500, 2000))
+    assert few == pytest.approx(math.log(500), abs=0.03), "a small sample is corrected"
+
+
+def test_every_flag_has_its_row_in_the_documents() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "redflags.md").read_text()
+    causes = {*EACH_STEP, *EACH_BLOCK}
+    assert {cause for cause in causes if f"| `{cause}` |" not in text} == set()
+    assert set(EXPLAINS) | set().union(*EXPLAINS.values()) <= causes
+
+
+def test_what_a_reader_sees_of_a_flag() -> None:
+    picture = Picture("r")
+    event = {"type": "verdict", "t": 10.0, "flag": True, "state": "waste", "cause": "plateau", "why": "w | 1", "next": "n", "step": 40,
+             "evidence": ["e"]}  # fmt: skip
+    redflags.hear(picture.flags, event)
+    assert "plateau since step 40" in alert(picture)
+    assert redflags.recall({"flags": list(picture.flags.values())}) == picture.flags
+    well = {"type": "well again", "t": 70.0, "cause": "plateau", "step": 90, "since_step": 40}
+    rows = redflags.section([event, event, well])
+    assert len([row for row in rows if "plateau" in row]) == 1
+    assert "step 90, then well again (50 steps, 1:00)" in rows[-2]
+    assert tell(well)[0][0].startswith("well again: plateau")
+    redflags.hear(picture.flags, well)
+    assert alert(picture) == ""
+    assert "none" in redflags.section([])
+
+
+# ---------------------------------------------------------------- real runs
+
+
+def flags_of(run: RunDir) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run.events) if event.get("type") == "verdict" and event.get("flag")]
+
+
+def test_a_flag_stays_visible_over_a_kill_and_is_said_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "z")
+    words = ["train", "--run", "z", *TINY, "--train.lr", "1e-8", "--train.steps", "20000", "--save.every_steps", "50"]
+    words += ["--train.warmup_steps", "10"]
+    going = start_lamp(*words, cwd=tmp_path)
+    wait_for(lambda: flags_of(run) and slot_of(run).durable_step >= 150, 90, going)
+    os.kill(slot_of(run).pid, signal.SIGKILL)
+    wait_for(lambda: read_record(run.status).get("attempt") == 2 and slot_of(run).step > 200, 90, going)
+    status = wait_for(
+        lambda: (s := read_record(run.status)).get("flags") and s.get("phase", "").startswith("train") and s, 20, going
+    )
+    assert "not_learning" in [flag["cause"] for flag in status["flags"]]
+    assert "not_learning since step 100" in status["now"]
+    assert "red flag since step 100: not_learning" in lamp("why", "z", cwd=tmp_path).stdout
+    (row,) = [line for line in lamp("runs", cwd=tmp_path).stdout.splitlines() if line.startswith("z ")]
+    assert "not_learning" in row
+    watcher = start_lamp("watch", "z", cwd=tmp_path)
+    wait_for(lambda: "red flag since step 100: not_learning" in (tmp_path / "out.txt").read_text(), 20, watcher)
+    watcher.send_signal(signal.SIGINT)
+    going.send_signal(signal.SIGTERM)
+    assert going.wait(40) == 75
+    assert [event["cause"] for event in flags_of(run)].count("not_learning") == 1
+    assert "| not_learning | 100 | the end (" in run.report.read_text()
+
+
+PATIENT = [*TINY, "--train.lr", "0.3", "--train.schedule", "constant", "--train.steps", "4000", "--eval.every_steps", "20",
+           "--save.every_steps", "40", "--eval.patience", "4"]  # fmt: skip
+
+
+def ends(run: RunDir) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run.events) if event.get("type") == "ended early"]
+
+
+def out_of_patience(run: RunDir, patience: int) -> tuple[int, int]:
+    """(the step at which it must end, the best one), from the validations on record."""
+    seen = {record["step"]: record["eval/val_loss"] for record in read_lines(run.metrics) if "eval/val_loss" in record}
+    best, since = 0, 0
+    for step, loss in sorted(seen.items()):
+        best, since = (step, 0) if not best or loss < seen[best] else (best, since + 1)
+        if since == patience:
+            return step, best
+    raise AssertionError(f"it should not have ended: {seen}")
+
+
+STREAM = ["--data.stream", "true", "--data.tokens_per_chunk", "4096"]
+
+
+@pytest.mark.parametrize("extra", [[], pytest.param(STREAM, marks=LONG)], ids=["text", "stream"])
+def test_patience_ends_a_run_exactly_over_a_kill_and_more_of_it_goes_on(tmp_path: Path, extra: list[str]) -> None:
+    run = RunDir(tmp_path / "runs" / "z")
+    words = ["train", "--run", "z", *extra, *PATIENT]
+    going = start_lamp(*words, cwd=tmp_path)
+    wait_for(lambda: slot_of(run).step >= 50, 90, going)
+    os.kill(slot_of(run).pid, signal.SIGKILL)
+    assert going.wait(120) == 0
+    (end,) = ends(run)
+    assert (end["step"], end["best_step"]) == out_of_patience(run, 4)
+    assert end["since_best"] == 4
+    said = (tmp_path / "out.txt").read_text()
+    assert "attempt 2" in said
+    assert f"finished z early, at step {end['step']} of 4000: 4 validations without a new best" in said
+    assert f"use checkpoint-{end['best_step']}" in said
+    assert {f"checkpoint-{step}" for step in (end["best_step"], end["step"])} <= {
+        p.name for p in run.checkpoints.iterdir()
+    }
+    assert read_record(run.checkpoints / "best.json")["step"] == end["best_step"]
+    same = lamp(*words, cwd=tmp_path)
+    assert same.returncode == 0
+    assert "is finished, early" in same.stdout and "larger eval.patience" in same.stdout
+    assert lamp(*words[:-1], "6", cwd=tmp_path).returncode == 0
+    last = ends(run)[-1]
+    assert last["step"] > end["step"]
+    assert (last["step"], last["best_step"]) == out_of_patience(run, 6)
+
+
+def test_patience_without_validations_is_refused() -> None:
+    with pytest.raises(ValueError, match="patience counts validations"):
+        Run.model_validate({"eval": {"patience": 3, "every_steps": 0}})
+    assert Run.model_validate({"eval": {"patience": 3}}).eval.patience == 3
+
+
+def test_a_validation_counts_once() -> None:
+    progress = Progress().scored(10, 3.0).scored(20, 3.1).scored(20, 3.1).scored(10, 2.0)
+    assert (progress.best_step, progress.since_best, progress.scored_step) == (10, 1, 20)
+    assert progress.scored(30, math.nan).since_best == 2
+    assert progress.scored(30, 2.9).since_best == 0
+
+
+@LONG
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_the_demo_raises_none(tmp_path: Path, seed: str) -> None:
+    done = lamp("demo", "--train.seed", seed, cwd=tmp_path, timeout=900)
+    assert done.returncode == 0
+    assert flags_of(RunDir(tmp_path / "runs" / "demo")) == []
+    assert "## Red flags\n\nnone" in (tmp_path / "runs" / "demo" / "report.md").read_text()
+
+
+@LONG
+def test_a_run_on_real_text_raises_none(tmp_path: Path) -> None:
+    text = shared("tinyshakespeare", "input.txt")
+    words = ["train", "--run", "r", "--data.paths", str(text), "--tokenizer.vocab_size", "1024", "--model.layers", "2"]
+    words += ["--model.width", "96", "--model.heads", "4", "--data.seq_len", "128", "--train.steps", "500"]
+    done = lamp(
+        *words, "--train.batch_size", "4", "--train.lr", "2e-3", "--eval.every_steps", "50", cwd=tmp_path, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert flags_of(RunDir(tmp_path / "runs" / "r")) == []
+
+
+def test_the_rules_need_no_torch() -> None:
+    assert boards.__name__.startswith("lamplighter.train.flags")
+    code = "import sys, lamplighter.train.flags.board; sys.exit('torch' in sys.modules)"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
