@@ -1,0 +1,126 @@
+"""Probes of the settings alone: the plan's verdict, saves, warm-up, threads. Nothing is trained.
+
+In:  the run, the plan's figures, the cores.
+Out: Findings, with the fields that would be changed.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from lamplighter.config import fields, parse_overrides
+from lamplighter.data.pool import usable_cores
+from lamplighter.errors import BadConfig, LampError
+from lamplighter.ops.doctor.finding import Finding, Patient, Stage
+from lamplighter.ops.doctor.limits import core_quota, memory_left
+from lamplighter.ops.doctor.paper import Paper, plan
+
+STAGES = (
+    Stage("settings / plan", "lamplighter.ops.doctor.settings:planned", 60.0),
+    Stage("settings / schedule and saves", "lamplighter.ops.doctor.settings:schedule_and_saves", 60.0),
+    Stage("settings / threads", "lamplighter.ops.doctor.settings:threads", 20.0),
+)
+GIB = 1 << 30
+
+
+def planned(patient: Patient) -> Iterator[Finding]:
+    """Memory, time, money and disk, as `lamp plan` sees them."""
+    patient.now("planning on paper")
+    paper = plan(patient)
+    if paper is None:
+        yield Finding("ok", "not planned on paper: train.epochs needs the data to be counted", next="lamp data stats")
+        return
+    figures = paper.figures
+    for reason in figures["reasons"]:
+        settings = _first_change(figures)
+        remedy = _words(settings) or "another device (lamp plan --on), or a much smaller model"
+        yield Finding("fault", f"this run cannot succeed: {reason}", f"lamp plan has the arithmetic; on {figures['device']}", remedy, "no_go", settings=settings)  # fmt: skip
+    for warning in figures["warnings"]:
+        yield Finding("warn", str(warning), "from lamp plan", "lamp plan shows the whole")
+    if figures["device"] == "cpu":
+        yield from judge_memory(float(figures["memory_gib"]), *memory_left())
+    money = f", ${figures['usd']:,.2f}" if figures["usd"] is not None else ""
+    yield Finding("ok", f"{figures['params']:,} parameters, {figures['tokens']:,} tokens, {figures['memory_gib']:.1f} GiB, about {_span(paper.seconds)}{money} on {figures['device']}",
+                  figures={"hours": float(figures["hours"]), "memory_gib": float(figures["memory_gib"])})  # fmt: skip
+
+
+def judge_memory(need_gib: float, left: int, limit: int | None) -> Iterator[Finding]:
+    """The machine may have it while our control group may not: the kernel kills the run then, without a word."""
+    if limit is not None and need_gib * GIB > left:
+        yield Finding("fault", f"{need_gib:.1f} GiB are needed, and the control group leaves {left / GIB:.1f} of {limit / GIB:.1f} GiB", "the kernel kills the process that goes beyond it",
+                      "a larger container, a smaller train.micro_batch, or train.recompute true", "rss_oom", settings={"train.recompute": True})  # fmt: skip
+
+
+def _first_change(figures: dict[str, Any]) -> dict[str, Any]:
+    """The cheapest change of the plan, as fields."""
+    if not figures["changes"]:
+        return {}
+    _, found = parse_overrides(shlex.split(figures["changes"][0]["settings"]))
+    return {name: words[0] for name, words in found.items() if name in fields()}
+
+
+def _words(settings: dict[str, Any]) -> str:
+    return " ".join(f"--{name} {value}" for name, value in settings.items())
+
+
+def _span(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:,.1f} h"
+    )
+
+
+def schedule_and_saves(patient: Patient) -> Iterator[Finding]:
+    """A toy on a long run, no save before the end, a warm-up that takes most of it."""
+    patient.now("importing torch")
+    from lamplighter.train import guard, optim
+
+    run, steps = patient.run, patient.run.train.steps
+    if steps is None:
+        yield Finding("ok", "how many steps there will be, only the data can tell")
+        return
+    try:
+        paper: Paper | None = plan(patient)
+    except LampError:
+        paper = None  # said by the stage before
+    if paper is not None:
+        try:
+            guard.refuse_long_runs(run, patient.preset, paper.seconds, steps, force=False)
+        except BadConfig as error:
+            saves = {"save.every_s": 600.0} if "save" in error.what else {}
+            yield Finding("fault", error.what, error.why, error.next, "toy" if not saves else "no_save", settings=saves)
+    if not 0 < run.save.every_steps < steps and not run.save.every_s:
+        yield Finding("warn", f"no save is due before the end: save.every_steps is {run.save.every_steps}, the run has {steps} steps", "a crash would cost everything",
+                      "--save.every_s 600", "no_save", settings={"save.every_s": 600.0})  # fmt: skip
+    yield from judge_warmup(optim.schedule(run.train, steps).warmup, steps, guard.WARMUP_SHARE)
+
+
+def judge_warmup(warmup: int, steps: int, most: float) -> Iterator[Finding]:
+    """A warm-up that was counted in the wrong unit takes most of the run, or never ends."""
+    share, less = warmup / steps, max(1, steps // 20)
+    if share > most:
+        whole = "never ends" if share > 1 else f"takes {share:.0%} of the run"
+        yield Finding("fault" if share > 1 else "warn", f"warm-up {whole}: {warmup:,} of {steps:,} optimizer steps", "under 10 % is usual; was it counted in micro-batches?",
+                      f"--train.warmup_steps {less}", "lr_zero", settings={"train.warmup_steps": less}, figures={"share": share})  # fmt: skip
+    else:
+        yield Finding("ok", f"warm-up {warmup:,} of {steps:,} steps ({share:.1%})", figures={"share": share})
+
+
+def threads(patient: Patient) -> Iterator[Finding]:
+    """Threads and workers against the cores that may be used."""
+    run, quota = patient.run, core_quota()
+    cores = usable_cores() if quota is None else max(1, min(usable_cores(), int(quota)))
+    wanted, workers = run.train.threads, run.data.workers
+    if wanted is not None and wanted > cores:
+        yield Finding("warn", f"train.threads is {wanted}, and {cores} cores may be used", "threads that wait for a core make every product slower",
+                      f"--train.threads {cores}", "oversubscribed", settings={"train.threads": cores})  # fmt: skip
+    if workers is not None and workers > 2 * cores:
+        yield Finding("warn", f"data.workers is {workers}, and {cores} cores may be used", "each takes memory and a core's time; more than there are cores is no faster",
+                      f"--data.workers {cores}", "oversubscribed", settings={"data.workers": cores})  # fmt: skip
+    if (wanted or 0) <= cores and (workers or 0) <= 2 * cores:
+        yield Finding("ok", f"{wanted or cores} threads, {workers or cores} workers, {cores} cores")
