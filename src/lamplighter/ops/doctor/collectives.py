@@ -263,21 +263,25 @@ def _judge(ranks: list[Rank], address: str, port: int, act_s: float, import_s: f
                 how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
                 return Finding("fault", f"rank {rank.number} {how} in {rank.at}", _other(ranks, rank), "its last words are above", "rank_sigkill", {"rank": rank.number})  # fmt: skip
     last = min(ranks, key=lambda rank: ACTS.index(rank.at))
-    limit = import_s if last.at in ("start", "import") else act_s
-    waited = time.monotonic() - last.since
-    if waited > limit and not last.done:
-        other = ranks[1 - last.number]
-        act = "rendezvous" if last.at in ("start", "import") else last.at
-        alone = other.at != last.at
-        what = (
-            f"rank {last.number} did not arrive at {other.at}: it has been at {last.at} for {waited:.0f} s"
-            if alone
-            else f"both ranks wait in {act} at {place} for {waited:.0f} s"
-        )
-        state = psutil.Process(last.process.pid).status()
-        return Finding("fault", what, f"its process is {state}; rank {other.number} is at {other.at}", "check GLOO_SOCKET_IFNAME and the firewall; lamp watch -- torchrun ... names it in your own run",
-                       "rank_late" if alone else "no_peer", {"rank": last.number, "act": act, "pid": last.process.pid})  # fmt: skip
-    return None
+    other = ranks[1 - last.number]
+    alone = other.at != last.at  # one waits for the other: how long it waits counts, not how long the other is at it
+    waited = time.monotonic() - (other.since if alone else max(last.since, other.since))
+    limit = import_s if other.at in ("start", "import") else act_s
+    if waited < limit or last.done:
+        return None
+    state = psutil.Process(last.process.pid).status()
+    if alone:
+        what = f"rank {last.number} did not arrive at {other.at}: it is at {last.at}, and rank {other.number} has waited for {waited:.0f} s"
+    else:
+        what = f"both ranks wait in {last.at} at {place} for {waited:.0f} s"
+    return Finding(
+        "fault",
+        what,
+        f"the process of rank {last.number} is {state}",
+        "check GLOO_SOCKET_IFNAME and the firewall; lamp watch -- torchrun ... names it in your own run",
+        "rank_late" if alone else "no_peer",
+        {"rank": last.number, "act": other.at, "pid": last.process.pid},
+    )
 
 
 def _other(ranks: list[Rank], rank: Rank) -> str:
