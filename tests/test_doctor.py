@@ -298,6 +298,9 @@ def test_memory_warm_up_and_threads(tmp_path: Path) -> None:
 def test_a_plan_that_cannot_succeed_and_a_toy_on_a_long_run(tmp_path: Path) -> None:
     poor = patient_of(tmp_path, budget__hours="0.003")
     (fault, *_) = settings.planned(poor)
+    free = patient_of(tmp_path, budget__usd_per_hour="2")
+    (tmp_path / "paper.json").unlink()
+    assert "budget" in {finding.cause for finding in settings.planned(free)}
     assert (fault.level, fault.cause) == ("fault", "no_go") and "time:" in fault.what
     assert set(fault.settings) >= {"train.steps"} and int(fault.settings["train.steps"]) < 600
     (tmp_path / "long").mkdir()
@@ -313,6 +316,7 @@ def examined(tmp_path: Path, *words: str, **extra: Any) -> dict[str, Any]:
     done = lamp("doctor", *words, "--json", cwd=tmp_path, **extra)
     record: dict[str, Any] = json.loads(done.stdout)
     assert done.returncode == (0 if record["ok"] else 1), done.stderr
+    assert "crashed" not in done.stderr
     return record
 
 

@@ -6,8 +6,7 @@ Out: the chart on stdout as a table, as JSON, or as the settings with its advice
 
 from __future__ import annotations
 
-import os
-import signal
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,8 +58,8 @@ def _stop() -> None:
     import psutil
 
     for one in psutil.Process().children(recursive=True):
-        if one.pid != os.getpid():
-            one.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            one.kill()
     report.leave(STOPPED_EARLY)
 
 

@@ -1,7 +1,7 @@
 """The run on paper, by `lamp plan` itself: one arithmetic for both.
 
 In:  a Patient.
-Out: a Paper, or None where only the data can tell how long the run is; a LampError where the settings do not fit together.
+Out: a Paper, or None where paper does not suffice (NOT_PLANNED says why); a LampError where the settings do not fit together.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lamplighter.ops.doctor.finding import Patient
 from lamplighter.rundir import write_atomic
 
 PLAN_S = 45.0
+NOT_PLANNED = "train.epochs needs the data to be counted, or the GPU is not in the table of lamp plan"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ def plan(patient: Patient) -> Paper | None:
     file.write_text(dump(Resolved(patient.run)))
     words = [sys.executable, "-m", "lamplighter.cli", "plan", str(file), "--json", "--runs-dir", str(patient.runs_dir)]
     device = gpu_name() if patient.run.train.device != "cpu" else None
+    if device == "":
+        return None
     done = subprocess.run(
         [*words, *(["--on", device] if device else [])],
         capture_output=True,
@@ -68,7 +71,7 @@ def plan(patient: Patient) -> Paper | None:
 
 
 def gpu_name() -> str | None:
-    """The first GPU that torch sees, as the table of devices calls it; None without one, or where it is not in the table."""
+    """The first GPU that torch sees, as the table of devices calls it; empty where it has no such name; None without a GPU."""
     if shutil.which("nvidia-smi") is None and not Path("/dev/nvidia0").exists():
         return None  # without loading torch for it
     import torch
@@ -80,4 +83,4 @@ def gpu_name() -> str | None:
     gib = torch.cuda.mem_get_info(0)[1] / 2**30
     near = [key for key in devices.TABLE if "".join(c for c in key.split("-")[0] if c.isalnum()) in plain]
     near.sort(key=lambda key: (abs(devices.TABLE[key].memory_gib - gib), -len(key)))
-    return near[0] if near else None
+    return near[0] if near else ""

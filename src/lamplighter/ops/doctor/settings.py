@@ -15,7 +15,7 @@ from lamplighter.data.pool import usable_cores
 from lamplighter.errors import BadConfig, LampError
 from lamplighter.ops.doctor.finding import Finding, Patient, Stage
 from lamplighter.ops.doctor.limits import core_quota, memory_left
-from lamplighter.ops.doctor.paper import Paper, plan
+from lamplighter.ops.doctor.paper import NOT_PLANNED, Paper, plan
 
 STAGES = (
     Stage("settings / plan", "lamplighter.ops.doctor.settings:planned", 60.0),
@@ -30,7 +30,7 @@ def planned(patient: Patient) -> Iterator[Finding]:
     patient.now("planning on paper")
     paper = plan(patient)
     if paper is None:
-        yield Finding("ok", "not planned on paper: train.epochs needs the data to be counted", next="lamp data stats")
+        yield Finding("ok", f"not planned on paper: {NOT_PLANNED}")
         return
     figures = paper.figures
     for reason in figures["reasons"]:
@@ -39,6 +39,15 @@ def planned(patient: Patient) -> Iterator[Finding]:
         yield Finding("fault", f"this run cannot succeed: {reason}", f"lamp plan has the arithmetic; on {figures['device']}", remedy, "no_go", settings=settings)  # fmt: skip
     for warning in figures["warnings"]:
         yield Finding("warn", str(warning), "from lamp plan", "lamp plan shows the whole")
+    budget = patient.run.budget
+    if budget.usd_per_hour is not None and budget.usd is None and budget.hours is None:
+        yield Finding(
+            "warn",
+            f"the machine costs ${budget.usd_per_hour}/h, and nothing stops this run before the credit ends",
+            f"it is expected to cost ${figures['usd']:,.2f}",
+            f"--budget.usd {max(1.0, 1.2 * figures['usd']):.0f} stops it, saved, before more is spent",
+            "budget",
+        )
     if figures["device"] == "cpu":
         yield from judge_memory(float(figures["memory_gib"]), *memory_left())
     money = f", ${figures['usd']:,.2f}" if figures["usd"] is not None else ""

@@ -128,6 +128,7 @@ def visit(stage: Stage, case: Case, tell: Callable[[str], None] = lambda _: None
 def _start(stage: Stage, case: Case) -> _Probe:
     case.scratch.mkdir(parents=True, exist_ok=True)
     stack = case.scratch / "stack.txt"
+    stack.unlink(missing_ok=True)
     reading, writing = os.pipe()
     request = {
         "function": stage.function,
@@ -302,7 +303,9 @@ def _how_it_ended(probe: _Probe) -> list[Finding]:
         place = f", at {where['file']}:{where['line']} in {where['function']}" if where else ""
         first = str(probe.death["died"]).splitlines()[0][:400]
         why = f"while {probe.now}; the whole: {' | '.join(said[-3:])[:600]}" if said else f"while {probe.now}"
-        return [Finding("fault", f"{first}{place}", why, "mend what that line does", "raised", where)]
+        missing = first.startswith("ModuleNotFoundError")
+        remedy = "install it, or check PYTHONPATH" if missing else "mend what that line does"
+        return [Finding("fault", f"{first}{place}", why, remedy, "raised", where)]
     if code < 0:
         name = signal.Signals(-code).name
         memory = (
