@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import LAMP, TINY, clean_env, lamp, wait_for
+from conftest import LAMP, LONG, TINY, clean_env, lamp, wait_for
 from lamplighter.config import Resolved, dump, load_dump, resolve, with_change
 from lamplighter.errors import BadConfig, UsageError
 from lamplighter.ops.doctor import chart, collectives, disk, environment, limits, rounds, settings, ward
@@ -29,7 +29,7 @@ from lamplighter.ops.doctor.ward import Case, Visit
 
 GIB = 1 << 30
 PROBES = """
-import os, signal, subprocess, sys, time
+import os, re, signal, subprocess, sys, time
 from lamplighter.ops.doctor.finding import Finding
 from lamplighter.errors import BadData
 
@@ -43,6 +43,14 @@ def hangs(patient):
 
 def deeper():
     time.sleep(1000)  # the line
+
+def holds(patient):
+    yield Finding("ok", "before")
+    patient.now("reading shard 7")
+    re.match(r"(a+)+$", "a" * 40 + "b")
+
+def garbled(patient):
+    yield Finding("fault", "x" * 3_000_000)
 
 def killed(patient):
     patient.now("opening the door")
@@ -111,12 +119,13 @@ def line_of(words: str) -> int:
 # ---------------------------------------------------------------- the ward
 
 
-def test_a_probe_that_hangs_is_named_by_its_line_and_ended(case: Case) -> None:
+@pytest.mark.parametrize(("name", "line"), [("hangs", "# the line"), pytest.param("holds", "(a+)+$", marks=LONG)])
+def test_a_probe_that_hangs_is_named_by_its_line_and_ended(case: Case, name: str, line: str) -> None:
     told: list[str] = []
-    seen = visit(case, "hangs", 3.0, told.append)
+    seen = visit(case, name, 3.0, told.append)
     before, fault = seen.findings
     assert before.what == "before"
-    assert (fault.level, fault.cause, fault.culprit["line"]) == ("fault", "hang", line_of("# the line"))
+    assert (fault.level, fault.cause, fault.culprit["line"]) == ("fault", "hang", line_of(line))
     assert fault.culprit["file"].endswith("odd_probes.py")
     assert "reading shard 7" in fault.what and any("reading shard 7" in text for text in told)
     assert not psutil.pid_exists(fault.culprit["pid"])
@@ -131,6 +140,7 @@ def test_a_probe_that_hangs_is_named_by_its_line_and_ended(case: Case) -> None:
         ("slips_away", "exit", "exit code 0 before its end"),
         ("refuses", "bad_data", "half a shard"),
         ("no_such_probe", "raised", "no_such_probe"),
+        ("garbled", "garbled", "could not be read"),
     ],
 )
 def test_a_probe_that_dies_is_a_fault_with_its_name(case: Case, name: str, cause: str, words: str) -> None:

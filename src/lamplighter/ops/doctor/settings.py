@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from lamplighter.config import fields, parse_overrides
+from lamplighter.config import parse_overrides
 from lamplighter.data.pool import usable_cores
 from lamplighter.errors import BadConfig, LampError
 from lamplighter.ops.doctor.finding import Finding, Patient, Stage
@@ -33,9 +33,9 @@ def planned(patient: Patient) -> Iterator[Finding]:
         yield Finding("ok", f"not planned on paper: {NOT_PLANNED}")
         return
     figures = paper.figures
-    for reason in figures["reasons"]:
-        settings = _first_change(figures)
-        remedy = _words(settings) or "another device (lamp plan --on), or a much smaller model"
+    remedy, neutral = _cheapest(figures)
+    for number, reason in enumerate(figures["reasons"]):
+        settings = neutral if number == 0 else {}  # one change is for all reasons
         yield Finding("fault", f"this run cannot succeed: {reason}", f"lamp plan has the arithmetic; on {figures['device']}", remedy, "no_go", settings=settings)  # fmt: skip
     for warning in figures["warnings"]:
         yield Finding("warn", str(warning), "from lamp plan", "lamp plan shows the whole")
@@ -62,16 +62,14 @@ def judge_memory(need_gib: float, left: int, limit: int | None) -> Iterator[Find
                       "a larger container, a smaller train.micro_batch, or train.recompute true", "rss_oom", settings={"train.recompute": True})  # fmt: skip
 
 
-def _first_change(figures: dict[str, Any]) -> dict[str, Any]:
-    """The cheapest change of the plan, as fields."""
+def _cheapest(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The plan's cheapest change in words; as fields too where the model stays what it is, for that is not ours to change."""
     if not figures["changes"]:
-        return {}
-    _, found = parse_overrides(shlex.split(figures["changes"][0]["settings"]))
-    return {name: words[0] for name, words in found.items() if name in fields()}
-
-
-def _words(settings: dict[str, Any]) -> str:
-    return " ".join(f"--{name} {value}" for name, value in settings.items())
+        return "another device (lamp plan --on), or a much smaller model", {}
+    words = str(figures["changes"][0]["settings"])
+    _, found = parse_overrides(shlex.split(words))
+    same_model = not any(name.startswith(("model.", "data.")) for name in found)
+    return words, {name: given[0] for name, given in found.items()} if same_model else {}
 
 
 def _span(seconds: float) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from lamplighter.data.pool import usable_cores
-from lamplighter.ops.doctor.blame import culprit, frames_in
+from lamplighter.ops.doctor.blame import Frame, culprit, frames_in, guilty
 from lamplighter.ops.doctor.finding import Finding, Stage
 from lamplighter.rundir import human_bytes, parse_record
 
@@ -273,12 +273,13 @@ def _too_late(probe: _Probe, spent: float, tell: Callable[[str], None]) -> Findi
     state = psutil.Process(probe.process.pid).status()
     frames = frames_in(_ask_for_stack(probe))
     what = _with_place(f"no answer in {spent:.0f} s, {state}, while {probe.now}", frames)
-    why = f"called from {frames[-1]}" if len(frames) > 1 else "its stack could not be read" if not frames else ""
+    inside = frames[0] if frames and frames[0] != guilty(frames) else None
+    why = f"inside {inside}" if inside else "" if frames else "its stack could not be read"
     words = "look at that line; lamp watch -- CMD names what a whole script waits for"
     return Finding("fault", what, why, words, "hang", {"pid": probe.process.pid, **culprit(frames)})
 
 
-def _with_place(what: str, frames: list[Any]) -> str:
+def _with_place(what: str, frames: list[Frame]) -> str:
     found = culprit(frames)
     return f"{what}, at {found['file']}:{found['line']} in {found['function']}" if found else what
 
@@ -317,7 +318,7 @@ def _how_it_ended(probe: _Probe) -> list[Finding]:
     if not probe.done:
         what = f"left with exit code {code} before its end, while {probe.now}"
         return [Finding("fault", what, last, "something called os._exit; a library, or your own code", "exit", {"pid": probe.process.pid})]  # fmt: skip
-    return [] if probe.findings else [Finding("ok", "nothing amiss")]
+    return [] if probe.findings or probe.unreadable else [Finding("ok", "nothing amiss")]
 
 
 def _about_its_words(probe: _Probe) -> list[Finding]:
@@ -325,5 +326,8 @@ def _about_its_words(probe: _Probe) -> list[Finding]:
     if probe.left_out:
         found.append(Finding("warn", f"{probe.left_out:,} more findings like these were left out"))
     if probe.unreadable:
-        found.append(Finding("warn", f"{probe.unreadable:,} lines of the probe could not be read"))
+        why = "what they would have said is not known"
+        found.append(
+            Finding("fault", f"{probe.unreadable:,} lines of the probe could not be read", why, cause="garbled")
+        )
     return found
