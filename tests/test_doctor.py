@@ -372,6 +372,9 @@ def test_settings_that_cannot_be_read_and_leftovers_of_a_dead_run(tmp_path: Path
     gone = subprocess.Popen(["true"])
     gone.wait()
     (dead / "lock").write_text(json.dumps({"pid": gone.pid, "pid_start": 1, "boot_id": "x", "host": "h"}))
+    half = tmp_path / "runs" / ".cache" / "half" / "lock"
+    half.parent.mkdir(parents=True)
+    half.write_text((dead / "lock").read_text())
     (dead / "status.json").write_text(json.dumps({"state": "running", "durable_step": 4}))
     (tmp_path / "my.yaml").write_text("train:\n  max_steps: 5\n")
     orphan = [sys.executable, "-c", "import time; time.sleep(1000)", "-m", "lamplighter.work"]
@@ -387,7 +390,9 @@ def test_settings_that_cannot_be_read_and_leftovers_of_a_dead_run(tmp_path: Path
     assert {"dead_lock_file", "save_kill", "orphans"} <= causes(record, "warn")
     named = {str(finding["culprit"].get("pid")) for finding in record["findings"] if finding["cause"] == "orphans"}
     assert str(bystander.pid) in named
-    assert (dead / "lock").exists() and (dead / "checkpoints" / ".writing-checkpoint-5-4242").exists()
+    locks = {finding["culprit"]["path"] for finding in record["findings"] if finding["cause"] == "dead_lock_file"}
+    assert locks == {str(dead / "lock"), str(half)}
+    assert half.exists() and (dead / "lock").exists() and (dead / "checkpoints" / ".writing-checkpoint-5-4242").exists()
 
 
 def in_small_rooms(tmp_path: Path, mounts: str, *words: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from lamplighter.ops.doctor.finding import Finding, Patient, Stage
-from lamplighter.rundir import RunDir, human_bytes, is_alive, is_running, pid_start, read_record
+from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes, is_alive, is_running, pid_start, read_record
 
 STAGES = (Stage("environment / leftovers", "lamplighter.ops.doctor.leftovers:leftovers", 30.0),)
 OURS = ("lamplighter.work", "lamplighter.ops.doctor")  # children: they never live without a parent
@@ -31,8 +31,8 @@ def leftovers(patient: Patient) -> Iterator[Finding]:
             found += finding.level != "ok"
             yield finding
     patient.now("looking for processes without a parent")
-    for finding in [*_orphans(), *_shared()]:
-        found += 1
+    for finding in [*_of_caches(patient.runs_dir / CACHE_NAME), *_orphans(), *_shared()]:
+        found += finding.level != "ok"
         yield finding
     if not found:
         yield Finding("ok", f"nothing of a dead run in {patient.runs_dir}")
@@ -52,6 +52,26 @@ def _of_run(run: RunDir) -> Iterator[Finding]:
         size = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
         yield Finding("warn", f"{part.name} in run {run.name} is a save that did not finish ({human_bytes(size)})", "its process was killed meanwhile; it is never loaded",
                       "the next start of the run clears it away", "save_kill", {"path": str(part)}, figures={"bytes": size})  # fmt: skip
+
+
+def _of_caches(folder: Path) -> Iterator[Finding]:
+    """An orderly builder of a cache leaves its lock empty."""
+    for lock in sorted(folder.glob("*/lock")):
+        holder = read_record(lock)
+        pid = holder.get("pid", "?")
+        if not holder:
+            continue
+        if is_alive(holder):
+            yield Finding("ok", f"process {pid} is building the token cache {lock.parent.name}")
+        else:
+            yield Finding(
+                "warn",
+                f"the token cache {lock.parent.name} is half built: its lock is of process {pid}, which is dead",
+                f"on {holder.get('host', '?')}",
+                "the next run that needs it takes over and goes on where it ended",
+                "dead_lock_file",
+                {"path": str(lock), "pid": pid},
+            )
 
 
 def _orphans() -> Iterator[Finding]:
