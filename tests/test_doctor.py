@@ -122,7 +122,7 @@ def line_of(words: str) -> int:
 @pytest.mark.parametrize(("name", "line"), [("hangs", "# the line"), pytest.param("holds", "(a+)+$", marks=LONG)])
 def test_a_probe_that_hangs_is_named_by_its_line_and_ended(case: Case, name: str, line: str) -> None:
     told: list[str] = []
-    seen = visit(case, name, 3.0, told.append)
+    seen = visit(case, name, 5.0, told.append)
     before, fault = seen.findings
     assert before.what == "before"
     assert (fault.level, fault.cause, fault.culprit["line"]) == ("fault", "hang", line_of(line))
@@ -196,6 +196,12 @@ def test_what_a_probe_leaves_behind_is_ended_and_a_bystander_is_not(case: Case, 
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_a_probe_that_cannot_be_started_is_a_fault(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    (fault,) = visit(case, "fine").findings
+    assert (fault.level, fault.cause) == ("fault", "not_started") and "No such file" in fault.what
 
 
 def test_a_probe_gets_the_run_and_a_calm_one_has_nothing_more_to_say(case: Case) -> None:
@@ -449,7 +455,7 @@ def test_nothing_is_left_when_the_doctor_is_stopped(tmp_path: Path) -> None:
         family = wait_for(lambda: _with_ranks(going.pid), process=going)
         going.terminate()
         assert going.wait(30) == 75
-        wait_for(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family), 10)
+        wait_for(lambda: not any(ward._lives(one) for one in family), 20)
     finally:
         going.kill()
         going.wait()
@@ -457,7 +463,10 @@ def test_nothing_is_left_when_the_doctor_is_stopped(tmp_path: Path) -> None:
 
 def _with_ranks(pid: int) -> list[psutil.Process]:
     found = psutil.Process(pid).children(recursive=True)
-    return found if sum("lamplighter.ops.doctor.rank" in one.cmdline() for one in found) == 2 else []
+    try:
+        return found if sum("lamplighter.ops.doctor.rank" in one.cmdline() for one in found) == 2 else []
+    except psutil.Error:  # one of them has ended meanwhile
+        return []
 
 
 # ---------------------------------------------------------------- two ranks

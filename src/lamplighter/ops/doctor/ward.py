@@ -70,6 +70,7 @@ class _Probe:
     words: int  # the descriptor that it answers on
     stack: Path
     before: set[psutil.Process]
+    oom_before: int
     findings: list[Finding] = field(default_factory=list)
     left_out: int = 0
     unreadable: int = 0
@@ -97,7 +98,10 @@ def visit(stage: Stage, case: Case, tell: Callable[[str], None] = lambda _: None
     """One probe from its start to its end, whatever that is; `tell` gets the live line ten times a second."""
     started, deadline_s = time.monotonic(), stage.deadline_s * patience()
     most = case.memory_bytes or int(MEMORY_SHARE * psutil.virtual_memory().available)
-    probe = _start(stage, case)
+    try:
+        probe = _start(stage, case)
+    except OSError as error:  # no more processes, files or memory to be had: that is a finding too
+        return Visit(stage, (_not_started(error),), time.monotonic() - started)
     weighed, last = 0.0, None
     try:
         while last is None:
@@ -140,21 +144,41 @@ def _start(stage: Stage, case: Case) -> _Probe:
         "fd": writing,
         "parent": os.getpid(),
     }
-    before = set(psutil.Process().children(recursive=True))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lamplighter.ops.doctor", json.dumps(request)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        pass_fds=[writing],
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    os.close(writing)
+    before, oom_before = set(psutil.Process().children(recursive=True)), _oom_kills()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lamplighter.ops.doctor", json.dumps(request)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[writing],
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    except OSError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
     assert process.stdout is not None
     os.set_blocking(reading, False)
     os.set_blocking(process.stdout.fileno(), False)
-    return _Probe(process, reading, stack, before, open=[reading, process.stdout.fileno()])
+    return _Probe(process, reading, stack, before, oom_before, open=[reading, process.stdout.fileno()])
+
+
+def _not_started(error: OSError) -> Finding:
+    what = f"the probe could not be started: {error.strerror or error}"
+    why = "no process, file or memory could be had for it"
+    return Finding("fault", what, why, "lamp doctor --only limits; ulimit -a", "not_started")
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel has killed for memory since boot; 0 where it does not count."""
+    with contextlib.suppress(OSError):
+        for row in Path("/proc/vmstat").read_text().splitlines():
+            if row.startswith("oom_kill "):
+                return int(row.split()[1])
+    return 0
 
 
 # ---------------------------------------------------------------- while it lives
@@ -285,12 +309,12 @@ def _with_place(what: str, frames: list[Frame]) -> str:
 
 
 def _ask_for_stack(probe: _Probe) -> str:
-    """SIGURG is ignored by a process that has not registered it yet."""
-    probe.process.send_signal(signal.SIGURG)
-    until, text = time.monotonic() + STACK_S, ""
-    while time.monotonic() < until and " in " not in text:
+    """SIGURG is ignored by a process that has not registered it yet. Read until it grows no more."""
+    os.kill(probe.process.pid, signal.SIGURG)
+    until, before, text = time.monotonic() + STACK_S, "", ""
+    while time.monotonic() < until and not (text and text == before):
         time.sleep(0.05)
-        text = probe.stack.read_text(errors="replace") if probe.stack.exists() else ""
+        before, text = text, probe.stack.read_text(errors="replace") if probe.stack.exists() else ""
     return text
 
 
@@ -309,12 +333,11 @@ def _how_it_ended(probe: _Probe) -> list[Finding]:
         return [Finding("fault", f"{first}{place}", why, remedy, "raised", where)]
     if code < 0:
         name = signal.Signals(-code).name
-        memory = (
-            "; nobody else here kills a process that grows: out of memory is likely" if -code == signal.SIGKILL else ""
-        )
+        by_kernel = -code == signal.SIGKILL and _oom_kills() > probe.oom_before
+        memory = "; the kernel killed a process for memory meanwhile" if by_kernel else ""
         what = f"killed by {name} (signal {-code}) while {probe.now}"
         figures = {"peak_bytes": float(probe.peak_bytes)}
-        return [Finding("fault", what, f"{last}{memory}", "lamp watch -- CMD keeps the evidence of such a death", "killed", {"pid": probe.process.pid}, figures=figures)]  # fmt: skip
+        return [Finding("fault", what, f"{last}{memory}", "lamp watch -- CMD keeps the evidence of such a death", "rss_oom" if by_kernel else "killed", {"pid": probe.process.pid}, figures=figures)]  # fmt: skip
     if not probe.done:
         what = f"left with exit code {code} before its end, while {probe.now}"
         return [Finding("fault", what, last, "something called os._exit; a library, or your own code", "exit", {"pid": probe.process.pid})]  # fmt: skip
