@@ -244,8 +244,9 @@ def test_probes_are_chosen_by_name_and_those_of_a_run_need_one() -> None:
     assert {stage.name.split(" / ")[0] for stage in rounds.choose([], readable=True)} >= {"environment", "settings"}
     assert not [stage for stage in rounds.choose([], readable=False) if stage.name.startswith("settings")]
     assert [stage.name for stage in rounds.choose(["disk"], readable=True)] == ["settings / disk"]
-    with pytest.raises(UsageError, match="enviroment"):
+    with pytest.raises(UsageError, match="no probe is called enviroment") as refused:
         rounds.choose(["enviroment"], readable=True)
+    assert refused.value.why == "did you mean environment?"
 
 
 # ---------------------------------------------------------------- judgements on numbers

@@ -19,11 +19,12 @@ def _doctor_flags(
     /,
     *,
     preset: str | None = None,
+    only: str = "",
     json: bool = False,
     print_config: bool = False,
     runs_dir: Path = Path("runs"),
 ) -> None:
-    """What `lamp doctor` takes besides fields and --only."""
+    """What `lamp doctor` takes besides fields; --only takes several words, and is taken out before."""
 
 
 def doctor(words: list[str]) -> int:

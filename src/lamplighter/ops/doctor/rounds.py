@@ -37,7 +37,6 @@ def _fits(stage: Stage, word: str) -> bool:
 
 def _nothing_like(word: str) -> UsageError:
     names = [stage.name for stage in ALL]
-    parts = sorted({part for name in names for part in name.split(" / ")})
-    near = difflib.get_close_matches(word, parts, 1, 0.4)
+    near = difflib.get_close_matches(word, sorted({part for name in names for part in name.split()}), 1, 0.5)
     why = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
     return UsageError(f"no probe is called {word}", why, "lamp doctor --only environment collectives")
