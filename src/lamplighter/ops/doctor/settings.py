@@ -38,7 +38,8 @@ def planned(patient: Patient) -> Iterator[Finding]:
         settings = neutral if number == 0 else {}  # one change is for all reasons
         yield Finding("fault", f"this run cannot succeed: {reason}", f"lamp plan has the arithmetic; on {figures['device']}", remedy, "no_go", settings=settings)  # fmt: skip
     for warning in figures["warnings"]:
-        yield Finding("warn", str(warning), "from lamp plan", "lamp plan shows the whole")
+        if not str(warning).startswith("warm-up"):  # the next probe says it, with the setting
+            yield Finding("warn", str(warning), "from lamp plan", "lamp plan shows the whole")
     budget = patient.run.budget
     if budget.usd_per_hour is not None and budget.usd is None and budget.hours is None:
         yield Finding(
@@ -85,16 +86,17 @@ def _span(seconds: float) -> str:
 def schedule_and_saves(patient: Patient) -> Iterator[Finding]:
     """A toy on a long run, no save before the end, a warm-up that takes most of it."""
     patient.now("importing torch")
-    from lamplighter.train import guard, optim
+    from lamplighter.train import guard
 
-    run, steps = patient.run, patient.run.train.steps
-    if steps is None:
-        yield Finding("ok", "how many steps there will be, only the data can tell")
-        return
+    run = patient.run
     try:
         paper: Paper | None = plan(patient)
     except LampError:
         paper = None  # said by the stage before
+    steps = run.train.steps or (int(paper.figures["steps"]) if paper else None)
+    if steps is None:
+        yield Finding("ok", "how many steps there will be, only the data can tell")
+        return
     if paper is not None:
         try:
             guard.refuse_long_runs(run, patient.preset, paper.seconds, steps, force=False)
@@ -104,7 +106,10 @@ def schedule_and_saves(patient: Patient) -> Iterator[Finding]:
     if not 0 < run.save.every_steps < steps and not run.save.every_s:
         yield Finding("warn", f"no save is due before the end: save.every_steps is {run.save.every_steps}, the run has {steps} steps", "a crash would cost everything",
                       "--save.every_s 600", "no_save", settings={"save.every_s": 600.0})  # fmt: skip
-    yield from judge_warmup(optim.schedule(run.train, steps).warmup, steps, guard.WARMUP_SHARE)
+    if run.train.warmup_steps is not None:
+        yield from judge_warmup(run.train.warmup_steps, steps, guard.WARMUP_SHARE)
+    else:
+        yield Finding("ok", "warm-up by default: 5 % of the run, at most 2,000 steps")
 
 
 def judge_warmup(warmup: int, steps: int, most: float) -> Iterator[Finding]:
