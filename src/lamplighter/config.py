@@ -606,6 +606,14 @@ def dump(resolved: Resolved) -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_change(resolved: Resolved, name: str, value: Any, reason: str) -> Resolved:
+    """The same run with one field changed, and why; of steps and epochs the other one goes."""
+    values = {f"{s}.{n}": old for s, section in resolved.run.model_dump().items() for n, old in section.items()}
+    changed = {name: value, **({other: None for other in LENGTH if other != name} if name in LENGTH else {})}
+    origin = {**resolved.origin, **dict.fromkeys(changed, reason)}
+    return Resolved(_validate({**values, **changed}, origin), origin, resolved.preset)
+
+
 def load_dump(path: Path) -> Run:
     """The run that `dump` wrote."""
     return _validate({name: value for name, (value, _) in read_yaml(path).items()}, {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 DONE = 0
 CRASHED = 1
+FAULTS_FOUND = 79  # the doctor's child to its parent, so that it is not taken for a crash; the command exits with 1
 STUCK = 70
 CHILD_LOST = 71
 STOPPED_EARLY = 75

@@ -123,12 +123,12 @@ def _make_slots(slots: Path) -> None:
     slots.symlink_to(real)
 
 
-def is_network_file_system(path: Path) -> bool:
-    """Whether the mount that holds `path` is a network file system."""
+def file_system(path: Path) -> str:
+    """The kind of file system that holds `path`, as the kernel calls it; empty where that cannot be seen."""
     try:
         table = Path("/proc/self/mounts").read_text()
     except OSError:
-        return False
+        return ""
     best, kind = "", ""
     where = str(path.resolve())
     for row in table.splitlines():
@@ -136,7 +136,12 @@ def is_network_file_system(path: Path) -> bool:
         inside = where == mount or where.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(best):
             best, kind = mount, fstype
-    return kind.startswith(NETWORK_FILE_SYSTEMS)
+    return kind
+
+
+def is_network_file_system(path: Path) -> bool:
+    """Whether the mount that holds `path` is a network file system."""
+    return file_system(path).startswith(NETWORK_FILE_SYSTEMS)
 
 
 def cannot_write(path: Path, error: OSError) -> CannotWrite:

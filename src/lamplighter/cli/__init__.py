@@ -27,6 +27,7 @@ TO_STDERR = (
     "why",
     "data",
     "tokenizer",
+    "doctor",
 )  # their result goes to stdout, all other words to stderr
 
 
@@ -69,7 +70,7 @@ def _main(words: list[str]) -> int:
     if "--help" in ours or "-h" in ours:
         return _verb_help(verb)
     quiet = "--print-config" in words or "--json" in words
-    if verb in ("demo", "train", "watch", "generate", "data", "tokenizer") and not quiet:
+    if verb in ("demo", "train", "watch", "generate", "data", "tokenizer", "doctor") and not quiet:
         _write(
             2 if verb in TO_STDERR or "--" in words else 1,
             f"{time.strftime('%H:%M:%S')}  lamp {verb}: reading the request\n",
@@ -536,6 +537,13 @@ def plan(words: list[str]) -> int:
     return code
 
 
+def doctor(words: list[str]) -> int:
+    """Staged probes of the machine and the run."""
+    from lamplighter.cli.doctors import doctor as examine
+
+    return examine(words)
+
+
 # ---------------------------------------------------------------- text and tokenizers
 
 
@@ -556,6 +564,7 @@ def tokenizer(words: list[str]) -> int:
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo, "train": train, "watch": watch, "why": why, "stop": stop, "save": save, "runs": runs,
     "checkpoints": checkpoints, "generate": generate, "plan": plan, "data": data, "tokenizer": tokenizer,
+    "doctor": doctor,
 }  # fmt: skip
 
 if __name__ == "__main__":

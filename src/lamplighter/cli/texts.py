@@ -57,7 +57,7 @@ def data_stats(words: list[str]) -> int:
     from lamplighter.watch.follow import session
 
     rest, overrides = parse_overrides(words)
-    rest, lists = _many(rest, "val")
+    rest, lists = many(rest, "val")
     flags = parse("data stats", _data_stats_flags, rest)
     sample_mb, near = flags.get("sample_mb"), flags.get("near_documents", 50_000)
     if (sample_mb is not None and sample_mb <= 0) or near < 0:
@@ -155,7 +155,7 @@ def data_prepare(words: list[str]) -> int:
     return session("data-prepare", request, config=dump(resolved))
 
 
-def _many(words: list[str], *names: str) -> tuple[list[str], dict[str, list[str]]]:
+def many(words: list[str], *names: str) -> tuple[list[str], dict[str, list[str]]]:
     """Take `--name a b c` out of a command line for each of the names; the rest is for the verb."""
     rest: list[str] = []
     found: dict[str, list[str]] = {name: [] for name in names}
@@ -193,7 +193,7 @@ def tokenizer_train(words: list[str]) -> int:
     from lamplighter.watch.follow import session
 
     rest, overrides = parse_overrides(words)
-    rest, lists = _many(rest, "special", "compare")
+    rest, lists = many(rest, "special", "compare")
     flags = parse("tokenizer train", _tokenizer_train_flags, rest)
     resolved = resolve(flags.get("preset"), flags.get("run_yaml"), overrides)
     if flags.get("out") is None:
@@ -225,7 +225,7 @@ def tokenizer_show(words: list[str]) -> int:
     from lamplighter.watch.follow import session
 
     rest, overrides = parse_overrides(words)
-    rest, lists = _many(rest, "compare")
+    rest, lists = many(rest, "compare")
     flags = parse("tokenizer show", _tokenizer_show_flags, rest)
     if flags.get("files"):
         overrides["data.paths"] = [*overrides.get("data.paths", []), *flags["files"]]

@@ -15,6 +15,7 @@ usage: lamp VERB ...
   checkpoints RUN         step, losses, size, age, valid or not
   generate RUN|DIR        text from a model
   plan [run.yaml]         parameters, FLOPs, memory, time, money, disk: go or no-go with the arithmetic
+  doctor [run.yaml]       probes of the machine, the settings, the data and the model; each fault with its remedy
   data stats|clean|prepare   count and look at text; clean it; make the token cache
   tokenizer train|show    train a tokenizer; look at one
 
@@ -85,6 +86,17 @@ usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE[:N]] [--mfu SHARE] [--w
   --mfu SHARE       of the peak that is reached (default 0.4)
   --what-if         the same run on other devices, and the presets
 Prices come from budget.usd_per_hour. Exit 0: go; 77: no-go, with what would make it go.
+""",
+    "doctor": """\
+usage: lamp doctor [run.yaml] [--preset NAME] [--only NAME ...] [--json] [--print-config] [--runs-dir DIR]
+                   [--section.key value ...]
+
+Looks at everything that a run needs, each probe in a process of its own with a deadline, and goes on past a failure.
+Nothing of yours is changed or killed. Exit 0: no fault; 1: a fault, with verdict, why and next.
+
+  --only NAME...    the probes whose name holds one of the words, such as environment, disk, collectives
+  --json            ok, seconds, probes, findings, advice
+  --print-config    the run.yaml with the advice applied, each change with its reason
 """,
     "data": """\
 usage: lamp data stats   [run.yaml|CACHE] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lamplighter.config import Budget
-from lamplighter.errors import CHILD_LOST, CRASHED, DONE, LEFT_AT_ONCE, STOPPED_EARLY, STUCK
+from lamplighter.errors import CHILD_LOST, CRASHED, DONE, FAULTS_FOUND, LEFT_AT_ONCE, STOPPED_EARLY, STUCK
 from lamplighter.report import Verdict, read_slot
 from lamplighter.rundir import (
     LineFile,
@@ -571,6 +571,8 @@ class Supervisor:
             )
         if child_code == DONE:
             return DONE, f"finished {self.run.name}"
+        if child_code == FAULTS_FOUND:
+            return FAULTS_FOUND, f"faults were found; {safe}"
         return child_code, f"ended with exit code {child_code}; {safe}"
 
     def _keep_books(self, outcome: str) -> None:

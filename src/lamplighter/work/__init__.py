@@ -521,6 +521,13 @@ def _checkpoint_table(run: RunDir, rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, f"next: lamp generate {run.name} --checkpoint {rows[-1]['checkpoint']}", ""])
 
 
+def doctor(folder: RunDir, request: dict[str, Any]) -> int:
+    """Staged probes; they have a file of their own."""
+    from lamplighter.work import examining
+
+    return examining.doctor(folder, request)
+
+
 def _texts(name: str) -> Verb:
     """A verb about text or tokenizers; they have a file of their own."""
 
@@ -537,6 +544,7 @@ VERBS: dict[str, Verb] = {
     "train": train,
     "generate": generate,
     "checkpoints": checkpoints,
+    "doctor": doctor,
     "data-stats": _texts("data_stats"),
     "data-clean": _texts("data_clean"),
     "data-prepare": _texts("data_prepare"),

@@ -1,0 +1,522 @@
+"""The doctor: probes that hang, die, raise, flood and eat; broken set-ups named; nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from conftest import LAMP, LONG, TINY, clean_env, lamp, wait_for
+from lamplighter.config import Resolved, dump, load_dump, resolve, with_change
+from lamplighter.errors import BadConfig, UsageError
+from lamplighter.ops.doctor import chart, collectives, disk, environment, limits, rounds, settings, ward
+from lamplighter.ops.doctor.chart import Chart
+from lamplighter.ops.doctor.environment import Driver
+from lamplighter.ops.doctor.finding import Finding, Patient, Stage
+from lamplighter.ops.doctor.paper import Paper
+from lamplighter.ops.doctor.ward import Case, Visit
+
+GIB = 1 << 30
+PROBES = """
+import os, re, signal, subprocess, sys, time
+from lamplighter.ops.doctor.finding import Finding
+from lamplighter.errors import BadData
+
+def fine(patient):
+    yield Finding("ok", f"seq_len {patient.run.data.seq_len}", figures={"n": 1.0})
+
+def hangs(patient):
+    yield Finding("ok", "before")
+    patient.now("reading shard 7")
+    deeper()
+
+def deeper():
+    time.sleep(1000)  # the line
+
+def holds(patient):
+    yield Finding("ok", "before")
+    patient.now("reading shard 7")
+    re.match(r"(a+)+$", "a" * 40 + "b")
+
+def garbled(patient):
+    yield Finding("fault", "x" * 3_000_000)
+
+def killed(patient):
+    patient.now("opening the door")
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield
+
+def raises(patient):
+    yield Finding("ok", "before")
+    {}["a key"]
+
+def leaves(patient):
+    sys.exit(3)
+    yield
+
+def slips_away(patient):
+    os._exit(0)
+    yield
+
+def refuses(patient):
+    raise BadData("half a shard", "64 bytes of 128", "build it again")
+    yield
+
+def eats(patient):
+    hoard = []
+    while True:
+        hoard.append(bytearray(b"x") * (8 << 20))
+        time.sleep(0.01)
+    yield
+
+def prints(patient):
+    for _ in range(300):
+        os.write(1, b"\\x00\\xff garbage" * 1000)
+        os.write(2, b"\\n{\\"finding\\": 1}\\n")
+    yield Finding("ok", "said after all that")
+
+def floods(patient):
+    for number in range(5000):
+        yield Finding("warn", f"number {number}")
+    yield Finding("fault", "the one that counts")
+
+def leaves_children(patient):
+    quiet = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    inside = subprocess.Popen(quiet)
+    escaped = subprocess.Popen(quiet, start_new_session=True)
+    yield Finding("ok", f"{inside.pid} {escaped.pid}")
+"""
+
+
+@pytest.fixture
+def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """A case for probes of the tests' own, in a module that the children find."""
+    (tmp_path / "odd_probes.py").write_text(PROBES)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    (tmp_path / "config.yaml").write_text(dump(resolve("demo")))
+    return Case(tmp_path / "config.yaml", "demo", tmp_path / "runs", tmp_path / "scratch")
+
+
+def visit(case: Case, name: str, deadline_s: float = 60.0, tell: Callable[[str], None] = lambda _: None) -> Visit:
+    return ward.visit(Stage(name, f"odd_probes:{name}", deadline_s), case, tell)
+
+
+def line_of(words: str) -> int:
+    return PROBES.splitlines().index(next(line for line in PROBES.splitlines() if words in line)) + 1
+
+
+# ---------------------------------------------------------------- the ward
+
+
+@pytest.mark.parametrize(("name", "line"), [("hangs", "# the line"), pytest.param("holds", "(a+)+$", marks=LONG)])
+def test_a_probe_that_hangs_is_named_by_its_line_and_ended(case: Case, name: str, line: str) -> None:
+    told: list[str] = []
+    seen = visit(case, name, 5.0, told.append)
+    before, fault = seen.findings
+    assert before.what == "before"
+    assert (fault.level, fault.cause, fault.culprit["line"]) == ("fault", "hang", line_of(line))
+    assert fault.culprit["file"].endswith("odd_probes.py")
+    assert "reading shard 7" in fault.what and any("reading shard 7" in text for text in told)
+    assert not psutil.pid_exists(fault.culprit["pid"])
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "words"),
+    [
+        ("killed", "killed", "SIGKILL"),
+        ("raises", "raised", "KeyError: 'a key'"),
+        ("leaves", "raised", "SystemExit: 3"),
+        ("slips_away", "exit", "exit code 0 before its end"),
+        ("refuses", "bad_data", "half a shard"),
+        ("no_such_probe", "raised", "no_such_probe"),
+        ("garbled", "garbled", "could not be read"),
+    ],
+)
+def test_a_probe_that_dies_is_a_fault_with_its_name(case: Case, name: str, cause: str, words: str) -> None:
+    fault = visit(case, name).findings[-1]
+    assert (fault.level, fault.cause) == ("fault", cause)
+    assert words in fault.what
+    if name == "raises":
+        assert fault.culprit["line"] == line_of('{}["a key"]') and "odd_probes.py" in fault.what
+    if name == "killed":
+        assert "opening the door" in fault.what
+
+
+def test_a_probe_that_eats_the_memory_is_ended_before_the_machine_is(case: Case) -> None:
+    small = Case(case.config, None, case.runs_dir, case.scratch, memory_bytes=256 << 20)
+    (fault,) = visit(small, "eats").findings
+    assert (fault.level, fault.cause) == ("fault", "rss_oom")
+    assert fault.figures["bytes"] > 256 << 20
+    assert fault.culprit.get("function") == "eats"
+
+
+def test_what_a_probe_prints_is_no_finding_and_a_flood_is_counted(case: Case) -> None:
+    assert [finding.what for finding in visit(case, "prints").findings] == ["said after all that"]
+    seen = visit(case, "floods").findings
+    assert len(seen) == ward.MOST_FINDINGS + 2
+    assert [finding.what for finding in seen if finding.level == "fault"] == ["the one that counts"]
+    assert "4,800 more findings" in seen[-1].what
+
+
+def test_what_a_probe_leaves_behind_is_ended_and_a_bystander_is_not(case: Case, tmp_path: Path) -> None:
+    """In a process of its own: to adopt orphans is for life."""
+    script = textwrap.dedent(f"""
+        import subprocess, sys
+        from pathlib import Path
+        from lamplighter.ops.doctor import ward
+        from lamplighter.ops.doctor.finding import Stage
+        ward.adopt_orphans()
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        try:
+            config, runs, scratch = {[str(case.config), str(case.runs_dir), str(case.scratch)]!r}
+            case = ward.Case(Path(config), None, Path(runs), Path(scratch))
+            seen = ward.visit(Stage("x", "odd_probes:leaves_children", 60), case)
+            sys.stdout.write(f"{{seen.findings[0].what}} {{child.poll()}}")
+        finally:
+            child.kill()
+    """)
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "lamplighter.ops.doctor"])
+    try:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        inside, escaped, child = done.stdout.split()
+        assert not psutil.pid_exists(int(inside)) and not psutil.pid_exists(int(escaped))
+        assert child == "None" and bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_probe_that_cannot_be_started_is_a_fault(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    (fault,) = visit(case, "fine").findings
+    assert (fault.level, fault.cause) == ("fault", "not_started") and "No such file" in fault.what
+
+
+def test_a_probe_gets_the_run_and_a_calm_one_has_nothing_more_to_say(case: Case) -> None:
+    (found,) = visit(case, "fine").findings
+    assert (found.level, found.what, found.figures) == ("ok", "seq_len 256", {"n": 1.0})
+
+
+# ---------------------------------------------------------------- the chart
+
+
+def some_chart(*findings: Finding) -> Chart:
+    return Chart((Visit(Stage("a / b", "x:y", 1.0), findings, 0.5),), 2.0)
+
+
+def test_the_chart_says_verdict_why_and_next_and_is_json() -> None:
+    bad = Finding("fault", "too\nlong", "because", "do this", settings={"train.lr": 1e-4}, figures={"x": float("nan")})
+    made = some_chart(Finding("ok", "fine"), bad)
+    text = chart.table(made)
+    assert "a / b  FAULT  too long" in text and "  why      because" in text and "  next     do this" in text
+    record = json.loads(chart.as_json(made))
+    assert not record["ok"] and record["findings"][1]["figures"] == {"x": None}
+    assert record["advice"] == {"train.lr": {"value": 1e-4, "why": "too long", "probe": "a / b"}}
+    assert chart.table(some_chart(Finding("ok", "fine"))).endswith("next: lamp train with the same words\n")
+
+
+def test_advice_of_a_fault_counts_more_and_must_fit_the_rest() -> None:
+    made = some_chart(
+        Finding("fault", "f", settings={"train.micro_batch": 2}),
+        Finding("warn", "w", settings={"train.micro_batch": 4}),
+    )
+    assert chart.advice(made)["train.micro_batch"].value == 2
+    resolved = with_change(Resolved(resolve("demo").run), "train.epochs", 2.0, "doctor: longer")
+    assert (resolved.run.train.steps, resolved.run.train.epochs) == (None, 2.0)
+    assert "# doctor: longer" in dump(resolved)
+    with pytest.raises(BadConfig):
+        with_change(resolved, "train.micro_batch", 1000, "doctor: too much")
+
+
+def test_probes_are_chosen_by_name_and_those_of_a_run_need_one() -> None:
+    assert {stage.name.split(" / ")[0] for stage in rounds.choose([], readable=True)} >= {"environment", "settings"}
+    assert not [stage for stage in rounds.choose([], readable=False) if stage.name.startswith("settings")]
+    assert [stage.name for stage in rounds.choose(["disk"], readable=True)] == ["settings / disk"]
+    with pytest.raises(UsageError, match="no probe is called enviroment") as refused:
+        rounds.choose(["enviroment"], readable=True)
+    assert refused.value.why == "did you mean environment?"
+
+
+# ---------------------------------------------------------------- judgements on numbers
+
+
+@pytest.mark.parametrize(
+    ("built", "driver", "refused", "device", "level", "words"),
+    [
+        ("", Driver("550.54", "12.4", ("NVIDIA L4",)), "", "auto", "fault", "CPU build"),
+        ("", Driver("550.54", "12.4", ("NVIDIA L4",)), "", "cpu", None, ""),
+        ("", None, "", "cuda", "fault", "train.device is cuda"),
+        ("12.6", None, "Found no NVIDIA driver on your system.", "auto", "warn", "there is no driver"),
+        ("12.6", None, "Found no NVIDIA driver on your system.", "cuda", "fault", "there is no driver"),
+        ("12.6", Driver("470.1", "11.4", ("T4",)), "The NVIDIA driver on your system is too old", "auto", "fault", "too old"),
+        ("12.6", Driver("550.1", "12.8", ("T4",)), "CUDA error: unknown error", "auto", "fault", "cannot start"),
+        ("13.0", Driver("550.1", "12.8", ("T4",)), "", "auto", "warn", "up to CUDA 12.8"),
+        ("12.6", Driver("550.1", "12.8", ("T4",)), "", "auto", None, ""),
+    ],
+)  # fmt: skip
+def test_torch_against_the_driver(
+    built: str, driver: Driver, refused: str, device: str, level: str, words: str
+) -> None:
+    found = list(environment.judge_driver(built, driver, refused, device))
+    assert [finding.level for finding in found] == ([level] if level else [])
+    assert all(words in finding.what for finding in found)
+
+
+def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\n[ $# -eq 0 ] && echo "CUDA Version: 12.4" || echo "NVIDIA L4, 550.54.15"\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert environment.ask_driver() == (Driver("550.54.15", "12.4", ("NVIDIA L4",)), "")
+    smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
+    assert environment.ask_driver()[1].startswith("Failed to initialize NVML")
+
+
+def patient_of(tmp_path: Path, **overrides: str) -> Patient:
+    words = {name.replace("__", "."): [value] for name, value in overrides.items()}
+    return Patient(resolve("demo", None, words).run, "demo", tmp_path / "runs", tmp_path, lambda _: None)
+
+
+def test_room_and_speed_against_the_checkpoints(tmp_path: Path) -> None:
+    patient, paper = patient_of(tmp_path, save__every_s="100"), Paper({"params": 10**9, "hours": 1.0})
+    levels = {free: next(iter(disk.judge_room(patient, paper, tmp_path, free * GIB))).level for free in (5, 40, 100)}
+    assert levels == {5: "fault", 40: "warn", 100: "ok"}
+    (tight,) = disk.judge_room(patient, paper, tmp_path, 40 * GIB)
+    assert tight.settings == {"save.keep": 1}
+    slow = disk.judge_speed(patient, paper, tmp_path, 100e6, 1e9)
+    assert (slow.level, slow.settings) == ("warn", {"save.every_s": 1200.0})
+    assert disk.judge_speed(patient, paper, tmp_path, 3e9, 1e9).level == "ok"
+    assert disk.measure(tmp_path)[0] > 0 and not list(tmp_path.iterdir())
+
+
+def test_memory_warm_up_and_threads(tmp_path: Path) -> None:
+    (fault,) = settings.judge_memory(3.0, GIB, 2 * GIB)
+    assert (fault.cause, fault.settings) == ("rss_oom", {"train.recompute": True})
+    assert not list(settings.judge_memory(3.0, GIB, None))
+    (never,) = settings.judge_warmup(640, 100, 0.3)
+    assert (never.level, never.settings) == ("fault", {"train.warmup_steps": 5})
+    assert next(iter(settings.judge_warmup(50, 100, 0.3))).level == "warn"
+    found = list(settings.threads(patient_of(tmp_path, train__threads="64", data__workers="900")))
+    assert {name for finding in found for name in finding.settings} == {"train.threads", "data.workers"}
+
+
+def test_a_plan_that_cannot_succeed_and_a_toy_on_a_long_run(tmp_path: Path) -> None:
+    poor = patient_of(tmp_path, budget__hours="0.003")
+    (fault, *_) = settings.planned(poor)
+    free = patient_of(tmp_path, budget__usd_per_hour="2")
+    (tmp_path / "paper.json").unlink()
+    assert "budget" in {finding.cause for finding in settings.planned(free)}
+    assert (fault.level, fault.cause) == ("fault", "no_go") and "time:" in fault.what
+    assert set(fault.settings) >= {"train.steps"} and int(fault.settings["train.steps"]) < 600
+    (tmp_path / "long").mkdir()
+    long = patient_of(tmp_path / "long", train__steps="90000000", save__every_s="0", save__every_steps="0")
+    causes = {finding.cause: finding.settings for finding in settings.schedule_and_saves(long)}
+    assert causes["no_save"] == {"save.every_s": 600.0}
+
+
+# ---------------------------------------------------------------- broken set-ups, by the real command
+
+
+def examined(tmp_path: Path, *words: str, **extra: Any) -> dict[str, Any]:
+    done = lamp("doctor", *words, "--json", cwd=tmp_path, **extra)
+    record: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == (0 if record["ok"] else 1), done.stderr
+    assert "crashed" not in done.stderr
+    return record
+
+
+def causes(record: dict[str, Any], level: str = "fault") -> set[str]:
+    return {finding["cause"] for finding in record["findings"] if finding["level"] == level}
+
+
+def test_a_torchvision_that_does_not_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site"
+    for folder in ("torchvision", "torchvision-0.15.2.dist-info"):
+        (site / folder).mkdir(parents=True)
+    about = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.15.2\nRequires-Dist: torch (==2.0.1)\n"
+    (site / "torchvision-0.15.2.dist-info" / "METADATA").write_text(about)
+    (site / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    record = examined(tmp_path, "--only", "packages")
+    told = [finding["what"] for finding in record["findings"] if finding["level"] == "fault"]
+    assert any("torchvision 0.15.2 needs torch==2.0.1" in text for text in told)
+    assert any("operator torchvision::nms does not exist" in text for text in told)
+    assert causes(record) == {"versions"}
+
+
+def test_few_files_and_a_port_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+        few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))  # noqa: E731
+        record = examined(tmp_path, "--only", "limits", "address", preexec_fn=few)
+    assert causes(record) == {"low_fd", "no_peer"}
+    port = next(finding for finding in record["findings"] if finding["culprit"].get("port"))
+    assert port["culprit"]["pid"] == os.getpid() and str(os.getpid()) in port["what"]
+    assert any(finding["culprit"].get("interface") == "nosuch0" for finding in record["findings"])
+
+
+def test_settings_that_cannot_be_read_and_leftovers_of_a_dead_run(tmp_path: Path) -> None:
+    """Both at once: the rounds go on past what they cannot read; nothing is removed, and no process ends."""
+    dead = tmp_path / "runs" / "dead"
+    (dead / "checkpoints" / ".writing-checkpoint-5-4242").mkdir(parents=True)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (dead / "lock").write_text(json.dumps({"pid": gone.pid, "pid_start": 1, "boot_id": "x", "host": "h"}))
+    half = tmp_path / "runs" / ".cache" / "half" / "lock"
+    half.parent.mkdir(parents=True)
+    half.write_text((dead / "lock").read_text())
+    (dead / "status.json").write_text(json.dumps({"state": "running", "durable_step": 4}))
+    (tmp_path / "my.yaml").write_text("train:\n  max_steps: 5\n")
+    orphan = [sys.executable, "-c", "import time; time.sleep(1000)", "-m", "lamplighter.work"]
+    bystander = subprocess.Popen(orphan, env=clean_env(LAMP_PARENT_PID=str(gone.pid)))
+    try:
+        record = examined(tmp_path, "my.yaml", "--only", "leftovers")
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+    assert causes(record) == {"bad_config"}
+    assert any("did you mean train.steps" in finding["why"] for finding in record["findings"])
+    assert {"dead_lock_file", "save_kill", "orphans"} <= causes(record, "warn")
+    named = {str(finding["culprit"].get("pid")) for finding in record["findings"] if finding["cause"] == "orphans"}
+    assert str(bystander.pid) in named
+    locks = {finding["culprit"]["path"] for finding in record["findings"] if finding["cause"] == "dead_lock_file"}
+    assert locks == {str(dead / "lock"), str(half)}
+    assert half.exists() and (dead / "lock").exists() and (dead / "checkpoints" / ".writing-checkpoint-5-4242").exists()
+
+
+def in_small_rooms(tmp_path: Path, mounts: str, *words: str) -> dict[str, Any]:
+    """The command with file systems of its own; skipped, visibly, where that is not allowed."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("no mounts of one's own here")
+    command = ["unshare", "-m", "sh", "-c", f'{mounts} && exec "$@"', "sh", *LAMP, "doctor", "--json", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=clean_env(), check=False)  # fmt: skip
+    if not done.stdout:
+        pytest.skip(f"no mounts of one's own here: {done.stderr[-200:]}")
+    record: dict[str, Any] = json.loads(done.stdout)
+    return record
+
+
+def test_a_full_disk_and_a_small_shared_memory(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    mounts = "mount -t tmpfs -o size=8m tmpfs /dev/shm && mount -t tmpfs -o size=4m tmpfs runs"
+    record = in_small_rooms(tmp_path, mounts, "--preset", "demo", "--only", "limits", "disk")
+    assert {"disk_full"} == causes(record)
+    full = [finding for finding in record["findings"] if finding["cause"] == "disk_full"]
+    assert all(finding["culprit"]["path"] == str(tmp_path / "runs") for finding in full)
+    assert any("not even one checkpoint fits" in finding["what"] for finding in full)
+    small = next(finding for finding in record["findings"] if finding["cause"] == "shm_small")
+    assert small["figures"]["bytes"] == 8 << 20
+
+
+def test_text_in_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    case = Case(tmp_path / "config.yaml", None, tmp_path / "runs", tmp_path / "scratch")
+    case.config.write_text(dump(resolve("demo")))
+    (stage,) = rounds.choose(["language"], readable=True)
+    (found,) = ward.visit(stage, case).findings
+    assert (found.level, found.cause, found.next) == ("warn", "encoding", "export PYTHONUTF8=1")
+
+
+def test_advice_is_printed_as_settings_that_train(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("train: {steps: 40, warmup_steps: 30}\n")
+    done = lamp("doctor", "my.yaml", "--print-config", "--only", "schedule", *TINY, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "new.yaml").write_text(done.stdout)
+    assert load_dump(tmp_path / "new.yaml").train.warmup_steps == 2
+    assert "# doctor: warm-up takes 75% of the run" in done.stdout
+    trained = lamp("train", "new.yaml", "--test", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stdout
+    refused = lamp("doctor", "--print-config", "--train.lr", "7", cwd=tmp_path)
+    assert refused.returncode == 78 and "train.lr" in refused.stderr and not refused.stdout
+
+
+def test_nothing_is_left_when_the_doctor_is_stopped(tmp_path: Path) -> None:
+    going = subprocess.Popen([*LAMP, "doctor", "--only", "two ranks"], cwd=tmp_path, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, env=clean_env())  # fmt: skip
+    try:
+        family = wait_for(lambda: _with_ranks(going.pid), process=going)
+        going.terminate()
+        assert going.wait(30) == 75
+        wait_for(lambda: not any(ward._lives(one) for one in family), 20)
+    finally:
+        going.kill()
+        going.wait()
+
+
+def _with_ranks(pid: int) -> list[psutil.Process]:
+    found = psutil.Process(pid).children(recursive=True)
+    try:
+        return found if sum("lamplighter.ops.doctor.rank" in one.cmdline() for one in found) == 2 else []
+    except psutil.Error:  # one of them has ended meanwhile
+        return []
+
+
+# ---------------------------------------------------------------- two ranks
+
+
+def test_a_rank_that_does_not_arrive_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 sleeps before it begins, by something that is injected from outside."""
+    text = """
+        import sys, time
+        if "lamplighter.ops.doctor.rank" in sys.orig_argv and '"rank": 1' in sys.orig_argv[-1]:
+            time.sleep(1000)
+    """
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(text))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    (fault,) = collectives.trial("127.0.0.1", collectives.free_port(), lambda _: None, act_s=2.0)
+    assert (fault.level, fault.cause, fault.culprit["rank"]) == ("fault", "rank_late", 1)
+    assert "rank 1 did not arrive at rendezvous" in fault.what
+    assert not psutil.pid_exists(fault.culprit["pid"])
+
+
+def test_two_ranks_meet_and_what_they_compute_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    (found,) = collectives.two_ranks(patient_of(tmp_path))
+    assert found.level == "ok" and "all-reduce, barrier and broadcast are right" in found.what, found
+
+
+def test_addresses_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    (nowhere,) = collectives.judge_master("no-such-host.invalid", 29500)
+    assert (nowhere.level, nowhere.culprit["host"]) == ("fault", "no-such-host.invalid")
+    (free,) = collectives.judge_master("127.0.0.1", collectives.free_port())
+    assert free.level == "ok" and "is free" in free.what
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    assert [finding.cause for finding in collectives._hostname()] == ["no_peer"]
+
+
+# ---------------------------------------------------------------- control groups
+
+
+def test_limits_of_control_groups_of_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = tmp_path / "two"
+    two.mkdir()
+    (two / "cpu.max").write_text("150000 100000\n")
+    (two / "memory.max").write_text("max\n")
+    one = tmp_path / "one"
+    one.mkdir()
+    (one / "cpu.cfs_quota_us").write_text("-1\n")
+    (one / "cpu.cfs_period_us").write_text("100000\n")
+    (one / "memory.limit_in_bytes").write_text("1073741824\n")
+    monkeypatch.setattr(limits, "groups", lambda _: [one, two, tmp_path / "absent"])
+    assert limits.core_quota() == 1.5
+    assert limits.smallest("memory", "memory.max", "memory.limit_in_bytes") == GIB
+    assert limits.memory_left()[1] == GIB
