@@ -184,7 +184,7 @@ def tensors_of(run: RunDir, step: int) -> dict[str, bytes]:
 SLOW = """
 def after(path):
     if "optimizer" in path:
-        time.sleep(1.2)
+        time.sleep(3)
 """
 
 
@@ -203,8 +203,8 @@ def test_a_slow_disk_holds_nothing_up_and_a_second_save_waits_for_the_first(tmp_
     assert any("norm.running_mean" in name for name in tensors_of(run, 3))
     saved = events_of(run, "checkpoint")
     assert [event["step"] for event in saved] == [3, 6, 9]
-    assert saved[0]["seconds"] >= 1.2
-    assert saved[0]["blocked_s"] < 1.2, "the loop went on while the disk was slow"
+    assert saved[0]["seconds"] >= 3
+    assert saved[0]["blocked_s"] < 3, "the loop went on while the disk was slow"
     assert "longer than the time between two saves" in done.stdout
     assert "beside the steps, which waited" in done.stdout
     assert "steps wait for each save (save.staged false)" in again.stdout
