@@ -206,7 +206,7 @@ def contestants(folder: Path, wanted: Any) -> dict[str, tuple[str, str]]:
     else:
         print(f"left out: datasets: {made.stderr.decode().strip().splitlines()[-1]}")
     try:
-        lit = str(peers.python("litgpt"))
+        lit = str(peers.python("litdata"))
         script = folder / "make_lit.py"
         script.write_text(MAKE_LIT)
         words = [lit, str(script), str(folder), str(wanted.length)]
@@ -257,7 +257,7 @@ def main() -> None:
     for name, total in sums.items():
         assert name == "litdata" or total == sums["lamp"], f"{name} made other batches than lamp"
     against = "memmap, nanoGPT-style" if len(chosen) > 1 else "lamp"
-    copying = measured.copy_gb_s(0.05, 16) if wanted.quick else measured.copy_gb_s()
+    copying = measured.copy_gb_s(wanted.rows * wanted.length * 8, 0.05 if wanted.quick else 0.5)
     limit = f"{copying * 1000 / 16:,.0f} M tokens/s: inputs and targets of 8 bytes each, copied once"
     rows = [measured.Row(name, rates) for name, rates in found.items()]
     measured.show(f"batches of {wanted.rows} x {wanted.length}", "M tokens/s", rows, against, limit)
