@@ -6,8 +6,8 @@ Out: ratios to a nanoGPT-style memmap, a DataLoader, Hugging Face datasets and l
     python benchmarks/batches.py [--rows 8] [--length 256] [--tokens 50000000] [--batches 2000]
 
 Every contestant is a process of its own, is told the same window numbers, and must return the same inputs and targets
-(by their sums). litdata chooses its order itself, so only its count is checked. Each round starts with a new process:
-its first batch is timed from opening the files, imports not counted.
+(by their sums). litdata chooses its order itself, so only its count is checked. Each turn begins with opening the files
+anew: the first batch is timed from there, imports not counted.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def contestants(folder: Path, wanted: Any) -> dict[str, tuple[str, str]]:
     else:
         print(f"left out: datasets: {made.stderr.decode().strip().splitlines()[-1]}")
     try:
-        lit = str(peers.python("litgpt"))
+        lit = str(peers.python("litdata"))
         script = folder / "make_lit.py"
         script.write_text(MAKE_LIT)
         words = [lit, str(script), str(folder), str(wanted.length)]
@@ -238,20 +238,26 @@ def main() -> None:
         sums: dict[str, int] = {}
         tokens = wanted.batches * wanted.rows * wanted.length
 
+        workers = {name: peers.Worker(*chosen[name], folder / f"{number}.log", environment)
+                   for number, name in enumerate(chosen)}  # fmt: skip
+
         def turn(name: str) -> float:
-            with peers.Worker(*chosen[name], folder / "errors.log", environment) as worker:
-                opened = worker.ask({"folder": str(folder), "rows": wanted.rows, "length": wanted.length})
-                first[name].append(opened["s"] * 1000)
-                done = worker.ask({"batches": wanted.batches})
+            opened = workers[name].ask({"folder": str(folder), "rows": wanted.rows, "length": wanted.length})
+            first[name].append(opened["s"] * 1000)
+            done = workers[name].ask({"batches": wanted.batches})
             assert done.get("count", tokens) == tokens
             sums[name] = done.get("sum", 0)
             return tokens / float(done["s"]) / 1e6
 
-        found = measured.in_turn({name: (lambda name=name: turn(name)) for name in chosen}, wanted.rounds)
+        try:
+            found = measured.in_turn({name: (lambda name=name: turn(name)) for name in chosen}, wanted.rounds)
+        finally:
+            for worker in workers.values():
+                worker.__exit__(None, None, None)
     for name, total in sums.items():
         assert name == "litdata" or total == sums["lamp"], f"{name} made other batches than lamp"
     against = "memmap, nanoGPT-style" if len(chosen) > 1 else "lamp"
-    copying = measured.copy_gb_s(0.05, 16) if wanted.quick else measured.copy_gb_s()
+    copying = measured.copy_gb_s(wanted.rows * wanted.length * 8, 0.05 if wanted.quick else 0.5)
     limit = f"{copying * 1000 / 16:,.0f} M tokens/s: inputs and targets of 8 bytes each, copied once"
     rows = [measured.Row(name, rates) for name, rates in found.items()]
     measured.show(f"batches of {wanted.rows} x {wanted.length}", "M tokens/s", rows, against, limit)

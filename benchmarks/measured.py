@@ -133,24 +133,28 @@ def gemm_gflops(dtype: str = "float32", size: int = 1536, seconds: float = 1.0) 
 
 
 def read_gb_s(seconds: float = 1.0, mb: int = 512) -> float:
-    """The best rate at which torch reads memory: what no token of a model larger than the caches can beat."""
+    """The best rate at which torch reads memory: what no token of a model larger than the caches can beat.
+
+    Timed in stretches of 16 MB, one after the other, so that somebody else's turn on the core spoils one of them only.
+    """
     import torch
 
-    a = torch.ones(mb * 250_000)
-    best, until = 0.0, time.perf_counter() + seconds
-    a.sum()
-    while time.perf_counter() < until:
+    stretches = torch.ones(mb * 250_000).split(4_000_000)
+    best, until, turn = 0.0, time.perf_counter() + seconds, 0
+    while time.perf_counter() < until or turn < 2:
+        one = stretches[turn % len(stretches)]
+        turn += 1
         began = time.perf_counter()
-        a.sum()
-        best = max(best, a.numel() * 4 / (time.perf_counter() - began))
+        one.sum()
+        best = max(best, one.numel() * 4 / (time.perf_counter() - began))
     return best / 1e9
 
 
-def copy_gb_s(seconds: float = 0.5, mb: int = 256) -> float:
-    """The best rate of copying memory, counted once."""
+def copy_gb_s(size: int, seconds: float = 0.5) -> float:
+    """The best rate of copying so many bytes, counted once."""
     import numpy as np
 
-    a = np.ones(mb * 1_000_000, np.uint8)
+    a = np.ones(size, np.uint8)
     b = np.empty_like(a)
     best, until = 0.0, time.perf_counter() + seconds
     while time.perf_counter() < until:

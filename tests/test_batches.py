@@ -60,6 +60,14 @@ def test_the_order_is_frozen() -> None:
     assert far.tolist() == GOLDEN_FAR
 
 
+def test_the_order_worked_out_ahead_is_that_of_each_sample() -> None:
+    for size, start, stop in ((7, 0, 3), (7, 500, 530), (1000, 510, 2100), (100_000, 5_000_000, 5_000_008)):
+        numbers = np.arange(start, stop)
+        assert (
+            batches.order(3, start, stop, size).tolist() == permute(3, numbers // size, numbers % size, size).tolist()
+        )
+
+
 def test_the_order_looks_random() -> None:
     first, second, other = (np.array(order(*key, 5000)) for key in ((1, 0), (1, 1), (2, 0)))
     plain = np.arange(5000)

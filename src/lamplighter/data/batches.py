@@ -18,11 +18,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
 NO_TARGET = -100
+AHEAD = 512  # samples whose order is worked out at once
 _CONSTANTS = [np.uint64(number * 0xD1342543DE82EF95 & (1 << 64) - 1) for number in range(6)]
 ROUNDS = list(zip(_CONSTANTS[::2], _CONSTANTS[1::2], strict=True))
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -105,6 +107,20 @@ def _feistel(x: Uint64s, keys: Uint64s, rows: int, columns: int) -> Uint64s:
     return row * width + column
 
 
+@lru_cache(maxsize=4)
+def _ahead(seed: int, block: int, size: int) -> Int64s:
+    """The windows of a block of samples: a permutation of many costs hardly more than one of a batch."""
+    numbers = np.arange(block * AHEAD, (block + 1) * AHEAD, dtype=np.int64)
+    return permute(seed, numbers // size, numbers % size, size)
+
+
+def order(seed: int, start: int, stop: int, size: int) -> Int64s:
+    """The windows of samples start..stop-1 of a run, in a stream of `size` windows."""
+    blocks = range(start // AHEAD, -(-stop // AHEAD))
+    found = np.concatenate([_ahead(seed, block, size) for block in blocks])
+    return found[start - blocks[0] * AHEAD : stop - blocks[0] * AHEAD]
+
+
 # ---------------------------------------------------------------- windows
 
 
@@ -134,8 +150,7 @@ def make_batch(split: TokenStream, seed: int, step: int, batch_size: int, seq_le
     windows = count_windows(len(split), seq_len)
     if not windows:
         raise ValueError(f"the {split.name} split has no tokens")
-    numbers = np.arange((step - 1) * batch_size, step * batch_size, dtype=np.int64)
-    samples = permute(seed, numbers // windows, numbers % windows, windows)
+    samples = order(seed, (step - 1) * batch_size, step * batch_size, windows)
     inputs, targets = _windows(split, samples, seq_len, pad_id)
     real = int((targets != NO_TARGET).sum())
     return Batch(step, inputs, targets, None, samples, step * batch_size / windows, real)
