@@ -1,0 +1,178 @@
+"""What the model probes examine: the run's own model on this machine, with real batches of its own data.
+
+In:  a Patient.
+Out: a Bed: model, machine, batches that are small enough for a quick look; how small, and of what, is said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lamplighter.config import Run
+from lamplighter.data.batches import NO_TARGET, Batch
+from lamplighter.data.opening import choose_template, obtain_tokens, open_feed, open_rows, open_text
+from lamplighter.errors import LampError
+from lamplighter.model.build import Built, build
+from lamplighter.model.transformer import next_token_loss
+from lamplighter.ops.doctor.finding import Finding, Patient
+from lamplighter.ops.doctor.sampled import NoSample, as_finding, failed, take
+from lamplighter.train import machine as machines
+from lamplighter.train import score
+from lamplighter.train.machine import Machine
+
+STEP_S = 1.5  # about so long may one forward and backward of a probe take
+SHORT = 32  # positions of the first, careful look
+
+
+@dataclass
+class Bed:
+    """The patient's model, ready to be examined."""
+
+    run: Run
+    machine: Machine
+    built: Built
+    batch: Batch
+    words: str
+    """What the batch is made of."""
+    remarks: list[Finding] = field(default_factory=list)
+    """What was met on the way."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.built.model
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch."""
+        return self.run.train.micro_batch or self.run.train.batch_size
+
+    def piece(self, rows: int, length: int | None = None) -> Batch:
+        """The first rows of the batch, and of them the first positions."""
+        batch, end = self.batch, length or self.batch.inputs.shape[1]
+        rows = min(rows, len(batch.inputs))
+        targets = batch.targets[:rows, :end].copy()
+        if not (targets != NO_TARGET).any():  # nothing is learned in so short a piece: the questions then
+            targets[:, :-1] = batch.inputs[:rows, 1:end]
+        segments = None if batch.segments is None else batch.segments[:rows, :end].copy()
+        inputs = batch.inputs[:rows, :end].copy()
+        real = int((targets != NO_TARGET).sum())
+        return Batch(1, inputs, targets, segments, batch.samples[:rows], 0.0, real)
+
+    def loss(self, batch: Batch, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The mean loss of a batch, as in training."""
+        device = self.machine.device
+        ids, targets = (torch.from_numpy(part).to(device) for part in (batch.inputs, batch.targets))
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=(dtype or self.machine.dtype) == torch.bfloat16):
+            logits = score.look(self.model, ids, batch.segments)
+        found: torch.Tensor = next_token_loss(logits, targets) / batch.real_tokens
+        return found
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """In fp32, for comparing."""
+        found: torch.Tensor = self.model(ids.to(self.machine.device))
+        return found.float()
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self.machine.device.type == "cuda":
+            torch.cuda.synchronize(self.machine.device)
+
+
+def prepare(patient: Patient, quick_dtype: bool = True) -> Bed:
+    """Build the model as training would; a LampError where that fails."""
+    remarks: list[Finding] = []
+    patient.now("the data")
+    made: tuple[Any, Any, Any, int] | None = None
+    try:
+        made = _data(patient)
+    except NoSample as error:
+        remarks.append(_random_ids(patient.run, str(error)))
+    except LampError as error:
+        remarks.append(_random_ids(patient.run, as_finding(error).what))
+    run = patient.run
+    vocab = made[3] if made else run.tokenizer.vocab_size if run.tokenizer.kind == "bpe" else 257
+    end = made[0].end_of_text if made else 0
+    patient.now("the model")
+    section = run.train.model_copy(update={"dtype": "fp32"}) if quick_dtype and run.train.dtype == "auto" else run.train
+    where = machines.detect(section)
+    built = build(run.model, vocab, run.data.seq_len, end, run.train.seed)
+    built.model.to(where.device)
+    built.model.train()
+    if made is None:
+        return Bed(run, where, built, _made_up(run, built.vocab_size), "random ids", remarks)
+    tokenizer, tokens, sample, _ = made
+    feed = open_feed(sample.run, tokens, tokenizer, built.takes_segments)
+    assert callable(feed.make)
+    return Bed(run, where, built, feed.make(1), f"a batch out of {sample.words}", remarks)
+
+
+def _data(patient: Patient) -> tuple[Any, Any, Any, int]:
+    """Tokenizer, tokens and sample; and the vocabulary that the model will have."""
+    sample = take(patient)
+    source, tokenizer = open_text(sample.run, sample.cache)
+    template = choose_template(sample.run, source, tokenizer)
+    few = sample.run.model_copy(update={"data": sample.run.data.model_copy(update={"workers": 1, "cache": "auto"})})
+    if template is None:
+        tokens: Any = obtain_tokens(few, sample.cache, source, tokenizer)[0]
+    else:
+        tokens = open_rows(few, sample.cache, source, template)
+    section = patient.run.tokenizer
+    is_trained = section.path is None and patient.run.model.init_from is None and section.kind == "bpe"
+    return tokenizer, tokens, sample, max(tokenizer.vocab_size, section.vocab_size if is_trained else 0)
+
+
+def _random_ids(run: Run, why: str) -> Finding:
+    return Finding("warn", "the model is examined on random ids", f"the data could not be used: {why}")
+
+
+def _made_up(run: Run, vocab_size: int) -> Batch:
+    size = (run.train.batch_size, run.data.seq_len + 1)
+    ids = np.random.default_rng(run.train.seed).integers(0, vocab_size, size, dtype=np.int64)
+    samples = np.arange(size[0], dtype=np.int64)
+    return Batch(1, ids[:, :-1].copy(), ids[:, 1:].copy(), None, samples, 0.0, size[0] * run.data.seq_len)
+
+
+def lay_down(patient: Patient, quick_dtype: bool = True) -> Iterator[Bed | Finding]:
+    """The bed, after what was met while making it; no bed where the model cannot be built."""
+    try:
+        bed = prepare(patient, quick_dtype)
+    except LampError as error:
+        yield as_finding(error)
+        return
+    except (RuntimeError, TypeError, ValueError, AttributeError, ImportError) as error:  # the user's own model
+        yield failed(error, "the model cannot be built")
+        return
+    yield from bed.remarks
+    yield bed
+
+
+# ---------------------------------------------------------------- how much can be looked at quickly
+
+
+def seconds_of(bed: Bed, batch: Batch, dtype: torch.dtype | None = None) -> float:
+    """One forward and backward."""
+    began = time.perf_counter()
+    bed.loss(batch, dtype).backward()  # type: ignore[no-untyped-call]
+    bed.wait()
+    spent = time.perf_counter() - began
+    bed.model.zero_grad(set_to_none=True)
+    return spent
+
+
+def quick_rows(bed: Bed) -> tuple[Batch, str]:
+    """As many whole rows of the micro-batch as take about STEP_S; found by doubling."""
+    rows, batch = 1, bed.piece(1)
+    spent = seconds_of(bed, batch)
+    while rows < bed.rows and spent * 2 < STEP_S and rows < len(bed.batch.inputs):
+        rows = min(2 * rows, bed.rows)
+        batch = bed.piece(rows)
+        spent = seconds_of(bed, batch)
+    length = batch.inputs.shape[1]
+    whole = "the whole micro-batch" if rows == bed.rows else f"of the micro-batch of {bed.rows}"
+    return batch, f"{rows} x {length} tokens, {whole}" if rows == bed.rows else f"{rows} x {length} tokens {whole}"
