@@ -25,7 +25,7 @@ from lamplighter.ops.doctor.trials import Outcome, attempt
 from lamplighter.rundir import human_bytes, read_lines, read_record, write_json
 
 SHM = Path("/dev/shm")
-START_S = 40.0  # until the first batch: workers import torch
+START_S = 60.0  # until the first batch: workers import torch
 QUIET_S = 6.0  # a worker that stands at one item for so long
 SILENT_S = 3.0  # a worker whose watching thread says nothing: the GIL is held, or it is stopped
 ITEMS_S = 5.0
@@ -34,9 +34,9 @@ SHM_SHARE = 0.8
 
 STAGES = [
     Stage("loading / in this process", "lamplighter.ops.doctor.loading:here", 60),
-    Stage("loading / workers by fork", "lamplighter.ops.doctor.loading:by_fork", 75),
-    Stage("loading / workers by spawn", "lamplighter.ops.doctor.loading:by_spawn", 75),
-    Stage("loading / workers by forkserver", "lamplighter.ops.doctor.loading:by_forkserver", 75),
+    Stage("loading / workers by fork", "lamplighter.ops.doctor.loading:by_fork", 90),
+    Stage("loading / workers by spawn", "lamplighter.ops.doctor.loading:by_spawn", 90),
+    Stage("loading / workers by forkserver", "lamplighter.ops.doctor.loading:by_forkserver", 90),
 ]
 
 

@@ -46,8 +46,9 @@ def _error(value: Any) -> str | None:
 def _innermost(value: Any, path: str, error: str, owner: tuple[Any, str] | None, depth: int) -> Unpicklable:
     for name, part in _parts(value) if depth else ():
         if (inner := _error(part)) is not None:
-            step = f".{name}" if isinstance(name, str) and name.isidentifier() else f"[{name!r}]"
-            attribute = (value, name) if step.startswith(".") else owner
+            is_attribute = not isinstance(value, (dict, list, tuple))
+            step = f".{name}" if is_attribute else f"[{name!r}]"
+            attribute = (value, name) if is_attribute else owner
             return _innermost(part, path + step, inner, attribute, depth - 1)
     return Unpicklable(path, _kind(value), error, _defined(value, owner))
 

@@ -91,7 +91,8 @@ def is_dataset(name: str | None) -> bool:
 
 
 def _files(source: FileSource, patient: Patient) -> Iterator[Finding]:
-    looked, bad, until = Looked(), 0, time.monotonic() + LOOK_S
+    looked, until = Looked(), time.monotonic() + LOOK_S
+    bad: list[str] = []
     began = time.monotonic()
     for number, item in enumerate(source.items):
         patient.now(f"{item.name} ({number + 1} of {len(source.items)})")
@@ -100,21 +101,23 @@ def _files(source: FileSource, patient: Patient) -> Iterator[Finding]:
         try:
             _look_at(source, number, looked, until)
         except LampError as error:
-            bad += 1
+            bad.append(item.name)
             dirty = dict(source.dirt.reasons) != before or (".jsonl" not in item.name and "UTF-8" in error.why)
-            if bad <= SHOWN:
+            if len(bad) <= SHOWN:
                 cause = "dirty_text" if dirty else error.cause
                 found = as_finding(error, "fault", cause)
                 yield Finding("fault", found.what, found.why, found.next, cause, {"path": item.name})
     looked.seconds = time.monotonic() - began
-    if bad > SHOWN:
-        yield Finding("fault", f"{bad - SHOWN:,} further files cannot be read", "as those above", "mend or leave out")
-    if source.dirt.known:
-        path, at = next(iter(source.dirt.known))
+    if len(bad) > SHOWN:
+        yield Finding(
+            "fault", f"{len(bad) - SHOWN:,} further files cannot be read", "as those above", "mend or leave out"
+        )
+    if aside := sorted(known for known in source.dirt.known if known[0] not in bad):
+        path, at = aside[0]
         reasons = ", ".join(f"{why}: {count:,}" for why, count in source.dirt.reasons.most_common())
         yield Finding(
             "warn",
-            f"{len(source.dirt.known):,} lines are not text and will be set aside; the first one: {path}, byte {at:,}",
+            f"{len(aside):,} lines are not text and will be set aside; the first one: {path}, byte {at:,}",
             reasons,
             "mend the file, or refuse such lines with --data.bad_text refuse",
             "dirty_text",
