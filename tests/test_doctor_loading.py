@@ -48,14 +48,14 @@ def test_a_source_of_texts_is_not_loaded_by_workers(tmp_path: Path) -> None:
 
 
 def test_an_item_that_raises_is_named_by_its_line(tmp_path: Path) -> None:
-    found = list(loading.here(patient(tmp_path, "--data.source", "datasets:Raises")))[0]
+    found = next(iter(loading.here(patient(tmp_path, "--data.source", "datasets:Raises"))))
     assert found.level == "fault"
     assert "item 0" in found.what
     assert found.culprit["line"] == line_of("datasets.py", "raises here")
 
 
 def test_a_module_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
-    found = list(loading.here(patient(tmp_path, "--data.source", "nothing_here:Data")))[0]
+    found = next(iter(loading.here(patient(tmp_path, "--data.source", "nothing_here:Data"))))
     assert found.level == "fault"
     assert "nothing_here" in found.what
 

@@ -106,7 +106,7 @@ def test_a_stream_that_blocks_in_next_is_named_by_its_line(tmp_path: Path, monke
 
 def test_a_source_that_raises_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(SICK)
-    found = list(text.files(patient(tmp_path, "--data.source", "streams:raises")))[0]
+    found = next(iter(text.files(patient(tmp_path, "--data.source", "streams:raises"))))
     assert found.level == "fault"
     assert found.culprit["line"] == line_of("streams.py", "raise KeyError")
 
@@ -158,7 +158,7 @@ def cached(tmp_path: Path) -> tuple[Patient, Path]:
 
 
 def test_a_sound_cache_is_read_and_left_as_it_is(cached: tuple[Patient, Path]) -> None:
-    who, folder = cached
+    who, _folder = cached
     before = {path: path.stat().st_mtime_ns for path in who.runs_dir.rglob("*")}
     assert not examine(cache, who)
     assert {path: path.stat().st_mtime_ns for path in who.runs_dir.rglob("*")} == before
