@@ -41,6 +41,13 @@ def test_an_iterable_dataset_is_taken_too(tmp_path: Path) -> None:
     assert not examine(loading.here, patient(tmp_path, "--data.source", "datasets:Stream"))
 
 
+def test_a_function_and_a_whole_dataloader_are_taken_too() -> None:
+    assert datasets.find("datasets:make").is_dataset
+    found = datasets.make(datasets.find("datasets:LOADER"), 4, None)
+    assert (found.batch_size, found.workers, found.is_map, found.prefetch) == (3, 1, True, 2)
+    assert not datasets.find("streams:blocks").is_dataset
+
+
 def test_a_source_of_texts_is_not_loaded_by_workers(tmp_path: Path) -> None:
     found = list(loading.by_fork(patient(tmp_path, "--data.source", "streams:raises")))
     assert [one.level for one in found] == ["ok"]

@@ -11,7 +11,7 @@ import torch
 from conftest import LONG
 from lamplighter.config import Run
 from lamplighter.model.shape import Shape, count_parameters
-from lamplighter.ops.doctor import fitting, model, sampled, stepping
+from lamplighter.ops.doctor import bed, fitting, model, sampled, stepping
 from lamplighter.ops.doctor.fitting import memory, precision
 from lamplighter.ops.doctor.learning import learning
 from lamplighter.ops.doctor.stepping import one_step
@@ -120,6 +120,20 @@ def test_an_init_that_is_too_large_and_one_that_is_not_a_number(tmp_path: Path) 
     assert examine(one_step, patient(tmp_path, "--model.family", "models:Broken"))["nan_batch"].level == "fault"
 
 
+@pytest.mark.parametrize("name", ["Small", "Narrow"])
+def test_an_embedding_or_a_head_that_is_smaller_than_the_tokenizer(tmp_path: Path, name: str) -> None:
+    found = examine(one_step, patient(tmp_path, "--model.family", f"models:{name}"))["token_range"]
+    assert found.level == "fault"
+    assert "257" in found.what
+
+
+def test_of_a_model_that_does_not_fit_some_layers_are_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bed, "available_bytes", lambda: 16 * 30_000)
+    found = list(one_step(patient(tmp_path, "--model.layers", "8")))
+    assert "with 1 of its 8 layers" in found[0].what
+    assert found[-1].level == "ok"
+
+
 def test_a_model_that_cannot_be_built_is_named(tmp_path: Path) -> None:
     found = list(one_step(patient(tmp_path, "--model.family", "models:Absent")))
     assert [one.level for one in found] == ["fault"]
@@ -127,7 +141,6 @@ def test_a_model_that_cannot_be_built_is_named(tmp_path: Path) -> None:
 
 def test_weights_with_a_tokenizer_that_is_not_theirs_guess_worse_than_chance(tmp_path: Path) -> None:
     from lamplighter.model.build import Built
-    from lamplighter.ops.doctor import bed
     from lamplighter.ops.doctor.learning import _first_loss
 
     who = patient(tmp_path, "--model.init_from", str(tmp_path))

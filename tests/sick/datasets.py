@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 
 class Well(Dataset[Any]):
@@ -90,3 +90,10 @@ class Raises(Well):
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(torch.arange(64).split(1))
+
+
+def make() -> Dataset[Any]:
+    return Well()
+
+
+LOADER = DataLoader(Well(), batch_size=3, num_workers=1)

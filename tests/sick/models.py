@@ -91,3 +91,17 @@ class Broken(Well):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids) / 0.0 * 0.0
+
+
+class Small(Well):
+    """Its embedding has fewer rows than the tokenizer has tokens."""
+
+    def __init__(self, vocab_size: int, **options: Any) -> None:
+        super().__init__(vocab_size=vocab_size - 7, **options)
+
+
+class Narrow(Well):
+    """Its head gives fewer logits than the tokenizer has tokens."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids)[..., :-7]

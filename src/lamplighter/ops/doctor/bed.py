@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 import numpy as np
+import psutil
 import torch
 
-from lamplighter.config import Run
+from lamplighter.config import Model, Run
 from lamplighter.data.batches import NO_TARGET, Batch
 from lamplighter.data.opening import choose_template, obtain_tokens, open_feed, open_rows, open_text
 from lamplighter.errors import LampError
 from lamplighter.model.build import Built, build
+from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.model.transformer import next_token_loss
 from lamplighter.ops.doctor.finding import Finding, Patient
 from lamplighter.ops.doctor.sampled import NoSample, as_finding, failed, take
+from lamplighter.rundir import human_bytes
 from lamplighter.train import machine as machines
 from lamplighter.train import score
 from lamplighter.train.machine import Machine
 
 STEP_S = 1.5  # about so long may one forward and backward of a probe take
+STATE_BYTES = 16  # of weight, gradient and optimizer, each parameter
+FITS = 0.6  # of the free memory: activations come on top
 SHORT = 32  # positions of the first, careful look
 
 
@@ -101,7 +106,9 @@ def prepare(patient: Patient, quick_dtype: bool = True) -> Bed:
     patient.now("the model")
     section = run.train.model_copy(update={"dtype": "fp32"}) if quick_dtype and run.train.dtype == "auto" else run.train
     where = machines.detect(section)
-    built = build(run.model, vocab, run.data.seq_len, end, run.train.seed)
+    section_of_model, fewer = _layers_that_fit(run, vocab)
+    remarks += fewer
+    built = build(section_of_model, vocab, run.data.seq_len, end, run.train.seed)
     built.model.to(where.device)
     built.model.train()
     if made is None:
@@ -110,6 +117,31 @@ def prepare(patient: Patient, quick_dtype: bool = True) -> Bed:
     feed = open_feed(sample.run, tokens, tokenizer, built.takes_segments)
     assert callable(feed.make)
     return Bed(run, where, built, feed.make(1), f"a batch out of {sample.words}", remarks)
+
+
+def available_bytes() -> int:
+    """Of memory, for a model that is still to be built."""
+    return int(psutil.virtual_memory().available)
+
+
+def _layers_that_fit(run: Run, vocab: int) -> tuple[Model, list[Finding]]:
+    """Weights, gradients and optimizer must fit; where they do not, as many layers as do, and that is said."""
+    section, have = run.model, available_bytes()
+    if section.init_from is not None or ":" in section.family:
+        return section, []
+    shape = Shape(
+        cast(Literal["gpt2", "llama"], section.family), vocab, run.data.seq_len, section.layers, section.width,
+        section.heads, section.kv_heads or 0, section.mlp_width or 0,
+    )  # fmt: skip
+    need = STATE_BYTES * count_parameters(shape)
+    layers = section.layers
+    while layers > 1 and STATE_BYTES * count_parameters(replace(shape, layers=layers)) > FITS * have:
+        layers = max(1, layers // 2)
+    if layers == section.layers:
+        return section, []
+    what = f"the model is examined with {layers} of its {section.layers} layers"
+    why = f"all of it takes {human_bytes(need)} for weights, gradients and optimizer; {human_bytes(have)} are free here"
+    return section.model_copy(update={"layers": layers}), [Finding("warn", what, why, "lamp plan", "rss_oom")]
 
 
 def _data(patient: Patient) -> tuple[Any, Any, Any, int]:

@@ -7,6 +7,7 @@ Out: an Own: the dataset, whether torch can load it with workers, and how its it
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Own:
 
 
 def find(name: str) -> Own:
-    """Import it, with the current folder on the path; nothing is called yet."""
+    """Import it, with the current folder on the path; a function that is no generator is called, to see what it makes."""
     module_name, _, attribute = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
@@ -38,6 +39,8 @@ def find(name: str) -> Own:
     if not hasattr(module, attribute):
         raise BadConfig(f"no {attribute} in module {module_name}", f"looked in {module.__file__}", "check data.source")
     target = getattr(module, attribute)
+    if inspect.isfunction(target) and not inspect.isgeneratorfunction(target) and _is_torch(made := target()):
+        target = made
     return Own(name, target, _is_torch(target))
 
 
@@ -70,11 +73,11 @@ class Loading:
 
 
 def make(own: Own, batch_size: int, workers: int | None) -> Loading:
-    """The instance: a class or a function is called without arguments; a DataLoader brings its own settings."""
+    """The instance: a class is called without arguments; a DataLoader brings its own settings."""
     from torch.utils.data import DataLoader, IterableDataset
 
     target = own.target
-    found = target() if callable(target) and (isinstance(target, type) or not _is_torch(target)) else target
+    found = target() if isinstance(target, type) else target
     if isinstance(found, DataLoader):
         dataset, is_map = found.dataset, not isinstance(found.dataset, IterableDataset)
         count = workers or found.num_workers or 2

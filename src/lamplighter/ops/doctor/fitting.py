@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -127,7 +128,8 @@ def _on_paper(bed: Bed, have: int) -> int:
     """The plan's arithmetic, which knows the built-in families."""
     if not isinstance(bed.model, Transformer):
         return 0
-    job = plan.job_of(bed.run, bed.model.shape, bed.run.train.steps or 1, None, bed.machine.dtype_name)
+    shape = replace(bed.model.shape, layers=bed.run.model.layers) if not bed.run.model.init_from else bed.model.shape
+    job = plan.job_of(bed.run, shape, bed.run.train.steps or 1, None, bed.machine.dtype_name)
     name = "cpu" if bed.machine.device.type == "cpu" else bed.machine.name
     device = Device(name, have / plan.GIB, None, bed.machine.peak_flops)
     return plan.memory(job, device).peak

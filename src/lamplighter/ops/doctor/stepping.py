@@ -19,6 +19,7 @@ from lamplighter.model.transformer import Transformer
 from lamplighter.ops.doctor import hotline
 from lamplighter.ops.doctor.bed import SHORT, Bed, lay_down, quick_rows
 from lamplighter.ops.doctor.finding import Finding, Level, Patient
+from lamplighter.ops.doctor.places import raised_at
 from lamplighter.ops.doctor.sampled import failed
 from lamplighter.rundir import read_record, write_json
 from lamplighter.train import optim
@@ -51,6 +52,9 @@ def _parameters(bed: Bed) -> Finding:
 
 def _step(bed: Bed, patient: Patient) -> Iterator[Finding]:
     patient.now("a first, short forward pass")
+    if (small_vocabulary := _vocabulary(bed)) is not None:
+        yield small_vocabulary
+        return
     try:
         small = bed.loss(bed.piece(1, SHORT))
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -83,6 +87,27 @@ def _step(bed: Bed, patient: Patient) -> Iterator[Finding]:
     )
     yield _layers(bed, batch)
     yield from _input_speed(patient, step_s)
+
+
+@torch.no_grad()
+def _vocabulary(bed: Bed) -> Finding | None:
+    """The highest id goes in, and as many logits come out."""
+    size = bed.built.vocab_size
+    ids = torch.full((1, min(SHORT, bed.run.data.seq_len)), size - 1)
+    advice = "give the embedding and the head vocab_size rows"
+    try:
+        shape = tuple(bed.logits(ids).shape)
+    except IndexError as error:
+        place = raised_at(error)
+        where = f", at {place}" if place else ""
+        what = f"the embedding is smaller than the vocabulary: id {size - 1:,} of {size:,} cannot be looked up{where}"
+        return Finding("fault", what, str(error), advice, "token_range", place.fields() if place else {})
+    except (RuntimeError, TypeError, ValueError) as error:
+        return failed(error, f"a forward pass of 1 x {ids.shape[1]} tokens fails")
+    if shape != (*ids.shape, size):
+        what = f"the model gives logits of shape {shape}, wanted {(*ids.shape, size)}: [batch, time, vocabulary]"
+        return Finding("fault", what, f"the tokenizer has {size:,} tokens", advice, "token_range")
+    return None
 
 
 def _timed(bed: Bed, batch: Batch, optimizer: optim.AdamW) -> dict[str, float]:

@@ -208,7 +208,8 @@ def _rows(source: RowSource, patient: Patient) -> Iterator[Finding]:
         size = 0
         try:
             for _, place in rows.rows([path], lambda place, error: bad.append((place, error))):
-                patient.now(place)
+                if looked.documents % 500 == 0:
+                    patient.now(place)
                 looked.documents += 1
                 if time.monotonic() - began > LOOK_S:
                     break
