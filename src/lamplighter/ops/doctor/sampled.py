@@ -12,16 +12,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from lamplighter.config import Run
+from lamplighter.data.chat import rows
 from lamplighter.data.chat.instructions import RowSource
 from lamplighter.data.opening import open_source
 from lamplighter.data.sources import Source
-from lamplighter.data.sources.files import Part
+from lamplighter.data.sources.files import FileSource, Part
 from lamplighter.errors import LampError
 from lamplighter.ops.doctor.finding import Finding, Level, Patient
 from lamplighter.ops.doctor.places import Place, place_of, raised_at
@@ -53,7 +55,8 @@ class Sample:
     source: Source
     words: str
     """How much of what."""
-    whole: bool
+    share: float | None
+    """Of the whole source; none where its size is not known."""
     cache: Path
 
     @property
@@ -83,16 +86,15 @@ def take(patient: Patient) -> Sample:
         write_json(record, known, durable=False)
     run = patient.run.model_copy(update={"data": patient.run.data.model_copy(update=known["data"])})
     try:
-        return Sample(run, open_source(run, cache), known["words"], known["whole"], cache)
+        return Sample(run, open_source(run, cache), known["words"], known["share"], cache)
     except LampError as error:
         raise NoSample(as_finding(error)) from error
 
 
 def _read(patient: Patient, source: Source) -> dict[str, Any]:
-    """What take() remembers: the changes to the data section, words, whether it is all."""
+    """What take() remembers: the changes to the data section, words, how large a share it is."""
     if isinstance(source, RowSource):
-        limit = min(ROWS, patient.run.data.max_documents or ROWS)
-        return {"data": {"max_documents": limit}, "words": f"the first {limit:,} rows of {source}", "whole": False}
+        return _read_rows(patient, source)
     reading = read_some(source, patient.now)
     if reading.blocked:
         raise NoSample(blocked(reading, source))
@@ -110,7 +112,31 @@ def _read(patient: Patient, source: Source) -> dict[str, Any]:
     }  # fmt: skip
     size = human_bytes(reading.bytes)
     words = f"all {len(reading.texts):,} documents" if reading.whole else f"the first {len(reading.texts):,} documents"
-    return {"data": data, "words": f"{words}, {size}, of {source}", "whole": reading.whole}
+    return {"data": data, "words": f"{words}, {size}, of {source}", "share": _share(source, reading)}
+
+
+def _read_rows(patient: Patient, source: RowSource) -> dict[str, Any]:
+    limit = min(ROWS, patient.run.data.max_documents or ROWS)
+    done = [0]
+    found = rows.rows(source.files, lambda *_: None, lambda at, _: done.__setitem__(0, at))
+    count = sum(1 for _ in islice(found, limit + 1))
+    if count <= limit:
+        return {"data": {}, "words": f"all {count:,} rows of {source}", "share": 1.0}
+    share = max(1e-9, done[0] / max(1, source.total_bytes()))
+    return {
+        "data": {"max_documents": limit},
+        "words": f"the first {limit:,} rows of {source}",
+        "share": min(1.0, share),
+    }
+
+
+def _share(source: Source, reading: Reading) -> float | None:
+    """By the source's own count of bytes."""
+    total = source.total_bytes()
+    if reading.whole or not total:
+        return 1.0 if reading.whole else None
+    behind = source.bytes_behind() if isinstance(source, FileSource) else source.position().bytes_done
+    return min(1.0, max(1e-9, behind / total))
 
 
 # ---------------------------------------------------------------- a source that may block

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from lamplighter.data.vocabulary import escaped
 from lamplighter.errors import LampError
 from lamplighter.ops.doctor.finding import Finding, Level, Patient
 from lamplighter.ops.doctor.sampled import NoSample, Sample, as_finding, take
+from lamplighter.rundir import read_record
 
 SHOWN_TOKENS = 24
 MUCH, SOME = 0.5, 0.2  # padding
@@ -147,16 +149,28 @@ def _lengths(stats: Stats, patient: Patient, sample: Sample) -> Iterator[Finding
         return
     share, policy = window.over / max(1, facts.count), patient.run.data.over_length
     level: Level = "fault" if share > MUCH else "warn"
-    best = max(32, 1 << (facts.longest - 1).bit_length())
+    most = _positions(patient)
+    best = min(most or 1 << 20, max(32, 1 << (facts.longest - 1).bit_length()))
+    longer: dict[str, Any] = {"data.seq_len": best} if best > window.seq_len else {"data.over_length": "drop"}
+    setting, value = next(iter(longer.items()))
+    limit = f" (the model has {most:,} positions)" if most and most == best else ""
     yield Finding(
         level,
         f"{share:.0%} of the examples are longer than data.seq_len {window.seq_len:,} ({words})",
         f"with data.over_length {policy} {window.beyond_share:.1%} of the tokens are lost, ends of answers among them",
-        f"--data.seq_len {best}",
+        f"--{setting} {value}{limit}",
         "eos_not_trained" if share > MUCH else "",
-        settings={"data.seq_len": best},
+        settings=longer,
         figures=figures,
     )
+
+
+def _positions(patient: Patient) -> int | None:
+    """The longest window that a given model can take; None where it is still to be made."""
+    folder = patient.run.model.init_from
+    config = read_record(Path(folder) / "config.json") if folder else {}
+    most = config.get("n_positions") or config.get("max_position_embeddings")
+    return most if isinstance(most, int) else None
 
 
 def _padding(stats: Stats, patient: Patient) -> Iterator[Finding]:
@@ -274,18 +288,18 @@ def _epochs(stats: Stats, patient: Patient, sample: Sample) -> Iterator[Finding]
         if train.epochs is not None and train.epochs > MANY_EPOCHS:
             yield _many(train.epochs, f"train.epochs is {train.epochs:g}", {"train.epochs": 3})
         return
-    whole = _whole_bytes(patient, sample)
-    if whole is None or not stats.counts.bytes:
+    if sample.share is None or not stats.counts.tokens:
         return
-    tokens = stats.counts.tokens_with_ends * max(1.0, whole / stats.counts.bytes)
-    if stats.kind == "chat":  # padding counts as work, but not as tokens
-        name = STRATEGY[data.packing]
-        tokens /= max(1e-9, 1 - next(one.share for one in stats.padding if one.strategy == name))
+    if stats.kind == "chat":  # padding is work too, and what is cut off is none
+        padding = next(one.share for one in stats.padding if one.strategy == STRATEGY[data.packing])
+        tokens = (stats.counts.tokens - stats.window.beyond) / max(1e-9, 1 - padding) / sample.share
+    else:
+        tokens = stats.counts.tokens_with_ends / sample.share
     tokens *= 1 - data.val_fraction
     per_step = train.batch_size * data.seq_len
     epochs = train.steps * per_step / max(1.0, tokens)
     about = f"{train.steps:,} steps x {train.batch_size} x {data.seq_len:,} = {train.steps * per_step:,} tokens out of"
-    about += f" {'' if sample.whole else 'about '}{tokens:,.0f}"
+    about += f" {'' if sample.share == 1.0 else 'about '}{tokens:,.0f}"
     if epochs > MANY_EPOCHS:
         steps = max(1, round(3 * tokens / per_step))
         yield _many(epochs, about, {"train.steps": steps})
@@ -304,18 +318,3 @@ def _many(epochs: float, why: str, settings: dict[str, float]) -> Finding:
         settings=dict(settings),
         figures={"epochs": epochs},
     )
-
-
-def _whole_bytes(patient: Patient, sample: Sample) -> float | None:
-    """Of text in the whole source; None where nobody knows."""
-    from lamplighter.data.opening import open_source
-
-    if sample.whole:
-        return 0.0
-    if isinstance(sample.source, RowSource):
-        return float(sum(path.stat().st_size for path in sample.source.files))
-    source = open_source(patient.run, sample.cache)
-    local = [Path(name) for name in getattr(source, "local_files", list)() or []]
-    if any(path.suffix in (".gz", ".zst", ".parquet") for path in local):
-        return None
-    return None if source.total_bytes() is None else float(source.total_bytes() or 0)
