@@ -6,12 +6,15 @@ import gzip
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import shared
 from lamplighter.data.opening import obtain_tokens, open_text
+from lamplighter.data.sources.found import LocalFile
 from lamplighter.ops.doctor import sampled, text
 from lamplighter.ops.doctor.cached import cache
 from lamplighter.ops.doctor.finding import Patient
@@ -88,9 +91,19 @@ def test_a_large_file_is_read_at_its_end_too(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_slow_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "SLOW_MB_S", 1e9)
-    path = letters(tmp_path / "a.jsonl", 3000)
-    assert examine(text.files, patient(tmp_path, "--data.paths", str(path)))["slow_disk"].culprit["path"] == str(path)
+    """Zoo 10: every block takes its time."""
+    read = LocalFile.blocks
+
+    def slowly(*arguments: Any) -> Iterator[bytes]:
+        for block in read(*arguments):
+            time.sleep(0.4)
+            yield block
+
+    monkeypatch.setattr(LocalFile, "blocks", slowly)
+    path = letters(tmp_path / "a.jsonl", 1500)
+    found = examine(text.files, patient(tmp_path, "--data.paths", str(path)))["slow_disk"]
+    assert found.culprit["path"] == str(path)
+    assert 0 < found.figures["mb_per_s"] < 1
 
 
 def test_a_stream_that_blocks_in_next_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +144,22 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "knows 300" in found["token_range"].what
     assert found["tokenizer_differs"].settings == {"tokenizer.path": str(model)}
     assert not examine(text.tokenizer, patient(tmp_path, "--data.paths", str(path)))
+
+
+def test_the_tokenizer_of_an_earlier_run_is_taken(tmp_path: Path) -> None:
+    words = [
+        "--data.paths",
+        str(letters(tmp_path / "a.jsonl")),
+        "--tokenizer.kind",
+        "bpe",
+        "--tokenizer.vocab_size",
+        "300",
+    ]
+    who = patient(tmp_path, *words)
+    open_text(who.run, who.runs_dir / CACHE_NAME)
+    found = list(text.tokenizer(who))
+    assert [one.level for one in found] == ["ok"]
+    assert "kept from before" in found[0].what
 
 
 def test_a_tokenizer_without_an_end_is_a_fault(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lamplighter.data import tokenizer as tokenizers
-from lamplighter.data import tokens, vocabulary
+from lamplighter.data import tokens
 from lamplighter.data.chat import examples
 from lamplighter.data.chat.instructions import RowSource
 from lamplighter.data.division import Settings
@@ -22,11 +22,10 @@ from lamplighter.data.sources import Source
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import LampError
 from lamplighter.ops.doctor.finding import Finding, Level, Patient
-from lamplighter.ops.doctor.sampled import as_finding, own_cache
+from lamplighter.ops.doctor.sampled import as_finding, kept_tokenizer, own_cache
 from lamplighter.rundir import CACHE_NAME, hash_file, human_bytes, is_alive, read_json, read_record
 
 VERIFY_S = 15.0
-FINGERPRINT_BYTES = 2_000_000_000  # more of text that nobody has hashed yet is not hashed for a look
 REBUILD = "--data.cache rebuild"
 
 
@@ -101,7 +100,7 @@ def _is_held(path: Path) -> bool:
 def _tokens(root: Path, source: Source, patient: Patient) -> Iterator[Finding]:
     run = patient.run
     try:
-        known = _known_tokenizer(root, source, patient)
+        known = _known_tokenizer(source, patient)
         if known is None:
             yield from _nothing_yet(root, source, patient)
             return
@@ -163,18 +162,15 @@ def _named(folder: Path) -> str:
     return str(content).split(", ")[0]
 
 
-def _known_tokenizer(root: Path, source: Source, patient: Patient) -> Tokenizer | None:
+def _known_tokenizer(source: Source, patient: Patient) -> Tokenizer | None:
     """The one that a run would use, if it is there already; nothing is trained for a look."""
     run = patient.run
     if origin := run.tokenizer.path or run.model.init_from:
         return tokenizers.load(Path(origin))
     if run.tokenizer.kind == "bytes":
         return tokenizers.byte_level()
-    if (source.total_bytes() or 0) > FINGERPRINT_BYTES and not (own_cache(patient) / "file_hashes.json").exists():
-        return None
-    patient.now("fingerprint of the text")
-    folder = root / f"tokenizer-{vocabulary.key_of(source, run.tokenizer.vocab_size, run.tokenizer.sample_mb)}"
-    return tokenizers.load(folder) if (folder / "tokenizer.json").exists() else None
+    kept = kept_tokenizer(patient, source)
+    return tokenizers.load(kept) if kept else None
 
 
 def _vocabulary(patient: Patient, tokenizer: Tokenizer) -> int:

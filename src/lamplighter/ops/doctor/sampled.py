@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from lamplighter.config import Run
+from lamplighter.data import vocabulary
 from lamplighter.data.chat import rows
 from lamplighter.data.chat.instructions import RowSource
 from lamplighter.data.opening import open_source
@@ -30,6 +31,8 @@ from lamplighter.ops.doctor.places import Place, place_of, raised_at
 from lamplighter.rundir import CACHE_NAME, human_bytes, read_record, write_json
 
 DOCUMENTS, BYTES, ROWS = 2000, 4_000_000, 2000
+QUICK_VOCABULARY = 4096  # more merges take long, and little changes
+FINGERPRINT_BYTES = 2_000_000_000  # more of text that nobody has hashed yet is not hashed for a look
 READ_S = 8.0  # a slow source: what has come by then
 QUIET_S = 8.0  # nothing new for so long: it blocks
 
@@ -80,15 +83,40 @@ def take(patient: Patient) -> Sample:
     known = read_record(record)
     if not known:
         try:
-            known = _read(patient, open_source(patient.run, cache))
+            source = open_source(patient.run, cache)
+            known = {**_read(patient, source), "tokenizer": _quick_tokenizer(patient, source)}
         except LampError as error:
             raise NoSample(as_finding(error)) from error
         write_json(record, known, durable=False)
-    run = patient.run.model_copy(update={"data": patient.run.data.model_copy(update=known["data"])})
+    whole = patient.run
+    changed = {name: getattr(whole, name).model_copy(update=known[name]) for name in ("data", "tokenizer")}
+    run = whole.model_copy(update=changed)
     try:
         return Sample(run, open_source(run, cache), known["words"], known["share"], cache)
     except LampError as error:
         raise NoSample(as_finding(error)) from error
+
+
+def kept_tokenizer(patient: Patient, source: Source) -> Path | None:
+    """The one that an earlier run trained on this very text, if there is one; nothing is trained for a look."""
+    section, root = patient.run.tokenizer, patient.runs_dir / CACHE_NAME
+    if not any(root.glob("tokenizer-*")):
+        return None
+    if (source.total_bytes() or 0) > FINGERPRINT_BYTES and not (own_cache(patient) / "file_hashes.json").exists():
+        return None
+    patient.now("fingerprint of the text")
+    folder = root / f"tokenizer-{vocabulary.key_of(source, section.vocab_size, section.sample_mb)}"
+    return folder if (folder / "tokenizer.json").exists() else None
+
+
+def _quick_tokenizer(patient: Patient, source: Source) -> dict[str, Any]:
+    """Changes to the tokenizer section: the kept one, or a small vocabulary that is trained in a second."""
+    section = patient.run.tokenizer
+    if section.path or patient.run.model.init_from or section.kind == "bytes":
+        return {}
+    if kept := kept_tokenizer(patient, source):
+        return {"path": str(kept)}
+    return {"vocab_size": min(section.vocab_size, QUICK_VOCABULARY)}
 
 
 def _read(patient: Patient, source: Source) -> dict[str, Any]:

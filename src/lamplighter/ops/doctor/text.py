@@ -265,7 +265,13 @@ def tokenizer(patient: Patient) -> Iterator[Finding]:
     texts = list(_texts(sample.source))
     measured = vocabulary.measure(found, texts, [f"document {n + 1}" for n in range(len(texts))])
     origin = run.tokenizer.path or run.model.init_from
-    made = f"of {origin}" if origin else "the bytes" if run.tokenizer.kind == "bytes" else "trained on the sample"
+    if origin or run.tokenizer.kind == "bytes":
+        made = f"of {origin}" if origin else "the bytes"
+    elif sample.run.tokenizer.path:
+        made = f"kept from before, {sample.run.tokenizer.path}"
+    else:
+        asked = run.tokenizer.vocab_size
+        made = "trained on the sample" + (f" (the run's will have {asked:,})" if asked > found.vocab_size else "")
     if measured.round_trip_failures:
         yield Finding(
             "warn",
