@@ -86,8 +86,12 @@ def is_dataset(name: str | None) -> bool:
     """Whether data.source names a torch Dataset or DataLoader; torch is loaded only by whoever has one."""
     from lamplighter.ops.doctor.datasets import find
 
-    found = find(name) if name else None
-    return found is not None and found.is_dataset
+    if name is None:
+        return False
+    try:
+        return find(name).is_dataset
+    except Exception:  # noqa: BLE001 (opening the source, which comes next, tells what is wrong with it)
+        return False
 
 
 def _files(source: FileSource, patient: Patient) -> Iterator[Finding]:
