@@ -198,13 +198,19 @@ def seconds_of(bed: Bed, batch: Batch, dtype: torch.dtype | None = None) -> floa
 
 
 def quick_rows(bed: Bed) -> tuple[Batch, str]:
-    """As many whole rows of the micro-batch as take about STEP_S; found by doubling."""
-    rows, batch = 1, bed.piece(1)
+    """As much of the micro-batch as takes about STEP_S: shorter rows of a slow model, else whole rows, found by doubling."""
+    whole = bed.batch.inputs.shape[1]
+    length = min(whole, 2 * SHORT)
+    spent = min(seconds_of(bed, bed.piece(1, length)) for _ in range(2))  # the first one allocates
+    fits = int(length * STEP_S / max(1e-9, spent))
+    length = whole if fits >= whole else max(SHORT, fits)
+    rows, batch = 1, bed.piece(1, length)
     spent = seconds_of(bed, batch)
-    while rows < bed.rows and spent * 2 < STEP_S and rows < len(bed.batch.inputs):
-        rows = min(2 * rows, bed.rows)
-        batch = bed.piece(rows)
+    most = min(bed.rows, len(bed.batch.inputs))
+    while rows < most and spent * 2 < STEP_S:
+        rows = min(2 * rows, most)
+        batch = bed.piece(rows, length)
         spent = seconds_of(bed, batch)
-    length = batch.inputs.shape[1]
-    whole = "the whole micro-batch" if rows == bed.rows else f"of the micro-batch of {bed.rows}"
-    return batch, f"{rows} x {length} tokens, {whole}" if rows == bed.rows else f"{rows} x {length} tokens {whole}"
+    if (rows, length) == (bed.rows, whole):
+        return batch, f"{rows} x {length} tokens, the whole micro-batch"
+    return batch, f"{rows} x {length} tokens of the micro-batch of {bed.rows} x {whole}"

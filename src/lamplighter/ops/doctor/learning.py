@@ -40,7 +40,7 @@ def learning(patient: Patient) -> Iterator[Finding]:
 def _examine(bed: Bed, patient: Patient) -> Iterator[Finding]:
     patient.now("the first loss, and its gradients")
     machines.seed_step(bed.run.train.seed, 1, 0)
-    first = bed.loss(bed.piece(ROWS, None if bed.run.data.seq_len <= 4 * LENGTH else 4 * LENGTH))
+    first = bed.loss(bed.piece(ROWS, min(2 * LENGTH, bed.run.data.seq_len)))
     loss = float(first.detach())
     yield _first_loss(bed, loss)
     if not math.isfinite(loss):
