@@ -12,6 +12,7 @@ from conftest import LONG
 from lamplighter.config import Run
 from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.ops.doctor import bed, fitting, model, sampled, stepping
+from lamplighter.ops.doctor import learning as learn
 from lamplighter.ops.doctor.fitting import memory, precision
 from lamplighter.ops.doctor.learning import learning
 from lamplighter.ops.doctor.stepping import one_step
@@ -59,6 +60,19 @@ def test_a_model_that_cannot_learn_stands_at_ln_vocab(tmp_path: Path) -> None:
     assert "embed.weight" in found["no_gradient"].what
     assert "ln(vocab)" in found["not_learning"].what
     assert found["not_learning"].level == "fault"
+
+
+def test_a_loss_that_hangs_on_nothing_is_named(tmp_path: Path) -> None:
+    who = patient(tmp_path, "--model.family", "models:Frozen")
+    assert set(examine(learning, who)) == set(examine(one_step, who)) == {"not_learning"}
+
+
+def test_a_model_that_is_too_slow_to_judge_is_not_called_ill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learn, "AT_MOST_S", 0.0)
+    monkeypatch.setattr(learn, "SLOW_S", 0.0)
+    found = list(learning(patient(tmp_path)))[-1]
+    assert found.level == "ok"
+    assert "1 steps only" in found.what
 
 
 def test_a_stream_that_blocks_does_not_keep_the_model_from_being_examined(

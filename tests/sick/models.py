@@ -105,3 +105,11 @@ class Narrow(Well):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids)[..., :-7]
+
+
+class Frozen(Well):
+    """Nothing of it can learn."""
+
+    @torch.no_grad()
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids)

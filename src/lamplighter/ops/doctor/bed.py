@@ -184,6 +184,13 @@ def lay_down(patient: Patient, quick_dtype: bool = True) -> Iterator[Bed | Findi
     yield bed
 
 
+def hangs_on_nothing() -> Finding:
+    """Of a loss without any gradient."""
+    what = "the loss hangs on no parameter: nothing can be learned"
+    why = "no_grad, detach or requires_grad_(False) stands over all of the forward pass"
+    return Finding("fault", what, why, "look for these in the model", "not_learning")
+
+
 # ---------------------------------------------------------------- how much can be looked at quickly
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lamplighter.ops.doctor.bed import SHORT, Bed, lay_down
+from lamplighter.ops.doctor.bed import SHORT, Bed, hangs_on_nothing, lay_down, seconds_of
 from lamplighter.ops.doctor.finding import Finding, Level, Patient
 from lamplighter.ops.doctor.sampled import failed
 from lamplighter.train import machine as machines
@@ -21,6 +21,8 @@ from lamplighter.train import optim
 LENGTH = 64  # positions of these probes, at most
 ROWS = 4
 STEPS, OVERFIT_S = 60, 6.0
+ENOUGH, AT_MOST_S = 12, 25.0  # steps to judge by, and how long they may take
+SLOW_S = 0.5  # a step: a smaller batch then
 OVERFIT_LR = 1e-3
 FALLEN = 0.75  # of the first loss
 SHOWN = 6
@@ -45,8 +47,10 @@ def _examine(bed: Bed, patient: Patient) -> Iterator[Finding]:
     yield _first_loss(bed, loss)
     if not math.isfinite(loss):
         return
-    if first.requires_grad:
-        first.backward()  # type: ignore[no-untyped-call]
+    if not first.requires_grad:
+        yield hangs_on_nothing()
+        return
+    first.backward()  # type: ignore[no-untyped-call]
     yield _gradients(bed)
     bed.model.zero_grad(set_to_none=True)
     patient.now("a change at t must move nothing before t")
@@ -186,24 +190,23 @@ def _twice(bed: Bed) -> Iterator[Finding]:
 def _by_heart(bed: Bed, patient: Patient) -> Finding:
     """A model that can learn at all learns a few lines by heart within seconds."""
     batch = bed.piece(ROWS, min(LENGTH, bed.run.data.seq_len))
+    if seconds_of(bed, batch) > SLOW_S:
+        batch = bed.piece(1, min(SHORT, bed.run.data.seq_len))
     optimizer = optim.make_optimizer(bed.model, bed.run.train)
     first = last = math.nan
-    until, step = time.monotonic() + OVERFIT_S, 0
+    began, step = time.monotonic(), 0
     for step in range(1, STEPS + 1):
         machines.seed_step(bed.run.train.seed, step, 0)
         loss = bed.loss(batch)
         last = float(loss.detach())
         first = last if step == 1 else first
         patient.now(f"one batch by heart: step {step} of {STEPS}, loss {last:.3f}")
-        if not loss.requires_grad:
-            return Finding(
-                "fault", "the loss hangs on no parameter: nothing can be learned", "", "look for detach", "not_learning"
-            )
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(bed.model.parameters(), bed.run.train.grad_clip or float("inf"))
         optimizer.step(OVERFIT_LR)
         optimizer.zero_grad()
-        if last < 0.5 * first or time.monotonic() > until or not math.isfinite(last):
+        spent = time.monotonic() - began
+        if last < 0.5 * first or not math.isfinite(last) or spent > (OVERFIT_S if step >= ENOUGH else AT_MOST_S):
             break
     words = f"{first:.3f} -> {last:.3f} in {step} steps at a rate of {OVERFIT_LR:g}, {batch.inputs.shape[0]} x {batch.inputs.shape[1]} tokens"
     figures = {"first_loss": first, "last_loss": last, "steps": float(step)}
@@ -215,9 +218,8 @@ def _by_heart(bed: Bed, patient: Patient) -> Finding:
             "fault", f"diverges on one small batch: {words}", "", "a smaller train.lr", "nan_batch", figures=figures
         )
     near = abs(last - guess) < 0.1 * guess
-    slow = step < STEPS and last < 0.97 * first
-    if slow:
-        what = f"one batch by heart: {words}; it falls, but there was time for {step} steps only"
+    if step < ENOUGH or (step < STEPS and last < 0.97 * first):
+        what = f"one batch by heart: {words}; there was time for {step} steps only, too few to judge by"
         return Finding("ok", what, figures=figures)
     return Finding(
         "fault",

@@ -28,6 +28,7 @@ SHM = Path("/dev/shm")
 START_S = 60.0  # until the first batch: workers import torch
 QUIET_S = 6.0  # a worker that stands at one item for so long
 SILENT_S = 3.0  # a worker whose watching thread says nothing: the GIL is held, or it is stopped
+ASLEEP_TIMES = 4  # a crowded machine lets a sleeping worker's thread wait that much longer
 ITEMS_S = 5.0
 SLOW_TIMES = 4  # as long as an item takes in this process
 SHM_SHARE = 0.8
@@ -237,24 +238,26 @@ class _Watcher:
         return self.found is not None
 
     def culprit(self, at: float) -> dict[str, Any] | None:
-        """The worker that is stuck, and how: silent, or at one item."""
+        """The worker that is stuck, and how: at one item in the user's code; or silent, which an idle one never is."""
+        silent = []
         for worker, record in sorted(self.last.items()):
-            for_s = at - self.since[worker][1]
-            silent_s = at - self.heard[worker]
-            if for_s <= self.quiet_s or not _lives(record["pid"]):
+            for_s, silent_s = at - self.since[worker][1], at - self.heard[worker]
+            state = _state(record["pid"])
+            if for_s <= self.quiet_s or state in ("", psutil.STATUS_ZOMBIE):
                 continue
-            if silent_s > SILENT_S:
-                return {**record, "for_s": for_s, "silent_s": silent_s}
-            if record["in_users_code"]:
+            if silent_s <= SILENT_S and record["in_users_code"]:
                 return {**record, "for_s": for_s, "silent_s": 0.0}
-        return None
+            if silent_s > SILENT_S * (1 if state == psutil.STATUS_RUNNING else ASLEEP_TIMES):
+                silent.append({**record, "for_s": for_s, "silent_s": silent_s})
+        return silent[0] if silent else None
 
 
-def _lives(pid: int) -> bool:
+def _state(pid: int) -> str:
+    """Of a process as the kernel calls it; '' where it is gone."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
-        return False
+        return ""
 
 
 def judge(name: str, method: str, done: Outcome, watcher: _Watcher) -> Finding:

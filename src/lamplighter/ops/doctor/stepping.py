@@ -17,7 +17,7 @@ import torch
 from lamplighter.data.batches import Batch
 from lamplighter.model.transformer import Transformer
 from lamplighter.ops.doctor import hotline
-from lamplighter.ops.doctor.bed import SHORT, Bed, lay_down, quick_rows
+from lamplighter.ops.doctor.bed import SHORT, Bed, hangs_on_nothing, lay_down, quick_rows
 from lamplighter.ops.doctor.finding import Finding, Level, Patient
 from lamplighter.ops.doctor.places import raised_at
 from lamplighter.ops.doctor.sampled import failed
@@ -65,6 +65,9 @@ def _step(bed: Bed, patient: Patient) -> Iterator[Finding]:
             "fault", f"the first loss is {float(small.detach())}", "before any step", "check the init", "nan_batch"
         )
         return
+    if not small.requires_grad:
+        yield hangs_on_nothing()
+        return
     yield from _loop(bed, patient)
     patient.now("one forward, backward and step")
     optimizer = optim.make_optimizer(bed.model, bed.run.train)
@@ -72,10 +75,10 @@ def _step(bed: Bed, patient: Patient) -> Iterator[Finding]:
     times = _timed(bed, batch, optimizer)
     whole = sum(times.values())
     tokens = batch.inputs.size
-    rate = tokens / whole
     step_s = (
         times["optimizer"] + (whole - times["optimizer"]) * bed.run.train.batch_size * bed.run.data.seq_len / tokens
     )
+    rate = bed.run.train.batch_size * bed.run.data.seq_len / step_s
     write_json(patient.scratch / "step.json", {"step_s": step_s, "tokens_per_s": rate}, durable=False)
     mfu = rate * bed.built.flops_per_token(batch.inputs.shape[1]) / max(1.0, bed.machine.peak_flops)
     parts = ", ".join(f"{name} {seconds * 1000:,.0f} ms" for name, seconds in times.items())
