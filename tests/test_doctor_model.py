@@ -233,7 +233,7 @@ def test_a_loop_under_the_compiler_does_not_end_in_time(tmp_path: Path, monkeypa
 @LONG
 def test_the_compiler_is_tried_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "COMPILE_S", 300.0)
-    (found,) = model.compiling(patient(tmp_path))
+    (found,) = model.compiling(patient(tmp_path, "--train.compile", "true"))
     assert found.figures["compile_s"] > 0
     assert found.figures["compiled_s"] > 0
 

@@ -12,7 +12,7 @@ from typing import Any
 from lamplighter.ops.doctor.finding import Finding, Level, Patient, Stage
 from lamplighter.ops.doctor.trials import attempt
 
-COMPILE_S = 40.0
+COMPILE_S, CURIOUS_S = 40.0, 20.0  # where the run compiles, and where it is only tried
 WORTH = 1.1
 
 STAGES = [
@@ -31,7 +31,11 @@ def compiling(patient: Patient) -> Iterator[Finding]:
     }  # fmt: skip
     wanted = patient.run.train.compile
     done = attempt(
-        "lamplighter.ops.doctor.compiled:measure", request, patient.scratch / "compile", COMPILE_S, patient.now
+        "lamplighter.ops.doctor.compiled:measure",
+        request,
+        patient.scratch / "compile",
+        COMPILE_S if wanted else CURIOUS_S,
+        patient.now,
     )
     level: Level = "fault" if wanted else "ok"
     advice = "--train.compile false" if wanted else "nothing to do: train.compile is false"
