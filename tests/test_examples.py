@@ -429,8 +429,8 @@ def test_the_texts_of_the_rows_train_a_tokenizer(tmp_path: Path) -> None:
 
 def test_weights_are_not_passed_over_in_silence(tmp_path: Path) -> None:
     from lamplighter.config import resolve
+    from lamplighter.data.opening import open_source
     from lamplighter.errors import BadConfig
-    from lamplighter.work import open_source
 
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "How many?", "completion": "Seven."}\n' * 3)

@@ -105,6 +105,22 @@ def _ensure(
     return folder, True
 
 
+@dataclass(frozen=True)
+class Sought:
+    """Where the cache of a run would be, and what is there."""
+
+    folder: Path
+    fault: str | None  # None: complete, every file with its size
+    near: str  # what differs from the nearest other cache; '' where there is none
+
+
+def look_for(cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Settings) -> Sought:
+    """Look, and touch nothing."""
+    parts = _parts(source, tokenizer, settings)
+    folder = cache_root / digest([parts[name]["fingerprint"] for name in PARTS])[:20]
+    return Sought(folder, _fault(folder), _near(cache_root, folder, parts))
+
+
 def _parts(source: Source, tokenizer: Tokenizer, settings: Settings) -> dict[str, dict[str, Any]]:
     """The three things that decide a cache, each with its fingerprint and words for people."""
     rules = [builder.FORMAT, division.LOOK_DOCUMENTS, division.LOOK_BYTES, division.BLOCK_BYTES, stretches.PART_BYTES]

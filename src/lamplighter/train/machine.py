@@ -133,7 +133,7 @@ def _choose_dtype(section: Train, device: torch.device, before: str | None, reas
             why = "the GPU has it" if wanted == "bf16" else "the GPU has no bf16"
     elif wanted is None:
         wanted, why = _measured_choice()
-    elif wanted == "bf16" and not _make_bf16_work():
+    elif wanted == "bf16" and not make_bf16_work():
         raise BadConfig(
             "this CPU cannot compute in bf16", "a small product crashed in a trial process", "--train.dtype fp32"
         )
@@ -143,9 +143,9 @@ def _choose_dtype(section: Train, device: torch.device, before: str | None, reas
 
 def _measured_choice() -> tuple[str, str]:
     """bf16 on a CPU only where it works and is clearly faster."""
-    if not _cpu_has_bf16():
+    if not cpu_has_bf16():
         return "fp32", "the CPU has no bf16 instructions"
-    if not _make_bf16_work():
+    if not make_bf16_work():
         return "fp32", "bf16 crashes on this CPU (a trial process died)"
     device = torch.device("cpu")
     fast, plain = _measured_gemm(device, torch.bfloat16), _measured_gemm(device, torch.float32)
@@ -153,7 +153,7 @@ def _measured_choice() -> tuple[str, str]:
     return ("bf16" if fast > BF16_GAIN * plain else "fp32"), f"bf16 {ratio}"
 
 
-def _cpu_has_bf16() -> bool:
+def cpu_has_bf16() -> bool:
     try:
         with open("/proc/cpuinfo") as file:
             flags = next((line for line in file if line.startswith("flags")), "")
@@ -162,7 +162,7 @@ def _cpu_has_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def _make_bf16_work() -> bool:
+def make_bf16_work() -> bool:
     """Some virtual machines announce AMX and die of it (SIGILL): try in a forked process, then without AMX."""
     if _bf16_survives():
         return True

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
+from lamplighter.data.opening import choose_template, obtain_tokens, open_feed, open_rows, open_text
 from lamplighter.errors import CRASHED, DONE, BadConfig, CannotWrite, LampError, StoppedEarly
 from lamplighter.rundir import (
     CACHE_NAME,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from lamplighter.config import Run
     from lamplighter.data.batches import TokenStream
     from lamplighter.data.chat.examples import Examples
-    from lamplighter.data.chat.template import ChatTemplate
     from lamplighter.data.feed import Feed
     from lamplighter.data.sources import Source
     from lamplighter.data.stream import Live
@@ -144,7 +144,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
             tokens.check_ids(built.vocab_size)
         built.model.to(where.device)
         optimizer = optim.make_optimizer(built.model, run.train)
-    feed = _feed(run, tokens, tokenizer, built)
+    feed = open_feed(run, tokens, tokenizer, built.takes_segments)
     steps = _count_steps(run, feed)
     facts = {"machine": where.facts(), "cache": _name_of(tokens), "seed": run.train.seed, "steps": steps}
     if feed.fingerprint:
@@ -168,115 +168,8 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
     return parts
 
 
-def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
-    """The source of documents and the tokenizer for it, trained if need be and kept in the cache."""
-    source = open_source(run, cache)
-    with report.phase("tokenizer"):
-        return source, _tokenizer(run, cache, source)
-
-
-def open_source(run: Run, cache: Path) -> Source:
-    """The source of documents that the configuration asks for."""
-    from lamplighter.data import sources
-    from lamplighter.data.chat.instructions import find_rows
-
-    data = run.data
-    with report.phase("data"):
-        cache.mkdir(parents=True, exist_ok=True)
-        rows = find_rows(data.paths, data.format, data.text_key, data.bad_text, data.max_documents)
-        if rows is not None and data.weights:
-            why = "weights mix text; of instruction rows every one is learned, in an order of its own"
-            raise BadConfig("data.weights is set, and the data is instruction rows", why, "leave data.weights out")
-        if rows is not None:
-            source: Source = rows
-        elif not data.paths and data.source is None:
-            report.note(f"no data given: the embedded corpus, {data.embedded_documents:,} letters and diary entries")
-            source = sources.EmbeddedCorpus(0, data.embedded_documents)
-        else:
-            source = sources.open_data(data, cache / "file_hashes.json")
-        if rows is None and data.max_documents is not None:
-            source = sources.First(source, data.max_documents)
-    return source
-
-
-def _tokenizer(run: Run, cache: Path, source: Source) -> Tokenizer:
-    """The given one, the bytes, or one trained on the source and kept for the next time."""
-    from lamplighter.data import tokenizer as tokenizers
-    from lamplighter.data import vocabulary
-    from lamplighter.data.stream import AsItComes
-
-    section = run.tokenizer
-    path = section.path or run.model.init_from
-    if path is not None:
-        found = tokenizers.load(Path(path))
-        report.note(f"tokenizer of {path}: {found.vocab_size:,} tokens")
-        return found
-    if section.kind == "bytes":
-        return tokenizers.byte_level()
-    if run.data.stream:
-        source = AsItComes(source)
-    return vocabulary.trained(source, section.vocab_size, section.sample_mb, cache)
-
-
 def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -> Tokens:
     return obtain_tokens(run, cache, source, tokenizer)[0]
-
-
-def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -> tuple[Tokens, bool]:
-    """The token cache, and whether it was made just now."""
-    from lamplighter.data import tokens
-    from lamplighter.data.division import Settings
-
-    with report.phase("cache"):
-        settings = Settings(run.data.val_fraction)
-        found, is_new = tokens.obtain(cache, source, tokenizer, settings, run.data.cache, run.data.workers)
-    share = len(found.val) / max(1, len(found.val) + len(found.train))
-    if share > 0.1 and share > 2 * run.data.val_fraction:
-        report.warn(
-            f"{share:.0%} of the tokens are held back for validation, {run.data.val_fraction:.0%} were asked for: few distinct texts"
-        )
-    pieces = "documents" if found.manifest["divided_by"] == "documents" else "runs of blocks"
-    report.note(
-        f"{found.train.documents:,} {pieces}, {len(found.train):,} tokens to train on;"
-        f" {found.val.documents:,} {pieces}, {len(found.val):,} tokens to validate on"
-    )
-    return found, is_new
-
-
-def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template of a run on instruction rows; None where it learns from text."""
-    from lamplighter.data.chat import record
-    from lamplighter.data.chat.instructions import RowSource
-    from lamplighter.data.chat.template import choose
-
-    if not isinstance(source, RowSource):
-        if run.data.packing in ("packed", "grouped"):
-            raise BadConfig(
-                f"data.packing is {run.data.packing}, and the data is text",
-                "text is cut into windows without any padding; packing is for instruction rows",
-                "--data.packing auto",
-            )
-        return None
-    with report.phase("template"):
-        if run.model.init_from is not None and run.data.template is None:
-            record.check_folder(Path(run.model.init_from))
-        found = choose(run.data.template, tokenizer)
-        record.announce(found, run.model.init_from)
-    return found
-
-
-def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Examples:
-    """The examples of a run on instruction rows, made if need be and kept in the cache."""
-    from lamplighter.data.chat import examples
-    from lamplighter.data.chat.instructions import RowSource
-
-    assert isinstance(source, RowSource)
-    with report.phase("cache"):
-        folder = examples.ensure(cache, source, chat, run.data.val_fraction, run.data.cache, run.data.workers)
-        found = examples.open_examples(folder)
-        found.tell()
-        found.check_ends(chat.stop_id, chat.stop)
-    return found
 
 
 def _open_live(run: Run, folder: RunDir, source: Source, tokenizer: Tokenizer) -> Live:
@@ -307,25 +200,6 @@ def _name_of(tokens: Tokens | Examples | Live) -> str:
     from lamplighter.data.stream import Live
 
     return tokens.name if isinstance(tokens, Live) else tokens.folder.name
-
-
-def _feed(run: Run, tokens: Tokens | Examples | Live, tokenizer: Tokenizer, built: Built) -> Feed:
-    """Where the loop's batches come from."""
-    from lamplighter.data.chat.arrange import arrange
-    from lamplighter.data.chat.examples import Examples
-    from lamplighter.data.feed import live_feed, text_feed
-    from lamplighter.data.stream import Live
-
-    seq_len, train, pad = run.data.seq_len, run.train, tokenizer.end_of_text
-    if isinstance(tokens, Live):
-        return live_feed(tokens, train.batch_size, seq_len, pad)
-    if not isinstance(tokens, Examples):
-        return text_feed(tokens.train, tokens.val, train.seed, train.batch_size, seq_len, pad)
-    with report.phase("packing"):
-        feed = arrange(tokens, run.data, train.seed, train.batch_size, pad, built.takes_segments)
-    if run.train.compile and feed.whole_batches:
-        report.warn("every new length of a batch is compiled anew with data.packing grouped; packed has one length")
-    return feed
 
 
 def _build_model(run: Run, tokenizer: Tokenizer) -> Built:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
+from lamplighter.data.opening import choose_template, obtain_tokens, open_rows, open_source, open_text
 from lamplighter.errors import DONE, BadConfig
 from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes
-from lamplighter.work import choose_template, obtain_tokens, open_rows, open_source, open_text
 
 if TYPE_CHECKING:
     from lamplighter.config import Run
