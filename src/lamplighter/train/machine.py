@@ -20,13 +20,8 @@ import torch
 from lamplighter.config import Train
 from lamplighter.data.pool import usable_cores
 from lamplighter.errors import BadConfig
+from lamplighter.train import devices
 
-# Dense bf16 and fp32 peaks in FLOP/s by a part of the device's name; makers' data sheets.
-GPU_PEAKS = {
-    "H100": (989e12, 67e12), "H200": (989e12, 67e12), "A100": (312e12, 19.5e12), "L40S": (362e12, 91.6e12),
-    "L4": (121e12, 30.3e12), "A10": (125e12, 31.2e12), "T4": (65e12, 8.1e12), "V100": (125e12, 15.7e12),
-    "4090": (165e12, 82.6e12), "3090": (71e12, 35.6e12),
-}  # fmt: skip
 BF16_GAIN = 1.2  # bf16 costs accuracy: it must be worth it
 ISA_LIMIT = "ONEDNN_MAX_CPU_ISA"
 
@@ -105,7 +100,7 @@ def _choose_dtype(section: Train, device: torch.device, before: str | None, reas
     why = "train.dtype" if section.dtype != "auto" else "as before"
     if device.type == "cuda":
         if wanted is None:
-            wanted = "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+            wanted = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
             why = "the GPU has it" if wanted == "bf16" else "the GPU has no bf16"
     elif wanted is None:
         wanted, why = _measured_choice()
@@ -165,9 +160,9 @@ def _bf16_survives() -> bool:
 
 def _peak(device: torch.device, dtype: torch.dtype, name: str) -> tuple[float, str]:
     if device.type == "cuda":
-        for part, (bf16, fp32) in GPU_PEAKS.items():
-            if part in name:
-                return (bf16 if dtype == torch.bfloat16 else fp32), "data sheet"
+        known = devices.peak_of_card(name, "bf16" if dtype == torch.bfloat16 else "fp32")
+        if known is not None:
+            return known, "data sheet"
     return _measured_gemm(device, dtype), "measured on a matrix product"
 
 
