@@ -47,6 +47,7 @@ class Known:
     own_params: int | None = None
     segments: bool = False
     row_tokens: float | None = None
+    device: Device | None = None  # on which steps were tried
 
 
 def job_on(run: Run, device: Device, known: Known) -> Job:
@@ -81,7 +82,8 @@ def page(run: Run, wish: Wish, known: Known | None = None) -> tuple[str, int]:
     """What to say, and the exit code."""
     known = known or Known()
     room = places.free_disk(Path(wish.runs_dir))
-    found = plan_of(run, places.choose(wish.on, wish.mfu, run.train.threads), room, known)
+    device = known.device or places.choose(wish.on, wish.mfu, run.train.threads, run.train.device)
+    found = plan_of(run, device, room, known)
     code = DONE if found.go else RefusedByPlan.code
     if wish.as_json:
         record = as_json(found, sanity.warnings(found))
@@ -104,7 +106,7 @@ def _next(found: Plan) -> str:
 
 def _what_if(run: Run, wish: Wish, room: int | None, known: Known) -> list[tuple[str, Plan]]:
     """The same run on other devices, and the presets on one of them."""
-    on_paper = replace(known, measured=None, largest=None)
+    on_paper = replace(known, measured=None, largest=None, device=None)
     rows = [("this run", make(job_on(run, d, on_paper), d, room)) for d in (_named(name, wish) for name in WHAT_IF)]
     device = _named(PRESETS_ON, wish)
     for name in preset_names():

@@ -7,6 +7,8 @@ Out: a Device; how much memory a process may still take here, and what says so.
 from __future__ import annotations
 
 import resource
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ GIB = 1 << 30
 GEMM_S, COPY_S = 0.25, 0.15
 GEMM = 1024
 COPY_BYTES = 32 << 20
+SMI_S = 1.5  # a driver that does not answer is no reason to wait
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -92,10 +95,14 @@ def this_cpu(threads: int | None = None) -> Device:
     """This machine's processor: memory that is free now, a matrix product and a stream of numbers that are measured."""
     share = min(1.0, threads / usable_cores()) if threads else 1.0
     a = np.ones((GEMM, GEMM), np.float32)
+    gemm_s = _best(lambda: a @ a, GEMM_S, usable_cores())
+    return cpu(Rates(share * 2 * GEMM**3 / gemm_s, share * stream_rate()))
+
+
+def stream_rate() -> float:
+    """Bytes a second of reading numbers, changing them and writing them to fresh memory, by one core."""
     numbers = np.ones(COPY_BYTES // 4, np.float32)
-    gemm_s = _best(lambda: a @ a, GEMM_S)
-    copy_s = _best(lambda: numbers + 1.0, COPY_S)
-    return cpu(Rates(share * 2 * GEMM**3 / gemm_s, share * 2 * numbers.nbytes / copy_s))
+    return 2 * numbers.nbytes / _best(lambda: numbers + 1.0, COPY_S, 1)
 
 
 def cpu(rates: Rates) -> Device:
@@ -104,20 +111,36 @@ def cpu(rates: Rates) -> Device:
     return Device("cpu", room.gib, None, rates.gemm_flops, mfu=0.5, rates=rates, host_gib=room.gib)
 
 
-def _best(act: Callable[[], object], budget_s: float) -> float:
-    """The shortest of several times: what the machine can do when nobody is in the way."""
+def _best(act: Callable[[], object], budget_s: float, threads: int) -> float:
+    """The shortest of several times: what the machine can do when nobody is in the way, and what others take is not counted."""
     act()
     best, until = float("inf"), time.perf_counter() + budget_s
     while time.perf_counter() < until or best == float("inf"):
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         act()
-        best = min(best, time.perf_counter() - started)
+        took = time.perf_counter() - started
+        best = min(best, took, (time.process_time() - worked) / threads or took)
     return best
 
 
-def choose(name: str | None, mfu: float | None, threads: int | None = None) -> Device:
-    """The device of --on, or this processor; --mfu as it is stated."""
-    device = devices.find(name) if name else this_cpu(threads)
+def this_card() -> Device | None:
+    """The first GPU of this machine, as its driver names it; None where there is none, or none that the table knows."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return None
+    words = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
+        name, _, mebibytes = said.splitlines()[0].rpartition(",")
+        memory_gib = float(mebibytes) / 1024
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):  # a driver without a card
+        return None
+    known = devices.of_card(name)
+    return None if known is None else replace(known, memory_gib=memory_gib, host_gib=host_room().gib)
+
+
+def choose(name: str | None, mfu: float | None, threads: int | None = None, kind: str = "auto") -> Device:
+    """The device of --on, else this machine's GPU, else its processor; --mfu as it is stated."""
+    device = devices.find(name) if name else (this_card() if kind != "cpu" else None) or this_cpu(threads)
     if mfu is None:
         return device
     if not 0 < mfu <= 1:

@@ -55,7 +55,9 @@ def cpu_step_seconds(job: Job, rates: Rates) -> float:
     shape, T = job.shape, job.row_tokens or job.seq_len
     tokens = job.batch_size * T
     forwards = 4 / 3 if job.recompute else 1.0
-    products = 6.0 * tokens * (shape.layers * matmul_parameters_per_layer(shape) * forwards + shape.vocab_size * shape.width)
+    products = (
+        6.0 * tokens * (shape.layers * matmul_parameters_per_layer(shape) * forwards + shape.vocab_size * shape.width)
+    )
     attention = 12.0 * tokens * shape.layers * shape.width * T / 2 * forwards  # the causal half is what is computed
     moved = tokens * shape.layers * layer_bytes(shape, "fp32", True, job.segments, int(T)) * LAYER_PASSES * forwards
     moved += tokens * shape.vocab_size * LOGIT_BYTES_MOVED

@@ -116,16 +116,32 @@ def _memory(plan: Plan) -> list[str]:
     if not device.is_cpu:
         here = f" of {device.host_gib:.1f}" if device.host_gib is not None else ""
         need = host_gib(job, device)
-        lines.append(_line("host RAM", f"{need:.1f}{here} GiB, {m.staging / GIB:.2f} of it the copy that a save stages"))
+        lines.append(
+            _line("host RAM", f"{need:.1f}{here} GiB, {m.staging / GIB:.2f} of it the copy that a save stages")
+        )
     lines.append(_line("", "the token cache is mapped: it takes no memory of its own"))
     if plan.measured is not None and plan.measured.fits:
         real = plan.measured.peak_gib
-        lines.append(_line("measured", f"{real:.2f} GiB at the peak, {m.training / GIB:.2f} on paper (no save beside it)"))
+        lines.append(
+            _line("measured", f"{real:.2f} GiB at the peak, {m.training / GIB:.2f} on paper (no save beside it)")
+        )
     if plan.largest is not None:
-        what = "what it is" if plan.largest == job.micro_batch else f"now {job.micro_batch}"
-        words = f"{plan.largest} is the largest that fits ({what}); batch {job.batch_size} and learning rate stay"
-        lines.append(_line("micro-batch", words))
+        lines.append(_line("micro-batch", _largest(plan, plan.largest)))
     return lines
+
+
+def _largest(plan: Plan, largest: int) -> str:
+    job = plan.job
+    if not largest:
+        return "not even one row fits: a shorter data.seq_len, train.recompute, or a smaller model"
+    tried = f"{largest} is the largest that fits, tried in processes of their own"
+    if largest == job.batch_size:
+        return f"{tried}: the whole batch at once"
+    pieces = -(-job.batch_size // largest)
+    return (
+        f"{tried} (--train.micro_batch {largest}, now {job.micro_batch}): batch {job.batch_size} in {pieces} pieces;"
+        " batch size and learning rate stay as they are"
+    )
 
 
 def _disk(plan: Plan) -> list[str]:

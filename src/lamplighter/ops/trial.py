@@ -10,12 +10,15 @@ than it was given (RLIMIT_AS): so a trial that does not fit ends itself, and not
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
 import resource
+import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +28,25 @@ if TYPE_CHECKING:
     from lamplighter.train.machine import Machine
     from lamplighter.train.optim import AdamW
 
-WARM_UP = 2
-SAY_S = 1.0
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Took:
+    """Seconds that have passed, and seconds that all threads have worked: on a shared machine they differ."""
+
+    wall_s: float
+    cpu_s: float
+
+
+class Clock:
+    """Two clocks, started together."""
+
+    def __init__(self) -> None:
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def took(self) -> Took:
+        return Took(time.perf_counter() - self.wall, time.process_time() - self.cpu)
 
 
 def main() -> int:
@@ -48,6 +68,9 @@ def main() -> int:
 
 
 def _die_first() -> None:
+    """With the process that started it, and before every other one when memory ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     with contextlib.suppress(OSError):  # not on every system, and then nothing is lost
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -72,6 +95,8 @@ def _first_line(error: BaseException) -> str:
 
 def _try(request: dict[str, Any]) -> dict[str, Any]:
     """The model as the run would build it, and rounds of at most two micro-batches and one optimizer step."""
+    import torch
+
     from lamplighter.config import Run
     from lamplighter.model.build import build
     from lamplighter.model.recompute import recompute_blocks
@@ -88,43 +113,49 @@ def _try(request: dict[str, Any]) -> dict[str, Any]:
     model = built.model.to(where.device)
     model.train()
     optimizer = optim.make_optimizer(model, run.train)
-    micro, rounds = int(request["micro_batch"]), int(request["rounds"])
-    accumulation = math.ceil(run.train.batch_size / micro)
-    micros: list[float] = []
-    ends: list[float] = []
+    rows, warm_up, rounds = int(request["micro_batch"]), int(request["warm_up"]), int(request["rounds"])
+    accumulation = math.ceil(run.train.batch_size / rows)
+    micros: list[Took] = []
+    ends: list[Took] = []
     until = time.perf_counter() + float(request["seconds"])
-    for number in range(WARM_UP + rounds):
+    for number in range(warm_up + rounds):
         for _ in range(min(2, accumulation)):
-            micros.append(_micro_batch(model, where, micro, run.data.seq_len, request["vocab_size"]))
-            _say(doing=f"step {number + 1} of {WARM_UP + rounds}", seconds=round(micros[-1], 4))
+            micros.append(_micro_batch(model, where, rows, run.data.seq_len, request["vocab_size"]))
+            _say(doing=f"step {number + 1} of {warm_up + rounds}", seconds=round(micros[-1].wall_s, 4))
         ends.append(_optimizer_step(model, optimizer, run.train.grad_clip, where))
         if time.perf_counter() > until and number >= 1:
             break
-    kept = min(2, accumulation) * min(WARM_UP, len(ends) - 1)
-    micro_s, end_s = _middle(micros[kept:]), _middle(ends[min(WARM_UP, len(ends) - 1) :])
+    first = min(warm_up, len(ends) - 1)
+    micro, end = _middle(micros[min(2, accumulation) * first :]), _middle(ends[first:])
     return {
         "fits": True,
-        "micro_batch": micro,
+        "micro_batch": rows,
         "steps": len(ends),
-        "micro_s": micro_s,
-        "optimizer_s": end_s,
-        "step_s": accumulation * micro_s + end_s,
+        "micro_s": micro.wall_s,
+        "optimizer_s": end.wall_s,
+        "step_s": accumulation * micro.wall_s + end.wall_s,
+        "step_cpu_s": (accumulation * micro.cpu_s + end.cpu_s) / where.threads,
         "peak_bytes": _peak_bytes(where),
         "parameters": built.parameters,
         "dtype": where.dtype_name,
         "device": where.name,
+        "on_cpu": where.device.type == "cpu",
+        "peak_flops": where.peak_flops,
+        "memory_bytes": None
+        if where.device.type == "cpu"
+        else torch.cuda.get_device_properties(where.device).total_memory,
     }
 
 
-def _micro_batch(model: torch.nn.Module, where: Machine, rows: int, length: int, vocabulary: int) -> float:
-    """Forward and backward as the loop does them; seconds."""
+def _micro_batch(model: torch.nn.Module, where: Machine, rows: int, length: int, vocabulary: int) -> Took:
+    """Forward and backward as the loop does them."""
     import torch
 
     ids = torch.randint(0, vocabulary, (rows, length)).to(where.device)
-    started = time.perf_counter()
+    clock = Clock()
     _loss(model, where, ids).backward()  # type: ignore[no-untyped-call]
     _wait(where)
-    return time.perf_counter() - started
+    return clock.took()
 
 
 def _loss(model: torch.nn.Module, where: Machine, ids: torch.Tensor) -> torch.Tensor:
@@ -137,15 +168,15 @@ def _loss(model: torch.nn.Module, where: Machine, ids: torch.Tensor) -> torch.Te
     return loss
 
 
-def _optimizer_step(model: torch.nn.Module, optimizer: AdamW, clip: float, where: Machine) -> float:
+def _optimizer_step(model: torch.nn.Module, optimizer: AdamW, clip: float, where: Machine) -> Took:
     import torch
 
-    started = time.perf_counter()
+    clock = Clock()
     torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
     optimizer.step(0.0)
     optimizer.zero_grad()
     _wait(where)
-    return time.perf_counter() - started
+    return clock.took()
 
 
 def _wait(where: Machine) -> None:
@@ -155,8 +186,8 @@ def _wait(where: Machine) -> None:
         torch.cuda.synchronize(where.device)
 
 
-def _middle(seconds: list[float]) -> float:
-    return sorted(seconds)[len(seconds) // 2]
+def _middle(times: list[Took]) -> Took:
+    return sorted(times, key=lambda took: took.wall_s)[len(times) // 2]
 
 
 def _peak_bytes(where: Machine) -> int:
@@ -170,4 +201,4 @@ def _peak_bytes(where: Machine) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # at once: all is said, and torch takes a second to unload itself

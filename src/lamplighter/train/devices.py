@@ -6,6 +6,7 @@ Out: a Device; the sources of the numbers are in docs/plan.md.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -30,7 +31,7 @@ class Device:
     fp32_flops: float
     count: int = 1
     mfu: float = 0.4  # a usual share of the peak for a plain, well-fed loop
-    mark: str = ""  # the part of the card's own name that tells it from others
+    mark: str = ""  # the word of the card's own name that tells it from others, as a regular expression
     rates: Rates | None = None  # of a processor: time is then summed up part by part, without a guess of the MFU
     host_gib: float | None = None  # memory of the machine around it; none: not known on paper
 
@@ -51,7 +52,7 @@ class Device:
         return f"{self.count} x {self.name}" if self.count > 1 else self.name
 
 
-# Makers' data sheets, without sparsity; memory as nvidia-smi reports it, in GiB. Longer marks stand before shorter ones.
+# Makers' data sheets, without sparsity; memory as nvidia-smi reports it, in GiB.
 TABLE = {
     device.name: device
     for device in (
@@ -61,7 +62,7 @@ TABLE = {
         Device("l4", 22.5, 121e12, 30.3e12, mark="L4"),
         Device("a100-40gb", 39.6, 312e12, 19.5e12, mark="A100"),
         Device("a100-80gb", 79.2, 312e12, 19.5e12, mark="A100"),
-        Device("a10", 22.5, 125e12, 31.2e12, mark="A10"),
+        Device("a10", 22.5, 125e12, 31.2e12, mark="A10G?"),
         Device("rtx3090", 24.0, 71e12, 35.6e12, mark="3090"),
         Device("rtx4090", 24.0, 165e12, 82.6e12, mark="4090"),
         Device("h100-80gb", 79.6, 989e12, 67e12, mark="H100"),
@@ -70,9 +71,14 @@ TABLE = {
 }
 
 
+def of_card(name: str) -> Device | None:
+    """By a card's own name; none where the table does not know it. Of two sizes of one card the first is taken."""
+    return next((device for device in TABLE.values() if re.search(rf"\b{device.mark}\b", name)), None)
+
+
 def peak_of_card(name: str, dtype: str) -> float | None:
     """FLOP/s of a card by its own name; none where the table does not know it."""
-    found = next((device for device in TABLE.values() if device.mark in name), None)
+    found = of_card(name)
     return found.peak(dtype) if found is not None else None
 
 
