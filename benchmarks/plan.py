@@ -1,6 +1,6 @@
 """Paper against reality: step time and peak memory of a grid of models on this CPU, as `lamp plan` predicts them and as they are.
 
-    python benchmarks/plan.py [--rounds 3] [--dtypes fp32 bf16] [--only 12] [--out results.jsonl]
+    python benchmarks/plan.py [--rounds 3] [--warm-up 2] [--dtypes fp32 bf16] [--only 12] [--out results.jsonl]
 
 Each row is a real model in a process of its own (the one that `lamp plan --measure` uses): two steps to warm up, then a few, medians.
 The prediction uses the matrix product that the same process measured and one stream of numbers; it has not seen the step.
@@ -56,7 +56,9 @@ class Row:
     bytes_per_s: float
 
 
-def look(shape: tuple[str, int, int, int, int, int, int, int, float], dtype: str, again: bool, rounds: int) -> Row:
+def look(
+    shape: tuple[str, int, int, int, int, int, int, int, float], dtype: str, again: bool, rounds: int, warm_up: int
+) -> Row:
     family, layers, width, heads, length, vocab, batch, micro, dropout = shape
     words = {
         "model.family": family, "model.layers": layers, "model.width": width, "model.heads": heads,
@@ -64,7 +66,7 @@ def look(shape: tuple[str, int, int, int, int, int, int, int, float], dtype: str
         "train.micro_batch": micro, "train.dtype": dtype, "train.recompute": again,
     }  # fmt: skip
     run = resolve(None, None, {name: [str(value)] for name, value in words.items()}).run
-    tried = attempt(run, vocab, micro, rounds).told
+    tried = attempt(run, vocab, micro, rounds, warm_up).told
     model = Shape(family, vocab, length, layers, width, heads, dropout=dropout)  # type: ignore[arg-type]
     job = Job(model, length, batch, micro, 100, dtype, recompute=again)
     rates = Rates(tried["peak_flops"], stream_rate())
@@ -95,6 +97,7 @@ def machine() -> str:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--warm-up", type=int, default=2)
     options.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
     options.add_argument("--only", type=int, help="the first so many shapes")
     options.add_argument("--out", type=Path, help="one line of JSON for each row")
@@ -106,7 +109,7 @@ def main() -> None:
     for dtype in chosen.dtypes:
         for again in (False, True):
             for shape in GRID[: chosen.only]:
-                row = look(shape, dtype, again, chosen.rounds)
+                row = look(shape, dtype, again, chosen.rounds, chosen.warm_up)
                 rows.append(row)
                 print(
                     f"{row.name:<58}{row.paper_s:>9.3f}{row.wall_s:>9.3f}{row.worked_s:>9.3f}{row.paper_s / row.worked_s:>7.2f}"

@@ -81,7 +81,7 @@ def plan_of(run: Run, device: Device, free_disk: int | None, known: Known) -> Pl
 def page(run: Run, wish: Wish, known: Known | None = None) -> tuple[str, int]:
     """What to say, and the exit code."""
     known = known or Known()
-    room = places.free_disk(Path(wish.runs_dir))
+    room = places.free_disk(Path(wish.runs_dir)) if not wish.on else None  # elsewhere there are other disks
     device = known.device or places.choose(wish.on, wish.mfu, run.train.threads, run.train.device)
     found = plan_of(run, device, room, known)
     code = DONE if found.go else RefusedByPlan.code
@@ -89,12 +89,12 @@ def page(run: Run, wish: Wish, known: Known | None = None) -> tuple[str, int]:
         record = as_json(found, sanity.warnings(found))
         if wish.what_if:
             record["what_if"] = [
-                {"run": name, **as_json(row, sanity.warnings(row))} for name, row in _what_if(run, wish, room, known)
+                {"run": name, **as_json(row, sanity.warnings(row))} for name, row in _what_if(run, wish, known)
             ]
         return json.dumps(record, indent=1) + "\n", code
     lines = told.tell(found)
     if wish.what_if:
-        lines += ["", *told.table(_what_if(run, wish, room, known))]
+        lines += ["", *told.table(_what_if(run, wish, known))]
     return "\n".join([*lines, _next(found), ""]), code
 
 
@@ -104,15 +104,15 @@ def _next(found: Plan) -> str:
     return "next: one of the changes above, or --on another device; lamp train --force insists"
 
 
-def _what_if(run: Run, wish: Wish, room: int | None, known: Known) -> list[tuple[str, Plan]]:
+def _what_if(run: Run, wish: Wish, known: Known) -> list[tuple[str, Plan]]:
     """The same run on other devices, and the presets on one of them."""
     on_paper = replace(known, measured=None, largest=None, device=None)
-    rows = [("this run", make(job_on(run, d, on_paper), d, room)) for d in (_named(name, wish) for name in WHAT_IF)]
+    rows = [("this run", make(job_on(run, d, on_paper), d)) for d in (_named(name, wish) for name in WHAT_IF)]
     device = _named(PRESETS_ON, wish)
     for name in preset_names():
         if name != "demo":
             other = resolve(name).run.model_copy(update={"budget": run.budget})
-            rows.append((f"{name}", make(job_on(other, device, Known()), device, room)))
+            rows.append((f"{name}", make(job_on(other, device, Known()), device)))
     return rows
 
 

@@ -22,7 +22,7 @@ def _line(name: str, text: str) -> str:
 
 def large(number: float) -> str:
     """1.11 G, 705 M, 42."""
-    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, letter in ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g} {letter}"
     return f"{number:.3g}"
@@ -185,7 +185,7 @@ def short(plan: Plan) -> list[str]:
     cost = plan.between_saves_h
     crash = f"${cost * job.usd_per_hour:,.2f}" if job.usd_per_hour is not None else span(cost)
     return [
-        f"{plan.params:,} parameters; {large(job.flops_per_token)}FLOP per token",
+        f"{plan.params:,} parameters ({'your own' if job.own_params else job.shape.family}); {large(job.flops_per_token)}FLOP per token",
         f"{job.steps:,} steps of {job.step_tokens:,.0f} tokens{epochs}; {step}, {job.row_tokens or job.seq_len:g} tokens each",
         f"about {span(plan.hours)}{money}: {time_words(plan)}",
         f"memory: at most {m.peak_gib:.2f} of {plan.device.memory_gib:.1f} GiB ({parts})",
