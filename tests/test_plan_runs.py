@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 
-from conftest import LAMP, TINY, clean_env, lamp
+from conftest import LAMP, TINY, clean_env, lamp, slot_of, start_lamp, wait_for
 from lamplighter.data.corpus import entries
 from lamplighter.rundir import RunDir, read_json, read_lines
 
@@ -78,21 +79,31 @@ def test_a_run_that_cannot_be_is_refused_before_it_is_built(tmp_path: Path) -> N
     done = lamp("train", "--run", "huge", *TINY, *huge, "--train.steps", "3", cwd=tmp_path)
     assert done.returncode == 77 and "memory: at least" in done.stdout and "insist with --force" in done.stdout
     assert "NO GO" in (tmp_path / "runs" / "huge" / "plan.txt").read_text()
-    words = ["train", "--run", "slow", *TINY, "--train.steps", "1000000", "--budget.hours", "0.001"]
+    words = ["train", "--run", "slow", *TINY, "--train.steps", "1000000000", "--budget.hours", "0.2"]
     done = lamp(*words, cwd=tmp_path)
     assert done.returncode == 77 and "times the peak" in done.stdout and "--train.steps" in done.stdout
-    forced = lamp(*words, "--force", cwd=tmp_path)
-    assert forced.returncode == 75 and "going on: --force" in forced.stdout, "the budget stops it, saved"
-    again = lamp(*words, cwd=tmp_path)
-    assert again.returncode == 75, "a run that has begun is stopped by its budget, not refused"
+    assert not list((tmp_path / "runs" / "slow" / "checkpoints").glob("*"))
+
+
+def test_force_goes_on_and_what_has_begun_is_not_refused(tmp_path: Path) -> None:
+    """Situation 25: the budget of a run that has begun stops and saves it."""
+    words = ["train", "--run", "slow", *TINY, "--train.steps", "1000000000", "--budget.hours", "0.2"]
+    run = RunDir(tmp_path / "runs" / "slow")
+    for more, said in ((["--force"], "going on: --force"), ([], "resumed from")):
+        process = start_lamp(*words, *more, cwd=tmp_path)
+        wait_for(lambda said=said: said in (tmp_path / "out.txt").read_text(), 120, process)  # type: ignore[misc]
+        before = slot_of(run).step
+        wait_for(lambda before=before: slot_of(run).step > before, 120, process)  # type: ignore[misc]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 75, (tmp_path / "out.txt").read_text()
 
 
 def test_real_steps_are_tried_in_a_process_that_may_die(tmp_path: Path) -> None:
-    """With 3.4 GB to map, four rows do not fit: told as that, and the largest that does is found."""
+    """With 2.5 GB to map, four rows do not fit: told as that, and the largest that does is found."""
     words = ["plan", "--tokenizer.vocab_size", "50000", "--model.layers", "1",
              "--model.width", "32", "--model.heads", "2", "--data.seq_len", "1024", "--train.batch_size", "4",
              "--train.dtype", "fp32", "--train.threads", "1", "--measure", "--fit", "--json"]  # fmt: skip
-    command = f"ulimit -v 3400000 && exec {shlex.join([*LAMP, *words])}"
+    command = f"ulimit -v 2500000 && exec {shlex.join([*LAMP, *words])}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, env=clean_env(), check=False, timeout=300
     )

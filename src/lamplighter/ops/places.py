@@ -50,7 +50,14 @@ def host_room() -> Room:
     return min(rooms, key=lambda room: room.bytes)
 
 
-def _cgroup_room(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Room | None:
+def host_total() -> Room:
+    """What exists, whoever has it now: the memory of the machine, or what the container or ulimit allows of it."""
+    rooms = [Room(psutil.virtual_memory().total, "memory")]
+    rooms += [room for room in (_cgroup_room(total=True), _limit_room()) if room is not None]
+    return min(rooms, key=lambda room: room.bytes)
+
+
+def _cgroup_room(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup"), total: bool = False) -> Room | None:
     """The tightest limit on the way up from our own group; page cache that can be dropped is not counted as used."""
     try:
         names = [line.split(":", 2)[2] for line in own.read_text().splitlines() if line.startswith("0::")]
@@ -64,7 +71,8 @@ def _cgroup_room(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) ->
                 break
             limit, used = _number(group / "memory.max"), _number(group / "memory.current")
             if limit is not None and used is not None:
-                found.append(Room(max(0, limit - used + _cached(group)), f"the memory limit of {group}"))
+                free = limit if total else max(0, limit - used + _cached(group))
+                found.append(Room(free, f"the memory limit of {group}"))
     return min(found, key=lambda room: room.bytes, default=None)
 
 
@@ -108,7 +116,8 @@ def stream_rate() -> float:
 def cpu(rates: Rates) -> Device:
     """A processor whose speed is known."""
     room = host_room()
-    return Device("cpu", room.gib, None, rates.gemm_flops, mfu=0.5, rates=rates, host_gib=room.gib)
+    total = host_total().gib
+    return Device("cpu", room.gib, None, rates.gemm_flops, mfu=0.5, rates=rates, host_gib=room.gib, total_gib=total)
 
 
 def _best(act: Callable[[], object], budget_s: float, threads: int) -> float:

@@ -166,11 +166,11 @@ def _time_against(plan: Plan, hours: float) -> Iterator[str]:
 
 def sure_reasons(plan: Plan) -> list[str]:
     """What cannot be: more memory than there is, even without holes; more time or money than the budget at the best MFU."""
-    found = []
-    if plan.memory.least > plan.device.memory_gib * GIB:
+    found, exists = [], plan.device.total_gib or plan.device.memory_gib
+    if plan.memory.least > exists * GIB:
         found.append(
             f"memory: at least {plan.memory.least / GIB:.1f} GiB are needed on {plan.device.name},"
-            f" {plan.device.memory_gib:.1f} GiB are there; the logits alone are {plan.memory.logits / GIB:.1f} GiB"
+            f" {exists:.1f} GiB exist; the logits alone are {plan.memory.logits / GIB:.1f} GiB"
         )
     return [*found, *_time_against(plan, least_hours(plan.job, plan.device))]
 

@@ -14,12 +14,12 @@ from lamplighter.train.devices import Device, Rates
 BEST_GPU_MFU, BEST_CPU_MFU = 0.6, 0.8  # nobody does better: what needs more than this cannot be
 
 # Of a processor, in units of its measured rates; fitted to benchmarks/plan.py.
-GEMM_SHARE = 0.9
-ATTENTION_SHARE = 0.45
+GEMM_SHARE = 1.0
+ATTENTION_SHARE = 0.5
 LAYER_PASSES = 3.0  # bytes moved for each byte that a layer keeps
 LOGIT_BYTES_MOVED = 40
 PARAMETER_BYTES_MOVED = 36  # clipping and AdamW
-LAYER_S = 0.0004  # calls, once for each layer and micro-batch
+LAYER_S = 0.002  # calls, once for each layer and micro-batch
 
 
 def total_flops(job: Job) -> float:

@@ -34,6 +34,7 @@ class Device:
     mark: str = ""  # the word of the card's own name that tells it from others, as a regular expression
     rates: Rates | None = None  # of a processor: time is then summed up part by part, without a guess of the MFU
     host_gib: float | None = None  # memory of the machine around it; none: not known on paper
+    total_gib: float | None = None  # what it has, whoever uses it now; none: all of it is free
 
     @property
     def is_cpu(self) -> bool:

@@ -157,9 +157,9 @@ def _device(where: Machine) -> Device:
     from lamplighter.train.devices import Device, Rates
 
     if where.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(where.device)
+        free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(where.device))
         room = places.host_room().gib
-        return Device(where.name, free / (1 << 30), where.peak_flops, where.peak_flops, host_gib=room)
+        return Device(where.name, free, where.peak_flops, where.peak_flops, host_gib=room, total_gib=total)
     device = places.cpu(Rates(where.peak_flops, places.stream_rate()))
     return replace(device, bf16_flops=where.peak_flops if where.dtype_name == "bf16" else None)
 
