@@ -34,7 +34,7 @@ from lamplighter.data.sources.files import FileSource
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.rundir import human_bytes, read_record
 
-SAMPLE_BYTES = 1_000_000
+SAMPLE_BYTES = 600_000
 ROWS = 1500  # conversations that stand for all of them
 HASH_BYTES = 1_500_000_000  # of files that nobody has hashed yet; more would take longer than a plan may
 PACKINGS = {"packed": "packed", "grouped": "grouped", "windows": "to seq_len", "auto": "packed"}

@@ -24,7 +24,7 @@ from lamplighter.train import devices
 from lamplighter.train.devices import Device, Rates
 
 GIB = 1 << 30
-GEMM_S, COPY_S = 0.25, 0.15
+GEMM_S, COPY_S = 0.2, 0.25
 GEMM = 1024
 COPY_BYTES = 32 << 20
 SMI_S = 1.5  # a driver that does not answer is no reason to wait

@@ -121,7 +121,7 @@ def plan_run(
             "; ".join(sure),
             f"{first}insist with --force; all of it: {folder.path}/plan.txt",
         )
-    for reason in dict.fromkeys([*sure, *made.reasons]):
+    for reason in dict.fromkeys([*sure, *(r for r in made.reasons if r.startswith(("memory", "money", "time")))]):
         report.warn(f"the plan says no: {reason}" + (" (going on: --force)" if sure else ""))
     _warn(run, made, feed)
     guard.refuse_long_runs(run, request.get("preset"), made.hours * 3600, steps, force)
