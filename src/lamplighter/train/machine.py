@@ -169,9 +169,9 @@ def _peak(device: torch.device, dtype: torch.dtype, name: str) -> tuple[float, s
 def _measured_gemm(device: torch.device, dtype: torch.dtype, size: int = 1024, budget_s: float = 0.25) -> float:
     """The best rate of a square matrix product within a short time; on a CPU what others take away is not counted."""
     a = torch.ones(size, size, dtype=dtype, device=device)
-    best, until = 0.0, time.perf_counter() + budget_s
     a @ a
-    while time.perf_counter() < until:
+    best, until = 0.0, time.perf_counter() + budget_s
+    while not best or time.perf_counter() < until:  # at least once, however busy the machine is
         start, worked = time.perf_counter(), time.process_time()
         a @ a
         if device.type == "cuda":
