@@ -1,6 +1,7 @@
 """Paper against reality: step time and peak memory of a grid of models on this CPU, as `lamp plan` predicts them and as they are.
 
-    python benchmarks/plan.py [--rounds 3] [--warm-up 2] [--dtypes fp32 bf16] [--only 12] [--out results.jsonl]
+    python benchmarks/plan.py [--rounds 3] [--warm-up 2] [--dtypes fp32 bf16] [--shapes 0 4 9] [--recompute both|no|yes]
+                             [--out results.jsonl]
 
 Each row is a real model in a process of its own (the one that `lamp plan --measure` uses): two steps to warm up, then a few, medians.
 The prediction uses the matrix product that the same process measured and one stream of numbers; it has not seen the step.
@@ -99,7 +100,8 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--warm-up", type=int, default=2)
     options.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
-    options.add_argument("--only", type=int, help="the first so many shapes")
+    options.add_argument("--shapes", type=int, nargs="+", default=range(len(GRID)), help="numbers of the grid, from 0")
+    options.add_argument("--recompute", choices=["both", "no", "yes"], default="both")
     options.add_argument("--out", type=Path, help="one line of JSON for each row")
     chosen = options.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as lamp starts its own
@@ -107,8 +109,8 @@ def main() -> None:
     print(f"{'':<58}{'paper s':>9}{'passed':>9}{'worked':>9}{'ratio':>7}   {'paper GiB':>9}{'real':>7}{'ratio':>7}")
     rows = []
     for dtype in chosen.dtypes:
-        for again in (False, True):
-            for shape in GRID[: chosen.only]:
+        for again in {"both": (False, True), "no": (False,), "yes": (True,)}[chosen.recompute]:
+            for shape in (GRID[number] for number in chosen.shapes):
                 row = look(shape, dtype, again, chosen.rounds, chosen.warm_up)
                 rows.append(row)
                 print(

@@ -21,7 +21,7 @@ from lamplighter.train.devices import Device
 GIB = 1 << 30
 GPU_OWN_GIB = 0.8  # context, kernels and the allocator's spare
 HOST_OWN_GIB = 0.30  # Python and torch
-HOLES = 1.12  # on a CPU the allocator keeps holes between what lives: a share of activations and logits
+HOLES = {"gpt2": 1.12, "llama": 1.25}  # on a CPU the allocator keeps holes between what lives: activations and logits
 STAGED_BYTES = 12  # of a parameter: weights and both moments, copied aside while a save is written
 LOGIT_BYTES = {"fp32": 12, "bf16": 14}
 
@@ -49,9 +49,14 @@ class Memory:
         return self.weights + self.optimizer + self.cast + self.own + (self.staging if self.staging_here else 0)
 
     def _peak(self, holes: float) -> int:
-        """Gradients grow while activations shrink; only earlier micro-batches leave theirs lying about."""
+        """Gradients grow while activations shrink; only earlier micro-batches leave theirs lying about.
+
+        An allocator with holes also keeps what was freed: the place of the last step's gradients and of the layer that was
+        whole is still taken when the logits come, unless activations have moved in.
+        """
         kept = self.gradients if self.gradients_meanwhile else 0
-        at_logits = int(holes * (self.activations + self.logits)) + kept
+        left = max(kept, self.gradients - self.activations) + 3 * self.layer if holes > 1 else kept
+        at_logits = int(holes * (self.activations + self.logits)) + left
         at_last_layer = int(holes * (self.activations + self.layer)) + kept
         at_end = self.gradients + self.embedding + int(holes * self.layer)
         return self.fixed + max(at_logits, at_last_layer, at_end)
@@ -120,7 +125,7 @@ def memory(job: Job, device: Device) -> Memory:
         gradients_meanwhile=job.accumulation > 1,
         staging=STAGED_BYTES * job.params,
         staging_here=on_cpu,
-        holes=HOLES if on_cpu else 1.0,
+        holes=HOLES[shape.family] if on_cpu else 1.0,
     )
 
 

@@ -107,10 +107,10 @@ def this_cpu(threads: int | None = None) -> Device:
     return cpu(Rates(share * 2 * GEMM**3 / gemm_s, share * stream_rate()))
 
 
-def stream_rate() -> float:
+def stream_rate(budget_s: float = COPY_S) -> float:
     """Bytes a second of reading numbers, changing them and writing them to fresh memory, by one core."""
     numbers = np.ones(COPY_BYTES // 4, np.float32)
-    return 2 * numbers.nbytes / _best(lambda: numbers + 1.0, COPY_S, 1)
+    return 2 * numbers.nbytes / _best(lambda: numbers + 1.0, budget_s, 1)
 
 
 def cpu(rates: Rates) -> Device:

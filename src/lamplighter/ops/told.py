@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lamplighter.model.shape import matmul_parameters_per_layer
 from lamplighter.ops import curves, sanity
-from lamplighter.ops.memory import GIB, HOLES, LOGIT_BYTES, host_gib
+from lamplighter.ops.memory import GIB, LOGIT_BYTES, host_gib
 from lamplighter.ops.plan import Plan, cache_bytes, checkpoint_bytes
 from lamplighter.ops.speed import again_flops
 
@@ -103,7 +103,7 @@ def _memory(plan: Plan) -> list[str]:
              ("copy for a save", m.staging if m.staging_here else 0), ("the rest", m.own)]  # fmt: skip
     sums = " + ".join(f"{name} {size / GIB:.2f}" for name, size in named if size)
     note = "" if m.gradients_meanwhile else "; gradients and activations are not at their largest together"
-    holes = f"; {HOLES - 1:.0%} of activations and logits added for the allocator's holes" if m.holes > 1 else ""
+    holes = f"; {m.holes - 1:.0%} of activations and logits added for the allocator's holes" if m.holes > 1 else ""
     tokens = job.micro_batch * job.seq_len
     lines = [
         _line("memory", f"{sums} GiB"),

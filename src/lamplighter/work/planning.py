@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lamplighter.train.devices import Device
     from lamplighter.train.machine import Machine
 
+QUICK_S = 0.1  # to measure how fast numbers move: every start pays it
 LONG_H = 0.25  # from here on many epochs are worth a warning at the start of a run
 
 
@@ -160,7 +161,7 @@ def _device(where: Machine) -> Device:
         free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(where.device))
         room = places.host_room().gib
         return Device(where.name, free, where.peak_flops, where.peak_flops, host_gib=room, total_gib=total)
-    device = places.cpu(Rates(where.peak_flops, places.stream_rate()))
+    device = places.cpu(Rates(where.peak_flops, places.stream_rate(QUICK_S)))
     return replace(device, bf16_flops=where.peak_flops if where.dtype_name == "bf16" else None)
 
 
