@@ -51,7 +51,7 @@ def test_what_cannot_be_is_refused_with_the_arithmetic() -> None:
     assert "times the peak" in plan.reasons[2] and "$7.85" in plan.reasons[1]
     times = float(plan.reasons[2].split(" times the peak")[0].split()[-1])
     assert times > 14, "it needed more than fourteen times the peak"
-    assert plan.memory.logits == 16 * 8192 * 128_000 * 14 and plan.memory.logits / GIB > plan.device.memory_gib
+    assert plan.memory.logits == 16 * 8192 * 128_000 * 12 and plan.memory.logits / GIB > plan.device.memory_gib
     assert [reason.split(":")[0] for reason in sure_reasons(plan)] == ["memory", "money", "time"], "sure in every point"
     assert plan.changes, "it says what would go"
     for change in plan.changes:
@@ -208,7 +208,7 @@ def test_json_has_what_scripts_need() -> None:
     found = json.loads(json.dumps(as_json(completed(make(LONG, find("t4"))), ["x"])))
     wanted = {"go", "params", "tokens", "flops", "hours", "usd", "memory_gib", "logits_gib", "reasons"}
     assert wanted <= set(found) and found["go"] is False and found["warnings"] == ["x"]
-    assert found["logits_gib"] == pytest.approx(16 * 8192 * 128_000 * 14 / GIB)
+    assert found["logits_gib"] == pytest.approx(16 * 8192 * 128_000 * 12 / GIB)
     assert found["memory_parts_gib"]["logits"] == found["logits_gib"]
 
 

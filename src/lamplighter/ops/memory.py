@@ -6,7 +6,7 @@ Out: a Memory, part by part; its peak, and the least that is sure.
 What one layer keeps of one token for the backward pass, as this package's own transformer does it (C width, M width of the
 MLP, H heads, T length; counted with torch's hooks, see tests/test_plan_memory.py): gpt2 8C + 2M numbers, llama 10C + 4M; bf16
 keeps the residual stream in fp32. With train.recompute a layer keeps its input alone, and one layer at a time is whole.
-Logits: 12 bytes a number in fp32 (log-softmax, its gradient, the gradient of the logits). Gradients and activations are not at
+Logits: 12 bytes a number (log-softmax, its gradient, the gradient of the logits; in fp32 also under bf16). Gradients and activations are not at
 their largest together, unless gradients of an earlier micro-batch are being added up.
 """
 
@@ -23,7 +23,7 @@ GPU_OWN_GIB = 0.8  # context, kernels and the allocator's spare
 HOST_OWN_GIB = 0.30  # Python and torch
 HOLES = {"gpt2": 1.12, "llama": 1.25}  # on a CPU the allocator keeps holes between what lives: activations and logits
 STAGED_BYTES = 12  # of a parameter: weights and both moments, copied aside while a save is written
-LOGIT_BYTES = {"fp32": 12, "bf16": 14}
+LOGIT_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def memory(job: Job, device: Device) -> Memory:
         cast=cast,
         activations=0 if job.own_params else kept + ends,
         layer=each + copies if job.recompute else 0,
-        logits=tokens * shape.vocab_size * LOGIT_BYTES[job.dtype],
+        logits=tokens * shape.vocab_size * LOGIT_BYTES,
         own=int((HOST_OWN_GIB if on_cpu else GPU_OWN_GIB) * GIB),
         embedding=4 * shape.vocab_size * shape.width,
         gradients_meanwhile=job.accumulation > 1,

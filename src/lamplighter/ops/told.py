@@ -109,7 +109,7 @@ def _memory(plan: Plan) -> list[str]:
         _line("memory", f"{sums} GiB"),
         _line("", f"at most {m.peak_gib:.2f} of {device.memory_gib:.1f} GiB{note}{holes}"),
         _line("", f"micro-batch {job.micro_batch} x {job.seq_len} = {tokens:,} tokens, {job.accumulation} a step"),
-        _line("logits", f"{tokens:,} x {job.shape.vocab_size:,} x {LOGIT_BYTES[job.dtype]} bytes = {m.logits / GIB:.2f} GiB"),
+        _line("logits", f"{tokens:,} x {job.shape.vocab_size:,} x {LOGIT_BYTES} bytes = {m.logits / GIB:.2f} GiB"),
     ]  # fmt: skip
     if job.own_params:
         lines.append(_line("", "activations of a model of your own are not known on paper: --measure tries it"))
