@@ -4,8 +4,8 @@ In:  the run's source, its tokenizer section, the folder of caches.
 Out: an Outlook: tokens to train and to validate on, padding, windows; and in words where the numbers come from.
 
 Nothing is built and nothing is written. An estimate is: text of the source x tokens per byte of a sample spread over it. Where
-the tokenizer is still to be trained, a small one is trained on the sample for this and forgotten; it is measured on text that
-it has not seen.
+the tokenizer is still to be trained, one is trained on the sample for this and forgotten; it is measured on the sample and on text
+beside it, because the one that the run will train sees more text than the sample and less than all.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ def _text(run: Run, train: int, val: int, how: str, counted: bool, vocab_size: i
 
 
 def _estimate(run: Run, source: Source, tokenizer: Tokenizer | None) -> Outlook:
-    sample = take(source, SAMPLE_BYTES, 0 if tokenizer is not None else SAMPLE_BYTES // 2)
+    sample = take(source, SAMPLE_BYTES, 0 if tokenizer is not None else SAMPLE_BYTES)
     with report.phase("estimate tokens"):
         texts, by = sample.texts, "the run's own tokenizer"
         if tokenizer is None:
             size = run.tokenizer.vocab_size
             tokenizer = tokenizers.train(sample.texts, size)
-            texts = sample.others or sample.texts
+            texts = [*sample.texts, *sample.others]
             by = f"a tokenizer of {tokenizer.vocab_size:,} trained on the sample"
         encoded = tokenizer.encode_batch(texts)
         size_bytes = sum(len(text.encode()) for text in texts)
