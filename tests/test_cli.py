@@ -257,7 +257,7 @@ def test_warm_up_is_explained_and_too_much_is_warned_about(tmp_path: Path) -> No
 
 def test_a_budget_stops_and_saves_before_it_is_spent_across_attempts(tmp_path: Path) -> None:
     words = ["train", "--run", "b", *TINY, "--train.steps", "1000000", "--budget.usd_per_hour", "3.6", "--budget.usd"]
-    done = lamp(*words, "0.012", cwd=tmp_path)
+    done = lamp(*words, "0.012", "--force", cwd=tmp_path)  # a million steps for a cent: the plan would refuse it
     assert done.returncode == 75, done.stdout
     run = RunDir(tmp_path / "runs" / "b")
     first = read_json(run.status)

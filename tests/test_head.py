@@ -6,17 +6,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamplighter.model import head
-from lamplighter.model.head import Blocks, block_rows, head_loss
-from lamplighter.model.shape import Shape
+from lamplighter.model import shape
+from lamplighter.model.head import Blocks, head_loss
+from lamplighter.model.shape import Shape, block_rows
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
 
 VOCAB = 397
 
 
 def model_of(family: str, tied: bool) -> Transformer:
-    shape = Shape(family, VOCAB, 16, 2, 32, 2, tie_embeddings=tied)  # type: ignore[arg-type]
-    model = Transformer(shape)
+    model = Transformer(Shape(family, VOCAB, 16, 2, 32, 2, tie_embeddings=tied))  # type: ignore[arg-type]
     init_weights(model, 3)
     return model
 
@@ -43,7 +42,7 @@ def gradients(model: Transformer) -> dict[str, torch.Tensor]:
 def test_blocks_give_the_plain_loss_and_its_gradients(
     family: str, tied: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * VOCAB * 64)  # 64 rows: three blocks
+    monkeypatch.setattr(shape, "CPU_BLOCK_BYTES", 4 * VOCAB * 64)  # 64 rows: three blocks
     model, (ids, targets) = model_of(family, tied), batch(masked)
     plain = next_token_loss(model(ids), targets) / 7
     plain.backward()  # type: ignore[no-untyped-call]
@@ -75,7 +74,7 @@ def test_no_target_at_all_is_a_loss_of_zero() -> None:
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch says so whenever oneDNN is switched
 def test_bf16_is_as_near_to_fp32_as_plain_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * VOCAB * 64)
+    monkeypatch.setattr(shape, "CPU_BLOCK_BYTES", 4 * VOCAB * 64)
     x, weight = torch.randn(1, 192, 32, requires_grad=True), (torch.randn(VOCAB, 32) * 0.3).requires_grad_()
     targets = torch.randint(0, VOCAB, (1, 192))
     exact = torch.autograd.grad(next_token_loss(x @ weight.t(), targets), (x, weight))
@@ -109,7 +108,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_of_all_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * VOCAB * 64)
+    monkeypatch.setattr(shape, "CPU_BLOCK_BYTES", 4 * VOCAB * 64)
     model, (ids, targets) = model_of("gpt2", True), batch(False)
     with Largest() as seen:
         model(ids, targets_BT=targets).backward()
@@ -120,7 +119,7 @@ def test_no_tensor_of_all_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rows_without_a_target_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", 4 * VOCAB * 64)
+    monkeypatch.setattr(shape, "CPU_BLOCK_BYTES", 4 * VOCAB * 64)
     blocks: list[int] = []
     take = Blocks.take
     monkeypatch.setattr(Blocks, "take", lambda self, rows, *more: blocks.append(rows) or take(self, rows, *more))  # type: ignore[func-returns-value]

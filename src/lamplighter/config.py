@@ -261,7 +261,7 @@ class Run(Section):
 SECTIONS: dict[str, type[Section]] = {name: info.annotation for name, info in Run.model_fields.items()}  # type: ignore[misc]
 MAY_CHANGE = ("save", "eval", "watch", "budget")  # at resume; train.steps too, with a warning
 LENGTH = ("train.steps", "train.epochs")
-NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", *LENGTH)
+NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "train.recompute", *LENGTH)
 
 
 def fields() -> dict[str, FieldInfo]:

@@ -51,6 +51,7 @@ NUMBERS = {  # name -> (offset, struct code); 8 bytes each, so a reader never se
     "span_since_ns": (128, "q"),
     "mfu": (144, "d"),
     "answered_bytes": (152, "Q"),
+    "planned_step_s": (160, "d"),
 }
 TEXTS = {"phase": (256, 128), "span": (384, 64), "unit": (448, 32), "item": (512, 256), "last_words": (1024, 1024)}
 LOCALS = 12
@@ -81,6 +82,7 @@ class Slot:
     span_since_ns: int = 0
     mfu: float = 0.0
     answered_bytes: int = 0  # moved by the listener itself: no sign of work
+    planned_step_s: float = 0.0  # what a step should take, by the plan
     phase: str = ""
     span: str = ""
     unit: str = ""

@@ -79,13 +79,16 @@ a system message before the question, --raw leaves the template out. With --inte
 empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
 """,
     "plan": """\
-usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE[:N]] [--mfu SHARE] [--what-if] [--json] [--runs-dir DIR]
-                 [--section.key value ...]
+usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE[:N]] [--mfu SHARE] [--measure] [--fit] [--what-if] [--json]
+                 [--runs-dir DIR] [--section.key value ...]
 
-  --on DEVICE[:N]   t4 v100-16gb l4 a10 rtx3090 rtx4090 a100-40gb a100-80gb l40s h100-80gb h200; default: this CPU
-  --mfu SHARE       of the peak that is reached (default 0.4)
+  --on DEVICE[:N]   t4 v100-16gb l4 a10 rtx3090 rtx4090 a100-40gb a100-80gb l40s h100-80gb h200; default: this machine
+  --mfu SHARE       of the peak that is reached (default 0.4; of a processor it is measured)
+  --measure         a few real steps here, in a process that may die of memory; their time is used
+  --fit             the same, and the largest train.micro_batch that fits; batch size and learning rate stay
   --what-if         the same run on other devices, and the presets
-Prices come from budget.usd_per_hour. Exit 0: go; 77: no-go, with what would make it go.
+With data.paths the tokens are counted where their cache exists, else estimated from a sample. Prices come from
+budget.usd_per_hour. Exit 0: go; 77: no-go, with what would make it go.
 """,
     "doctor": """\
 usage: lamp doctor [run.yaml] [--preset NAME] [--only NAME ...] [--json] [--print-config] [--runs-dir DIR]

@@ -144,6 +144,6 @@ def open_feed(run: Run, tokens: Tokens | Examples | Live, tokenizer: Tokenizer, 
         return text_feed(tokens.train, tokens.val, train.seed, train.batch_size, seq_len, pad)
     with report.phase("packing"):
         feed = arrange(tokens, run.data, train.seed, train.batch_size, pad, takes_segments)
-    if run.train.compile and feed.whole_batches:
+    if run.train.compile is True and feed.whole_batches:
         report.warn("every new length of a batch is compiled anew with data.packing grouped; packed has one length")
     return feed

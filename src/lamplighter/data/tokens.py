@@ -77,7 +77,7 @@ def _ensure(
     cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Settings, mode: Mode, workers: int | None
 ) -> tuple[Path, bool]:
     parts = _parts(source, tokenizer, settings)
-    folder = cache_root / digest([parts[name]["fingerprint"] for name in PARTS])[:20]
+    folder = _folder(cache_root, parts)
     fault = _fault(folder)
     untidy = (folder / "build.json").exists()
     if fault is None and (mode == "require" or (mode == "auto" and not untidy)):
@@ -117,8 +117,21 @@ class Sought:
 def look_for(cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Settings) -> Sought:
     """Look, and touch nothing."""
     parts = _parts(source, tokenizer, settings)
-    folder = cache_root / digest([parts[name]["fingerprint"] for name in PARTS])[:20]
+    folder = _folder(cache_root, parts)
     return Sought(folder, _fault(folder), _near(cache_root, folder, parts))
+
+
+def find(cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Settings) -> dict[str, Any] | None:
+    """The manifest of the finished cache of these three, with its folder's name; None where there is none. Builds nothing."""
+    folder = _folder(cache_root, _parts(source, tokenizer, settings))
+    if _fault(folder) is not None:
+        return None
+    manifest = read_manifest(folder)
+    return None if manifest is None else {**manifest, "name": folder.name}
+
+
+def _folder(cache_root: Path, parts: dict[str, dict[str, Any]]) -> Path:
+    return cache_root / digest([parts[name]["fingerprint"] for name in PARTS])[:20]
 
 
 def _parts(source: Source, tokenizer: Tokenizer, settings: Settings) -> dict[str, dict[str, Any]]:

@@ -153,6 +153,12 @@ def key_of(source: Source, vocab_size: int, sample_mb: float, special: Sequence[
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
+def find(source: Source, vocab_size: int, sample_mb: float, cache: Path) -> Tokenizer | None:
+    """The one that was trained before and kept; None where there is none. Trains nothing."""
+    kept = cache / f"tokenizer-{key_of(source, vocab_size, sample_mb)}"
+    return tokenizers.load(kept) if (kept / "tokenizer.json").exists() else None
+
+
 def trained(
     source: Source,
     vocab_size: int,

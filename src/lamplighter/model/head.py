@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CPU_BLOCK_BYTES = 64 << 20
-GPU_BLOCK_BYTES = 512 << 20
-ROWS = 64  # a block has a multiple of so many
-
-
-def block_rows(vocab_size: int, device_type: str) -> int:
-    """Rows of logits that are worked on together: a function of nothing that may change between two starts."""
-    room = CPU_BLOCK_BYTES if device_type == "cpu" else GPU_BLOCK_BYTES
-    return max(ROWS, room // (4 * vocab_size) // ROWS * ROWS)
+from . import shape
 
 
 class Blocks:
@@ -65,7 +57,7 @@ class _HeadLoss(torch.autograd.Function):
         dx_NC = torch.empty_like(x_NC) if wants_x else None
         dweight_VC = torch.zeros_like(weight_VC) if wants_weight else None
         total = torch.zeros((), dtype=torch.float32, device=x_NC.device)
-        rows = min(block_rows(weight_VC.shape[0], x_NC.device.type), max(1, len(x_NC)))
+        rows = min(shape.block_rows(weight_VC.shape[0], x_NC.device.type), max(1, len(x_NC)))
         for start in range(0, len(x_NC), rows):
             x_RC, targets_R1 = x_NC[start : start + rows].to(dtype), targets_N[start : start + rows, None]
             logits_RV = blocks.take(rows, weight, torch.float32)[: len(x_RC)]

@@ -276,3 +276,16 @@ def one_token_id(config: dict[str, Any], name: str) -> int | None:
             )
         value = value[0]
     return cast("int | None", value)
+
+
+# ---------------------------------------------------------------- the loss, a few rows of logits at a time
+
+CPU_BLOCK_BYTES = 64 << 20
+GPU_BLOCK_BYTES = 512 << 20
+BLOCK_ROWS = 64  # a block has a multiple of so many
+
+
+def block_rows(vocab_size: int, device_type: str) -> int:
+    """Rows of logits that are worked on together: a function of nothing that may change between two starts."""
+    room = CPU_BLOCK_BYTES if device_type == "cpu" else GPU_BLOCK_BYTES
+    return max(BLOCK_ROWS, room // (4 * vocab_size) // BLOCK_ROWS * BLOCK_ROWS)

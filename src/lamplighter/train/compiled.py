@@ -18,6 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import get_compilation_metrics
 
 from lamplighter import report
+from lamplighter.model.recompute import Again, blocks_of
 from lamplighter.report import Verdict
 
 STORM, STORM_STEPS = 3, 8  # so many compiles within so many steps
@@ -29,7 +30,7 @@ class Compiled:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self.blocks = _blocks(model)
+        self.blocks = blocks_of(model) or [model]
         self.running = self.compiles = self.seen = 0
         self.recent: deque[int] = deque()
         self.said = False
@@ -43,7 +44,10 @@ class Compiled:
         callback_handler.register_start_callback(self._on_start)
         callback_handler.register_end_callback(self._on_end)
         for block in self.blocks:
-            block.compile(dynamic=False)
+            if isinstance(block.forward, Again):  # what is computed twice is compiled once
+                block.forward.forward = torch.compile(block.forward.plain, dynamic=False)
+            else:
+                block.compile(dynamic=False)
 
     def undo(self) -> None:
         """Eager again."""
@@ -51,6 +55,8 @@ class Compiled:
         callback_handler.remove_end_callback(self._on_end)
         for block in self.blocks:
             block._compiled_call_impl = None  # what Module.compile has set
+            if isinstance(block.forward, Again):
+                block.forward.forward = block.forward.plain
         torch._dynamo.reset()
         report.flag("compiling", False)
 
@@ -107,8 +113,3 @@ def _last_reason() -> tuple[str, _Where]:
             where = _Where(metrics.co_filename, metrics.co_firstlineno or 0, metrics.co_name or "?")
             return " ".join(reason.split())[:200], where
     return "a guard failed", _Where("?", 0, "?")
-
-
-def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    lists = [list(module) for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return max(lists, key=len) if lists else [model]

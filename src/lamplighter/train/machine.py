@@ -22,13 +22,8 @@ import torch
 from lamplighter.config import Train
 from lamplighter.data.pool import usable_cores
 from lamplighter.errors import BadConfig
+from lamplighter.train import devices
 
-# Dense bf16 and fp32 peaks in FLOP/s by a part of the device's name; makers' data sheets.
-GPU_PEAKS = {
-    "H100": (989e12, 67e12), "H200": (989e12, 67e12), "A100": (312e12, 19.5e12), "L40S": (362e12, 91.6e12),
-    "L4": (121e12, 30.3e12), "A10": (125e12, 31.2e12), "T4": (65e12, 8.1e12), "V100": (125e12, 15.7e12),
-    "4090": (165e12, 82.6e12), "3090": (71e12, 35.6e12),
-}  # fmt: skip
 COMPILE_PAYS_S = {"cpu": 600.0, "cuda": 600.0}  # half a minute to compile, for about a tenth of each step
 BF16_GAIN = 1.2  # bf16 costs accuracy: it must be worth it
 ISA_LIMIT = "ONEDNN_MAX_CPU_ISA"
@@ -129,7 +124,7 @@ def _choose_dtype(section: Train, device: torch.device, before: str | None, reas
     why = "train.dtype" if section.dtype != "auto" else "as before"
     if device.type == "cuda":
         if wanted is None:
-            wanted = "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+            wanted = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
             why = "the GPU has it" if wanted == "bf16" else "the GPU has no bf16"
     elif wanted is None:
         wanted, why = _measured_choice()
@@ -189,23 +184,26 @@ def _bf16_survives() -> bool:
 
 def _peak(device: torch.device, dtype: torch.dtype, name: str) -> tuple[float, str]:
     if device.type == "cuda":
-        for part, (bf16, fp32) in GPU_PEAKS.items():
-            if part in name:
-                return (bf16 if dtype == torch.bfloat16 else fp32), "data sheet"
+        known = devices.peak_of_card(name, "bf16" if dtype == torch.bfloat16 else "fp32")
+        if known is not None:
+            return known, "data sheet"
     return _measured_gemm(device, dtype), "measured on a matrix product"
 
 
 def _measured_gemm(device: torch.device, dtype: torch.dtype, size: int = 1024, budget_s: float = 0.25) -> float:
-    """The best rate of a square matrix product within a short time."""
+    """The best rate of a square matrix product within a short time; on a CPU what others take away is not counted."""
     a = torch.ones(size, size, dtype=dtype, device=device)
-    best, until = 0.0, time.perf_counter() + budget_s
     a @ a
-    while time.perf_counter() < until:
-        start = time.perf_counter()
+    best, until = 0.0, time.perf_counter() + budget_s
+    while not best or time.perf_counter() < until:  # at least once, however busy the machine is
+        start, worked = time.perf_counter(), time.process_time()
         a @ a
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+        took = time.perf_counter() - start
+        if device.type == "cpu":
+            took = min(took, (time.process_time() - worked) / torch.get_num_threads() or took)
+        best = max(best, 2 * size**3 / took)
     return best
 
 

@@ -55,6 +55,8 @@ class Picture:
             return None
         if self.training and self.slot.phase == "train":
             left = float(self.slot.steps - self.slot.step)
+            if not self.rate and self.slot.planned_step_s and left > 0:
+                return left * self.slot.planned_step_s  # nothing is measured yet: as planned
         else:
             left = self.slot.total - self.slot.done if self.slot.total > 0 else -1
         return left / self.rate if left > 0 and self.rate > 0 else None

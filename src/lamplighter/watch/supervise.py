@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from lamplighter.config import Budget
-from lamplighter.errors import CHILD_LOST, CRASHED, DONE, FAULTS_FOUND, LEFT_AT_ONCE, STOPPED_EARLY, STUCK
+from lamplighter.errors import (
+    CHILD_LOST,
+    CRASHED,
+    DONE,
+    FAULTS_FOUND,
+    LEFT_AT_ONCE,
+    STOPPED_EARLY,
+    STUCK,
+    RefusedByPlan,
+)
 from lamplighter.report import Verdict, read_slot
 from lamplighter.rundir import (
     LineFile,
@@ -529,7 +538,7 @@ class Supervisor:
             self.voice.say(outcome, style)
         self.notifier.tell(state, outcome, code=code)
         self.notifier.close()
-        if code != DONE and self.order.resume_command and code not in (65, 66, 78):
+        if code != DONE and self.order.resume_command and code not in (65, 66, 77, 78):
             self.voice.say(f"next: {self.order.resume_command}", "bold")
         return code
 
@@ -573,6 +582,8 @@ class Supervisor:
             return DONE, f"finished {self.run.name}"
         if child_code == FAULTS_FOUND:
             return FAULTS_FOUND, f"faults were found; {safe}"
+        if child_code == RefusedByPlan.code:
+            return child_code, f"refused by the plan; {safe}"
         return child_code, f"ended with exit code {child_code}; {safe}"
 
     def _keep_books(self, outcome: str) -> None:

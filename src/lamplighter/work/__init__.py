@@ -27,7 +27,6 @@ from lamplighter.rundir import (
     CACHE_NAME,
     RunDir,
     cannot_write,
-    free_bytes,
     human_bytes,
     read_json,
     read_last_lines,
@@ -123,8 +122,11 @@ def train(folder: RunDir, request: dict[str, Any]) -> int:
 def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
     """The start-up phases: data, tokenizer, cache, plan, model, resume."""
     from lamplighter.data.stream import Live
+    from lamplighter.model.recompute import recompute_blocks
+    from lamplighter.ops.job import is_own
     from lamplighter.train import checkpoint, guard, machine, optim
     from lamplighter.train.parts import Parts
+    from lamplighter.work.planning import plan_run
 
     cache = folder.path.parent / CACHE_NAME
     source, tokenizer = open_text(run, cache)
@@ -134,30 +136,42 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
         tokens = _open_live(run, folder, source, tokenizer)
     else:
         tokens = _open_tokens(run, cache, source, tokenizer) if chat is None else open_rows(run, cache, source, chat)
-    with report.phase("model"):
+    with report.phase("plan"):
         found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
-        where = machine.detect(run.train, _facts_of(found))
+        where = machine.detect(run.train, dict(_state_of(found).get("machine", {})))
         for reason in where.reasons:
             report.note(reason)
-        built = _build_model(run, tokenizer)
+    own = None
+    if is_own(run):  # only its own code knows its size: built first, planned then
+        with report.phase("model"):
+            own = _build_model(run, tokenizer)
+    feed = open_feed(run, tokens, tokenizer, own is None or own.takes_segments)
+    steps = _count_steps(run, feed)
+    with report.phase("plan"):
+        expected_s = plan_run(run, folder, where, tokenizer.vocab_size, feed, steps, own, request, found is not None)
+    with report.phase("model"):
+        built = own or _build_model(run, tokenizer)
+        if run.train.recompute:
+            report.note(f"activations of {recompute_blocks(built.model)} blocks are computed again (train.recompute)")
         if not isinstance(tokens, Live):
             tokens.check_ids(built.vocab_size)
         built.model.to(where.device)
         optimizer = optim.make_optimizer(built.model, run.train)
-    feed = open_feed(run, tokens, tokenizer, built.takes_segments)
-    steps = _count_steps(run, feed)
     facts = {"machine": where.facts(), "cache": _name_of(tokens), "seed": run.train.seed, "steps": steps}
     if feed.fingerprint:
         facts["packing"] = feed.fingerprint
     if chat is not None:
         facts["chat"] = chat.fingerprint()
-    facts["compiled"] = run.train.compile and not request.get("eager")
-    if run.train.compile and request.get("eager"):
-        report.note("running uncompiled, because compiling did not work out in an earlier attempt")
+    before = _state_of(found).get("compiled")
+    compiled, why = machine.choose_compile(
+        run.train, before, expected_s, where.device, own is not None, not feed.whole_batches
+    )
+    if compiled and request.get("eager"):
+        compiled, why = False, "compiling did not work out in an earlier attempt"
+    facts["compiled"] = compiled
+    report.note(f"{'compiled' if compiled else 'not compiled'}: {why}")
     schedule = optim.schedule(run.train, steps)
     parts = Parts(run, folder, where, built, optimizer, schedule, tokens, feed, tokenizer, steps, facts, chat=chat)
-    with report.phase("plan"):
-        _plan(parts, request)
     guard.explain_schedule(schedule)
     if found is not None:
         with report.phase("resume"):
@@ -208,9 +222,10 @@ def _build_model(run: Run, tokenizer: Tokenizer) -> Built:
     return build(run.model, tokenizer.vocab_size, run.data.seq_len, tokenizer.end_of_text, run.train.seed)
 
 
-def _facts_of(found: Path | None) -> dict[str, Any]:
+def _state_of(found: Path | None) -> dict[str, Any]:
+    """What a checkpoint says of the run that made it."""
     state = read_json(found / "training" / "state.json") if found else None
-    return dict(state.get("machine", {})) if isinstance(state, dict) else {}
+    return state if isinstance(state, dict) else {}
 
 
 def _count_steps(run: Run, feed: Feed) -> int:
@@ -229,43 +244,6 @@ def _count_steps(run: Run, feed: Feed) -> int:
         f"{run.train.epochs:g} epochs of {feed.samples:,} {feed.noun} in batches of {run.train.batch_size}: {steps:,} steps"
     )
     return steps
-
-
-def _plan(parts: Parts, request: dict[str, Any]) -> None:
-    """Parameters, epochs, expected time, disk; what cannot succeed is refused here."""
-    from lamplighter.train import checkpoint, guard
-
-    run, built, steps, feed = parts.run, parts.built, parts.steps, parts.feed
-    micro = run.train.micro_batch or run.train.batch_size
-    report.note(
-        f"{built.parameters:,} parameters ({run.model.family if not run.model.init_from else run.model.init_from})"
-    )
-    accumulation = math.ceil(run.train.batch_size / micro)
-    step_tokens = round(feed.positions_per_step)
-    each = (
-        f"{run.data.seq_len} tokens"
-        if feed.noun == "windows"
-        else f"{step_tokens / run.train.batch_size:.0f} on average"
-    )
-    report.note(f"batch {run.train.batch_size} = {accumulation} x micro-batch {micro}, {each} each")
-    of_the_data = f" = {feed.epochs(steps):.1f} epochs" if feed.samples else ""
-    flops = built.flops_per_token(run.data.seq_len) * step_tokens * steps
-    expected_s = flops / (0.4 * parts.machine.peak_flops)
-    report.note(
-        f"{steps:,} steps of {step_tokens:,} tokens{of_the_data}; about {_hours(expected_s)} at 40 % of the peak"
-    )
-    if feed.padding > 0.2 and parts.chat is None:
-        report.warn(
-            f"{feed.padding:.0%} of each pass is padding: data.seq_len {run.data.seq_len} is longer than the data"
-        )
-    guard.refuse_long_runs(run, request.get("preset"), expected_s, steps, bool(request.get("force")))
-    size = 3 * 4 * built.parameters
-    room, wanted = free_bytes(parts.folder.path), size * (run.save.keep + 2)
-    checkpoint.require_room(parts.folder.checkpoints, int(size * checkpoint.SPARE))
-    if room < wanted:
-        report.warn(f"{human_bytes(room)} are free; {run.save.keep} checkpoints and a spare need {human_bytes(wanted)}")
-    if not 0 < run.save.every_steps < steps and not run.save.every_s:
-        report.warn("no save is due before the end: a crash would cost everything; set save.every_s 600")
 
 
 def _hours(seconds: float) -> str:
@@ -402,6 +380,13 @@ def doctor(folder: RunDir, request: dict[str, Any]) -> int:
     return examining.doctor(folder, request)
 
 
+def plan(folder: RunDir, request: dict[str, Any]) -> int:
+    """Memory, time, money and disk, where there is text to count or steps to try."""
+    from lamplighter.work import planning
+
+    return planning.plan(folder, request)
+
+
 def _texts(name: str) -> Verb:
     """A verb about text or tokenizers; they have a file of their own."""
 
@@ -419,6 +404,7 @@ VERBS: dict[str, Verb] = {
     "generate": generate,
     "checkpoints": checkpoints,
     "doctor": doctor,
+    "plan": plan,
     "data-stats": _texts("data_stats"),
     "data-clean": _texts("data_clean"),
     "data-prepare": _texts("data_prepare"),

@@ -57,14 +57,8 @@ def ensure(
     workers: int | None = None,
 ) -> Path:
     """The folder of the finished cache: reused, built or rebuilt, and said which and why."""
-    settings, tokenizer = {"val_fraction": val_fraction}, template.tokenizer
-    parts: dict[str, dict[str, Any]] = {
-        "tokenizer": {"fingerprint": tokenizer.fingerprint(), "content": str(tokenizer).split(", by ")[0]},
-        "template": {"fingerprint": template.fingerprint(), "content": template.name},
-        "settings": {"fingerprint": digest([settings, FORMAT]), "content": settings},
-        "sources": {"fingerprint": source.fingerprint(), "content": str(source)},
-    }
-    folder = cache_root / f"examples-{digest([parts[name]['fingerprint'] for name in PARTS])[:20]}"
+    parts = _parts(source, template, val_fraction)
+    folder = _folder(cache_root, parts)
     fault = _fault(folder)
     if fault is None and mode != "rebuild":
         report.note(f"examples reused: {folder} (tokenizer, template, settings and rows are unchanged)")
@@ -92,6 +86,27 @@ def ensure(
         except OSError as error:
             raise cannot_write(folder, error) from error
     return folder
+
+
+def _parts(source: RowSource, template: ChatTemplate, val_fraction: float) -> dict[str, dict[str, Any]]:
+    """The four things that decide the examples, each with its fingerprint and words for people."""
+    settings, tokenizer = {"val_fraction": val_fraction}, template.tokenizer
+    return {
+        "tokenizer": {"fingerprint": tokenizer.fingerprint(), "content": str(tokenizer).split(", by ")[0]},
+        "template": {"fingerprint": template.fingerprint(), "content": template.name},
+        "settings": {"fingerprint": digest([settings, FORMAT]), "content": settings},
+        "sources": {"fingerprint": source.fingerprint(), "content": str(source)},
+    }
+
+
+def _folder(cache_root: Path, parts: dict[str, dict[str, Any]]) -> Path:
+    return cache_root / f"examples-{digest([parts[name]['fingerprint'] for name in PARTS])[:20]}"
+
+
+def find(cache_root: Path, source: RowSource, template: ChatTemplate, val_fraction: float) -> Path | None:
+    """The folder of the finished cache of these rows; None where there is none. Builds nothing."""
+    folder = _folder(cache_root, _parts(source, template, val_fraction))
+    return folder if _fault(folder) is None else None
 
 
 def _fault(folder: Path) -> str | None:

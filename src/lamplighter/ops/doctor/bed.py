@@ -21,7 +21,6 @@ from lamplighter.data.opening import choose_template, obtain_tokens, open_feed, 
 from lamplighter.errors import LampError
 from lamplighter.model.build import Built, build
 from lamplighter.model.shape import Shape, count_parameters
-from lamplighter.model.transformer import next_token_loss
 from lamplighter.ops.doctor.finding import Finding, Patient
 from lamplighter.ops.doctor.sampled import NoSample, as_finding, failed, take
 from lamplighter.rundir import human_bytes
@@ -74,9 +73,8 @@ class Bed:
         device = self.machine.device
         ids, targets = (torch.from_numpy(part).to(device) for part in (batch.inputs, batch.targets))
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=(dtype or self.machine.dtype) == torch.bfloat16):
-            logits = score.look(self.model, ids, batch.segments)
-        found: torch.Tensor = next_token_loss(logits, targets) / batch.real_tokens
-        return found
+            whole = self.run.train.loss == "whole"
+            return score.nats(self.model, ids, targets, batch.segments, whole, 1 / batch.real_tokens)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """In fp32, for comparing."""

@@ -33,7 +33,7 @@ def measure(request: dict[str, Any], said: Said) -> None:
     blocks = Compiled(bed.model)
     began = time.monotonic()
     try:
-        blocks.begin()
+        blocks.begin(scratch / "compiled")
         seconds_of(bed, batch)
         compile_s = time.monotonic() - began
         said.write(now="the same step, compiled", own=is_own)

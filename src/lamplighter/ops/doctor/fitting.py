@@ -18,13 +18,15 @@ import torch
 
 from lamplighter.data.batches import NO_TARGET, Batch
 from lamplighter.model.transformer import Transformer
-from lamplighter.ops import plan
-from lamplighter.ops.devices import Device
 from lamplighter.ops.doctor.bed import Bed, lay_down, quick_rows, seconds_of
 from lamplighter.ops.doctor.finding import Finding, Patient
+from lamplighter.ops.job import job_of
+from lamplighter.ops.memory import GIB
+from lamplighter.ops.memory import memory as memory_of
 from lamplighter.rundir import human_bytes
 from lamplighter.train import machine as machines
 from lamplighter.train import optim
+from lamplighter.train.devices import Device
 
 MEMORY_S = 20.0  # so long the longest micro-batch may take for real
 MARGIN = 0.92  # of the available memory
@@ -129,10 +131,10 @@ def _on_paper(bed: Bed, have: int) -> int:
     if not isinstance(bed.model, Transformer):
         return 0
     shape = replace(bed.model.shape, layers=bed.run.model.layers) if not bed.run.model.init_from else bed.model.shape
-    job = plan.job_of(bed.run, shape, bed.run.train.steps or 1, None, bed.machine.dtype_name)
+    job = job_of(bed.run, shape, bed.run.train.steps or 1, bed.machine.dtype_name)
     name = "cpu" if bed.machine.device.type == "cpu" else bed.machine.name
-    device = Device(name, have / plan.GIB, None, bed.machine.peak_flops)
-    return plan.memory(job, device).peak
+    device = Device(name, have / GIB, None, bed.machine.peak_flops)
+    return memory_of(job, device).training
 
 
 def _peak(bed: Bed, rows: int) -> int:

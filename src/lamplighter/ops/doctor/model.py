@@ -29,7 +29,7 @@ def compiling(patient: Patient) -> Iterator[Finding]:
     request = {
         "run": patient.run.model_dump(mode="json"), "runs_dir": str(patient.runs_dir), "scratch": str(patient.scratch),
     }  # fmt: skip
-    wanted = patient.run.train.compile
+    wanted = patient.run.train.compile is True
     done = attempt(
         "lamplighter.ops.doctor.compiled:measure",
         request,
@@ -38,7 +38,7 @@ def compiling(patient: Patient) -> Iterator[Finding]:
         patient.now,
     )
     level: Level = "fault" if wanted else "ok"
-    advice = "--train.compile false" if wanted else "nothing to do: train.compile is false"
+    advice = "--train.compile false" if wanted else "nothing to do: train.compile is not asked for"
     settings: dict[str, Any] = {"train.compile": False} if wanted else {}
     last = done.last
     if done.code is None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import difflib
 
 from lamplighter.errors import UsageError
-from lamplighter.ops.doctor import collectives, disk, environment, leftovers, limits, settings
+from lamplighter.ops.doctor import collectives, disk, environment, leftovers, limits, loading, model, settings, text
 from lamplighter.ops.doctor.finding import Stage
 
 MACHINE = (*environment.STAGES, *limits.STAGES, *leftovers.STAGES)
 RUN = (
     *settings.STAGES,
     *disk.STAGES,
-    # text, loading, model
+    *text.STAGES,
+    *loading.STAGES,
+    *model.STAGES,
 )
 RANKS = collectives.STAGES
 ALL: tuple[Stage, ...] = (*MACHINE, *RUN, *RANKS)

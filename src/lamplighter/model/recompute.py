@@ -1,0 +1,48 @@
+"""Memory for time: the blocks of a model keep nothing but their input, and compute the rest again for the backward pass.
+
+In:  a model with a list of blocks (torch.nn.ModuleList); the longest one counts.
+Out: the same model, with the same numbers to the last bit: random numbers and autocast are put back for the second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from lamplighter.errors import BadConfig
+
+
+class Again:
+    """The forward of one block, run a second time when its gradient is wanted. A compiled one is run twice as it is."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = self.plain = forward
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **named)
+        return checkpoint(self.forward, *args, use_reentrant=False, **named)
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The longest list of modules; none where the model has no such list."""
+    lists = [list(module) for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def recompute_blocks(model: torch.nn.Module) -> int:
+    """Make every block forget; how many there are."""
+    blocks = blocks_of(model)
+    if not blocks:
+        raise BadConfig(
+            f"train.recompute is set, and {type(model).__name__} has no blocks to compute again",
+            "a list of blocks is looked for: torch.nn.ModuleList",
+            "keep the blocks in a ModuleList, or leave train.recompute out",
+        )
+    for block in blocks:
+        if not isinstance(block.forward, Again):
+            block.forward = Again(block.forward)
+    return len(blocks)

@@ -1,0 +1,184 @@
+"""What is to be trained, as far as arithmetic needs it. No torch.
+
+In:  a resolved run; what is known of its model, its text and its length.
+Out: a Job; the shape of the model and the size of the vocabulary as the settings and the files say them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lamplighter.config import Run
+from lamplighter.errors import BadConfig
+from lamplighter.model.shape import Shape, count_parameters, flops_per_token, shape_from_hf
+from lamplighter.rundir import read_json
+from lamplighter.train.schedule import Schedule, schedule
+
+BYTES_VOCABULARY = 257
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is known of the data."""
+
+    tokens: int  # to train on; padding is not counted
+    how: str  # counted where, or estimated from what
+    counted: bool
+    val_tokens: int | None = None
+    padding: float = 0.0  # of the positions that are computed
+    samples: int | None = None  # windows or examples of an epoch, where they are known
+    noun: str = "windows"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, in numbers."""
+
+    shape: Shape
+    seq_len: int
+    batch_size: int
+    micro_batch: int
+    steps: int
+    dtype: str = "fp32"
+    recompute: bool = False
+    whole_logits: bool = False  # train.loss whole, or a model of one's own
+    segments: bool = False  # packed examples, kept apart by a mask
+    text: Text | None = None
+    row_tokens: float | None = None  # positions of a row on average, where they are fewer than seq_len
+    own_params: int | None = None  # of a model of one's own: all that is known of it
+    tokenizer_vocab: int | None = None
+    keep: int = 3
+    save_every_steps: int = 500
+    save_every_s: float = 600.0
+    eval_every_steps: int = 250
+    eval_windows: int = 200
+    rate: Schedule | None = None
+    budget_usd: float | None = None
+    budget_hours: float | None = None
+    usd_per_hour: float | None = None
+
+    @property
+    def params(self) -> int:
+        return self.own_params or count_parameters(self.shape)
+
+    @property
+    def flops_per_token(self) -> float:
+        """6N + attention; 6N of a model of one's own."""
+        return 6.0 * self.own_params if self.own_params else flops_per_token(self.shape, self.seq_len)
+
+    @property
+    def step_tokens(self) -> float:
+        return self.batch_size * (self.row_tokens or self.seq_len)
+
+    @property
+    def tokens(self) -> int:
+        return round(self.steps * self.step_tokens)
+
+    @property
+    def accumulation(self) -> int:
+        return math.ceil(self.batch_size / self.micro_batch)
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the data; None where it is not known."""
+        if self.text is None or not self.text.tokens:
+            return None
+        return self.tokens * (1 - self.text.padding) / self.text.tokens
+
+    @property
+    def limit_hours(self) -> float:
+        """Of the budget; infinite without one."""
+        by_money = math.inf
+        if self.budget_usd is not None and self.usd_per_hour:
+            by_money = self.budget_usd / self.usd_per_hour
+        return min(self.budget_hours or math.inf, by_money)
+
+
+def job_of(run: Run, shape: Shape, steps: int, dtype: str, text: Text | None = None, **more: Any) -> Job:
+    """What a resolved run asks for."""
+    train, save, budget = run.train, run.save, run.budget
+    return Job(
+        shape=shape,
+        seq_len=run.data.seq_len,
+        batch_size=train.batch_size,
+        micro_batch=train.micro_batch or train.batch_size,
+        steps=steps,
+        dtype=dtype,
+        recompute=train.recompute,
+        whole_logits=train.loss == "whole" or bool(more.get("own_params")),
+        text=text,
+        keep=save.keep,
+        save_every_steps=save.every_steps,
+        save_every_s=save.every_s,
+        eval_every_steps=run.eval.every_steps,
+        eval_windows=run.eval.windows,
+        rate=schedule(train, steps),
+        budget_usd=budget.usd,
+        budget_hours=budget.hours,
+        usd_per_hour=budget.usd_per_hour,
+        **more,
+    )
+
+
+def count_steps(run: Run, text: Text | None) -> int:
+    """train.steps, or the epochs over what is known of the data."""
+    train, data = run.train, run.data
+    if train.steps is not None:
+        return train.steps
+    if data.stream and data.max_chunks:
+        return max(1, math.ceil(data.max_chunks * data.tokens_per_chunk / (train.batch_size * data.seq_len)))
+    if text is None or train.epochs is None:
+        what, why = "the length of the run is not known on paper", "train.epochs needs the data to be counted"
+        raise BadConfig(what, why, "give data.paths, or train.steps")
+    rows = text.samples or math.ceil(text.tokens / (1 - text.padding) / data.seq_len)
+    return max(1, math.ceil(train.epochs * rows / train.batch_size))
+
+
+def shape_of(run: Run, vocab_size: int | None = None) -> Shape:
+    """The model of a run, as far as paper goes; with the vocabulary of its tokenizer where that is known."""
+    model = run.model
+    if model.init_from is not None:
+        config = read_json(Path(model.init_from) / "config.json")
+        if not isinstance(config, dict):
+            raise BadConfig(f"model.init_from {model.init_from}", "no readable config.json", "check the path")
+        try:
+            return shape_from_hf(config)
+        except (ValueError, KeyError) as error:
+            raise BadConfig(f"{model.init_from}/config.json", str(error), "gpt2 and llama are known") from error
+    sizes: dict[str, Any] = {"kv_heads": model.kv_heads or 0, "mlp_width": model.mlp_width or 0}
+    family = model.family if model.family in ("gpt2", "llama") else "gpt2"
+    try:
+        return Shape(
+            family,  # type: ignore[arg-type]
+            vocab_size or vocabulary(run),
+            run.data.seq_len,
+            model.layers,
+            model.width,
+            model.heads,
+            dropout=model.dropout,
+            **sizes,
+        )
+    except ValueError as error:
+        raise BadConfig("the model section does not fit together", str(error), "change one of the sizes") from error
+
+
+def is_own(run: Run) -> bool:
+    return run.model.init_from is None and run.model.family not in ("gpt2", "llama")
+
+
+def vocabulary(run: Run) -> int:
+    """Of the tokenizer: as the settings say it, or as its file does."""
+    section = run.tokenizer
+    given = section.path or run.model.init_from
+    if given is None:
+        return BYTES_VOCABULARY if section.kind == "bytes" else section.vocab_size
+    path = Path(given)
+    content = read_json(path / "tokenizer.json" if path.is_dir() else path)
+    if not isinstance(content, dict) or "model" not in content:
+        raise BadConfig(f"tokenizer of {path}", "no readable tokenizer.json there", "check the path")
+    vocab = content["model"]["vocab"]
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    return 1 + int(max([*ids, *(token["id"] for token in content.get("added_tokens", []))]))
