@@ -74,25 +74,26 @@ def _for_memory(job: Job, device: Device) -> Iterator[Option]:
     """Batch and learning rate untouched, and the losses too: smaller pieces, or activations computed again."""
     if fits(job, device):
         return
+    blocks = ""
     if job.whole_logits and not job.own_params:
-        job = replace(job, whole_logits=False)
+        job, blocks = replace(job, whole_logits=False), "--train.loss blocks "
         if fits(job, device):
-            yield Option("--train.loss blocks", "logits a few rows at a time", job)
+            yield Option(blocks.strip(), "logits a few rows at a time", job)
             return
     if (size := largest_micro_batch(job, device)) is not None:
         size = _even(size, job.batch_size)
         words = f"micro-batch {size}, the same batch of {job.batch_size}"
-        yield Option(f"--train.micro_batch {size}", words, replace(job, micro_batch=size))
+        yield Option(f"{blocks}--train.micro_batch {size}", words, replace(job, micro_batch=size))
     if job.recompute or job.own_params:
         return
     again = replace(job, recompute=True)
     slower = step_seconds(again, device) / step_seconds(job, device) - 1
     words = f"activations computed again (the same losses, {slower:.0%} more time)"
     if fits(again, device):
-        yield Option("--train.recompute true", words, again)
+        yield Option(f"{blocks}--train.recompute true", words, again)
     elif (size := largest_micro_batch(again, device)) is not None:
         size = _even(size, job.batch_size)
-        settings = f"--train.recompute true --train.micro_batch {size}"
+        settings = f"{blocks}--train.recompute true --train.micro_batch {size}"
         yield Option(settings, f"{words}, micro-batch {size}", replace(again, micro_batch=size))
 
 
