@@ -27,9 +27,16 @@ import peers
 
 LR, CLIP = 3e-4, 1.0
 
+# Of this process alone: rusage would also count what started it.
+PEAK = """
+def peak_mb():
+    return int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) / 1024
+"""
 # Each program answers {"steps": n} with the seconds and losses of its next n steps, and its peak memory.
-OURS = """
-import resource, torch
+OURS = (
+    PEAK
+    + """
+import torch
 from pathlib import Path
 from lamplighter.config import load_dump
 from lamplighter.rundir import RunDir
@@ -54,10 +61,13 @@ def answer(ask):
     began, used = time.perf_counter(), time.process_time()
     records = next(run)
     return {"s": time.perf_counter() - began, "cpu_s": time.process_time() - used, "losses": [r.loss for r in records],
-            "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+            "mb": peak_mb()}
 """
-PLAIN = """
-import resource, contextlib, numpy, torch
+)
+PLAIN = (
+    PEAK
+    + """
+import contextlib, numpy, torch
 from transformers import AutoModelForCausalLM
 import torch.nn.functional as F
 
@@ -89,10 +99,13 @@ def answer(ask):
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
     return {"s": time.perf_counter() - began, "cpu_s": time.process_time() - used, "losses": losses,
-            "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+            "mb": peak_mb()}
 """
-TRAINER = """
-import queue, resource, threading, numpy, torch
+)
+TRAINER = (
+    PEAK
+    + """
+import queue, threading, numpy, torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 wanted, made = queue.Queue(), queue.Queue()
@@ -127,7 +140,7 @@ class Turns(TrainerCallback):
             threading.Timer(0.3, self.tell).start()  # the loss of this step is logged after it
     def tell(self):
         made.put({"s": self.s, "cpu_s": self.cpu_s, "losses": list(self.losses),
-                  "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024})
+                  "mb": peak_mb()})
 
 def answer(ask):
     if "folder" in ask:
@@ -144,6 +157,7 @@ def answer(ask):
     wanted.put(ask["steps"])
     return made.get()
 """
+)
 
 
 def make_text(path: Path, words: int, megabytes: float) -> None:

@@ -301,6 +301,8 @@ def test_a_second_ctrl_c_leaves_now_without_a_torn_file(tmp_path: Path, zoo_row:
         "50",
         "--save.every_steps",
         "5",
+        "--save.staged",  # beside the steps the write of step 15 may still be under way when the GIL is taken
+        "false",
     ]
     going = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: slot_of(run).step == 19, process=going)

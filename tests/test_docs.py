@@ -86,7 +86,7 @@ def test_the_five_minutes(tmp_path: Path) -> None:
     assert lamp(*shown, cwd=tmp_path).returncode == 0
     run = RunDir(tmp_path / "runs" / "slm")
     going = start_lamp(*real, cwd=tmp_path)
-    wait_for(lambda: slot_of(run).phase in ("first step", "train"), 90, going)
+    wait_for(lambda: slot_of(run).phase in ("compile", "first step", "train"), 90, going)
     wait_for(
         lambda: (
             "108,489,216 parameters" in (tmp_path / "out.txt").read_text()

@@ -22,7 +22,7 @@ def among_the_sick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one(folder: Path, dataset: str, method: str = "fork") -> Finding:
     """The single finding of a trial with two workers."""
-    who = patient(folder, "--data.source", f"datasets:{dataset}", "--data.workers", "2")
+    who = patient(folder, "--data.source", f"sick_datasets:{dataset}", "--data.workers", "2")
     (found,) = {"fork": loading.by_fork, "spawn": loading.by_spawn, "forkserver": loading.by_forkserver}[method](who)
     return found
 
@@ -31,19 +31,19 @@ def one(folder: Path, dataset: str, method: str = "fork") -> Finding:
 
 
 def test_items_batch_memory_and_pickling_of_a_sound_dataset(tmp_path: Path) -> None:
-    found = list(loading.here(patient(tmp_path, "--data.source", "datasets:Well")))
+    found = list(loading.here(patient(tmp_path, "--data.source", "sick_datasets:Well")))
     assert [one.level for one in found] == ["ok", "ok", "ok"]
     assert found[0].figures["batch_bytes"] == 4 * 16 * 8
     assert found[1].figures["need_bytes"] == 2 * 2 * 4 * 16 * 8
 
 
 def test_an_iterable_dataset_is_taken_too(tmp_path: Path) -> None:
-    assert not examine(loading.here, patient(tmp_path, "--data.source", "datasets:Stream"))
+    assert not examine(loading.here, patient(tmp_path, "--data.source", "sick_datasets:Stream"))
 
 
 def test_a_function_and_a_whole_dataloader_are_taken_too() -> None:
-    assert datasets.find("datasets:make").is_dataset
-    found = datasets.make(datasets.find("datasets:LOADER"), 4, None)
+    assert datasets.find("sick_datasets:make").is_dataset
+    found = datasets.make(datasets.find("sick_datasets:LOADER"), 4, None)
     assert (found.batch_size, found.workers, found.is_map, found.prefetch) == (3, 1, True, 2)
     assert not datasets.find("streams:blocks").is_dataset
 
@@ -55,10 +55,10 @@ def test_a_source_of_texts_is_not_loaded_by_workers(tmp_path: Path) -> None:
 
 
 def test_an_item_that_raises_is_named_by_its_line(tmp_path: Path) -> None:
-    found = next(iter(loading.here(patient(tmp_path, "--data.source", "datasets:Raises"))))
+    found = next(iter(loading.here(patient(tmp_path, "--data.source", "sick_datasets:Raises"))))
     assert found.level == "fault"
     assert "item 0" in found.what
-    assert found.culprit["line"] == line_of("datasets.py", "raises here")
+    assert found.culprit["line"] == line_of("sick_datasets.py", "raises here")
 
 
 def test_a_module_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
@@ -69,18 +69,18 @@ def test_a_module_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
 
 def test_a_lambda_is_named_by_attribute_and_line(tmp_path: Path) -> None:
     """Zoo 8."""
-    found = examine(loading.here, patient(tmp_path, "--data.source", "datasets:HasLambda"))["spawn_pickle"]
+    found = examine(loading.here, patient(tmp_path, "--data.source", "sick_datasets:HasLambda"))["spawn_pickle"]
     assert found.culprit["attribute"] == "dataset.options['transform']"
-    assert found.culprit["line"] == line_of("datasets.py", "# the lambda")
+    assert found.culprit["line"] == line_of("sick_datasets.py", "# the lambda")
 
 
 def test_a_lock_in_an_attribute_is_named_by_the_line_that_sets_it() -> None:
-    made = datasets.make(datasets.find("datasets:HoldsLock"), 4, 2)
+    made = datasets.make(datasets.find("sick_datasets:HoldsLock"), 4, 2)
     found = pickling.find(made.dataset)
     assert found is not None
     assert found.path == "dataset.lock"
     assert found.place is not None
-    assert found.place.line == line_of("datasets.py", "self.lock = threading.Lock()")
+    assert found.place.line == line_of("sick_datasets.py", "self.lock = threading.Lock()")
 
 
 def test_too_little_shared_memory_is_told_with_the_arithmetic(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_worker_that_hangs_is_named_by_line_and_item(tmp_path: Path) -> None:
     """Zoo 4."""
     found = one(tmp_path, "Hangs")
     assert found.cause == "worker_hang"
-    assert found.culprit["line"] == line_of("datasets.py", "# hangs here")
+    assert found.culprit["line"] == line_of("sick_datasets.py", "# hangs here")
     assert (found.culprit["item"], found.culprit["worker"]) == (5, 1)
 
 
@@ -115,7 +115,7 @@ def test_a_worker_that_holds_the_gil_is_named_by_its_line(tmp_path: Path) -> Non
     found = one(tmp_path, "HoldsGil")
     assert found.cause == "worker_gil"
     assert found.culprit["item"] == 5 or found.culprit["worker"] == 1
-    assert found.culprit["line"] == line_of("datasets.py", "# holds the GIL here")
+    assert found.culprit["line"] == line_of("sick_datasets.py", "# holds the GIL here")
 
 
 def test_a_worker_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_a_lock_that_was_held_across_fork_is_named_with_both_lines(tmp_path: Pat
     """Zoo 7."""
     found = one(tmp_path, "HoldsLock")
     assert found.cause == "fork_lock"
-    assert found.culprit["line"] == line_of("datasets.py", "# waits for the lock here")
-    assert found.culprit["taken_line"] == line_of("datasets.py", "# holds the lock here")
+    assert found.culprit["line"] == line_of("sick_datasets.py", "# waits for the lock here")
+    assert found.culprit["taken_line"] == line_of("sick_datasets.py", "# holds the lock here")
 
 
 def test_a_lambda_stops_workers_by_spawn(tmp_path: Path) -> None:

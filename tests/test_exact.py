@@ -140,6 +140,7 @@ def test_a_lost_piece_of_state_is_caught(unbroken: RunDir, tmp_path: Path) -> No
         compare(run, unbroken)
 
 
+@LONG
 def test_resume_at_step_a_million_needs_no_replay(tmp_path: Path) -> None:
     run = stop_at(tmp_path, "far", 30)
     newest = max(run.checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))

@@ -57,7 +57,7 @@ def check(heard: Heard, on_pty: bool) -> None:
         assert all(a != b for a, b in itertools.pairwise(bodies) if a), "each line says something new"
 
 
-@BOTH
+@MOSTLY
 def test_a_source_that_blocks_for_ten_seconds(tmp_path: Path, on_pty: bool) -> None:
     (tmp_path / "slow_source.py").write_text(BLOCKING_SOURCE)
     words = [*LAMP, "train", "--run", "slow", *TINY, "--data.source", "slow_source:documents", "--train.steps", "5"]

@@ -244,6 +244,7 @@ def _writing(run: RunDir, killed: set[int], least: int) -> int:
     return slot.pid if slot.flag("saving") and slot.step > least and slot.pid not in killed else 0
 
 
+@LONG
 def test_requests_while_a_write_is_under_way_get_the_newest_step(tmp_path: Path) -> None:
     write_model(tmp_path, SLOW + "\ndef before(model):\n    time.sleep(0.02)\n")
     run = RunDir(tmp_path / "runs" / "r")

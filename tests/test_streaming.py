@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAMP, TINY, lamp, listen, losses_of, slot_of, start_lamp, wait_for
+from conftest import LAMP, LONG, TINY, lamp, listen, losses_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_lines
 from server import serving
 
@@ -52,6 +52,7 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
     assert losses_of(run) == truth and len(truth) == 220
 
 
+@LONG
 def test_kills_over_a_bad_line_change_nothing(tmp_path: Path) -> None:
     """Zoo 13 and 14 through training: a server that is slow, drops, stalls and lies; the trainer is killed meanwhile."""
     data = rows(160).encode()
@@ -81,6 +82,7 @@ def test_kills_over_a_bad_line_change_nothing(tmp_path: Path) -> None:
     assert max(again) > size // 4, "a resumed run asks for its byte, not for the beginning"
 
 
+@LONG
 def test_the_end_of_the_data_is_the_end_of_the_run_where_that_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(rows(60))
     words = ["train", *STREAM, "--data.paths", "a.jsonl", "--train.steps", "5000", "--data.at_end", "stop"]

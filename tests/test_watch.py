@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from conftest import LAMP, clean_env, lamp, start_lamp, wait_for
+from conftest import LAMP, LONG, clean_env, lamp, start_lamp, wait_for
 from lamplighter.rundir import RunDir, is_running, read_json, read_lines
 from lamplighter.watch.sense import look
 
@@ -367,6 +367,7 @@ def test_why_pid_says_what_it_may_not_see(tmp_path: Path) -> None:
     assert "not seen: the stacks of" in done.stdout
 
 
+@LONG
 def test_lamp_stop_cancels_a_restart(tmp_path: Path) -> None:
     name = script(tmp_path, "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HANG)
     run = RunDir(tmp_path / "runs" / "train")

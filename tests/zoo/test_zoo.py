@@ -181,7 +181,7 @@ def verdicts_of(run: RunDir) -> list[dict[str, Any]]:
     return [event for event in read_lines(run.events) if event.get("type") == "verdict"]
 
 
-SLEEPY = ("long_sleep", "d_state")  # in make zoo
+SLEEPY = ("long_sleep", "d_state", "livelock")  # in make zoo
 
 
 @pytest.mark.parametrize(

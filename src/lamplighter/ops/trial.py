@@ -195,8 +195,10 @@ def _peak_bytes(where: Machine) -> int:
 
     if where.device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(where.device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if sys.platform == "linux":  # rusage would also count what started this process
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def _read(fd: int) -> tuple[bytes, bool]:
 
 
 def _hear(probe: _Probe, line: bytes) -> None:
-    record = parse_record(line)
+    record = parse_record(line) if len(line) <= MOST_LINE else None
     if record is None:
         probe.unreadable += 1
     elif "now" in record:
