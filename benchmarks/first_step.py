@@ -39,7 +39,8 @@ class Leave(TrainerCallback):
         os._exit(0)
 best = {"optim": "adamw_torch_fused", "torch_compile": True} if ask["compile"] else {}
 arguments = TrainingArguments(ask["out"], per_device_train_batch_size=ask["batch"], max_steps=10**6, learning_rate=ask["lr"],
-    lr_scheduler_type="constant", max_grad_norm=ask["clip"], save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, **best)
+    lr_scheduler_type="constant", max_grad_norm=ask["clip"], save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+    remove_unused_columns=False, **best)
 InOrder(model=model, args=arguments, train_dataset=Rows(ask["batches"]), callbacks=[Leave()]).train()
 """
 )

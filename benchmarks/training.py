@@ -150,7 +150,8 @@ def answer(ask):
         best = {"optim": "adamw_torch_fused", "torch_compile": ask["compile"], "bf16": ask["dtype"] == "bf16"} if ask["best"] else {}
         arguments = TrainingArguments(ask["out"], per_device_train_batch_size=ask["batch"], max_steps=10**6, learning_rate=ask["lr"],
             lr_scheduler_type="constant", weight_decay=0.1, adam_beta2=0.95, max_grad_norm=ask["clip"], logging_steps=1,
-            save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, dataloader_drop_last=True, **best)
+            save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, dataloader_drop_last=True,
+            remove_unused_columns=False, **best)
         trainer = InOrder(model=model, args=arguments, train_dataset=Rows(ask["batches"]), callbacks=[Turns()])
         threading.Thread(target=trainer.train, daemon=True).start()
         return "ready"

@@ -24,7 +24,7 @@ from lamplighter.data.pool import usable_cores
 from lamplighter.errors import BadConfig
 from lamplighter.train import devices
 
-COMPILE_PAYS_S = {"cpu": 600.0, "cuda": 600.0}  # half a minute to compile, for about a tenth of each step
+COMPILE_PAYS_S = 600.0  # half a minute to compile, for about a tenth of each step
 BF16_GAIN = 1.2  # bf16 costs accuracy: it must be worth it
 ISA_LIMIT = "ONEDNN_MAX_CPU_ISA"
 
@@ -85,7 +85,7 @@ def detect(section: Train, before: dict[str, Any] | None = None) -> Machine:
 
 
 def choose_compile(
-    section: Train, before: bool | None, expected_s: float, device: torch.device, own_model: bool, one_shape: bool
+    section: Train, before: bool | None, expected_s: float, where: Machine, own_model: bool, one_shape: bool
 ) -> tuple[bool, str]:
     """Whether to compile the blocks, and why; a resumed run keeps what it had."""
     if section.compile != "auto":
@@ -97,10 +97,12 @@ def choose_compile(
             False,
             "a model of your own is compiled if you ask for it" if own_model else "every length would be compiled",
         )
-    pays_s = COMPILE_PAYS_S[device.type]
-    if expected_s < pays_s:
-        return False, f"it pays from about {pays_s / 60:.0f} min of training on"
-    if device.type == "cpu" and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
+    on_cpu = where.device.type == "cpu"
+    if on_cpu and where.dtype_name == "fp32":
+        return False, "in fp32 on a CPU it gains nothing (docs/performance.md)"
+    if expected_s < COMPILE_PAYS_S:
+        return False, f"it pays from about {COMPILE_PAYS_S / 60:.0f} min of training on"
+    if on_cpu and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
         return False, "there is no C++ compiler (g++), which it needs"
     return True, f"the run is long enough to pay for it (about {expected_s / 3600:.1f} h)"
 

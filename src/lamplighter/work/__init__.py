@@ -164,7 +164,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
         facts["chat"] = chat.fingerprint()
     before = _state_of(found).get("compiled")
     compiled, why = machine.choose_compile(
-        run.train, before, expected_s, where.device, own is not None, not feed.whole_batches
+        run.train, before, expected_s, where, own is not None, not feed.whole_batches
     )
     if compiled and request.get("eager"):
         compiled, why = False, "compiling did not work out in an earlier attempt"
