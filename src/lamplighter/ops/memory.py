@@ -22,7 +22,7 @@ from lamplighter.train.devices import Device
 GIB = 1 << 30
 GPU_OWN_GIB = 0.8  # context, kernels and the allocator's spare
 HOST_OWN_GIB = 0.30  # Python and torch
-HOLES = {"gpt2": 1.12, "llama": 1.25}  # on a CPU the allocator keeps holes between what lives: activations and logits
+HOLES = {"gpt2": 1.22, "llama": 1.42}  # on a CPU the allocator keeps holes between what lives: activations and logits
 STAGED_BYTES = 12  # of a parameter: weights and both moments, copied aside while a save is written
 LOGIT_BYTES = 12
 
@@ -57,7 +57,7 @@ class Memory:
         whole is still taken when the logits come, unless activations have moved in.
         """
         kept = self.gradients if self.gradients_meanwhile else 0
-        left = max(kept, self.gradients - self.activations) + 3 * self.layer if holes > 1 else kept
+        left = max(kept, self.gradients - self.activations) + 4 * self.layer if holes > 1 else kept
         at_logits = int(holes * (self.activations + self.held)) + left
         at_last_layer = int(holes * (self.activations + self.layer)) + kept
         at_end = self.gradients + self.embedding + int(holes * self.layer)

@@ -14,7 +14,7 @@ from lamplighter.train.devices import Device, Rates
 BEST_GPU_MFU, BEST_CPU_MFU = 0.6, 0.8  # nobody does better: what needs more than this cannot be
 
 # Of a processor, in units of its measured rates; fitted to benchmarks/plan.py.
-GEMM_SHARE = 1.0
+GEMM_SHARE = 0.88
 ATTENTION_SHARE = 0.5
 LAYER_PASSES = 3.0  # bytes moved for each byte that a layer keeps
 LOGIT_BYTES_MOVED = {"whole": 40, "blocks": 24}
