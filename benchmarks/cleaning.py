@@ -126,30 +126,8 @@ def _made_up(folder: Path) -> str:
     import textwrap
 
     random.seed(1)
-    names = [
-        "lamp",
-        "street",
-        "river",
-        "morning",
-        "house",
-        "letter",
-        "window",
-        "candle",
-        "garden",
-        "bridge",
-        "market",
-        "winter",
-        "the",
-        "of",
-        "and",
-        "to",
-        "in",
-        "a",
-        "was",
-        "with",
-    ]
     paragraphs = [
-        textwrap.fill(" ".join(random.choices(names, k=random.randint(20, 150))).capitalize() + ".", 72)
+        textwrap.fill(" ".join(random.choices(measured.WORDS, k=random.randint(20, 150))).capitalize() + ".", 72)
         for _ in range(9000)
     ]
     top, end = (

@@ -31,28 +31,6 @@ MODELS = {
     "vocabulary": [1024, 8192, 32_768, 131_072],
 }
 DOCUMENTS = [100, 10_000, 1_000_000]
-WORDS = [
-    "lamp",
-    "street",
-    "river",
-    "morning",
-    "house",
-    "letter",
-    "window",
-    "candle",
-    "garden",
-    "bridge",
-    "market",
-    "winter",
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "a",
-    "was",
-    "with",
-]
 STEP = """
 import resource, statistics, torch
 from lamplighter.model.shape import Shape, flops_per_token
@@ -111,7 +89,7 @@ def grow_model(what: str, sizes: list[int], wanted: Any, place: Path) -> None:
 def write_corpus(path: Path, size: int, documents: int) -> None:
     """About so many bytes of made-up words, in so many documents: JSON lines."""
     rng = random.Random(1)
-    pool = [" ".join(rng.choices(WORDS, k=12)) + f" {number}. " for number in range(20_000)]
+    pool = [" ".join(rng.choices(measured.WORDS, k=12)) + f" {number}. " for number in range(20_000)]
     each = max(1, size // documents)
     with open(path, "w") as out:
         for number in range(documents):

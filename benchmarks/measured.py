@@ -28,6 +28,30 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))  # these sources, whatever is installed
 
+# For made-up text.
+WORDS = [
+    "lamp",
+    "street",
+    "river",
+    "morning",
+    "house",
+    "letter",
+    "window",
+    "candle",
+    "garden",
+    "bridge",
+    "market",
+    "winter",
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "a",
+    "was",
+    "with",
+]
+
 _tables: list[dict[str, Any]] = []
 
 

@@ -158,7 +158,7 @@ def test_a_probe_that_eats_the_memory_is_ended_before_the_machine_is(case: Case)
     (fault,) = visit(small, "eats").findings
     assert (fault.level, fault.cause) == ("fault", "rss_oom")
     assert fault.figures["bytes"] > 256 << 20
-    assert fault.culprit.get("function") == "eats"
+    assert fault.culprit.get("func") == "eats"
 
 
 def test_what_a_probe_prints_is_no_finding_and_a_flood_is_counted(case: Case) -> None:

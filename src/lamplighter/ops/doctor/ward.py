@@ -26,8 +26,9 @@ from typing import Any
 import psutil
 
 from lamplighter.data.pool import usable_cores
-from lamplighter.ops.doctor.blame import Frame, culprit, frames_in, guilty
+from lamplighter.ops.doctor.blame import culprit, frames_in, guilty
 from lamplighter.ops.doctor.finding import Finding, Stage
+from lamplighter.ops.doctor.places import Place
 from lamplighter.rundir import human_bytes, parse_record
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -303,7 +304,7 @@ def _too_late(probe: _Probe, spent: float, tell: Callable[[str], None]) -> Findi
     return Finding("fault", what, why, words, "hang", {"pid": probe.process.pid, **culprit(frames)})
 
 
-def _with_place(what: str, frames: list[Frame]) -> str:
+def _with_place(what: str, frames: list[Place]) -> str:
     found = culprit(frames)
     return f"{what}, at {found['file']}:{found['line']} in {found['function']}" if found else what
 
