@@ -306,7 +306,7 @@ def _too_late(probe: _Probe, spent: float, tell: Callable[[str], None]) -> Findi
 
 def _with_place(what: str, frames: list[Place]) -> str:
     found = culprit(frames)
-    return f"{what}, at {found['file']}:{found['line']} in {found['function']}" if found else what
+    return f"{what}, at {found['file']}:{found['line']} in {found['func']}" if found else what
 
 
 def _ask_for_stack(probe: _Probe) -> str:
@@ -326,7 +326,7 @@ def _how_it_ended(probe: _Probe) -> list[Finding]:
     last = f"its last words: {said[-1][:300]}" if said else "it said nothing"
     if probe.death:
         where = probe.death.get("culprit") or {}
-        place = f", at {where['file']}:{where['line']} in {where['function']}" if where else ""
+        place = f", at {where['file']}:{where['line']} in {where['func']}" if where else ""
         first = str(probe.death["died"]).splitlines()[0][:400]
         why = f"while {probe.now}; the whole: {' | '.join(said[-3:])[:600]}" if said else f"while {probe.now}"
         missing = first.startswith("ModuleNotFoundError")
