@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -114,7 +115,8 @@ def nothing_left_running() -> Iterator[None]:
     while STARTED:
         process = STARTED.pop()
         if process.poll() is None:
-            process.kill()
+            leads = os.getpgid(process.pid) == process.pid  # then its workers and forkservers go with it
+            os.killpg(process.pid, signal.SIGKILL) if leads else process.kill()
             process.wait()
 
 

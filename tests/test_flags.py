@@ -92,6 +92,16 @@ def test_a_sick_run_raises_the_right_flag_and_only_that_one(name: str, expected:
     assert change.verdict.evidence and any(c.isdigit() for c in change.verdict.why)
 
 
+def test_validation_that_rises_within_the_first_pass_is_another_flag() -> None:
+    """The curve of an overfitting run, as if its text had been new all the way."""
+    facts, records = load("sick_overfitting")
+    fresh = [
+        {**record, "train/epoch": record["train/epoch"] / 100} if "train/epoch" in record else record
+        for record in records
+    ]
+    assert raised(replay(Board(facts), fresh, facts.steps)) == [("gap_grows", 800)]
+
+
 def test_all_recordings_are_used() -> None:
     assert len(HEALTHY) >= 4
     assert set(SICK) == {path.stem for path in CURVES.glob("sick_*.json")}

@@ -56,7 +56,7 @@ def run(slots: Path, *words: object, timeout: float = 120, **extra: str) -> subp
 def start(slots: Path, *words: object, **extra: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, *map(str, words)], cwd=slots.parent, env=environment(slots, bare(**extra)),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     STARTED.append(process)
     return process

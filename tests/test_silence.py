@@ -125,7 +125,12 @@ def test_the_demo_on_a_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_first_word_comes_at_once_on_a_loaded_machine(tmp_path: Path, hogs: None) -> None:
-    for words in (["train", "--preset", "nothing"], ["generate", "nothing"], ["demo", "--train.lrr", "3"]):
+    for words in (
+        ["train", "--preset", "nothing"],
+        ["plan", "--preset", "nothing"],
+        ["generate", "nothing"],
+        ["demo", "--train.lrr", "3"],
+    ):
         heard = listen([*LAMP, *words], tmp_path, on_pty=False)
         assert heard.first_s < FIRST_S
         assert heard.code in (2, 66)

@@ -28,6 +28,7 @@ TO_STDERR = (
     "data",
     "tokenizer",
     "doctor",
+    "plan",
 )  # their result goes to stdout, all other words to stderr
 
 
@@ -70,7 +71,7 @@ def _main(words: list[str]) -> int:
     if "--help" in ours or "-h" in ours:
         return _verb_help(verb)
     quiet = "--print-config" in words or "--json" in words
-    if verb in ("demo", "train", "watch", "generate", "data", "tokenizer", "doctor") and not quiet:
+    if verb in ("demo", "train", "watch", "generate", "data", "tokenizer", "doctor", "plan") and not quiet:
         _write(
             2 if verb in TO_STDERR or "--" in words else 1,
             f"{time.strftime('%H:%M:%S')}  lamp {verb}: reading the request\n",
