@@ -20,7 +20,7 @@ import pytest
 from conftest import LAMP, LONG, TINY, clean_env, lamp, wait_for
 from lamplighter.config import Resolved, dump, load_dump, resolve, with_change
 from lamplighter.errors import BadConfig, UsageError
-from lamplighter.ops.doctor import chart, collectives, disk, environment, limits, rounds, settings, ward
+from lamplighter.ops.doctor import chart, collectives, disk, environment, rounds, settings, ward
 from lamplighter.ops.doctor.chart import Chart
 from lamplighter.ops.doctor.environment import Driver
 from lamplighter.ops.doctor.finding import Finding, Patient, Stage
@@ -501,22 +501,3 @@ def test_addresses_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free.level == "ok" and "is free" in free.what
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     assert [finding.cause for finding in collectives._hostname()] == ["no_peer"]
-
-
-# ---------------------------------------------------------------- control groups
-
-
-def test_limits_of_control_groups_of_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = tmp_path / "two"
-    two.mkdir()
-    (two / "cpu.max").write_text("150000 100000\n")
-    (two / "memory.max").write_text("max\n")
-    one = tmp_path / "one"
-    one.mkdir()
-    (one / "cpu.cfs_quota_us").write_text("-1\n")
-    (one / "cpu.cfs_period_us").write_text("100000\n")
-    (one / "memory.limit_in_bytes").write_text("1073741824\n")
-    monkeypatch.setattr(limits, "groups", lambda _: [one, two, tmp_path / "absent"])
-    assert limits.core_quota() == 1.5
-    assert limits.smallest("memory", "memory.max", "memory.limit_in_bytes") == GIB
-    assert limits.memory_left()[1] == GIB

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import clean_env, lamp
+from lamplighter import groups
 from lamplighter.config import resolve
 from lamplighter.errors import UsageError
 from lamplighter.model.shape import Shape
@@ -244,18 +245,12 @@ def test_a_card_is_known_by_its_own_name(card: str, name: str | None) -> None:
     assert (found.name if found else None) == name
 
 
-def test_room_is_the_least_of_what_is_allowed(tmp_path: Path) -> None:
-    group = tmp_path / "group" / "inner"
-    group.mkdir(parents=True)
-    (tmp_path / "own").write_text("0::/group/inner\n")
-    (group / "memory.max").write_text("max\n")
-    (group / "memory.current").write_text("5\n")
-    (group.parent / "memory.max").write_text("1000\n")
-    (group.parent / "memory.current").write_text("900\n")
-    (group.parent / "memory.stat").write_text("anon 500\ninactive_file 300\n")
-    room = places._cgroup_room(tmp_path, tmp_path / "own")
-    assert room is not None and room.bytes == 400 and "group" in room.by
-    assert places._cgroup_room(tmp_path, tmp_path / "none") is None
+def test_room_is_the_least_of_what_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    monkeypatch.setattr(groups, "folders", lambda _: [tmp_path])
+    assert places.host_room() == places.Room(100, f"the memory limit of {tmp_path}")
+    assert places.host_total().bytes == 1000
     code = "from lamplighter.ops.places import host_room; r = host_room(); print(r.bytes, r.by)"
     limited = ["bash", "-c", f"ulimit -v 4000000 && exec {sys.executable} -c '{code}'"]
     said = subprocess.run(limited, capture_output=True, text=True, check=True).stdout

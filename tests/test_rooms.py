@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "lamplighter"
-LAYER0 = {"config", "report", "rundir", "errors"}
+LAYER0 = {"config", "report", "rundir", "groups", "errors"}
 ALLOWED = {
     "config": {"errors"},
     "report": {"errors", "rundir"},
     "rundir": {"errors"},
+    "groups": set(),
     "errors": set(),
     "data": LAYER0,
     "model": LAYER0,

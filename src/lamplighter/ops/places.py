@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from lamplighter import groups
 from lamplighter.data.pool import usable_cores
 from lamplighter.errors import UsageError
 from lamplighter.rundir import free_bytes
@@ -28,7 +29,6 @@ GEMM_S, COPY_S = 0.2, 0.25
 GEMM = 1024
 COPY_BYTES = 32 << 20
 SMI_S = 1.5  # a driver that does not answer is no reason to wait
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -46,50 +46,23 @@ class Room:
 def host_room() -> Room:
     """The least of what is free, what the container allows, and what this process may map."""
     rooms = [Room(psutil.virtual_memory().available, "free memory")]
-    rooms += [room for room in (_cgroup_room(), _limit_room()) if room is not None]
+    rooms += [room for room in (_group_room(), _limit_room()) if room is not None]
     return min(rooms, key=lambda room: room.bytes)
 
 
 def host_total() -> Room:
     """What exists, whoever has it now: the memory of the machine, or what the container or ulimit allows of it."""
     rooms = [Room(psutil.virtual_memory().total, "memory")]
-    rooms += [room for room in (_cgroup_room(total=True), _limit_room()) if room is not None]
+    rooms += [room for room in (_group_room(total=True), _limit_room()) if room is not None]
     return min(rooms, key=lambda room: room.bytes)
 
 
-def _cgroup_room(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup"), total: bool = False) -> Room | None:
-    """The tightest limit on the way up from our own group; page cache that can be dropped is not counted as used."""
-    try:
-        names = [line.split(":", 2)[2] for line in own.read_text().splitlines() if line.startswith("0::")]
-    except OSError:
-        return None
-    found: list[Room] = []
-    for name in names:
-        folder = root / name.strip("/")
-        for group in (folder, *folder.parents):
-            if not group.is_relative_to(root):
-                break
-            limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-            if limit is not None and used is not None:
-                free = limit if total else max(0, limit - used + _cached(group))
-                found.append(Room(free, f"the memory limit of {group}"))
+def _group_room(total: bool = False) -> Room | None:
+    """The tightest limit of a control group, or what it leaves."""
+    found = [
+        Room(one.bytes if total else one.left, f"the memory limit of {one.folder}") for one in groups.memory_limits()
+    ]
     return min(found, key=lambda room: room.bytes, default=None)
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
-
-
-def _cached(group: Path) -> int:
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
 def _limit_room() -> Room | None:

@@ -13,12 +13,12 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from lamplighter import groups
 from lamplighter.config import Train
 from lamplighter.data.pool import usable_cores
 from lamplighter.errors import BadConfig
@@ -228,14 +228,4 @@ def memory_gb(device: torch.device) -> dict[str, float]:
 
 def memory_left() -> int:
     """Bytes that can still be had, of the machine and of the container that we are in."""
-    left = psutil.virtual_memory().available
-    groups = Path("/sys/fs/cgroup")
-    for folder, limit, usage in (
-        (groups, "memory.max", "memory.current"),
-        (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # no such limit here, or "max"
-            most, now = int((folder / limit).read_text()), int((folder / usage).read_text())
-            rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
-            left = min(left, most - now + int(rows.get("inactive_file", 0)))  # the cache of files gives way
-    return max(0, left)
+    return min([psutil.virtual_memory().available, *(limit.left for limit in groups.memory_limits())])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from lamplighter import groups
 from lamplighter.report import Slot
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -156,26 +157,7 @@ def oom_kills() -> int:
 def memory_left() -> int:
     """Bytes that can still be had before the machine, or the group that we may use of it, is out of memory."""
     of_machine = _table(Path("/proc/meminfo")).get("MemAvailable", 0) * 1024
-    return min([of_machine, *_left_in_groups()])
-
-
-def _left_in_groups() -> list[int]:
-    """What the memory limits of our control groups leave (version 1 and 2); a container is one."""
-    found = []
-    for row in _read("/proc/self/cgroup").splitlines():
-        _, controllers, path = row.split(":", 2)
-        if controllers == "":
-            base, limit, usage = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit, usage = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        for folder in (base / path.lstrip("/"), base):  # inside a container the path is of the host
-            most, now = _read(str(folder / limit)).strip(), _read(str(folder / usage)).strip()
-            if most.isdecimal() and now.isdecimal():
-                found.append(max(0, int(most) - int(now)))
-                break
-    return found
+    return min([of_machine, *(limit.left for limit in groups.memory_limits())])
 
 
 def _look_at_thread(pid: int, tid: int) -> ThreadLook:

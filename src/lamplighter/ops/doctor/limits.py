@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from lamplighter import groups
 from lamplighter.data.pool import usable_cores
 from lamplighter.ops.doctor.finding import Finding, Patient, Stage
 from lamplighter.rundir import human_bytes
@@ -25,7 +26,6 @@ STAGES = (
     Stage("environment / limits", "lamplighter.ops.doctor.limits:limits", 20.0),
     Stage("environment / tracing", "lamplighter.ops.doctor.limits:tracing", 30.0),
 )
-GROUPS = Path("/sys/fs/cgroup")
 SHARED_MEMORY = Path("/dev/shm")
 FEW_FILES, USUAL_FILES = 256, 1024
 FEW_PROCESSES = 200
@@ -34,73 +34,10 @@ BUSY = 0.6  # of the cores, taken by others
 SWAPPED = 0.2  # of the memory
 
 
-# ---------------------------------------------------------------- control groups
-
-
-def groups(controller: str) -> list[Path]:
-    """The folders of our control groups for one controller, both versions, our own and the outermost."""
-    found = []
-    try:
-        rows = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for row in rows:
-        _, controllers, path = row.split(":", 2)
-        if controllers == "":
-            bases = [GROUPS, GROUPS / "unified"]
-        elif controller in controllers.split(","):
-            bases = [GROUPS / controller, GROUPS / controllers]
-        else:
-            continue
-        found += [base / path.lstrip("/") for base in bases] + bases  # inside a container the path is the host's
-    return found
-
-
-def smallest(controller: str, *names: str) -> int | None:
-    """The smallest number in any of these files of our groups; 'max' and absent files do not count."""
-    found = []
-    for folder in groups(controller):
-        for name in names:
-            try:
-                word = (folder / name).read_text().strip()
-            except OSError:
-                continue
-            if word.isdecimal() and int(word) < 1 << 60:
-                found.append(int(word))
-    return min(found, default=None)
-
-
-def core_quota() -> float | None:
-    """Cores' worth of time that the control groups allow; None without a limit."""
-    found = []
-    for folder in groups("cpu"):
-        for read in (_quota_of_two, _quota_of_one):
-            try:
-                quota, period = read(folder)
-            except (OSError, ValueError):
-                continue
-            if quota > 0:
-                found.append(quota / period)
-    return min(found, default=None)
-
-
-def _quota_of_two(folder: Path) -> tuple[int, int]:
-    quota, period = (folder / "cpu.max").read_text().split()
-    return int(quota), int(period)
-
-
-def _quota_of_one(folder: Path) -> tuple[int, int]:
-    return int((folder / "cpu.cfs_quota_us").read_text()), int((folder / "cpu.cfs_period_us").read_text())
-
-
 def memory_left() -> tuple[int, int | None]:
     """Bytes that can still be had, and the limit of our control group where there is one."""
-    of_machine = psutil.virtual_memory().available
-    limit = smallest("memory", "memory.max", "memory.limit_in_bytes")
-    used = smallest("memory", "memory.current", "memory.usage_in_bytes")
-    if limit is None or limit > psutil.virtual_memory().total:
-        return of_machine, None
-    return min(of_machine, max(0, limit - (used or 0))), limit
+    of_machine, limits = psutil.virtual_memory().available, groups.memory_limits()
+    return min([of_machine, *(one.left for one in limits)]), min((one.bytes for one in limits), default=None)
 
 
 # ---------------------------------------------------------------- processors
@@ -108,7 +45,7 @@ def memory_left() -> tuple[int, int | None]:
 
 def processors(patient: Patient) -> Iterator[Finding]:
     """How many cores there are, how many we may use, and who else is at work."""
-    cores, quota = usable_cores(), core_quota()
+    cores, quota = usable_cores(), groups.core_quota()
     machine = os.cpu_count() or cores
     patient.now("looking at the load for a second")
     psutil.cpu_percent(0.1)
@@ -174,7 +111,7 @@ def _processes() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # root is not held to it
         left.append(("ulimit -u", soft, soft - _threads_of_mine()))
-    most, now = smallest("pids", "pids.max"), smallest("pids", "pids.current")
+    most, now = groups.smallest("pids", "pids.max"), groups.smallest("pids", "pids.current")
     if most is not None:
         left.append(("the control group (pids.max)", most, most - (now or 0)))
     for name, limit, rest in left:

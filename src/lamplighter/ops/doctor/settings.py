@@ -10,11 +10,12 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from lamplighter import groups
 from lamplighter.config import parse_overrides
 from lamplighter.data.pool import usable_cores
 from lamplighter.errors import BadConfig, LampError
 from lamplighter.ops.doctor.finding import Finding, Patient, Stage
-from lamplighter.ops.doctor.limits import core_quota, memory_left
+from lamplighter.ops.doctor.limits import memory_left
 from lamplighter.ops.doctor.paper import NOT_PLANNED, Paper, plan
 
 STAGES = (
@@ -125,7 +126,7 @@ def judge_warmup(warmup: int, steps: int, most: float) -> Iterator[Finding]:
 
 def threads(patient: Patient) -> Iterator[Finding]:
     """Threads and workers against the cores that may be used."""
-    run, quota = patient.run, core_quota()
+    run, quota = patient.run, groups.core_quota()
     cores = usable_cores() if quota is None else max(1, min(usable_cores(), int(quota)))
     wanted, workers = run.train.threads, run.data.workers
     if wanted is not None and wanted > cores:
