@@ -7,11 +7,12 @@ Out: a Machine, each choice with its reason in words.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from lamplighter import groups
 from lamplighter.config import Train
 from lamplighter.data.pool import usable_cores
 from lamplighter.errors import BadConfig
-from lamplighter.train import devices
+from lamplighter.train import devices, tiles
 
 COMPILE_PAYS_S = 600.0  # half a minute to compile, for about a tenth of each step
 BF16_GAIN = 1.2  # bf16 costs accuracy: it must be worth it
@@ -159,27 +160,64 @@ def cpu_has_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
+@functools.cache
 def make_bf16_work() -> bool:
-    """Some virtual machines announce AMX and die of it (SIGILL): try in a forked process, then without AMX."""
-    if _bf16_survives():
+    """Some virtual machines announce AMX and die of it (SIGILL): try in a forked process; with AMX described to the
+    library; without AMX. Asked before the first product, and remembered: a fork after it would hang.
+    """
+    if _bf16_survives(_bf16_trial):
+        return True
+    if tiles.missing() and _bf16_survives(_describe_tiles):
+        _describe_tiles()
         return True
     os.environ[ISA_LIMIT] = "AVX512_CORE_BF16"  # read by the library at its first product, which is still to come
-    if _bf16_survives():
+    if _bf16_survives(_bf16_trial):
         return True
     del os.environ[ISA_LIMIT]
     return False
 
 
-def _bf16_survives() -> bool:
-    """A small product and an attention in a process that may die."""
+def _describe_tiles() -> None:
+    """What the library asks depends on the shape (sizes that fill no tile ask more): many small ones first, then others
+    that must do without us.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        tiles.describe(_bf16_trial)
+        _bf16_trial(rows=200, inner=1001, columns=77, head=24)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _bf16_trial(rows: int = 65, inner: int = 70, columns: int = 33, head: int = 64) -> None:
+    """Products whose results are known, of sizes that fill the tiles and of given ones, and attention there and back."""
+    for m, k, n in ((64, 64, 64), (rows, inner, columns)):
+        a, b = ((torch.arange(x * k).reshape(x, k) % 7 - 3).float() for x in (m, n))
+        right = a @ b.T
+        for product in (a.bfloat16() @ b.bfloat16().T, a.bfloat16() @ b.T.contiguous().bfloat16(),
+                        a.T.contiguous().bfloat16().T @ b.bfloat16().T):  # fmt: skip
+            if not torch.equal(product, right.bfloat16()):
+                raise ArithmeticError("a bf16 product is wrong")
+    question = (torch.arange(2 * rows * head).reshape(1, 2, rows, head) % 7 - 3).bfloat16().requires_grad_()
+    torch.nn.functional.scaled_dot_product_attention(question, question, question, is_causal=True).sum().backward()
+    if question.grad is None or not question.grad.isfinite().all():
+        raise ArithmeticError("a bf16 attention is wrong")
+
+
+def _bf16_survives(trial: Callable[[], None]) -> bool:
+    """The trial in a process that may die."""
     pid = os.fork()
     if pid == 0:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 2)
-        a = torch.ones(64, 64, dtype=torch.bfloat16)
-        q = torch.ones(1, 2, 64, 32, dtype=torch.bfloat16)
-        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-        os._exit(0 if float((a @ a)[0, 0]) == 64.0 else 1)
+        torch.set_num_threads(1)
+        code = 1
+        try:
+            trial()
+            code = 0
+        finally:
+            os._exit(code)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status) == 0
 
