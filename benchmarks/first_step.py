@@ -24,6 +24,7 @@ from typing import Any
 
 import measured
 import peers
+import psutil
 from training import CLIP, LR, TRAINER, environment, prepare_case
 
 SCRIPT = (
@@ -70,7 +71,10 @@ def ours(case: dict[str, Any], place: Path, compiled: bool, number: int) -> floa
     try:
         return first_record(place / "runs" / run / "metrics.jsonl", child, place / f"{run}.log") - began
     finally:
-        child.kill()
+        everybody = [*psutil.Process(child.pid).children(recursive=True), psutil.Process(child.pid)]
+        for process in everybody:  # the next one must have the machine for itself
+            process.kill()
+        psutil.wait_procs(everybody[:-1], timeout=30)
         child.wait()
 
 

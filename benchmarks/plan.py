@@ -26,6 +26,7 @@ from lamplighter.ops.places import cpu, stream_rate
 from lamplighter.ops.speed import cpu_step_seconds
 from lamplighter.ops.trying import attempt
 from lamplighter.train.devices import Rates
+from lamplighter.watch.spawn import threads_wait
 
 # family, layers, width, heads, length, vocabulary, batch, micro-batch, dropout
 GRID = [
@@ -104,7 +105,7 @@ def main() -> None:
     options.add_argument("--recompute", choices=["both", "no", "yes"], default="both")
     options.add_argument("--out", type=Path, help="one line of JSON for each row")
     chosen = options.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as lamp starts its own
+    os.environ.update(threads_wait(os.environ))  # as lamp starts its own
     print(machine())
     print(f"{'':<58}{'paper s':>9}{'passed':>9}{'worked':>9}{'ratio':>7}   {'paper GiB':>9}{'real':>7}{'ratio':>7}")
     rows = []

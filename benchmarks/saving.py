@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in a run of ours: threads that wait do not spin
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as in a run of ours (watch/spawn.py), before torch is there
 
 import torch
 import torch.distributed as dist

@@ -278,9 +278,12 @@ def contestants(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, tup
     return found
 
 
-def environment() -> dict[str, str]:
+def environment(ours: bool) -> dict[str, str]:
+    from lamplighter.watch.spawn import threads_wait
+
     return {
         **os.environ,
+        **(threads_wait(os.environ) if ours else {}),
         "PYTHONPATH": str(measured.ROOT / "src"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -291,7 +294,7 @@ def race(wanted: Any, case: dict[str, Any], place: Path) -> None:
     chosen = contestants(wanted, case, place)
     tokens = wanted.steps * wanted.batch * wanted.length
     workers = {
-        name: peers.Worker(python, program, place / f"{number}.log", environment())
+        name: peers.Worker(python, program, place / f"{number}.log", environment(program is OURS))
         for number, (name, (python, program, _)) in enumerate(chosen.items())
     }
     losses: dict[str, list[float]] = {name: [] for name in workers}

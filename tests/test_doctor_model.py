@@ -184,12 +184,12 @@ def test_a_micro_batch_that_cannot_fit_is_told_before_it_kills(tmp_path: Path, m
 
 
 def test_bf16_is_compared_or_said_to_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting.machines, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(fitting.bf16, "cpu_has_it", lambda: False)
     (absent,) = precision(patient(tmp_path, "--train.dtype", "bf16"))
     assert absent.level == "fault"
     assert absent.settings == {"train.dtype": "fp32"}
-    monkeypatch.setattr(fitting.machines, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(fitting.machines, "make_bf16_work", lambda: False)
+    monkeypatch.setattr(fitting.bf16, "cpu_has_it", lambda: True)
+    monkeypatch.setattr(fitting.bf16, "make_it_work", lambda: False)
     (dies,) = precision(patient(tmp_path))
     assert dies.level == "ok"
     assert "died" in dies.what

@@ -1,23 +1,26 @@
-"""What is chosen for a run, and why: whether to compile."""
+"""What is chosen for a run, and why: dtype, threads, memory, compiling."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lamplighter.config import Train
-from lamplighter.train import machine
+from lamplighter.train import bf16, machine
 from lamplighter.train.machine import Machine, choose_compile
+from lamplighter.watch.spawn import threads_wait
 
 LOW = Machine(torch.device("cpu"), torch.bfloat16, 2, "a CPU", 1e11, ())
 PLAIN = replace(LOW, dtype=torch.float32)
 HOUR = 3600.0
 
 
-def chosen(section: Train, before: bool | None, expected_s: float, where: Machine, own: bool, one: bool) -> bool:
-    found, why = choose_compile(section, before, expected_s, where, own, one)
+def chosen(section: Train, before: bool | None, expected_s: float, where: Machine, family: str, one: bool) -> bool:
+    found, why = choose_compile(section, before, expected_s, where, family, one)
     assert why
     return found
 
@@ -25,23 +28,71 @@ def chosen(section: Train, before: bool | None, expected_s: float, where: Machin
 def test_compiling_is_chosen_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "g++")
     auto = Train(steps=10)
-    assert chosen(auto, None, HOUR, LOW, False, True)
-    assert not chosen(auto, None, 60.0, LOW, False, True), "a minute does not pay for it"
-    assert not chosen(auto, None, HOUR, PLAIN, False, True), "fp32 gains nothing"
-    assert not chosen(auto, None, HOUR, LOW, True, True), "a model of one's own, unasked"
-    assert not chosen(auto, None, HOUR, LOW, False, False), "every length anew"
-    assert chosen(auto, None, HOUR, replace(PLAIN, device=torch.device("cuda")), False, True)
+    assert chosen(auto, None, HOUR, LOW, "llama", True)
+    assert not chosen(auto, None, 60.0, LOW, "llama", True), "a minute does not pay for it"
+    assert not chosen(auto, None, 900.0, PLAIN, "llama", True), "fp32 gains less"
+    assert chosen(auto, None, HOUR, PLAIN, "llama", True)
+    assert not chosen(auto, None, HOUR, LOW, "gpt2", True), "a gpt2 gains nothing on a CPU"
+    assert not chosen(auto, None, HOUR, LOW, "mine.py:Model", True), "a model of one's own, unasked"
+    assert not chosen(auto, None, HOUR, LOW, "llama", False), "every length anew"
+    assert chosen(auto, None, HOUR, replace(PLAIN, device=torch.device("cuda")), "gpt2", True)
 
 
 def test_what_is_asked_for_or_was_before_holds() -> None:
-    assert chosen(Train(steps=10, compile=True), None, 1.0, PLAIN, True, False)
-    assert not chosen(Train(steps=10, compile=False), True, HOUR, LOW, False, True)
+    assert chosen(Train(steps=10, compile=True), None, 1.0, PLAIN, "mine.py:Model", False)
+    assert not chosen(Train(steps=10, compile=False), True, HOUR, LOW, "llama", True)
     for before in (True, False):
-        assert chosen(Train(steps=10), before, HOUR, PLAIN, False, True) is before, "to the bit as before"
+        assert chosen(Train(steps=10), before, HOUR, PLAIN, "llama", True) is before, "to the bit as before"
 
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(machine.shutil, "which", lambda _: None)
-    found, why = choose_compile(Train(steps=10), None, HOUR, LOW, False, True)
+    found, why = choose_compile(Train(steps=10), None, HOUR, LOW, "llama", True)
     assert not found and "C++ compiler" in why
+
+
+def test_freed_memory_is_kept_while_training_and_given_back_after_it() -> None:
+    program = """
+import ctypes, psutil, torch
+from lamplighter.train.machine import kept_memory
+here = psutil.Process()
+def faults():
+    return int(open("/proc/self/stat").read().rpartition(")")[2].split()[7])
+def use():
+    torch.ones(50_000_000)  # 200 MB
+def cost():
+    use()
+    before = faults()
+    use()
+    return faults() - before
+plain = cost()
+with kept_memory(torch.device("cpu")):
+    kept, inside = cost(), here.memory_info().rss
+after = here.memory_info().rss
+with kept_memory(torch.device("cuda")):
+    pass
+print(plain, kept, (inside - after) // 10**6)
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    plain, kept, given_back_mb = map(int, told.stdout.split())
+    assert plain > 10_000, "otherwise there is nothing to gain here"
+    assert kept < plain / 20
+    assert given_back_mb > 150
+
+
+def test_the_dtype_is_chosen_by_a_block_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16, "cpu_has_it", lambda: True)
+    monkeypatch.setattr(bf16, "make_it_work", lambda: True)
+    seconds = {torch.float32: 0.010, torch.bfloat16: 0.008}
+    monkeypatch.setattr(bf16, "block_seconds", lambda block, dtype: seconds[dtype])
+    assert bf16.choose(bf16.SOME_MODEL) == ("bf16", "a block of this model takes 8.0 ms in bf16, 10.0 in fp32")
+    seconds[torch.bfloat16] = 0.0095
+    assert bf16.choose(bf16.SOME_MODEL)[0] == "fp32", "not worth the accuracy"
+    monkeypatch.setattr(bf16, "make_it_work", lambda: False)
+    assert bf16.choose(bf16.SOME_MODEL) == ("fp32", "bf16 crashes on this CPU (a trial process died)")
+
+
+def test_what_the_user_said_about_waiting_threads_holds() -> None:
+    assert threads_wait({}) == {"GOMP_SPINCOUNT": "3000"}
+    assert threads_wait({"OMP_WAIT_POLICY": "ACTIVE"}) == threads_wait({"GOMP_SPINCOUNT": "7"}) == {}

@@ -16,8 +16,8 @@ from lamplighter.model.shape import Shape, matmul_parameters_per_layer
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
 from lamplighter.ops.job import Job
 from lamplighter.ops.memory import layer_bytes, memory
+from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.devices import Device, find
-from lamplighter.train.machine import make_bf16_work
 
 B, T, V = 2, 64, 90
 NO_BF16 = 3
@@ -120,7 +120,7 @@ def test_the_peak_on_paper_is_near_the_peak_of_a_real_process() -> None:
 
 
 if __name__ == "__main__":
-    if not make_bf16_work():
+    if not make_it_work():
         sys.exit(NO_BF16)
     for kind in ("gpt2", "llama"):
         for case in CASES:

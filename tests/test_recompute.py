@@ -15,8 +15,9 @@ from lamplighter.model.recompute import Again, blocks_of, recompute_blocks
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
 from lamplighter.rundir import RunDir
+from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.compiled import Compiled
-from lamplighter.train.machine import make_bf16_work, seed_step
+from lamplighter.train.machine import seed_step
 
 Numbers = list[tuple[str, str]]
 NO_BF16 = 3
@@ -155,7 +156,7 @@ def test_a_run_has_the_same_losses_also_with_a_model_of_ones_own(tmp_path: Path)
 
 
 if __name__ == "__main__":
-    if not make_bf16_work():
+    if not make_it_work():
         sys.exit(NO_BF16)
     for kind in ("gpt2", "llama"):
         assert steps_of(kind, again=True, dtype="bf16") == steps_of(kind, again=False, dtype="bf16"), kind

@@ -56,29 +56,23 @@ class _HeadLoss(torch.autograd.Function):
         weight = weight_VC.to(dtype)
         dx_NC = torch.empty_like(x_NC) if wants_x else None
         dweight_VC = torch.zeros_like(weight_VC) if wants_weight else None
-        total = torch.zeros((), dtype=torch.float32, device=x_NC.device)
+        nats_N1 = torch.empty(len(x_NC), 1, dtype=torch.float32, device=x_NC.device)
         rows = min(shape.block_rows(weight_VC.shape[0], x_NC.device.type), max(1, len(x_NC)))
         for start in range(0, len(x_NC), rows):
-            x_RC, targets_R1 = x_NC[start : start + rows].to(dtype), targets_N[start : start + rows, None]
-            logits_RV = blocks.take(rows, weight, torch.float32)[: len(x_RC)]
-            narrow_RV = logits_RV if dtype == torch.float32 else blocks.take(rows, weight, dtype)[: len(x_RC)]
-            torch.mm(x_RC, weight.t(), out=narrow_RV)
-            if narrow_RV is not logits_RV:
-                logits_RV.copy_(narrow_RV)
-            torch.ops.aten._log_softmax.out(logits_RV, -1, False, out=logits_RV)
-            total -= logits_RV.gather(1, targets_R1).sum()
-            if not (wants_x or wants_weight):
-                continue
-            logits_RV.exp_()  # now the probabilities; less one at the target it is the gradient
-            logits_RV.scatter_add_(1, targets_R1, logits_RV.new_full((len(x_RC), 1), -1.0))
-            if narrow_RV is not logits_RV:
-                narrow_RV.copy_(logits_RV)
+            here = slice(start, start + rows)
+            x_RC, targets_R1 = x_NC[here].to(dtype), targets_N[here, None]
+            block_RV = blocks.take(rows, weight, dtype)[: len(x_RC)]
+            torch.mm(x_RC, weight.t(), out=block_RV)
+            strip = shape.strip_rows(rows, x_NC.device.type)
+            for top in range(0, len(x_RC), strip):
+                part = slice(top, top + strip)
+                nats_N1[here][part] = _to_gradient(block_RV[part], targets_R1[part], blocks, wants_x or wants_weight)
             if dx_NC is not None:
-                torch.mul(narrow_RV @ weight, scale, out=dx_NC[start : start + rows])
+                dx_NC[here] = block_RV @ weight
             if dweight_VC is not None:
-                _add_product(dweight_VC, narrow_RV, x_RC, scale)
-        ctx.save_for_backward(dx_NC, dweight_VC)
-        return total * scale
+                _add_product(dweight_VC, block_RV, x_RC, scale)
+        ctx.save_for_backward(None if dx_NC is None else dx_NC.mul_(scale), dweight_VC)
+        return nats_N1.sum() * scale
 
     @staticmethod
     @once_differentiable
@@ -87,6 +81,21 @@ class _HeadLoss(torch.autograd.Function):
         if upstream.device.type != "cpu" or float(upstream) != 1.0:
             dx_NC, dweight_VC = (None if part is None else part * upstream for part in (dx_NC, dweight_VC))
         return dx_NC, dweight_VC, None, None, None, None
+
+
+def _to_gradient(block_SV: Tensor, targets_S1: Tensor, blocks: Blocks, wanted: bool) -> Tensor:
+    """The nats of a strip of logits; the strip itself becomes its gradient, in float32 in between."""
+    wide_SV = block_SV
+    if block_SV.dtype != torch.float32:
+        wide_SV = blocks.take(len(block_SV), block_SV[0], torch.float32).copy_(block_SV)
+    torch.ops.aten._log_softmax.out(wide_SV, -1, False, out=wide_SV)
+    nats_S1 = -wide_SV.gather(1, targets_S1)
+    if wanted:
+        wide_SV.exp_()  # now the probabilities; less one at the target it is the gradient
+        wide_SV.scatter_add_(1, targets_S1, torch.full_like(nats_S1, -1.0))
+        if wide_SV is not block_SV:
+            block_SV.copy_(wide_SV)
+    return nats_S1
 
 
 def _add_product(dweight_VC: Tensor, gradient_RV: Tensor, x_RC: Tensor, scale: float) -> None:

@@ -289,3 +289,8 @@ def block_rows(vocab_size: int, device_type: str) -> int:
     """Rows of logits that are worked on together: a function of nothing that may change between two starts."""
     room = CPU_BLOCK_BYTES if device_type == "cpu" else GPU_BLOCK_BYTES
     return max(BLOCK_ROWS, room // (4 * vocab_size) // BLOCK_ROWS * BLOCK_ROWS)
+
+
+def strip_rows(rows: int, device_type: str) -> int:
+    """Of these, how many become a gradient together: on a CPU few, so that the passes over them stay in its caches."""
+    return min(rows, BLOCK_ROWS) if device_type == "cpu" else rows

@@ -169,6 +169,17 @@ def is_own(run: Run) -> bool:
     return run.model.init_from is None and run.model.family not in ("gpt2", "llama")
 
 
+def known_shape(run: Run) -> Shape | None:
+    """None of a model of one's own."""
+    return None if is_own(run) else shape_of(run)
+
+
+def family_of(run: Run) -> str:
+    """gpt2, llama, or the name of a model of one's own."""
+    shape = known_shape(run)
+    return shape.family if shape else run.model.family
+
+
 def vocabulary(run: Run) -> int:
     """Of the tokenizer: as the settings say it, or as its file does."""
     section = run.tokenizer

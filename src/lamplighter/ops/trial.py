@@ -100,10 +100,11 @@ def _try(request: dict[str, Any]) -> dict[str, Any]:
     from lamplighter.config import Run
     from lamplighter.model.build import build
     from lamplighter.model.recompute import recompute_blocks
+    from lamplighter.ops.job import known_shape
     from lamplighter.train import machine, optim
 
     run = Run.model_validate(request["run"])
-    where = machine.detect(run.train)
+    where = machine.detect(run.train, shape=known_shape(run))
     if where.device.type == "cpu" and sys.platform == "linux" and request.get("bytes"):
         _limit(int(request["bytes"]))
     _say(doing="building the model")

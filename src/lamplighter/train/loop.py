@@ -56,7 +56,8 @@ def training(parts: Parts) -> Iterator[Iterator[Record]]:
     parts.model.train()
     good = True
     try:
-        yield _steps(parts, keeper, stream)
+        with machine.kept_memory(parts.machine.device):
+            yield _steps(parts, keeper, stream)
     except Diverged:
         good = False
         raise

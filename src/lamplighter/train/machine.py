@@ -7,12 +7,12 @@ Out: a Machine, each choice with its reason in words.
 from __future__ import annotations
 
 import contextlib
-import functools
+import ctypes
 import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,15 @@ from lamplighter import groups
 from lamplighter.config import Train
 from lamplighter.data.pool import usable_cores
 from lamplighter.errors import BadConfig
-from lamplighter.train import devices, tiles
+from lamplighter.model.shape import Shape
+from lamplighter.train import bf16, devices
 
-COMPILE_PAYS_S = 600.0  # half a minute to compile, for about a tenth of each step
-BF16_GAIN = 1.2  # bf16 costs accuracy: it must be worth it
-ISA_LIMIT = "ONEDNN_MAX_CPU_ISA"
+FAMILIES = ("gpt2", "llama")
+COMPILE_COSTS_S = 60.0  # half a minute, and it should be worth the trouble
+COMPILE_GAINS = {("llama", "bf16"): 0.13, ("llama", "fp32"): 0.06}  # measured: docs/performance.md
+GPU_COMPILE_GAIN = 0.1
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3), with what they are by default
+TRIM_THRESHOLD, MMAP_MAX = 128 * 1024, 65_536
 
 
 @dataclass(frozen=True)
@@ -63,22 +67,22 @@ class Machine:
             "threads": self.threads,
             "torch": torch.__version__,
             "cpu": platform.machine(),
-            "isa_limit": os.environ.get(ISA_LIMIT, ""),
+            "isa_limit": os.environ.get(bf16.ISA_LIMIT, ""),
         }
 
 
-def detect(section: Train, before: dict[str, Any] | None = None) -> Machine:
-    """Choose the device, the dtype and the threads; a resumed run keeps what it had."""
+def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | None = None) -> Machine:
+    """Choose the device, the dtype (for a model of this shape) and the threads; a resumed run keeps what it had."""
     before = before or {}
     if limit := before.get("isa_limit"):  # set for a trial of bf16, and it holds for fp32 too
-        os.environ.setdefault(ISA_LIMIT, limit)
+        os.environ.setdefault(bf16.ISA_LIMIT, limit)
     reasons: list[str] = []
     device = _choose_device(section, reasons)
     threads = section.threads or before.get("threads") or usable_cores()
     torch.set_num_threads(threads)
     why = "train.threads" if section.threads else "as before" if before else "the cores this process may use"
     reasons.append(f"{threads} thread{'s' if threads != 1 else ''}: {why}")
-    dtype = _choose_dtype(section, device, before.get("dtype"), reasons)
+    dtype = _choose_dtype(section, device, before.get("dtype"), shape, reasons)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     peak, how = _peak(device, dtype, name)
     reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {'bf16' if dtype == torch.bfloat16 else 'fp32'}: {how}")
@@ -86,23 +90,23 @@ def detect(section: Train, before: dict[str, Any] | None = None) -> Machine:
 
 
 def choose_compile(
-    section: Train, before: bool | None, expected_s: float, where: Machine, own_model: bool, one_shape: bool
+    section: Train, before: bool | None, expected_s: float, where: Machine, family: str, one_shape: bool
 ) -> tuple[bool, str]:
     """Whether to compile the blocks, and why; a resumed run keeps what it had."""
     if section.compile != "auto":
         return section.compile, "train.compile"
     if before is not None:
         return before, "as before"
-    if own_model or not one_shape:
-        return (
-            False,
-            "a model of your own is compiled if you ask for it" if own_model else "every length would be compiled",
-        )
+    if family not in FAMILIES:
+        return False, "a model of your own is compiled if you ask for it"
+    if not one_shape:
+        return False, "every length would be compiled"
     on_cpu = where.device.type == "cpu"
-    if on_cpu and where.dtype_name == "fp32":
-        return False, "in fp32 on a CPU it gains nothing (docs/performance.md)"
-    if expected_s < COMPILE_PAYS_S:
-        return False, f"it pays from about {COMPILE_PAYS_S / 60:.0f} min of training on"
+    gain = COMPILE_GAINS.get((family, where.dtype_name), 0.0) if on_cpu else GPU_COMPILE_GAIN
+    if not gain:
+        return False, f"it gains a {family} nothing on a CPU (docs/performance.md)"
+    if expected_s * gain < COMPILE_COSTS_S:
+        return False, f"it pays from about {COMPILE_COSTS_S / gain / 60:.0f} min of training on"
     if on_cpu and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
         return False, "there is no C++ compiler (g++), which it needs"
     return True, f"the run is long enough to pay for it (about {expected_s / 3600:.1f} h)"
@@ -122,7 +126,9 @@ def _choose_device(section: Train, reasons: list[str]) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def _choose_dtype(section: Train, device: torch.device, before: str | None, reasons: list[str]) -> torch.dtype:
+def _choose_dtype(
+    section: Train, device: torch.device, before: str | None, shape: Shape | None, reasons: list[str]
+) -> torch.dtype:
     wanted = section.dtype if section.dtype != "auto" else before
     why = "train.dtype" if section.dtype != "auto" else "as before"
     if device.type == "cuda":
@@ -130,96 +136,13 @@ def _choose_dtype(section: Train, device: torch.device, before: str | None, reas
             wanted = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
             why = "the GPU has it" if wanted == "bf16" else "the GPU has no bf16"
     elif wanted is None:
-        wanted, why = _measured_choice()
-    elif wanted == "bf16" and not make_bf16_work():
+        wanted, why = bf16.choose(shape or bf16.SOME_MODEL)
+    elif wanted == "bf16" and not bf16.make_it_work():
         raise BadConfig(
             "this CPU cannot compute in bf16", "a small product crashed in a trial process", "--train.dtype fp32"
         )
     reasons.append(f"{wanted}: {why}")
     return torch.bfloat16 if wanted == "bf16" else torch.float32
-
-
-def _measured_choice() -> tuple[str, str]:
-    """bf16 on a CPU only where it works and is clearly faster."""
-    if not cpu_has_bf16():
-        return "fp32", "the CPU has no bf16 instructions"
-    if not make_bf16_work():
-        return "fp32", "bf16 crashes on this CPU (a trial process died)"
-    device = torch.device("cpu")
-    fast, plain = _measured_gemm(device, torch.bfloat16), _measured_gemm(device, torch.float32)
-    ratio = f"measured {fast / 1e9:.0f} against {plain / 1e9:.0f} GFLOP/s in fp32"
-    return ("bf16" if fast > BF16_GAIN * plain else "fp32"), f"bf16 {ratio}"
-
-
-def cpu_has_bf16() -> bool:
-    try:
-        with open("/proc/cpuinfo") as file:
-            flags = next((line for line in file if line.startswith("flags")), "")
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-@functools.cache
-def make_bf16_work() -> bool:
-    """Some virtual machines announce AMX and die of it (SIGILL): try in a forked process; with AMX described to the
-    library; without AMX. Asked before the first product, and remembered: a fork after it would hang.
-    """
-    if _bf16_survives(_bf16_trial):
-        return True
-    if tiles.missing() and _bf16_survives(_describe_tiles):
-        _describe_tiles()
-        return True
-    os.environ[ISA_LIMIT] = "AVX512_CORE_BF16"  # read by the library at its first product, which is still to come
-    if _bf16_survives(_bf16_trial):
-        return True
-    del os.environ[ISA_LIMIT]
-    return False
-
-
-def _describe_tiles() -> None:
-    """What the library asks depends on the shape (sizes that fill no tile ask more): many small ones first, then others
-    that must do without us.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        tiles.describe(_bf16_trial)
-        _bf16_trial(rows=200, inner=1001, columns=77, head=24)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _bf16_trial(rows: int = 65, inner: int = 70, columns: int = 33, head: int = 64) -> None:
-    """Products whose results are known, of sizes that fill the tiles and of given ones, and attention there and back."""
-    for m, k, n in ((64, 64, 64), (rows, inner, columns)):
-        a, b = ((torch.arange(x * k).reshape(x, k) % 7 - 3).float() for x in (m, n))
-        right = a @ b.T
-        for product in (a.bfloat16() @ b.bfloat16().T, a.bfloat16() @ b.T.contiguous().bfloat16(),
-                        a.T.contiguous().bfloat16().T @ b.bfloat16().T):  # fmt: skip
-            if not torch.equal(product, right.bfloat16()):
-                raise ArithmeticError("a bf16 product is wrong")
-    question = (torch.arange(2 * rows * head).reshape(1, 2, rows, head) % 7 - 3).bfloat16().requires_grad_()
-    torch.nn.functional.scaled_dot_product_attention(question, question, question, is_causal=True).sum().backward()
-    if question.grad is None or not question.grad.isfinite().all():
-        raise ArithmeticError("a bf16 attention is wrong")
-
-
-def _bf16_survives(trial: Callable[[], None]) -> bool:
-    """The trial in a process that may die."""
-    pid = os.fork()
-    if pid == 0:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        torch.set_num_threads(1)
-        code = 1
-        try:
-            trial()
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status) == 0
 
 
 def _peak(device: torch.device, dtype: torch.dtype, name: str) -> tuple[float, str]:
@@ -262,6 +185,25 @@ def memory_gb(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         found["sys/gpu_mem_gb"] = torch.cuda.memory_allocated(device) / 1e9
     return found
+
+
+@contextlib.contextmanager
+def kept_memory(device: torch.device) -> Iterator[None]:
+    """On a CPU: freed memory stays ours while we train. By default the C library gives large pieces back to the system and
+    has them mapped and zeroed anew in every step: a sixth of the time of a bf16 step.
+    """
+    setting = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
+    if setting is None:  # a GPU, or another C library than glibc
+        yield
+        return
+    setting(M_MMAP_MAX, 0)
+    setting(M_TRIM_THRESHOLD, -1)
+    try:
+        yield
+    finally:
+        setting(M_MMAP_MAX, MMAP_MAX)
+        setting(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def memory_left() -> int:

@@ -45,7 +45,7 @@ from lamplighter.rundir import (
     read_record,
     write_json,
 )
-from lamplighter.watch import ledger, redflags, sense, stacks
+from lamplighter.watch import ledger, redflags, sense, spawn, stacks
 from lamplighter.watch.notify import Notifier
 from lamplighter.watch.observe import Observer, Tail
 from lamplighter.watch.picture import clean, duration, line, tell, tell_step
@@ -239,15 +239,6 @@ class Supervisor:
         self.run.slot(0).unlink(missing_ok=True)
         output = open_lines(self.run.output)
         request = json.dumps({**self.order.request, "folder": str(self.run.path), "result_fd": self.order.result_fd})
-        environment = {
-            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads collapse on a shared machine: decision 005
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            "LAMP_ATTEMPT": str(self.attempt),
-            "LAMP_PARENT_PID": str(os.getpid()),
-            "LAMP_SPENT_S": str(self.spent_before_s),
-            "LAMP_STARTED_MONOTONIC": str(self.began),
-        }
         self.child = subprocess.Popen(
             [sys.executable, "-m", "lamplighter.work", self.order.verb, request],
             stdin=self.order.child_stdin,
@@ -255,7 +246,7 @@ class Supervisor:
             stderr=output,
             start_new_session=True,
             pass_fds=[fd for fd in (self.order.lock_fd, self.order.result_fd) if fd >= 0],
-            env=environment,
+            env=spawn.environment(self.attempt, self.spent_before_s, self.began),
         )
         os.close(output)
         self.observer.started(self.child.pid)

@@ -123,7 +123,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
     """The start-up phases: data, tokenizer, cache, plan, model, resume."""
     from lamplighter.data.stream import Live
     from lamplighter.model.recompute import recompute_blocks
-    from lamplighter.ops.job import is_own
+    from lamplighter.ops.job import family_of, is_own, known_shape
     from lamplighter.train import checkpoint, guard, machine, optim
     from lamplighter.train.parts import Parts
     from lamplighter.work.planning import plan_run
@@ -138,7 +138,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
         tokens = _open_tokens(run, cache, source, tokenizer) if chat is None else open_rows(run, cache, source, chat)
     with report.phase("plan"):
         found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
-        where = machine.detect(run.train, dict(_state_of(found).get("machine", {})))
+        where = machine.detect(run.train, dict(_state_of(found).get("machine", {})), known_shape(run))
         for reason in where.reasons:
             report.note(reason)
     own = None
@@ -163,9 +163,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
     if chat is not None:
         facts["chat"] = chat.fingerprint()
     before = _state_of(found).get("compiled")
-    compiled, why = machine.choose_compile(
-        run.train, before, expected_s, where, own is not None, not feed.whole_batches
-    )
+    compiled, why = machine.choose_compile(run.train, before, expected_s, where, family_of(run), not feed.whole_batches)
     if compiled and request.get("eager"):
         compiled, why = False, "compiling did not work out in an earlier attempt"
     facts["compiled"] = compiled

@@ -23,6 +23,7 @@ from lamplighter.model.build import Built, build
 from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.ops.doctor.finding import Finding, Patient
 from lamplighter.ops.doctor.sampled import NoSample, as_finding, failed, take
+from lamplighter.ops.job import known_shape
 from lamplighter.rundir import human_bytes
 from lamplighter.train import machine as machines
 from lamplighter.train import score
@@ -103,7 +104,7 @@ def prepare(patient: Patient, quick_dtype: bool = True) -> Bed:
     end = made[0].end_of_text if made else 0
     patient.now("the model")
     section = run.train.model_copy(update={"dtype": "fp32"}) if quick_dtype and run.train.dtype == "auto" else run.train
-    where = machines.detect(section)
+    where = machines.detect(section, shape=known_shape(run))
     section_of_model, fewer = _layers_that_fit(run, vocab)
     remarks += fewer
     built = build(section_of_model, vocab, run.data.seq_len, end, run.train.seed)

@@ -24,8 +24,7 @@ from lamplighter.ops.job import job_of
 from lamplighter.ops.memory import GIB
 from lamplighter.ops.memory import memory as memory_of
 from lamplighter.rundir import human_bytes
-from lamplighter.train import machine as machines
-from lamplighter.train import optim
+from lamplighter.train import bf16, optim
 from lamplighter.train.devices import Device
 
 MEMORY_S = 20.0  # so long the longest micro-batch may take for real
@@ -40,11 +39,11 @@ def precision(patient: Patient) -> Iterator[Finding]:
     """bf16 against fp32: does it work, is it faster, does it give the same loss."""
     wanted = patient.run.train.dtype
     is_cpu = patient.run.train.device == "cpu" or not torch.cuda.is_available()
-    if is_cpu and not machines.cpu_has_bf16():
+    if is_cpu and not bf16.cpu_has_it():
         yield _no_bf16(wanted, "the CPU has no bf16 instructions: each product would be emulated")
         return
     patient.now("bf16 in a process that may die")
-    if is_cpu and not machines.make_bf16_work():  # before the first product: a fork after it would hang
+    if is_cpu and not bf16.make_it_work():  # before the first product: a fork after it would hang
         yield _no_bf16(wanted, "bf16 crashes on this CPU: a trial process died")
         return
     if not is_cpu and not torch.cuda.is_bf16_supported():

@@ -1,0 +1,144 @@
+"""bf16 on a CPU: whether it works here, and whether it is worth it for this model.
+
+In:  the shape of the model.
+Out: bf16 made to work where that can be (decisions 004, 014); fp32 or bf16, by the time that such a block takes in each.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from lamplighter.model.shape import Shape
+from lamplighter.train import tiles
+
+GAIN = 1.1  # bf16 costs accuracy: it must be worth it
+ISA_LIMIT = "ONEDNN_MAX_CPU_ISA"
+TOKENS = 256  # of the block that is timed
+TRIAL_S = 0.1
+
+
+SOME_MODEL = Shape(
+    "gpt2", vocab_size=512, positions=TOKENS, layers=1, width=1024, heads=16
+)  # where the shape is not known
+
+
+def choose(shape: Shape) -> tuple[str, str]:
+    """bf16 only where it works and is clearly faster, and why."""
+    if not cpu_has_it():
+        return "fp32", "the CPU has no bf16 instructions"
+    if not make_it_work():
+        return "fp32", "bf16 crashes on this CPU (a trial process died)"
+    block = _block(shape)
+    plain_s, low_s = block_seconds(block, torch.float32), block_seconds(block, torch.bfloat16)
+    words = f"a block of this model takes {low_s * 1000:.1f} ms in bf16, {plain_s * 1000:.1f} in fp32"
+    return ("bf16" if low_s * GAIN < plain_s else "fp32"), words
+
+
+Block = tuple[torch.Tensor, list[torch.Tensor], int]  # rows, weights, heads
+
+
+def _block(shape: Shape) -> Block:
+    """Numbers like those of one transformer block."""
+    width, length = shape.width, min(shape.positions, TOKENS)
+    sizes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    weights = [torch.full(size, 0.01).requires_grad_() for size in sizes]
+    return torch.ones(TOKENS // length, length, width), weights, shape.heads
+
+
+def block_seconds(block: Block, dtype: torch.dtype) -> float:
+    """Forward and backward, as training does it: the best within a short time, and what others take away is not counted."""
+    best, tries, until = float("inf"), 0, time.perf_counter() + TRIAL_S
+    while tries < 2 or time.perf_counter() < until:  # the first one sets things up
+        began, worked = time.perf_counter(), time.process_time()
+        _there_and_back(block, dtype)
+        took = time.perf_counter() - began
+        took = min(took, (time.process_time() - worked) / torch.get_num_threads() or took)
+        best, tries = min(best, took), tries + 1
+    return best
+
+
+def _there_and_back(block: Block, dtype: torch.dtype) -> None:
+    x_BTC, (w_qkv, w_out, w_up, w_down), heads = block
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        q, k, v = (part.view(*x_BTC.shape[:2], heads, -1).transpose(1, 2) for part in (x_BTC @ w_qkv.t()).chunk(3, -1))
+        mixed_BTC = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x_BTC = x_BTC + mixed_BTC @ w_out.t()
+        x_BTC = x_BTC + functional.gelu(x_BTC @ w_up.t(), approximate="tanh") @ w_down.t()
+    torch.autograd.grad(x_BTC.sum(), block[1])
+
+
+def cpu_has_it() -> bool:
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = next((line for line in file if line.startswith("flags")), "")
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+@functools.cache
+def make_it_work() -> bool:
+    """Some virtual machines announce AMX and die of it (SIGILL): try in a forked process; with AMX described to the
+    library; without AMX. Asked before the first product, and remembered: a fork after it would hang.
+    """
+    if _survives(_trial):
+        return True
+    if tiles.missing() and _survives(_describe_tiles):
+        _describe_tiles()
+        return True
+    os.environ[ISA_LIMIT] = "AVX512_CORE_BF16"  # read by the library at its first product, which is still to come
+    if _survives(_trial):
+        return True
+    del os.environ[ISA_LIMIT]
+    return False
+
+
+def _describe_tiles() -> None:
+    """What the library asks depends on the shape (sizes that fill no tile ask more): many small ones first, then others
+    that must do without us.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        tiles.describe(_trial)
+        _trial(rows=200, inner=1001, columns=77, head=24)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _trial(rows: int = 65, inner: int = 70, columns: int = 33, head: int = 64) -> None:
+    """Products whose results are known, of sizes that fill the tiles and of given ones, and attention there and back."""
+    for m, k, n in ((64, 64, 64), (rows, inner, columns)):
+        a, b = ((torch.arange(x * k).reshape(x, k) % 7 - 3).float() for x in (m, n))
+        right = a @ b.T
+        for product in (a.bfloat16() @ b.bfloat16().T, a.bfloat16() @ b.T.contiguous().bfloat16(),
+                        a.T.contiguous().bfloat16().T @ b.bfloat16().T):  # fmt: skip
+            if not torch.equal(product, right.bfloat16()):
+                raise ArithmeticError("a bf16 product is wrong")
+    question = (torch.arange(2 * rows * head).reshape(1, 2, rows, head) % 7 - 3).bfloat16().requires_grad_()
+    torch.nn.functional.scaled_dot_product_attention(question, question, question, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
+    if question.grad is None or not question.grad.isfinite().all():
+        raise ArithmeticError("a bf16 attention is wrong")
+
+
+def _survives(trial: Callable[[], None]) -> bool:
+    """The trial in a process that may die."""
+    pid = os.fork()
+    if pid == 0:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        torch.set_num_threads(1)
+        code = 1
+        try:
+            trial()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) == 0
