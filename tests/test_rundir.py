@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 import time
@@ -77,6 +78,15 @@ def test_a_live_heartbeat_from_another_host_counts_and_an_old_one_does_not(tmp_p
     old = time.time() - 60
     os.utime(run.status, (old, old))
     assert rundir.take_lock(run) > 0
+
+
+def test_a_manifest_of_an_earlier_version_still_finds_damage(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    entry = {"bytes": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
+    rundir.write_json(tmp_path / "manifest.json", {"step": 1, "files": {"model.bin": entry}})
+    assert rundir.verify_manifest(tmp_path) is None
+    (tmp_path / "model.bin").write_bytes(b"wrights")
+    assert rundir.verify_manifest(tmp_path) == "model.bin does not match its checksum"
 
 
 def test_a_manifest_finds_every_kind_of_damage(tmp_path: Path) -> None:

@@ -126,15 +126,16 @@ def test_staging_is_chosen_by_the_memory_that_is_free_and_says_why() -> None:
 # A model with buffers, and saves that can be slow or fail: `after(path)` runs in the thread that writes, after each file.
 MODEL = """
 import errno, os, pathlib, time, torch
-import lamplighter.train.checkpoint as checkpoint
+from lamplighter.train import tensorfile
 
-save_file = checkpoint.save_file
+write = tensorfile.write
 
-def stretched(tensors, path, **options):
-    save_file(tensors, path, **options)
+def stretched(path, *rest):
+    digest = write(path, *rest)
     after(str(path))
+    return digest
 
-checkpoint.save_file = stretched
+tensorfile.write = stretched
 
 class Model(torch.nn.Module):
     def __init__(self, vocab_size, width, **_):

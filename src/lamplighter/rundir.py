@@ -14,10 +14,10 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lamplighter.errors import AlreadyRunning, CannotWrite
 
@@ -292,21 +292,37 @@ def move_aside(path: Path) -> Path:
 # ---------------------------------------------------------------- manifests
 
 
-def hash_file(path: Path, tick: Callable[[int], None] | None = None) -> str:
-    """sha256 of a file, in blocks; `tick` gets the bytes as they pass."""
-    digest = hashlib.sha256()
+class Digest(Protocol):
+    """What hashlib and xxhash have in common."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def hash_file(path: Path, tick: Callable[[int], None] | None = None, digest: Digest | None = None) -> str:
+    """sha256 of a file unless another digest is given, in blocks; `tick` gets the bytes as they pass."""
+    digest = digest or hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
+        block = memoryview(bytearray(1 << 20))  # one that stays in the processor's cache
+        while count := file.readinto(block):
+            digest.update(block[:count])
             if tick:
-                tick(len(block))
+                tick(count)
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, **extra: Any) -> None:
-    """List every file with its size and hash; written last, so its presence means 'complete'."""
+def write_manifest(folder: Path, known: Mapping[str, str] | None = None, **extra: Any) -> None:
+    """List every file with its size and checksum (`known`: as it was written); written last, so its presence means 'complete'.
+
+    XXH3 finds damage as surely as SHA-256 does, for a tenth of the processor's time, which a save takes from the steps.
+    """
+    import xxhash
+
     files = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+        (name := str(path.relative_to(folder))): {
+            "bytes": path.stat().st_size,
+            "xxh3_128": (known or {}).get(name) or hash_file(path, digest=xxhash.xxh3_128()),
+        }
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != "manifest.json"
     }
@@ -326,9 +342,17 @@ def verify_manifest(folder: Path, deep: bool = True, tick: Callable[[int], None]
             return f"{name} is missing"
         if (size := path.stat().st_size) != expected["bytes"]:
             return f"{name} has {size:,} bytes, expected {expected['bytes']:,}"
-        if deep and hash_file(path, tick) != expected["sha256"]:
+        if deep and not _matches(path, expected, tick):
             return f"{name} does not match its checksum"
     return None
+
+
+def _matches(path: Path, expected: dict[str, Any], tick: Callable[[int], None] | None) -> bool:
+    if "sha256" in expected:  # of earlier versions
+        return hash_file(path, tick) == expected["sha256"]
+    import xxhash
+
+    return bool(hash_file(path, tick, xxhash.xxh3_128()) == expected.get("xxh3_128"))
 
 
 # ---------------------------------------------------------------- who runs it

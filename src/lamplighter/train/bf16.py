@@ -6,6 +6,7 @@ Out: bf16 made to work where that can be (decisions 004, 014); fp32 or bf16, by 
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import time
@@ -133,6 +134,7 @@ def _survives(trial: Callable[[], None]) -> bool:
     if pid == 0:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 2)
+        faulthandler.disable()
         torch.set_num_threads(1)
         code = 1
         try:

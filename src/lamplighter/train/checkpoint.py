@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from lamplighter import report
 from lamplighter.errors import CannotWrite, NoCheckpoint
@@ -34,6 +33,7 @@ from lamplighter.rundir import (
     write_json,
     write_manifest,
 )
+from lamplighter.train import tensorfile
 
 PREFIX = "checkpoint-"
 SPARE = 1.05  # a save needs its tensors and a little more
@@ -143,10 +143,13 @@ def _write(final: Path, progress: Progress, contents: Contents, phase: report.Ph
     try:
         (temporary / "training").mkdir(parents=True)
         phase.set(0, "model.safetensors")
-        _write_tensors(temporary / "model.safetensors", contents.model)
-        phase.tick(_size(contents.model), "training/optimizer.safetensors")
-        _write_tensors(temporary / "training" / "optimizer.safetensors", contents.optimizer)
-        phase.tick(_size(contents.optimizer), "hashing")
+        checksums = {}
+        for name, tensors in (
+            ("model.safetensors", contents.model),
+            ("training/optimizer.safetensors", contents.optimizer),
+        ):
+            checksums[name] = tensorfile.write(temporary / name, tensors, lambda n, name=name: phase.tick(n, name))  # type: ignore[misc]
+        phase.tick(0, "flushing")
         write_json(temporary / "config.json", contents.config)
         eos = contents.config.get("eos_token_id")
         write_json(temporary / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
@@ -155,7 +158,7 @@ def _write(final: Path, progress: Progress, contents: Contents, phase: report.Ph
         for path in temporary.rglob("*"):
             if path.is_file():
                 _fsync(path)
-        write_manifest(temporary, step=progress.step)
+        write_manifest(temporary, checksums, step=progress.step)
         fsync_folder(temporary / "training")
         fsync_folder(temporary)
         if final.exists():
@@ -165,19 +168,6 @@ def _write(final: Path, progress: Progress, contents: Contents, phase: report.Ph
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        if "os error 28" in str(error) or "No space left" in str(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
-        raise OSError(errno.EIO, str(error), str(path)) from error
-
-
-def _size(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _fsync(path: Path) -> None:
