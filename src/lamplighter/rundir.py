@@ -349,10 +349,10 @@ def verify_manifest(folder: Path, deep: bool = True, tick: Callable[[int], None]
 
 def _matches(path: Path, expected: dict[str, Any], tick: Callable[[int], None] | None) -> bool:
     if "sha256" in expected:  # of earlier versions
-        return hash_file(path, tick) == expected["sha256"]
+        return bool(hash_file(path, tick) == expected["sha256"])
     import xxhash
 
-    return bool(hash_file(path, tick, xxhash.xxh3_128()) == expected.get("xxh3_128"))
+    return hash_file(path, tick, xxhash.xxh3_128()) == str(expected.get("xxh3_128"))
 
 
 # ---------------------------------------------------------------- who runs it

@@ -58,7 +58,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], tick: Callable[[int], No
 
         put(memoryview(_header(order, tensors)))
         for name in order:
-            data = memoryview(_bytes_of(tensors[name]))
+            data = _bytes_of(tensors[name]).data
             for start in range(0, len(data), PIECE):
                 put(data[start : start + PIECE])
                 tick(min(PIECE, len(data) - start))
