@@ -228,7 +228,7 @@ def test_padding_passes_and_a_device_that_idles() -> None:
     assert raised(run_curve(PLAIN, falling(300), **{"train/pad_frac": lambda n: 0.8})) == [("padding", 60)]
     assert raised(run_curve(PLAIN, falling(300), **{"train/epoch": lambda n: n / 50})) == [("data_repeats", 260)]
     big = Facts(1000, 2000, 50, 1e-3, parameters=120_000_000, device="cuda")
-    idle = {"train/mfu": lambda n: 0.04, "train/dt_ms": lambda n: 500.0}
+    idle = {"train/mfu": lambda n: 0.015, "train/dt_ms": lambda n: 500.0}
     assert [cause for cause, _ in raised(run_curve(big, falling(400), **idle))] == ["mfu_low"]
     assert raised(run_curve(PLAIN, falling(400), **idle)) == [], "a tiny model on a CPU cannot fill it"
 

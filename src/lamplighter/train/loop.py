@@ -151,10 +151,9 @@ def _steps(parts: Parts, keeper: Keeper, stream: BatchStream | ChunkStream) -> I
         batch = _next_batch(parts, stream)
     if batch is None:
         return _end_of_data(parts, keeper)
-    if parts.facts["compiled"]:
-        _compile(parts, batch)
+    begun = _compile(parts, batch) if parts.facts["compiled"] else None
     with report.phase("first step"):
-        record = _step(parts, keeper, batch, 0.0)
+        record = _step(parts, keeper, batch, 0.0, begun)
     with report.phase("train", total=parts.steps, unit="steps"):
         while True:
             if record is not None and _after(parts, keeper, record):
@@ -170,25 +169,29 @@ def _steps(parts: Parts, keeper: Keeper, stream: BatchStream | ChunkStream) -> I
             record = _step(parts, keeper, batch, time.perf_counter() - started)
 
 
-def _compile(parts: Parts, batch: Batch) -> None:
-    """One forward and backward whose gradients are thrown away: all compiling happens here, under its name."""
+def _compile(parts: Parts, batch: Batch) -> torch.Tensor | None:
+    """The first micro-batch of the first step, there and back: all compiling happens here, under its name.
+
+    Gives its loss, with the gradients in place; None where compiling failed.
+    """
     with report.phase("compile"):
         from lamplighter.train.compiled import Compiled, CompileError
 
         compiled = Compiled(parts.model)
         try:
             compiled.begin(parts.folder.path.parent / CACHE_NAME / "compiled")
-            rows = _micro_rows(parts, batch)[0]
-            _micro_loss(parts, batch, rows).backward()  # type: ignore[no-untyped-call]
+            machine.seed_step(parts.run.train.seed, batch.step, 0)
+            loss = _micro_loss(parts, batch, _micro_rows(parts, batch)[0])
+            loss.backward()  # type: ignore[no-untyped-call]
         except CompileError as error:
             compiled.undo()
-            _go_eager(parts, str(error).strip().splitlines()[0], batch.step)
-        else:
-            compiled.ready()
-            parts.compiled = compiled
-            report.note(f"compiled {len(compiled.blocks)} blocks with torch.compile, in {compiled.compiles} compiles")
-        finally:
             parts.optimizer.zero_grad()
+            _go_eager(parts, str(error).strip().splitlines()[0], batch.step)
+            return None
+        compiled.ready()
+        parts.compiled = compiled
+        report.note(f"compiled {len(compiled.blocks)} blocks with torch.compile, in {compiled.compiles} compiles")
+        return loss.detach()
 
 
 def _go_eager(parts: Parts, reason: str, step: int) -> None:
@@ -221,15 +224,22 @@ def _micro_loss(parts: Parts, batch: Batch, rows: slice) -> torch.Tensor:
         return score.nats(parts.model, ids, targets, batch.segments, whole, share, rows)
 
 
-def _step(parts: Parts, keeper: Keeper, batch: Batch, waited_s: float) -> Record | None:
-    """One optimizer step, read left to right; None where it was rolled back instead."""
+def _step(
+    parts: Parts, keeper: Keeper, batch: Batch, waited_s: float, begun: torch.Tensor | None = None
+) -> Record | None:
+    """One optimizer step, read left to right; None where it was rolled back instead. `begun`: the loss of its first
+    micro-batch, whose gradients are there already.
+    """
     started = time.perf_counter()
     step, train = batch.step, parts.run.train
     if parts.progress.passed_from <= step <= parts.progress.passed_to:
+        parts.optimizer.zero_grad()
         return _pass_over(parts, keeper, batch, waited_s)
-    total: torch.Tensor | None = None
+    total = begun
     with report.span("compute"):
         for micro, rows in enumerate(_micro_rows(parts, batch)):
+            if micro == 0 and begun is not None:
+                continue
             machine.seed_step(train.seed, step, micro)
             part = _micro_loss(parts, batch, rows)
             part.backward()  # type: ignore[no-untyped-call]

@@ -29,7 +29,10 @@ GROWTH_S, GROWTH_ALONE_S = 60.0, 300.0  # with memory that grows too; without, i
 RAM_EACH = 0.02  # from each quarter to the next
 COLLAPSE, COLLAPSE_S = 0.4, 180.0
 MFU_S = 120.0
-MFU_LEAST = {"cuda": (30e6, 0.15), "cpu": (10e6, 0.05)}  # of models from so many parameters on
+MFU_LEAST = {
+    "cuda": (30e6, 0.15),
+    "cpu": (10e6, 0.02),
+}  # of models from so many parameters on; with matrix tiles (AMX) 10 to 25 % is usual
 
 
 def data_wait(memory: Memory) -> Verdict | None:
