@@ -75,12 +75,22 @@ def _there_and_back(block: Block, dtype: torch.dtype) -> None:
 
 
 def cpu_has_it() -> bool:
+    flags = _of_cpu("flags")
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def processor() -> str:
+    """Its name: another one may round otherwise."""
+    return _of_cpu("model name")
+
+
+def _of_cpu(field: str) -> str:
+    """What /proc/cpuinfo says of the first core; nothing where there is no such file."""
     try:
         with open("/proc/cpuinfo") as file:
-            flags = next((line for line in file if line.startswith("flags")), "")
+            return next((line.partition(":")[2].strip() for line in file if line.startswith(field)), "")
     except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+        return ""
 
 
 @functools.cache

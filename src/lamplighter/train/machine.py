@@ -67,6 +67,7 @@ class Machine:
             "threads": self.threads,
             "torch": torch.__version__,
             "cpu": platform.machine(),
+            "processor": bf16.processor(),
             "isa_limit": os.environ.get(bf16.ISA_LIMIT, ""),
         }
 
