@@ -63,15 +63,15 @@ def innocent(model):
         time.sleep(SECONDS * 2)
 """,
     "a throttled save": """
-import lamplighter.train.checkpoint as checkpoint
-save_file = checkpoint.save_file
+from lamplighter.train import tensorfile
+write = tensorfile.write
 
-def throttled(tensors, path, **options):
+def throttled(path, *rest):
     if "checkpoint-15" in str(path) and "optimizer" not in str(path):
         time.sleep(SECONDS * 2)
-    save_file(tensors, path, **options)
+    return write(path, *rest)
 
-checkpoint.save_file = throttled
+tensorfile.write = throttled
 
 def innocent(model):
     pass

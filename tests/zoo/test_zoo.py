@@ -133,7 +133,7 @@ def fault(model):
         """
 def fault(model):
     total = 0
-    for token in range(60_000_000):
+    for token in range(120_000_000):
         total += token * token  # the line
 """,
         "python_loop",
@@ -143,7 +143,7 @@ def fault(model):
         0,
         1,
         (),
-        ("alive", "range(60000000)"),
+        ("alive", "range(120000000)"),
     ),
     Animal(
         "same_twice",
