@@ -117,6 +117,7 @@ def test_the_demo_speaks_all_the_way_and_comes_near_its_floor(tmp_path: Path) ->
     assert float(unexplained.group(1)) < 1.0
 
 
+@LONG
 def test_the_demo_on_a_terminal(tmp_path: Path) -> None:
     heard = listen([*LAMP, "demo", "--train.steps", "100"], tmp_path, on_pty=True)
     check(heard, on_pty=True)

@@ -106,6 +106,7 @@ def test_on_stuck_restart_starts_it_again(tmp_path: Path) -> None:
     assert [event["attempt"] for event in read_lines(run.events) if event["type"] == "start"] == [1, 2]
 
 
+@LONG
 def test_a_restart_on_a_terminal_lives_as_long_as_it_likes(tmp_path: Path) -> None:
     from conftest import listen
 

@@ -102,7 +102,7 @@ def acted_on(run: RunDir) -> list[str]:
 @pytest.mark.parametrize("crowded", [False, True], ids=["alone", "beside hogs"])
 @pytest.mark.parametrize("name", INNOCENTS)
 def test_the_innocent_are_left_alone(tmp_path: Path, name: str, crowded: bool, request: pytest.FixtureRequest) -> None:
-    if crowded and not FULL and name != "a long step in pure Python":
+    if crowded and not FULL:
         pytest.skip("beside hogs only in make zoo")
     seconds = 10 if FULL else 2.5
     (tmp_path / "innocent.py").write_text(MODEL + INNOCENTS[name] + f"\nSECONDS = {seconds}\n")
