@@ -25,7 +25,8 @@ from typing import Any
 import measured
 import peers
 import psutil
-from training import CLIP, LR, TRAINER, environment, prepare_case
+from trainers import TRAINER
+from training import CLIP, LR, environment, prepare_case
 
 SCRIPT = (
     TRAINER.partition("def answer(ask):")[0]

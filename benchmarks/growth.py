@@ -6,12 +6,13 @@ Out: milliseconds and peak memory of a training step, seconds and peak memory of
 
     python benchmarks/growth.py [--only layers width length vocabulary corpus documents] [--mb 10 100 1000]
 
-A model's row is a process of its own: a step forward and back with AdamW, float32, not compiled, the median of its
-steps; the rows take turns. A corpus's row is the whole command, once (about ten minutes for all with 1 GB).
+A model's row is a process of its own: a step as `lamp train` takes it (not compiled), the median of its steps; the rows
+take turns. A corpus's row is the whole command, once (about ten minutes for all with 1 GB).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -32,29 +33,39 @@ MODELS = {
 }
 DOCUMENTS = [100, 10_000, 1_000_000]
 STEP = """
-import resource, statistics, torch
+import contextlib, statistics, torch
+from lamplighter.config import Train
 from lamplighter.model.shape import Shape, flops_per_token
-from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
+from lamplighter.model.transformer import Transformer, init_weights
+from lamplighter.train.bf16 import make_it_work
+from lamplighter.train.machine import kept_memory
+from lamplighter.train.optim import make_optimizer
 
 def answer(ask):
-    global model, optimizer, shape
+    global model, optimizer, shape, low, room
     if "layers" in ask:
         torch.set_num_threads(ask["threads"])
+        low = ask["dtype"] == "bf16" and make_it_work()
         shape = Shape(family="gpt2", vocab_size=ask["vocabulary"], positions=ask["length"], layers=ask["layers"],
                       width=ask["width"], heads=ask["width"] // 64)
         model = Transformer(shape)
         init_weights(model, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer, room = make_optimizer(model, Train(steps=1)), contextlib.ExitStack()
+        room.enter_context(kept_memory(torch.device("cpu")))
         return {"flops": flops_per_token(shape, ask["length"]), "parameters": sum(p.numel() for p in model.parameters())}
     times = []
-    ids = torch.randint(0, shape.vocab_size, (ask["rows"], shape.positions))
+    ids = torch.randint(0, shape.vocab_size, (ask["rows"], shape.positions + 1))
     for _ in range(ask["steps"]):
         began = time.perf_counter()
-        (next_token_loss(model(ids), ids) / ids.numel()).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            loss = model(ids[:, :-1].contiguous(), targets_BT=ids[:, 1:].contiguous(), scale=1 / ids.numel())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(1e-4)
+        optimizer.zero_grad()
         times.append(time.perf_counter() - began)
-    return {"ms": statistics.median(times) * 1000, "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000}
+    peak = int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) / 1024
+    return {"ms": statistics.median(times) * 1000, "mb": peak}
 """
 
 
@@ -64,7 +75,7 @@ def grow_model(what: str, sizes: list[int], wanted: Any, place: Path) -> None:
     try:
         for size in sizes:
             workers[f"{what} {size:,}"] = worker = peers.Worker(sys.executable, STEP, place / "log", environment)
-            case = {**FIRST, what: size, "threads": wanted.threads}
+            case = {**FIRST, what: size, "threads": wanted.threads, "dtype": wanted.dtype}
             facts[f"{what} {size:,}"] = worker.ask(case) | {"tokens": wanted.rows * case["length"]}
 
         def turn(name: str) -> float:
@@ -83,7 +94,7 @@ def grow_model(what: str, sizes: list[int], wanted: Any, place: Path) -> None:
         told = f"FLOPs {work[name] / least:.2f} x the first; {memory[name]:,.0f} MB at most; {facts[name]['parameters'] / 1e6:.1f}M parameters"
         rows.append(measured.Row(name, values, more_is_better=False, extra=told))
     held = ", ".join(f"{name} {size:,}" for name, size in FIRST.items() if name != what)
-    measured.show(f"a training step of {wanted.rows} rows, more {what} ({held})", "ms", rows)
+    measured.show(f"a training step of {wanted.rows} rows in {wanted.dtype}, more {what} ({held})", "ms", rows)
 
 
 def write_corpus(path: Path, size: int, documents: int) -> None:
@@ -101,10 +112,12 @@ def write_corpus(path: Path, size: int, documents: int) -> None:
 
 
 def grow_corpus(what: str, cases: list[tuple[str, int, int]], place: Path) -> None:
-    from lamplighter.data.tokenizer import byte_level
+    from lamplighter.data.tokenizer import train
 
-    tokenizer = place / "bytes"
-    byte_level().save(tokenizer)
+    tokenizer = place / "words"
+    write_corpus(place / "sample.jsonl", 4_000_000, 1000)
+    with open(place / "sample.jsonl") as rows_of_text:
+        train([json.loads(line)["text"] for line in rows_of_text], 4096).save(tokenizer)
     rows = []
     for name, size, documents in cases:
         path = place / "corpus.jsonl"
@@ -122,6 +135,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[*MODELS, "corpus", "documents"])
     parser.add_argument("--mb", type=float, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     wanted = parser.parse_args()
     parts = wanted.only or [*MODELS, "corpus", "documents"]
     if wanted.quick:

@@ -1,11 +1,12 @@
-"""Tokens a second and memory of training, against Hugging Face's Trainer and a plain loop: same weights, same batches.
+"""Tokens a second and memory of training, against Hugging Face's Trainer, Lightning, litgpt and a plain loop.
 
 In:  a made-up corpus of 30,000 words; a GPT-2 of 6 layers, width 384 (--layers, --width, --vocab, --length, --batch).
 Out: a table of ratios, the share of the matrix product's peak, peak memory, and whether the losses agree step by step.
 
     python benchmarks/training.py [--rounds 5] [--steps 6] [--only lamp "plain compiled"] [--dtypes fp32 bf16] [--profile]
 
-Everybody works in a process of their own and takes turns of a few steps. A peer gets its defaults in one row and its best
+Same weights, same batches for everybody but litgpt, whose own model of the same sizes starts from its own (it has rotary
+positions and a head that is not tied). Everybody works in a process of their own and takes turns of a few steps. A peer gets its defaults in one row and its best
 settings in another (fused AdamW, torch.compile, bf16 where this processor has it: on some virtual machines bf16 only
 works with AMX switched off, which is done for everybody then). Ours is the product's own loop as `lamp train` runs it,
 with its saves and its validation out of the way, as the peers' are; what being watched costs is in watching.py.
@@ -24,161 +25,9 @@ from typing import Any
 
 import measured
 import peers
+from trainers import LIGHTNING, LITGPT, OURS, PLAIN, TRAINER
 
 LR, CLIP = 3e-4, 1.0
-
-# Of this process alone: rusage would also count what started it.
-PEAK = """
-def peak_mb():
-    return int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) / 1024
-"""
-# Where a virtual machine hides what the library must know of AMX, the peers get our repair too: alone they would die of SIGILL.
-TILES = """
-def lend_tiles():
-    from lamplighter.train import tiles
-    def products():
-        for k in (64, 70):
-            a = torch.ones(65, k, dtype=torch.bfloat16)
-            a @ a.T
-        q = torch.ones(1, 2, 65, 64, dtype=torch.bfloat16, requires_grad=True)
-        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
-    if tiles.missing():
-        torch.set_num_threads(1)
-        tiles.describe(products)
-"""
-# Each program answers {"steps": n} with the seconds and losses of its next n steps, and its peak memory.
-OURS = (
-    PEAK
-    + """
-import torch
-from pathlib import Path
-from lamplighter.config import load_dump
-from lamplighter.rundir import RunDir
-from lamplighter.work import prepare
-from lamplighter.train.loop import training
-
-def start(ask):
-    folder = RunDir(Path(ask["run"]))
-    parts = prepare(load_dump(folder.config), folder, {})
-    with training(parts) as steps:
-        yield "ready"
-        while True:
-            yield [next(steps) for _ in range(ask["now"])]
-
-def answer(ask):
-    global run, given
-    if "run" in ask:
-        given = ask
-        run = start(ask)
-        return next(run)
-    given["now"] = ask["steps"]
-    began, used = time.perf_counter(), time.process_time()
-    records = next(run)
-    return {"s": time.perf_counter() - began, "cpu_s": time.process_time() - used, "losses": [r.loss for r in records],
-            "mb": peak_mb()}
-"""
-)
-PLAIN = (
-    PEAK
-    + TILES
-    + """
-import contextlib, numpy, torch
-from transformers import AutoModelForCausalLM
-import torch.nn.functional as F
-
-def answer(ask):
-    global model, whole, optimizer, batches, place, low, clip
-    if "folder" in ask:
-        if ask["dtype"] == "bf16":
-            lend_tiles()
-        torch.set_num_threads(ask["threads"])
-        model = AutoModelForCausalLM.from_pretrained(ask["folder"], dtype=torch.float32).train()
-        decay = [p for p in model.parameters() if p.dim() >= 2]
-        rest = [p for p in model.parameters() if p.dim() < 2]
-        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=ask["lr"], betas=(0.9, 0.95), fused=True)
-        batches, place, clip = numpy.load(ask["batches"], mmap_mode="r"), 0, ask["clip"]
-        low = contextlib.nullcontext() if ask["dtype"] == "fp32" else torch.autocast("cpu", torch.bfloat16)
-        def loss_of(ids, targets):
-            with low:
-                logits = model(input_ids=ids, use_cache=False).logits
-            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        whole = torch.compile(loss_of, dynamic=False) if ask["compile"] else loss_of
-        return "ready"
-    losses, began, used = [], time.perf_counter(), time.process_time()
-    for _ in range(ask["steps"]):
-        rows = torch.from_numpy(batches[place].astype(numpy.int64))
-        place += 1
-        loss = whole(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-    return {"s": time.perf_counter() - began, "cpu_s": time.process_time() - used, "losses": losses,
-            "mb": peak_mb()}
-"""
-)
-TRAINER = (
-    PEAK
-    + TILES
-    + """
-import queue, threading, numpy, torch
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-wanted, made = queue.Queue(), queue.Queue()
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, path):
-        self.batches = numpy.load(path, mmap_mode="r")
-        self.size = self.batches.shape[1]
-    def __len__(self):
-        return len(self.batches) * self.size
-    def __getitem__(self, at):
-        row = torch.from_numpy(self.batches[at // self.size, at % self.size].astype(numpy.int64))
-        return {"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]}
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *_):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-
-class Turns(TrainerCallback):
-    left, losses = 0, []
-    def on_step_begin(self, *_, **__):
-        if self.left == 0:
-            self.left = wanted.get()
-            self.losses, self.began, self.used = [], time.perf_counter(), time.process_time()
-    def on_log(self, args, state, control, logs=None, **_):
-        if logs and "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-    def on_step_end(self, args, state, control, **_):
-        self.left -= 1
-        if self.left == 0:
-            self.s, self.cpu_s = time.perf_counter() - self.began, time.process_time() - self.used
-            threading.Timer(0.3, self.tell).start()  # the loss of this step is logged after it
-    def tell(self):
-        made.put({"s": self.s, "cpu_s": self.cpu_s, "losses": list(self.losses),
-                  "mb": peak_mb()})
-
-def answer(ask):
-    if "folder" in ask:
-        if ask["dtype"] == "bf16":
-            lend_tiles()
-        torch.set_num_threads(ask["threads"])
-        model = AutoModelForCausalLM.from_pretrained(ask["folder"], dtype=torch.float32)
-        model.config.use_cache = False
-        best = {"optim": "adamw_torch_fused", "torch_compile": ask["compile"], "bf16": ask["dtype"] == "bf16"} if ask["best"] else {}
-        arguments = TrainingArguments(ask["out"], per_device_train_batch_size=ask["batch"], max_steps=10**6, learning_rate=ask["lr"],
-            lr_scheduler_type="constant", weight_decay=0.1, adam_beta2=0.95, max_grad_norm=ask["clip"], logging_steps=1,
-            save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, dataloader_drop_last=True,
-            remove_unused_columns=False, **best)
-        trainer = InOrder(model=model, args=arguments, train_dataset=Rows(ask["batches"]), callbacks=[Turns()])
-        threading.Thread(target=trainer.train, daemon=True).start()
-        return "ready"
-    wanted.put(ask["steps"])
-    return made.get()
-"""
-)
 
 
 def make_text(path: Path, words: int, megabytes: float) -> None:
@@ -273,6 +122,11 @@ def contestants(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, tup
                 ask = {**common, "best": True, "compile": compiled, "dtype": dtype}
                 found[f"Trainer, fused, {how}"] = (theirs, TRAINER, ask)
                 found[f"plain loop, {how}"] = (theirs, PLAIN, ask)
+            for group, name, program in (("lightning", "Lightning", LIGHTNING), ("litgpt", "litgpt", LITGPT)):
+                try:  # with its best settings: compiled
+                    found[f"{name}, {dtype} compiled"] = (str(peers.python(group)), program, {**ask, "compile": True})
+                except peers.NoPeer as error:
+                    print(f"left out: {name}: {error}")
     if wanted.only:
         found = {name: what for name, what in found.items() if any(part in name for part in wanted.only)}
     return found
@@ -317,16 +171,25 @@ def race(wanted: Any, case: dict[str, Any], place: Path) -> None:
     finally:
         for worker in workers.values():
             worker.__exit__(None, None, None)
-    peak = measured.gemm_gflops()
+    peaks = {
+        "bf16": measured.gemm_gflops("bfloat16") if "bf16" in wanted.dtypes else 0.0,
+        "fp32": measured.gemm_gflops(),
+    }
     rows = []
     for name, values in found.items():
-        share = statistics.median(values) * case["flops"] / 1e9 / peak
+        dtype = "bf16" if "bf16" in name else "fp32"
+        share = statistics.median(values) * case["flops"] / 1e9 / peaks[dtype]
         cpu = statistics.median(used[name]) / wanted.steps
         worst = farthest(losses[name], losses[next(iter(losses))])
-        extra = f"{memory[name]:,.0f} MB  {share:.0%} of fp32 GEMM  {cpu:.2f} CPU-s a step  losses {worst}"
+        extra = f"{memory[name]:,.0f} MB  {share:.0%} of {dtype} GEMM  {cpu:.2f} CPU-s a step  losses {worst}"
         rows.append(measured.Row(name, values, True, extra))
     base = next((row.name for row in rows if row.name.startswith("Trainer, fused") and "compiled" in row.name), None)
-    limit = f"{peak:.0f} GFLOP/s fp32 = {peak * 1e9 / case['flops']:,.0f} tokens/s"
+    told = [
+        f"{peak:.0f} GFLOP/s {name} = {peak * 1e9 / case['flops']:,.0f} tokens/s"
+        for name, peak in peaks.items()
+        if peak
+    ]
+    limit = "; ".join(told)
     sizes = f"{case['parameters']:,} parameters, {wanted.batch} x {wanted.length} tokens a step"
     measured.show(f"training, {sizes}", "tokens/s", rows, base, limit)
 

@@ -44,6 +44,19 @@ def test_a_table_has_medians_spreads_and_ratios_in_the_sense_of_better(
     assert table["against"] == "peer"
 
 
+def test_the_bounds_of_a_ratio_are_those_of_its_rounds() -> None:
+    def bounds(count: int) -> tuple[float, float] | None:
+        mine = measured.Row("ours", [float(number) for number in range(1, count + 1)])
+        return measured.interval(mine, measured.Row("peer", [1.0] * count))
+
+    assert bounds(1) is None
+    assert bounds(5) == (1.0, 5.0)
+    assert bounds(8) == (1.0, 8.0), "93 of 100 cases would be within 2 to 7"
+    assert bounds(9) == (2.0, 8.0), "96 of 100"
+    slower = measured.Row("ours", [2.0, 4.0], more_is_better=False)
+    assert measured.interval(slower, measured.Row("peer", [1.0, 1.0], more_is_better=False)) == (0.25, 0.5)
+
+
 def test_a_worker_answers_and_one_that_dies_says_why(tmp_path: Path) -> None:
     program = "def answer(ask):\n    print('chatter')\n    return 10 // ask\n"
     with peers.Worker(sys.executable, program, tmp_path / "log") as worker:

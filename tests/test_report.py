@@ -105,7 +105,9 @@ def test_the_listener_answers_with_the_stacks_of_all_threads(tmp_path: Path) -> 
 def test_without_ptrace_stacks_are_still_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """py-spy refused: the listener answers; and where it cannot (the GIL is held), the main thread's own dump does."""
     monkeypatch.setattr(stacks, "by_pyspy", lambda *_, **__: None)
-    wait = "time.sleep(30)" if where == "in Python" else "__import__('ctypes').PyDLL(None).usleep(30_000_000)"
+    wait = (
+        "time.sleep(30)" if where == "in Python" else "while True: __import__('ctypes').PyDLL(None).usleep(30_000_000)"
+    )  # a signal ends one sleep
     child = start_child(tmp_path, f"""
         def busy():
             {wait}

@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from . import shape
 
+STRIP_WORDS = 1024  # of the matrix's gradient, converted together
+
 
 class Blocks:
     """The memory for one block of logits, taken once and kept between steps."""
@@ -55,7 +57,9 @@ class _HeadLoss(torch.autograd.Function):
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         weight = weight_VC.to(dtype)
         dx_NC = torch.empty_like(x_NC) if wants_x else None
-        dweight_VC = torch.zeros_like(weight_VC) if wants_weight else None
+        dweight_VC = torch.empty_like(weight_VC) if wants_weight else None
+        if dweight_VC is not None and not len(x_NC):
+            dweight_VC.zero_()
         nats_N1 = torch.empty(len(x_NC), 1, dtype=torch.float32, device=x_NC.device)
         rows = min(shape.block_rows(weight_VC.shape[0], x_NC.device.type), max(1, len(x_NC)))
         for start in range(0, len(x_NC), rows):
@@ -70,7 +74,7 @@ class _HeadLoss(torch.autograd.Function):
             if dx_NC is not None:
                 dx_NC[here] = block_RV @ weight
             if dweight_VC is not None:
-                _add_product(dweight_VC, block_RV, x_RC, scale)
+                _add_product(dweight_VC, block_RV, x_RC, scale, first=start == 0)
         ctx.save_for_backward(None if dx_NC is None else dx_NC.mul_(scale), dweight_VC)
         return nats_N1.sum() * scale
 
@@ -84,22 +88,32 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _to_gradient(block_SV: Tensor, targets_S1: Tensor, blocks: Blocks, wanted: bool) -> Tensor:
-    """The nats of a strip of logits; the strip itself becomes its gradient, in float32 in between."""
+    """The nats of a strip of logits; the strip itself becomes its gradient, in float32 in between.
+
+    One pass of softmax gives both: its largest probability is 1 / the sum of exp(logit - largest logit).
+    """
     wide_SV = block_SV
     if block_SV.dtype != torch.float32:
         wide_SV = blocks.take(len(block_SV), block_SV[0], torch.float32).copy_(block_SV)
-    torch.ops.aten._log_softmax.out(wide_SV, -1, False, out=wide_SV)
-    nats_S1 = -wide_SV.gather(1, targets_S1)
-    if wanted:
-        wide_SV.exp_()  # now the probabilities; less one at the target it is the gradient
+    nats_S1 = wide_SV.amax(-1, keepdim=True) - wide_SV.gather(1, targets_S1)
+    torch.ops.aten._softmax.out(wide_SV, -1, False, out=wide_SV)
+    nats_S1 -= wide_SV.amax(-1, keepdim=True).log_()
+    if wanted:  # the probabilities, less one at the target, are the gradient
         wide_SV.scatter_add_(1, targets_S1, torch.full_like(nats_S1, -1.0))
         if wide_SV is not block_SV:
             block_SV.copy_(wide_SV)
     return nats_S1
 
 
-def _add_product(dweight_VC: Tensor, gradient_RV: Tensor, x_RC: Tensor, scale: float) -> None:
+def _add_product(dweight_VC: Tensor, gradient_RV: Tensor, x_RC: Tensor, scale: float, first: bool) -> None:
+    """Add up, or begin, the gradient of the matrix; in bf16 by strips, whose float32 stays in the caches of a CPU."""
     if gradient_RV.dtype == dweight_VC.dtype:
-        dweight_VC.addmm_(gradient_RV.t(), x_RC, alpha=scale)
-    else:
-        dweight_VC.add_(gradient_RV.t() @ x_RC, alpha=scale)
+        torch.addmm(dweight_VC, gradient_RV.t(), x_RC, beta=0.0 if first else 1.0, alpha=scale, out=dweight_VC)
+        return
+    product_VC = gradient_RV.t() @ x_RC
+    words = STRIP_WORDS if dweight_VC.device.type == "cpu" else len(dweight_VC)
+    for sums, part in zip(torch.split(dweight_VC, words), torch.split(product_VC, words), strict=True):
+        if first:
+            sums.copy_(part).mul_(scale)
+        else:
+            sums.add_(part, alpha=scale)

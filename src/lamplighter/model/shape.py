@@ -294,3 +294,13 @@ def block_rows(vocab_size: int, device_type: str) -> int:
 def strip_rows(rows: int, device_type: str) -> int:
     """Of these, how many become a gradient together: on a CPU few, so that the passes over them stay in its caches."""
     return min(rows, BLOCK_ROWS) if device_type == "cpu" else rows
+
+
+# ---------------------------------------------------------------- attention by products, on a CPU
+
+KEPT_BYTES = 8  # a token and a unit of width: probabilities up to this size are kept, larger ones worked out again
+
+
+def keeps_shares(seq_len: int, head_width: int, number_bytes: int) -> bool:
+    """Whether the probabilities of a layer wait for the backward pass: where they are small beside its other numbers."""
+    return number_bytes * seq_len <= KEPT_BYTES * head_width

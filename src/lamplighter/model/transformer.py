@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
+from . import attention
 from .head import Blocks, head_loss
 from .shape import Shape
 
@@ -98,6 +99,8 @@ def attend(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, 
     if groups > 1:
         k_BHSD = k_BHSD.repeat_interleave(groups, dim=1)
         v_BHSD = v_BHSD.repeat_interleave(groups, dim=1)
+    if attention.suits(q_BHTD, k_BHSD.shape[2], dropout):
+        return attention.by_products(q_BHTD, k_BHSD, v_BHSD, mask).transpose(1, 2).flatten(2)
     causal = mask is None and q_BHTD.shape[2] > 1
     mixed_BHTD = functional.scaled_dot_product_attention(
         q_BHTD, k_BHSD, v_BHSD, attn_mask=mask, dropout_p=dropout, is_causal=causal

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lamplighter.model.shape import Shape, block_rows, matmul_parameters_per_layer
+from lamplighter.model.shape import Shape, block_rows, keeps_shares, matmul_parameters_per_layer
 from lamplighter.ops.job import Job
 from lamplighter.train.devices import Device
 
@@ -92,12 +92,17 @@ def layer_bytes(shape: Shape, dtype: str, on_cpu: bool = True, segments: bool = 
     else:
         kept = 40 * C + 16 * M if dtype == "fp32" else 34 * C + 8 * M
         noise = 0
-    kept += 16 + 4 * H  # norms and the sums of attention
+    kept += 16  # norms
+    by_products = on_cpu and dtype == "bf16" and not shape.dropout  # model/attention.py
+    if not by_products:
+        kept += 4 * H  # the sums of attention
+    elif keeps_shares(T, shape.head_width, number):
+        kept += number * H * T
     if shape.dropout > 0:
         kept += noise * (number if on_cpu else 1)
         if on_cpu:  # no fused kernel drops out on a CPU: scores, noise and their product are kept, in fp32
             kept += 12 * H * T + (6 * C if dtype == "bf16" else 0)
-    elif segments:
+    elif segments and not by_products:
         kept += number * T  # the mask as numbers
     return kept
 

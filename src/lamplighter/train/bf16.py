@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from lamplighter.model.shape import Shape
+from lamplighter.model.transformer import attend
 from lamplighter.train import tiles
 
 GAIN = 1.1  # bf16 costs accuracy: it must be worth it
@@ -68,8 +69,7 @@ def _there_and_back(block: Block, dtype: torch.dtype) -> None:
     x_BTC, (w_qkv, w_out, w_up, w_down), heads = block
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         q, k, v = (part.view(*x_BTC.shape[:2], heads, -1).transpose(1, 2) for part in (x_BTC @ w_qkv.t()).chunk(3, -1))
-        mixed_BTC = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x_BTC = x_BTC + mixed_BTC @ w_out.t()
+        x_BTC = x_BTC + attend(q, k, v, None, 0.0) @ w_out.t()
         x_BTC = x_BTC + functional.gelu(x_BTC @ w_up.t(), approximate="tanh") @ w_down.t()
     torch.autograd.grad(x_BTC.sum(), block[1])
 

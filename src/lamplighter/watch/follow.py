@@ -44,10 +44,10 @@ def follow(run: RunDir) -> int:
         voice.say(f"{run.name} is not running: {status.get('outcome') or status.get('now', 'it has said nothing yet')}")
         voice.close()
         return DONE
-    voice.say(f"watching {run.name}; Ctrl+C leaves it alone")
-    if read_record(run.status).get("verb") == "watch":
-        return _follow_foreign(run, voice)
     try:
+        voice.say(f"watching {run.name}; Ctrl+C leaves it alone")
+        if read_record(run.status).get("verb") == "watch":
+            return _follow_foreign(run, voice)
         while True:
             alive = is_running(run)
             spent_s = float(read_record(run.status).get("spent_s", 0.0))
@@ -72,17 +72,14 @@ def follow(run: RunDir) -> int:
 def _follow_foreign(run: RunDir, voice: Voice) -> int:
     """Somebody else's command: its watcher has the words."""
     events = Tail(run.events, from_end=True)
-    try:
-        while is_running(run):
-            for event in events.records():
-                for text, style in tell(event):
-                    voice.say(text, style)
-            if time.monotonic() - voice.last_line > LINE_EVERY_S:
-                voice.say(_now(run))
-            time.sleep(LOOK_EVERY_S)
-        voice.say(str(read_record(run.status).get("outcome", "it has ended")))
-    except KeyboardInterrupt:
-        voice.say(f"left; {run.name} goes on")
+    while is_running(run):
+        for event in events.records():
+            for text, style in tell(event):
+                voice.say(text, style)
+        if time.monotonic() - voice.last_line > LINE_EVERY_S:
+            voice.say(_now(run))
+        time.sleep(LOOK_EVERY_S)
+    voice.say(str(read_record(run.status).get("outcome", "it has ended")))
     voice.close()
     return DONE
 

@@ -1,0 +1,112 @@
+"""Attention by plain products is attention, and so are its gradients: any length, any mask, any type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lamplighter.model import attention, shape
+from lamplighter.model.shape import Shape
+from lamplighter.model.transformer import Transformer, attend, init_weights
+from lamplighter.train.bf16 import make_it_work
+
+Way = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+def layer_output(samples: int, heads: int, length: int, width: int) -> list[Tensor]:
+    """Strided, as they come out of a layer."""
+    rng = torch.Generator().manual_seed(7)
+    whole = torch.randn(samples, length, 3 * heads * width, generator=rng)
+    return [part.view(samples, length, heads, width).transpose(1, 2) for part in whole.chunk(3, -1)]
+
+
+def there_and_back(way: Way, inputs: list[Tensor], mask: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    own = [part.to(dtype).requires_grad_() for part in inputs]
+    mixed = way(own[0], own[1], own[2], mask)
+    upstream = torch.sin(torch.arange(mixed.numel(), dtype=torch.float32)).view(mixed.shape).to(dtype)
+    return [mixed.detach(), *torch.autograd.grad(mixed, own, upstream)]
+
+
+def documents(samples: int, length: int) -> Tensor:
+    """Each sample holds a few documents that may not see each other."""
+    segments = torch.arange(length)[None] // torch.tensor([[3 + 5 * number] for number in range(samples)])
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    return (causal & (segments[:, :, None] == segments[:, None, :]))[:, None]
+
+
+@pytest.mark.parametrize("length", [1, 5, 256, 257, 600])
+@pytest.mark.parametrize("masked", [False, True])
+def test_products_give_torchs_attention_and_its_gradients(length: int, masked: bool) -> None:
+    inputs, mask = layer_output(3, 2, length, 16), documents(3, length) if masked else None
+    wanted = there_and_back(plain, inputs, mask, torch.float32)
+    found = there_and_back(attention.by_products, inputs, mask, torch.float32)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+def test_a_mask_for_all_samples_and_blocks_of_a_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, mask = layer_output(5, 2, 40, 8), documents(1, 40)
+    wanted = there_and_back(plain, inputs, mask, torch.float32)
+    monkeypatch.setattr(attention, "SCORES", 2 * 2 * 16 * 40)
+    monkeypatch.setattr(attention, "QUERIES", 16)
+    assert len(list(attention._blocks(inputs[0]))) == 9  # 2, 2 and 1 samples, three times 16 queries or less
+    found = there_and_back(attention.by_products, inputs, mask, torch.float32)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [64, 600])
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch says so whenever oneDNN is switched
+def test_in_bf16_it_is_as_near_to_the_truth_as_torchs(masked: bool, length: int) -> None:
+    inputs, mask = layer_output(2, 3, length, 32), documents(2, length) if masked else None
+    rounded = [4 * part.bfloat16().double() for part in inputs]  # sharp: scores of some tens
+    truth = there_and_back(plain, rounded, mask, torch.float64)
+    with torch.backends.mkldnn.flags(enabled=make_it_work()):
+        theirs = there_and_back(plain, rounded, mask, torch.bfloat16)
+        ours = there_and_back(attention.by_products, rounded, mask, torch.bfloat16)
+    for name, right, mine, other in zip(("mixed", "dq", "dk", "dv"), truth, ours, theirs, strict=True):
+        far, theirs_far = ((found.double() - right).norm() / right.norm() for found in (mine, other))
+        assert far < max(1.5 * theirs_far, 0.01), f"{name}: {far:.4f} against {theirs_far:.4f}"
+
+
+def test_kept_or_worked_out_again_is_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = layer_output(2, 2, 300, 64)
+    found = []
+    for kept in (0, 1 << 20):
+        monkeypatch.setattr(shape, "KEPT_BYTES", kept)
+        found.append(there_and_back(attention.by_products, inputs, None, torch.float32))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_it_is_taken_for_steps_that_learn_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    real = attention.by_products
+    monkeypatch.setattr(attention, "by_products", lambda *parts: (taken.append(1), real(*parts))[1])
+    for family in ("gpt2", "llama"):
+        model = Transformer(Shape(family, 50, 16, 2, 32, 4, kv_heads=2 if family == "llama" else 0))  # type: ignore[arg-type]
+        init_weights(model, 1)
+        ids = torch.arange(16)[None]
+        with torch.autocast("cpu", torch.bfloat16), torch.backends.mkldnn.flags(enabled=make_it_work()):
+            model(ids)
+            assert len(taken) == 2, "two layers"
+            with torch.no_grad():
+                model(ids)
+        model(ids)
+        assert len(taken) == 2, "nothing is learned, or float32"
+        taken.clear()
+    q, k, v = (part.bfloat16().requires_grad_() for part in layer_output(1, 2, 8, 8))
+    with torch.backends.mkldnn.flags(enabled=make_it_work()):
+        attend(q, k, v, None, dropout=0.5)
+        assert not taken, "dropout is torch's"
+        attend(q, k, v, None, dropout=0.0)
+    assert taken == [1]
