@@ -1,6 +1,6 @@
 """What padding costs: real tokens per second of one small model, the same examples laid out in six ways, in one run.
 
-    python benchmarks/packing.py [--rounds 5] [--seconds 2] [--layers 4] [--width 256] [--vocab 8192] [--threads 2]
+    python benchmarks/packing.py [--rounds 5] [--dtype bf16] [--seconds 2] [--layers 4] [--width 256] [--vocab 8192] [--threads 2]
 
 Examples are made up with the lengths of a fine-tuning set that was padded to 1024 (mean 34 tokens, p95 44, max 67).
 Each way takes its turn in each round, so that a busy machine slows all of them; medians and ratios are printed. A token
@@ -24,6 +24,7 @@ from lamplighter.data.chat.packing import Packing
 from lamplighter.data.feed import Fitted, example_feed, fit, lay_out
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
+from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.machine import kept_memory
 from lamplighter.train.optim import AdamW, make_optimizer
 from lamplighter.train.score import look, nats
@@ -79,9 +80,12 @@ def main() -> None:
     for name, value in (("layers", 4), ("width", 256), ("vocab", 8192)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each turn")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="for everybody")
     wanted = parser.parse_args()
     if wanted.quick:
         wanted.rounds, wanted.layers, wanted.width, wanted.vocab, wanted.seconds = 1, 1, 64, 256, 0.05
+    if wanted.dtype == "bf16" and not make_it_work():
+        raise SystemExit("bf16 does not work on this processor")
     torch.set_num_threads(wanted.threads)
     side = made_up(2000, wanted.vocab)
     long, short = (fit(side, seq_len, "truncate", learn_all=True) for seq_len in (1024, 256))
@@ -111,10 +115,11 @@ def main() -> None:
             step += 1
             batch = ways[name](step)
             began = time.perf_counter()
-            if name.startswith("lamp"):
-                lamp_step(model, ours, batch)
-            else:
-                plain_step(model, plain, batch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=wanted.dtype == "bf16"):
+                if name.startswith("lamp"):
+                    lamp_step(model, ours, batch)
+                else:
+                    plain_step(model, plain, batch)
             seconds += time.perf_counter() - began
             tokens += batch.filled
         return tokens / seconds
@@ -124,7 +129,7 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     measured.say_machine()
     rows = [measured.Row(name, rates, extra=f"{padding[name]:.1%} padding") for name, rates in found.items()]
-    title = f"short examples, {parameters:,} parameters, {wanted.threads} threads"
+    title = f"short examples, {parameters:,} parameters, {wanted.threads} threads, {wanted.dtype}"
     measured.show(title, "real tok/s", rows, next(iter(ways)))
     measured.keep(wanted.json)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lamplighter.model import decode
 from lamplighter.model.decode import Decoder, can_decode
 from lamplighter.model.sample import stream
 from lamplighter.model.shape import Shape, shape_from_hf
@@ -277,3 +278,22 @@ def test_eval_mode_during_and_every_part_as_it_was_after() -> None:
     dropout_free = texts(stream(model, [1], max_tokens=8, temperature=0.0))
     assert dropout_free == texts(stream(model, [1], max_tokens=8, temperature=0.0))
     assert [part.training for part in model.modules()] == before
+
+
+@pytest.mark.parametrize("words", [64, 67])
+def test_one_row_in_pieces_is_the_same_product(words: int) -> None:
+    rng = torch.Generator().manual_seed(3)
+    row, weight = torch.randn(1, 24, generator=rng), torch.randn(words, 24, generator=rng)
+    torch.testing.assert_close(decode.one_row(row, weight), torch.nn.functional.linear(row, weight))
+
+
+def test_a_large_weight_is_given_in_pieces_and_a_small_one_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = decode.one_row
+    monkeypatch.setattr(decode, "one_row", lambda row, weight: asked.append(len(weight)) or real(row, weight))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(decode, "LARGE", 40 * 8)
+    for words in (39, 40):
+        decode.product(torch.ones(1, 8), torch.ones(words, 8))
+        decode.product(torch.ones(2, 8), torch.ones(words, 8))
+        decode.product(torch.ones(1, 8).bfloat16(), torch.ones(words, 8).bfloat16())
+    assert asked == [40]

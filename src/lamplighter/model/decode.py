@@ -18,6 +18,9 @@ from torch.nn import functional
 
 from .transformer import Conv1D, GPT2Layer, KVCache, LlamaLayer, RMSNorm, Transformer, turn_of
 
+LARGE = 1 << 22  # numbers of a weight
+PIECES = 8
+
 
 class GPT2Weights(NamedTuple):
     """Of one layer, in the order of use."""
@@ -126,10 +129,24 @@ class Decoder:
 
 
 def product(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x times the weight. For a few rows and a tall weight the libraries are twice as fast the other way round."""
+    """x times the weight. For a few rows and a tall weight the libraries are twice as fast the other way round; for one row
+    and a weight beyond the caches (float32, on a CPU) if it is given to them in pieces.
+    """
     if len(x_BI) > 1 and weight_OI.shape[0] >= weight_OI.shape[1]:
         return (weight_OI @ x_BI.t()).t()
+    if len(x_BI) == 1 and weight_OI.numel() >= LARGE and weight_OI.dtype == torch.float32 and not weight_OI.is_cuda:
+        return one_row(x_BI, weight_OI)
     return functional.linear(x_BI, weight_OI)
+
+
+def one_row(x_1I: Tensor, weight_OI: Tensor) -> Tensor:
+    """The weight as some pieces of equal height, each times the same row; what is left over is small."""
+    whole = len(weight_OI) // PIECES * PIECES
+    pieces = weight_OI[:whole].view(PIECES, whole // PIECES, -1)
+    made_1O = torch.bmm(pieces, x_1I.t().expand(PIECES, -1, 1)).view(1, whole)
+    if whole == len(weight_OI):
+        return made_1O
+    return torch.cat((made_1O, functional.linear(x_1I, weight_OI[whole:])), dim=-1)
 
 
 def rms_norm(x_BC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
