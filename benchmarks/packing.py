@@ -3,18 +3,25 @@
     python benchmarks/packing.py [--rounds 5] [--dtype bf16] [--seconds 2] [--layers 4] [--width 256] [--vocab 8192] [--threads 2]
 
 Examples are made up with the lengths of a fine-tuning set that was padded to 1024 (mean 34 tokens, p95 44, max 67).
-Each way takes its turn in each round, so that a busy machine slows all of them; medians and ratios are printed. A token
+Each way is a process of its own and takes its turn in each round, so that a busy machine slows all of them. A token
 counts as real if it is not padding. Rows named lamp take the step of `lamp train`, the others that of a plain script with a
 fused AdamW. Positions of rows without a target cost the model, but not its last matrix, in lamp's step.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import measured
 import numpy as np
+import peers
 import torch
 
 from lamplighter.config import Train
@@ -28,6 +35,7 @@ from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.machine import kept_memory
 from lamplighter.train.optim import AdamW, make_optimizer
 from lamplighter.train.score import look, nats
+from lamplighter.watch.spawn import threads_wait
 
 
 def made_up(count: int, vocab: int) -> Side:
@@ -75,6 +83,78 @@ def padding_of(make: Callable[[int], Batch], steps: int = 60) -> float:
     return 1 - sum(batch.filled for batch in batches) / sum(batch.targets.size for batch in batches)
 
 
+class Contestant:
+    """One way, in a process of its own: what another way leaves behind in memory must not slow it down."""
+
+    def __init__(self, ask: dict[str, Any]) -> None:
+        if ask["dtype"] == "bf16" and not make_it_work():
+            raise SystemExit("bf16 does not work on this processor")
+        torch.set_num_threads(ask["threads"])
+        self.low, self.seconds, self.step = ask["dtype"] == "bf16", ask["seconds"], 0
+        self.lamp = ask["way"].startswith("lamp")
+        self.make = way_of(ask["way"], made_up(2000, ask["vocab"]))
+        heads = ask["width"] // 64
+        shape = Shape(
+            "llama", vocab_size=ask["vocab"], positions=1024, layers=ask["layers"], width=ask["width"], heads=heads
+        )
+        self.model = Transformer(shape)
+        init_weights(self.model, 1)
+        self.plain = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.ours = make_optimizer(self.model, Train(steps=1))
+        self.kept = contextlib.ExitStack()
+        self.kept.enter_context(kept_memory(torch.device("cpu")))  # for everybody
+
+    def turn(self) -> float:
+        """Real tokens a second, over a few seconds."""
+        tokens, seconds = 0, 0.0
+        while seconds < self.seconds:
+            self.step += 1
+            batch = self.make(self.step)
+            began = time.perf_counter()
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.low):
+                if self.lamp:
+                    lamp_step(self.model, self.ours, batch)
+                else:
+                    plain_step(self.model, self.plain, batch)
+            seconds += time.perf_counter() - began
+            tokens += batch.filled
+        return tokens / seconds
+
+
+PROGRAM = f"""
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import packing
+
+def answer(ask):
+    global contestant
+    if "way" in ask:
+        contestant = packing.Contestant(ask)
+        return {{"padding": packing.padding_of(contestant.make), "parameters": sum(p.numel() for p in contestant.model.parameters())}}
+    return contestant.turn()
+"""
+
+
+def way_of(name: str, side: Side) -> Callable[[int], Batch]:
+    seq_len = 256 if "256" in name else 1024
+    fitted = fit(side, seq_len, "truncate", learn_all=True)
+    if name.startswith("dynamic"):
+        return dynamic(fitted, int(name.split()[-1]))
+    if "packed" in name:
+        return example_feed(fitted, fitted, "packed", 1, 8, seq_len, 0).make  # type: ignore[return-value]
+    how = "grouped" if "grouped" in name else "windows"
+    return example_feed(fitted, fitted, how, 1, int(name.split()[-1]), seq_len, 0).make  # type: ignore[return-value]
+
+
+WAYS = (
+    "padded to 1024, batch 2",
+    "dynamic, batch 2",
+    "dynamic, batch 32",
+    "lamp, grouped, batch 2",
+    "lamp, grouped, batch 32",
+    "lamp, packed, 8 x 256",
+)
+
+
 def main() -> None:
     parser = measured.arguments(__doc__ or "")
     for name, value in (("layers", 4), ("width", 256), ("vocab", 8192)):
@@ -84,53 +164,22 @@ def main() -> None:
     wanted = parser.parse_args()
     if wanted.quick:
         wanted.rounds, wanted.layers, wanted.width, wanted.vocab, wanted.seconds = 1, 1, 64, 256, 0.05
-    if wanted.dtype == "bf16" and not make_it_work():
-        raise SystemExit("bf16 does not work on this processor")
-    torch.set_num_threads(wanted.threads)
-    side = made_up(2000, wanted.vocab)
-    long, short = (fit(side, seq_len, "truncate", learn_all=True) for seq_len in (1024, 256))
-    ways: dict[str, Callable[[int], Batch]] = {
-        "padded to 1024, batch 2": example_feed(long, long, "windows", 1, 2, 1024, 0).make,
-        "dynamic, batch 2": dynamic(long, 2),
-        "dynamic, batch 32": dynamic(long, 32),
-        "lamp, grouped, batch 2": example_feed(long, long, "grouped", 1, 2, 1024, 0).make,
-        "lamp, grouped, batch 32": example_feed(long, long, "grouped", 1, 32, 1024, 0).make,
-        "lamp, packed, 8 x 256": example_feed(short, short, "packed", 1, 8, 256, 0).make,
-    }
-    shape = Shape(
-        family="llama", vocab_size=wanted.vocab, positions=1024, layers=wanted.layers, width=wanted.width, heads=4
-    )
-    model = Transformer(shape)
-    init_weights(model, 1)
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ours = make_optimizer(model, Train(steps=1))
-    padding = {name: padding_of(make) for name, make in ways.items()}
-    turns = dict.fromkeys(ways, 0)
-
-    def turn(name: str) -> float:
-        """Real tokens a second, over a few seconds."""
-        tokens, seconds, step = 0, 0.0, turns[name] * 1000
-        turns[name] += 1
-        while seconds < wanted.seconds:
-            step += 1
-            batch = ways[name](step)
-            began = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16, enabled=wanted.dtype == "bf16"):
-                if name.startswith("lamp"):
-                    lamp_step(model, ours, batch)
-                else:
-                    plain_step(model, plain, batch)
-            seconds += time.perf_counter() - began
-            tokens += batch.filled
-        return tokens / seconds
-
-    with kept_memory(torch.device("cpu")):  # for everybody
-        found = measured.in_turn({name: (lambda name=name: turn(name)) for name in ways}, wanted.rounds)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     measured.say_machine()
-    rows = [measured.Row(name, rates, extra=f"{padding[name]:.1%} padding") for name, rates in found.items()]
-    title = f"short examples, {parameters:,} parameters, {wanted.threads} threads, {wanted.dtype}"
-    measured.show(title, "real tok/s", rows, next(iter(ways)))
+    environment = {**os.environ, **threads_wait(os.environ), "PYTHONPATH": str(measured.ROOT / "src")}
+    with tempfile.TemporaryDirectory() as place:
+        workers = {name: peers.Worker(sys.executable, PROGRAM, Path(place) / f"{number}.log", environment)
+                   for number, name in enumerate(WAYS)}  # fmt: skip
+        sizes = {name: getattr(wanted, name) for name in ("layers", "width", "vocab", "seconds", "dtype", "threads")}
+        try:
+            facts = {name: worker.ask({"way": name, **sizes}) for name, worker in workers.items()}
+            turns = {name: (lambda name=name: float(workers[name].ask({}))) for name in WAYS}
+            found = measured.in_turn(turns, wanted.rounds)
+        finally:
+            for worker in workers.values():
+                worker.__exit__(None, None, None)
+    rows = [measured.Row(name, rates, extra=f"{facts[name]['padding']:.1%} padding") for name, rates in found.items()]
+    title = f"short examples, {facts[WAYS[0]]['parameters']:,} parameters, {wanted.threads} threads, {wanted.dtype}"
+    measured.show(title, "real tok/s", rows, WAYS[0])
     measured.keep(wanted.json)
 
 

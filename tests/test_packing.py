@@ -167,9 +167,9 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(how: str) -> None:
     assert one.fingerprint == two.fingerprint
 
 
-def test_grouped_batches_are_as_long_as_their_longest_rounded_up_to_8() -> None:
+def test_grouped_batches_are_as_long_as_their_longest_rounded_up_to_a_pair() -> None:
     feed = feed_of([5] * 8 + [30] * 8, "grouped", batch_size=8)
-    assert sorted(feed.make(step).inputs.shape for step in (1, 2)) == [(8, 8), (8, 32)]
+    assert sorted(feed.make(step).inputs.shape for step in (1, 2)) == [(8, 4), (8, 30)]
     assert feed.steps_per_epoch == 2 and feed.noun == "examples"
 
 

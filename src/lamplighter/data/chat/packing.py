@@ -16,7 +16,7 @@ import numpy as np
 from lamplighter.data.batches import permute
 
 STRATEGIES = ("to seq_len", "to 128-multiple", "dynamic", "grouped", "packed")
-ROUND_TO = 8  # a batch of like lengths is padded to a multiple of this: matrix units want it
+ROUND_TO = 2  # a batch of like lengths is padded to a multiple of this: bf16 is multiplied in pairs, more gains nothing
 POOL_BATCHES = 64  # so many batches are sorted by length together; more would leave less to chance
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -127,7 +127,7 @@ def padding_share(lengths: Int64s, strategy: str, seq_len: int, batch_size: int)
 
     to seq_len: each example alone in a window. to 128-multiple: each to the next multiple of 128. dynamic: batches in
     random order, each padded to its longest. grouped: batches of like length, padded to their longest, rounded up to
-    a multiple of 8. packed: several examples in a window.
+    a multiple of 2. packed: several examples in a window.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"{strategy} is none of {', '.join(STRATEGIES)}")
