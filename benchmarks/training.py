@@ -204,7 +204,9 @@ def main() -> None:
     parser = measured.arguments(__doc__ or "", rounds=5)
     for name, value in {"steps": 5, "layers": 6, "width": 384, "vocab": 30_000, "length": 256, "batch": 8}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--dtypes", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["fp32", "bf16"], help="bf16 where the processor has it, else fp32"
+    )
     parser.add_argument("--only", nargs="+", help="contestants whose name holds one of these")
     wanted = parser.parse_args()
     if wanted.quick:
@@ -212,6 +214,9 @@ def main() -> None:
         wanted.rounds, wanted.steps = 1, 2
     import torch
 
+    from lamplighter.train.bf16 import cpu_has_it
+
+    wanted.dtypes = wanted.dtypes or ["bf16" if cpu_has_it() else "fp32"]
     torch.set_num_threads(wanted.threads)
     measured.say_machine()
     with tempfile.TemporaryDirectory(prefix="lamp-bench-") as place:

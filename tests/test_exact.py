@@ -51,9 +51,14 @@ def compare(run: RunDir, whole: RunDir) -> None:
     assert weights_hash(run, STEPS) == weights_hash(whole, STEPS)
 
 
+def durable_step(run: RunDir) -> int:
+    """On the disk, as the next start will find it."""
+    return int((read_json(run.checkpoints / "latest.json") or {"step": 0})["step"])
+
+
 def kill_once(cwd: Path, run: RunDir, rng: random.Random, who: str) -> None:
     """Start, wait for a random later step (or a save), kill, and look for leftovers."""
-    before = slot_of(run).durable_step if run.slot(0).exists() else 0
+    before = durable_step(run)
     process = start_lamp(*words_for("broken"), cwd=cwd)
     run.slot(0).unlink(missing_ok=True)
     wait_for(lambda: slot_of(run).step > 0, process=process)
@@ -73,7 +78,7 @@ def kill_once(cwd: Path, run: RunDir, rng: random.Random, who: str) -> None:
         assert not with_pid_gone or at.step >= STEPS
     process.wait(20)
     wait_for(lambda: not processes_of(run.path), 5)
-    durable = (read_json(run.checkpoints / "latest.json") or {"step": 0})["step"]
+    durable = durable_step(run)
     assert durable >= before
     assert at.step - durable <= 2 * EVERY + 1, f"killed at {at.step}, durable {durable}"  # one save may be under way
 
@@ -84,7 +89,7 @@ def test_many_kills_change_nothing(unbroken: RunDir, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "broken")
     kinds = ["parent", "child", "both", "save"] * (KILLS // 4)
     for who in kinds:
-        if (read_json(run.checkpoints / "latest.json") or {"step": 0})["step"] >= STEPS - EVERY:
+        if durable_step(run) >= STEPS - EVERY:
             for path in run.checkpoints.glob("checkpoint-*"):  # the run is nearly over: kill it in its early part again
                 if int(path.name.split("-")[1]) > STEPS // 2:
                     path.rename(path.with_name("aside-" + path.name))
