@@ -84,7 +84,7 @@ def padding_of(make: Callable[[int], Batch], steps: int = 60) -> float:
 
 
 class Contestant:
-    """One way, in a process of its own: what another way leaves behind in memory must not slow it down."""
+    """One way, in a process of its own, as a run is."""
 
     def __init__(self, ask: dict[str, Any]) -> None:
         if ask["dtype"] == "bf16" and not make_it_work():
