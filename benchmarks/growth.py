@@ -7,7 +7,7 @@ Out: milliseconds and peak memory of a training step, seconds and peak memory of
     python benchmarks/growth.py [--only layers width length vocabulary corpus documents] [--mb 10 100 1000]
 
 A model's row is a process of its own: a step as `lamp train` takes it (not compiled), the median of its steps; the rows
-take turns. A corpus's row is the whole command, once (about ten minutes for all with 1 GB).
+take turns. A corpus's row is the whole command, once (two minutes for all with 1 GB).
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def answer(ask):
     global model, optimizer, shape, low, room
     if "layers" in ask:
         torch.set_num_threads(ask["threads"])
-        low = ask["dtype"] == "bf16" and make_it_work()
+        low = ask["dtype"] == "bf16"
+        if low and not make_it_work():
+            raise SystemExit("bf16 does not work on this processor: --dtype fp32")
         shape = Shape(family="gpt2", vocab_size=ask["vocabulary"], positions=ask["length"], layers=ask["layers"],
                       width=ask["width"], heads=ask["width"] // 64)
         model = Transformer(shape)

@@ -202,7 +202,7 @@ class Rows(torch.utils.data.Dataset):
 class Module(lightning.LightningModule):
     def __init__(self, ask):
         super().__init__()
-        self.ask, self.losses = ask, []
+        self.ask = ask
         self.model = AutoModelForCausalLM.from_pretrained(ask["folder"], dtype=torch.float32).train()
         self.whole = torch.compile(self.loss_of, dynamic=False) if ask["compile"] else self.loss_of
     def loss_of(self, ids, targets):

@@ -3,13 +3,13 @@
 In:  a made-up corpus of 30,000 words; a GPT-2 of 6 layers, width 384 (--layers, --width, --vocab, --length, --batch).
 Out: a table of ratios, the share of the matrix product's peak, peak memory, and whether the losses agree step by step.
 
-    python benchmarks/training.py [--rounds 5] [--steps 6] [--only lamp "plain compiled"] [--dtypes fp32 bf16] [--profile]
+    python benchmarks/training.py [--rounds 5] [--steps 6] [--only lamp "plain compiled"] [--dtypes fp32 bf16]
 
-Same weights, same batches for everybody but litgpt, whose own model of the same sizes starts from its own (it has rotary
-positions and a head that is not tied). Everybody works in a process of their own and takes turns of a few steps. A peer gets its defaults in one row and its best
-settings in another (fused AdamW, torch.compile, bf16 where this processor has it: on some virtual machines bf16 only
-works with AMX switched off, which is done for everybody then). Ours is the product's own loop as `lamp train` runs it,
-with its saves and its validation out of the way, as the peers' are; what being watched costs is in watching.py.
+Same weights, same batches for everybody but litgpt, whose own model of the same sizes starts from its own (it has
+rotary positions and a head that is not tied). Everybody works in a process of their own and takes turns of a few
+steps. A peer gets its defaults in one row and its best settings in another (fused AdamW, torch.compile, bf16 where
+this processor has it: a virtual machine that hides its AMX is repaired for everybody, decision 014). Ours is the product's own loop as `lamp train` runs it, with its saves and its validation out of the way, as
+the peers' are; what being watched costs is in watching.py.
 """
 
 from __future__ import annotations

@@ -247,9 +247,8 @@ def _step(
         limit = train.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), limit)
         assert total is not None
-        loss, grad_norm = torch.stack(
-            (total, norm)
-        ).tolist()  # the one time a step that a GPU is waited for: guard first
+        # The one time a step that a GPU is waited for: both are judged before the weights are touched.
+        loss, grad_norm = torch.stack((total, norm)).tolist()
     lr = parts.schedule.lr_at(step)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return _nonfinite(parts, keeper, batch, loss, grad_norm, lr, waited_s + time.perf_counter() - started)
