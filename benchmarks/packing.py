@@ -95,7 +95,7 @@ class Contestant:
         self.make = way_of(ask["way"], made_up(2000, ask["vocab"]))
         heads = ask["width"] // 64
         shape = Shape(
-            "llama", vocab_size=ask["vocab"], positions=1024, layers=ask["layers"], width=ask["width"], heads=heads
+            ask["family"], vocab_size=ask["vocab"], positions=1024, layers=ask["layers"], width=ask["width"], heads=heads
         )
         self.model = Transformer(shape)
         init_weights(self.model, 1)

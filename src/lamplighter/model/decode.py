@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .transformer import Conv1D, GPT2Layer, KVCache, LlamaLayer, RMSNorm, Transformer, turn_of
+from .transformer import Conv1D, GPT2Layer, KVCache, Linear, LlamaLayer, RMSNorm, Transformer, turn_of
 
 LARGE = 1 << 22  # numbers of a weight
 PIECES = 8
@@ -52,7 +52,7 @@ def can_decode(model: nn.Module) -> bool:
     if type(model) is not Transformer:
         return False
     layers = model.transformer.h if model.shape.family == "gpt2" else model.model.layers
-    known = {GPT2Layer, LlamaLayer, Conv1D, nn.Linear, nn.LayerNorm, RMSNorm}
+    known = {GPT2Layer, LlamaLayer, Conv1D, Linear, nn.LayerNorm, RMSNorm}
     leaves = {type(part) for layer in layers for part in layer.modules() if not any(part.children())}
     return {type(layer) for layer in layers} <= known and leaves <= known
 

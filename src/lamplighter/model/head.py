@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import shape
+from . import products, shape
 
 STRIP_WORDS = 1024  # of the matrix's gradient, converted together
 
@@ -42,8 +42,9 @@ def head_loss(x_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, scale: float
         x_NC, targets_N = x_NC.index_select(0, places), targets_N.index_select(0, places)
     kind = x_NC.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_NC.dtype
+    by_threads = products.suits(len(x_NC), weight_VC)
     with torch.autocast(kind, enabled=False):
-        loss: Tensor = _HeadLoss.apply(x_NC, weight_VC, targets_N, scale, dtype, blocks)  # type: ignore[no-untyped-call]
+        loss: Tensor = _HeadLoss.apply(x_NC, weight_VC, targets_N, scale, dtype, blocks, by_threads)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -52,7 +53,14 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, scale: float, dtype: torch.dtype, blocks: Blocks
+        ctx: Any,
+        x_NC: Tensor,
+        weight_VC: Tensor,
+        targets_N: Tensor,
+        scale: float,
+        dtype: torch.dtype,
+        blocks: Blocks,
+        by_threads: bool,
     ) -> Tensor:
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         weight = weight_VC.to(dtype)
@@ -66,25 +74,30 @@ class _HeadLoss(torch.autograd.Function):
             here = slice(start, start + rows)
             x_RC, targets_R1 = x_NC[here].to(dtype), targets_N[here, None]
             block_RV = blocks.take(rows, weight, dtype)[: len(x_RC)]
-            torch.mm(x_RC, weight.t(), out=block_RV)
+            if by_threads:
+                products.across(x_RC, weight, out_NR=block_RV)
+            else:
+                torch.mm(x_RC, weight.t(), out=block_RV)
             strip = shape.strip_rows(rows, x_NC.device.type)
             for top in range(0, len(x_RC), strip):
                 part = slice(top, top + strip)
                 nats_N1[here][part] = _to_gradient(block_RV[part], targets_R1[part], blocks, wants_x or wants_weight)
             if dx_NC is not None:
-                dx_NC[here] = block_RV @ weight
-            if dweight_VC is not None:
+                dx_NC[here] = products.along(block_RV, weight) if by_threads else block_RV @ weight
+            if dweight_VC is not None and by_threads:
+                products.add_outer(dweight_VC, block_RV, x_RC, scale, first=start == 0)
+            elif dweight_VC is not None:
                 _add_product(dweight_VC, block_RV, x_RC, scale, first=start == 0)
         ctx.save_for_backward(None if dx_NC is None else dx_NC.mul_(scale), dweight_VC)
         return nats_N1.sum() * scale
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         dx_NC, dweight_VC = ctx.saved_tensors
         if upstream.device.type != "cpu" or float(upstream) != 1.0:
             dx_NC, dweight_VC = (None if part is None else part * upstream for part in (dx_NC, dweight_VC))
-        return dx_NC, dweight_VC, None, None, None, None
+        return dx_NC, dweight_VC, None, None, None, None, None
 
 
 def _to_gradient(block_SV: Tensor, targets_S1: Tensor, blocks: Blocks, wanted: bool) -> Tensor:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from . import attention
+from . import attention, products
 from .head import Blocks, head_loss
 from .shape import Shape
 
@@ -126,7 +126,7 @@ class Conv1D(nn.Module):
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight.t(), self.bias)
+        return products.turned(x, self.weight, self.bias)
 
 
 class GPT2Attention(nn.Module):
@@ -222,15 +222,22 @@ def rotate(x_BHTD: Tensor, turn: Turn) -> Tensor:
     return (x_BHTD * cos + half_BHTD * sin).type_as(x_BHTD)
 
 
+class Linear(nn.Linear):
+    """torch's own, without a bias; a small step has its way of multiplying."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return products.linear(x, self.weight)
+
+
 class LlamaAttention(nn.Module):
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self.layer, self.head_width, self.dropout = layer, shape.head_width, shape.dropout
         kv_width = shape.kv_heads * shape.head_width
-        self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
-        self.k_proj = nn.Linear(shape.width, kv_width, bias=False)
-        self.v_proj = nn.Linear(shape.width, kv_width, bias=False)
-        self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.q_proj = Linear(shape.width, shape.width, bias=False)
+        self.k_proj = Linear(shape.width, kv_width, bias=False)
+        self.v_proj = Linear(shape.width, kv_width, bias=False)
+        self.o_proj = Linear(shape.width, shape.width, bias=False)
 
     def forward(self, x_BTC: Tensor, seen: Sight, turn: Turn) -> Tensor:
         q_BHTD = rotate(split_heads(self.q_proj(x_BTC), self.head_width), turn)
@@ -246,9 +253,9 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.width, shape.mlp_width, bias=False)
-        self.up_proj = nn.Linear(shape.width, shape.mlp_width, bias=False)
-        self.down_proj = nn.Linear(shape.mlp_width, shape.width, bias=False)
+        self.gate_proj = Linear(shape.width, shape.mlp_width, bias=False)
+        self.up_proj = Linear(shape.width, shape.mlp_width, bias=False)
+        self.down_proj = Linear(shape.mlp_width, shape.width, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         out_BTC: Tensor = self.down_proj(functional.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
