@@ -1,11 +1,12 @@
-"""What padding costs: real tokens per second of one small model, the same examples laid out in six ways, in one run.
+"""What padding costs: real tokens per second of one model, the same examples laid out in six ways, in one run.
 
-    python benchmarks/packing.py [--rounds 5] [--dtype bf16] [--seconds 2] [--layers 4] [--width 256] [--vocab 8192] [--threads 2]
+    python benchmarks/packing.py [--rounds 5] [--dtype bf16] [--seconds 4] [--threads 2]
+                                 [--family llama] [--layers 4] [--width 256] [--vocab 8192]
 
-Examples are made up with the lengths of a fine-tuning set that was padded to 1024 (mean 34 tokens, p95 44, max 67).
+The model is that of training.py: a GPT-2 of 6 layers, width 384 and 30,000 words. Examples are made up with the lengths of a fine-tuning set that was padded to 1024 (mean 34 tokens, p95 44, max 67).
 Each way is a process of its own and takes its turn in each round, so that a busy machine slows all of them. A token
 counts as real if it is not padding. Rows named lamp take the step of `lamp train`, the others that of a plain script with a
-fused AdamW. Positions of rows without a target cost the model, but not its last matrix, in lamp's step.
+fused AdamW; both clip their gradients. Positions of rows without a target cost the model, but not its last matrix, in lamp's step.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from lamplighter.data.batches import Batch, permute
 from lamplighter.data.chat.examples import LEARNED, Side
 from lamplighter.data.chat.packing import Packing
 from lamplighter.data.feed import Fitted, example_feed, fit, lay_out
+from lamplighter.model import products
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
 from lamplighter.train.bf16 import make_it_work
@@ -36,6 +38,9 @@ from lamplighter.train.machine import kept_memory
 from lamplighter.train.optim import AdamW, make_optimizer
 from lamplighter.train.score import look, nats
 from lamplighter.watch.spawn import threads_wait
+
+
+CLIP = 1.0
 
 
 def made_up(count: int, vocab: int) -> Side:
@@ -65,6 +70,7 @@ def plain_step(model: Transformer, optimizer: torch.optim.Optimizer, batch: Batc
     logits = look(model, torch.from_numpy(batch.inputs), batch.segments)
     loss = next_token_loss(logits, torch.from_numpy(batch.targets)) / batch.real_tokens
     loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -74,6 +80,7 @@ def lamp_step(model: Transformer, optimizer: AdamW, batch: Batch) -> None:
     ids, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
     rows = slice(0, len(ids))
     nats(model, ids, targets, batch.segments, False, 1 / batch.real_tokens, rows).backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step(1e-4)
     optimizer.zero_grad()
 
@@ -92,10 +99,17 @@ class Contestant:
         torch.set_num_threads(ask["threads"])
         self.low, self.seconds, self.step = ask["dtype"] == "bf16", ask["seconds"], 0
         self.lamp = ask["way"].startswith("lamp")
+        if not self.lamp:
+            products.FEW = 0  # a script has torch's own products
         self.make = way_of(ask["way"], made_up(2000, ask["vocab"]))
         heads = ask["width"] // 64
         shape = Shape(
-            ask["family"], vocab_size=ask["vocab"], positions=1024, layers=ask["layers"], width=ask["width"], heads=heads
+            ask["family"],
+            vocab_size=ask["vocab"],
+            positions=1024,
+            layers=ask["layers"],
+            width=ask["width"],
+            heads=heads,
         )
         self.model = Transformer(shape)
         init_weights(self.model, 1)
@@ -157,9 +171,10 @@ WAYS = (
 
 def main() -> None:
     parser = measured.arguments(__doc__ or "")
-    for name, value in (("layers", 4), ("width", 256), ("vocab", 8192)):
+    for name, value in (("layers", 6), ("width", 384), ("vocab", 30_000)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn")
+    parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each turn")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="for everybody")
     wanted = parser.parse_args()
     if wanted.quick:
@@ -169,7 +184,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         workers = {name: peers.Worker(sys.executable, PROGRAM, Path(place) / f"{number}.log", environment)
                    for number, name in enumerate(WAYS)}  # fmt: skip
-        sizes = {name: getattr(wanted, name) for name in ("layers", "width", "vocab", "seconds", "dtype", "threads")}
+        sizes = {
+            name: getattr(wanted, name)
+            for name in ("family", "layers", "width", "vocab", "seconds", "dtype", "threads")
+        }
         try:
             facts = {name: worker.ask({"way": name, **sizes}) for name, worker in workers.items()}
             turns = {name: (lambda name=name: float(workers[name].ask({}))) for name in WAYS}
@@ -178,7 +196,7 @@ def main() -> None:
             for worker in workers.values():
                 worker.__exit__(None, None, None)
     rows = [measured.Row(name, rates, extra=f"{facts[name]['padding']:.1%} padding") for name, rates in found.items()]
-    title = f"short examples, {facts[WAYS[0]]['parameters']:,} parameters, {wanted.threads} threads, {wanted.dtype}"
+    title = f"short examples, {wanted.family} of {facts[WAYS[0]]['parameters']:,} parameters, {wanted.threads} threads, {wanted.dtype}"
     measured.show(title, "real tok/s", rows, WAYS[0])
     measured.keep(wanted.json)
 
