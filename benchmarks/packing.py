@@ -30,15 +30,14 @@ from lamplighter.data.batches import Batch, permute
 from lamplighter.data.chat.examples import LEARNED, Side
 from lamplighter.data.chat.packing import Packing
 from lamplighter.data.feed import Fitted, example_feed, fit, lay_out
-from lamplighter.model import products
+from lamplighter.model import attention, products
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
 from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.machine import kept_memory
-from lamplighter.train.optim import AdamW, make_optimizer
+from lamplighter.train.optim import AdamW, make_optimizer, shrink
 from lamplighter.train.score import look, nats
 from lamplighter.watch.spawn import threads_wait
-
 
 CLIP = 1.0
 
@@ -80,8 +79,7 @@ def lamp_step(model: Transformer, optimizer: AdamW, batch: Batch) -> None:
     ids, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
     rows = slice(0, len(ids))
     nats(model, ids, targets, batch.segments, False, 1 / batch.real_tokens, rows).backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    optimizer.step(1e-4)
+    optimizer.step(1e-4, shrink(float(optimizer.norm()), CLIP))
     optimizer.zero_grad()
 
 
@@ -100,7 +98,7 @@ class Contestant:
         self.low, self.seconds, self.step = ask["dtype"] == "bf16", ask["seconds"], 0
         self.lamp = ask["way"].startswith("lamp")
         if not self.lamp:
-            products.FEW = 0  # a script has torch's own products
+            products.FEW, attention.suits = 0, lambda *_: False  # a script has torch's own products and attention
         self.make = way_of(ask["way"], made_up(2000, ask["vocab"]))
         heads = ask["width"] // 64
         shape = Shape(

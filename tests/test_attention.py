@@ -52,12 +52,26 @@ def test_products_give_torchs_attention_and_its_gradients(length: int, masked: b
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("heads_at_once", [1, 3, 4, 100])
+def test_heads_of_a_sample_stay_together_where_samples_have_masks_of_their_own(
+    heads_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, mask = layer_output(3, 2, 20, 8), documents(3, 20)
+    wanted = there_and_back(plain, inputs, mask, torch.float32)
+    monkeypatch.setattr(attention, "SCORES", heads_at_once * 16 * 20)
+    monkeypatch.setattr(attention, "QUERIES", 16)
+    found = there_and_back(attention.by_products, inputs, mask, torch.float32)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
 def test_a_mask_for_all_samples_and_blocks_of_a_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, mask = layer_output(5, 2, 40, 8), documents(1, 40)
     wanted = there_and_back(plain, inputs, mask, torch.float32)
     monkeypatch.setattr(attention, "SCORES", 2 * 2 * 16 * 40)
     monkeypatch.setattr(attention, "QUERIES", 16)
-    assert len(list(attention._blocks(inputs[0]))) == 9  # 2, 2 and 1 samples, three times 16 queries or less
+    heads = inputs[0].reshape(-1, 40, 8)
+    assert len(attention._blocks(heads, mask)) == 9  # 4, 4 and 2 heads, three times 16 queries or less
     found = there_and_back(attention.by_products, inputs, mask, torch.float32)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
@@ -90,8 +104,8 @@ def test_kept_or_worked_out_again_is_the_same_to_the_last_bit(monkeypatch: pytes
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_it_is_taken_for_steps_that_learn_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    real = attention.by_products
-    monkeypatch.setattr(attention, "by_products", lambda *parts: (taken.append(1), real(*parts))[1])
+    real = attention.mix
+    monkeypatch.setattr(attention, "mix", lambda *parts: (taken.append(1), real(*parts))[1])
     for family in ("gpt2", "llama"):
         model = Transformer(Shape(family, 50, 16, 2, 32, 4, kv_heads=2 if family == "llama" else 0))  # type: ignore[arg-type]
         init_weights(model, 1)

@@ -43,6 +43,32 @@ def test_every_bit_is_that_of_torchs_optimizer() -> None:
             assert torch.equal(ours.state[a][kind], torchs.state[b][kind])
 
 
+def test_gradients_are_clipped_on_their_way_into_the_weights() -> None:
+    mine, theirs = small(), small()
+    ours, others = optim.make_optimizer(mine, Train()), optim.make_optimizer(theirs, Train())
+    shrunk = []
+    for step in range(1, 5):
+        learn(mine, step)
+        learn(theirs, step)
+        limit = 0.3
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit)
+        torch.testing.assert_close(ours.norm(), norm)
+        shrunk.append(optim.shrink(float(norm), limit))
+        ours.step(1e-2, shrunk[-1])
+        others.step(1e-2)
+        ours.zero_grad()
+        others.zero_grad()
+    assert max(shrunk) > 1.5
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours.state[a]["exp_avg"], others.state[b]["exp_avg"], rtol=1e-4, atol=1e-8)
+
+
+def test_what_is_within_the_limit_is_not_shrunk() -> None:
+    assert optim.shrink(0.9, 1.0) == optim.shrink(1.0, 1.0) == optim.shrink(50.0, 0.0) == 1.0
+    assert optim.shrink(5.0, 2.0) == 2.5
+
+
 def test_state_goes_to_tensors_and_back() -> None:
     one, two = small(), small()
     first, second = optim.make_optimizer(one, Train()), optim.make_optimizer(two, Train())

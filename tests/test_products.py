@@ -134,7 +134,7 @@ def test_a_compiled_block_has_neither_our_products_nor_our_attention(
         plain = layer(x, seen, *more)
         monkeypatch.setattr(products, "across", never)
         monkeypatch.setattr(products, "along", never)
-        monkeypatch.setattr(attention, "by_products", never)
+        monkeypatch.setattr(attention, "mix", never)
         with pytest.raises(AssertionError, match="the compiler's"):
             layer(x, seen, *more)
         layer.compile(dynamic=False, backend="eager")

@@ -10,8 +10,7 @@ at a time, so the scores of a long row never exist as a whole. In float32 torch'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,79 +35,113 @@ def by_products(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Tensor | N
     return mixed
 
 
-class Block(NamedTuple):
-    """Some queries of some samples, and the keys that they may meet."""
-
-    samples: slice
-    queries: slice
-    keys: slice
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Tensor | None) -> Tensor:
         with torch.autocast("cpu", enabled=False):
-            q, k, v = (part.contiguous() for part in (q_BHTD, k_BHTD, v_BHTD))
-            mixed, kept = torch.empty_like(q), []
-            keep = keeps_shares(q.shape[2], q.shape[3], q.element_size())
-            for block in _blocks(q):
-                shares = _shares(q, k, mask, block)
-                mixed[block.samples, :, block.queries] = shares @ v[block.samples, :, block.keys]
-                kept += [shares] if keep else []
+            q, k, v = (part.reshape(-1, *part.shape[2:]) for part in (q_BHTD, k_BHTD, v_BHTD))
+            mixed, kept = mix(q, k, v, mask)
         ctx.save_for_backward(q, k, v, mask, *kept)
-        return mixed
+        return mixed.view(q_BHTD.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_BHTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, mask, *kept = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
-            up = upstream_BHTD.to(q.dtype).contiguous()
-            sums = torch.float32 if q.shape[2] > QUERIES else q.dtype  # a key is met by the queries of several blocks
-            dq, dk, dv = torch.empty_like(q), torch.empty_like(k, dtype=sums), torch.empty_like(v, dtype=sums)
-            for number, block in enumerate(_blocks(q)):
-                here, seen = (block.samples, slice(None), block.queries), (block.samples, slice(None), block.keys)
-                shares = kept[number] if kept else _shares(q, k, mask, block)
-                wanted = up[here] @ v[seen].transpose(2, 3)
-                dscores = torch._softmax_backward_data(wanted, shares, -1, shares.dtype)
-                dq[here] = dscores @ k[seen]
-                _gather(dk, seen, dscores.transpose(2, 3) @ q[here])
-                _gather(dv, seen, shares.transpose(2, 3) @ up[here])
-            scale = q.shape[3] ** -0.5
-        return dq.mul_(scale), dk.mul_(scale).to(q.dtype), dv.to(q.dtype), None
+            dq, dk, dv = mix_back(upstream_BHTD.to(q.dtype).reshape(q.shape), q, k, v, mask, kept).unbind()
+        shape = upstream_BHTD.shape
+        return dq.view(shape), dk.view(shape), dv.view(shape), None
 
 
-def _gather(sums: Tensor, seen: tuple[slice, slice, slice], part: Tensor) -> None:
-    """The last queries come first, and meet every key: there is nothing to add to yet."""
-    if seen[2].stop == sums.shape[2]:
+# --- the same on plain tensors, G = the heads of all samples, one after the other --------------------------------------
+
+
+def mix(q_GTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """The mixture, and the probabilities that are worth keeping."""
+    keep = keeps_shares(q_GTD.shape[1], q_GTD.shape[2], q_GTD.element_size())
+    blocks = _blocks(q_GTD, mask)
+    if len(blocks) == 1:
+        shares = _shares(q_GTD, k_GTD, mask, 0)
+        return torch.bmm(shares, v_GTD), [shares] if keep else []
+    mixed_GTD, kept = torch.empty_like(q_GTD), []
+    for heads, queries, keys in blocks:
+        shares = _shares(q_GTD[heads, queries], k_GTD[heads, keys], _part(mask, q_GTD, heads, queries), queries.start)
+        mixed_GTD[heads, queries] = torch.bmm(shares, v_GTD[heads, keys])
+        kept += [shares] if keep else []
+    return mixed_GTD, kept
+
+
+def mix_back(
+    up_GTD: Tensor, q_GTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, mask: Tensor | None, kept: list[Tensor]
+) -> Tensor:
+    """The gradients of the three [3, G, T, D], from that of the mixture."""
+    scale, blocks = q_GTD.shape[2] ** -0.5, _blocks(q_GTD, mask)
+    made = torch.empty((3, *q_GTD.shape), dtype=q_GTD.dtype)
+    if len(blocks) == 1:
+        shares = kept[0] if kept else _shares(q_GTD, k_GTD, mask, 0)
+        dscores = torch._softmax_backward_data(torch.bmm(up_GTD, v_GTD.mT), shares, -1, shares.dtype)
+        torch.bmm(dscores, k_GTD, out=made[0])
+        torch.bmm(dscores.mT, q_GTD, out=made[1])
+        torch.bmm(shares.mT, up_GTD, out=made[2])
+        made[:2].mul_(scale)
+        return made
+    dk_GTD, dv_GTD = torch.empty_like(k_GTD, dtype=torch.float32), torch.empty_like(v_GTD, dtype=torch.float32)
+    for number, (heads, queries, keys) in enumerate(blocks):
+        q, k, up = q_GTD[heads, queries], k_GTD[heads, keys], up_GTD[heads, queries]
+        shares = kept[number] if kept else _shares(q, k, _part(mask, q_GTD, heads, queries), queries.start)
+        dscores = torch._softmax_backward_data(torch.bmm(up, v_GTD[heads, keys].mT), shares, -1, shares.dtype)
+        made[0, heads, queries] = torch.bmm(dscores, k)
+        _gather(dk_GTD, (heads, keys), torch.bmm(dscores.mT, q))
+        _gather(dv_GTD, (heads, keys), torch.bmm(shares.mT, up))
+    made[0].mul_(scale)
+    made[1] = dk_GTD.mul_(scale)
+    made[2] = dv_GTD
+    return made
+
+
+def _gather(sums: Tensor, seen: tuple[slice, slice], part: Tensor) -> None:
+    """A key is met by the queries of several blocks. The last queries come first, and meet every key: there is nothing
+    to add to yet.
+    """
+    if seen[1].stop == sums.shape[1]:
         sums[seen] = part
     else:
         sums[seen] += part
 
 
-def _blocks(q_BHTD: Tensor) -> Iterator[Block]:
-    """The same for forward and backward: a function of the shape alone. The last queries come first."""
-    B, H, T, _ = q_BHTD.shape
+def _blocks(q_GTD: Tensor, mask: Tensor | None) -> list[tuple[slice, slice, slice]]:
+    """Some heads, some of their queries, and the keys that these may meet. The same for forward and backward: a function of the
+    shapes alone. The last queries come first; heads of one sample stay together where samples have masks of their own.
+    """
+    G, T, _ = q_GTD.shape
     queries = min(T, QUERIES)
-    samples = max(1, min(B, SCORES // (H * queries * T)))
-    for first in range(0, B, samples):
+    each = 1 if mask is None or len(mask) == 1 else G // len(mask)
+    heads = max(each, min(G, SCORES // (queries * T)) // each * each)
+    found = []
+    for first in range(0, G, heads):
         for start in reversed(range(0, T, queries)):
             end = min(start + queries, T)
-            yield Block(slice(first, min(first + samples, B)), slice(start, end), slice(0, end))
+            found.append((slice(first, min(first + heads, G)), slice(start, end), slice(0, end)))
+    return found
 
 
-def _shares(q: Tensor, k: Tensor, mask: Tensor | None, block: Block) -> Tensor:
+def _part(mask: Tensor | None, q_GTD: Tensor, heads: slice, queries: slice) -> Tensor | None:
+    """Of the mask, what concerns a block."""
+    if mask is None or len(mask) == 1:
+        return None if mask is None else mask[:, :, queries, : queries.stop]
+    each = len(q_GTD) // len(mask)
+    return mask[heads.start // each : heads.stop // each, :, queries, : queries.stop]
+
+
+def _shares(q: Tensor, k: Tensor, mask: Tensor | None, start: int) -> Tensor:
     """How much each query takes of each key, in the type of the inputs; worked out in float32."""
-    B, H, D = block.samples.stop - block.samples.start, q.shape[1], q.shape[3]
-    rows, columns = block.queries.stop - block.queries.start, block.keys.stop
-    q_rows = q[block.samples, :, block.queries].float().flatten(0, 1)
-    k_rows = k[block.samples, :, block.keys].float().flatten(0, 1)
+    (rows, D), columns = q.shape[1:], k.shape[1]
     if mask is None:
-        bias = torch.full((rows, columns), float("-inf")).triu_(block.queries.start + 1)
-        scores = torch.baddbmm(bias, q_rows, k_rows.transpose(1, 2), alpha=D**-0.5)
+        bias = torch.full((rows, columns), float("-inf")).triu_(start + 1)
+        scores = torch.baddbmm(bias, q.float(), k.float().mT, alpha=D**-0.5)
     else:
-        scores = torch.bmm(q_rows, k_rows.transpose(1, 2)).mul_(D**-0.5)
-        allowed = mask[block.samples if mask.shape[0] > 1 else slice(0, 1), :, block.queries, block.keys]
-        scores.view(B, H, rows, columns).masked_fill_(~allowed, float("-inf"))
+        scores = torch.bmm(q.float(), k.float().mT).mul_(D**-0.5)
+        scores.view(len(mask), -1, rows, columns).masked_fill_(~mask, float("-inf"))
     torch.ops.aten._softmax.out(scores, -1, False, out=scores)
-    return scores.view(B, H, rows, columns).to(q.dtype)
+    return scores.to(q.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import products, shape
+from .tied import Tie
 
 STRIP_WORDS = 1024  # of the matrix's gradient, converted together
 
@@ -33,8 +34,12 @@ class Blocks:
         return kept[:rows]
 
 
-def head_loss(x_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, scale: float, blocks: Blocks) -> Tensor:
-    """`scale` times the sum of cross entropy in nats over targets >= 0, in float32."""
+def head_loss(
+    x_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, scale: float, blocks: Blocks, tie: Tie | None = None
+) -> Tensor:
+    """`scale` times the sum of cross entropy in nats over targets >= 0, in float32. With a tie, the gradient of the matrix
+    goes through it instead of through autograd.
+    """
     x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
     counted_N = targets_N >= 0
     if not bool(counted_N.all()):
@@ -44,7 +49,7 @@ def head_loss(x_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, scale: float
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_NC.dtype
     by_threads = products.suits(len(x_NC), weight_VC)
     with torch.autocast(kind, enabled=False):
-        loss: Tensor = _HeadLoss.apply(x_NC, weight_VC, targets_N, scale, dtype, blocks, by_threads)  # type: ignore[no-untyped-call]
+        loss: Tensor = _HeadLoss.apply(x_NC, weight_VC, targets_N, scale, dtype, blocks, by_threads, tie)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -61,7 +66,9 @@ class _HeadLoss(torch.autograd.Function):
         dtype: torch.dtype,
         blocks: Blocks,
         by_threads: bool,
+        tie: Tie | None,
     ) -> Tensor:
+        ctx.tie = tie
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         weight = weight_VC.to(dtype)
         dx_NC = torch.empty_like(x_NC) if wants_x else None
@@ -93,11 +100,13 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         dx_NC, dweight_VC = ctx.saved_tensors
         if upstream.device.type != "cpu" or float(upstream) != 1.0:
             dx_NC, dweight_VC = (None if part is None else part * upstream for part in (dx_NC, dweight_VC))
-        return dx_NC, dweight_VC, None, None, None, None, None
+        if ctx.tie is not None:
+            ctx.tie.gradient_VC, dweight_VC = dweight_VC, None
+        return dx_NC, dweight_VC, None, None, None, None, None, None
 
 
 def _to_gradient(block_SV: Tensor, targets_S1: Tensor, blocks: Blocks, wanted: bool) -> Tensor:

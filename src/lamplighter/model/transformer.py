@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from . import attention, products
+from . import attention, by_hand, products, tied
 from .head import Blocks, head_loss
 from .shape import Shape
+from .tied import Tie
 
 INIT_STD = 0.02
 RESIDUAL_PROJECTIONS = ("c_proj.weight", "o_proj.weight", "down_proj.weight")
@@ -165,6 +166,10 @@ class GPT2Layer(nn.Module):
         self.mlp = GPT2MLP(shape)
 
     def forward(self, x_BTC: Tensor, seen: Sight) -> Tensor:
+        if by_hand.suits(x_BTC, self.attn.dropout, seen.cache is not None):
+            parts = (self.ln_1, self.attn.c_attn, self.attn.c_proj, self.ln_2, self.mlp.c_fc, self.mlp.c_proj)
+            tensors = [tensor for part in parts for tensor in (part.weight, part.bias)]
+            return by_hand.gpt2(x_BTC, seen.mask, self.attn.head_width, self.ln_1.eps, *tensors)
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), seen)
         out_BTC: Tensor = x_BTC + self.mlp(self.ln_2(x_BTC))
         return out_BTC
@@ -179,8 +184,8 @@ class GPT2Body(nn.Module):
         self.h = nn.ModuleList(GPT2Layer(shape, layer) for layer in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.width, eps=shape.norm_eps)
 
-    def forward(self, ids_BT: Tensor, seen: Sight) -> Tensor:
-        x_BTC: Tensor = self.wte(ids_BT) + self.wpe(seen.places)
+    def forward(self, ids_BT: Tensor, seen: Sight, tie: Tie | None) -> Tensor:
+        x_BTC: Tensor = tied.look_up(self.wte, ids_BT, tie) + self.wpe(seen.places)
         x_BTC = functional.dropout(x_BTC, self.dropout, self.training)
         for layer in self.h:
             x_BTC = layer(x_BTC, seen)
@@ -271,6 +276,12 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape)
 
     def forward(self, x_BTC: Tensor, seen: Sight, turn: Turn) -> Tensor:
+        if by_hand.suits(x_BTC, self.self_attn.dropout, seen.cache is not None):
+            attn, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
+            parts = (norm, attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, self.post_attention_layernorm,
+                     mlp.gate_proj, mlp.up_proj, mlp.down_proj)  # fmt: skip
+            weights = (part.weight for part in parts)
+            return by_hand.llama(x_BTC, seen.mask, turn, attn.head_width, norm.eps, *weights)
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), seen, turn)
         out_BTC: Tensor = x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
         return out_BTC
@@ -284,9 +295,9 @@ class LlamaBody(nn.Module):
         self.layers = nn.ModuleList(LlamaLayer(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape)
 
-    def forward(self, ids_BT: Tensor, seen: Sight) -> Tensor:
+    def forward(self, ids_BT: Tensor, seen: Sight, tie: Tie | None) -> Tensor:
         turn = turn_of(seen.places, self.head_width, self.theta)
-        x_BTC: Tensor = self.embed_tokens(ids_BT)
+        x_BTC = tied.look_up(self.embed_tokens, ids_BT, tie)
         for layer in self.layers:
             x_BTC = layer(x_BTC, seen, turn)
         normed_BTC: Tensor = self.norm(x_BTC)
@@ -329,11 +340,13 @@ class Transformer(nn.Module):
         """
         self.check_room(ids_BT, cache, segments_BT)
         seen = sight(ids_BT, cache, segments_BT)
-        x_BTC: Tensor = self.transformer(ids_BT, seen) if self.shape.family == "gpt2" else self.model(ids_BT, seen)
+        tie = tied.tie_for(self.head_weight()) if self.shape.tie_embeddings and targets_BT is not None else None
+        body = self.transformer if self.shape.family == "gpt2" else self.model
+        x_BTC: Tensor = body(ids_BT, seen, tie)
         if cache is not None:
             cache.position += ids_BT.shape[1]
         if targets_BT is not None:
-            return head_loss(x_BTC, self.head_weight(), targets_BT, scale, self.blocks)
+            return head_loss(x_BTC, self.head_weight(), targets_BT, scale, self.blocks, tie)
         return functional.linear(x_BTC[:, -1:] if last_only else x_BTC, self.head_weight())
 
     def head_weight(self) -> Tensor:

@@ -124,7 +124,7 @@ def _try(request: dict[str, Any]) -> dict[str, Any]:
             whole = run.train.loss == "whole"
             micros.append(_micro_batch(model, where, rows, run.data.seq_len, request["vocab_size"], whole))
             _say(doing=f"step {number + 1} of {warm_up + rounds}", seconds=round(micros[-1].wall_s, 4))
-        ends.append(_optimizer_step(model, optimizer, run.train.grad_clip, where))
+        ends.append(_optimizer_step(optimizer, run.train.grad_clip, where))
         if time.perf_counter() > until and number >= 1:
             break
     first = min(warm_up, len(ends) - 1)
@@ -168,12 +168,11 @@ def _loss(model: torch.nn.Module, where: Machine, ids: torch.Tensor, whole: bool
         return score.nats(model, ids, ids, None, whole, 1 / ids.numel())
 
 
-def _optimizer_step(model: torch.nn.Module, optimizer: AdamW, clip: float, where: Machine) -> Took:
-    import torch
+def _optimizer_step(optimizer: AdamW, clip: float, where: Machine) -> Took:
+    from lamplighter.train.optim import shrink
 
     clock = Clock()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
-    optimizer.step(0.0)
+    optimizer.step(0.0, shrink(float(optimizer.norm()), clip))
     optimizer.zero_grad()
     _wait(where)
     return clock.took()

@@ -244,16 +244,14 @@ def _step(
             part = _micro_loss(parts, batch, rows)
             part.backward()  # type: ignore[no-untyped-call]
             total = part.detach() if total is None else total + part.detach()
-        limit = train.grad_clip or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), limit)
         assert total is not None
         # The one time a step that a GPU is waited for: both are judged before the weights are touched.
-        loss, grad_norm = torch.stack((total, norm)).tolist()
+        loss, grad_norm = torch.stack((total, parts.optimizer.norm())).tolist()
     lr = parts.schedule.lr_at(step)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return _nonfinite(parts, keeper, batch, loss, grad_norm, lr, waited_s + time.perf_counter() - started)
     with report.span("optimizer"), keeper.changing():
-        parts.optimizer.step(lr)
+        parts.optimizer.step(lr, optim.shrink(grad_norm, train.grad_clip))
         parts.optimizer.zero_grad()
         tokens = parts.progress.tokens + batch.filled
         parts.progress = replace(parts.progress, step=step, tokens=tokens, loss=loss)

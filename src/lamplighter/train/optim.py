@@ -35,9 +35,16 @@ class AdamW:
         self.groups, self.betas = groups, betas
         self.state: dict[torch.nn.Parameter, State] = {}
 
+    def norm(self) -> torch.Tensor:
+        """Of all gradients together."""
+        return torch.nn.utils.get_total_norm(
+            [p.grad for group in self.groups for p in group.parameters if p.grad is not None]
+        )
+
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Change the weights by their gradients; a parameter without one is left as it is."""
+    def step(self, lr: float, shrink: float = 1.0) -> None:
+        """Change the weights by their gradients, divided by `shrink`; a parameter without one is left as it is."""
+        scale = None if shrink == 1.0 else torch.tensor(shrink)  # None: not a pass over the numbers more
         for group in self.groups:
             with_grad = [p for p in group.parameters if p.grad is not None]
             if not with_grad:
@@ -58,6 +65,7 @@ class AdamW:
                 weight_decay=group.weight_decay,
                 eps=EPS,
                 maximize=False,
+                grad_scale=scale,
             )
 
     def zero_grad(self) -> None:
@@ -70,6 +78,11 @@ class AdamW:
             zeros = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
             self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
         return self.state[parameter]
+
+
+def shrink(norm: float, limit: float) -> float:
+    """What gradients of this norm are divided by to keep within the limit; 0 is no limit."""
+    return max(1.0, norm / limit) if limit else 1.0
 
 
 def make_optimizer(model: torch.nn.Module, section: Train) -> AdamW:

@@ -202,8 +202,7 @@ def _by_heart(bed: Bed, patient: Patient) -> Finding:
         first = last if step == 1 else first
         patient.now(f"one batch by heart: step {step} of {STEPS}, loss {last:.3f}")
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(bed.model.parameters(), bed.run.train.grad_clip or float("inf"))
-        optimizer.step(OVERFIT_LR)
+        optimizer.step(OVERFIT_LR, optim.shrink(float(optimizer.norm()), bed.run.train.grad_clip))
         optimizer.zero_grad()
         spent = time.monotonic() - began
         if last < 0.5 * first or not math.isfinite(last) or spent > (OVERFIT_S if step >= ENOUGH else AT_MOST_S):

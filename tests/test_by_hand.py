@@ -1,0 +1,115 @@
+"""A layer with its gradients written out is the layer: as near to the truth as autograd under autocast, and no more is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lamplighter.model import by_hand
+from lamplighter.model.shape import Shape
+from lamplighter.model.transformer import Transformer, init_weights
+from lamplighter.train.bf16 import make_it_work
+
+pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch says so whenever oneDNN is switched
+Gradients = dict[str, Tensor]
+
+
+def model_of(family: str, kv_heads: int, length: int) -> Transformer:
+    model = Transformer(Shape(family, 60, length, 2, 32, 4, kv_heads=kv_heads))  # type: ignore[arg-type]
+    init_weights(model, 3)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):  # norms and biases that do something
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.add_(noise, alpha=0.1)
+    return model
+
+
+def batch(length: int, packed: bool) -> tuple[Tensor, Tensor | None]:
+    ids = torch.randint(0, 60, (3, length), generator=torch.Generator().manual_seed(5))
+    segments = torch.arange(length)[None] // torch.tensor([[7], [11], [length]]) if packed else None
+    return ids, segments
+
+
+def gradients(model: Transformer, ids: Tensor, segments: Tensor | None, low: bool = True) -> Gradients:
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=low), torch.backends.mkldnn.flags(enabled=make_it_work()):
+        loss = model(ids, segments_BT=segments, targets_BT=ids.roll(-1, 1), scale=1 / ids.numel())
+    loss.backward()
+    return {"loss": loss.detach()} | {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def far(found: Gradients, truth: Gradients) -> dict[str, float]:
+    return {
+        name: float((found[name].double() - right).norm() / right.norm().clamp(min=1e-6))
+        for name, right in truth.items()
+    }
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", [1, 17, 300])
+@pytest.mark.parametrize(("family", "kv_heads"), [("gpt2", 0), ("llama", 4), ("llama", 2)])
+def test_gradients_are_as_near_to_the_truth_as_autograds(
+    family: str, kv_heads: int, length: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(family, kv_heads, length)
+    ids, segments = batch(length, packed)
+    truth = gradients(model.double(), ids, segments, low=False)
+    model.float()
+    used: list[str] = []
+    for name in ("gpt2", "llama"):
+        real = getattr(by_hand, name)
+        monkeypatch.setattr(by_hand, name, lambda *parts, real=real, name=name: (used.append(name), real(*parts))[1])
+    ours = gradients(model, ids, segments)
+    assert used == [family] * 2
+    monkeypatch.setattr(by_hand, "suits", lambda *_: False)
+    autograds = gradients(model, ids, segments)
+    assert used == [family] * 2
+    assert ours.keys() == autograds.keys() == truth.keys()
+    mine, others = far(ours, truth), far(autograds, truth)
+    assert mine["loss"] < 0.01
+    total = (sum(value**2 for value in found.values()) ** 0.5 for found in (mine, others))
+    assert next(total) < 1.25 * next(total)
+    for name, value in mine.items():
+        assert value < max(2 * others[name], 0.03), f"{name}: {value:.4f} against {others[name]:.4f}"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_no_more_is_kept_for_the_way_back_than_autograd_keeps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, _) = model_of(family, 0, 128), batch(128, packed=False)
+    kept: list[int] = []
+    for way in ("by hand", "autograd"):
+        if way == "autograd":
+            monkeypatch.setattr(by_hand, "suits", lambda *_: False)
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16),
+            torch.backends.mkldnn.flags(enabled=make_it_work()),
+        ):
+            model(ids, targets_BT=ids)
+        kept.append(sum(sizes.values()))
+    assert kept[0] <= 1.02 * kept[1]
+
+
+def test_what_it_was_not_made_for_is_left_to_autograd() -> None:
+    x = torch.zeros(1, 2, 4, requires_grad=True)
+    assert not by_hand.suits(x, 0.0, cached=False), "float32"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert by_hand.suits(x, 0.0, cached=False)
+        assert not by_hand.suits(x, 0.1, cached=False)
+        assert not by_hand.suits(x, 0.0, cached=True)
+        assert not by_hand.suits(x.detach(), 0.0, cached=False)
+        assert not by_hand.suits(x.bfloat16(), 0.0, cached=False)
+        with torch.no_grad():
+            assert not by_hand.suits(x, 0.0, cached=False)
+    with torch.autocast("cpu", torch.float16):
+        assert not by_hand.suits(x, 0.0, cached=False)
