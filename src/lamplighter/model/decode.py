@@ -18,8 +18,11 @@ from torch.nn import functional
 
 from .transformer import Conv1D, GPT2Layer, KVCache, Linear, LlamaLayer, RMSNorm, Transformer, turn_of
 
-LARGE = 1 << 22  # numbers of a weight
-PIECES = 8
+LARGE = 1 << 18  # numbers of a weight, from which on it is read in pieces
+PIECES = 8  # of a weight [O, I]
+PARTS = 4  # of a weight [I, O], whose products are added up
+FEW_ROWS = 16  # in which that pays
+TURNED = 4  # rows, for which even a flat weight is better taken first
 
 
 class GPT2Weights(NamedTuple):
@@ -91,12 +94,12 @@ class Decoder:
         x_BC = self.embedding[ids_B] + self.places[self.cache.position]
         for layer, part in enumerate(self.gpt2):
             normed_BC = functional.layer_norm(x_BC, size, *part.norm_1, shape.norm_eps)
-            qkv_B3HD = torch.addmm(part.c_attn[0], normed_BC, part.c_attn[1]).view(heads)
+            qkv_B3HD = product_and_bias(normed_BC, *part.c_attn).view(heads)
             mixed_BC = self.look(layer, qkv_B3HD[:, 0], qkv_B3HD[:, 1:]).view(B, -1)
-            x_BC = x_BC + torch.addmm(part.c_proj[0], mixed_BC, part.c_proj[1])
+            x_BC = x_BC + product_and_bias(mixed_BC, *part.c_proj)
             normed_BC = functional.layer_norm(x_BC, size, *part.norm_2, shape.norm_eps)
-            inner_BM = functional.gelu(torch.addmm(part.c_fc[0], normed_BC, part.c_fc[1]), approximate="tanh")
-            x_BC = x_BC + torch.addmm(part.c_out[0], inner_BM, part.c_out[1])
+            inner_BM = functional.gelu(product_and_bias(normed_BC, *part.c_fc), approximate="tanh")
+            x_BC = x_BC + product_and_bias(inner_BM, *part.c_out)
         return functional.layer_norm(x_BC, size, *self.last_norm, shape.norm_eps)
 
     def llama_step(self, ids_B: Tensor) -> Tensor:
@@ -130,13 +133,24 @@ class Decoder:
 
 def product(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
     """x times the weight. For a few rows and a tall weight the libraries are twice as fast the other way round; for one row
-    and a weight beyond the caches (float32, on a CPU) if it is given to them in pieces.
+    and a weight beyond the nearest caches if it is given to them in pieces.
     """
-    if len(x_BI) > 1 and weight_OI.shape[0] >= weight_OI.shape[1]:
+    if len(x_BI) > 1 and (weight_OI.shape[0] >= weight_OI.shape[1] or len(x_BI) <= TURNED):
         return (weight_OI @ x_BI.t()).t()
-    if len(x_BI) == 1 and weight_OI.numel() >= LARGE and weight_OI.dtype == torch.float32 and not weight_OI.is_cuda:
-        return one_row(x_BI, weight_OI)
-    return functional.linear(x_BI, weight_OI)
+    return one_row(x_BI, weight_OI) if len(x_BI) == 1 and in_pieces(weight_OI) else functional.linear(x_BI, weight_OI)
+
+
+def product_and_bias(x_BI: Tensor, bias_O: Tensor, weight_IO: Tensor) -> Tensor:
+    """The same for a weight that is stored the other way round: a few rows are multiplied with it part by part."""
+    if len(x_BI) > FEW_ROWS or len(weight_IO) % PARTS or not in_pieces(weight_IO):
+        return torch.addmm(bias_O, x_BI, weight_IO)
+    parts = x_BI.view(len(x_BI), PARTS, -1).transpose(0, 1)
+    return torch.bmm(parts, weight_IO.view(PARTS, -1, weight_IO.shape[1])).sum(0).add_(bias_O)
+
+
+def in_pieces(weight: Tensor) -> bool:
+    """Measured in float32, on a CPU."""
+    return weight.numel() >= LARGE and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
 def one_row(x_1I: Tensor, weight_OI: Tensor) -> Tensor:
