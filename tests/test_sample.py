@@ -280,6 +280,21 @@ def test_eval_mode_during_and_every_part_as_it_was_after() -> None:
     assert [part.training for part in model.modules()] == before
 
 
+@pytest.mark.parametrize(("rows", "inner"), [(1, 512), (8, 512), (16, 512), (17, 512), (8, 514)])
+def test_a_few_rows_part_by_part_are_the_same_product(
+    rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(size, generator=generator) for size in ((rows, inner), (inner, 520), (520,)))
+    parts: list[int] = []
+    real = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: (parts.append(len(a)), real(a, b))[1])
+    found = decode.product_and_bias(x, bias, weight)
+    torch.testing.assert_close(found, torch.addmm(bias, x, weight), rtol=1e-4, atol=1e-4)
+    assert parts == ([decode.PARTS] if rows <= decode.FEW_ROWS and inner % decode.PARTS == 0 else [])
+    assert not decode.in_pieces(weight.bfloat16()) and not decode.in_pieces(weight[:, :500])
+
+
 @pytest.mark.parametrize("words", [64, 67])
 def test_one_row_in_pieces_is_the_same_product(words: int) -> None:
     rng = torch.Generator().manual_seed(3)
