@@ -102,14 +102,54 @@ def test_no_more_is_kept_for_the_way_back_than_autograd_keeps(family: str, monke
 
 def test_what_it_was_not_made_for_is_left_to_autograd() -> None:
     x = torch.zeros(1, 2, 4, requires_grad=True)
-    assert not by_hand.suits(x, 0.0, cached=False), "float32"
+    assert not by_hand.suits(x, cached=False), "float32"
     with torch.autocast("cpu", torch.bfloat16):
-        assert by_hand.suits(x, 0.0, cached=False)
-        assert not by_hand.suits(x, 0.1, cached=False)
-        assert not by_hand.suits(x, 0.0, cached=True)
-        assert not by_hand.suits(x.detach(), 0.0, cached=False)
-        assert not by_hand.suits(x.bfloat16(), 0.0, cached=False)
+        assert by_hand.suits(x, cached=False)
+        assert not by_hand.suits(x, cached=True)
+        assert not by_hand.suits(x.detach(), cached=False)
+        assert not by_hand.suits(x.bfloat16(), cached=False)
         with torch.no_grad():
-            assert not by_hand.suits(x, 0.0, cached=False)
+            assert not by_hand.suits(x, cached=False)
     with torch.autocast("cpu", torch.float16):
-        assert not by_hand.suits(x, 0.0, cached=False)
+        assert not by_hand.suits(x, cached=False)
+
+
+class Doubled(torch.nn.Module):
+    """A part that somebody put around another, which lends it its tensors."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.weight, self.bias = inner, inner.weight, getattr(inner, "bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_part_that_somebody_put_there_is_asked(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, _) = model_of(family, 0, 16), batch(16, packed=False)
+    place, name = (model.transformer.h[1].mlp, "c_proj") if family == "gpt2" else (model.model.layers[1].mlp, "up_proj")
+    setattr(place, name, Doubled(getattr(place, name)))
+    found = gradients(model, ids, None)
+    monkeypatch.setattr(by_hand, "suits", lambda *_: False)
+    wanted = gradients(model, ids, None)
+    assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("hang", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_a_hook_on_a_part_is_called(family: str, hang: str) -> None:
+    model, (ids, _) = model_of(family, 0, 16), batch(16, packed=False)
+    layer = model.transformer.h[0].mlp if family == "gpt2" else model.model.layers[0].mlp
+    called: list[int] = []
+    getattr(layer, hang)(lambda *_: called.append(1))
+    gradients(model, ids, None)
+    assert called == [1]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_dropout_is_left_to_the_modules(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_hand, family, lambda *_: pytest.fail("by hand there is no dropout"))
+    model = Transformer(Shape(family, 60, 16, 1, 32, 4, dropout=0.1))  # type: ignore[arg-type]
+    init_weights(model, 3)
+    assert gradients(model, batch(16, packed=False)[0], None)["loss"] > 0

@@ -281,9 +281,7 @@ def test_eval_mode_during_and_every_part_as_it_was_after() -> None:
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(1, 512), (8, 512), (16, 512), (17, 512), (8, 514)])
-def test_a_few_rows_part_by_part_are_the_same_product(
-    rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_few_rows_part_by_part_are_the_same_product(rows: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(size, generator=generator) for size in ((rows, inner), (inner, 520), (520,)))
     parts: list[int] = []

@@ -91,3 +91,19 @@ def test_a_frozen_matrix_and_a_look_without_learning_are_left_to_torch() -> None
     ids, targets = next(batches())
     model(ids, targets_BT=targets).backward()
     assert model.head_weight().grad is None and model.model.norm.weight.grad is not None
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_an_embedding_that_is_another_or_has_a_hook_is_asked(family: str) -> None:
+    model = model_of(family)
+    assert model.tie() is not None and model_of(family, tie_embeddings=False).tie() is None
+    table = model.transformer.wte if family == "gpt2" else model.model.embed_tokens
+    called: list[int] = []
+    handle = table.register_forward_hook(lambda *_: called.append(1))
+    ids, targets = next(batches())
+    model(ids, targets_BT=targets).backward()
+    assert called == [1] and model.tie() is None
+    handle.remove()
+    assert model.tie() is not None
+    table.__class__ = type("Another", (torch.nn.Embedding,), {})
+    assert model.tie() is None

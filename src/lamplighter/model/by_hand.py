@@ -23,12 +23,12 @@ ALL = (True, True, True)  # gradients of a norm
 Turn = tuple[Tensor, Tensor]  # cosine and sine, as in transformer.py
 
 
-def suits(x_BTC: Tensor, dropout: float, cached: bool) -> bool:
-    """A step that learns in bf16, on a CPU, without dropout or a cache; what is compiled is left to the compiler."""
+def suits(x_BTC: Tensor, cached: bool) -> bool:
+    """A step that learns in bf16, on a CPU, without a cache; what is compiled is left to the compiler."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not x_BTC.requires_grad:
         return False
     low = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == LOW
-    return low and x_BTC.device.type == "cpu" and x_BTC.dtype == torch.float32 and not dropout and not cached
+    return low and x_BTC.device.type == "cpu" and x_BTC.dtype == torch.float32 and not cached
 
 
 # --- GPT-2 ---------------------------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ class GPT2Layer(nn.Module):
         self.mlp = GPT2MLP(shape)
 
     def forward(self, x_BTC: Tensor, seen: Sight) -> Tensor:
-        if by_hand.suits(x_BTC, self.attn.dropout, seen.cache is not None):
+        if by_hand.suits(x_BTC, seen.cache is not None) and are_ours(self) and not self.attn.dropout:
             parts = (self.ln_1, self.attn.c_attn, self.attn.c_proj, self.ln_2, self.mlp.c_fc, self.mlp.c_proj)
             tensors = [tensor for part in parts for tensor in (part.weight, part.bias)]
             return by_hand.gpt2(x_BTC, seen.mask, self.attn.head_width, self.ln_1.eps, *tensors)
@@ -276,7 +276,7 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape)
 
     def forward(self, x_BTC: Tensor, seen: Sight, turn: Turn) -> Tensor:
-        if by_hand.suits(x_BTC, self.self_attn.dropout, seen.cache is not None):
+        if by_hand.suits(x_BTC, seen.cache is not None) and are_ours(self) and not self.self_attn.dropout:
             attn, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
             parts = (norm, attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, self.post_attention_layernorm,
                      mlp.gate_proj, mlp.up_proj, mlp.down_proj)  # fmt: skip
@@ -305,6 +305,18 @@ class LlamaBody(nn.Module):
 
 
 # --- both ----------------------------------------------------------------------------------------------------------
+
+PARTS = {GPT2Attention, GPT2MLP, Conv1D, nn.LayerNorm, LlamaAttention, LlamaMLP, Linear, RMSNorm}
+
+
+def are_ours(layer: nn.Module) -> bool:
+    """Whether every part of a layer is one of this file, with nothing hung on it; what somebody put there is asked as it is."""
+    return all(part is layer or (type(part) in PARTS and not hooks_of(part)) for part in layer.modules())
+
+
+def hooks_of(part: nn.Module) -> int:
+    kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    return sum(map(len, kinds))
 
 
 class Transformer(nn.Module):
@@ -340,8 +352,8 @@ class Transformer(nn.Module):
         """
         self.check_room(ids_BT, cache, segments_BT)
         seen = sight(ids_BT, cache, segments_BT)
-        tie = tied.tie_for(self.head_weight()) if self.shape.tie_embeddings and targets_BT is not None else None
         body = self.transformer if self.shape.family == "gpt2" else self.model
+        tie = None if targets_BT is None else self.tie()
         x_BTC: Tensor = body(ids_BT, seen, tie)
         if cache is not None:
             cache.position += ids_BT.shape[1]
@@ -354,6 +366,12 @@ class Transformer(nn.Module):
         if not self.shape.tie_embeddings:
             return self.lm_head.weight
         return self.transformer.wte.weight if self.shape.family == "gpt2" else self.model.embed_tokens.weight
+
+    def tie(self) -> Tie | None:
+        """Where the embedding is tied to the head, is torch's own, and nothing hangs on it: one gradient for both ends."""
+        table = self.transformer.wte if self.shape.family == "gpt2" else self.model.embed_tokens
+        plain = self.shape.tie_embeddings and type(table) is nn.Embedding and not hooks_of(table)
+        return tied.tie_for(table.weight) if plain else None
 
     def check_room(self, ids_BT: Tensor, cache: KVCache | None, segments_BT: Tensor | None) -> None:
         length = ids_BT.shape[1] + (0 if cache is None else cache.position)
