@@ -232,7 +232,7 @@ def test_other_pythons_are_counted_or_left_alone(slots: Path, python: Path) -> N
         )
         STARTED.append(process)
         wait_for(lambda: process.pid in read_all(slots))
-        stacks = wait_for(lambda: (got := ask(slots, process.pid)) and numbers(got.threads[0]) and got)
+        stacks = wait_for(lambda: (got := ask_stacks(slots, process.pid, 5.0)) and numbers(got.threads[0]) and got)
         assert numbers(stacks.threads[0]) == {"n": 42}
 
 
