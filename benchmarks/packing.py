@@ -33,7 +33,7 @@ from lamplighter.data.batches import Batch, permute
 from lamplighter.data.chat.examples import LEARNED, Side
 from lamplighter.data.chat.packing import Packing
 from lamplighter.data.feed import Fitted, example_feed, fit, lay_out
-from lamplighter.model import attention, products
+from lamplighter.model import attention, by_hand, products
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
 from lamplighter.train.bf16 import make_it_work
@@ -101,7 +101,8 @@ class Contestant:
         self.low, self.seconds, self.step = ask["dtype"] == "bf16", ask["seconds"], 0
         self.lamp = ask["way"].startswith("lamp")
         if not self.lamp:
-            products.FEW, attention.suits = 0, lambda *_: False  # a script has torch's own products and attention
+            products.FEW = 0  # a script has torch's own products, attention and layers
+            attention.suits = by_hand.suits = lambda *_: False
         self.make = way_of(ask["way"], made_up(2000, ask["vocab"]))
         heads = ask["width"] // 64
         shape = Shape(

@@ -9,6 +9,7 @@ spent on bookkeeping (decision 017). N tokens, C width, M MLP width, H heads, D 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,10 +26,15 @@ Turn = tuple[Tensor, Tensor]  # cosine and sine, as in transformer.py
 
 def suits(x_BTC: Tensor, cached: bool) -> bool:
     """A step that learns in bf16, on a CPU, without a cache; what is compiled is left to the compiler."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not x_BTC.requires_grad:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not x_BTC.requires_grad or not x_BTC.numel():
         return False
     low = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == LOW
     return low and x_BTC.device.type == "cpu" and x_BTC.dtype == torch.float32 and not cached
+
+
+def can_take(tensors: Sequence[Tensor | None]) -> bool:
+    """All there, in float32."""
+    return all(tensor is not None and tensor.dtype == torch.float32 for tensor in tensors)
 
 
 # --- GPT-2 ---------------------------------------------------------------------------------------------------------
@@ -130,9 +136,9 @@ class _Llama(torch.autograd.Function):
             gate_NM, h_NM = n2_NC @ gate_w.t(), n2_NC @ up_w.t()
             g_NM = functional.silu(gate_NM) * h_NM
             out_NC = y_NC + g_NM @ down_w.t()
-        ctx.groups, ctx.turn = groups, turn
+        ctx.groups = groups
         ctx.save_for_backward(
-            scaled1_NC, spread1_N1, norm1_w, scaled2_NC, spread2_N1, norm2_w, q_w, k_w, v_w, out_w, gate_w, up_w, down_w,
+            *turn, scaled1_NC, spread1_N1, norm1_w, scaled2_NC, spread2_N1, norm2_w, q_w, k_w, v_w, out_w, gate_w, up_w, down_w,
             n1_NC, q_GTD, k_GTD, v_GTD, mixed_NC, n2_NC, gate_NM, h_NM, g_NM, mask, *kept,
         )  # fmt: skip
         return out_NC.view(B, T, C)
@@ -140,7 +146,7 @@ class _Llama(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_BTC: Tensor) -> tuple[Tensor | None, ...]:
-        (scaled1_NC, spread1_N1, norm1_w, scaled2_NC, spread2_N1, norm2_w, q_w, k_w, v_w, out_w, gate_w, up_w, down_w,
+        (cos, sin, scaled1_NC, spread1_N1, norm1_w, scaled2_NC, spread2_N1, norm2_w, q_w, k_w, v_w, out_w, gate_w, up_w, down_w,
          n1_NC, q_GTD, k_GTD, v_GTD, mixed_NC, n2_NC, gate_NM, h_NM, g_NM, mask, *kept) = ctx.saved_tensors  # fmt: skip
         B, T, C = upstream_BTC.shape
         with torch.autocast("cpu", enabled=False):
@@ -160,7 +166,7 @@ class _Llama(torch.autograd.Function):
             dk_GTD, dv_GTD = (
                 part if ctx.groups == 1 else part.view(-1, ctx.groups, *part.shape[1:]).sum(1) for part in shared
             )
-            turn_back = (ctx.turn[0], -ctx.turn[1])
+            turn_back = (cos, -sin)
             dq_GTD, dk_GTD = _turned(dq_GTD, turn_back, B), _turned(dk_GTD, turn_back, B)
             dq, dk, dv = (_from_heads(part, B) for part in (dq_GTD, dk_GTD, dv_GTD))
             dq_w, dk_w, dv_w = (part.t() @ n1_NC for part in (dq, dk, dv))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .transformer import Conv1D, GPT2Layer, KVCache, Linear, LlamaLayer, RMSNorm, Transformer, turn_of
+from .transformer import GPT2Layer, KVCache, LlamaLayer, RMSNorm, Transformer, are_ours, is_bare, turn_of
 
 LARGE = 1 << 18  # numbers of a weight, from which on it is read in pieces
 PIECES = 8  # of a weight [O, I]
@@ -51,13 +51,15 @@ class LlamaWeights(NamedTuple):
 
 
 def can_decode(model: nn.Module) -> bool:
-    """Whether every part is one of `transformer`'s own: a layer that somebody put in its place is asked as it is."""
+    """Whether every part is one of `transformer`'s own, as it is: what somebody put, hung or wrapped there is asked."""
     if type(model) is not Transformer:
         return False
-    layers = model.transformer.h if model.shape.family == "gpt2" else model.model.layers
-    known = {GPT2Layer, LlamaLayer, Conv1D, Linear, nn.LayerNorm, RMSNorm}
-    leaves = {type(part) for layer in layers for part in layer.modules() if not any(part.children())}
-    return {type(layer) for layer in layers} <= known and leaves <= known
+    gpt2 = model.shape.family == "gpt2"
+    layers = model.transformer.h if gpt2 else model.model.layers
+    body: nn.Module = model.transformer if gpt2 else model.model
+    ends = [part for part in body.children() if part is not layers]
+    plain = all(type(part) in (nn.Embedding, nn.LayerNorm, RMSNorm) and is_bare(part) for part in ends)
+    return plain and is_bare(body) and all(are_ours(layer) for layer in layers)
 
 
 class Decoder:

@@ -25,7 +25,7 @@ THREADS = 2  # measured with so many, and used with no other number
 
 def suits(tokens: int, weight_RC: Tensor) -> bool:
     """A small step that learns, in float32, on the two threads that this was measured with."""
-    if torch.compiler.is_compiling() or tokens > FEW or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not 0 < tokens <= FEW or not torch.is_grad_enabled():
         return False
     plain = weight_RC.device.type == "cpu" and weight_RC.dtype == torch.float32 and weight_RC.requires_grad
     shared = torch.get_num_threads() == THREADS and len(weight_RC) % THREADS == 0 and weight_RC.is_contiguous()

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from . import attention, by_hand, products, tied
 from .head import Blocks, head_loss
+from .recompute import Again
 from .shape import Shape
 from .tied import Tie
 
@@ -166,10 +167,12 @@ class GPT2Layer(nn.Module):
         self.mlp = GPT2MLP(shape)
 
     def forward(self, x_BTC: Tensor, seen: Sight) -> Tensor:
-        if by_hand.suits(x_BTC, seen.cache is not None) and are_ours(self) and not self.attn.dropout:
+        if by_hand.suits(x_BTC, seen.cache is not None) and are_ours(self):
             parts = (self.ln_1, self.attn.c_attn, self.attn.c_proj, self.ln_2, self.mlp.c_fc, self.mlp.c_proj)
             tensors = [tensor for part in parts for tensor in (part.weight, part.bias)]
-            return by_hand.gpt2(x_BTC, seen.mask, self.attn.head_width, self.ln_1.eps, *tensors)
+            plain = not self.attn.dropout and not self.mlp.dropout and self.ln_1.eps == self.ln_2.eps
+            if plain and by_hand.can_take(tensors):
+                return by_hand.gpt2(x_BTC, seen.mask, self.attn.head_width, self.ln_1.eps, *tensors)
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), seen)
         out_BTC: Tensor = x_BTC + self.mlp(self.ln_2(x_BTC))
         return out_BTC
@@ -276,12 +279,13 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape)
 
     def forward(self, x_BTC: Tensor, seen: Sight, turn: Turn) -> Tensor:
-        if by_hand.suits(x_BTC, seen.cache is not None) and are_ours(self) and not self.self_attn.dropout:
-            attn, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
-            parts = (norm, attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, self.post_attention_layernorm,
+        if by_hand.suits(x_BTC, seen.cache is not None) and are_ours(self):
+            attn, mlp, norm, norm_2 = self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm
+            parts = (norm, attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, norm_2,
                      mlp.gate_proj, mlp.up_proj, mlp.down_proj)  # fmt: skip
-            weights = (part.weight for part in parts)
-            return by_hand.llama(x_BTC, seen.mask, turn, attn.head_width, norm.eps, *weights)
+            weights = [part.weight for part in parts]
+            if not attn.dropout and norm.eps == norm_2.eps and by_hand.can_take(weights):
+                return by_hand.llama(x_BTC, seen.mask, turn, attn.head_width, norm.eps, *weights)
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), seen, turn)
         out_BTC: Tensor = x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
         return out_BTC
@@ -310,13 +314,20 @@ PARTS = {GPT2Attention, GPT2MLP, Conv1D, nn.LayerNorm, LlamaAttention, LlamaMLP,
 
 
 def are_ours(layer: nn.Module) -> bool:
-    """Whether every part of a layer is one of this file, with nothing hung on it; what somebody put there is asked as it is."""
-    return all(part is layer or (type(part) in PARTS and not hooks_of(part)) for part in layer.modules())
+    """Whether a layer and every part of it are of this file as they are; what somebody put, hung or wrapped there is asked."""
+    wrapped = "forward" in layer.__dict__ and not isinstance(layer.forward, Again)  # recompute's own is known
+    if wrapped or hooks_of(layer) or type(layer) not in (GPT2Layer, LlamaLayer):
+        return False
+    return all(part is layer or (type(part) in PARTS and is_bare(part)) for part in layer.modules())
 
 
-def hooks_of(part: nn.Module) -> int:
-    kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-    return sum(map(len, kinds))
+def is_bare(part: nn.Module) -> bool:
+    return not hooks_of(part) and "forward" not in part.__dict__
+
+
+def hooks_of(part: nn.Module) -> bool:
+    own = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+    return bool(own) or bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 class Transformer(nn.Module):
@@ -368,10 +379,17 @@ class Transformer(nn.Module):
         return self.transformer.wte.weight if self.shape.family == "gpt2" else self.model.embed_tokens.weight
 
     def tie(self) -> Tie | None:
-        """Where the embedding is tied to the head, is torch's own, and nothing hangs on it: one gradient for both ends."""
-        table = self.transformer.wte if self.shape.family == "gpt2" else self.model.embed_tokens
-        plain = self.shape.tie_embeddings and type(table) is nn.Embedding and not hooks_of(table)
-        return tied.tie_for(table.weight) if plain else None
+        """Where the embedding is tied to the head, is torch's own without options, and nothing between the two can cut the graph:
+        one gradient for both ends.
+        """
+        gpt2 = self.shape.family == "gpt2"
+        table, layers = (
+            (self.transformer.wte, self.transformer.h) if gpt2 else (self.model.embed_tokens, self.model.layers)
+        )
+        if not self.shape.tie_embeddings or type(table) is not nn.Embedding or not is_bare(table):
+            return None
+        plain = table.padding_idx is None and table.max_norm is None and not (table.scale_grad_by_freq or table.sparse)
+        return tied.tie_for(table.weight) if plain and all(are_ours(layer) for layer in layers) else None
 
     def check_room(self, ids_BT: Tensor, cache: KVCache | None, segments_BT: Tensor | None) -> None:
         length = ids_BT.shape[1] + (0 if cache is None else cache.position)
