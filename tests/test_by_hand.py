@@ -147,6 +147,59 @@ def test_a_hook_on_a_part_is_called(family: str, hang: str) -> None:
     assert called == [1]
 
 
+def layer_of(model: Transformer) -> torch.nn.Module:
+    return model.transformer.h[0] if model.shape.family == "gpt2" else model.model.layers[0]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_forward_that_somebody_wrapped_and_a_hook_on_everything_are_called(family: str) -> None:
+    model, (ids, _) = model_of(family, 0, 16), batch(16, packed=False)
+    mlp = layer_of(model).mlp
+    called: list[str] = []
+    real = mlp.forward  # type: ignore[union-attr]
+    mlp.forward = lambda x: (called.append("wrapped"), real(x))[1]  # type: ignore[union-attr]
+    gradients(model, ids, None)
+    assert called == ["wrapped"]
+    del mlp.forward  # type: ignore[union-attr]
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda part, *_: called.append(type(part).__name__))
+    try:
+        gradients(model, ids, None)
+    finally:
+        handle.remove()
+    assert called.count("GPT2MLP" if family == "gpt2" else "LlamaMLP") == 2
+
+
+@pytest.mark.parametrize("what", ["eps", "dropout", "no bias", "bf16"])
+def test_settings_of_a_part_are_heeded(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, _) = model_of("gpt2", 0, 16), batch(16, packed=False)
+    layer = model.transformer.h[0]
+    if what == "eps":
+        layer.ln_2.eps = 1.0  # type: ignore[union-attr]
+    elif what == "dropout":
+        layer.mlp.dropout = 0.9  # type: ignore[union-attr]
+    elif what == "no bias":
+        layer.ln_1 = torch.nn.LayerNorm(32, bias=False)
+    else:
+        layer.ln_1.bfloat16()  # type: ignore[union-attr]
+    used: list[str] = []
+    real = by_hand.gpt2
+    monkeypatch.setattr(by_hand, "gpt2", lambda *parts: (used.append("gpt2"), real(*parts))[1])
+    if what == "bf16":  # torch's norm refuses this mixture, as it always did
+        with pytest.raises(RuntimeError, match="mixed dtype"):
+            gradients(model, ids, None)
+    else:
+        gradients(model, ids, None)
+    assert used == ([] if what == "bf16" else ["gpt2"]), "the second layer alone is plain"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("low", [True, False])
+def test_nothing_in_is_nothing_out(family: str, low: bool) -> None:
+    model = model_of(family, 0, 16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=low), torch.backends.mkldnn.flags(enabled=make_it_work()):
+        assert model(torch.zeros(0, 4, dtype=torch.long)).shape == (0, 4, 60)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_dropout_is_left_to_the_modules(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_hand, family, lambda *_: pytest.fail("by hand there is no dropout"))

@@ -310,3 +310,20 @@ def test_a_large_weight_is_given_in_pieces_and_a_small_one_as_it_is(monkeypatch:
         decode.product(torch.ones(2, 8), torch.ones(words, 8))
         decode.product(torch.ones(1, 8).bfloat16(), torch.ones(words, 8).bfloat16())
     assert asked == [40]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_wrapped_part_or_a_hook_is_not_decoded_past(family: str) -> None:
+    model = Transformer(Shape(family, 60, 16, 2, 32, 4))  # type: ignore[arg-type]
+    init_weights(model, 1)
+    mlp = model.transformer.h[0].mlp if family == "gpt2" else model.model.layers[0].mlp
+    assert decode.can_decode(model)
+    handle = mlp.register_forward_hook(lambda *_: None)
+    assert not decode.can_decode(model)
+    handle.remove()
+    name = "c_proj" if family == "gpt2" else "down_proj"
+    inner = getattr(mlp, name)
+    setattr(mlp, name, torch.nn.Sequential(inner))
+    assert not decode.can_decode(model)
+    setattr(mlp, name, inner)
+    assert decode.can_decode(model)

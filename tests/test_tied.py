@@ -107,3 +107,21 @@ def test_an_embedding_that_is_another_or_has_a_hook_is_asked(family: str) -> Non
     assert model.tie() is not None
     table.__class__ = type("Another", (torch.nn.Embedding,), {})
     assert model.tie() is None
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_graph_that_somebody_cut_between_the_ends_still_has_the_heads_gradient(family: str) -> None:
+    model = model_of(family)
+    layers = model.transformer.h if family == "gpt2" else model.model.layers
+    layers[0].register_forward_hook(lambda _, __, out: out.detach())
+    ids, targets = next(batches())
+    model(ids, targets_BT=targets).backward()
+    assert model.head_weight().grad is not None
+
+
+@pytest.mark.parametrize("options", [{"padding_idx": 3}, {"max_norm": 0.1}, {"scale_grad_by_freq": True}])
+def test_options_of_an_embedding_are_torchs_affair(options: dict[str, object]) -> None:
+    model = model_of("gpt2")
+    weight = model.transformer.wte.weight
+    model.transformer.wte = torch.nn.Embedding(VOCAB, 32, _weight=weight, **options)  # type: ignore[arg-type]
+    assert model.tie() is None
