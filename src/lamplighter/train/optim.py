@@ -44,7 +44,7 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float, shrink: float = 1.0) -> None:
         """Change the weights by their gradients, divided by `shrink`; a parameter without one is left as it is."""
-        scale = None if shrink == 1.0 else torch.tensor(shrink)  # None: not a pass over the numbers more
+        scale = None if shrink == 1.0 else torch.tensor(shrink)  # with a scale, torch writes every gradient back
         for group in self.groups:
             with_grad = [p for p in group.parameters if p.grad is not None]
             if not with_grad:
