@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from conftest import TINY, lamp, slot_of, start_lamp, wait_for
-from lamplighter import cli
+from lamplighter import commands as cli
 from lamplighter.config import preset_names, resolve
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.model.shape import Shape, count_parameters

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from lamplighter.procs.procfs import Observation, ProcessLook, ThreadLook, look_closely
+from lamplighter.procs.stacks import OURS, Frame, Stacks, ThreadStack
 from lamplighter.report import FLAGS, Slot, Verdict
-from lamplighter.watch.foreign import phase_from_stack
-from lamplighter.watch.recording import from_json, to_json
-from lamplighter.watch.recover import Recovery
+from lamplighter.watch.diagnosis import Finding, enclosing_loop, judge
+from lamplighter.watch.evidence import from_json, to_json
 from lamplighter.watch.resources import disk_verdict, memory_verdict
-from lamplighter.watch.sense import Observation, ProcessLook, ThreadLook, look_closely
-from lamplighter.watch.stacks import OURS, Frame, Stacks, ThreadStack
-from lamplighter.watch.verdict import Finding, enclosing_loop, judge
+from lamplighter.watch.restart_policy import Recovery
+from lamplighter.watch.tree_diagnosis import phase_from_stack
 
 SOURCE = """\
 def forward(x):

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from lamplighter.procs.procfs import ProcessLook
+from lamplighter.procs.stacks import Frame, ThreadStack, culprit
 from lamplighter.report import Slot
 from lamplighter.rundir import RunDir
-from lamplighter.watch.ledger import read_ledger
+from lamplighter.watch.console import Voice
 from lamplighter.watch.observe import Tail
-from lamplighter.watch.picture import Picture, clean, duration, line, sparkline, tell
-from lamplighter.watch.sense import ProcessLook
-from lamplighter.watch.stacks import Frame, ThreadStack, culprit
-from lamplighter.watch.voice import Voice
+from lamplighter.watch.status import Picture, clean, duration, line, sparkline, tell
+from lamplighter.watch.time_report import read_ledger
 
 
 def test_text_from_models_cannot_steer_the_terminal() -> None:

@@ -22,21 +22,22 @@ from typing import Any
 
 from lamplighter.config import Budget
 from lamplighter.errors import STUCK, BadConfig, InputMissing
+from lamplighter.procs import procfs, stacks
+from lamplighter.procs.stacks import Stacks
 from lamplighter.report import Verdict
 from lamplighter.rundir import LineFile, RunDir, identity, open_lines, read_lines, read_record, write_json
-from lamplighter.watch import foreign, ledger, procslot, sense, shim, stacks
-from lamplighter.watch.family import Family, Member, Scene, is_python
+from lamplighter.watch import agent, agent_slot, time_report, tree_diagnosis
+from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
+from lamplighter.watch.diagnosis import Finding
 from lamplighter.watch.notify import Notifier
-from lamplighter.watch.pace import Pace
-from lamplighter.watch.picture import clean, duration, tell
-from lamplighter.watch.quiet import CLOSE_LOOK_S, QUIET_S, TIMES_USUAL, WINDOW_S
-from lamplighter.watch.recover import Recovery
+from lamplighter.watch.process_tree import Family, Member, Scene, is_python
+from lamplighter.watch.progress import Pace
 from lamplighter.watch.resources import memory_verdict
-from lamplighter.watch.stacks import Stacks
-from lamplighter.watch.supervise import LOOK_EVERY_S
+from lamplighter.watch.restart_policy import Recovery
+from lamplighter.watch.stall import CLOSE_LOOK_S, QUIET_S, TIMES_USUAL, WINDOW_S
+from lamplighter.watch.status import clean, duration, tell
+from lamplighter.watch.supervisor import LOOK_EVERY_S
 from lamplighter.watch.terminal import Terminal
-from lamplighter.watch.verdict import Finding
-from lamplighter.watch.voice import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
 
 STATUS_EVERY_S = 1.4
 MEMORY_EVERY_S = 2.5
@@ -145,7 +146,7 @@ class Attendant:
         return self._close()
 
     def _spawn(self) -> None:
-        environment = shim.environment(self.run.slots, os.environ)
+        environment = agent.environment(self.run.slots, os.environ)
         self.event(
             "start", attempt=self.attempt, began=time.time(), verb="watch", command=self.wish.words, **identity()
         )
@@ -219,7 +220,7 @@ class Attendant:
         for member in fresh[:MOST_STACKS]:
             self.warmed.add(member.pid)
             threading.Thread(
-                target=procslot.ask_stacks, args=(self.run.slots, member.pid, WARM_S), name="lamp-warm", daemon=True
+                target=agent_slot.ask_stacks, args=(self.run.slots, member.pid, WARM_S), name="lamp-warm", daemon=True
             ).start()
             self.warm_until = scene.at + 2 * LOOK_EVERY_S
         return scene.at < self.warm_until
@@ -235,7 +236,7 @@ class Attendant:
             return
         self._capture_when_due(scene)
         if self.captures or partly:
-            finding = foreign.judge(list(self.window), self.captures, self.usual_gap_s)
+            finding = tree_diagnosis.judge(list(self.window), self.captures, self.usual_gap_s)
             self.finding = finding or self.finding
         if self.finding is not None:
             named = f"{self.finding.key} {self.finding.left_s is not None}"
@@ -259,12 +260,12 @@ class Attendant:
             self.captures = {pid: (*self.captures.get(pid, ())[-1:], one) for pid, one in taken.items()}
             keep(self.run, taken, scene)
             main = taken.get(scene.members[0].pid)
-            self.pace.inferred = foreign.phase_from_stack(main.threads[0]) if main else ""
+            self.pace.inferred = tree_diagnosis.phase_from_stack(main.threads[0]) if main else ""
 
     def _hear_deaths(self) -> None:
         for lost in sorted(self.family.lost[self.deaths :], key=lambda one: one.code == -signal.SIGTERM):
             self.event("child_end", pid=lost.pid, code=lost.code, rank=lost.slot.rank if lost.slot else -1)
-            verdict = foreign.death_verdict(lost)
+            verdict = tree_diagnosis.death_verdict(lost)
             cleared_away = self.died and lost.code == -signal.SIGTERM  # by the launcher, after the first death
             if verdict is not None and not cleared_away and not self.stop_reason:
                 self.died = True
@@ -284,10 +285,10 @@ class Attendant:
         count = member.slot.recompiles - self.recompiles[0][1]
         if count >= STORM:
             self.warned.add("storm")
-            taken = procslot.ask_stacks(self.run.slots, member.pid, stacks.SAMPLER_DEADLINE_S)
+            taken = agent_slot.ask_stacks(self.run.slots, member.pid, stacks.SAMPLER_DEADLINE_S)
             frame = stacks.users_frame(taken.threads[0]) if taken and taken.threads else None
             seconds = scene.at - self.recompiles[0][0]
-            self.say_verdict(foreign.storm_verdict(member, count, seconds, frame))
+            self.say_verdict(tree_diagnosis.storm_verdict(member, count, seconds, frame))
 
     def _watch_memory(self, scene: Scene) -> None:
         if time.monotonic() - self.memory_at < MEMORY_EVERY_S:
@@ -296,7 +297,7 @@ class Attendant:
         if not self.pace.counts and scene.at - self.began < LOADING_S:  # loading grows by right
             return
         self.memory.append((scene.at, float(sum(m.look.rss_bytes for m in scene.members))))
-        verdict = memory_verdict(list(self.memory), sense.memory_left())
+        verdict = memory_verdict(list(self.memory), procfs.memory_left())
         if verdict is not None and verdict.cause not in self.warned:
             self.warned.add(verdict.cause)
             self.say_verdict(verdict)
@@ -366,7 +367,7 @@ class Attendant:
     # ---------------------------------------------------------------- readers
 
     def _answer_requests(self) -> None:
-        names = [name for name in sorted(sense.listed(str(self.run.ask))) if name.endswith((".why", ".stop", ".save"))]
+        names = [name for name in sorted(procfs.listed(str(self.run.ask))) if name.endswith((".why", ".stop", ".save"))]
         for path in (self.run.ask / name for name in names):
             kind, who = path.suffix[1:], read_record(path)
             path.unlink(missing_ok=True)
@@ -433,12 +434,12 @@ class Attendant:
 
     def _say_error(self) -> None:
         """An uncaught exception, in the words of the process that had it."""
-        slots = procslot.read_all(self.run.slots)
+        slots = agent_slot.read_all(self.run.slots)
         failed = [slot for slot in slots.values() if slot.error]
         if self.child.returncode == 0 or self.stop_reason or not failed or self.died:
             return
         first = next((slot for slot in failed if slot.worker >= 0), min(failed, key=lambda slot: slot.pid))
-        self.say_verdict(foreign.error_verdict(first, slots))
+        self.say_verdict(tree_diagnosis.error_verdict(first, slots))
 
     def _close(self) -> int:
         code = self.child.returncode
@@ -446,7 +447,7 @@ class Attendant:
         if self.planned == "stop":
             outcome, state, result = f"stuck, and stopped: {self.planned_why}", "stuck", STUCK
         elif code < 0:
-            memory = ", out of memory" if sense.oom_kills() > self.family.oom else ""
+            memory = ", out of memory" if procfs.oom_kills() > self.family.oom else ""
             outcome = f"the command was killed by {_signal_name(-code)} (signal {-code}{memory}) after {spent}"
             state, result = "lost", code
         else:
@@ -464,10 +465,10 @@ class Attendant:
         """The last status, the last event, report.md, and what to run next."""
         self.event("stop", code=result, state=state, outcome=outcome)
         self._write_status(state, exit_code=result, outcome=outcome)
-        books = ledger.Ledger(time.monotonic() - self.began, self.pace.seconds, self.attempt)
+        books = time_report.Ledger(time.monotonic() - self.began, self.pace.seconds, self.attempt)
         facts = {"command": " ".join(self.wish.words), "steps": self.pace.steps, "attempts": self.attempt}
         with contextlib.suppress(OSError):  # a full disk
-            ledger.write_report(self.run, books, Budget(), outcome, {**facts, **self.pace.facts()})
+            time_report.write_report(self.run, books, Budget(), outcome, {**facts, **self.pace.facts()})
         self.say(
             f"{outcome}; {self.pace.summary()}\nmade: {self.run.report}; next: lamp runs, or: less {self.run.console}"
         )
@@ -492,10 +493,10 @@ def take_all(slots: Path, members: tuple[Member, ...]) -> dict[int, Stacks]:
 
 def take(slots: Path, member: Member) -> Stacks | None:
     """Its answering thread; where that is silent (GIL held, stopped, no shim), py-spy."""
-    state, asked = sense.look(member.pid).state, False
+    state, asked = procfs.look(member.pid).state, False
     if member.slot is not None and state not in "TtDZX":
         asked = True
-        answer = procslot.ask_stacks(slots, member.pid, stacks.SAMPLER_DEADLINE_S)
+        answer = agent_slot.ask_stacks(slots, member.pid, stacks.SAMPLER_DEADLINE_S)
         if answer is not None:
             return answer
     return stacks.by_pyspy(member.pid, nonblocking=state in "TtD", sampler_silent=asked)

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lamplighter.watch.picture import Picture, alert, duration, sentence, sparkline
+from lamplighter.watch.status import Picture, alert, duration, sentence, sparkline
 
 SPINNER = "◐◓◑◒"
 

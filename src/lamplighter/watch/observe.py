@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lamplighter.config import Budget
+from lamplighter.procs import procfs
 from lamplighter.report import Slot, read_slot
 from lamplighter.rundir import RunDir, parse_record, read_last_lines
-from lamplighter.watch import redflags, sense
-from lamplighter.watch.picture import Picture
-from lamplighter.watch.quiet import Quiet
+from lamplighter.watch import redflags
+from lamplighter.watch.stall import Quiet
+from lamplighter.watch.status import Picture
 
 RATE_WINDOW_S = 15.0
 HISTORY_RUNS = 5
@@ -72,7 +73,7 @@ class Observer:
         picture = self.picture
         slot = read_slot(self.run.slot(0)) or self.before_hello
         if slot is not None and slot.pid:
-            picture.process = sense.look(slot.pid)
+            picture.process = procfs.look(slot.pid)
             self._count(slot)
             picture.quiet_s = self.quiet.look(slot, picture.usual_s)
             finding = self.quiet.finding
