@@ -17,7 +17,8 @@ from lamplighter.data.batches import BatchStream
 from lamplighter.data.stream import ChunkStream
 from lamplighter.errors import STOPPED_EARLY, CannotWrite, LampError
 from lamplighter.model.transformer import stored_tensors, weights
-from lamplighter.train import async_save, checkpoint, guard, hardware, optimizers
+from lamplighter.procs import procfs
+from lamplighter.train import async_save, checkpoint, guard, optimizers
 from lamplighter.train.async_save import Flight, Staging, Tensors
 from lamplighter.train.checkpoint import Contents, Progress
 from lamplighter.train.state import Parts
@@ -216,7 +217,7 @@ class Keeper:
         """Decided at the first save, when a step has shown what it needs."""
         if not self.chosen:
             self.chosen = True
-            wanted, why = async_save.choose(self.parts.run.save.staged, flight.bytes, hardware.memory_left())
+            wanted, why = async_save.choose(self.parts.run.save.staged, flight.bytes, procfs.memory_left())
             self.staging = Staging() if wanted else None
             report.note(why)
         return self.staging is not None

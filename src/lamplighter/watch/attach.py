@@ -30,7 +30,7 @@ from lamplighter.watch import agent, agent_slot, time_report, tree_diagnosis
 from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
 from lamplighter.watch.diagnosis import Finding
 from lamplighter.watch.notify import Notifier
-from lamplighter.watch.process_tree import Family, Member, Scene, is_python
+from lamplighter.watch.process_tree import Family, Member, Scene
 from lamplighter.watch.progress import Pace
 from lamplighter.watch.resources import memory_verdict
 from lamplighter.watch.restart_policy import Recovery
@@ -484,7 +484,7 @@ def _signal_name(number: int) -> str:
 def take_all(slots: Path, members: tuple[Member, ...]) -> dict[int, Stacks]:
     """Every Python process: its own word, else py-spy with a deadline."""
     found = {}
-    for member in [m for m in members if m.slot is not None or is_python(m.pid)][:MOST_STACKS]:
+    for member in [m for m in members if m.slot is not None or procfs.is_python(m.pid)][:MOST_STACKS]:
         taken = take(slots, member)
         if taken is not None:
             found[member.pid] = taken
@@ -512,7 +512,7 @@ def explain(line: str, scene: Scene, taken: dict[int, Stacks], finding: Finding 
         lines.append(f"\n{member.words}: {member.look.words}, {member.look.threads} threads, {memory}")
         if member.pid in taken:
             lines.append(f"stacks (by {taken[member.pid].source}):\n\n{taken[member.pid].text()}")
-        elif member.slot is not None or is_python(member.pid):
+        elif member.slot is not None or procfs.is_python(member.pid):
             lines.append("stacks: could not be read (it is gone, or may not be traced)")
     return "\n".join(lines)
 

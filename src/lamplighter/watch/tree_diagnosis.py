@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lamplighter.procs.procfs import Observation
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, own_frames, users_frame
 from lamplighter.report import FLAGS, Slot, Verdict
 from lamplighter.watch.agent_slot import ProcSlot
 from lamplighter.watch.diagnosis import BUSY, Finding, text_of_wait
 from lamplighter.watch.diagnosis import judge as judge_one
+from lamplighter.watch.evidence import Observation
 from lamplighter.watch.process_tree import Lost, Member, Scene
 from lamplighter.watch.status import duration
 
@@ -274,7 +274,7 @@ def _moves_bytes(crowd: Crowd, member: Member) -> bool:
 
 
 def _bytes_of(member: Member) -> int:
-    return member.look.read_bytes + member.look.written_bytes + member.look.disk_bytes
+    return member.look.moved_bytes
 
 
 def child_lost(crowd: Crowd) -> Finding | None:

@@ -6,13 +6,11 @@ Out: the verb's exit code; everything else goes through report.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import json
 import math
 import os
-import signal
 import sys
 import time
 import traceback
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import report
 from lamplighter.data.setup import choose_template, obtain_tokens, open_feed, open_rows, open_text
 from lamplighter.errors import CRASHED, DONE, BadConfig, CannotWrite, LampError, StoppedEarly
+from lamplighter.procs import prctl
 from lamplighter.rundir import (
     CACHE_NAME,
     RunDir,
@@ -49,12 +48,11 @@ if TYPE_CHECKING:
     from lamplighter.train.validation import Floor
 
 Verb = Callable[[RunDir, dict[str, Any]], int]
-PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
 
 
 def main() -> int:
     verb, request = sys.argv[1], json.loads(sys.argv[2])
-    _belong_to_parent()
+    prctl.belong_to(int(os.environ.get("LAMP_PARENT_PID", "0")))
     folder = RunDir(Path(request["folder"]))
     try:
         report.start(folder, attempt=int(os.environ.get("LAMP_ATTEMPT", "1")), result_fd=request["result_fd"])
@@ -88,18 +86,6 @@ def main() -> int:
         code = CRASHED
     report.leave(code)  # at once: nothing is buffered, and torch takes a second to unload itself
     return code
-
-
-def _belong_to_parent() -> None:
-    """Die with the parent, and let it (and its py-spy) read our stacks."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    parent = int(os.environ.get("LAMP_PARENT_PID", "0"))
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent and os.getppid() != parent:
-        os._exit(CRASHED)  # it died before we could ask
-    libc.prctl(PR_SET_PTRACER, parent, 0, 0, 0)
 
 
 # ---------------------------------------------------------------- train
