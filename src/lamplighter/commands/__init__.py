@@ -550,16 +550,16 @@ def doctor(words: list[str]) -> int:
 
 def data(words: list[str]) -> int:
     """One of the verbs about text."""
-    from lamplighter.commands import data as texts
+    from lamplighter.commands.data import data as run_verb  # by its module: the package has a function of that name
 
-    return texts.data(words)
+    return run_verb(words)
 
 
 def tokenizer(words: list[str]) -> int:
     """One of the verbs about tokenizers."""
-    from lamplighter.commands import data as texts
+    from lamplighter.commands.data import tokenizer as run_verb
 
-    return texts.tokenizer(words)
+    return run_verb(words)
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
