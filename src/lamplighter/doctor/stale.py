@@ -17,7 +17,7 @@ from lamplighter.doctor.probe import Finding, Patient, Stage
 from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes, is_alive, is_running, pid_start, read_record
 
 STAGES = (Stage("environment / leftovers", "lamplighter.doctor.stale:leftovers", 30.0),)
-OURS = ("lamplighter.work", "lamplighter.doctor")  # children: they never live without a parent
+OURS = ("lamplighter.commands.child", "lamplighter.doctor")  # children: they never live without a parent
 SHARED_MEMORY = Path("/dev/shm")
 OLD_S = 3600.0
 
