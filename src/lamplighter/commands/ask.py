@@ -18,10 +18,10 @@ from lamplighter.rundir import RunDir, is_running, read_record
 def why(words: list[str]) -> int:
     """What a run, or any process, is doing right now."""
     if len(words) == 1 and words[0].isascii() and words[0].isdecimal() and not (Path("runs") / words[0]).exists():
-        from lamplighter.watch.inspect_pid import peek
+        from lamplighter.watch.inspect_pid import inspect_pid
 
         write(2, f"{time.strftime('%H:%M:%S')}  looking at process {words[0]} twice, a second apart\n")
-        return peek(int(words[0]))
+        return inspect_pid(int(words[0]))
     return explain(named_run("why", words, need_running=True))
 
 
@@ -49,52 +49,52 @@ def explain(run: RunDir) -> int:
 
 def stop_run(run: RunDir) -> int:
     """Ask, then wait for the end."""
-    from lamplighter.watch.console import Voice
+    from lamplighter.watch.console import Console
     from lamplighter.watch.status import duration
     from lamplighter.watch.supervisor import ask
 
-    voice = Voice(1, live=False)
+    console = Console(1, live=False)
     if ask(run, "stop") is None:
-        voice.close()
+        console.close()
         raise _no_answer(run)
     started = time.monotonic()
     while is_running(run):
-        if time.monotonic() - voice.last_line > 1.5:
-            voice.say(
+        if time.monotonic() - console.last_line > 1.5:
+            console.say(
                 f"stopping {run.name} for {duration(time.monotonic() - started)}: {read_record(run.status).get('now', '')}"
             )
         time.sleep(0.1)
-    voice.say(str(read_record(run.status).get("outcome", "stopped")))
-    voice.close()
+    console.say(str(read_record(run.status).get("outcome", "stopped")))
+    console.close()
     return DONE
 
 
 def save_run(run: RunDir) -> int:
     """Ask, then wait until the step is durable."""
-    from lamplighter.watch.console import Voice
+    from lamplighter.watch.console import Console
     from lamplighter.watch.status import duration
     from lamplighter.watch.supervisor import ask
 
-    voice = Voice(1, live=False)
+    console = Console(1, live=False)
     answer = ask(run, "save")
     if answer is None:
-        voice.close()
+        console.close()
         raise _no_answer(run)
     step, started = int(answer.get("step", 0)), time.monotonic()
     if not step:
-        voice.say(f"{run.name} has not made a step yet: there is nothing to save")
-        voice.close()
+        console.say(f"{run.name} has not made a step yet: there is nothing to save")
+        console.close()
         return DONE
     while is_running(run) and (durable := int(read_record(run.status).get("durable_step", 0))) < step:
-        if time.monotonic() - voice.last_line > 1.5:
-            voice.say(
+        if time.monotonic() - console.last_line > 1.5:
+            console.say(
                 f"saving {run.name} for {duration(time.monotonic() - started)}: safe to step {durable}, wanted {step}"
             )
         time.sleep(0.1)
-    voice.say(
+    console.say(
         f"{run.name}: safe to step {read_record(run.status).get('durable_step', 0)}; next: lamp checkpoints {run.name}"
     )
-    voice.close()
+    console.close()
     return DONE
 
 

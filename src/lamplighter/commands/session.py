@@ -17,8 +17,8 @@ from typing import Any
 
 from lamplighter.errors import CHILD_LOST
 from lamplighter.rundir import RunDir, write_atomic
-from lamplighter.watch.console import Voice
-from lamplighter.watch.supervisor import Order, Supervisor
+from lamplighter.watch.console import Console
+from lamplighter.watch.supervisor import ChildSpec, Supervisor
 
 
 def session(verb: str, request: dict[str, Any], interactive: bool = False, config: str | None = None) -> int:
@@ -28,21 +28,21 @@ def session(verb: str, request: dict[str, Any], interactive: bool = False, confi
     run.create()
     if config is not None:
         write_atomic(run.config, config)
-    voice = Voice(2, live=False)
+    console = Console(2, live=False)
     request["tty"] = sys.stdout.isatty()
     read_end, write_end = os.pipe() if interactive else (subprocess.DEVNULL, -1)
     if interactive:
         threading.Thread(target=_forward_lines, args=(write_end,), daemon=True).start()
-    order = Order(verb, request, keeps_books=False, result_fd=os.dup(1), child_stdin=read_end, grace_s=2.0)
+    order = ChildSpec(verb, request, keeps_books=False, result_fd=os.dup(1), child_stdin=read_end, grace_s=2.0)
     try:
-        code = Supervisor(run, order, voice).supervise()
+        code = Supervisor(run, order, console).supervise()
         if code in (1, CHILD_LOST):
             kept = Path(tempfile.mkdtemp(prefix="lamp-crash-")) / "output.log"
             shutil.copy(run.output, kept)
-            voice.say(f"its output is kept in {kept}")
+            console.say(f"its output is kept in {kept}")
         return code
     finally:
-        voice.close()
+        console.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lamplighter.model.build import Built
     from lamplighter.train.state import Parts
     from lamplighter.train.validation import Floor
-    from lamplighter.watch.console import Voice
+    from lamplighter.watch.console import Console
 
 
 def _train_flags(
@@ -96,9 +96,9 @@ def _run_name(flags: dict[str, Any]) -> str:
 
 def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any]) -> int:
     from lamplighter.config import dump
-    from lamplighter.watch.console import Voice
-    from lamplighter.watch.restart_policy import Recovery
-    from lamplighter.watch.supervisor import Order, Supervisor
+    from lamplighter.watch.console import Console
+    from lamplighter.watch.restart_policy import RestartPolicy
+    from lamplighter.watch.supervisor import ChildSpec, Supervisor
 
     began = time.time()
     run = RunDir(flags["runs_dir"] / _run_name(flags))
@@ -110,42 +110,42 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
     run.create()
     try:
         lock_fd = take_lock(run)
-        voice = Voice(1, console_fd=open_lines(run.console))
+        console = Console(1, log_fd=open_lines(run.console))
     except OSError as error:
         raise cannot_write(run.path, error) from error
     if moved is not None:
-        voice.say(f"the old run is kept as {moved}")
+        console.say(f"the old run is kept as {moved}")
     try:
-        _refuse_drift(run, resolved, voice)
-        code = _finished_already(run, resolved, voice) if resume == "auto" else None
+        _refuse_drift(run, resolved, console)
+        code = _finished_already(run, resolved, console) if resume == "auto" else None
         if code is not None:
             return code
         write_atomic(run.config, dump(resolved))
-        voice.say(
+        console.say(
             f"run {run.path}: everything about it is in this folder; look from elsewhere with: lamp watch {run.name}"
         )
         request = {"resume": resume, "preset": resolved.preset, "force": flags["force"]}
         care = resolved.run.watch
-        order = Order(
+        order = ChildSpec(
             "train",
             request,
             resume_command=same_command(verb, words),
             budget=resolved.run.budget,
-            recovery=Recovery(care.on_stuck, care.patience_s),
+            recovery=RestartPolicy(care.on_stuck, care.patience_s),
             notify=care.notify,
             grace_s=care.stop_grace_s,
             began=began,
             lock_fd=lock_fd,
             verbose=flags["verbose"],
         )
-        code = Supervisor(run, order, voice).supervise()
+        code = Supervisor(run, order, console).supervise()
         if code == 0:
-            _say_next(run, flags, voice, read_record(run.status).get("step", 0))
+            _say_next(run, flags, console, read_record(run.status).get("step", 0))
         return code
     except OSError as error:
         raise cannot_write(run.path, error) from error
     finally:
-        voice.close()
+        console.close()
 
 
 def same_command(verb: str, words: list[str]) -> str:
@@ -158,7 +158,7 @@ def same_command(verb: str, words: list[str]) -> str:
     return shlex.join(["lamp", verb, *kept])
 
 
-def _finished_already(run: RunDir, resolved: Resolved, voice: Voice) -> int | None:
+def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int | None:
     """A finished run says so and exits 0, unless train.steps or train.epochs was raised; after an early end, the patience."""
     from lamplighter.config import load_dump
 
@@ -175,19 +175,19 @@ def _finished_already(run: RunDir, resolved: Resolved, voice: Voice) -> int | No
     if raised and not early:
         return None
     if early:
-        voice.say(
+        console.say(
             f"{run.name} is finished, early, at step {status.get('step')} of {status.get('steps')}: {early.get('why')}"
         )
-        voice.say("A larger eval.patience (0 = without end) goes on, --resume never begins anew.")
+        console.say("A larger eval.patience (0 = without end) goes on, --resume never begins anew.")
     else:
-        voice.say(
+        console.say(
             f"{run.name} is finished: {status.get('step')} steps. Raise train.steps to go on, or --resume never to begin anew."
         )
-    voice.say(f"next: lamp generate {run.name}")
+    console.say(f"next: lamp generate {run.name}")
     return 0
 
 
-def _refuse_drift(run: RunDir, resolved: Resolved, voice: Voice) -> None:
+def _refuse_drift(run: RunDir, resolved: Resolved, console: Console) -> None:
     """A resume may change save, eval, watch and budget; train.steps with a warning; nothing else."""
     from lamplighter.config import LENGTH, drift, load_dump
 
@@ -212,13 +212,13 @@ def _refuse_drift(run: RunDir, resolved: Resolved, voice: Voice) -> None:
         field = name.split(".")[1]
         before, now = getattr(old.train, field), getattr(resolved.run.train, field)
         if before != now:
-            voice.say(f"WARNING  {name}: {before} -> {now}; the schedule changes from here", "bold yellow")
+            console.say(f"WARNING  {name}: {before} -> {now}; the schedule changes from here", "bold yellow")
 
 
-def _say_next(run: RunDir, flags: dict[str, Any], voice: Voice, step: int) -> None:
+def _say_next(run: RunDir, flags: dict[str, Any], console: Console, step: int) -> None:
     where = "" if flags["runs_dir"] == Path("runs") else f" --runs-dir {flags['runs_dir']}"
-    voice.say(f"made: {run.checkpoints}/checkpoint-{step} (opens with transformers as it is), {run.report}")
-    voice.say(f"next: lamp generate {run.name}{where}    or: lamp checkpoints {run.name}{where}", "bold")
+    console.say(f"made: {run.checkpoints}/checkpoint-{step} (opens with transformers as it is), {run.report}")
+    console.say(f"next: lamp generate {run.name}{where}    or: lamp checkpoints {run.name}{where}", "bold")
 
 
 # ---------------------------------------------------------------- in the child

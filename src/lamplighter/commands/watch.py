@@ -15,7 +15,7 @@ from lamplighter.errors import DONE, AlreadyRunning, BadConfig, LampError, Usage
 from lamplighter.rundir import RunDir, is_running, read_record, take_lock
 
 if TYPE_CHECKING:
-    from lamplighter.watch.console import Voice
+    from lamplighter.watch.console import Console
 
 
 def watch(words: list[str]) -> int:
@@ -23,7 +23,7 @@ def watch(words: list[str]) -> int:
     if "--" in words:
         place = words.index("--")
         return _watch_command(words[:place], words[place + 1 :])
-    return follow(named_run("watch", words))
+    return watch_run(named_run("watch", words))
 
 
 # ---------------------------------------------------------------- somebody else's command
@@ -41,14 +41,14 @@ def _watch_flags(
 
 
 def _watch_command(words: list[str], command: list[str]) -> int:
-    from lamplighter.watch.attach import Attendant, Wish
+    from lamplighter.watch.attach import Attendant, WatchRequest
     from lamplighter.watch.terminal import leave_as
 
     flags = parse("watch", _watch_flags, words)
     if not command:
         raise UsageError("nothing to watch", "no command after --", "lamp watch -- python train.py")
     run = _folder_for(command, flags["run"], flags["runs_dir"])
-    wish = Wish(command, flags["on_stuck"], flags["patience_s"], flags["notify"])
+    wish = WatchRequest(command, flags["on_stuck"], flags["patience_s"], flags["notify"])
     return leave_as(Attendant(run, wish).attend())
 
 
@@ -86,11 +86,11 @@ def _script_name(command: list[str]) -> str:
 # ---------------------------------------------------------------- the live display of a run
 
 
-def follow(run: RunDir) -> int:
+def watch_run(run: RunDir) -> int:
     """Show a run until it ends; Ctrl+C leaves it alone."""
     from lamplighter.config import Budget, load_dump
     from lamplighter.watch import redflags
-    from lamplighter.watch.console import Voice
+    from lamplighter.watch.console import Console
     from lamplighter.watch.observe import Observer
     from lamplighter.watch.status import tell
     from lamplighter.watch.supervisor import LOOK_EVERY_S
@@ -99,43 +99,45 @@ def follow(run: RunDir) -> int:
         budget = load_dump(run.config).budget
     except LampError:  # damaged, or not written yet: the rest can be shown all the same
         budget = Budget()
-    voice = Voice(1)
+    console = Console(1)
     observer = Observer(run, run.events, budget, fresh=True)
     observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
     status = read_record(run.status)
     observer.picture.flags = redflags.recall(status)  # those that went up before we looked
     for text in redflags.tell(observer.picture.flags):
-        voice.say(text, "bold yellow")
+        console.say(text, "bold yellow")
     if not is_running(run):
-        voice.say(f"{run.name} is not running: {status.get('outcome') or status.get('now', 'it has said nothing yet')}")
-        voice.close()
+        console.say(
+            f"{run.name} is not running: {status.get('outcome') or status.get('now', 'it has said nothing yet')}"
+        )
+        console.close()
         return DONE
     try:
-        voice.say(f"watching {run.name}; Ctrl+C leaves it alone")
+        console.say(f"watching {run.name}; Ctrl+C leaves it alone")
         if read_record(run.status).get("verb") == "watch":
-            return _follow_foreign(run, voice)
+            return _follow_foreign(run, console)
         while True:
             alive = is_running(run)
             spent_s = float(read_record(run.status).get("spent_s", 0.0))
             for event in observer.look(spent_s):
                 for text, style in tell(event):
-                    voice.say(text, style)
+                    console.say(text, style)
             if not alive:
                 break
-            voice.show(observer.picture)
+            console.show(observer.picture)
             time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
-        voice.say(f"left; {run.name} goes on")
-        voice.close()
+        console.say(f"left; {run.name} goes on")
+        console.close()
         return DONE
     status = read_record(run.status)
     lost = f"{run.name} was lost: its parent was killed; step {status.get('durable_step', 0)} is safe; run the same command again"
-    voice.say(str(status.get("outcome", lost)))
-    voice.close()
+    console.say(str(status.get("outcome", lost)))
+    console.close()
     return DONE
 
 
-def _follow_foreign(run: RunDir, voice: Voice) -> int:
+def _follow_foreign(run: RunDir, console: Console) -> int:
     """Somebody else's command: its watcher has the words."""
     from lamplighter.watch.console import LINE_EVERY_S
     from lamplighter.watch.observe import Tail
@@ -146,10 +148,10 @@ def _follow_foreign(run: RunDir, voice: Voice) -> int:
     while is_running(run):
         for event in events.records():
             for text, style in tell(event):
-                voice.say(text, style)
-        if time.monotonic() - voice.last_line > LINE_EVERY_S:
-            voice.say(str(read_record(run.status).get("now", "")))
+                console.say(text, style)
+        if time.monotonic() - console.last_line > LINE_EVERY_S:
+            console.say(str(read_record(run.status).get("now", "")))
         time.sleep(LOOK_EVERY_S)
-    voice.say(str(read_record(run.status).get("outcome", "it has ended")))
-    voice.close()
+    console.say(str(read_record(run.status).get("outcome", "it has ended")))
+    console.close()
     return DONE

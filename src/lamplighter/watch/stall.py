@@ -26,7 +26,7 @@ WITHOUT_STACKS_S = 4.5  # if they cannot be had by then, judge without
 TIMES_USUAL = 4.0
 
 
-class Quiet:
+class StallDetector:
     """Learns what is usual in each phase, and looks closely when it lasts longer."""
 
     def __init__(self, run: RunDir) -> None:
@@ -107,7 +107,7 @@ class Quiet:
         self.capturing.start()
 
     def _capture(self, slot: Slot) -> None:
-        """In a thread of its own: py-spy may take its two seconds, and the voice must not wait."""
+        """In a thread of its own: py-spy may take its two seconds, and the console must not wait."""
         taken = stacks.take(self.run, 0, slot.pid)
         if taken is not None and taken.threads and self.ticks == slot.ticks:
             self.captures = [*self.captures[-1:], taken]
