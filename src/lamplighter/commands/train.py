@@ -226,11 +226,13 @@ def _say_next(run: RunDir, flags: dict[str, Any], console: Console, step: int) -
 
 def train_child(folder: RunDir, request: dict[str, Any]) -> int:
     """From a config to a trained model."""
-    with report.phase("import"):
+    with report.phase("config"):
         from lamplighter.config import load_dump
-        from lamplighter.train.loop import training
-    run = load_dump(folder.config)
+
+        run = load_dump(folder.config)
     parts = prepare(run, folder, request)
+    from lamplighter.train.loop import training  # loaded by prepare, after the data
+
     with training(parts) as steps:
         for _ in steps:
             pass
@@ -240,13 +242,8 @@ def train_child(folder: RunDir, request: dict[str, Any]) -> int:
 
 
 def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
-    """The start-up phases: data, tokenizer, cache, plan, model, resume."""
-    from lamplighter.commands.plan import plan_run
+    """The start-up phases: data, tokenizer, cache, import (torch), plan, model, resume."""
     from lamplighter.data.stream import Live
-    from lamplighter.model.recompute import recompute_blocks
-    from lamplighter.plan.job import family_of, is_own, known_shape
-    from lamplighter.train import checkpoint, guard, hardware, optimizers
-    from lamplighter.train.state import Parts
 
     cache = folder.path.parent / CACHE_NAME
     source, tokenizer = open_text(run, cache)
@@ -256,6 +253,12 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
         tokens = _open_live(run, folder, source, tokenizer)
     else:
         tokens = _open_tokens(run, cache, source, tokenizer) if chat is None else open_rows(run, cache, source, chat)
+    with report.phase("import"):  # after the data: what is wrong with it is found without paying for torch
+        from lamplighter.commands.plan import plan_run
+        from lamplighter.model.recompute import recompute_blocks
+        from lamplighter.plan.job import family_of, is_own, known_shape
+        from lamplighter.train import checkpoint, guard, hardware, loop, optimizers  # noqa: F401
+        from lamplighter.train.state import Parts
     with report.phase("plan"):
         found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
         where = hardware.detect(run.train, dict(_state_of(found).get("machine", {})), known_shape(run))
