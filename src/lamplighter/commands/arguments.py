@@ -6,32 +6,92 @@ Out: values by name, a run folder; or an error with the nearest match.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lamplighter.errors import InputMissing, UsageError
 from lamplighter.rundir import RunDir, is_running, read_record
 
 
 def parse(verb: str, function: Callable[..., Any], words: list[str]) -> dict[str, Any]:
-    """Every parameter of the function by name, from the words or by default; an unknown flag gets its nearest match."""
-    import cyclopts
+    """Every parameter of the function by name, from the words or by default; an unknown flag gets its nearest match.
 
-    from lamplighter.config import unknown
+    Written here because the libraries for it cost 40 ms and more of every start (docs/decisions/019).
+    """
+    kinds, parameters = get_type_hints(function), signature(function).parameters
+    named = {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+    flags = {f"--{name.replace('_', '-')}": name for name in named}
+    flags |= {f"--no-{flag[2:]}": name for flag, name in flags.items() if kinds[name] is bool}
+    found: dict[str, Any] = {}
+    loose: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if not _is_flag(word):
+            loose.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        name = flags.get(flag)
+        if name is None:
+            from lamplighter.config import unknown
 
-    app = cyclopts.App(name=f"lamp {verb}", help_flags=[], version_flags=[])
-    app.default(function)
+            raise unknown(flag, "", UsageError, [one for one in flags if not one.startswith("--no-")])
+        if name in found:
+            raise _misused(verb, f"Parameter {flag} specified multiple times.")
+        if kinds[name] is bool and not equals:
+            found[name] = not flag.startswith("--no-")
+            continue
+        if not equals and (not left or _is_flag(left[0])):
+            raise _misused(verb, f"Parameter {flag} requires an argument.")
+        found[name] = _convert(verb, flag, value if equals else left.pop(0), kinds[name])
+    defaults = {name: one.default for name, one in named.items()}
+    return {**_places(verb, parameters, loose, kinds), **defaults, **found}
+
+
+def _is_flag(word: str) -> bool:
+    """-5 and - are values."""
+    return word.startswith("-") and not word[1:2].isdecimal() and word[1:2] not in ("", ".")
+
+
+def _misused(verb: str, what: str) -> UsageError:
+    return UsageError(what, "", f"lamp {verb} --help")
+
+
+def _places(verb: str, parameters: Mapping[str, Parameter], loose: list[str], kinds: dict[str, Any]) -> dict[str, Any]:
+    """The words without a flag, in order; those of a `*name` as a tuple."""
+    found: dict[str, Any] = {}
+    for name, one in parameters.items():
+        if one.kind is one.VAR_POSITIONAL:
+            found[name], loose = tuple(loose), []
+        elif one.kind is one.POSITIONAL_ONLY:
+            if not loose and one.default is one.empty:
+                raise _misused(verb, f"Parameter {name.upper()} requires an argument.")
+            found[name] = _convert(verb, name.upper(), loose[0], kinds[name]) if loose else one.default
+            loose = loose[1:]
+    if loose:
+        raise _misused(verb, f"Unused Tokens: {loose}.")
+    return found
+
+
+def _convert(verb: str, flag: str, text: str, kind: Any) -> Any:
+    """A word as its parameter's type wants it."""
+    if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            choices = ", ".join(f'"{one}"' for one in get_args(kind))
+            raise _misused(verb, f'Invalid value "{text}" for {flag}. Choose from: {choices}.')
+        return text
+    wanted = next(one for one in get_args(kind) or (kind,) if one is not type(None))
     try:
-        _, bound, *_ = app.parse_args(words, exit_on_error=False, print_error=False)
-    except cyclopts.UnknownOptionError as error:
-        names = [f"--{name.replace('_', '-')}" for name in function.__annotations__ if name != "return"]
-        given = (error.token.keyword or error.token.value) if error.token else ""
-        raise unknown(given or "that", "", UsageError, names) from None
-    except cyclopts.CycloptsError as error:
-        raise UsageError(" ".join(str(error).split()), "", f"lamp {verb} --help") from None
-    bound.apply_defaults()
-    return dict(bound.arguments)
+        if wanted is bool:
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
+        if wanted is int and not text.lstrip("+-").isdecimal() and float(text).is_integer():
+            return int(float(text))  # 1e4 is a whole number too
+        return wanted(text)
+    except (ValueError, KeyError, OverflowError):
+        raise _misused(verb, f'Invalid value for {flag}: unable to convert "{text}" into {wanted.__name__}.') from None
 
 
 def many(words: list[str], *names: str) -> tuple[list[str], dict[str, list[str]]]:
