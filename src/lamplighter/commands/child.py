@@ -6,11 +6,9 @@ Out: the verb's exit code; everything else goes through report.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,9 +18,9 @@ from typing import Any
 
 from lamplighter import report
 from lamplighter.errors import CRASHED, CannotWrite, LampError, StoppedEarly
+from lamplighter.procs import prctl
 from lamplighter.rundir import RunDir, cannot_write
 
-PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
 VERBS = {
     "train": "train.train_child",
     "generate": "generate.generate_child",
@@ -39,7 +37,7 @@ VERBS = {
 
 def main() -> int:
     verb, request = sys.argv[1], json.loads(sys.argv[2])
-    _belong_to_parent()
+    prctl.belong_to(int(os.environ.get("LAMP_PARENT_PID", "0")))
     folder = RunDir(Path(request["folder"]))
     try:
         report.start(folder, attempt=int(os.environ.get("LAMP_ATTEMPT", "1")), result_fd=request["result_fd"])
@@ -79,18 +77,6 @@ def _child_part(verb: str) -> Callable[[RunDir, dict[str, Any]], int]:
     module, function = VERBS[verb].split(".")
     part: Callable[[RunDir, dict[str, Any]], int] = getattr(import_module(f"lamplighter.commands.{module}"), function)
     return part
-
-
-def _belong_to_parent() -> None:
-    """Die with the parent, and let it (and its py-spy) read our stacks."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    parent = int(os.environ.get("LAMP_PARENT_PID", "0"))
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent and os.getppid() != parent:
-        os._exit(CRASHED)  # it died before we could ask
-    libc.prctl(PR_SET_PTRACER, parent, 0, 0, 0)
 
 
 if __name__ == "__main__":

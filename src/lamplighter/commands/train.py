@@ -382,7 +382,7 @@ def _count_steps(run: Run, feed: Feed) -> int:
 def _resume(parts: Parts, found: Path) -> None:
     """Weights, optimizer and counters of the checkpoint; what differs from then is named."""
     from lamplighter.model.transformer import load_weights
-    from lamplighter.train import checkpoint, optimizers
+    from lamplighter.train import checkpoint
 
     progress, tensors, facts = checkpoint.load_state(found)
     if facts.get("cache") not in (None, _name_of(parts.tokens)):
@@ -396,7 +396,7 @@ def _resume(parts: Parts, found: Path) -> None:
         advice = "another version of numpy? use that of then, or begin anew with --resume never"
         raise BadConfig(f"examples are packed otherwise than in {found.name}", why, advice)
     load_weights(parts.model, found)
-    optimizers.load_state(parts.model, parts.optimizer, tensors)
+    parts.optimizer.load_state_tensors(tensors)
     best = checkpoint.best_of(parts.folder.checkpoints)
     if best is not None and best[0] <= progress.step:
         progress = progress.scored(*best)
