@@ -22,7 +22,7 @@ from lamplighter.train.anomalies.detector import EACH_BLOCK, EACH_STEP, EXPLAINS
 from lamplighter.train.anomalies.history import Facts, repeat_share
 from lamplighter.train.checkpoint import Progress
 from lamplighter.watch import redflags
-from lamplighter.watch.status import Picture, alert, tell
+from lamplighter.watch.status import Status, alert, tell
 
 CURVES = Path(__file__).parent / "recordings" / "curves"
 HEALTHY = sorted(path.stem for path in CURVES.glob("healthy_*.json"))
@@ -261,7 +261,7 @@ def test_every_flag_has_its_row_in_the_documents() -> None:
 
 
 def test_what_a_reader_sees_of_a_flag() -> None:
-    picture = Picture("r")
+    picture = Status("r")
     event = {"type": "verdict", "t": 10.0, "flag": True, "state": "waste", "cause": "plateau", "why": "w | 1", "next": "n", "step": 40,
              "evidence": ["e"]}  # fmt: skip
     redflags.hear(picture.flags, event)

@@ -204,9 +204,9 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         take_lock,
         write_atomic,
     )
-    from lamplighter.watch.console import Voice
-    from lamplighter.watch.restart_policy import Recovery
-    from lamplighter.watch.supervisor import Order, Supervisor
+    from lamplighter.watch.console import Console
+    from lamplighter.watch.restart_policy import RestartPolicy
+    from lamplighter.watch.supervisor import ChildSpec, Supervisor
 
     began = time.time()
     run = RunDir(flags.get("runs_dir", Path("runs")) / _run_name(flags))
@@ -218,42 +218,42 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
     run.create()
     try:
         lock_fd = take_lock(run)
-        voice = Voice(1, console_fd=open_lines(run.console))
+        console = Console(1, log_fd=open_lines(run.console))
     except OSError as error:
         raise cannot_write(run.path, error) from error
     if moved is not None:
-        voice.say(f"the old run is kept as {moved}")
+        console.say(f"the old run is kept as {moved}")
     try:
-        _refuse_drift(run, resolved, voice)
-        code = _finished_already(run, resolved, voice) if resume == "auto" else None
+        _refuse_drift(run, resolved, console)
+        code = _finished_already(run, resolved, console) if resume == "auto" else None
         if code is not None:
             return code
         write_atomic(run.config, dump(resolved))
-        voice.say(
+        console.say(
             f"run {run.path}: everything about it is in this folder; look from elsewhere with: lamp watch {run.name}"
         )
         request = {"resume": resume, "preset": resolved.preset, "force": flags.get("force", False)}
         again = same_command(verb, words)
-        order = Order(
+        order = ChildSpec(
             "train",
             request,
             again,
             resolved.run.budget,
-            Recovery(resolved.run.watch.on_stuck, resolved.run.watch.patience_s),
+            RestartPolicy(resolved.run.watch.on_stuck, resolved.run.watch.patience_s),
             resolved.run.watch.notify,
             resolved.run.watch.stop_grace_s,
             began,
             lock_fd,
             flags.get("verbose", False),
         )
-        code = Supervisor(run, order, voice).supervise()
+        code = Supervisor(run, order, console).supervise()
         if code == 0:
-            _say_next(run, flags, voice, read_record(run.status).get("step", 0))
+            _say_next(run, flags, console, read_record(run.status).get("step", 0))
         return code
     except OSError as error:
         raise cannot_write(run.path, error) from error
     finally:
-        voice.close()
+        console.close()
 
 
 def same_command(verb: str, words: list[str]) -> str:
@@ -266,7 +266,7 @@ def same_command(verb: str, words: list[str]) -> str:
     return shlex.join(["lamp", verb, *kept])
 
 
-def _finished_already(run: RunDir, resolved: Resolved, voice: Any) -> int | None:
+def _finished_already(run: RunDir, resolved: Resolved, console: Any) -> int | None:
     """A finished run says so and exits 0, unless train.steps or train.epochs was raised; after an early end, the patience."""
     from lamplighter.config import load_dump
     from lamplighter.rundir import read_record
@@ -284,19 +284,19 @@ def _finished_already(run: RunDir, resolved: Resolved, voice: Any) -> int | None
     if raised and not early:
         return None
     if early:
-        voice.say(
+        console.say(
             f"{run.name} is finished, early, at step {status.get('step')} of {status.get('steps')}: {early.get('why')}"
         )
-        voice.say("A larger eval.patience (0 = without end) goes on, --resume never begins anew.")
+        console.say("A larger eval.patience (0 = without end) goes on, --resume never begins anew.")
     else:
-        voice.say(
+        console.say(
             f"{run.name} is finished: {status.get('step')} steps. Raise train.steps to go on, or --resume never to begin anew."
         )
-    voice.say(f"next: lamp generate {run.name}")
+    console.say(f"next: lamp generate {run.name}")
     return 0
 
 
-def _refuse_drift(run: RunDir, resolved: Resolved, voice: Any) -> None:
+def _refuse_drift(run: RunDir, resolved: Resolved, console: Any) -> None:
     """A resume may change save, eval, watch and budget; train.steps with a warning; nothing else."""
     from lamplighter.config import LENGTH, drift, load_dump
     from lamplighter.errors import BadConfig, LampError
@@ -322,13 +322,13 @@ def _refuse_drift(run: RunDir, resolved: Resolved, voice: Any) -> None:
         field = name.split(".")[1]
         before, now = getattr(old.train, field), getattr(resolved.run.train, field)
         if before != now:
-            voice.say(f"WARNING  {name}: {before} -> {now}; the schedule changes from here", "bold yellow")
+            console.say(f"WARNING  {name}: {before} -> {now}; the schedule changes from here", "bold yellow")
 
 
-def _say_next(run: RunDir, flags: dict[str, Any], voice: Any, step: int) -> None:
+def _say_next(run: RunDir, flags: dict[str, Any], console: Any, step: int) -> None:
     where = "" if flags.get("runs_dir", Path("runs")) == Path("runs") else f" --runs-dir {flags['runs_dir']}"
-    voice.say(f"made: {run.checkpoints}/checkpoint-{step} (opens with transformers as it is), {run.report}")
-    voice.say(f"next: lamp generate {run.name}{where}    or: lamp checkpoints {run.name}{where}", "bold")
+    console.say(f"made: {run.checkpoints}/checkpoint-{step} (opens with transformers as it is), {run.report}")
+    console.say(f"next: lamp generate {run.name}{where}    or: lamp checkpoints {run.name}{where}", "bold")
 
 
 # ---------------------------------------------------------------- looking at runs
@@ -372,12 +372,12 @@ def find_run(name: str, runs_dir: Path) -> RunDir:
 
 def watch(words: list[str]) -> int:
     """Somebody else's command under our eyes, or the live display of a run."""
-    from lamplighter.watch.run_commands import follow
+    from lamplighter.watch.run_commands import watch_run
 
     if "--" in words:
         place = words.index("--")
         return _watch_command(words[:place], words[place + 1 :])
-    return follow(_find_run("watch", words))
+    return watch_run(_find_run("watch", words))
 
 
 def _watch_flags(
@@ -393,14 +393,14 @@ def _watch_flags(
 
 def _watch_command(words: list[str], command: list[str]) -> int:
     from lamplighter.errors import UsageError
-    from lamplighter.watch.attach import Attendant, Wish
+    from lamplighter.watch.attach import Attendant, WatchRequest
     from lamplighter.watch.terminal import leave_as
 
     flags = parse("watch", _watch_flags, words)
     if not command:
         raise UsageError("nothing to watch", "no command after --", "lamp watch -- python train.py")
     run = _folder_for(command, flags.get("run"), flags.get("runs_dir", Path("runs")))
-    wish = Wish(command, flags.get("on_stuck", "report"), flags.get("patience_s", 600.0), flags.get("notify"))
+    wish = WatchRequest(command, flags.get("on_stuck", "report"), flags.get("patience_s", 600.0), flags.get("notify"))
     return leave_as(Attendant(run, wish).attend())
 
 
@@ -442,10 +442,10 @@ def why(words: list[str]) -> int:
     from lamplighter.watch.run_commands import explain
 
     if len(words) == 1 and words[0].isascii() and words[0].isdecimal() and not (Path("runs") / words[0]).exists():
-        from lamplighter.watch.inspect_pid import peek
+        from lamplighter.watch.inspect_pid import inspect_pid
 
         _write(2, f"{time.strftime('%H:%M:%S')}  looking at process {words[0]} twice, a second apart\n")
-        return peek(int(words[0]))
+        return inspect_pid(int(words[0]))
     return explain(_find_run("why", words, need_running=True))
 
 
@@ -550,16 +550,16 @@ def doctor(words: list[str]) -> int:
 
 def data(words: list[str]) -> int:
     """One of the verbs about text."""
-    from lamplighter.commands import data as texts
+    from lamplighter.commands.data import data as run_verb  # by its module: the package has a function of that name
 
-    return texts.data(words)
+    return run_verb(words)
 
 
 def tokenizer(words: list[str]) -> int:
     """One of the verbs about tokenizers."""
-    from lamplighter.commands import data as texts
+    from lamplighter.commands.data import tokenizer as run_verb
 
-    return texts.tokenizer(words)
+    return run_verb(words)
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {

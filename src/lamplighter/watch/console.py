@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from lamplighter.watch.status import Picture, line
+from lamplighter.watch.status import Status, line
 
 if TYPE_CHECKING:
     from lamplighter.watch.live import Live
@@ -37,7 +37,7 @@ class Stream(io.TextIOBase):
         self.lost = 0
         self.busy_since = 0.0
         self.broken = False
-        self.thread = threading.Thread(target=self._drain, name="lamp-voice", daemon=True)
+        self.thread = threading.Thread(target=self._drain, name="lamp-console", daemon=True)
         self.thread.start()
 
     def write(self, text: str) -> int:
@@ -79,15 +79,15 @@ class Stream(io.TextIOBase):
         self.thread.join(deadline_s)
 
 
-# ---------------------------------------------------------------- the voice
+# ---------------------------------------------------------------- the console
 
 
-class Voice:
+class Console:
     """Says sentences and shows pictures; `live` on a terminal, lines elsewhere."""
 
-    def __init__(self, fd: int = 1, live: bool | None = None, console_fd: int = -1) -> None:
+    def __init__(self, fd: int = 1, live: bool | None = None, log_fd: int = -1) -> None:
         self.stream = Stream(fd)
-        self.console_fd = console_fd
+        self.log_fd = log_fd
         self.last_line = time.monotonic()
         self.calm_since: float | None = None
         self.blocked_said = False
@@ -109,7 +109,7 @@ class Voice:
                 self.stream.write(stamped + "\n")
         self.last_line = time.monotonic()
 
-    def show(self, picture: Picture) -> None:
+    def show(self, picture: Status) -> None:
         """Now. On a terminal a frame, in a pipe a line when one is due."""
         now = time.monotonic()
         self._watch_reader()
@@ -127,7 +127,7 @@ class Voice:
         if now - self.last_line >= self._line_every_s(picture, now):
             self.say(line(picture))
 
-    def _line_every_s(self, picture: Picture, now: float) -> float:
+    def _line_every_s(self, picture: Status, now: float) -> float:
         """After ten calm minutes of training, every 10 s."""
         calm = picture.training and not picture.quiet_words and not picture.stopping
         self.calm_since = (self.calm_since or now) if calm else None
@@ -144,11 +144,11 @@ class Voice:
             )
 
     def _copy(self, line: str) -> None:
-        if self.console_fd >= 0:
+        if self.log_fd >= 0:
             try:
-                os.write(self.console_fd, (line + "\n").encode("utf-8", "replace"))
+                os.write(self.log_fd, (line + "\n").encode("utf-8", "replace"))
             except OSError:  # a full disk must not silence the screen
-                self.console_fd = -1
+                self.log_fd = -1
 
     def close(self) -> None:
         """Take the live display down and let the last words out."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from lamplighter.procs.procfs import FUTEX, NANOSLEEP, Observation, ThreadLook
+from lamplighter.procs.procfs import FUTEX, NANOSLEEP, ThreadLook
 from lamplighter.procs.stacks import OUR_THREADS, Frame, Stacks, ThreadStack, culprit, users_frame
 from lamplighter.report import Verdict
+from lamplighter.watch.evidence import Observation
 from lamplighter.watch.status import duration
 
 UNTIMED_WAIT = re.compile(r"\.(acquire|join|get|wait|result)\(\s*(?:True\s*|block(?:ing)?=True\s*)?\)")
@@ -43,7 +44,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Case:
+class Evidence:
     """What a rule sees: first and last look of the spell, and the stacks of the two newest captures."""
 
     first: Observation
@@ -97,29 +98,29 @@ def judge(window: Sequence[Observation], stacks: Sequence[Stacks], usual_s: floa
     """The first rule that fits; None where nothing can be said yet."""
     if not window:
         return None
-    case = Case(window[0], window[-1], tuple(stacks[-2:]), usual_s)
+    evidence = Evidence(window[0], window[-1], tuple(stacks[-2:]), usual_s)
     for rule in RULES:
-        found = rule(case)
+        found = rule(evidence)
         if found is not None:
             return found
     return None
 
 
 def _finding(
-    case: Case, state: str, cause: str, why: str, next: str, provable: bool = False, **culprit_fields: object
+    evidence: Evidence, state: str, cause: str, why: str, next: str, provable: bool = False, **culprit_fields: object
 ) -> Finding:
-    where: dict[str, object] = {"pid": case.last.main.pid}
-    if case.frame is not None:
-        where |= {"file": case.frame.file, "line": case.frame.line, "func": case.frame.func}
-    evidence = [
-        f"process {case.last.main.words}, {case.cpu_share:.0%} of a core",
-        f"{case.bytes_per_s:,.0f} bytes/s moved",
-        f"phase {case.last.slot.phase} {case.last.slot.span}".strip(),
+    where: dict[str, object] = {"pid": evidence.last.main.pid}
+    if evidence.frame is not None:
+        where |= {"file": evidence.frame.file, "line": evidence.frame.line, "func": evidence.frame.func}
+    seen = [
+        f"process {evidence.last.main.words}, {evidence.cpu_share:.0%} of a core",
+        f"{evidence.bytes_per_s:,.0f} bytes/s moved",
+        f"phase {evidence.last.slot.phase} {evidence.last.slot.span}".strip(),
     ]
-    if case.last.main.wchan.strip("0"):
-        evidence.append(f"waits in {case.last.main.wchan}")
+    if evidence.last.main.wchan.strip("0"):
+        seen.append(f"waits in {evidence.last.main.wchan}")
     verdict = Verdict(
-        state, cause, why, next, "none", tuple(evidence), {**where, **culprit_fields}, round(case.last.quiet_s, 2)
+        state, cause, why, next, "none", tuple(seen), {**where, **culprit_fields}, round(evidence.last.quiet_s, 2)
     )
     return Finding(verdict, provable)
 
@@ -127,13 +128,13 @@ def _finding(
 # ---------------------------------------------------------------- the rules, in order
 
 
-def stopped(case: Case) -> Finding | None:
-    halted = [process for process in case.last.tree if process.stopped]
+def stopped(evidence: Evidence) -> Finding | None:
+    halted = [process for process in evidence.last.tree if process.stopped]
     if not halted:
         return None
     one = halted[0]
     return _finding(
-        case,
+        evidence,
         "stuck",
         "stopped",
         f"process {one.pid} ({one.name}) is stopped by a signal",
@@ -142,100 +143,117 @@ def stopped(case: Case) -> Finding | None:
     )
 
 
-def uninterruptible(case: Case) -> Finding | None:
-    if case.first.main.state != "D" or case.last.main.state != "D" or case.bytes_per_s > 0 or case.seconds < 0.9:
+def uninterruptible(evidence: Evidence) -> Finding | None:
+    if (
+        evidence.first.main.state != "D"
+        or evidence.last.main.state != "D"
+        or evidence.bytes_per_s > 0
+        or evidence.seconds < 0.9
+    ):
         return None
-    where = f" at {case.frame.short}" if case.frame else ""
-    why = f"the process is in uninterruptible sleep ({case.last.main.wchan or 'kernel'}){where}, {case.words()}; it cannot be killed"
-    return _finding(case, "stuck", "d_state", why, "wait, or look at the disk or the mount behind it (dmesg)")
+    where = f" at {evidence.frame.short}" if evidence.frame else ""
+    why = f"the process is in uninterruptible sleep ({evidence.last.main.wchan or 'kernel'}){where}, {evidence.words()}; it cannot be killed"
+    return _finding(evidence, "stuck", "d_state", why, "wait, or look at the disk or the mount behind it (dmesg)")
 
 
-def compiling(case: Case) -> Finding | None:
-    if not case.last.slot.flag("compiling") and not case.last.compilers:
+def compiling(evidence: Evidence) -> Finding | None:
+    if not evidence.last.slot.flag("compiling") and not evidence.last.compilers:
         return None
-    if case.seconds > 0.9 and case.cpu_share < BUSY and case.bytes_per_s <= 0:
-        return _compile_asleep(case)
-    child = f" ({case.last.compilers[0].name}, process {case.last.compilers[0].pid})" if case.last.compilers else ""
-    why = f"compiling for {duration(case.last.quiet_s)}{child}{case.usually()}"
-    return _finding(case, "slow", "compile_slow", why, "wait: the second start finds the result in the cache")
+    if evidence.seconds > 0.9 and evidence.cpu_share < BUSY and evidence.bytes_per_s <= 0:
+        return _compile_asleep(evidence)
+    child = (
+        f" ({evidence.last.compilers[0].name}, process {evidence.last.compilers[0].pid})"
+        if evidence.last.compilers
+        else ""
+    )
+    why = f"compiling for {duration(evidence.last.quiet_s)}{child}{evidence.usually()}"
+    return _finding(evidence, "slow", "compile_slow", why, "wait: the second start finds the result in the cache")
 
 
-def _compile_asleep(case: Case) -> Finding:
+def _compile_asleep(evidence: Evidence) -> Finding:
     """Nobody computes: a compiler that waits. Named as slow, and given the patience of all that cannot be proved."""
-    names = ", ".join(f"{process.name} {process.pid}" for process in case.last.tree[1:4]) or "no child process"
-    why = f"compiling for {duration(case.last.quiet_s)}, and nothing computes ({names}){case.usually()}"
-    found = _finding(case, "slow", "compile_slow", why, "wait; given up for uncompiled code after watch.patience_s")
+    names = ", ".join(f"{process.name} {process.pid}" for process in evidence.last.tree[1:4]) or "no child process"
+    why = f"compiling for {duration(evidence.last.quiet_s)}, and nothing computes ({names}){evidence.usually()}"
+    found = _finding(evidence, "slow", "compile_slow", why, "wait; given up for uncompiled code after watch.patience_s")
     return replace(found, asleep=True)
 
 
-def collecting(case: Case) -> Finding | None:
-    if not case.last.slot.flag("collecting garbage"):
+def collecting(evidence: Evidence) -> Finding | None:
+    if not evidence.last.slot.flag("collecting garbage"):
         return None
     return _finding(
-        case, "slow", "gc", f"Python collects garbage, {case.words()}", "wait; gc.freeze() after loading helps"
+        evidence, "slow", "gc", f"Python collects garbage, {evidence.words()}", "wait; gc.freeze() after loading helps"
     )
 
 
-def moving_slowly(case: Case) -> Finding | None:
+def moving_slowly(evidence: Evidence) -> Finding | None:
     """Bytes move, the process mostly waits for them: input-bound."""
-    if case.bytes_per_s <= 0 or case.cpu_share > 0.5 or case.seconds < 0.9:
+    if evidence.bytes_per_s <= 0 or evidence.cpu_share > 0.5 or evidence.seconds < 0.9:
         return None
-    if case.bytes_per_s > SLOW_BYTES_PER_S:
-        return _finding(case, "slow", "io", f"{case.bytes_per_s / 1e6:.1f} MB/s are moved, {case.words()}", "wait")
-    path = case.last.main.waits_on or case.last.slot.item
-    where = f" at {case.frame.short}" if case.frame else ""
-    why = f"input-bound: {case.bytes_per_s / 1e6:.3f} MB/s from {path or 'a file'}{where}; the process waits {1 - case.cpu_share:.0%} of the time"
-    return _finding(case, "slow", "slow_disk", why, "copy the data to a faster disk", path=path)
-
-
-def holding_the_gil(case: Case) -> Finding | None:
-    """The listener cannot answer: a C call keeps the GIL, asleep or busy."""
-    main = case.main_stack
-    if not case.sampler_silent or main is None or main.holds_gil is False or case.frame is None:
-        return None
-    why = f"the GIL is held by a C call at {case.frame.short}, process {case.last.main.words}, {case.words()}{case.usually()}"
-    return _finding(case, "slow", "gil_hold", why, "nothing can be saved until it returns; look at that line")
-
-
-def running(case: Case) -> Finding | None:
-    if case.cpu_share < BUSY or case.frame is None:
-        return None
-    counted = loop_progress(case)
-    far = counted.words() if counted else case.usually()
-    here = f"at {case.frame.short}, {case.cpu_share:.0%} of a core, {case.words()}{far}"
-    if _starved(case):
+    if evidence.bytes_per_s > SLOW_BYTES_PER_S:
         return _finding(
-            case, "slow", "starved", f"other programs take the cores: running {here}", "stop them, or train.threads 1"
+            evidence, "slow", "io", f"{evidence.bytes_per_s / 1e6:.1f} MB/s are moved, {evidence.words()}", "wait"
         )
-    loop = enclosing_loop(case.frame.file, case.frame.line)
+    path = evidence.last.main.waits_on or evidence.last.slot.item
+    where = f" at {evidence.frame.short}" if evidence.frame else ""
+    why = f"input-bound: {evidence.bytes_per_s / 1e6:.3f} MB/s from {path or 'a file'}{where}; the process waits {1 - evidence.cpu_share:.0%} of the time"
+    return _finding(evidence, "slow", "slow_disk", why, "copy the data to a faster disk", path=path)
+
+
+def holding_the_gil(evidence: Evidence) -> Finding | None:
+    """The listener cannot answer: a C call keeps the GIL, asleep or busy."""
+    main = evidence.main_stack
+    if not evidence.sampler_silent or main is None or main.holds_gil is False or evidence.frame is None:
+        return None
+    why = f"the GIL is held by a C call at {evidence.frame.short}, process {evidence.last.main.words}, {evidence.words()}{evidence.usually()}"
+    return _finding(evidence, "slow", "gil_hold", why, "nothing can be saved until it returns; look at that line")
+
+
+def running(evidence: Evidence) -> Finding | None:
+    if evidence.cpu_share < BUSY or evidence.frame is None:
+        return None
+    counted = loop_progress(evidence)
+    far = counted.words() if counted else evidence.usually()
+    here = f"at {evidence.frame.short}, {evidence.cpu_share:.0%} of a core, {evidence.words()}{far}"
+    if _starved(evidence):
+        return _finding(
+            evidence,
+            "slow",
+            "starved",
+            f"other programs take the cores: running {here}",
+            "stop them, or train.threads 1",
+        )
+    loop = enclosing_loop(evidence.frame.file, evidence.frame.line)
     if loop is not None and loop.kind == "while":
         why = f"busy in a while loop (line {loop.line}) {here}"
-        return _finding(case, "slow", "livelock", why, "if this loop cannot end, fix it; it is given patience")
-    if loop is not None and case.last.slot.span == "compute":
-        why = f"alive: a Python loop over `{loop.text}` (line {loop.line}) in {case.frame.func} runs {here}"
+        return _finding(evidence, "slow", "livelock", why, "if this loop cannot end, fix it; it is given patience")
+    if loop is not None and evidence.last.slot.span == "compute":
+        why = f"alive: a Python loop over `{loop.text}` (line {loop.line}) in {evidence.frame.func} runs {here}"
         advice = "replace the loop by tensor operations: it runs once per step for every item"
-        return replace(_finding(case, "slow", "python_loop", why, advice), left_s=counted.left_s if counted else None)
-    found = _finding(case, "slow", "running", f"alive, running {here}", "wait, or look at that line")
+        return replace(
+            _finding(evidence, "slow", "python_loop", why, advice), left_s=counted.left_s if counted else None
+        )
+    found = _finding(evidence, "slow", "running", f"alive, running {here}", "wait, or look at that line")
     return replace(found, left_s=counted.left_s if counted else None)
 
 
-def deadlocked(case: Case) -> Finding | None:
+def deadlocked(evidence: Evidence) -> Finding | None:
     """Every thread of the user's waits for a lock without a time limit, and nothing moves."""
-    if case.newest is None or case.seconds < 0.9 or case.sampler_silent or len(case.stacks) < 2:
+    if evidence.newest is None or evidence.seconds < 0.9 or evidence.sampler_silent or len(evidence.stacks) < 2:
         return None
-    main, *others = case.newest.threads
+    main, *others = evidence.newest.threads
     mine = [main, *(t for t in others if t.name not in OUR_THREADS and not _only_waits(t))]
-    before = {thread.name: thread.frames[:1] for thread in case.stacks[0].threads}
+    before = {thread.name: thread.frames[:1] for thread in evidence.stacks[0].threads}
     if any(before.get(thread.name) != thread.frames[:1] for thread in mine):
         return None
-    main_thread = next((t for t in case.last.main.each if t.tid == case.last.main.pid), None)
+    main_thread = next((t for t in evidence.last.main.each if t.tid == evidence.last.main.pid), None)
     if main_thread is None or not _waits_for_a_lock(main_thread):
         return None
     waiting = [(thread.name, frame) for thread in mine if (frame := culprit(thread)) is not None]
     if not all(_acquires(thread) for thread in mine):
         return None
     alone_on_a_soft_wait = len(waiting) == 1 and text_of_wait(waiting[0][1]) in SOFT_WAITS
-    if alone_on_a_soft_wait and case.last.slot.phase == "script" and not case.last.slot.step:
+    if alone_on_a_soft_wait and evidence.last.slot.phase == "script" and not evidence.last.slot.step:
         return None  # a script that has never counted any work: a daemon that waits for a signal looks the same
     lines = "; ".join(f"{name} at {frame.short}" for name, frame in waiting)
     kind = (
@@ -243,24 +261,24 @@ def deadlocked(case: Case) -> Finding | None:
         if len(waiting) > 1
         else "the only thread waits for a lock that nobody holds"
     )
-    why, proved = f"{kind}: {lines}; {case.words()}", not alone_on_a_soft_wait
-    return _finding(case, "stuck", "deadlock", why, "take the locks in one order", provable=proved)
+    why, proved = f"{kind}: {lines}; {evidence.words()}", not alone_on_a_soft_wait
+    return _finding(evidence, "stuck", "deadlock", why, "take the locks in one order", provable=proved)
 
 
-def asleep(case: Case) -> Finding | None:
-    if case.frame is None or case.seconds < 0.9:
+def asleep(evidence: Evidence) -> Finding | None:
+    if evidence.frame is None or evidence.seconds < 0.9:
         return None
-    main_thread = next((t for t in case.last.main.each if t.tid == case.last.main.pid), None)
+    main_thread = next((t for t in evidence.last.main.each if t.tid == evidence.last.main.pid), None)
     sleeping = main_thread is not None and main_thread.syscall in NANOSLEEP
-    behind = f", waiting for {case.last.main.waits_on}" if case.last.main.waits_on else ""
+    behind = f", waiting for {evidence.last.main.waits_on}" if evidence.last.main.waits_on else ""
     how = "sleeping" if sleeping else "asleep"
-    why = f"{how} at {case.frame.short}{behind}, {case.words()}{case.usually()}"
+    why = f"{how} at {evidence.frame.short}{behind}, {evidence.words()}{evidence.usually()}"
     return _finding(
-        case, "slow", "sleep" if sleeping else "waiting", why, "look at that line", path=case.last.main.waits_on
+        evidence, "slow", "sleep" if sleeping else "waiting", why, "look at that line", path=evidence.last.main.waits_on
     )
 
 
-RULES: tuple[Callable[[Case], Finding | None], ...] = (
+RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     stopped, uninterruptible, compiling, collecting, holding_the_gil, moving_slowly, running, deadlocked, asleep,
 )  # fmt: skip
 
@@ -268,15 +286,15 @@ RULES: tuple[Callable[[Case], Finding | None], ...] = (
 # ---------------------------------------------------------------- what the rules ask
 
 
-def _starved(case: Case) -> bool:
-    before = {thread.tid: thread for thread in case.first.main.each}
+def _starved(evidence: Evidence) -> bool:
+    before = {thread.tid: thread for thread in evidence.first.main.each}
     ran = starved = 0
-    for thread in case.last.main.each:
+    for thread in evidence.last.main.each:
         earlier = before.get(thread.tid)
         if earlier is not None:
             ran += thread.cpu_ns - earlier.cpu_ns
             starved += thread.starved_ns - earlier.starved_ns
-    return starved > STARVED * max(ran, 1) and starved > 0.2e9 * case.seconds
+    return starved > STARVED * max(ran, 1) and starved > 0.2e9 * evidence.seconds
 
 
 def _only_waits(thread: ThreadStack) -> bool:
@@ -336,18 +354,18 @@ class LoopProgress:
         return count + left
 
 
-def loop_progress(case: Case) -> LoopProgress | None:
+def loop_progress(evidence: Evidence) -> LoopProgress | None:
     """From the loop's counter in two stacks; None where it cannot be seen or does not move."""
-    if len(case.stacks) < 2 or not all(taken.threads for taken in case.stacks):
+    if len(evidence.stacks) < 2 or not all(taken.threads for taken in evidence.stacks):
         return None
-    for frame in case.stacks[-1].threads[0].frames:
+    for frame in evidence.stacks[-1].threads[0].frames:
         before = next(
-            (f for f in case.stacks[0].threads[0].frames if (f.file, f.func) == (frame.file, frame.func)), None
+            (f for f in evidence.stacks[0].threads[0].frames if (f.file, f.func) == (frame.file, frame.func)), None
         )
         loop = enclosing_loop(frame.file, frame.line) if frame.numbers and before else None
         if loop is None or before is None or loop.counter not in frame.numbers or loop.counter not in before.numbers:
             continue
-        seconds = case.stacks[-1].at - case.stacks[0].at
+        seconds = evidence.stacks[-1].at - evidence.stacks[0].at
         moved = frame.numbers[loop.counter] - before.numbers[loop.counter]
         if seconds > 0.1 and moved > 0:
             end = _range_end(loop.node, frame.numbers)

@@ -1,7 +1,7 @@
 """A command and all that it started: who is there, what each counts, who has gone and how.
 
 In:  the pid of the command, and the folder of the slots that the shim writes.
-Out: a Scene four times a second; deaths with their exit codes, also of processes that somebody else has reaped.
+Out: a Snapshot four times a second; deaths with their exit codes, also of processes that somebody else has reaped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TREE_EVERY_S = 0.9  # in calm times
 
 
 @dataclass(frozen=True)
-class Member:
+class Process:
     """One process of the family."""
 
     look: ProcessLook
@@ -58,7 +58,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Lost:
+class Exit:
     """A process that has ended; `code` is None where nobody can know it."""
 
     pid: int
@@ -69,20 +69,20 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Scene:
+class Snapshot:
     """One moment of the family; the command comes first."""
 
     at: float  # monotonic seconds
-    members: tuple[Member, ...]
+    processes: tuple[Process, ...]
     worked_at: float  # when anybody last counted a unit of work
-    lost: tuple[Lost, ...] = ()  # so far
+    lost: tuple[Exit, ...] = ()  # so far
 
     @property
     def quiet_s(self) -> float:
         return max(0.0, self.at - self.worked_at)
 
-    def member(self, pid: int) -> Member | None:
-        return next((member for member in self.members if member.pid == pid), None)
+    def process(self, pid: int) -> Process | None:
+        return next((process for process in self.processes if process.pid == pid), None)
 
 
 def work_of(slot: ProcSlot) -> tuple[float, ...]:
@@ -90,7 +90,7 @@ def work_of(slot: ProcSlot) -> tuple[float, ...]:
     return (slot.steps, slot.fetches, slot.items, slot.coll_seq, slot.bar_n, slot.done, slot.compiles)
 
 
-class Family:
+class ProcessTree:
     """Remembers who was there between two looks."""
 
     def __init__(self, pid: int, slots: Path) -> None:
@@ -103,33 +103,33 @@ class Family:
         self.counted: dict[int, tuple[float, ...]] = {}
         self.output_bytes = -1
         self.worked_at = time.monotonic()
-        self.lost: list[Lost] = []
+        self.lost: list[Exit] = []
         self.gone: set[int] = set()
         self.oom = procfs.oom_kills()
         self.without_shim: set[int] = set()
 
-    def look(self, closely: bool, output_bytes: int = -1, calm: bool = False) -> Scene:
-        """One round over all members; a close look costs ten times as much and is for quiet times."""
+    def look(self, closely: bool, output_bytes: int = -1, calm: bool = False) -> Snapshot:
+        """One round over all processes; a close look costs ten times as much and is for quiet times."""
         now = time.monotonic()
         if not calm or now - self.counted_at > TREE_EVERY_S:
             self.parents, self.counted_at = procfs.parents(self.pid), now
             self._welcome(self.parents, now)
             self._miss(now)
         self._bury(now)
-        members = []
+        processes = []
         for pid, ppid in list(self.parents.items())[:MOST_MEMBERS]:
             seen = procfs.look_closely(pid) if closely else procfs.look(pid)
             if seen.state in "XZ" and pid != self.pid:
                 continue
-            members.append(Member(seen, self._slot(pid, now), ppid))
+            processes.append(Process(seen, self._slot(pid, now), ppid))
         if output_bytes > self.output_bytes:
             self.output_bytes, self.worked_at = output_bytes, now
-        return Scene(now, tuple(members), self.worked_at, tuple(self.lost))
+        return Snapshot(now, tuple(processes), self.worked_at, tuple(self.lost))
 
     def _slot(self, pid: int, now: float) -> ProcSlot | None:
         slot = read_procslot(self.slots / f"p{pid}.slot")
         if slot is None:
-            if now - self.born.get(pid, now) > HELLO_S and is_python(pid):
+            if now - self.born.get(pid, now) > HELLO_S and procfs.is_python(pid):
                 self.without_shim.add(pid)
             return None
         self.seen[pid] = slot
@@ -151,9 +151,9 @@ class Family:
         """Who said hello and was gone before we looked: the slot is all that is left."""
         for name in procfs.listed(str(self.slots)):
             pid = int(name[1:-5]) if name.startswith("p") and name.endswith(".slot") and name[1:-5].isdecimal() else 0
-            if pid and pid not in self.born and pid not in self.gone and not os.path.exists(f"/proc/{pid}"):  # noqa: PTH110
+            if pid and pid not in self.born and pid not in self.gone and not procfs.exists(pid):
                 self.gone.add(pid)
-                self.lost.append(Lost(pid, None, read_procslot(self.slots / name), now))
+                self.lost.append(Exit(pid, None, read_procslot(self.slots / name), now))
 
     def _bury(self, now: float) -> None:
         """Who has ended since the last look, with the exit code where the kernel still tells it."""
@@ -173,7 +173,7 @@ class Family:
             self.gone.add(pid)
             self.without_shim.discard(pid)
             slot = read_procslot(self.slots / f"p{pid}.slot") or self.seen.get(pid)
-            self.lost.append(Lost(pid, code, slot, now, oom > self.oom and code == -9))
+            self.lost.append(Exit(pid, code, slot, now, oom > self.oom and code == -9))
         self.oom = oom
 
     def end_survivors(self, grace_s: float = 2.0) -> None:
@@ -204,20 +204,12 @@ def _readable(fds: list[int], wait_s: float) -> list[int]:
 def _exit_code(pidfd: int, pid: int) -> int | None:
     """Negative for a signal; by the zombie while nobody has asked for it, by the kernel's memory afterwards (6.15 on)."""
     for _ in range(5):
-        code = _code_of_zombie(pid)
+        code = procfs.zombie_code(pid)
         code = _code_of_reaped(pidfd) if code is None else code
         if code is not None:
             return code
         time.sleep(0.004)  # between the two
     return None
-
-
-def _code_of_zombie(pid: int) -> int | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return None
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" and len(fields) > 49 else None
 
 
 def _code_of_reaped(pidfd: int) -> int | None:
@@ -231,11 +223,3 @@ def _code_of_reaped(pidfd: int) -> int | None:
     if not mask & PIDFD_INFO_EXIT:
         return None
     return os.waitstatus_to_exitcode(struct.unpack_from("=i", info, 60)[0])
-
-
-def is_python(pid: int) -> bool:
-    """By its program, not by its name: torch renames its processes."""
-    try:
-        return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
-    except OSError:  # it may not be looked into: then its name is all there is
-        return procfs.look(pid).name.startswith("python")

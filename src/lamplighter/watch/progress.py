@@ -1,6 +1,6 @@
 """The pace of somebody else's script: what it counts, how fast, what is left, and where its time went.
 
-In:  scenes of its family.
+In:  snapshots of its family.
 Out: the words of now, and seconds by name for the ledger.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 
 from lamplighter.watch.diagnosis import BUSY
-from lamplighter.watch.process_tree import Member, Scene
+from lamplighter.watch.process_tree import Process, Snapshot
 from lamplighter.watch.status import amount, clean, duration
 
 RATE_WINDOW_S = 15.0
 
 
-class Pace:
+class Progress:
     """Remembers the last seconds, and adds up where they went."""
 
     def __init__(self) -> None:
@@ -27,18 +27,18 @@ class Pace:
         self.rate = 0.0
         self.left_s: float | None = None
         self.seconds: dict[str, float] = {}
-        self.before: Scene | None = None
+        self.before: Snapshot | None = None
         self.counts = False
         self.peak_bytes = 0
 
-    def look(self, scene: Scene) -> None:
-        """One more scene."""
-        self.peak_bytes = max(self.peak_bytes, sum(m.look.rss_bytes for m in scene.members))
+    def look(self, snapshot: Snapshot) -> None:
+        """One more snapshot."""
+        self.peak_bytes = max(self.peak_bytes, sum(m.look.rss_bytes for m in snapshot.processes))
         self.counts = self.counts or any(
-            m.slot and (m.slot.steps or m.slot.fetches or m.slot.bar_n or m.slot.done) for m in scene.members
+            m.slot and (m.slot.steps or m.slot.fetches or m.slot.bar_n or m.slot.done) for m in snapshot.processes
         )
-        self._charge(scene)
-        leader = self._leader(scene)
+        self._charge(snapshot)
+        leader = self._leader(snapshot)
         if leader is None or leader.slot is None:
             return
         slot = leader.slot
@@ -47,28 +47,28 @@ class Pace:
         if unit != self.unit:
             self.unit = unit
             self.samples.clear()
-        self.samples.append((scene.at, done))
-        while len(self.samples) > 2 and scene.at - self.samples[0][0] > RATE_WINDOW_S:
+        self.samples.append((snapshot.at, done))
+        while len(self.samples) > 2 and snapshot.at - self.samples[0][0] > RATE_WINDOW_S:
             self.samples.popleft()
-        (then, first), seconds = self.samples[0], scene.at - self.samples[0][0]
-        self.rate = max(0.0, done - first) / seconds if seconds > 0.4 else self.rate if then != scene.at else 0.0
+        (then, first), seconds = self.samples[0], snapshot.at - self.samples[0][0]
+        self.rate = max(0.0, done - first) / seconds if seconds > 0.4 else self.rate if then != snapshot.at else 0.0
         self.total = int(total) if total > 0 else 0
         self.left_s = round((total - done) / self.rate, 1) if total > done and self.rate > 0 else None
 
-    def _leader(self, scene: Scene) -> Member | None:
+    def _leader(self, snapshot: Snapshot) -> Process | None:
         """The process whose counters tell the most: rank 0 or the one that steps."""
-        counted = [m for m in scene.members if m.slot is not None and m.worker < 0]
+        counted = [m for m in snapshot.processes if m.slot is not None and m.worker < 0]
         return max(counted, key=_worth, default=None)
 
-    def _charge(self, scene: Scene) -> None:
+    def _charge(self, snapshot: Snapshot) -> None:
         """The time since the last look, by what the leader was doing in it."""
-        before, self.before = self.before, scene
+        before, self.before = self.before, snapshot
         if before is None:
             return
-        leader = self._leader(scene) or scene.members[0]
-        then = before.member(leader.pid)
-        slice_s = scene.at - before.at
-        self.phase = _phase_of(leader, scene)
+        leader = self._leader(snapshot) or snapshot.processes[0]
+        then = before.process(leader.pid)
+        slice_s = snapshot.at - before.at
+        self.phase = _phase_of(leader, snapshot)
         if then is not None and leader.slot is not None and then.slot is not None:
             waited = min(slice_s, max(0.0, (leader.slot.fetch_wait_ns - then.slot.fetch_wait_ns) / 1e9))
             if leader.slot.in_fetch and leader.slot.fetch_since_ns <= then.slot.fetch_since_ns:
@@ -78,8 +78,8 @@ class Pace:
                 slice_s -= waited
         name = self.inferred or self.phase
         if name == "script":
-            busy = sum(m.look.cpu_s for m in scene.members) - sum(m.look.cpu_s for m in before.members)
-            worked = scene.worked_at > before.worked_at or busy > BUSY * (scene.at - before.at)
+            busy = sum(m.look.cpu_s for m in snapshot.processes) - sum(m.look.cpu_s for m in before.processes)
+            worked = snapshot.worked_at > before.worked_at or busy > BUSY * (snapshot.at - before.at)
             name = "compute" if worked and self.counts else "running, nothing counted yet" if worked else "asleep"
         self._add(name, slice_s)
 
@@ -88,7 +88,7 @@ class Pace:
 
     # -- words
 
-    def words(self, scene: Scene) -> str:
+    def words(self, snapshot: Snapshot) -> str:
         parts = []
         if self.unit:
             done = self.samples[-1][1] if self.samples else 0
@@ -103,8 +103,8 @@ class Pace:
         wait = self.seconds.get("data wait", 0.0) / max(1e-9, sum(self.seconds.values()))
         if wait > 0.02:
             parts.append(f"data wait {wait:.0%}")
-        memory = sum(m.look.rss_bytes for m in scene.members)
-        others = f" in {len(scene.members)} processes" if len(scene.members) > 1 else ""
+        memory = sum(m.look.rss_bytes for m in snapshot.processes)
+        others = f" in {len(snapshot.processes)} processes" if len(snapshot.processes) > 1 else ""
         parts.append(f"{memory / 1e9:.2f} GB{others}")
         return " · ".join(parts)
 
@@ -117,15 +117,15 @@ class Pace:
         return ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in rows)
 
 
-def _worth(member: Member) -> tuple[int, int, int, int]:
-    slot = member.slot
+def _worth(process: Process) -> tuple[int, int, int, int]:
+    slot = process.slot
     assert slot is not None
-    return (slot.steps, int(slot.done > 0 or bool(slot.phase)), slot.bar_n + slot.fetches, -member.pid)
+    return (slot.steps, int(slot.done > 0 or bool(slot.phase)), slot.bar_n + slot.fetches, -process.pid)
 
 
-def _count(member: Member) -> tuple[float, float, str]:
+def _count(process: Process) -> tuple[float, float, str]:
     """(done, total or -1, what is counted): the script's own phase, a bar with a total, steps, fetches."""
-    slot = member.slot
+    slot = process.slot
     assert slot is not None
     if slot.phase and slot.done:
         return slot.done, slot.total, clean(f"{slot.phase} {slot.unit}".strip())
@@ -138,12 +138,12 @@ def _count(member: Member) -> tuple[float, float, str]:
     return (slot.fetches, slot.loader_len, "batch") if slot.fetches else (0, -1, "")
 
 
-def _phase_of(leader: Member, scene: Scene) -> str:
+def _phase_of(leader: Process, snapshot: Snapshot) -> str:
     """From the counters alone: what the script is in."""
     slot = leader.slot
     if leader.look.stopped:
         return "stopped"
-    if any(m.slot and m.slot.compiling for m in scene.members):
+    if any(m.slot and m.slot.compiling for m in snapshot.processes):
         return "compiling"
     if slot is None:
         return "script"

@@ -312,7 +312,7 @@ def copy_window_size(tty: int, pty: int) -> bool:
 # ---------------------------------------------------------------- the process
 
 
-class Passage:
+class PtyProxy:
     """Carries until nobody is left who could write, or, with nothing to carry, until the watcher is gone."""
 
     def __init__(self, words: socket.socket, log: int, shared: mmap.mmap, ways: dict[int, Screen]) -> None:
@@ -500,7 +500,7 @@ def main(words: str, log: str, shared: str, style: str, state: str, *pairs: str)
     ways = {master: Screen(tty, style, line_open=state == "unknown") for master, tty in ends}
     channel = socket.socket(fileno=int(words))
     channel.setblocking(False)
-    Passage(channel, int(log), mmap.mmap(int(shared), SHARED_BYTES), ways).run()
+    PtyProxy(channel, int(log), mmap.mmap(int(shared), SHARED_BYTES), ways).run()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Decision:
 
 
 @dataclass
-class Recovery:
+class RestartPolicy:
     """Remembers what was tried."""
 
     policy: str = "recover"  # recover, report, stop

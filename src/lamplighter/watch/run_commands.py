@@ -21,66 +21,68 @@ from lamplighter.config import Budget, load_dump
 from lamplighter.errors import CHILD_LOST, DONE, ChildLost, LampError
 from lamplighter.rundir import RunDir, is_running, read_record, write_atomic
 from lamplighter.watch import redflags
-from lamplighter.watch.console import LINE_EVERY_S, Voice, result
+from lamplighter.watch.console import LINE_EVERY_S, Console, result
 from lamplighter.watch.observe import Observer, Tail
 from lamplighter.watch.status import duration, tell
-from lamplighter.watch.supervisor import LOOK_EVERY_S, Order, Supervisor, ask
+from lamplighter.watch.supervisor import LOOK_EVERY_S, ChildSpec, Supervisor, ask
 
 
-def follow(run: RunDir) -> int:
+def watch_run(run: RunDir) -> int:
     """Show a run until it ends; Ctrl+C leaves it alone."""
     try:
         budget = load_dump(run.config).budget
     except LampError:  # damaged, or not written yet: the rest can be shown all the same
         budget = Budget()
-    voice = Voice(1)
+    console = Console(1)
     observer = Observer(run, run.events, budget, fresh=True)
     observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
     status = read_record(run.status)
     observer.picture.flags = redflags.recall(status)  # those that went up before we looked
     for text in redflags.tell(observer.picture.flags):
-        voice.say(text, "bold yellow")
+        console.say(text, "bold yellow")
     if not is_running(run):
-        voice.say(f"{run.name} is not running: {status.get('outcome') or status.get('now', 'it has said nothing yet')}")
-        voice.close()
+        console.say(
+            f"{run.name} is not running: {status.get('outcome') or status.get('now', 'it has said nothing yet')}"
+        )
+        console.close()
         return DONE
     try:
-        voice.say(f"watching {run.name}; Ctrl+C leaves it alone")
+        console.say(f"watching {run.name}; Ctrl+C leaves it alone")
         if read_record(run.status).get("verb") == "watch":
-            return _follow_foreign(run, voice)
+            return _follow_foreign(run, console)
         while True:
             alive = is_running(run)
             spent_s = float(read_record(run.status).get("spent_s", 0.0))
             for event in observer.look(spent_s):
                 for text, style in tell(event):
-                    voice.say(text, style)
+                    console.say(text, style)
             if not alive:
                 break
-            voice.show(observer.picture)
+            console.show(observer.picture)
             time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
-        voice.say(f"left; {run.name} goes on")
-        voice.close()
+        console.say(f"left; {run.name} goes on")
+        console.close()
         return DONE
     status = read_record(run.status)
     lost = f"{run.name} was lost: its parent was killed; step {status.get('durable_step', 0)} is safe; run the same command again"
-    voice.say(str(status.get("outcome", lost)))
-    voice.close()
+    console.say(str(status.get("outcome", lost)))
+    console.close()
     return DONE
 
 
-def _follow_foreign(run: RunDir, voice: Voice) -> int:
+def _follow_foreign(run: RunDir, console: Console) -> int:
     """Somebody else's command: its watcher has the words."""
     events = Tail(run.events, from_end=True)
     while is_running(run):
         for event in events.records():
             for text, style in tell(event):
-                voice.say(text, style)
-        if time.monotonic() - voice.last_line > LINE_EVERY_S:
-            voice.say(_now(run))
+                console.say(text, style)
+        if time.monotonic() - console.last_line > LINE_EVERY_S:
+            console.say(_now(run))
         time.sleep(LOOK_EVERY_S)
-    voice.say(str(read_record(run.status).get("outcome", "it has ended")))
-    voice.close()
+    console.say(str(read_record(run.status).get("outcome", "it has ended")))
+    console.close()
     return DONE
 
 
@@ -95,42 +97,42 @@ def explain(run: RunDir) -> int:
 
 def stop_run(run: RunDir) -> int:
     """lamp stop: ask, then wait for the end."""
-    voice = Voice(1, live=False)
+    console = Console(1, live=False)
     if ask(run, "stop") is None:
-        voice.close()
+        console.close()
         raise _no_answer(run)
     started = time.monotonic()
     while is_running(run):
-        if time.monotonic() - voice.last_line > 1.5:
-            voice.say(f"stopping {run.name} for {duration(time.monotonic() - started)}: {_now(run)}")
+        if time.monotonic() - console.last_line > 1.5:
+            console.say(f"stopping {run.name} for {duration(time.monotonic() - started)}: {_now(run)}")
         time.sleep(0.1)
-    voice.say(str(read_record(run.status).get("outcome", "stopped")))
-    voice.close()
+    console.say(str(read_record(run.status).get("outcome", "stopped")))
+    console.close()
     return DONE
 
 
 def save_run(run: RunDir) -> int:
     """lamp save: ask, then wait until the step is durable."""
-    voice = Voice(1, live=False)
+    console = Console(1, live=False)
     answer = ask(run, "save")
     if answer is None:
-        voice.close()
+        console.close()
         raise _no_answer(run)
     step, started = int(answer.get("step", 0)), time.monotonic()
     if not step:
-        voice.say(f"{run.name} has not made a step yet: there is nothing to save")
-        voice.close()
+        console.say(f"{run.name} has not made a step yet: there is nothing to save")
+        console.close()
         return DONE
     while is_running(run) and (durable := int(read_record(run.status).get("durable_step", 0))) < step:
-        if time.monotonic() - voice.last_line > 1.5:
-            voice.say(
+        if time.monotonic() - console.last_line > 1.5:
+            console.say(
                 f"saving {run.name} for {duration(time.monotonic() - started)}: safe to step {durable}, wanted {step}"
             )
         time.sleep(0.1)
-    voice.say(
+    console.say(
         f"{run.name}: safe to step {read_record(run.status).get('durable_step', 0)}; next: lamp checkpoints {run.name}"
     )
-    voice.close()
+    console.close()
     return DONE
 
 
@@ -190,21 +192,21 @@ def session(verb: str, request: dict[str, Any], interactive: bool = False, confi
     run.create()
     if config is not None:
         write_atomic(run.config, config)
-    voice = Voice(2, live=False)
+    console = Console(2, live=False)
     request["tty"] = sys.stdout.isatty()
     read_end, write_end = os.pipe() if interactive else (subprocess.DEVNULL, -1)
     if interactive:
         threading.Thread(target=_forward_lines, args=(write_end,), daemon=True).start()
-    order = Order(verb, request, keeps_books=False, result_fd=os.dup(1), child_stdin=read_end, grace_s=2.0)
+    order = ChildSpec(verb, request, keeps_books=False, result_fd=os.dup(1), child_stdin=read_end, grace_s=2.0)
     try:
-        code = Supervisor(run, order, voice).supervise()
+        code = Supervisor(run, order, console).supervise()
         if code in (1, CHILD_LOST):
             kept = Path(tempfile.mkdtemp(prefix="lamp-crash-")) / "output.log"
             shutil.copy(run.output, kept)
-            voice.say(f"its output is kept in {kept}")
+            console.say(f"its output is kept in {kept}")
         return code
     finally:
-        voice.close()
+        console.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -15,7 +15,7 @@ from lamplighter.procs import procfs, stacks
 from lamplighter.report import Slot
 from lamplighter.rundir import RunDir
 from lamplighter.watch.diagnosis import Finding, judge
-from lamplighter.watch.evidence import to_json
+from lamplighter.watch.evidence import Observation, to_json
 
 QUIET_S = 2.0
 UNCOUNTED_QUIET_S = 3.0  # for a phase that counts nothing (an import, a model being built)
@@ -26,14 +26,14 @@ WITHOUT_STACKS_S = 4.5  # if they cannot be had by then, judge without
 TIMES_USUAL = 4.0
 
 
-class Quiet:
+class StallDetector:
     """Learns what is usual in each phase, and looks closely when it lasts longer."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.usual_gap_s: dict[str, float] = {}
         self.longest_gap_s: dict[str, float] = {}
-        self.window: deque[procfs.Observation] = deque()
+        self.window: deque[Observation] = deque()
         self.captures: list[stacks.Stacks] = []
         self.finding: Finding | None = None
         self.phase = ""
@@ -92,9 +92,7 @@ class Quiet:
         if now - self.tree_at > TREE_EVERY_S or not self.pids or self.pids[0] != slot.pid:
             self.pids, self.tree_at = procfs.tree(slot.pid), now
         looks = [procfs.look_closely(pid) for pid in self.pids]
-        self.window.append(
-            procfs.Observation(now, slot, tuple(seen for seen in looks if seen.state != "X") or (looks[0],))
-        )
+        self.window.append(Observation(now, slot, tuple(seen for seen in looks if seen.state != "X") or (looks[0],)))
         while now - self.window[0].at > WINDOW_S:
             self.window.popleft()
 
@@ -107,7 +105,7 @@ class Quiet:
         self.capturing.start()
 
     def _capture(self, slot: Slot) -> None:
-        """In a thread of its own: py-spy may take its two seconds, and the voice must not wait."""
+        """In a thread of its own: py-spy may take its two seconds, and the console must not wait."""
         taken = stacks.take(self.run, 0, slot.pid)
         if taken is not None and taken.threads and self.ticks == slot.ticks:
             self.captures = [*self.captures[-1:], taken]

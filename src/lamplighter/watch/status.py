@@ -1,7 +1,7 @@
 """Now, as far as it can be seen from outside, and the words for it.
 
 In:  the slot, /proc and the events of a run, gathered by the supervisor.
-Out: a Picture, and one sentence in which something changes every time.
+Out: a Status, and one sentence in which something changes every time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Flag = dict[str, Any]  # a red flag that stands: cause, state, why, next, step
 
 
 @dataclass
-class Picture:
+class Status:
     """Now, as far as it can be seen from outside."""
 
     name: str
@@ -96,12 +96,12 @@ def sparkline(values: Iterable[float], width: int) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def line(picture: Picture) -> str:
+def line(picture: Status) -> str:
     """The status of now with what must not be missed, in one line."""
     return " · ".join(part for part in (sentence(picture), alert(picture)) if part)
 
 
-def sentence(picture: Picture) -> str:
+def sentence(picture: Status) -> str:
     """The status of now; something in it changes every time."""
     slot = picture.slot
     if slot is None or not slot.phase:
@@ -110,7 +110,7 @@ def sentence(picture: Picture) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def alert(picture: Picture) -> str:
+def alert(picture: Status) -> str:
     """What a person must not miss, if anything."""
     slot, parts = picture.slot, []
     if picture.process is not None and picture.process.stopped:
@@ -127,7 +127,7 @@ def alert(picture: Picture) -> str:
     return " · ".join(parts)
 
 
-def _training_words(picture: Picture, slot: Slot) -> list[str]:
+def _training_words(picture: Status, slot: Slot) -> list[str]:
     parts = [f"step {slot.step}/{slot.steps}" if slot.steps else f"step {slot.step}"]
     if slot.loss == slot.loss:
         parts.append(f"loss {slot.loss:.3f}")
@@ -151,7 +151,7 @@ def _training_words(picture: Picture, slot: Slot) -> list[str]:
     return parts
 
 
-def _phase_words(picture: Picture, slot: Slot) -> list[str]:
+def _phase_words(picture: Status, slot: Slot) -> list[str]:
     parts = [slot.phase]
     if slot.total > 0:
         parts.append(f"{amount(slot.done, slot.unit)} of {amount(slot.total, slot.unit)}")

@@ -1,13 +1,12 @@
 """Owning a child: start it, look at it four times a second, speak, answer requests, stop it, and say how it ended.
 
-In:  a run folder, the verb and its request, a voice.
+In:  a run folder, the verb and its request, a console.
 Out: the exit code; status.json, events.jsonl, console.log and report.md in the folder.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -33,7 +32,7 @@ from lamplighter.errors import (
     STUCK,
     RefusedByPlan,
 )
-from lamplighter.procs import procfs, stacks
+from lamplighter.procs import prctl, procfs, stacks
 from lamplighter.report import Verdict, read_slot
 from lamplighter.rundir import (
     LineFile,
@@ -47,11 +46,11 @@ from lamplighter.rundir import (
     write_json,
 )
 from lamplighter.watch import redflags, spawn, time_report
-from lamplighter.watch.console import Voice
+from lamplighter.watch.console import Console
 from lamplighter.watch.notify import Notifier
 from lamplighter.watch.observe import Observer, Tail
 from lamplighter.watch.resources import disk_verdict, memory_verdict
-from lamplighter.watch.restart_policy import Recovery
+from lamplighter.watch.restart_policy import RestartPolicy
 from lamplighter.watch.stall import keep
 from lamplighter.watch.status import clean, duration, line, tell, tell_step
 
@@ -60,7 +59,6 @@ RESOURCES_EVERY_S = 2.5
 STATUS_EVERY_S = 0.9
 OUTPUT_LINES = 40
 BUDGET_BACKSTOP_S = 5.0
-PR_SET_CHILD_SUBREAPER = 36
 OUTCOMES = {
     DONE: "finished",
     STUCK: "stuck",
@@ -72,14 +70,14 @@ OUTCOMES = {
 
 
 @dataclass
-class Order:
+class ChildSpec:
     """What the child shall do, and under which conditions."""
 
     verb: str
     request: dict[str, Any]
     resume_command: str = ""
     budget: Budget = field(default_factory=Budget)
-    recovery: Recovery = field(default_factory=lambda: Recovery("report"))
+    recovery: RestartPolicy = field(default_factory=lambda: RestartPolicy("report"))
     notify: str | None = None
     grace_s: float = 30.0
     began: float = field(default_factory=time.time)
@@ -93,8 +91,8 @@ class Order:
 class Supervisor:
     """One child and all that is known about it."""
 
-    def __init__(self, run: RunDir, order: Order, voice: Voice) -> None:
-        self.run, self.order, self.voice = run, order, voice
+    def __init__(self, run: RunDir, order: ChildSpec, console: Console) -> None:
+        self.run, self.order, self.console = run, order, console
         self.began = time.monotonic() - max(0.0, time.time() - order.began)
         self.attempt = 1 + sum(event.get("type") == "start" for event in read_lines(run.events))
         self.last_status = read_record(run.status)
@@ -120,7 +118,7 @@ class Supervisor:
         self.oom_before = procfs.oom_kills()
         self.error_told = False
         self.error_heard = False
-        self.notifier = Notifier(order.notify, run.name, lambda text: voice.say(text, "bold yellow"))
+        self.notifier = Notifier(order.notify, run.name, lambda text: console.say(text, "bold yellow"))
         self.memory: deque[tuple[float, float]] = deque(maxlen=240)
         self.resources_at = time.monotonic()
         self.checkpoint_bytes = 0
@@ -134,13 +132,13 @@ class Supervisor:
         return self.spent_before_s + time.monotonic() - self.began
 
     def event(self, type: str, **fields: Any) -> None:
-        """A line of the parent's own in events.jsonl; a full disk is said by the voice, once, through status."""
+        """A line of the parent's own in events.jsonl; a full disk is said by the console, once, through status."""
         self._write_event({"type": type, "t": time.time(), **fields})
 
     def _write_event(self, record: dict[str, Any]) -> None:
         if not self.events.write(json.dumps(record)) and not self.error_told:
             self.error_told = True
-            self.voice.say(f"WARNING  {self.run.events} cannot be written; is the disk full?", "bold yellow")
+            self.console.say(f"WARNING  {self.run.events} cannot be written; is the disk full?", "bold yellow")
 
     # ---------------------------------------------------------------- life
 
@@ -202,14 +200,14 @@ class Supervisor:
         self.observer.begin_again()
         self.memory.clear()
         self.warned.clear()
-        self.voice.say(f"attempt {self.attempt}: going on from step {self.durable_before}", "bold")
+        self.console.say(f"attempt {self.attempt}: going on from step {self.durable_before}", "bold")
         self.event("start", attempt=self.attempt, began=time.time(), verb=self.order.verb, **identity())
 
     def _say_verdict(self, verdict: Verdict, **more: Any) -> None:
         event = {"type": "verdict", "t": time.time(), **asdict(verdict), **more}
         self._write_event(event)
         for text, style in tell(event):
-            self.voice.say(text, style)
+            self.console.say(text, style)
         self.notifier.tell(verdict.state, verdict.why, cause=verdict.cause, action=verdict.action)
 
     def _watch_resources(self) -> None:
@@ -232,8 +230,7 @@ class Supervisor:
                 self._say_verdict(verdict)
 
     def _spawn(self) -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl.adopt_orphans()
         fifo = self.run.fifo(0)
         if not fifo.exists():
             os.mkfifo(fifo, 0o600)
@@ -267,7 +264,7 @@ class Supervisor:
         self._hear()
         picture = self.observer.picture
         picture.stopping = self._stopping_words()
-        self.voice.show(picture)
+        self.console.show(picture)
         if time.monotonic() - self.status_at > STATUS_EVERY_S:
             self._write_status("stopping" if self.stop_reason else "running")
         self._answer_requests()
@@ -294,15 +291,15 @@ class Supervisor:
                 kind = "budget" if event.get("cause") == "budget" else event.get("state", "")
                 self.notifier.tell(kind, event.get("why", ""), cause=event.get("cause"))
             for text, style in tell(event):
-                self.voice.say(text, style)
+                self.console.say(text, style)
         for record in self.observer.fresh if self.order.verbose else []:
-            self.voice.say(tell_step(record), "dim")
+            self.console.say(tell_step(record), "dim")
         self._name_quiet()
         fresh = self.output.lines()
         for printed in fresh[:OUTPUT_LINES]:
-            self.voice.say(f"  | {clean(printed)}", "dim")
+            self.console.say(f"  | {clean(printed)}", "dim")
         if len(fresh) > OUTPUT_LINES:
-            self.voice.say(f"  | ... {len(fresh) - OUTPUT_LINES} more lines in {self.run.output}", "dim")
+            self.console.say(f"  | ... {len(fresh) - OUTPUT_LINES} more lines in {self.run.output}", "dim")
 
     def _name_quiet(self) -> None:
         """Once per quiet spell and cause: a line that stays and an event."""
@@ -327,7 +324,7 @@ class Supervisor:
         self._say_verdict(
             replace(finding.verdict, action=decision.action, next=decision.why), provable=finding.provable
         )
-        self.voice.say(f"step {saved} is safe; the process is killed ({decision.action})", "bold")
+        self.console.say(f"step {saved} is safe; the process is killed ({decision.action})", "bold")
         self.planned, self.planned_why = decision.action, f"{finding.verdict.why}; {decision.why}"
         self._kill_all()
 
@@ -373,7 +370,7 @@ class Supervisor:
             return
         self.stop_reason, self.stop_at = reason, time.monotonic()
         stacks.send(self.run, 0, f"stop {reason}")
-        self.voice.say(f"stopping ({reason}): saving the last completed step; Ctrl+C again leaves at once", "bold")
+        self.console.say(f"stopping ({reason}): saving the last completed step; Ctrl+C again leaves at once", "bold")
 
     def _stopping_words(self) -> str:
         if not self.stop_reason:
@@ -390,7 +387,7 @@ class Supervisor:
         if self.leave_now or (waited > self.order.grace_s and not (slot and slot.flag("saving") and self._can_save())):
             _, durable = self._where_it_stands()
             why = "left at once" if self.leave_now else f"no answer in {waited:.0f} s"
-            self.voice.say(f"{why}: the process is killed; step {durable} is safe", "bold")
+            self.console.say(f"{why}: the process is killed; step {durable} is safe", "bold")
             self.killed_by_us = True
             self._kill_all()
 
@@ -438,7 +435,7 @@ class Supervisor:
         try:
             write_json(target, answer, durable=False)
         except OSError as error:  # a full disk: the asker waits in vain and says so; the run goes on
-            self.voice.say(f"WARNING  a request could not be answered: {error.strerror}", "bold yellow")
+            self.console.say(f"WARNING  a request could not be answered: {error.strerror}", "bold yellow")
 
     def explain(self) -> str:
         """Phase path, process state, stacks of every thread."""
@@ -499,7 +496,7 @@ class Supervisor:
         except OSError as error:
             if not self.error_told:
                 self.error_told = True
-                self.voice.say(f"WARNING  {self.run.status} cannot be written: {error.strerror}", "bold yellow")
+                self.console.say(f"WARNING  {self.run.status} cannot be written: {error.strerror}", "bold yellow")
 
     def _where_it_stands(self) -> tuple[int, int]:
         """(last step, durable step): the child's own word, or what is on disk until it has spoken."""
@@ -517,7 +514,7 @@ class Supervisor:
         slot = self.observer.picture.slot
         if slot is not None and slot.last_words and not self.error_heard:
             for told in slot.last_words.splitlines():  # the event was lost: a full disk
-                self.voice.say(told, "bold red")
+                self.console.say(told, "bold red")
         self.event("child_end", code=child_code, attempt=self.attempt)
         code, outcome = self._judge(child_code)
         state = OUTCOMES.get(code, "failed")
@@ -527,11 +524,11 @@ class Supervisor:
             self._keep_books(outcome)
         style = "bold green" if code == DONE else "bold yellow" if code == STOPPED_EARLY else "bold red"
         if code != DONE or self.order.keeps_books:
-            self.voice.say(outcome, style)
+            self.console.say(outcome, style)
         self.notifier.tell(state, outcome, code=code)
         self.notifier.close()
         if code != DONE and self.order.resume_command and code not in (65, 66, 77, 78):
-            self.voice.say(f"next: {self.order.resume_command}", "bold")
+            self.console.say(f"next: {self.order.resume_command}", "bold")
         return code
 
     def _judge(self, child_code: int) -> tuple[int, str]:
@@ -579,7 +576,7 @@ class Supervisor:
         return child_code, f"ended with exit code {child_code}; {safe}"
 
     def _keep_books(self, outcome: str) -> None:
-        books = time_report.read_ledger(self.run)
+        books = time_report.read_time_report(self.run)
         picture = self.observer.picture
         slot = picture.slot
         facts: dict[str, Any] = {"steps": f"{slot.step} of {slot.steps}" if slot else "0", "attempts": books.attempts}
@@ -591,15 +588,15 @@ class Supervisor:
             facts["spent"] = f"${self.order.budget.spent_usd(self.spent_s):.4f}"
         if picture.flags:
             facts["red flags at the end"] = ", ".join(picture.flags)
-            self.voice.say(
+            self.console.say(
                 f"red flags at the end: {', '.join(picture.flags)} (numbers in {self.run.report})", "bold yellow"
             )
         for text in time_report.lines(books, self.order.budget):
-            self.voice.say(f"   {text}", "dim")
+            self.console.say(f"   {text}", "dim")
         try:
             time_report.write_report(self.run, books, self.order.budget, outcome, facts)
         except OSError as error:
-            self.voice.say(f"WARNING  {self.run.report} cannot be written: {error.strerror}", "bold yellow")
+            self.console.say(f"WARNING  {self.run.report} cannot be written: {error.strerror}", "bold yellow")
 
 
 def ask(run: RunDir, kind: str, deadline_s: float = 5.0) -> dict[str, Any] | None:

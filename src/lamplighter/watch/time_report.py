@@ -16,7 +16,7 @@ from lamplighter.watch.status import duration
 
 
 @dataclass
-class Ledger:
+class TimeReport:
     """Seconds by name; `wall_s` is what they are measured against."""
 
     wall_s: float = 0.0
@@ -40,7 +40,7 @@ class _Attempt:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def read_ledger(run: RunDir) -> Ledger:
+def read_time_report(run: RunDir) -> TimeReport:
     """Add up the attempts."""
     attempts: list[_Attempt] = []
     redone = 0
@@ -64,13 +64,13 @@ def read_ledger(run: RunDir) -> Ledger:
             now.was_stuck = True
         elif kind == "resumed":
             redone += event.get("redone_steps", 0)
-    ledger = Ledger(attempts=len(attempts), redone_steps=redone)
+    ledger = TimeReport(attempts=len(attempts), redone_steps=redone)
     for one in attempts:
         _add(ledger, one)
     return ledger
 
 
-def _add(ledger: Ledger, one: _Attempt) -> None:
+def _add(ledger: TimeReport, one: _Attempt) -> None:
     ledger.wall_s += one.last - one.start
     for name, seconds in one.seconds.items():
         _charge(ledger, name, seconds)
@@ -88,11 +88,11 @@ def _add(ledger: Ledger, one: _Attempt) -> None:
         _charge(ledger, "closing", max(0.0, one.last - one.child_end))
 
 
-def _charge(ledger: Ledger, name: str, seconds: float) -> None:
+def _charge(ledger: TimeReport, name: str, seconds: float) -> None:
     ledger.seconds[name] = ledger.seconds.get(name, 0.0) + seconds
 
 
-def lines(ledger: Ledger, budget: Budget) -> list[str]:
+def lines(ledger: TimeReport, budget: Budget) -> list[str]:
     """The table that people read."""
     wall = ledger.wall_s or 1e-9
     rows = [
@@ -114,7 +114,7 @@ def _cents(seconds: float, budget: Budget) -> str:
     return f"  ${budget.spent_usd(seconds):.4f}" if budget.usd_per_hour is not None else ""
 
 
-def write_report(run: RunDir, ledger: Ledger, budget: Budget, outcome: str, facts: dict[str, Any]) -> None:
+def write_report(run: RunDir, ledger: TimeReport, budget: Budget, outcome: str, facts: dict[str, Any]) -> None:
     """report.md: the outcome, the facts, the red flags, the ledger."""
     parts = [f"# {run.name}", "", outcome, ""]
     parts += [f"- {name}: {value}" for name, value in facts.items()]

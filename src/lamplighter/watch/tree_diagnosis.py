@@ -1,6 +1,6 @@
 """Verdicts on somebody else's processes: who waits for whom, and who is at the end of the chain. Pure functions.
 
-In:  scenes of a family (at least two), the stacks of each member, what is usual.
+In:  snapshots of a family (at least two), the stacks of each process, what is usual.
 Out: a Finding, in the same form and by the same rules for one process (verdict.py); the culprit is a worker, a rank, a line.
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lamplighter.procs.procfs import Observation
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, own_frames, users_frame
 from lamplighter.report import FLAGS, Slot, Verdict
 from lamplighter.watch.agent_slot import ProcSlot
 from lamplighter.watch.diagnosis import BUSY, Finding, text_of_wait
 from lamplighter.watch.diagnosis import judge as judge_one
-from lamplighter.watch.process_tree import Lost, Member, Scene
+from lamplighter.watch.evidence import Observation
+from lamplighter.watch.process_tree import Exit, Process, Snapshot
 from lamplighter.watch.status import duration
 
 SAME_EVERYWHERE = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "barrier", "reduce")
@@ -26,11 +26,11 @@ RECENT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Crowd:
+class GroupSample:
     """What the rules see."""
 
-    first: Scene
-    last: Scene
+    first: Snapshot
+    last: Snapshot
     stacks: Mapping[int, Sequence[Stacks]]
     usual_s: float
 
@@ -38,175 +38,184 @@ class Crowd:
     def seconds(self) -> float:
         return max(0.001, self.last.at - self.first.at)
 
-    def main_stack(self, member: Member) -> ThreadStack | None:
-        taken = self.stacks.get(member.pid, ())
+    def main_stack(self, process: Process) -> ThreadStack | None:
+        taken = self.stacks.get(process.pid, ())
         return taken[-1].threads[0] if taken and taken[-1].threads else None
 
-    def frame(self, member: Member) -> Frame | None:
-        stack = self.main_stack(member)
+    def frame(self, process: Process) -> Frame | None:
+        stack = self.main_stack(process)
         return users_frame(stack) if stack else None
 
-    def silent(self, member: Member) -> bool:
-        taken = self.stacks.get(member.pid, ())
+    def silent(self, process: Process) -> bool:
+        taken = self.stacks.get(process.pid, ())
         return bool(taken) and taken[-1].sampler_silent
 
-    def cpu_share(self, member: Member) -> float:
-        before = self.first.member(member.pid)
-        return (member.look.cpu_s - before.look.cpu_s) / self.seconds if before else 0.0
+    def cpu_share(self, process: Process) -> float:
+        before = self.first.process(process.pid)
+        return (process.look.cpu_s - before.look.cpu_s) / self.seconds if before else 0.0
 
-    def at(self, member: Member) -> str:
-        frame = self.frame(member)
+    def at(self, process: Process) -> str:
+        frame = self.frame(process)
         return f" at {frame.short}" if frame else ""
 
     def words(self) -> str:
         return f"no work for {duration(self.last.quiet_s)}"
 
 
-def judge(scenes: Sequence[Scene], stacks: Mapping[int, Sequence[Stacks]], usual_s: float) -> Finding | None:
+def judge(snapshots: Sequence[Snapshot], stacks: Mapping[int, Sequence[Stacks]], usual_s: float) -> Finding | None:
     """The first rule that fits."""
-    if not scenes or not scenes[-1].members:
+    if not snapshots or not snapshots[-1].processes:
         return None
-    crowd = Crowd(scenes[0], scenes[-1], stacks, usual_s)
+    sample = GroupSample(snapshots[0], snapshots[-1], stacks, usual_s)
     for rule in (part_stopped, late_rank, outlier_rank, waiting_for_worker, child_lost, anybody):
-        found = rule(crowd)
+        found = rule(sample)
         if found is not None:
             return found
     return None
 
 
 def _finding(
-    crowd: Crowd, member: Member, state: str, cause: str, why: str, next: str, provable: bool = False, **more: object
+    sample: GroupSample,
+    process: Process,
+    state: str,
+    cause: str,
+    why: str,
+    next: str,
+    provable: bool = False,
+    **more: object,
 ) -> Finding:
-    frame = crowd.frame(member)
-    culprit: dict[str, object] = {"pid": member.pid}
+    frame = sample.frame(process)
+    culprit: dict[str, object] = {"pid": process.pid}
     if frame is not None:
         culprit |= {"file": frame.file, "line": frame.line, "func": frame.func}
-    if member.worker >= 0 and member.slot is not None:
-        culprit |= {"worker": member.worker, "item": member.slot.item}
-    if member.rank >= 0:
-        culprit["rank"] = member.rank
+    if process.worker >= 0 and process.slot is not None:
+        culprit |= {"worker": process.worker, "item": process.slot.item}
+    if process.rank >= 0:
+        culprit["rank"] = process.rank
     evidence = (
-        f"{member.words} {member.look.words}, {crowd.cpu_share(member):.0%} of a core",
-        f"waits in {member.look.wchan}" if member.look.wchan.strip("0") else "",
+        f"{process.words} {process.look.words}, {sample.cpu_share(process):.0%} of a core",
+        f"waits in {process.look.wchan}" if process.look.wchan.strip("0") else "",
     )
     verdict = Verdict(state, cause, why, next, "none", tuple(filter(None, evidence)), {**culprit, **more})
-    return Finding(replace(verdict, since_s=round(crowd.last.quiet_s, 2)), provable)
+    return Finding(replace(verdict, since_s=round(sample.last.quiet_s, 2)), provable)
 
 
 # ---------------------------------------------------------------- the rules, in order
 
 
-def part_stopped(crowd: Crowd) -> Finding | None:
+def part_stopped(sample: GroupSample) -> Finding | None:
     """One of them is stopped; all of them is somebody's Ctrl+Z, and no verdict."""
-    halted = [member for member in crowd.last.members if member.look.stopped]
-    if not halted or len(halted) == len(crowd.last.members):
+    halted = [process for process in sample.last.processes if process.look.stopped]
+    if not halted or len(halted) == len(sample.last.processes):
         return None
     one = halted[0]
     cause = "worker_sigstop" if one.worker >= 0 else "rank_sigstop" if one.rank >= 0 else "stopped"
     waiting = next(
-        (m for m in crowd.last.members if m.slot and (m.slot.in_fetch or m.slot.in_coll) and m not in halted), None
+        (m for m in sample.last.processes if m.slot and (m.slot.in_fetch or m.slot.in_coll) and m not in halted), None
     )
-    waits = f"; {waiting.words} waits for it{_in_what(waiting)}{crowd.at(waiting)}" if waiting else ""
+    waits = f"; {waiting.words} waits for it{_in_what(waiting)}{sample.at(waiting)}" if waiting else ""
     item = f" in item {one.slot.item}" if one.slot and one.slot.in_item else ""
     why = f"{one.words} is stopped by a signal{item}{waits}"
-    return _finding(crowd, one, "stuck", cause, why, f"kill -CONT {one.pid}", provable=False)
+    return _finding(sample, one, "stuck", cause, why, f"kill -CONT {one.pid}", provable=False)
 
 
-def _in_what(member: Member) -> str:
-    return f" in {member.slot.coll}" if member.slot and member.slot.in_coll else ""
+def _in_what(process: Process) -> str:
+    return f" in {process.slot.coll}" if process.slot and process.slot.in_coll else ""
 
 
-def ranks_of(scene: Scene) -> list[Member]:
+def ranks_of(snapshot: Snapshot) -> list[Process]:
     """One process for each rank: the one that trains, not its loader's workers."""
-    found: dict[int, Member] = {}
-    for member in scene.members:
-        if member.slot is not None and member.rank >= 0 and member.worker < 0 and not member.slot.forked:
-            known = found.get(member.rank)
-            if known is None or _weight(member) > _weight(known):
-                found[member.rank] = member
+    found: dict[int, Process] = {}
+    for process in snapshot.processes:
+        if process.slot is not None and process.rank >= 0 and process.worker < 0 and not process.slot.forked:
+            known = found.get(process.rank)
+            if known is None or _weight(process) > _weight(known):
+                found[process.rank] = process
     return [found[rank] for rank in sorted(found)]
 
 
-def _weight(member: Member) -> int:
-    return member.slot.coll_seq + member.slot.steps + member.slot.in_coll if member.slot else 0
+def _weight(process: Process) -> int:
+    return process.slot.coll_seq + process.slot.steps + process.slot.in_coll if process.slot else 0
 
 
-def late_rank(crowd: Crowd) -> Finding | None:
+def late_rank(sample: GroupSample) -> Finding | None:
     """Some ranks are in a collective; the one behind them is the culprit."""
-    ranks = ranks_of(crowd.last)
-    waiting = [m for m in ranks if m.slot and m.slot.in_coll and crowd.last.at - m.slot.coll_since_ns / 1e9 > OPEN_S]
+    ranks = ranks_of(sample.last)
+    waiting = [m for m in ranks if m.slot and m.slot.in_coll and sample.last.at - m.slot.coll_since_ns / 1e9 > OPEN_S]
     if not waiting or len(ranks) < 2:
         return None
     ahead = max(waiting, key=lambda m: m.slot.coll_seq if m.slot else 0)
     assert ahead.slot is not None
     behind = [m for m in ranks if m.slot and (m.slot.coll_seq < ahead.slot.coll_seq or not m.slot.in_coll)]
     if not behind:
-        return _other_collective(crowd, waiting)
+        return _other_collective(sample, waiting)
     one = min(behind, key=lambda m: m.slot.coll_seq if m.slot else 0)
-    busy = _is_busy(crowd, one)
-    if not busy and _in_backward(crowd.main_stack(one)):
-        return _uneven(crowd, one, ahead)
+    busy = _is_busy(sample, one)
+    if not busy and _in_backward(sample.main_stack(one)):
+        return _uneven(sample, one, ahead)
     doing = "is busy" if busy else "sleeps"
     why = (
-        f"rank {one.rank} {doing}{crowd.at(one)} and has not entered collective {ahead.slot.coll_seq}"
-        f" ({ahead.slot.coll}); rank {ahead.rank} waits in it at {_short(ahead.slot.coll_at)}, {crowd.words()}"
+        f"rank {one.rank} {doing}{sample.at(one)} and has not entered collective {ahead.slot.coll_seq}"
+        f" ({ahead.slot.coll}); rank {ahead.rank} waits in it at {_short(ahead.slot.coll_at)}, {sample.words()}"
     )
     advice = "every rank must reach the same collectives: look at that line of the late rank"
-    return _finding(crowd, one, "slow" if busy else "stuck", "rank_late", why, advice, provable=False, waits=ahead.rank)
+    return _finding(
+        sample, one, "slow" if busy else "stuck", "rank_late", why, advice, provable=False, waits=ahead.rank
+    )
 
 
-def _uneven(crowd: Crowd, one: Member, ahead: Member) -> Finding:
+def _uneven(sample: GroupSample, one: Process, ahead: Process) -> Finding:
     """One waits in the backward pass (a collective inside C++), the other has gone on: they make different numbers of steps."""
     assert one.slot is not None and ahead.slot is not None
     why = (
         f"rank {ahead.rank} has left its loop after {ahead.slot.steps} steps and waits in {ahead.slot.coll} at"
-        f" {_short(ahead.slot.coll_at)}; rank {one.rank} is in the backward pass of step {one.slot.steps + 1}{crowd.at(one)}"
-        f" and waits for it: the ranks have different numbers of batches, {crowd.words()}"
+        f" {_short(ahead.slot.coll_at)}; rank {one.rank} is in the backward pass of step {one.slot.steps + 1}{sample.at(one)}"
+        f" and waits for it: the ranks have different numbers of batches, {sample.words()}"
     )
     advice = "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"
-    return _finding(crowd, ahead, "stuck", "rank_uneven", why, advice, provable=True, waits=one.rank)
+    return _finding(sample, ahead, "stuck", "rank_uneven", why, advice, provable=True, waits=one.rank)
 
 
-def _other_collective(crowd: Crowd, waiting: Sequence[Member]) -> Finding | None:
+def _other_collective(sample: GroupSample, waiting: Sequence[Process]) -> Finding | None:
     """All ranks are inside, in different ones."""
     calls = {m.slot.coll: m for m in waiting if m.slot}
-    moving = any(_is_busy(crowd, m) for m in waiting)
+    moving = any(_is_busy(sample, m) for m in waiting)
     if len(calls) < 2 or moving or any(call.split()[0] not in SAME_EVERYWHERE for call in calls):
         return None
     words = "; ".join(f"rank {m.rank} in {call} at {_short(m.slot.coll_at)}" for call, m in calls.items() if m.slot)
     names = {call.split()[0] for call in calls}
     cause = "rank_order" if len(names) > 1 else "rank_shape"
     advice = "make every rank call the same collective with the same shape"
-    return _finding(crowd, waiting[-1], "stuck", cause, f"the ranks call different collectives: {words}", advice, True)
+    return _finding(sample, waiting[-1], "stuck", cause, f"the ranks call different collectives: {words}", advice, True)
 
 
-def outlier_rank(crowd: Crowd) -> Finding | None:
+def outlier_rank(sample: GroupSample) -> Finding | None:
     """Collectives inside C++ (DDP) are not counted: group the ranks by their stacks; who stands apart is the culprit."""
-    ranks = ranks_of(crowd.last)
-    groups = group_by_line([(m, crowd.main_stack(m)) for m in ranks])
+    ranks = ranks_of(sample.last)
+    groups = group_by_line([(m, sample.main_stack(m)) for m in ranks])
     if len(ranks) < 2 or len(groups) < 2:
         return None
-    waits = [key for key, members in groups.items() if any(_in_backward(crowd.main_stack(m)) for m in members)]
+    waits = [key for key, processes in groups.items() if any(_in_backward(sample.main_stack(m)) for m in processes)]
     apart = [key for key in groups if key not in waits]
     if not waits or not apart:
         return None
     one, other = min((groups[key] for key in apart), key=len)[0], groups[waits[0]][0]
-    busy = _is_busy(crowd, one)
+    busy = _is_busy(sample, one)
     why = (
-        f"rank {one.rank} {'is busy' if busy else 'sleeps'}{crowd.at(one)}; rank {other.rank} waits for it in the"
-        f" backward pass{crowd.at(other)}, {crowd.words()}"
+        f"rank {one.rank} {'is busy' if busy else 'sleeps'}{sample.at(one)}; rank {other.rank} waits for it in the"
+        f" backward pass{sample.at(other)}, {sample.words()}"
     )
     advice = "every rank must make the same number of steps: look at that line of the late rank"
-    return _finding(crowd, one, "slow" if busy else "stuck", "rank_late", why, advice, waits=other.rank)
+    return _finding(sample, one, "slow" if busy else "stuck", "rank_late", why, advice, waits=other.rank)
 
 
-def group_by_line(stacks: Sequence[tuple[Member, ThreadStack | None]]) -> dict[str, list[Member]]:
+def group_by_line(stacks: Sequence[tuple[Process, ThreadStack | None]]) -> dict[str, list[Process]]:
     """Peers that stand at the same line of the user's code belong together."""
-    groups: dict[str, list[Member]] = {}
-    for member, stack in stacks:
+    groups: dict[str, list[Process]] = {}
+    for process, stack in stacks:
         frame = users_frame(stack) if stack else None
         if frame is not None:
-            groups.setdefault(f"{frame.file}:{frame.line}", []).append(member)
+            groups.setdefault(f"{frame.file}:{frame.line}", []).append(process)
     return groups
 
 
@@ -214,129 +223,131 @@ def _in_backward(stack: ThreadStack | None) -> bool:
     return stack is not None and any(frame.func in ("_engine_run_backward", "backward") for frame in stack.frames)
 
 
-def waiting_for_worker(crowd: Crowd) -> Finding | None:
+def waiting_for_worker(sample: GroupSample) -> Finding | None:
     """The main process waits for a batch: the worker that has it in hands is the end of the chain."""
-    for main in crowd.last.members:
+    for main in sample.last.processes:
         slot = main.slot
         if slot is None or not slot.in_fetch or not slot.loader_workers:
             continue
-        if crowd.last.at - slot.fetch_since_ns / 1e9 < OPEN_S:
+        if sample.last.at - slot.fetch_since_ns / 1e9 < OPEN_S:
             continue
-        workers = [m for m in crowd.last.members if m.ppid == main.pid and m.slot and m.slot.in_item]
+        workers = [m for m in sample.last.processes if m.ppid == main.pid and m.slot and m.slot.in_item]
         wanted = [m for m in workers if m.worker == slot.wait_worker] or workers
         if wanted:
-            return _about_worker(crowd, main, wanted[0])
+            return _about_worker(sample, main, wanted[0])
     return None
 
 
-def _about_worker(crowd: Crowd, main: Member, worker: Member) -> Finding | None:
+def _about_worker(sample: GroupSample, main: Process, worker: Process) -> Finding | None:
     assert worker.slot is not None
-    since = duration(crowd.last.at - worker.slot.item_since_ns / 1e9)
-    where = f"worker {worker.worker} has been{crowd.at(worker)} (item {worker.slot.item}) for {since}"
-    waits = f"the main process waits for it{crowd.at(main)}"
-    busy = _is_busy(crowd, worker)
-    frame = crowd.frame(worker)
-    if crowd.silent(worker):
+    since = duration(sample.last.at - worker.slot.item_since_ns / 1e9)
+    where = f"worker {worker.worker} has been{sample.at(worker)} (item {worker.slot.item}) for {since}"
+    waits = f"the main process waits for it{sample.at(main)}"
+    busy = _is_busy(sample, worker)
+    frame = sample.frame(worker)
+    if sample.silent(worker):
         why = f"{where}; it holds the GIL in a C call, {'busy' if busy else 'asleep'}; {waits}"
         advice = "look at that line and that item: a regular expression or a C call that takes for ever"
-        return _finding(crowd, worker, "slow", "worker_gil", why, advice)
-    if _moves_bytes(crowd, worker) and crowd.cpu_share(worker) < 0.5:
-        return _finding(crowd, worker, "slow", "slow_disk", f"{where}, reading slowly; {waits}", "a faster disk")
+        return _finding(sample, worker, "slow", "worker_gil", why, advice)
+    if _moves_bytes(sample, worker) and sample.cpu_share(worker) < 0.5:
+        return _finding(sample, worker, "slow", "slow_disk", f"{where}, reading slowly; {waits}", "a faster disk")
     if busy:
-        why = f"{where}, {crowd.cpu_share(worker):.0%} of a core; {waits}"
-        return _finding(crowd, worker, "slow", "slow_worker", why, "wait, or make that item cheaper; more workers help")
+        why = f"{where}, {sample.cpu_share(worker):.0%} of a core; {waits}"
+        return _finding(
+            sample, worker, "slow", "slow_worker", why, "wait, or make that item cheaper; more workers help"
+        )
     if frame is not None and text_of_wait(frame) and worker.slot.forked_beside:
         taken = "; ".join(_short(place) for place in worker.slot.forked_beside.split("; "))
         why = f"{where}, waiting for a lock that was held when it was forked (taken by: {taken}); {waits}"
         advice = "start the workers before the threads, or use multiprocessing_context='spawn'"
-        return _finding(crowd, worker, "stuck", "fork_lock", why, advice, provable=True)
+        return _finding(sample, worker, "stuck", "fork_lock", why, advice, provable=True)
     why = f"{where}, asleep; {waits}"
-    return _finding(crowd, worker, "stuck", "worker_hang", why, f"look at item {worker.slot.item} and at that line")
+    return _finding(sample, worker, "stuck", "worker_hang", why, f"look at item {worker.slot.item} and at that line")
 
 
-def _is_busy(crowd: Crowd, member: Member) -> bool:
+def _is_busy(sample: GroupSample, process: Process) -> bool:
     """It, or anybody that it has started, computes or moves bytes."""
-    theirs, grew = {member.pid}, True
+    theirs, grew = {process.pid}, True
     while grew:
-        more = {m.pid for m in crowd.last.members if m.ppid in theirs} - theirs
+        more = {m.pid for m in sample.last.processes if m.ppid in theirs} - theirs
         theirs, grew = theirs | more, bool(more)
-    family = [m for m in crowd.last.members if m.pid in theirs]
-    return any(crowd.cpu_share(m) > BUSY or _moves_bytes(crowd, m) for m in family)
+    family = [m for m in sample.last.processes if m.pid in theirs]
+    return any(sample.cpu_share(m) > BUSY or _moves_bytes(sample, m) for m in family)
 
 
-def _moves_bytes(crowd: Crowd, member: Member) -> bool:
-    before = crowd.first.member(member.pid)
+def _moves_bytes(sample: GroupSample, process: Process) -> bool:
+    before = sample.first.process(process.pid)
     if before is None:
         return False
-    moved = _bytes_of(member) - _bytes_of(before)
-    answered = member.slot.answered_bytes - before.slot.answered_bytes if member.slot and before.slot else 0
-    return moved - 2 * answered > 20_000 * crowd.seconds
+    moved = _bytes_of(process) - _bytes_of(before)
+    answered = process.slot.answered_bytes - before.slot.answered_bytes if process.slot and before.slot else 0
+    return moved - 2 * answered > 20_000 * sample.seconds
 
 
-def _bytes_of(member: Member) -> int:
-    return member.look.read_bytes + member.look.written_bytes + member.look.disk_bytes
+def _bytes_of(process: Process) -> int:
+    return process.look.moved_bytes
 
 
-def child_lost(crowd: Crowd) -> Finding | None:
+def child_lost(sample: GroupSample) -> Finding | None:
     """Everybody sleeps, and one that was there was killed: a pool that waits for its answer for ever."""
-    if sum(crowd.cpu_share(m) for m in crowd.last.members) > BUSY:
+    if sum(sample.cpu_share(m) for m in sample.last.processes) > BUSY:
         return None
-    lost = [one for one in crowd.last.lost if one.code != 0 and crowd.last.at - one.at < RECENT_S]
+    lost = [one for one in sample.last.lost if one.code != 0 and sample.last.at - one.at < RECENT_S]
     known = [one for one in lost if one.code is not None]
-    at_work = [m for m in crowd.last.members if m.ppid and crowd.frame(m) is not None]
+    at_work = [m for m in sample.last.processes if m.ppid and sample.frame(m) is not None]
     lost = known or (lost if not at_work else [])
-    for main in crowd.last.members:
-        stack = crowd.main_stack(main)
+    for main in sample.last.processes:
+        stack = sample.main_stack(main)
         waits = stack is not None and any("multiprocessing/pool.py" in f.file for f in own_frames(stack))
-        if waits and lost and crowd.frame(main) is not None and not _moves_bytes(crowd, main):
+        if waits and lost and sample.frame(main) is not None and not _moves_bytes(sample, main):
             one = lost[-1]
             why = (
                 f"a process of the pool ({one.pid}) {how_it_ended(one)} and its answer will never come;"
-                f" the main process waits{crowd.at(main)}, {crowd.words()}"
+                f" the main process waits{sample.at(main)}, {sample.words()}"
             )
             advice = "find out why it died (memory?); concurrent.futures raises BrokenProcessPool instead of waiting"
             return _finding(
-                crowd, main, "stuck", "pool_child_lost", why, advice, True, lost=one.pid, signal=-(one.code or 0)
+                sample, main, "stuck", "pool_child_lost", why, advice, True, lost=one.pid, signal=-(one.code or 0)
             )
     return None
 
 
-def anybody(crowd: Crowd) -> Finding | None:
+def anybody(sample: GroupSample) -> Finding | None:
     """Nobody waits for a known unit: the busiest, else whoever stands in the user's code, deepest first."""
-    members = [m for m in crowd.last.members if m.slot is not None or m.pid in crowd.stacks]
-    busiest = max(members, key=crowd.cpu_share, default=None)
-    if busiest is not None and crowd.cpu_share(busiest) > BUSY:
-        return _as_one(crowd, busiest)
-    standing = [m for m in members if crowd.frame(m) is not None]
-    standing.sort(key=lambda m: (not _is_idle(crowd, m), m.ppid != 0, m.pid), reverse=True)
-    found = [finding for m in standing if (finding := _as_one(crowd, m)) is not None]
+    processes = [m for m in sample.last.processes if m.slot is not None or m.pid in sample.stacks]
+    busiest = max(processes, key=sample.cpu_share, default=None)
+    if busiest is not None and sample.cpu_share(busiest) > BUSY:
+        return _as_one(sample, busiest)
+    standing = [m for m in processes if sample.frame(m) is not None]
+    standing.sort(key=lambda m: (not _is_idle(sample, m), m.ppid != 0, m.pid), reverse=True)
+    found = [finding for m in standing if (finding := _as_one(sample, m)) is not None]
     proved = next((one for one in found if one.provable), None)
-    return proved or (found[0] if found else _as_one(crowd, crowd.last.members[0]))
+    return proved or (found[0] if found else _as_one(sample, sample.last.processes[0]))
 
 
-def _is_idle(crowd: Crowd, member: Member) -> bool:
+def _is_idle(sample: GroupSample, process: Process) -> bool:
     """Waiting for its own children is no fault of its own."""
-    stack = crowd.main_stack(member)
+    stack = sample.main_stack(process)
     words = ("subprocess.py", "multiprocessing/", "multiprocess/", "concurrent/", "popen_fork.py", "elastic/")
     return stack is not None and any(word in stack.frames[0].file for word in words if stack.frames)
 
 
-def _as_one(crowd: Crowd, member: Member) -> Finding | None:
+def _as_one(sample: GroupSample, process: Process) -> Finding | None:
     """The rules for one process, with everybody else's CPU and bytes counted in."""
-    window = [_observation(scene, member.pid) for scene in (crowd.first, crowd.last)]
+    window = [_observation(snapshot, process.pid) for snapshot in (sample.first, sample.last)]
     seen = [one for one in window if one is not None]
-    found = judge_one(seen, crowd.stacks.get(member.pid, ()), crowd.usual_s)
+    found = judge_one(seen, sample.stacks.get(process.pid, ()), sample.usual_s)
     if found is None:
         return None
-    more: dict[str, object] = {"rank": member.rank} if member.rank >= 0 else {}
-    if member.worker >= 0 and member.slot is not None:
-        more |= {"worker": member.worker, "item": member.slot.item}
-    frame = crowd.frame(member)
+    more: dict[str, object] = {"rank": process.rank} if process.rank >= 0 else {}
+    if process.worker >= 0 and process.slot is not None:
+        more |= {"worker": process.worker, "item": process.slot.item}
+    frame = sample.frame(process)
     cause = found.verdict.cause
     if cause == "deadlock" and frame is not None and text_of_wait(frame) in ("get", "wait", "result", "join"):
         cause = "dead_producer"
-    who = f"{member.words}: " if member.pid != crowd.last.members[0].pid else ""
-    stack = crowd.main_stack(member)
+    who = f"{process.words}: " if process.pid != sample.last.processes[0].pid else ""
+    stack = sample.main_stack(process)
     phase = phase_from_stack(stack) if stack else ""
     verdict = replace(
         found.verdict,
@@ -381,16 +392,16 @@ def phase_from_stack(stack: ThreadStack) -> str:
     return ""
 
 
-def _observation(scene: Scene, pid: int) -> Observation | None:
-    member = scene.member(pid)
-    if member is None:
+def _observation(snapshot: Snapshot, pid: int) -> Observation | None:
+    process = snapshot.process(pid)
+    if process is None:
         return None
-    slot, flags = member.slot, 0
-    if any(m.slot and m.slot.compiling for m in scene.members):
+    slot, flags = process.slot, 0
+    if any(m.slot and m.slot.compiling for m in snapshot.processes):
         flags |= 1 << 8 * FLAGS.index("compiling")
     if slot is not None and slot.collecting:
         flags |= 1 << 8 * FLAGS.index("collecting garbage")
-    answered = sum(m.slot.answered_bytes + 16384 * m.slot.answers for m in scene.members if m.slot)
+    answered = sum(m.slot.answered_bytes + 16384 * m.slot.answers for m in snapshot.processes if m.slot)
     phase = slot.phase if slot and slot.phase else "script"
     worked = slot is not None and slot.steps + slot.fetches + slot.bar_n > 0
     made = Slot(
@@ -399,18 +410,18 @@ def _observation(scene: Scene, pid: int) -> Observation | None:
         phase=phase,
         span="compute",
         flags=flags,
-        tick_ns=int(scene.worked_at * 1e9),
+        tick_ns=int(snapshot.worked_at * 1e9),
         answered_bytes=answered,
     )
-    others = tuple(m.look for m in scene.members if m.pid != pid)
-    return Observation(scene.at, made, (member.look, *others))
+    others = tuple(m.look for m in snapshot.processes if m.pid != pid)
+    return Observation(snapshot.at, made, (process.look, *others))
 
 
-def storm_verdict(member: Member, count: int, seconds: float, frame: Frame | None) -> Verdict:
+def storm_verdict(process: Process, count: int, seconds: float, frame: Frame | None) -> Verdict:
     """Many compiles in a short time: each new shape costs one."""
     where = f" at {frame.short}" if frame else ""
-    now = member.slot.compile_id if member.slot else ""
-    culprit: dict[str, object] = {"pid": member.pid}
+    now = process.slot.compile_id if process.slot else ""
+    culprit: dict[str, object] = {"pid": process.pid}
     if frame is not None:
         culprit |= {"file": frame.file, "line": frame.line, "func": frame.func}
     why = f"recompiled {count} times within {duration(seconds)}{where} (now {now}): a new shape or value each time"
@@ -421,7 +432,7 @@ def storm_verdict(member: Member, count: int, seconds: float, frame: Frame | Non
 # ---------------------------------------------------------------- those who have ended
 
 
-def how_it_ended(lost: Lost) -> str:
+def how_it_ended(lost: Exit) -> str:
     if lost.code is None:
         return "ended (how, the kernel does not say)"
     if lost.code < 0:
@@ -430,7 +441,7 @@ def how_it_ended(lost: Lost) -> str:
     return f"exited with {lost.code}"
 
 
-def death_verdict(lost: Lost) -> Verdict | None:
+def death_verdict(lost: Exit) -> Verdict | None:
     """A loader's worker or a rank that ends before its time; others are somebody's own business."""
     slot = lost.slot
     if slot is None or not lost.code or (slot.worker < 0 and slot.rank < 0):
