@@ -18,7 +18,7 @@ from lamplighter.rundir import RunDir, is_running, read_record
 def parse(verb: str, function: Callable[..., Any], words: list[str]) -> dict[str, Any]:
     """Every parameter of the function by name, from the words or by default; an unknown flag gets its nearest match.
 
-    Written here because the libraries for it cost 40 ms and more of every start (docs/decisions/019).
+    Written here because the libraries for it cost every command 40 ms of its start and more.
     """
     kinds, parameters = get_type_hints(function), signature(function).parameters
     named = {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
