@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lamplighter.report import Slot, read_slot
 from lamplighter.rundir import RunDir, read_lines
+from lamplighter.slot import Slot, read_slot
 from lamplighter.watch.time_report import read_time_report
 
 FAULT_AT_S = 30.0  # after the beginning of each minute

@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from lamplighter.report import read_slot
 from lamplighter.rundir import RunDir, read_lines
+from lamplighter.slot import read_slot
 
 STEPS, EVERY = 2000, 10
 SETTINGS = (

@@ -14,12 +14,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from lamplighter.procs import cgroup
-from lamplighter.report import Slot
+from lamplighter.slot import Slot
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STATES = {"R": "running", "S": "asleep", "D": "in uninterruptible sleep (disk or kernel)", "T": "stopped", "t": "traced",
           "Z": "dead", "X": "dead", "I": "idle"}  # fmt: skip
+ANSWER_OVERHEAD_BYTES = 16384  # the request, and the pages that a small file makes dirty
 COMPILERS = ("cc1plus", "cc1", "g++", "gcc", "c++", "clang", "ld", "as", "collect2", "nvcc", "ptxas", "cicc")
 FUTEX, READ, WRITE, NANOSLEEP, RECVFROM = "202", "0", "1", ("35", "230"), "45"  # x86-64 system calls
 
@@ -87,7 +88,7 @@ class Observation:
     def moved_bytes(self) -> int:
         """By any means, less what our own questions have moved."""
         moved = sum(process.read_bytes + process.written_bytes + process.disk_bytes for process in self.tree)
-        return moved - self.slot.answered_bytes
+        return moved - self.slot.answered_bytes - ANSWER_OVERHEAD_BYTES * self.slot.answers
 
     @property
     def compilers(self) -> list[ProcessLook]:

@@ -1,6 +1,6 @@
 """The stacks of a process: asked from its listening thread, or taken by py-spy with a deadline.
 
-In:  a pid, and the FIFO of its listening thread where it has one.
+In:  a pid, and the path of its slot, beside which its listening thread has its FIFO.
 Out: Stacks, main thread first, and the innermost line of the user's code. Nothing is stopped.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lamplighter.procs.procfs import look
-from lamplighter.rundir import RunDir, read_json
+from lamplighter.rundir import read_json
 
 SAMPLER_DEADLINE_S = 0.5
 PYSPY_DEADLINE_S = 2.0
@@ -86,35 +86,48 @@ class Stacks:
         return "\n\n".join(blocks) + "\n"
 
 
-def take(run: RunDir, rank: int, pid: int) -> Stacks | None:
-    """Ask the listening thread; if it is silent (GIL held in C, or stopped), py-spy with a deadline."""
+def take(slot: Path, pid: int, ours: bool) -> Stacks | None:
+    """Ask the process's own listening thread; if it is silent (GIL held in C, stopped, none there), py-spy with a deadline.
+
+    `ours`: a process of ours, whose SIGURG is free for the last resort.
+    """
     state, asked = look(pid).state, False
     if state not in "TtDZX":
-        asked = send(run, rank, f"stacks {(number := time.monotonic_ns())}")
-        answered = _answer(run, rank, number) if asked else None
+        number = time.monotonic_ns()
+        asked = send(slot, f"stacks {number}")
+        answered = _answer(slot, number, SAMPLER_DEADLINE_S) if asked else None
         if answered is not None:
             return answered
-    found = by_pyspy(pid, nonblocking=state in "TtD", sampler_silent=asked or state in "TtD")
-    return found or (_by_signal(run, rank, pid) if state in "RS" else None)
+    silent = asked or (ours and state in "TtD")
+    found = by_pyspy(pid, nonblocking=state in "TtD", sampler_silent=silent)
+    return found or (_by_signal(slot, pid) if ours and state in "RS" else None)
 
 
-def _answer(run: RunDir, rank: int, number: int) -> Stacks | None:
-    deadline = time.monotonic() + SAMPLER_DEADLINE_S
-    while time.monotonic() < deadline:
-        answer = read_json(run.stack_answer(rank))
-        if answer is not None and answer["id"] == number:
+def ask(slot: Path, deadline_s: float) -> Stacks | None:
+    """The process's own word on its threads. None: nobody listens there, or nobody answers (GIL held in C, state T or D)."""
+    number = time.monotonic_ns()
+    return _answer(slot, number, deadline_s) if send(slot, f"stacks {number}") else None
+
+
+def _answer(slot: Path, number: int, deadline_s: float) -> Stacks | None:
+    deadline = time.monotonic() + deadline_s
+    while True:
+        late = time.monotonic() >= deadline  # one look more after the last sleep
+        answer = read_json(slot.with_suffix(".stacks.json"))
+        if isinstance(answer, dict) and answer.get("id") == number:
             threads = tuple(
-                ThreadStack(item["name"], tuple(Frame(*frame) for frame in item["frames"]))
+                ThreadStack(item["name"], tuple(Frame(*frame) for frame in item["frames"]), tid=item["tid"])
                 for item in answer["threads"]
             )
             return Stacks(threads, "listener", at=time.monotonic())
+        if late:
+            return None
         time.sleep(0.002)
-    return None
 
 
-def _by_signal(run: RunDir, rank: int, pid: int) -> Stacks | None:
+def _by_signal(slot: Path, pid: int) -> Stacks | None:
     """Where ptrace is not allowed and the listener is silent (so no bytecode runs): the main thread's own dump on SIGURG."""
-    path = run.stack_dump(rank)
+    path = slot.with_suffix(".dump")
     if sys.platform != "linux" or not _catches(pid, signal.SIGURG) or not path.exists():
         return None
     before = path.stat().st_size
@@ -139,19 +152,18 @@ def _catches(pid: int, number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def send(run: RunDir, rank: int, request: str) -> bool:
-    """Put a line into the child's FIFO; False if nobody has it open."""
+def send(slot: Path, request: str) -> bool:
+    """Put a line into the FIFO of the process behind a slot; False if nobody has it open, or it is full."""
     try:
-        fd = os.open(run.fifo(rank), os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
+        fd = os.open(slot.with_suffix(".ask"), os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # nobody listens: it has not opened it yet, or is gone
         return False
     try:
-        os.write(fd, request.encode() + b"\n")
-    except OSError:
+        return os.write(fd, request.encode() + b"\n") > 0
+    except OSError:  # full, because nobody reads
         return False
     finally:
         os.close(fd)
-    return True
 
 
 def by_pyspy(pid: int, nonblocking: bool, sampler_silent: bool) -> Stacks | None:

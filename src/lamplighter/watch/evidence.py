@@ -13,14 +13,14 @@ from typing import Any
 
 from lamplighter.procs.procfs import Observation, ProcessLook, ThreadLook
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack
-from lamplighter.report import Slot
+from lamplighter.slot import Slot
 
 
 def to_json(window: Sequence[Observation], captures: Sequence[Stacks], usual_s: float) -> str:
     """First and last look are what the rules compare."""
     kept = [window[0], window[-1]] if len(window) > 1 else list(window)
     record = {"usual_s": usual_s, "window": [asdict(one) for one in kept], "stacks": [asdict(one) for one in captures]}
-    return json.dumps(record, indent=1)
+    return json.dumps(record, indent=1, default=Slot.told)
 
 
 def from_json(text: str) -> tuple[list[Observation], list[Stacks], float]:
