@@ -12,11 +12,11 @@ SRC = Path(__file__).parents[1] / "src" / "lamplighter"
 LAYER0 = {"config", "report", "rundir", "errors", "slot"}
 ALLOWED = {
     "config": {"errors"},
-    "report": {"errors", "rundir", "slot"},
-    "rundir": {"errors"},
+    "report": {"errors", "rundir", "procs", "slot"},
+    "rundir": {"errors", "procs"},
     "errors": set(),
     "slot": set(),
-    "procs": LAYER0,
+    "procs": {"errors"},
     "readers": LAYER0,
     "data": LAYER0 | {"procs", "readers"},
     "clean": LAYER0 | {"procs", "readers"},

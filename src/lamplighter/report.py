@@ -25,7 +25,8 @@ from typing import Any, BinaryIO
 
 from lamplighter import slot as slots
 from lamplighter.errors import STOPPED_EARLY
-from lamplighter.rundir import LineFile, RunDir, pid_start, write_atomic
+from lamplighter.procs.procfs import pid_start
+from lamplighter.rundir import LineFile, RunDir, write_atomic
 
 # ---------------------------------------------------------------- state of this process's reporting
 

@@ -7,7 +7,6 @@ Out: the exit code; status.json, events.jsonl, console.log and report.md in the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -33,7 +32,7 @@ from lamplighter.errors import (
     STUCK,
     RefusedByPlan,
 )
-from lamplighter.procs import procfs, stacks
+from lamplighter.procs import prctl, procfs, stacks
 from lamplighter.report import Verdict
 from lamplighter.rundir import (
     LineFile,
@@ -61,7 +60,6 @@ RESOURCES_EVERY_S = 2.5
 STATUS_EVERY_S = 0.9
 OUTPUT_LINES = 40
 BUDGET_BACKSTOP_S = 5.0
-PR_SET_CHILD_SUBREAPER = 36
 OUTCOMES = {
     DONE: "finished",
     STUCK: "stuck",
@@ -233,8 +231,7 @@ class Supervisor:
                 self._say_verdict(verdict)
 
     def _spawn(self) -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl.adopt_orphans()
         fifo = self.run.fifo(0)
         if not fifo.exists():
             os.mkfifo(fifo, 0o600)
