@@ -120,8 +120,8 @@ def test_a_restart_neither_forgets_nor_repeats(name: str, tmp_path: Path) -> Non
     replay(whole, records, cut - 20)
     again = recall(facts, run, cut - 20)
     assert list(again.up) == list(whole.up)
-    assert list(again.memory.blocks) == list(whole.memory.blocks)
-    assert again.memory.validations == whole.memory.validations
+    assert list(again.history.blocks) == list(whole.history.blocks)
+    assert again.history.validations == whole.history.validations
     later = [record for record in records if record["step"] > cut - 20]
     assert raised(replay(again, later, facts.steps)) == raised(replay(whole, later, facts.steps)) == []
 
