@@ -242,7 +242,7 @@ def test_kills_while_a_write_is_under_way_change_nothing(tmp_path: Path) -> None
 def _writing(run: RunDir, killed: set[int], least: int) -> int:
     """The process, while it writes a save (and has made steps since the last kill)."""
     slot = slot_of(run)
-    return slot.pid if slot.flag("saving") and slot.step > least and slot.pid not in killed else 0
+    return slot.pid if slot.saving and slot.step > least and slot.pid not in killed else 0
 
 
 @LONG
@@ -250,7 +250,7 @@ def test_requests_while_a_write_is_under_way_get_the_newest_step(tmp_path: Path)
     write_model(tmp_path, SLOW + "\ndef before(model):\n    time.sleep(0.02)\n")
     run = RunDir(tmp_path / "runs" / "r")
     going = start_lamp(*words_for("r", 5000, 1000, "--save.every_s", "0.5"), cwd=tmp_path)
-    wait_for(lambda: slot_of(run).flag("saving"), 90, going)
+    wait_for(lambda: slot_of(run).saving, 90, going)
     asked = slot_of(run).step
     said = lamp("save", "r", cwd=tmp_path)
     assert said.returncode == 0, said.stderr
@@ -258,7 +258,7 @@ def test_requests_while_a_write_is_under_way_get_the_newest_step(tmp_path: Path)
     assert safe >= asked
     assert going.poll() is None
     at = slot_of(run).durable_step
-    wait_for(lambda: slot_of(run).flag("saving") and slot_of(run).step > at, 90, going)
+    wait_for(lambda: slot_of(run).saving and slot_of(run).step > at, 90, going)
     going.send_signal(signal.SIGINT)
     assert going.wait(60) == 75, (tmp_path / "out.txt").read_text()[-2000:]
     status = read_json(run.status)
