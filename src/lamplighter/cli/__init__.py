@@ -515,7 +515,8 @@ def generate(words: list[str]) -> int:
     from lamplighter.errors import UsageError
     from lamplighter.watch.follow import session
 
-    given = parse("generate", _generate_flags, words)
+    family, rest = _take_family(words)
+    given = parse("generate", _generate_flags, rest)
     try:
         (given.get("prompt", "") + given.get("system", "")).encode()
     except UnicodeEncodeError as error:
@@ -526,7 +527,25 @@ def generate(words: list[str]) -> int:
     folder = Path(flags["model"])
     is_folder = (folder / "config.json").is_file()
     flags["model"] = str((folder if is_folder else find_run(flags["model"], runs_dir).path).resolve())
+    flags |= {"family": family, "command": same_command("generate", words)}
     return session("generate", flags, interactive=flags["interactive"])
+
+
+def _take_family(words: list[str]) -> tuple[str | None, list[str]]:
+    """`--model.family module:name` out of the words: whose code builds a model of one's own. The last one counts."""
+    from lamplighter.errors import UsageError
+
+    family, rest, left = None, [], list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if name not in ("--model.family", "--model-family"):
+            rest.append(word)
+        elif equals or left:
+            family = value if equals else left.pop(0)
+        else:
+            raise UsageError("--model.family needs a value", "whose code it is", "--model.family module:name")
+    return family, rest
 
 
 def plan(words: list[str]) -> int:

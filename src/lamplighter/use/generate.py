@@ -52,7 +52,7 @@ def generate(request: dict[str, Any]) -> None:
     torch.set_num_threads(request["threads"] or torch.get_num_threads())
     with report.phase("model"):
         folder = choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
-        built = load_folder(folder)
+        built = load_folder(folder, request["family"], request["command"])
         tokenizer = load(folder)
         template = None if request["raw"] else record.of_folder(folder, tokenizer)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
