@@ -23,7 +23,7 @@ from typing import Any
 from lamplighter.config import Budget
 from lamplighter.errors import STUCK, BadConfig, InputMissing
 from lamplighter.report import Verdict
-from lamplighter.rundir import LineFile, RunDir, identity, open_lines, read_lines, read_record, write_json
+from lamplighter.rundir import VERSIONS, LineFile, RunDir, identity, open_lines, read_lines, read_record, write_json
 from lamplighter.watch import foreign, ledger, procslot, sense, shim, stacks
 from lamplighter.watch.family import Family, Member, Scene, is_python
 from lamplighter.watch.notify import Notifier
@@ -399,6 +399,7 @@ class Attendant:
         self.status_at = time.monotonic()
         scene = self.scene
         status = {
+            **VERSIONS,
             "state": state,
             "verb": "watch",
             "command": self.wish.words,
