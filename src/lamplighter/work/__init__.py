@@ -28,6 +28,7 @@ from lamplighter.rundir import (
     RunDir,
     cannot_write,
     human_bytes,
+    number,
     read_json,
     read_last_lines,
     read_lines,
@@ -73,7 +74,7 @@ def main() -> int:
         lines = ["error: out of memory", "next:  a smaller train.micro_batch, data.seq_len or model"]
         report.last_words(lines, CRASHED)
         code = CRASHED
-    except Exception as crash:  # noqa: BLE001  the traceback is kept in output.log, the last line is said
+    except (Exception, SystemExit) as crash:  # noqa: BLE001  the traceback is kept in output.log, the last line is said
         if isinstance(crash, OSError) and crash.errno == errno.ENOSPC:
             full = cannot_write(folder.path, crash)
             report.last_words(full.lines(), full.code, full.cause, f"{full.what}: {full.why}", full.next)
@@ -364,7 +365,9 @@ def _checkpoint_table(run: RunDir, rows: list[dict[str, Any]]) -> str:
         return f"no checkpoints in {run.checkpoints}\n"
     lines = [f"{'checkpoint':<20} {'loss':>8} {'val':>8} {'size':>10} {'age':>9}  state"]
     for row in rows:
-        loss, val = (f"{row[name]:.4f}" if row[name] is not None else "-" for name in ("loss", "val_loss"))
+        loss, val = (
+            f"{row[name]:.4f}" if number(row[name], math.nan) == row[name] else "-" for name in ("loss", "val_loss")
+        )
         state = ("valid" + (", best" if row["best"] else "")) if row["valid"] else f"invalid: {row['reason']}"
         size, age = human_bytes(row["bytes"]), _hours(row["age_s"])
         lines.append(f"{row['checkpoint']:<20} {loss:>8} {val:>8} {size:>10} {age:>9}  {state}")
