@@ -101,8 +101,10 @@ def test_a_library_of_the_same_name_in_the_model_folder_is_not_imported(tmp_path
     folder = tmp_path / "runs" / "r" / "checkpoints" / "checkpoint-2"
     for name in ("torch", "safetensors", "jinja2", "secrets"):
         (folder / f"{name}.py").write_text("import pathlib; pathlib.Path('imported').touch()\n")
-    words = [sys.executable, "-P", "-m", "lamplighter.commands", "generate", ".", "--max-tokens", "2"]  # as `lamp` starts
-    said = subprocess.run(words, cwd=folder, env=clean_env(), capture_output=True, text=True, check=False)
+    words = ["-P", "-m", "lamplighter.commands", "generate", ".", "--max-tokens", "2"]  # -P: as `lamp` itself starts
+    said = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=clean_env(), capture_output=True, text=True, check=False
+    )
     assert said.returncode == 0, said.stderr
     assert not (folder / "imported").exists()
 

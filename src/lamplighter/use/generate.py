@@ -29,6 +29,7 @@ from lamplighter.train import checkpoint
 def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
     """A model folder as it is; of a run the latest valid checkpoint, the best, or the named one."""
     if (path / "config.json").is_file():
+        checkpoint.refuse_newer(path)
         return path
     root = path / "checkpoints"
     if wanted == "best":

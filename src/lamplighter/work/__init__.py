@@ -25,6 +25,7 @@ from lamplighter.data.setup import choose_template, obtain_tokens, open_feed, op
 from lamplighter.errors import CRASHED, DONE, BadConfig, CannotWrite, LampError, StoppedEarly
 from lamplighter.rundir import (
     CACHE_NAME,
+    NUMERICS,
     RunDir,
     cannot_write,
     human_bytes,
@@ -34,6 +35,7 @@ from lamplighter.rundir import (
     read_lines,
     read_record,
     verify_manifest,
+    version_of,
 )
 
 if TYPE_CHECKING:
@@ -283,6 +285,11 @@ def _resume(parts: Parts, found: Path) -> None:
         if facts.get("machine", {}).get(name, value) != value:
             then = facts["machine"][name]
             report.warn(f"{name} was {then}, is {value}: from step {progress.step + 1} on no longer bit-identical")
+    if (numerics := version_of(facts, "numerics")) != NUMERICS:
+        told = (
+            f"the arithmetic of this version (numerics {NUMERICS}) is not that of the checkpoint (numerics {numerics})"
+        )
+        report.warn(f"{told}: from step {progress.step + 1} on no longer bit-identical")
     if facts.get("compiled", parts.facts["compiled"]) != parts.facts["compiled"]:
         then, now = ("compiled", "uncompiled") if facts["compiled"] else ("uncompiled", "compiled")
         report.warn(f"it was {then}, is {now}: from step {progress.step + 1} on no longer bit-identical")
