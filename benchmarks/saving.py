@@ -64,7 +64,7 @@ class Job:
         self.step += 1
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {**stored_tensors(self.model), **optimizers.state_tensors(self.model, self.optimizer)}
+        return {**stored_tensors(self.model), **self.optimizer.state_tensors()}
 
 
 @dataclass
@@ -116,7 +116,7 @@ def ours(job: Job, folder: Path) -> Way:
         assert found is not None
         _, tensors, _ = checkpoint.load_state(found)
         load_weights(job.model, found)
-        optimizers.load_state(job.model, job.optimizer, tensors)
+        job.optimizer.load_state_tensors(tensors)
 
     return Way(begin, restore, hold)
 

@@ -12,10 +12,10 @@ SRC = Path(__file__).parents[1] / "src" / "lamplighter"
 LAYER0 = {"config", "report", "rundir", "errors"}
 ALLOWED = {
     "config": {"errors", "rundir"},
-    "report": {"errors", "rundir"},
-    "rundir": {"errors"},
+    "report": {"errors", "rundir", "procs"},
+    "rundir": {"errors", "procs"},
     "errors": set(),
-    "procs": LAYER0,
+    "procs": {"errors"},
     "readers": LAYER0,
     "data": LAYER0 | {"procs", "readers"},
     "clean": LAYER0 | {"procs", "readers"},

@@ -7,7 +7,6 @@ Out: the exit code; status.json, events.jsonl, console.log and report.md in the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -34,7 +33,7 @@ from lamplighter.errors import (
     CannotWrite,
     RefusedByPlan,
 )
-from lamplighter.procs import procfs, stacks
+from lamplighter.procs import prctl, procfs, stacks
 from lamplighter.report import Verdict, read_slot
 from lamplighter.rundir import (
     VERSIONS,
@@ -63,7 +62,6 @@ RESOURCES_EVERY_S = 2.5
 STATUS_EVERY_S = 0.9
 OUTPUT_LINES = 40
 BUDGET_BACKSTOP_S = 5.0
-PR_SET_CHILD_SUBREAPER = 36
 NO_WORD = "it did not say that it was done; your code or a library may have called os._exit"
 OUTCOMES = {
     DONE: "finished",
@@ -253,8 +251,7 @@ class Supervisor:
                 self._say_verdict(verdict)
 
     def _spawn(self) -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl.adopt_orphans()
         fifo = self.run.fifo(0)
         if not fifo.exists():
             os.mkfifo(fifo, 0o600)

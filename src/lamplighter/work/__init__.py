@@ -6,13 +6,11 @@ Out: the verb's exit code; everything else goes through report.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import json
 import math
 import os
-import signal
 import sys
 import time
 import traceback
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import report
 from lamplighter.data.setup import choose_template, obtain_tokens, open_feed, open_rows, open_text
 from lamplighter.errors import CRASHED, DONE, BadConfig, CannotWrite, LampError, StoppedEarly
+from lamplighter.procs import prctl
 from lamplighter.rundir import (
     CACHE_NAME,
     NUMERICS,
@@ -52,12 +51,11 @@ if TYPE_CHECKING:
     from lamplighter.train.validation import Floor
 
 Verb = Callable[[RunDir, dict[str, Any]], int]
-PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
 
 
 def main() -> int:
     verb, request = sys.argv[1], json.loads(sys.argv[2])
-    _belong_to_parent()
+    prctl.belong_to(int(os.environ.get("LAMP_PARENT_PID", "0")))
     folder = RunDir(Path(request["folder"]))
     try:
         report.start(folder, attempt=int(os.environ.get("LAMP_ATTEMPT", "1")), result_fd=request["result_fd"])
@@ -91,18 +89,6 @@ def main() -> int:
         code = CRASHED
     report.leave(code)  # at once: nothing is buffered, and torch takes a second to unload itself
     return code
-
-
-def _belong_to_parent() -> None:
-    """Die with the parent, and let it (and its py-spy) read our stacks."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    parent = int(os.environ.get("LAMP_PARENT_PID", "0"))
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent and os.getppid() != parent:
-        os._exit(CRASHED)  # it died before we could ask
-    libc.prctl(PR_SET_PTRACER, parent, 0, 0, 0)
 
 
 # ---------------------------------------------------------------- train
@@ -262,7 +248,7 @@ def _hours(seconds: float) -> str:
 def _resume(parts: Parts, found: Path) -> None:
     """Weights, optimizer and counters of the checkpoint; what differs from then is named."""
     from lamplighter.model.transformer import load_weights
-    from lamplighter.train import checkpoint, optimizers
+    from lamplighter.train import checkpoint
 
     progress, tensors, facts = checkpoint.load_state(found)
     if facts.get("cache") not in (None, _name_of(parts.tokens)):
@@ -276,7 +262,7 @@ def _resume(parts: Parts, found: Path) -> None:
         advice = "another version of numpy? use that of then, or begin anew with --resume never"
         raise BadConfig(f"examples are packed otherwise than in {found.name}", why, advice)
     load_weights(parts.model, found)
-    optimizers.load_state(parts.model, parts.optimizer, tensors)
+    parts.optimizer.load_state_tensors(tensors)
     best = checkpoint.best_of(parts.folder.checkpoints)
     if best is not None and best[0] <= progress.step:
         progress = progress.scored(*best)

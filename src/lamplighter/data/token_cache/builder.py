@@ -39,9 +39,9 @@ from lamplighter.data.token_cache.writer import SIDES, Job, Record, UnitWriter, 
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, CannotWrite
 from lamplighter.procs.pool import TICK_S, each
+from lamplighter.procs.procfs import boot_id
 from lamplighter.readers.bad_records import FileDirt
 from lamplighter.rundir import (
-    boot_id,
     free_bytes,
     human_bytes,
     identity,
