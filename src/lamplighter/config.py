@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 
 from lamplighter.errors import BadConfig, InputMissing, LampError, UsageError
+from lamplighter.rundir import FORMAT, VERSIONS
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -294,6 +295,12 @@ MAY_CHANGE = ("save", "eval", "watch", "budget")  # at resume; train.steps too, 
 LENGTH = ("train.steps", "train.epochs")
 NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "train.recompute", *LENGTH)
 
+# What became of the fields of older runs, so that their config.yaml is understood: whoever renames, removes or adds a
+# field of a run puts a line here (and a test beside it).
+RENAMED: dict[str, str] = {}  # name then -> name now
+REMOVED: dict[str, str] = {}  # name then -> what happens instead, in words
+ADDED: dict[str, Any] = {}  # name now -> how runs behaved before it existed, where that is not today's default
+
 
 def fields() -> dict[str, FieldInfo]:
     """Every field by its dotted name."""
@@ -427,7 +434,10 @@ def read_yaml(path: Path, label: str | None = None) -> dict[str, tuple[Any, str]
     _refuse_duplicates([key for key, _ in root.value] if root else [], label or path.name)
     for key_node, value_node in root.value if root else []:
         section, where = key_node.value, f"{label or path.name}:{key_node.start_mark.line + 1}"
-        if section not in SECTIONS:
+        if section in VERSIONS:
+            _refuse_newer(path, str(section), values[section])
+            continue
+        if section not in SECTIONS and not _was_section(str(section)):
             raise _unknown_section(str(section), where)
         if values[section] is None:
             continue
@@ -441,6 +451,26 @@ def read_yaml(path: Path, label: str | None = None) -> dict[str, tuple[Any, str]
         for (inner, _), (name, value) in zip(value_node.value, values[section].items(), strict=True):
             found[f"{section}.{name}"] = (value, f"{label or path.name}:{inner.start_mark.line + 1}")
     return found
+
+
+def _refuse_newer(path: Path, name: str, found: object) -> None:
+    """`format` and `numerics` stand above the sections of a config.yaml; a later format is not for this version."""
+    if type(found) is not int:
+        raise BadConfig(
+            f"{path}: {name} is {found!r}", "it is a whole number, written by lamp", "put the old file back"
+        )
+    if name == "format" and found > FORMAT:
+        raise BadConfig(
+            f"{path} has format {found}, and this version reads up to format {FORMAT}",
+            "a newer version of lamplighter wrote it",
+            "use that version, or begin anew with --resume never (the old folder is kept)",
+            cause="newer_format",
+        )
+
+
+def _was_section(name: str) -> bool:
+    """Whether older runs had this section."""
+    return any(field.startswith(f"{name}.") for field in (*RENAMED, *REMOVED))
 
 
 def _refuse_duplicates(keys: list[yaml.Node], label: str) -> None:
@@ -620,7 +650,7 @@ def _small(run: Run, origin: dict[str, str], preset: str | None) -> Resolved:
         "eval.sample_every_steps": 10,
         "eval.sample_tokens": min(run.eval.sample_tokens, 30),
     }
-    values = {f"{s}.{n}": value for s, section in run.model_dump().items() for n, value in section.items()}
+    values = _flat(run)
     changed = {name: "--test" for name, value in small.items() if values[name] != value}
     origin = {**origin, **changed}
     return Resolved(_validate({**values, **small}, origin), origin, preset)
@@ -629,6 +659,7 @@ def _small(run: Run, origin: dict[str, str], preset: str | None) -> Resolved:
 def dump(resolved: Resolved) -> str:
     """The run as YAML, each value with where it came from."""
     lines = [f"# preset: {resolved.preset}"] if resolved.preset else []
+    lines += [f"{name}: {number}" for name, number in VERSIONS.items()]
     for section, values in resolved.run.model_dump().items():
         lines.append(f"{section}:")
         for name, value in values.items():
@@ -639,23 +670,86 @@ def dump(resolved: Resolved) -> str:
 
 def with_change(resolved: Resolved, name: str, value: Any, reason: str) -> Resolved:
     """The same run with one field changed, and why; of steps and epochs the other one goes."""
-    values = {f"{s}.{n}": old for s, section in resolved.run.model_dump().items() for n, old in section.items()}
+    values = _flat(resolved.run)
     changed = {name: value, **({other: None for other in LENGTH if other != name} if name in LENGTH else {})}
     origin = {**resolved.origin, **dict.fromkeys(changed, reason)}
     return Resolved(_validate({**values, **changed}, origin), origin, resolved.preset)
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """A run as its config.yaml has it, with today's names."""
+
+    run: Run
+    origin: dict[str, str]
+    dropped: tuple[str, ...] = ()  # fields that no longer exist, in words
+
+
+def read_dump(path: Path) -> Recorded:
+    """What `dump` wrote, now or in an earlier version."""
+    values, dropped = dict(ADDED), []
+    for name, (value, _) in read_yaml(path).items():
+        if name in REMOVED:
+            dropped.append(f"{name} ({value!r} in this run) no longer exists: {REMOVED[name]}")
+        else:
+            values[RENAMED.get(name, name)] = value
+    return Recorded(_validate(values, {}), _origins(path.read_text()), tuple(dropped))
+
+
+def _origins(text: str) -> dict[str, str]:
+    """Where each value came from, by the comment behind it."""
+    found, section = {}, ""
+    for line in text.splitlines():
+        if head := re.fullmatch(r"(\w+):\s*", line):
+            section = head[1]
+        elif field := re.fullmatch(r"  (\w+): .* # (.*)", line):
+            name = f"{section}.{field[1]}"
+            found[RENAMED.get(name, name)] = field[2]
+    return found
+
+
 def load_dump(path: Path) -> Run:
     """The run that `dump` wrote."""
-    return _validate({name: value for name, (value, _) in read_yaml(path).items()}, {})
+    return read_dump(path).run
+
+
+def carry_over(resolved: Resolved, before: Recorded) -> tuple[Resolved, list[str]]:
+    """At resume, what the user does not give comes from the run's own config.yaml, never from a newer default.
+
+    A preset (or --test) counts as given, but not its newer numbers: where the run has a value of the same preset, that
+    stays. Code, commands and addresses are never taken from a folder: those the user gives again. Also in words, what
+    was kept although it is not what the command alone would mean.
+    """
+    now, then = _flat(resolved.run), _flat(before.run)
+    ours = {name for name, origin in resolved.origin.items() if origin == "--test" or origin.startswith("preset ")}
+    given = {name for name in resolved.origin if name not in ours or before.origin.get(name) != resolved.origin[name]}
+    given |= set(LENGTH) if given & set(LENGTH) else set()
+    kept = {name: then[name] for name in now if name not in given and not _reaches_out(name, then[name])}
+    changed = {name: value for name, value in kept.items() if value != now[name]}
+    origin = {**resolved.origin, **{name: before.origin[name] for name in kept if name in before.origin}}
+    run = _validate({**now, **changed}, origin) if changed else resolved.run
+    words = [f"{name} {value} (without it: {now[name]})" for name, value in changed.items()]
+    return Resolved(run, origin, resolved.preset), words
+
+
+def _flat(run: Run) -> dict[str, Any]:
+    return {
+        f"{section}.{name}": value for section, values in run.model_dump().items() for name, value in values.items()
+    }
+
+
+def _reaches_out(name: str, value: Any) -> bool:
+    """Whether a value would cause an import, a command or a request."""
+    if name == "data.paths":
+        return any(":" in path for path in value)  # a URL, dataset:NAME, source:module:name
+    return (name in ("data.source", "watch.notify") and value is not None) or (name == "model.family" and ":" in value)
 
 
 def drift(old: Run, new: Run) -> list[str]:
     """What a resume may not change, as 'train.lr: 0.001 -> 0.002'."""
-    before, after = old.model_dump(), new.model_dump()
+    before = _flat(old)
     return [
-        f"{section}.{name}: {before[section][name]} -> {value}"
-        for section, values in after.items()
-        for name, value in values.items()
-        if section not in MAY_CHANGE and f"{section}.{name}" not in NO_MATTER and before[section][name] != value
+        f"{name}: {before[name]} -> {value}"
+        for name, value in _flat(new).items()
+        if name.split(".")[0] not in MAY_CHANGE and name not in NO_MATTER and before[name] != value
     ]

@@ -53,6 +53,7 @@ NUMBERS = {  # name -> (offset, struct code); 8 bytes each, so a reader never se
     "mfu": (144, "d"),
     "answered_bytes": (152, "Q"),
     "planned_step_s": (160, "d"),
+    "closing": (168, "Q"),
 }
 TEXTS = {"phase": (256, 128), "span": (384, 64), "unit": (448, 32), "item": (512, 256), "last_words": (1024, 1024)}
 LOCALS = 12
@@ -84,11 +85,16 @@ class Slot:
     mfu: float = 0.0
     answered_bytes: int = 0  # moved by the listener itself: no sign of work
     planned_step_s: float = 0.0  # what a step should take, by the plan
+    closing: int = 0  # 1 + the exit code, said at the very end: without it, an exit code proves nothing
     phase: str = ""
     span: str = ""
     unit: str = ""
     item: str = ""
     last_words: str = ""
+
+    def closed_with(self, code: int) -> bool:
+        """Whether the process itself said, as its last word, that it leaves with this code."""
+        return self.closing == code + 1
 
     def flag(self, name: str) -> bool:
         return bool(self.flags >> 8 * FLAGS.index(name) & 1)
@@ -460,6 +466,7 @@ def leave(code: int) -> None:
     close()
     sys.stdout.flush()
     sys.stderr.flush()
+    _reporter.slot.set("closing", code + 1)
     os._exit(code)
 
 

@@ -7,6 +7,7 @@ Out: a table or JSON: step, losses, size, age, valid or not. The hashing happens
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from lamplighter import report
 from lamplighter.commands.arguments import find_run, parse
 from lamplighter.errors import DONE
-from lamplighter.rundir import RunDir, human_bytes, read_lines, read_record, verify_manifest
+from lamplighter.rundir import RunDir, human_bytes, number, read_lines, read_record, verify_manifest
 
 
 def _checkpoints_flags(run: str, /, *, json: bool = False, runs_dir: Path = Path("runs")) -> None:
@@ -60,7 +61,9 @@ def _table(run: RunDir, rows: list[dict[str, Any]]) -> str:
         return f"no checkpoints in {run.checkpoints}\n"
     lines = [f"{'checkpoint':<20} {'loss':>8} {'val':>8} {'size':>10} {'age':>9}  state"]
     for row in rows:
-        loss, val = (f"{row[name]:.4f}" if row[name] is not None else "-" for name in ("loss", "val_loss"))
+        loss, val = (
+            f"{row[name]:.4f}" if number(row[name], math.nan) == row[name] else "-" for name in ("loss", "val_loss")
+        )
         state = ("valid" + (", best" if row["best"] else "")) if row["valid"] else f"invalid: {row['reason']}"
         size, age = human_bytes(row["bytes"]), _hours(row["age_s"])
         lines.append(f"{row['checkpoint']:<20} {loss:>8} {val:>8} {size:>10} {age:>9}  {state}")

@@ -15,20 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
 from lamplighter.commands import write
-from lamplighter.commands.arguments import parse
+from lamplighter.commands.arguments import parse, same_command
 from lamplighter.data.setup import choose_template, obtain_tokens, open_feed, open_rows, open_text
 from lamplighter.errors import DONE, BadConfig, LampError, UsageError
 from lamplighter.rundir import (
     CACHE_NAME,
+    FORMAT,
+    NUMERICS,
     RunDir,
     cannot_write,
     is_running,
     move_aside,
+    number,
     open_lines,
     read_json,
     read_last_lines,
     read_record,
     take_lock,
+    version_of,
     write_atomic,
 )
 
@@ -116,7 +120,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
     if moved is not None:
         console.say(f"the old run is kept as {moved}")
     try:
-        _refuse_drift(run, resolved, console)
+        resolved = _settings_at_resume(run, resolved, console)
         code = _finished_already(run, resolved, console) if resume == "auto" else None
         if code is not None:
             return code
@@ -148,16 +152,6 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         console.close()
 
 
-def same_command(verb: str, words: list[str]) -> str:
-    import shlex
-
-    kept = list(words[2:] if verb == "demo" and words[:2] == ["--preset", "demo"] else words)
-    while "--resume" in kept:
-        at = kept.index("--resume")
-        del kept[at : at + 2]
-    return shlex.join(["lamp", verb, *kept])
-
-
 def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int | None:
     """A finished run says so and exits 0, unless train.steps or train.epochs was raised; after an early end, the patience."""
     from lamplighter.config import load_dump
@@ -167,7 +161,9 @@ def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int 
         return None
     before = load_dump(run.config)
     old, new = before.train, resolved.run.train
-    raised = (new.steps or 0) > status.get("steps", 0) or (new.epochs is not None and new.epochs > (old.epochs or 0))
+    raised = (new.steps or 0) > number(status.get("steps")) or (
+        new.epochs is not None and new.epochs > (old.epochs or 0)
+    )
     raised = raised or (before.data.max_chunks or 0) < (resolved.run.data.max_chunks or 0)
     early, patience = status.get("ended_early"), resolved.run.eval.patience
     if early and (not patience or patience > early.get("since_best", 0)):
@@ -187,20 +183,47 @@ def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int 
     return 0
 
 
-def _refuse_drift(run: RunDir, resolved: Resolved, console: Console) -> None:
-    """A resume may change save, eval, watch and budget; train.steps with a warning; nothing else."""
-    from lamplighter.config import LENGTH, drift, load_dump
+def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Resolved:
+    """What is not given now is as the run has it; save, eval, watch and budget may change, train.steps with a warning."""
+    from lamplighter.config import LENGTH, carry_over, read_dump
 
+    _refuse_newer_status(run)
     if not run.config.exists() or not any(run.checkpoints.glob("checkpoint-*")):
-        return
+        return resolved
     try:
-        old = load_dump(run.config)
+        old = read_dump(run.config)
     except LampError as error:
+        if error.cause == "newer_format":
+            raise
         raise BadConfig(
             f"{run.config} is damaged",
             error.what,
             "put it back, or begin anew with --resume never (the old folder is kept)",
         ) from error
+    try:
+        resolved, kept = carry_over(resolved, old)
+    except BadConfig:
+        _refuse_drift(run, old.run, resolved)  # what was given does not go with what the run has
+        raise
+    _refuse_drift(run, old.run, resolved)
+    for words in old.dropped:
+        console.say(f"note  {words}")
+    if kept:
+        console.say(f"note  not given, so as this run has it: {'; '.join(kept)}")
+    if old.run.watch.notify is not None and resolved.run.watch.notify is None:
+        console.say("note  watch.notify is not taken from a run folder: give it again to be told", "bold yellow")
+    for name in LENGTH:
+        field = name.split(".")[1]
+        before, now = getattr(old.run.train, field), getattr(resolved.run.train, field)
+        if before != now:
+            console.say(f"WARNING  {name}: {before} -> {now}; the schedule changes from here", "bold yellow")
+    return resolved
+
+
+def _refuse_drift(run: RunDir, old: Run, resolved: Resolved) -> None:
+    """Settings that a resume may not change."""
+    from lamplighter.config import drift
+
     changes = drift(old, resolved.run)
     if changes:
         raise BadConfig(
@@ -208,11 +231,19 @@ def _refuse_drift(run: RunDir, resolved: Resolved, console: Console) -> None:
             "; ".join(changes),
             "give the old settings to go on, --run NAME for a new run, or --resume never to begin anew",
         )
-    for name in LENGTH:
-        field = name.split(".")[1]
-        before, now = getattr(old.train, field), getattr(resolved.run.train, field)
-        if before != now:
-            console.say(f"WARNING  {name}: {before} -> {now}; the schedule changes from here", "bold yellow")
+
+
+def _refuse_newer_status(run: RunDir) -> None:
+    """A folder that a newer version works with is not ours to write into."""
+
+    found = version_of(read_record(run.status))
+    if found > FORMAT:
+        raise BadConfig(
+            f"{run.path} has format {found}, and this version reads up to format {FORMAT}",
+            "a newer version of lamplighter wrote it",
+            "use that version, or begin anew with --resume never (the old folder is kept)",
+            cause="newer_format",
+        )
 
 
 def _say_next(run: RunDir, flags: dict[str, Any], console: Console, step: int) -> None:
@@ -405,6 +436,11 @@ def _resume(parts: Parts, found: Path) -> None:
         if facts.get("machine", {}).get(name, value) != value:
             then = facts["machine"][name]
             report.warn(f"{name} was {then}, is {value}: from step {progress.step + 1} on no longer bit-identical")
+    if (numerics := version_of(facts, "numerics")) != NUMERICS:
+        told = (
+            f"the arithmetic of this version (numerics {NUMERICS}) is not that of the checkpoint (numerics {numerics})"
+        )
+        report.warn(f"{told}: from step {progress.step + 1} on no longer bit-identical")
     if facts.get("compiled", parts.facts["compiled"]) != parts.facts["compiled"]:
         then, now = ("compiled", "uncompiled") if facts["compiled"] else ("uncompiled", "compiled")
         report.warn(f"it was {then}, is {now}: from step {progress.step + 1} on no longer bit-identical")

@@ -22,11 +22,14 @@ from safetensors.torch import load_file
 from lamplighter import report
 from lamplighter.errors import CannotWrite, NoCheckpoint
 from lamplighter.rundir import (
+    FORMAT,
+    VERSIONS,
     cannot_write,
     free_bytes,
     fsync_folder,
     human_bytes,
     move_aside,
+    newer_format,
     read_json,
     read_record,
     verify_manifest,
@@ -154,7 +157,8 @@ def _write(final: Path, progress: Progress, contents: Contents, phase: report.Ph
         eos = contents.config.get("eos_token_id")
         write_json(temporary / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
         contents.save_tokenizer(temporary)
-        write_json(temporary / "training" / "state.json", {**asdict(progress), **contents.facts, "t": time.time()})
+        state = {**VERSIONS, **asdict(progress), **contents.facts, "t": time.time()}
+        write_json(temporary / "training" / "state.json", state)
         for path in temporary.rglob("*"):
             if path.is_file():
                 _fsync(path)
@@ -229,6 +233,7 @@ def find(root: Path, wanted: str = "auto") -> Path | None:
         return path
     there = newest_first(root)
     for path in there:
+        refuse_newer(path)
         reason = _verify(path)
         if reason is None:
             return path
@@ -242,6 +247,16 @@ def find(root: Path, wanted: str = "auto") -> Path | None:
             "begin anew with --resume never (the old folder is kept), or give another with --resume PATH",
         )
     return None
+
+
+def refuse_newer(path: Path) -> None:
+    """A checkpoint of a newer version is not damaged: going on from an older one would lose its work without a word."""
+    if (found := newer_format(path)) is not None:
+        raise NoCheckpoint(
+            f"{path} has format {found}, and this version reads up to format {FORMAT}",
+            "a newer version of lamplighter saved it",
+            "use that version, or choose an older one: lamp checkpoints RUN",
+        )
 
 
 def _verify(path: Path) -> str | None:
