@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from conftest import LONG
-from lamplighter.config import Run
+from lamplighter.config import validated
 from lamplighter.doctor import memory_fit, model, model_fixture, sample_data
 from lamplighter.doctor import one_step as stepping
 from lamplighter.doctor import trainability as learn
@@ -241,4 +242,4 @@ def test_the_compiler_is_tried_for_real(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_run_travels_to_a_trial_as_json(tmp_path: Path) -> None:
     run = patient(tmp_path).run
-    assert Run.model_validate(json.loads(json.dumps(run.model_dump(mode="json")))) == run
+    assert validated(json.loads(json.dumps(asdict(run)))) == run

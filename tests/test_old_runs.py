@@ -294,9 +294,9 @@ def test_code_commands_and_addresses_are_never_taken_from_a_run_folder(tmp_path:
 def test_renamed_removed_and_added_fields_of_an_older_run_are_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config, "RENAMED", {"train.rate": "train.lr", "looks.every": "eval.every_steps"})
-    monkeypatch.setattr(config, "REMOVED", {"train.magic": "it is always on", "gone.x": "nothing needs it"})
-    monkeypatch.setattr(config, "ADDED", {"train.beta2": 0.99})
+    monkeypatch.setattr(config.schema, "RENAMED", {"train.rate": "train.lr", "looks.every": "eval.every_steps"})
+    monkeypatch.setattr(config.schema, "REMOVED", {"train.magic": "it is always on", "gone.x": "nothing needs it"})
+    monkeypatch.setattr(config.schema, "ADDED", {"train.beta2": 0.99})
     text = dump(resolved("--train.lr", "0.01"))
     lines = [line for line in text.splitlines() if not line.startswith(("  beta2:", "  lr:"))]
     place = lines.index("train:")
@@ -317,5 +317,5 @@ def test_renamed_removed_and_added_fields_of_an_older_run_are_understood(
 
 def test_every_line_of_the_table_of_old_fields_leads_somewhere() -> None:
     known = config.fields()
-    assert all(new in known for new in (*config.RENAMED.values(), *config.ADDED))
-    assert not any(old in known for old in (*config.RENAMED, *config.REMOVED))
+    assert all(new in known for new in (*config.schema.RENAMED.values(), *config.schema.ADDED))
+    assert not any(old in known for old in (*config.schema.RENAMED, *config.schema.REMOVED))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -109,7 +109,7 @@ def test_the_peak_on_paper_is_near_the_peak_of_a_real_process() -> None:
     words = {"model.layers": "4", "model.width": "256", "model.heads": "4", "tokenizer.vocab_size": "8000",
              "train.batch_size": "8", "train.dtype": "fp32", "train.threads": "1"}  # fmt: skip
     run = resolve(None, None, {name: [value] for name, value in words.items()}).run
-    request = {"run": run.model_dump(), "vocab_size": 8000, "micro_batch": 8, "warm_up": 1, "rounds": 1, "seconds": 60}
+    request = {"run": asdict(run), "vocab_size": 8000, "micro_batch": 8, "warm_up": 1, "rounds": 1, "seconds": 60}
     told = subprocess.run(
         [sys.executable, "-m", "lamplighter.plan.dry_run_child", json.dumps(request)],
         capture_output=True,

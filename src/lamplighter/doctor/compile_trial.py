@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lamplighter.config import Run
+from lamplighter.config import validated
 from lamplighter.doctor.model_fixture import prepare, quick_rows, seconds_of
 from lamplighter.doctor.probe import Patient
 from lamplighter.doctor.trials import Said
@@ -21,7 +21,7 @@ def measure(request: dict[str, Any], said: Said) -> None:
     """Eager first, then the same blocks compiled as lamp train would."""
     now = lambda text: said.write(now=text)  # noqa: E731
     scratch = Path(request["scratch"])
-    patient = Patient(Run.model_validate(request["run"]), None, Path(request["runs_dir"]), scratch, now)
+    patient = Patient(validated(request["run"]), None, Path(request["runs_dir"]), scratch, now)
     bed = prepare(patient, quick_dtype=False)
     is_own = not isinstance(bed.model, Transformer)
     said.write(now="the same step, uncompiled", own=is_own)

@@ -7,6 +7,7 @@ Out: the Stages (this file loads no torch); a Finding on torch.compile: how long
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from lamplighter.doctor.probe import Finding, Level, Patient, Stage
@@ -27,7 +28,7 @@ STAGES = [
 def compiling(patient: Patient) -> Iterator[Finding]:
     """The same step with torch.compile, in a process of its own with a deadline."""
     request = {
-        "run": patient.run.model_dump(mode="json"), "runs_dir": str(patient.runs_dir), "scratch": str(patient.scratch),
+        "run": asdict(patient.run), "runs_dir": str(patient.runs_dir), "scratch": str(patient.scratch),
     }  # fmt: skip
     wanted = patient.run.train.compile is True
     done = attempt(

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lamplighter import report
@@ -36,7 +36,7 @@ class Trial:
 def attempt(run: Run, vocab_size: int, micro_batch: int, rounds: int = ROUNDS, warm_up: int = WARM_UP) -> Trial:
     """A few steps with a micro-batch; a death by memory is an answer, any other one an error."""
     request = {
-        "run": run.model_dump(),
+        "run": asdict(run),
         "vocab_size": vocab_size,
         "micro_batch": micro_batch,
         "warm_up": warm_up,

@@ -97,13 +97,13 @@ def _try(request: dict[str, Any]) -> dict[str, Any]:
     """The model as the run would build it, and rounds of at most two micro-batches and one optimizer step."""
     import torch
 
-    from lamplighter.config import Run
+    from lamplighter.config import validated
     from lamplighter.model.build import build
     from lamplighter.model.recompute import recompute_blocks
     from lamplighter.plan.job import known_shape
     from lamplighter.train import hardware, optimizers
 
-    run = Run.model_validate(request["run"])
+    run = validated(request["run"])
     where = hardware.detect(run.train, shape=known_shape(run))
     if where.device.type == "cpu" and sys.platform == "linux" and request.get("bytes"):
         _limit(int(request["bytes"]))
