@@ -60,9 +60,9 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
     import numpy as np
     from safetensors.torch import save_file
 
+    from lamplighter.commands.train import prepare
     from lamplighter.config import dump, resolve
     from lamplighter.rundir import RunDir
-    from lamplighter.work import prepare
 
     make_text(place / "text.txt", wanted.vocab, 1.0 if wanted.quick else 12.0)
     common = {

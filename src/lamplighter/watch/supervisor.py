@@ -260,7 +260,7 @@ class Supervisor:
         request = json.dumps({**self.order.request, "folder": str(self.run.path), "result_fd": self.order.result_fd})
         self.child = subprocess.Popen(
             # -P: what lies in the current folder (a model folder, say) is not imported in a library's place
-            [sys.executable, "-P", "-m", "lamplighter.work", self.order.verb, request],
+            [sys.executable, "-P", "-m", "lamplighter.commands.child", self.order.verb, request],
             stdin=self.order.child_stdin,
             stdout=output,
             stderr=output,
