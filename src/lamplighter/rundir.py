@@ -9,10 +9,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,9 @@ from lamplighter.procs.lock import is_held, open_lock, try_lock
 from lamplighter.procs.procfs import boot_id, pid_start
 
 CACHE_NAME = ".cache"
-FORMAT = 1  # of the files of a run: raised when an older version could no longer read them
+FORMAT = (
+    1  # of the files of a run: raised when an older version could no longer read them (a manifest keeps its `check`)
+)
 NUMERICS = 1  # of the arithmetic: raised when the same run would give other bits
 VERSIONS = {"format": FORMAT, "numerics": NUMERICS}
 HEARTBEAT_DEAD_S = 10.0
@@ -223,8 +225,9 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def number(value: object, default: float = 0.0) -> float:
     """A finite number out of somebody's JSON; the default for anything else (true and false are no numbers)."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if usable else default  # type: ignore[return-value]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return default
+    return value if -sys.float_info.max <= value <= sys.float_info.max else default
 
 
 def version_of(record: Mapping[str, Any], name: str = "format") -> int:
@@ -355,14 +358,15 @@ def _check(manifest: Mapping[str, Any]) -> str:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a folder; None where it is missing or damaged in any way."""
     found = read_json(folder / "manifest.json")
-    if not isinstance(found, dict) or not isinstance(found.get("files"), dict) or not found["files"]:
+    if not isinstance(found, dict):
         return None
-    if not {"check", "format", "numerics"} & found.keys():  # of earlier versions
-        return found
     try:
-        return found if found.get("check") == _check(found) else None
+        if {"check", *VERSIONS} & found.keys() and found.get("check") != _check(found):  # earlier versions had none
+            return None
     except RecursionError:  # nested deeper than anything that we write
         return None
+    files = found.get("files")
+    return found if version_of(found) > FORMAT or (files and isinstance(files, dict)) else None
 
 
 def newer_format(folder: Path) -> int | None:

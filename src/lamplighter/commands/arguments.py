@@ -112,17 +112,6 @@ def many(words: list[str], *names: str) -> tuple[list[str], dict[str, list[str]]
     return rest, found
 
 
-def same_command(verb: str, words: list[str]) -> str:
-    """The command for another time, as it can be pasted; from where to resume is not said again."""
-    import shlex
-
-    kept = list(words[2:] if verb == "demo" and words[:2] == ["--preset", "demo"] else words)
-    while "--resume" in kept:
-        at = kept.index("--resume")
-        del kept[at : at + 2]
-    return shlex.join(["lamp", verb, *kept])
-
-
 def one_of(verb: str, words: list[str], choices: dict[str, Callable[[list[str]], int]]) -> int:
     """A verb's second word: `lamp data stats`."""
     import difflib

@@ -61,9 +61,8 @@ def _table(run: RunDir, rows: list[dict[str, Any]]) -> str:
         return f"no checkpoints in {run.checkpoints}\n"
     lines = [f"{'checkpoint':<20} {'loss':>8} {'val':>8} {'size':>10} {'age':>9}  state"]
     for row in rows:
-        loss, val = (
-            f"{row[name]:.4f}" if number(row[name], math.nan) == row[name] else "-" for name in ("loss", "val_loss")
-        )
+        known = [number(row[name], math.nan) for name in ("loss", "val_loss")]
+        loss, val = ("-" if math.isnan(value) else f"{value:.4f}" for value in known)
         state = ("valid" + (", best" if row["best"] else "")) if row["valid"] else f"invalid: {row['reason']}"
         size, age = human_bytes(row["bytes"]), _hours(row["age_s"])
         lines.append(f"{row['checkpoint']:<20} {loss:>8} {val:>8} {size:>10} {age:>9}  {state}")

@@ -6,6 +6,8 @@ Out: text on stdout as it is; the rate in a note. The model runs in a child, und
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.commands.arguments import find_run, parse, same_command
+from lamplighter.commands.arguments import find_run, parse
 from lamplighter.errors import DONE, NoCheckpoint, UsageError
 from lamplighter.rundir import RunDir
 
@@ -41,6 +43,7 @@ def _generate_flags(
     raw: bool = False,
     system: str = "",
     threads: int | None = None,
+    model_family: str | None = None,
     runs_dir: Path = Path("runs"),
 ) -> None:
     """How to generate."""
@@ -50,8 +53,7 @@ def generate(words: list[str]) -> int:
     """Text from a run's checkpoint or from any model folder."""
     from lamplighter.commands.session import session
 
-    family, rest = _take_family(words)
-    flags = parse("generate", _generate_flags, rest)
+    flags = parse("generate", _generate_flags, [re.sub(r"^--model\.family(?==|$)", "--model-family", w) for w in words])
     try:
         (flags["prompt"] + flags["system"]).encode()
     except UnicodeEncodeError as error:
@@ -60,23 +62,8 @@ def generate(words: list[str]) -> int:
     folder = Path(flags["model"])
     is_folder = (folder / "config.json").is_file()
     flags["model"] = str((folder if is_folder else find_run(flags["model"], runs_dir).path).resolve())
-    flags |= {"family": family, "command": same_command("generate", words)}
+    flags["command"] = shlex.join(["lamp", "generate", *words])
     return session("generate", flags, interactive=flags["interactive"])
-
-
-def _take_family(words: list[str]) -> tuple[str | None, list[str]]:
-    """`--model.family module:name` out of the words: whose code builds a model of one's own. The last one counts."""
-    family, rest, left = None, [], list(words)
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        if name not in ("--model.family", "--model-family"):
-            rest.append(word)
-        elif equals or left:
-            family = value if equals else left.pop(0)
-        else:
-            raise UsageError("--model.family needs a value", "whose code it is", "--model.family module:name")
-    return family, rest
 
 
 # ---------------------------------------------------------------- in the child
@@ -93,7 +80,7 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
     torch.set_num_threads(request["threads"] or torch.get_num_threads())
     with report.phase("model"):
         folder = choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
-        built = load_folder(folder, request["family"], request["command"])
+        built = load_folder(folder, request["model_family"], request["command"])
         tokenizer = tokenizers.load(folder)
         template = None if request["raw"] else template_file.of_folder(folder, tokenizer)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
 from lamplighter.commands import write
-from lamplighter.commands.arguments import parse, same_command
+from lamplighter.commands.arguments import parse
 from lamplighter.data.setup import choose_template, obtain_tokens, open_feed, open_rows, open_text
 from lamplighter.errors import DONE, BadConfig, LampError, UsageError
 from lamplighter.rundir import (
@@ -133,7 +133,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         order = ChildSpec(
             "train",
             request,
-            resume_command=same_command(verb, words),
+            resume_command=_same_command(verb, words),
             budget=resolved.run.budget,
             recovery=RestartPolicy(care.on_stuck, care.patience_s),
             notify=care.notify,
@@ -150,6 +150,17 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         raise cannot_write(run.path, error) from error
     finally:
         console.close()
+
+
+def _same_command(verb: str, words: list[str]) -> str:
+    """The command for another time, as it can be pasted; from where to resume is not said again."""
+    import shlex
+
+    kept = list(words[2:] if verb == "demo" and words[:2] == ["--preset", "demo"] else words)
+    while "--resume" in kept:
+        at = kept.index("--resume")
+        del kept[at : at + 2]
+    return shlex.join(["lamp", verb, *kept])
 
 
 def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int | None:
@@ -235,7 +246,6 @@ def _refuse_drift(run: RunDir, old: Run, resolved: Resolved) -> None:
 
 def _refuse_newer_status(run: RunDir) -> None:
     """A folder that a newer version works with is not ours to write into."""
-
     found = version_of(read_record(run.status))
     if found > FORMAT:
         raise BadConfig(
