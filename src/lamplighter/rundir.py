@@ -107,6 +107,9 @@ class RunDir:
     def stack_dump(self, rank: int) -> Path:
         return self.slots / f"rank{rank}.dump"
 
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / checkpoint_name(step)
+
     def create(self) -> None:
         """Make the folder and its sub-folders, or say why that is impossible."""
         try:
@@ -116,6 +119,21 @@ class RunDir:
                 _make_slots(self.slots)
         except OSError as error:
             raise cannot_write(self.path, error) from error
+
+
+def checkpoint_name(step: int) -> str:
+    return f"checkpoint-{step}"
+
+
+def step_of(path: Path) -> int:
+    """checkpoint-500 -> 500; -1 for any other name."""
+    name, _, number = path.name.rpartition("-")
+    return int(number) if name == "checkpoint" and number.isascii() and number.isdecimal() else -1
+
+
+def newest_first(root: Path) -> list[Path]:
+    """The checkpoints in a folder, by their names."""
+    return sorted((path for path in root.glob("checkpoint-*") if step_of(path) >= 0), key=step_of, reverse=True)
 
 
 def _make_slots(slots: Path) -> None:

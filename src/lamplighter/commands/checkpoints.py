@@ -15,7 +15,16 @@ from typing import Any
 from lamplighter import report
 from lamplighter.commands.arguments import find_run, parse
 from lamplighter.errors import DONE
-from lamplighter.rundir import RunDir, human_bytes, number, read_lines, read_record, verify_manifest
+from lamplighter.rundir import (
+    RunDir,
+    human_bytes,
+    newest_first,
+    number,
+    read_lines,
+    read_record,
+    step_of,
+    verify_manifest,
+)
 
 
 def _checkpoints_flags(run: str, /, *, json: bool = False, runs_dir: Path = Path("runs")) -> None:
@@ -40,15 +49,12 @@ def checkpoints_child(_: RunDir, request: dict[str, Any]) -> int:
     losses = {r.get("step"): r["eval/val_loss"] for r in read_lines(run.metrics) if "eval/val_loss" in r}
     best = read_record(run.checkpoints / "best.json").get("step")
     rows = []
-    folders = [
-        path for path in run.checkpoints.glob("checkpoint-*") if path.name[11:].isascii() and path.name[11:].isdecimal()
-    ]
-    for path in sorted(folders, key=lambda path: int(path.name.split("-")[1])):
+    for path in reversed(newest_first(run.checkpoints)):
         total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         with report.phase("verify", total=total, unit="B") as phase:
             reason = verify_manifest(path, tick=lambda n, phase=phase, path=path: phase.tick(n, path.name))  # type: ignore[misc]
         state = read_record(path / "training" / "state.json")
-        step = int(path.name.split("-")[1])
+        step = step_of(path)
         rows.append({"checkpoint": path.name, "step": step, "loss": state.get("loss"), "val_loss": losses.get(step),
                      "bytes": total, "age_s": time.time() - path.stat().st_mtime, "valid": reason is None,
                      "reason": reason, "best": step == best})  # fmt: skip

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import report
 from lamplighter.commands.arguments import find_run, parse
 from lamplighter.errors import DONE, NoCheckpoint, UsageError
-from lamplighter.rundir import RunDir
+from lamplighter.rundir import RunDir, checkpoint_name, newest_first
 
 if TYPE_CHECKING:
     from lamplighter.data.chat.rows import Message
@@ -115,8 +115,8 @@ def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
         best = checkpoint.best_of(root)
         if best is None:
             raise NoCheckpoint(f"{path.name} has no best checkpoint", "no validation was made", "--checkpoint latest")
-        wanted = f"{checkpoint.PREFIX}{best[0]}"
-    asked = checkpoint.newest_first(root)[:1] if wanted == "latest" else [root / wanted]
+        wanted = checkpoint_name(best[0])
+    asked = newest_first(root)[:1] if wanted == "latest" else [root / wanted]
     for folder in asked if not raw else ():
         template_file.check_folder(folder)  # before its hashes: what differs in a template is said in words
     found = checkpoint.find(root, "auto" if wanted == "latest" else wanted)

@@ -26,6 +26,7 @@ from lamplighter.rundir import (
     cannot_write,
     is_running,
     move_aside,
+    newest_first,
     number,
     open_lines,
     read_json,
@@ -199,7 +200,7 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
     from lamplighter.config import LENGTH, carry_over, read_dump
 
     _refuse_newer_status(run)
-    if not run.config.exists() or not any(run.checkpoints.glob("checkpoint-*")):
+    if not run.config.exists() or not newest_first(run.checkpoints):
         return resolved
     try:
         old = read_dump(run.config)
@@ -258,7 +259,7 @@ def _refuse_newer_status(run: RunDir) -> None:
 
 def _say_next(run: RunDir, flags: dict[str, Any], console: Console, step: int) -> None:
     where = "" if flags["runs_dir"] == Path("runs") else f" --runs-dir {flags['runs_dir']}"
-    console.say(f"made: {run.checkpoints}/checkpoint-{step} (opens with transformers as it is), {run.report}")
+    console.say(f"made: {run.checkpoint(step)} (opens with transformers as it is), {run.report}")
     console.say(f"next: lamp generate {run.name}{where}    or: lamp checkpoints {run.name}{where}", "bold")
 
 
@@ -277,8 +278,8 @@ def train_child(folder: RunDir, request: dict[str, Any]) -> int:
     with training(parts) as steps:
         for _ in steps:
             pass
-    final = parts.folder.checkpoints / f"checkpoint-{parts.progress.step}"
-    report.event("finished", step=parts.progress.step, path=str(final), tokens=parts.progress.tokens)
+    step = parts.progress.step
+    report.event("finished", step=step, path=str(folder.checkpoint(step)), tokens=parts.progress.tokens)
     return DONE
 
 

@@ -25,20 +25,22 @@ from lamplighter.rundir import (
     FORMAT,
     VERSIONS,
     cannot_write,
+    checkpoint_name,
     free_bytes,
     fsync_folder,
     human_bytes,
     move_aside,
     newer_format,
+    newest_first,
     read_json,
     read_record,
+    step_of,
     verify_manifest,
     write_json,
     write_manifest,
 )
 from lamplighter.train import tensorfile
 
-PREFIX = "checkpoint-"
 SPARE = 1.05  # a save needs its tensors and a little more
 
 
@@ -83,22 +85,12 @@ class Contents:
         return sum(t.numel() * t.element_size() for part in (self.model, self.optimizer) for t in part.values())
 
 
-def step_of(path: Path) -> int:
-    """checkpoint-500 -> 500; -1 for any other name."""
-    number = path.name.removeprefix(PREFIX)
-    return int(number) if path.name.startswith(PREFIX) and number.isascii() and number.isdecimal() else -1
-
-
-def newest_first(root: Path) -> list[Path]:
-    return sorted((path for path in root.glob(f"{PREFIX}*") if step_of(path) >= 0), key=step_of, reverse=True)
-
-
 # ---------------------------------------------------------------- saving
 
 
 def save(root: Path, progress: Progress, contents: Contents, keep: int, protect: set[int], phase: report.Phase) -> Path:
     """Write checkpoint-N whole, then make room. On a full disk: prune, try once more, else CannotWrite."""
-    final = root / f"{PREFIX}{progress.step}"
+    final = root / checkpoint_name(progress.step)
     try:
         _save_with_room(root, final, progress, contents, protect, phase)
         write_json(root / "latest.json", {"step": progress.step, "path": final.name, "t": time.time()})
@@ -282,7 +274,9 @@ def go_back(root: Path, progress: Progress) -> list[str]:
     """This step is the newest again: later ones are set aside, and neither latest nor best names one of them."""
     moved = set_aside_newer(root, progress.step)
     if moved:
-        write_json(root / "latest.json", {"step": progress.step, "path": f"{PREFIX}{progress.step}", "t": time.time()})
+        write_json(
+            root / "latest.json", {"step": progress.step, "path": checkpoint_name(progress.step), "t": time.time()}
+        )
     best = best_of(root)
     if best is not None and best[0] > progress.step:
         (root / "best.json").unlink(missing_ok=True)
