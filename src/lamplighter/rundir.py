@@ -7,11 +7,9 @@ Out: paths, atomic writes, append-only line files, the lock, manifests and their
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -137,6 +135,8 @@ def _make_slots(slots: Path) -> None:
     if not is_network_file_system(slots.parent):
         slots.mkdir(exist_ok=True)
         return
+    import hashlib
+
     digest = hashlib.sha256(str(slots.resolve()).encode()).hexdigest()[:16]
     real = Path("/dev/shm") / f"lamplighter-{os.getuid()}-{digest}"
     real.mkdir(mode=0o700, exist_ok=True)
@@ -329,7 +329,10 @@ class Digest(Protocol):
 
 def hash_file(path: Path, tick: Callable[[int], None] | None = None, digest: Digest | None = None) -> str:
     """sha256 of a file unless another digest is given, in blocks; `tick` gets the bytes as they pass."""
-    digest = digest or hashlib.sha256()
+    if digest is None:
+        import hashlib
+
+        digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         block = memoryview(bytearray(1 << 20))  # one that stays in the processor's cache
         while count := file.readinto(block):
@@ -436,7 +439,7 @@ def _matches(path: Path, expected: dict[str, Any], tick: Callable[[int], None] |
 def identity() -> dict[str, Any]:
     """This process, as other processes and hosts can recognise it."""
     pid = os.getpid()
-    return {"host": socket.gethostname(), "boot_id": boot_id(), "pid": pid, "pid_start": pid_start(pid)}
+    return {"host": os.uname().nodename, "boot_id": boot_id(), "pid": pid, "pid_start": pid_start(pid)}
 
 
 def is_alive(who: dict[str, Any]) -> bool:
@@ -460,7 +463,7 @@ def is_running(run: RunDir) -> bool:
 
 def _runs_elsewhere(run: RunDir) -> bool:
     status = read_record(run.status)
-    other_host = status.get("host") not in (None, socket.gethostname())
+    other_host = status.get("host") not in (None, os.uname().nodename)
     return other_host and status.get("state") == "running" and status_age_s(run) < HEARTBEAT_DEAD_S
 
 

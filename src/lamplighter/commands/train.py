@@ -98,10 +98,9 @@ def _run_name(flags: dict[str, Any]) -> str:
 
 
 def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any]) -> int:
+    """Take the run and its lock, write its config, stay with the child."""
     from lamplighter.config import dump
     from lamplighter.watch.console import Console
-    from lamplighter.watch.restart_policy import RestartPolicy
-    from lamplighter.watch.supervisor import ChildSpec, Supervisor
 
     began = time.time()
     run = RunDir(flags["runs_dir"] / _run_name(flags))
@@ -128,6 +127,9 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             f"run {run.path}: everything about it is in this folder; look from elsewhere with: lamp watch {run.name}"
         )
         request = {"resume": resume, "preset": resolved.preset, "force": flags["force"]}
+        from lamplighter.watch.restart_policy import RestartPolicy  # after the first words: this takes a while
+        from lamplighter.watch.supervisor import ChildSpec, Supervisor
+
         care = resolved.run.watch
         order = ChildSpec(
             "train",

@@ -4,16 +4,14 @@ In:  values by section and name, from a YAML file or a command line.
 Out: a frozen Run; ValidationError or ValueError for what cannot be.
 
 Sections are plain dataclasses, and pydantic's core checks the values: its own model classes take 80 ms to load and to build,
-at every start of `lamp` (docs/decisions/018).
+at every start of `lamp` (decision 018).
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 if TYPE_CHECKING:
     from pydantic_core import SchemaValidator
@@ -324,9 +322,9 @@ def fields() -> dict[str, FieldInfo]:
     """Every field by its dotted name."""
     found = {}
     for section, kind in SECTIONS.items():
-        kinds, defaults = get_type_hints(kind), kind()
+        defaults = kind()
         for name, one in kind.__dataclass_fields__.items():
-            found[f"{section}.{name}"] = FieldInfo(kinds[name], getattr(defaults, name), **one.metadata)
+            found[f"{section}.{name}"] = FieldInfo(one.type, getattr(defaults, name), **one.metadata)
     return found
 
 
@@ -340,7 +338,7 @@ def validated(values: Mapping[str, Mapping[str, Any]]) -> Run:
 
 
 @cache
-def _validator() -> SchemaValidator:
+def _validator() -> "SchemaValidator":
     from pydantic_core import SchemaValidator
 
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
