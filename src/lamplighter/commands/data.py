@@ -90,6 +90,7 @@ def _clean_flags(
     separator: str = "",
     max_document_mb: float = 64.0,
     shard_mb: float = 256.0,
+    bad_files: Literal["set_aside", "refuse"] = "set_aside",
     json: bool = False,
 ) -> None:
     """How to clean."""

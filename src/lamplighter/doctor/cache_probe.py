@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lamplighter.data import tokenizer as tokenizers
 from lamplighter.data.chat import example_cache
-from lamplighter.data.chat.row_source import RowSource
+from lamplighter.data.chat.rows import RowSource
 from lamplighter.data.setup import open_source
 from lamplighter.data.sources import Source
 from lamplighter.data.split import Settings

@@ -174,7 +174,7 @@ def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) ->
 
 def _open_live(run: Run, folder: RunDir, source: Source, tokenizer: Tokenizer) -> Live:
     """A stream: the validation side is decided by its first documents, once; the rest is read as it is needed."""
-    from lamplighter.data.chat.row_source import RowSource
+    from lamplighter.data.chat.rows import RowSource
     from lamplighter.data.stream import Filler, Live, Settings
     from lamplighter.data.stream_split import hold_back
 

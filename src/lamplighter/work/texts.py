@@ -30,7 +30,7 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
     with report.phase("import"):
         from lamplighter.config import load_dump
         from lamplighter.data import stats, tokenizer_training
-        from lamplighter.data.chat.row_source import RowSource
+        from lamplighter.data.chat.rows import RowSource
         from lamplighter.data.stats import chat_stats, overlap
     run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
     wanted = stats.Request(
