@@ -3,11 +3,12 @@
 In:  minutes (default 10), one fault in each: a kill, a deadlock, a kill during a save, a bad batch, a stopped process.
 Out: the share of wall time in steps that count, the ledger's explained share, each verdict and what was done.
 
-Run: .venv/bin/python benchmarks/faults.py [MINUTES]
+Run: .venv/bin/python benchmarks/faults.py [MINUTES] [--json FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -17,8 +18,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lamplighter.report import Slot, read_slot
+import measured
+
 from lamplighter.rundir import RunDir, read_lines
+from lamplighter.slot import Slot, read_slot
 from lamplighter.watch.time_report import read_time_report
 
 FAULT_AT_S = 30.0  # after the beginning of each minute
@@ -86,7 +89,7 @@ def kill_in_save(cwd: Path, run: RunDir, slot: Slot) -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         now = read_slot(run.slot(0))
-        if now is not None and now.flag("saving"):
+        if now is not None and now.saving:
             return kill(cwd, run, now)
         time.sleep(0.001)
     return kill(cwd, run, slot)
@@ -115,7 +118,11 @@ def useful_seconds(run: RunDir) -> float:
 
 
 def main() -> None:
-    minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 10.0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("minutes", type=float, nargs="?", default=10.0)
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    wanted = parser.parse_args()
+    minutes = wanted.minutes
     with tempfile.TemporaryDirectory() as folder:
         cwd = Path(folder)
         (cwd / "model.py").write_text(MODEL)
@@ -150,6 +157,9 @@ def main() -> None:
                 for name, seconds in sorted(ledger.seconds.items(), key=lambda r: -r[1])[:14]
             )
         )
+    measured.keep(
+        wanted.json, {"minutes": minutes, "useful_percent": 100 * useful / wall, "explained_percent": 100 * explained}
+    )
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as in a run of ours (watch/spawn.py), before torch is there
 
+import measured
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -39,7 +40,8 @@ from lamplighter.model.transformer import Transformer, init_weights, load_weight
 from lamplighter.rundir import RunDir
 from lamplighter.train import checkpoint, optimizers
 from lamplighter.train.checkpoint import Progress
-from lamplighter.train.checkpointer import Keeper
+from lamplighter.train.checkpointer import Checkpointer
+from lamplighter.train.state import TrainState
 
 SHARE_STEPS = 20
 
@@ -85,34 +87,36 @@ class Way:
 
 
 def ours(job: Job, folder: Path) -> Way:
-    """The trainer's own keeper, with its hashes, its fsync and its rename."""
+    """The trainer's own checkpointer, with its hashes, its fsync and its rename."""
     run = Run.model_validate({"train": {"steps": 10**6}, "save": {"staged": True, "keep": 1}})
     built = SimpleNamespace(config={"model_type": "gpt2"})
-    parts: Any = SimpleNamespace(
-        run=run, folder=RunDir(folder), model=job.model, built=built, optimizer=job.optimizer, steps=10**6, facts={},
-        save_tokenizer=lambda _: None, progress=Progress(),
+    source = SimpleNamespace(state=lambda step: None)
+    context: Any = SimpleNamespace(
+        run=run, folder=RunDir(folder), model=job.model, built=built, optimizer=job.optimizer, recorded={},
+        source=source, tokenizer=SimpleNamespace(save=lambda _: None), chat=None,
     )  # fmt: skip
-    parts.folder.checkpoints.mkdir(parents=True)
-    keeper = Keeper(parts, SimpleNamespace())  # type: ignore[arg-type]
+    state = TrainState(10**6)
+    context.folder.checkpoints.mkdir(parents=True)
+    checkpointer = Checkpointer(context, state)
 
     def begin(job: Job, _: Path) -> Callable[[], bool]:
-        parts.progress = Progress(step=job.step)
-        flight = keeper.begin()
-        assert flight is not None
+        state.progress = Progress(step=job.step)
+        save = checkpointer.begin()
+        assert save is not None
 
         def durable() -> bool:
-            if flight.error:
-                raise flight.error
-            return not flight.in_the_air
+            if save.error:
+                raise save.error
+            return not save.in_progress
 
         return durable
 
     def hold(change: Callable[[], None]) -> None:
-        with keeper.changing():
+        with checkpointer.optimizer_update():
             change()
 
     def restore(job: Job, _: Path) -> None:
-        found = checkpoint.find(parts.folder.checkpoints)
+        found = checkpoint.find(context.folder.checkpoints)
         assert found is not None
         _, tensors, _ = checkpoint.load_state(found)
         load_weights(job.model, found)
@@ -230,6 +234,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=60, help="steps beside a save; then the rest of it is waited for")
     parser.add_argument("--ways", nargs="+", default=[], help="a part of their names; all unless given")
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(dir=args.folder) as place:
@@ -268,6 +273,12 @@ def main() -> None:
         for name, way in ways.items():
             show(name, way, best)
         dist.destroy_process_group()
+    mine = next(way for name, way in ways.items() if name.startswith("ours"))
+    blocked, theirs = statistics.median(mine.blocked_s), statistics.median(best.blocked_s)
+    measured.keep(args.json, {
+        "gb": size / 1e9, "blocked_ms": 1000 * blocked, "worst_ms": 1000 * max(mine.blocked_s), "dcp_ms": 1000 * theirs,
+        "restore_s": statistics.median(mine.restore_s),
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -57,13 +57,13 @@ import torch
 from pathlib import Path
 from lamplighter.config import load_dump
 from lamplighter.rundir import RunDir
-from lamplighter.work import prepare
+from lamplighter.commands.train import prepare
 from lamplighter.train.loop import training
 
 def start(ask):
     folder = RunDir(Path(ask["run"]))
-    parts = prepare(load_dump(folder.config), folder, {})
-    with training(parts) as steps:
+    context, state = prepare(load_dump(folder.config), folder, {})
+    with training(context, state) as steps:
         yield "ready"
         while True:
             yield [next(steps) for _ in range(ask["now"])]

@@ -60,9 +60,9 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
     import numpy as np
     from safetensors.torch import save_file
 
+    from lamplighter.commands.train import prepare
     from lamplighter.config import dump, resolve
     from lamplighter.rundir import RunDir
-    from lamplighter.work import prepare
 
     make_text(place / "text.txt", wanted.vocab, 1.0 if wanted.quick else 12.0)
     common = {
@@ -76,16 +76,19 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
     folder = RunDir(place / "runs" / "first")
     folder.create()
     first = {**common, "train.dtype": ["fp32"], "train.compile": ["false"]}
-    parts = prepare(resolve(None, None, first).run, folder, {})
+    context, _ = prepare(resolve(None, None, first).run, folder, {})
     model = place / "model"
     model.mkdir()
     from lamplighter.model.transformer import weights
+    from lamplighter.train.checkpointer import TokenizerFiles
 
-    save_file(weights(parts.model), model / "model.safetensors", metadata={"format": "pt"})
-    (model / "config.json").write_text(json.dumps(parts.built.config))
-    parts.save_tokenizer(model)
+    save_file(weights(context.model), model / "model.safetensors", metadata={"format": "pt"})
+    (model / "config.json").write_text(json.dumps(context.built.config))
+    TokenizerFiles(context.tokenizer).save(model)
     count = (wanted.rounds + 2) * wanted.steps + 8
-    batches = [parts.feed.make(step) for step in range(1, count + 1)]  # type: ignore[operator]
+    context.source.start(1, None)
+    batches = [context.source.next(step) for step in range(1, count + 1)]
+    context.source.close()
     rows = [np.concatenate([batch.inputs, batch.targets[:, -1:]], axis=1) for batch in batches]
     np.save(place / "batches.npy", np.stack(rows).astype(np.int32))
     runs = {}
@@ -96,9 +99,9 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
         settings = {**common, "train.dtype": [extra[0]], "train.compile": [extra[1]]}
         run.config.write_text(dump(resolve(None, None, settings)))
         runs[name] = str(run.path)
-    flops = parts.built.flops_per_token(wanted.length)
+    flops = context.built.flops_per_token(wanted.length)
     return {"model": str(model), "batches": str(place / "batches.npy"), "runs": runs, "flops": flops,
-            "parameters": parts.built.parameters}  # fmt: skip
+            "parameters": context.built.parameters}  # fmt: skip
 
 
 def contestants(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, tuple[str, str, dict[str, Any]]]:
@@ -144,7 +147,8 @@ def environment(ours: bool) -> dict[str, str]:
     }
 
 
-def race(wanted: Any, case: dict[str, Any], place: Path) -> None:
+def race(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, float]:
+    """The table, and the figures of it that a document quotes."""
     chosen = contestants(wanted, case, place)
     tokens = wanted.steps * wanted.batch * wanted.length
     workers = {
@@ -192,6 +196,13 @@ def race(wanted: Any, case: dict[str, Any], place: Path) -> None:
     limit = "; ".join(told)
     sizes = f"{case['parameters']:,} parameters, {wanted.batch} x {wanted.length} tokens a step"
     measured.show(f"training, {sizes}", "tokens/s", rows, base, limit)
+    ours, figures = rows[0], {"tokens_per_s": rows[0].middle}
+    for row in rows[1:]:
+        key = {base: "trainer", f"plain loop, {wanted.dtypes[0]} compiled": "plain_loop"}.get(row.name)
+        if key:
+            low, high = measured.interval(ours, row) or (0.0, 0.0)
+            figures |= {f"ratio_{key}": ours.middle / row.middle, f"low_{key}": low, f"high_{key}": high}
+    return figures
 
 
 def farthest(mine: list[float], first: list[float]) -> str:
@@ -220,8 +231,8 @@ def main() -> None:
     torch.set_num_threads(wanted.threads)
     measured.say_machine()
     with tempfile.TemporaryDirectory(prefix="lamp-bench-") as place:
-        race(wanted, prepare_case(wanted, Path(place)), Path(place))
-    measured.keep(wanted.json)
+        figures = race(wanted, prepare_case(wanted, Path(place)), Path(place))
+    measured.keep(wanted.json, figures)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def _loss(model: torch.nn.Module, where: Machine, ids: torch.Tensor, whole: bool
     from lamplighter.train import validation
 
     with where.precision():
-        return validation.nats(model, ids, ids, None, whole, 1 / ids.numel())
+        return validation.token_loss(model, ids, ids, whole=whole, scale=1 / ids.numel())
 
 
 def _optimizer_step(optimizer: Optimizer, clip: float, where: Machine) -> Took:

@@ -43,6 +43,7 @@ from lamplighter.data.stats.overlap import (
 from lamplighter.data.stats.row_faults import Quality
 from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.readers.bad_records import BadRecords
 
 FORMAT = 1
 NEAR_DOCUMENTS = 50_000

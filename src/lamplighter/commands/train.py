@@ -1,0 +1,425 @@
+"""lamp train and lamp demo: from a config to a trained model.
+
+In:  a preset, a run.yaml, `--section.key value` pairs.
+Out: a run folder. The parent part resolves the config, takes the run and supervises; the child part calls the start-up
+     phases in order, each under its name, and then the loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamplighter import report
+from lamplighter.commands import write
+from lamplighter.commands.arguments import parse
+from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
+from lamplighter.errors import DONE, BadConfig, LampError, UsageError
+from lamplighter.rundir import (
+    CACHE_NAME,
+    RunDir,
+    cannot_write,
+    is_running,
+    move_aside,
+    open_lines,
+    read_json,
+    read_last_lines,
+    read_record,
+    take_lock,
+    write_atomic,
+)
+
+if TYPE_CHECKING:
+    from lamplighter.config import Resolved, Run
+    from lamplighter.data.batch_source import DataFacts
+    from lamplighter.data.chat.template import ChatTemplate
+    from lamplighter.data.tokenizer import Tokenizer
+    from lamplighter.model.build import Built
+    from lamplighter.train.hardware import Machine
+    from lamplighter.train.state import RunContext, TrainState
+    from lamplighter.train.validation import EntropyBound
+    from lamplighter.watch.console import Console
+
+
+def _train_flags(
+    run_yaml: Path | None = None,
+    /,
+    *,
+    preset: str | None = None,
+    run: str | None = None,
+    resume: str = "auto",
+    test: bool = False,
+    verbose: bool = False,
+    force: bool = False,
+    print_config: bool = False,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """What `lamp train` takes besides fields."""
+
+
+def train(words: list[str]) -> int:
+    """Resolve the config, take the run, start the child, stay with it."""
+    return _start_training("train", words)
+
+
+def demo(words: list[str]) -> int:
+    """The demo preset under its own name."""
+    return _start_training("demo", ["--preset", "demo", *words])
+
+
+def _start_training(verb: str, words: list[str]) -> int:
+    from lamplighter.config import dump, parse_overrides, resolve
+
+    rest, overrides = parse_overrides(words)
+    flags = parse(verb, _train_flags, rest)
+    resolved = resolve(flags["preset"], flags["run_yaml"], overrides, flags["test"])
+    if flags["print_config"]:
+        return write(1, dump(resolved))
+    return _train(verb, words, resolved, flags)
+
+
+def _run_name(flags: dict[str, Any]) -> str:
+    yaml: Path | None = flags["run_yaml"]
+    if flags["run"] == "":
+        raise UsageError("--run is empty", "a run needs a name", "--run my-run")
+    name = str(flags["run"] or (yaml.stem if yaml else None) or flags["preset"] or "train")
+    if "/" in name or name.startswith("."):
+        raise UsageError(f"{name} cannot be a run's name", "a run is one folder of --runs-dir", "--run my-run")
+    return name + ("-test" if flags["test"] else "")
+
+
+def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any]) -> int:
+    from lamplighter.config import dump
+    from lamplighter.watch.console import Console
+    from lamplighter.watch.restart_policy import RestartPolicy
+    from lamplighter.watch.supervisor import ChildSpec, Supervisor
+
+    began = time.time()
+    run = RunDir(flags["runs_dir"] / _run_name(flags))
+    resume = flags["resume"]
+    moved = None
+    if resume == "never" and not is_running(run):
+        moved = move_aside(run.path) if run.path.exists() else None
+        resume = "auto"
+    run.create()
+    try:
+        lock_fd = take_lock(run)
+        console = Console(1, log_fd=open_lines(run.console))
+    except OSError as error:
+        raise cannot_write(run.path, error) from error
+    if moved is not None:
+        console.say(f"the old run is kept as {moved}")
+    try:
+        _refuse_drift(run, resolved, console)
+        code = _finished_already(run, resolved, console) if resume == "auto" else None
+        if code is not None:
+            return code
+        write_atomic(run.config, dump(resolved))
+        console.say(
+            f"run {run.path}: everything about it is in this folder; look from elsewhere with: lamp watch {run.name}"
+        )
+        request = {"resume": resume, "preset": resolved.preset, "force": flags["force"]}
+        care = resolved.run.watch
+        order = ChildSpec(
+            "train",
+            request,
+            resume_command=same_command(verb, words),
+            budget=resolved.run.budget,
+            recovery=RestartPolicy(care.on_stuck, care.patience_s),
+            notify=care.notify,
+            grace_s=care.stop_grace_s,
+            began=began,
+            lock_fd=lock_fd,
+            verbose=flags["verbose"],
+        )
+        code = Supervisor(run, order, console).supervise()
+        if code == 0:
+            _say_next(run, flags, console, read_record(run.status).get("step", 0))
+        return code
+    except OSError as error:
+        raise cannot_write(run.path, error) from error
+    finally:
+        console.close()
+
+
+def same_command(verb: str, words: list[str]) -> str:
+    import shlex
+
+    kept = list(words[2:] if verb == "demo" and words[:2] == ["--preset", "demo"] else words)
+    while "--resume" in kept:
+        at = kept.index("--resume")
+        del kept[at : at + 2]
+    return shlex.join(["lamp", verb, *kept])
+
+
+def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int | None:
+    """A finished run says so and exits 0, unless train.steps or train.epochs was raised; after an early end, the patience."""
+    from lamplighter.config import load_dump
+
+    status = read_record(run.status)
+    if status.get("state") != "finished" or not run.config.exists():
+        return None
+    before = load_dump(run.config)
+    old, new = before.train, resolved.run.train
+    raised = (new.steps or 0) > status.get("steps", 0) or (new.epochs is not None and new.epochs > (old.epochs or 0))
+    raised = raised or (before.data.max_chunks or 0) < (resolved.run.data.max_chunks or 0)
+    early, patience = status.get("ended_early"), resolved.run.eval.patience
+    if early and (not patience or patience > early.get("since_best", 0)):
+        return None  # more patience: it goes on
+    if raised and not early:
+        return None
+    if early:
+        console.say(
+            f"{run.name} is finished, early, at step {status.get('step')} of {status.get('steps')}: {early.get('why')}"
+        )
+        console.say("A larger eval.patience (0 = without end) goes on, --resume never begins anew.")
+    else:
+        console.say(
+            f"{run.name} is finished: {status.get('step')} steps. Raise train.steps to go on, or --resume never to begin anew."
+        )
+    console.say(f"next: lamp generate {run.name}")
+    return 0
+
+
+def _refuse_drift(run: RunDir, resolved: Resolved, console: Console) -> None:
+    """A resume may change save, eval, watch and budget; train.steps with a warning; nothing else."""
+    from lamplighter.config import LENGTH, drift, load_dump
+
+    if not run.config.exists() or not any(run.checkpoints.glob("checkpoint-*")):
+        return
+    try:
+        old = load_dump(run.config)
+    except LampError as error:
+        raise BadConfig(
+            f"{run.config} is damaged",
+            error.what,
+            "put it back, or begin anew with --resume never (the old folder is kept)",
+        ) from error
+    changes = drift(old, resolved.run)
+    if changes:
+        raise BadConfig(
+            f"run {run.name} was started with other settings",
+            "; ".join(changes),
+            "give the old settings to go on, --run NAME for a new run, or --resume never to begin anew",
+        )
+    for name in LENGTH:
+        field = name.split(".")[1]
+        before, now = getattr(old.train, field), getattr(resolved.run.train, field)
+        if before != now:
+            console.say(f"WARNING  {name}: {before} -> {now}; the schedule changes from here", "bold yellow")
+
+
+def _say_next(run: RunDir, flags: dict[str, Any], console: Console, step: int) -> None:
+    where = "" if flags["runs_dir"] == Path("runs") else f" --runs-dir {flags['runs_dir']}"
+    console.say(f"made: {run.checkpoints}/checkpoint-{step} (opens with transformers as it is), {run.report}")
+    console.say(f"next: lamp generate {run.name}{where}    or: lamp checkpoints {run.name}{where}", "bold")
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def train_child(folder: RunDir, request: dict[str, Any]) -> int:
+    """From a config to a trained model."""
+    with report.phase("config"):
+        from lamplighter.config import load_dump
+
+        run = load_dump(folder.config)
+    context, state = prepare(run, folder, request)
+    from lamplighter.train.loop import training  # loaded by prepare, after the data
+
+    with training(context, state) as steps:
+        for _ in steps:
+            pass
+    final = folder.checkpoints / f"checkpoint-{state.progress.step}"
+    report.event("finished", step=state.progress.step, path=str(final), tokens=state.progress.tokens)
+    return DONE
+
+
+def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunContext, TrainState]:
+    """The start-up phases: data, tokenizer, cache, import (torch), plan, model, resume."""
+    cache = folder.path.parent / CACHE_NAME
+    source, tokenizer = open_text(run, cache)
+    text = OpenedText(source, tokenizer, choose_template(run, source, tokenizer))
+    lay_out = open_batches(run, folder.path, cache, text)
+    with report.phase("import"):  # after the data: what is wrong with it is found without paying for torch
+        from lamplighter.commands.plan import plan_run
+        from lamplighter.model.recompute import recompute_blocks
+        from lamplighter.plan.job import family_of, is_own, known_shape
+        from lamplighter.train import checkpoint, guard, hardware, loop, optimizers  # noqa: F401
+        from lamplighter.train.state import RunContext, TrainState
+    with report.phase("plan"):
+        found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
+        before = _state_of(found)
+        where = hardware.detect(run.train, dict(before.get("machine", {})), known_shape(run))
+        for reason in where.reasons:
+            report.note(reason)
+    own = None
+    if is_own(run):  # only its own code knows its size: built first, planned then
+        with report.phase("model"):
+            own = _build_model(run, tokenizer)
+    batches = lay_out(own is None or own.takes_segments)
+    data = batches.describe()
+    steps = _count_steps(run, data)
+    with report.phase("plan"):
+        expected_s = plan_run(
+            run,
+            folder,
+            where,
+            data,
+            vocab_size=tokenizer.vocab_size,
+            steps=steps,
+            built=own,
+            request=request,
+            resumes=found is not None,
+        )
+    with report.phase("model"):
+        built = own or _build_model(run, tokenizer)
+        if run.train.recompute:
+            report.note(f"activations of {recompute_blocks(built.model)} blocks are computed again (train.recompute)")
+        batches.check_ids(built.vocab_size)
+        built.model.to(where.device)
+        optimizer = optimizers.make_optimizer(built.model, run.train)
+    compiled, why = hardware.choose_compile(
+        run.train,
+        where,
+        family_of(run),
+        before=before.get("compiled"),
+        expected_s=expected_s,
+        one_shape=not data.whole_batches,
+    )
+    if compiled and request.get("eager"):
+        compiled, why = False, "compiling did not work out in an earlier attempt"
+    report.note(f"{'compiled' if compiled else 'not compiled'}: {why}")
+    schedule = optimizers.schedule(run.train, steps)
+    context = RunContext(
+        run=run,
+        folder=folder,
+        machine=where,
+        built=built,
+        optimizer=optimizer,
+        schedule=schedule,
+        source=batches,
+        tokenizer=tokenizer,
+        chat=text.chat,
+        recorded=_recorded(run, where, data, steps, text.chat),
+    )
+    state = TrainState(steps, compiled)
+    guard.explain_schedule(schedule)
+    if found is not None:
+        with report.phase("resume"):
+            _resume(context, state, found)
+    if run.data.source is None and not run.data.paths:
+        with report.phase("floor"):
+            context = replace(context, entropy_bound=_entropy_bound(context))
+    return context, state
+
+
+def _recorded(run: Run, where: Machine, data: DataFacts, steps: int, chat: ChatTemplate | None) -> dict[str, Any]:
+    """What every checkpoint says of the run: compared at resume."""
+    recorded = {"machine": where.facts(), "cache": data.name, "seed": run.train.seed, "steps": steps}
+    if data.fingerprint:
+        recorded["packing"] = data.fingerprint
+    if chat is not None:
+        recorded["chat"] = chat.fingerprint()
+    return recorded
+
+
+def _build_model(run: Run, tokenizer: Tokenizer) -> Built:
+    from lamplighter.model.build import build
+
+    return build(run.model, tokenizer.vocab_size, run.data.seq_len, tokenizer.end_of_text, run.train.seed)
+
+
+def _state_of(found: Path | None) -> dict[str, Any]:
+    """What a checkpoint says of the run that made it."""
+    state = read_json(found / "training" / "state.json") if found else None
+    return state if isinstance(state, dict) else {}
+
+
+def _count_steps(run: Run, data: DataFacts) -> int:
+    """train.steps, or the epochs in optimizer steps."""
+    if run.train.steps is not None:
+        return run.train.steps
+    if not data.samples:
+        assert run.data.max_chunks is not None
+        total = run.data.max_chunks * run.data.tokens_per_chunk
+        steps = max(1, math.ceil(total / data.positions_per_step))
+        report.note(f"{run.data.max_chunks:,} chunks of {run.data.tokens_per_chunk:,} tokens: {steps:,} steps")
+        return steps
+    assert run.train.epochs is not None
+    steps = data.steps_for(run.train.epochs)
+    report.note(
+        f"{run.train.epochs:g} epochs of {data.samples:,} {data.noun} in batches of {run.train.batch_size}: {steps:,} steps"
+    )
+    return steps
+
+
+def _resume(context: RunContext, state: TrainState, found: Path) -> None:
+    """Weights, optimizer and counters of the checkpoint; what differs from then is named."""
+    from lamplighter.model.transformer import load_weights
+    from lamplighter.train import checkpoint
+
+    progress, tensors, before = checkpoint.load_state(found)
+    now, root = context.recorded, context.folder.checkpoints
+    if before.get("cache") not in (None, now["cache"]):
+        raise BadConfig(
+            f"the data or the tokenizer changed since {found.name}",
+            f"token cache then {before['cache']}, now {now['cache']}",
+            "put the old data back, or begin anew with --resume never",
+        )
+    if before.get("packing") != now.get("packing"):
+        why = f"packing then {before.get('packing')}, now {now.get('packing')}"
+        advice = "another version of numpy? use that of then, or begin anew with --resume never"
+        raise BadConfig(f"examples are packed otherwise than in {found.name}", why, advice)
+    load_weights(context.model, found)
+    context.optimizer.load_state_tensors(tensors)
+    best = checkpoint.best_of(root)
+    if best is not None and best[0] <= progress.step:
+        progress = progress.scored(*best)
+    state.progress = progress
+    for name, value in context.machine.facts().items():
+        if before.get("machine", {}).get(name, value) != value:
+            then = before["machine"][name]
+            report.warn(f"{name} was {then}, is {value}: from step {progress.step + 1} on no longer bit-identical")
+    if before.get("compiled", state.compiled) != state.compiled:
+        then, is_now = ("compiled", "uncompiled") if before["compiled"] else ("uncompiled", "compiled")
+        report.warn(f"it was {then}, is {is_now}: from step {progress.step + 1} on no longer bit-identical")
+    if before.get("steps") not in (None, state.steps):
+        report.warn(
+            f"the run was planned for {before['steps']} steps, now {state.steps}: the schedule changes from here"
+        )
+    moved = checkpoint.go_back(root, progress)
+    if moved:
+        report.note(f"set aside (not deleted): {', '.join(moved)}")
+    report.note(f"resumed from {found.name}: step {progress.step + 1} is next")
+    records = read_last_lines(context.folder.metrics)
+    reached = max((r["step"] for r in records if "train/loss" in r and isinstance(r.get("step"), int)), default=0)
+    report.event("resumed", step=progress.step, path=str(found), redone_steps=max(0, reached - progress.step))
+
+
+def _entropy_bound(context: RunContext) -> EntropyBound | None:
+    """The embedded corpus knows its own probability: the loss that no model can beat on these very documents."""
+    from lamplighter.data import corpus
+    from lamplighter.train.validation import EntropyBound
+
+    text = context.data.held_out.text
+    assert text is not None, "the embedded corpus is text"
+    starts = [*text.document_starts().tolist(), len(text)]
+    nats = [
+        corpus.nats(context.tokenizer.decode(text.read(start, stop - 1))) for start, stop in itertools.pairwise(starts)
+    ]
+    if len(nats) < 2:
+        return None
+    mean = sum(nats) / len(nats)
+    error = math.sqrt(sum((one - mean) ** 2 for one in nats) / (len(nats) - 1) / len(nats))
+    bound = EntropyBound(mean, error, sum(nats) / (len(text) - 1), len(nats))
+    report.event("floor", nats_per_document=mean, standard_error=error, nats_per_token=bound.nats_per_token)
+    report.note(
+        f"the floor: {mean:.1f} nats per document ({bound.nats_per_token:.3f} per token) over {len(nats)} validation"
+        f" documents, from the grammar itself; no model can do better"
+    )
+    return bound
