@@ -381,9 +381,11 @@ def _finish(
     sizes = {name: _size(out / name) for name in made}
     manifest = {**_identity(items, refused, rules), "settings": asdict(rules), "shards": names, "sizes": sizes, "sha256": hashes, "totals": totals.as_json()}  # fmt: skip
     write_json(out / LOG / MANIFEST, manifest)
-    for path in (out / PARTS).iterdir():
-        if path.name != "lock":
-            path.unlink()
+    with report.phase("remove the parts", unit="files") as p:
+        for path in (out / PARTS).iterdir():
+            if path.name != "lock":
+                path.unlink()
+                p.tick(1, path.name)
 
 
 def refuse_nothing(outcome: Outcome, out: Path | None) -> None:
