@@ -326,7 +326,9 @@ ELSEWHERE = {
     "tokenizer_dir": "tokenizer.path", "vocab": "tokenizer.vocab_size", "max_cost": "budget.usd", "budget": "budget.usd",
     "hourly_rate": "budget.usd_per_hour", "max_hours": "budget.hours", "val_split": "data.val_fraction",
     "min_lr": "train.min_lr_ratio", "wd": "train.weight_decay", "num_workers": "data.workers", "streaming": "data.stream",
-    "chat_template": "data.template",
+    "chat_template": "data.template", "sequence_len": "data.seq_len", "base_model": "model.init_from",
+    "sample_packing": "data.packing", "train_on_inputs": "data.loss_on", "val_set_size": "data.val_fraction",
+    "gradient_checkpointing": "train.recompute", "activation_checkpointing": "train.recompute",
 }  # fmt: skip
 
 

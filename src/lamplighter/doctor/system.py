@@ -443,7 +443,7 @@ def _tracing_rule() -> str:
             "3": "for nobody (ptrace_scope 3)"}.get(scope, "the container forbids it")  # fmt: skip
 
 
-OURS = ("lamplighter.work", "lamplighter.doctor")  # children: they never live without a parent
+OURS = ("lamplighter.commands.child", "lamplighter.procs.child")  # children: they never live without a parent
 SHARED_MEMORY = Path("/dev/shm")
 OLD_S = 3600.0
 

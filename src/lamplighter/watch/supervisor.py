@@ -238,7 +238,7 @@ class Supervisor:
         output = open_lines(self.run.output)
         request = json.dumps({**self.order.request, "folder": str(self.run.path), "result_fd": self.order.result_fd})
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "lamplighter.work", self.order.verb, request],
+            [sys.executable, "-m", "lamplighter.commands.child", self.order.verb, request],
             stdin=self.order.child_stdin,
             stdout=output,
             stderr=output,

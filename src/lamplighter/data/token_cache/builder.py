@@ -394,7 +394,7 @@ class _Verdicts:
 
 
 def _count_lines(span: Span) -> int:
-    with report.phase("count lines", total=span.size, unit="B") as p, Opened(Path(span.path), span.size) as file:
+    with report.phase("count lines", total=span.size, unit="B") as p, Opened(span.file) as file:
         p.tick(0, span.path)
         return file.line_at(span.size)
 
