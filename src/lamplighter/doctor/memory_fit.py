@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import psutil
 import torch
 
 from lamplighter.data.batches import NO_TARGET, Batch
 from lamplighter.doctor.model_fixture import ModelFixture, fixtures, quick_rows, seconds_of
 from lamplighter.doctor.probe import Finding, ProbeContext
+from lamplighter.gpus import Device
 from lamplighter.model.transformer import Transformer
 from lamplighter.plan.job import job_of
 from lamplighter.plan.memory import GIB
 from lamplighter.plan.memory import memory as memory_of
+from lamplighter.procs import procfs
 from lamplighter.rundir import human_bytes
 from lamplighter.train import bf16, optimizers
-from lamplighter.train.gpus import Device
 
 MEMORY_S = 20.0  # so long the longest micro-batch may take for real
 MARGIN = 0.92  # of the available memory
@@ -99,7 +99,7 @@ def memory(context: ProbeContext) -> Iterator[Finding]:
 def _available(fixture: ModelFixture) -> int:
     if fixture.machine.device.type == "cuda":
         return int(torch.cuda.mem_get_info(fixture.machine.device)[0])
-    return int(psutil.virtual_memory().available) + psutil.Process().memory_info().rss
+    return procfs.memory_available() + procfs.own_memory()[0]
 
 
 def _longest(fixture: ModelFixture, context: ProbeContext) -> Finding:
@@ -177,12 +177,11 @@ class _Highest:
         return self
 
     def _look_on(self) -> None:
-        process = psutil.Process()
         while not self._over.wait(0.002):
-            self.highest = max(self.highest, process.memory_info().rss)
+            self.highest = max(self.highest, procfs.own_memory()[0])
 
     def __exit__(self, *_: object) -> None:
-        self.highest = max(self.highest, psutil.Process().memory_info().rss)
+        self.highest = max(self.highest, procfs.own_memory()[0])
         self._over.set()
         self._thread.join()
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
-import psutil
 import torch
 
 from lamplighter.config import Model, Run
@@ -24,6 +23,7 @@ from lamplighter.errors import LampError
 from lamplighter.model.build import Built, build
 from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.plan.job import known_shape
+from lamplighter.procs import procfs
 from lamplighter.rundir import human_bytes
 from lamplighter.train import hardware as machines
 from lamplighter.train import validation
@@ -119,7 +119,7 @@ def prepare(context: ProbeContext, quick_dtype: bool = True) -> ModelFixture:
 
 def available_bytes() -> int:
     """Of memory, for a model that is still to be built."""
-    return int(psutil.virtual_memory().available)
+    return procfs.memory_available()
 
 
 def _layers_that_fit(run: Run, vocab: int) -> tuple[Model, list[Finding]]:

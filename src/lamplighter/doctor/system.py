@@ -27,9 +27,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from lamplighter.doctor.probe import Finding, Level, ProbeContext
-from lamplighter.procs import cgroup
+from lamplighter.procs import cgroup, procfs, stacks
 from lamplighter.procs.pool import usable_cores
-from lamplighter.procs.procfs import pid_start
 from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes, is_alive, is_running, read_record
 
 # Packages of this field; what they require of each other is checked. Those of BOUND stop working where it is not kept:
@@ -280,8 +279,7 @@ SWAPPED = 0.2  # of the memory
 
 def memory_left() -> tuple[int, int | None]:
     """Bytes that can still be had, and the limit of our control group where there is one."""
-    of_machine, limits = psutil.virtual_memory().available, cgroup.memory_limits()
-    return min([of_machine, *(one.left for one in limits)]), min((one.bytes for one in limits), default=None)
+    return procfs.memory_left(), min((one.bytes for one in cgroup.memory_limits()), default=None)
 
 
 # ---------------------------------------------------------------- processors
@@ -409,7 +407,7 @@ def tracing(context: ProbeContext) -> Iterator[Finding]:
         [sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     context.now("reading a stack with py-spy")
-    command = [_py_spy(), "dump", "--nonblocking", "--pid", str(sleeper.pid)]
+    command = [stacks.py_spy() or "py-spy", "dump", "--nonblocking", "--pid", str(sleeper.pid)]
     try:
         for _ in range(3):  # it may not have come to its first line yet
             done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -429,15 +427,9 @@ def tracing(context: ProbeContext) -> Iterator[Finding]:
                   "no_ptrace")  # fmt: skip
 
 
-def _py_spy() -> str:
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.exists() else "py-spy"
-
-
 def _tracing_rule() -> str:
-    try:
-        scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
-    except OSError:
+    scope = procfs.trace_scope()
+    if not scope:
         return "the container or the kernel forbids it"
     return {"1": "only of one's own children (ptrace_scope 1)", "2": "for administrators only (ptrace_scope 2)",
             "3": "for nobody (ptrace_scope 3)"}.get(scope, "the container forbids it")  # fmt: skip
@@ -508,7 +500,7 @@ def _orphans() -> Iterator[Finding]:
         if one.pid in mine or not any(name in words for name in OURS) or "-m" not in words:
             continue
         parent = environment.get("LAMP_PARENT_PID", "")
-        if parent.isdecimal() and not pid_start(int(parent)):
+        if parent.isdecimal() and not procfs.pid_start(int(parent)):
             age = time.time() - one.info["create_time"]
             yield Finding("warn", f"process {one.pid} lives on without its parent ({parent}), for {age / 60:.0f} min", " ".join(words)[:160],
                           f"lamp why {one.pid}; if it is not wanted: kill {one.pid}", "orphans", {"pid": one.pid})  # fmt: skip
