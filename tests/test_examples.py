@@ -14,6 +14,7 @@ import pytest
 from conftest import shared, wait_for
 from lamplighter import report
 from lamplighter.config import Data
+from lamplighter.data.batches import BatchLayout
 from lamplighter.data.chat import example_cache, rows
 from lamplighter.data.chat.example_cache import LEARNED, ensure, open_examples
 from lamplighter.data.chat.layout import arrange
@@ -413,9 +414,9 @@ def test_short_instructions_are_packed_with_next_to_no_padding(tmp_path: Path) -
     source = source_of(shared("finetune", "instruction-data-short.json"))
     found = open_examples(ensure(tmp_path, source, template, 0.02))
     for seq_len in (256, 1024):
-        feed = arrange(found, Data(seq_len=seq_len), 1, 8, 0, takes_segments=True)
-        assert feed.padding <= 0.05
-        batches = [feed.make(step) for step in range(1, feed.steps_for(1) + 1)]
+        feed = arrange(found, Data(seq_len=seq_len), BatchLayout(1, 8, seq_len, 0), takes_segments=True)
+        assert feed.facts.padding <= 0.05
+        batches = [feed.make(step) for step in range(1, feed.facts.steps_for(1) + 1)]
         filled, positions = (sum(batch.filled for batch in batches), sum(batch.targets.size for batch in batches))
         assert 1 - filled / positions <= 0.05
 

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "lamplighter"
-LAYER0 = {"config", "report", "rundir", "errors", "gpus", "schedule"}
+LAYER0 = {"config", "report", "rundir", "errors", "slot", "gpus", "schedule"}
 ALLOWED = {
     "config": {"errors"},
-    "report": {"errors", "rundir", "procs"},
+    "report": {"errors", "rundir", "procs", "slot"},
     "rundir": {"errors", "procs"},
     "errors": set(),
+    "slot": set(),
     "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share
     "schedule": {"config"},
     "procs": {"errors"},
@@ -177,7 +178,7 @@ def test_a_cycle_through_a_parent_package_is_caught(tmp_path: Path) -> None:
     assert not _house(tmp_path / "sound", {"a/x.py": "", "b/y.py": "from lamplighter.a import x\n"}).cycle()
 
 
-AGENT = sorted((SRC / "watch" / "agent").rglob("*.py"))
+AGENT = sorted([SRC / "slot.py", *(SRC / "watch" / "agent").rglob("*.py")])
 
 
 def test_the_agent_lives_on_the_standard_library_alone() -> None:
@@ -193,8 +194,9 @@ def test_the_agent_lives_on_the_standard_library_alone() -> None:
 
 
 def test_the_agent_loads_nothing_that_costs_a_start() -> None:
-    path = next(path for path in AGENT if path.stem == "bootstrap")
-    code = f"import sys; __file__ = {str(path)!r}; exec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec')); print(*sys.modules)"
+    door = next(path for path in AGENT if path.stem == "sitecustomize")
+    load = f"d = {{'__file__': {str(door)!r}}}; exec(open({str(door)!r}).read(), d); d['_load']('slot'); d['_load']('bootstrap')"
+    code = f"import sys; {load}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
     assert "mmap" in loaded.split()
     heavy = {"signal", "struct", "threading", "json", "ctypes", "logging", "typing", "enum", "re"}

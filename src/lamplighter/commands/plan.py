@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from lamplighter.config import Run
-    from lamplighter.data.batch_source import Feed
+    from lamplighter.data.batch_source import DataFacts
     from lamplighter.gpus import Device
     from lamplighter.model.build import Built
     from lamplighter.plan.estimate import Plan
@@ -150,7 +150,7 @@ def plan_run(
     run: Run,
     folder: RunDir,
     where: Machine,
-    feed: Feed,
+    data: DataFacts,
     *,
     vocab_size: int,
     steps: int,
@@ -166,7 +166,7 @@ def plan_run(
     from lamplighter.plan.estimate import completed, make, sure_reasons
     from lamplighter.train import guard
 
-    job = _job(run, where, feed, vocab_size=vocab_size, steps=steps, built=built)
+    job = _job(run, where, data, vocab_size=vocab_size, steps=steps, built=built)
     made = make(job, _device(where), free_bytes(folder.path))
     sure = [reason for reason in sure_reasons(made) if not (resumes and reason.startswith(("time", "money")))]
     refused = completed(replace(made, reasons=tuple(sure)))
@@ -184,20 +184,20 @@ def plan_run(
         )
     for reason in dict.fromkeys([*sure, *(r for r in made.reasons if r.startswith(("memory", "money", "time")))]):
         report.warn(f"the plan says no: {reason}" + (" (going on: --force)" if sure else ""))
-    _warn(run, made, feed)
+    _warn(run, made, data)
     guard.refuse_long_runs(run, request.get("preset"), made.hours * 3600, steps, force)
     _check_disk(run, folder, made)
     return made.hours * 3600
 
 
-def _job(run: Run, where: Machine, feed: Feed, *, vocab_size: int, steps: int, built: Built | None) -> Job:
+def _job(run: Run, where: Machine, data: DataFacts, *, vocab_size: int, steps: int, built: Built | None) -> Job:
     from lamplighter.plan.job import Text, job_of, shape_of
 
-    tokens = round(feed.samples * feed.positions_per_step / run.train.batch_size * (1 - feed.padding))
+    tokens = round(data.samples * data.positions_per_step / run.train.batch_size * (1 - data.padding))
     text = None
-    if feed.samples:
-        text = Text(tokens, "counted", True, feed.held.targets, feed.padding, feed.samples, feed.noun)
-    rows = feed.positions_per_step / run.train.batch_size
+    if data.samples:
+        text = Text(tokens, "counted", True, data.held_out.targets, data.padding, data.samples, data.noun)
+    rows = data.positions_per_step / run.train.batch_size
     return job_of(
         run,
         shape_of(run, vocab_size),
@@ -206,7 +206,7 @@ def _job(run: Run, where: Machine, feed: Feed, *, vocab_size: int, steps: int, b
         text,
         own_params=built.parameters if built is not None else None,
         tokenizer_vocab=vocab_size,
-        segments=bool(feed.fingerprint) and not feed.whole_batches and run.data.packing != "windows",
+        segments=bool(data.fingerprint) and not data.whole_batches and run.data.packing != "windows",
         row_tokens=None if round(rows) == run.data.seq_len else rows,
     )
 
@@ -237,13 +237,13 @@ def _keep(folder: RunDir, made: Plan) -> None:
         raise cannot_write(folder.path / "plan.txt", error) from error
 
 
-def _warn(run: Run, made: Plan, feed: Feed) -> None:
+def _warn(run: Run, made: Plan, data: DataFacts) -> None:
     """What is odd enough to be said before the first step; the rest is on the page."""
     from lamplighter.plan import estimate
 
-    if feed.padding > estimate.MUCH_PADDING and feed.noun == "windows" and not feed.fingerprint:
+    if data.padding > estimate.MUCH_PADDING and data.noun == "windows" and not data.fingerprint:
         report.warn(
-            f"{feed.padding:.0%} of each pass is padding: data.seq_len {run.data.seq_len} is longer than the data"
+            f"{data.padding:.0%} of each pass is padding: data.seq_len {run.data.seq_len} is longer than the data"
         )
     for found in estimate.check(made):
         if found.warns and found.name in ("epochs", "saves") and made.hours > LONG_H:
@@ -380,7 +380,7 @@ def _loss(model: torch.nn.Module, where: Machine, ids: torch.Tensor, whole: bool
     from lamplighter.train import validation
 
     with where.precision():
-        return validation.nats(model, ids, ids, None, whole, 1 / ids.numel())
+        return validation.token_loss(model, ids, ids, whole=whole, scale=1 / ids.numel())
 
 
 def _optimizer_step(optimizer: Optimizer, clip: float, where: Machine) -> Took:

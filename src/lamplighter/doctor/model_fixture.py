@@ -16,7 +16,7 @@ import torch
 
 from lamplighter.config import Model, Run
 from lamplighter.data.batches import NO_TARGET, Batch
-from lamplighter.data.setup import choose_template, obtain_tokens, open_feed, open_rows, open_text
+from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
 from lamplighter.doctor.probe import Finding, ProbeContext, as_finding, failed
 from lamplighter.doctor.sample_data import NoSample, take
 from lamplighter.errors import LampError
@@ -66,15 +66,13 @@ class ModelFixture:
         segments = None if batch.segments is None else batch.segments[:rows, :end].copy()
         inputs = batch.inputs[:rows, :end].copy()
         real = int((targets != NO_TARGET).sum())
-        return Batch(1, inputs, targets, segments, batch.samples[:rows], 0.0, real)
+        return Batch(1, inputs, targets, segments, batch.samples[:rows], epoch=0.0, real_tokens=real)
 
     def loss(self, batch: Batch, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The mean loss of a batch, as in training."""
-        device = self.machine.device
-        ids, targets = (torch.from_numpy(part).to(device) for part in (batch.inputs, batch.targets))
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=(dtype or self.machine.dtype) == torch.bfloat16):
-            whole = self.run.train.loss == "whole"
-            return validation.nats(self.model, ids, targets, batch.segments, whole, 1 / batch.real_tokens)
+        machine = replace(self.machine, dtype=dtype or self.machine.dtype)
+        whole, scale = self.run.train.loss == "whole", 1 / batch.real_tokens
+        return validation.batch_loss(self.model, batch, machine, whole=whole, scale=scale)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """In fp32, for comparing."""
@@ -111,10 +109,12 @@ def prepare(context: ProbeContext, quick_dtype: bool = True) -> ModelFixture:
     built.model.train()
     if made is None:
         return ModelFixture(run, where, built, _made_up(run, built.vocab_size), "random ids", remarks)
-    tokenizer, tokens, sample, _ = made
-    feed = open_feed(sample.run, tokens, tokenizer, built.takes_segments)
-    assert callable(feed.make)
-    return ModelFixture(run, where, built, feed.make(1), f"a batch out of {sample.words}", remarks)
+    _, lay_out, sample, _ = made
+    source = lay_out(built.takes_segments)
+    source.start(1, None)
+    batch = source.next(1)
+    source.close()
+    return ModelFixture(run, where, built, batch, f"a batch out of {sample.words}", remarks)
 
 
 def available_bytes() -> int:
@@ -144,18 +144,15 @@ def _layers_that_fit(run: Run, vocab: int) -> tuple[Model, list[Finding]]:
 
 
 def _data(context: ProbeContext) -> tuple[Any, Any, Any, int]:
-    """Tokenizer, tokens and sample; and the vocabulary that the model will have."""
+    """The tokenizer, what lays the data out in batches, the sample; and the vocabulary that the model will have."""
     sample = take(context)
     source, tokenizer = open_text(sample.run, sample.cache)
     template = choose_template(sample.run, source, tokenizer)
     few = sample.run.model_copy(update={"data": sample.run.data.model_copy(update={"workers": 1, "cache": "auto"})})
-    if template is None:
-        tokens: Any = obtain_tokens(few, sample.cache, source, tokenizer)[0]
-    else:
-        tokens = open_rows(few, sample.cache, source, template)
+    lay_out = open_batches(few, sample.cache, sample.cache, OpenedText(source, tokenizer, template))
     section = context.run.tokenizer
     is_trained = section.path is None and context.run.model.init_from is None and section.kind == "bpe"
-    return tokenizer, tokens, sample, max(tokenizer.vocab_size, section.vocab_size if is_trained else 0)
+    return tokenizer, lay_out, sample, max(tokenizer.vocab_size, section.vocab_size if is_trained else 0)
 
 
 def _random_ids(run: Run, why: str) -> Finding:

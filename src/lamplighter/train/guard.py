@@ -1,4 +1,4 @@
-"""Verdicts on numbers that cannot wait: non-finite, warm-up, long runs, budget. Pure functions; trends are in flags/.
+"""Verdicts on numbers that cannot wait: non-finite, warm-up, long runs, budget. Pure functions; trends are in anomalies/.
 
 In:  losses, gradient norms, the schedule, the money.
 Out: verdicts in the form of every other verdict (state, cause, why, next, action); the loop acts on them.
@@ -16,7 +16,7 @@ from lamplighter.schedule import Schedule
 
 LONG_RUN_S = 2 * 3600
 WARMUP_SHARE = 0.30
-SKIPS, SKIP_WINDOW = 3, 100  # so many bad batches within so many steps are weather
+SKIPS, SKIP_WINDOW = 3, 100  # so many bad batches within so many steps are skipped before it is rolled back
 
 
 def check_finite(step: int, loss: float, grad_norm: float, samples: list[int], module: str = "") -> Verdict | None:

@@ -91,7 +91,7 @@ def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | 
 
 
 def choose_compile(
-    section: Train, before: bool | None, expected_s: float, where: Machine, family: str, one_shape: bool
+    section: Train, where: Machine, family: str, *, before: bool | None, expected_s: float, one_shape: bool
 ) -> tuple[bool, str]:
     """Whether to compile the blocks, and why; a resumed run keeps what it had."""
     if section.compile != "auto":

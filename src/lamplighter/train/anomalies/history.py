@@ -2,7 +2,7 @@
 
 In:  the record of each step, by the field's names (from the loop, or read back after a restart).
 Out: medians and spreads of blocks; a few numbers that change with every step. No clock and no random number is used:
-     the same records make the same memory.
+     the same records make the same history.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def spread_of(values: Sequence[float], middle: float) -> float:
 
 
 @dataclass
-class Memory:
+class History:
     """All that is remembered of a run; `add` is called once per step, `validated` and `sampled` now and then."""
 
     facts: Facts
