@@ -13,7 +13,8 @@ import torch
 from lamplighter.config import resolve
 from lamplighter.model.recompute import recompute_blocks
 from lamplighter.model.shape import Shape, matmul_parameters_per_layer
-from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights
 from lamplighter.plan.job import Job
 from lamplighter.plan.memory import layer_bytes, memory
 from lamplighter.train.bf16 import make_it_work

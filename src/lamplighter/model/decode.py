@@ -16,22 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lamplighter.model.transformer import (
-    GPT2Layer,
-    KVCache,
-    LlamaLayer,
-    RMSNorm,
-    Transformer,
-    are_ours,
-    is_bare,
-    turn_of,
-)
-
-LARGE = 1 << 18  # numbers of a weight, from which on it is read in pieces
-PIECES = 8  # of a weight [O, I]
-PARTS = 4  # of a weight [I, O], whose products are added up
-FEW_ROWS = 16  # in which that pays
-TURNED = 4  # rows, for which even a flat weight is better taken first
+from lamplighter.model.cpu import decode_linear, decode_linear_t, is_bare, untouched
+from lamplighter.model.transformer import GPT2Layer, KVCache, LlamaLayer, RMSNorm, Transformer, rotary_cos_sin
 
 
 class GPT2Weights(NamedTuple):
@@ -60,7 +46,7 @@ class LlamaWeights(NamedTuple):
 
 
 def can_decode(model: nn.Module) -> bool:
-    """Whether every part is one of `transformer`'s own, as it is: what somebody put, hung or wrapped there is asked."""
+    """Whether every module is transformer.py's own, and nobody hooked, wrapped or replaced any of them."""
     if type(model) is not Transformer:
         return False
     gpt2 = model.shape.family == "gpt2"
@@ -68,7 +54,7 @@ def can_decode(model: nn.Module) -> bool:
     body: nn.Module = model.transformer if gpt2 else model.model
     ends = [part for part in body.children() if part is not layers]
     plain = all(type(part) in (nn.Embedding, nn.LayerNorm, RMSNorm) and is_bare(part) for part in ends)
-    return plain and is_bare(body) and all(are_ours(layer) for layer in layers)
+    return plain and is_bare(body) and all(untouched(layer) for layer in layers)
 
 
 class Decoder:
@@ -78,7 +64,7 @@ class Decoder:
         self.shape, self.cache, self.head_VC = model.shape, cache, model.head_weight().detach()
         if model.shape.family == "gpt2":
             body = model.transformer
-            self.embedding, self.places = body.wte.weight.detach(), body.wpe.weight.detach()
+            self.embedding, self.positions = body.wte.weight.detach(), body.wpe.weight.detach()
             self.last_norm = norm_of(body.ln_f)
             self.gpt2 = [gpt2_weights(layer) for layer in body.h]
         else:
@@ -86,7 +72,7 @@ class Decoder:
             self.end_norm = model.model.norm.weight.detach()
             self.llama = [llama_weights(layer) for layer in model.model.layers]
             every_S = torch.arange(cache.length, device=self.embedding.device)
-            cos, sin = turn_of(every_S, model.shape.head_width, model.shape.rope_theta)
+            cos, sin = rotary_cos_sin(every_S, model.shape.head_width, model.shape.rope_theta)
             half = model.shape.head_width // 2
             self.cos_SD, self.sin_SD = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
 
@@ -97,20 +83,20 @@ class Decoder:
             raise ValueError(f"one more token does not fit the cache's {self.cache.length}")
         x_BC = self.gpt2_step(ids_B) if self.shape.family == "gpt2" else self.llama_step(ids_B)
         self.cache.position += 1
-        return product(x_BC, self.head_VC)
+        return decode_linear(x_BC, self.head_VC)
 
     def gpt2_step(self, ids_B: Tensor) -> Tensor:
         shape, size = self.shape, (self.shape.width,)
         B, heads = len(ids_B), (len(ids_B), 3, shape.kv_heads, shape.head_width)
-        x_BC = self.embedding[ids_B] + self.places[self.cache.position]
+        x_BC = self.embedding[ids_B] + self.positions[self.cache.position]
         for layer, part in enumerate(self.gpt2):
             normed_BC = functional.layer_norm(x_BC, size, *part.norm_1, shape.norm_eps)
-            qkv_B3HD = product_and_bias(normed_BC, *part.c_attn).view(heads)
-            mixed_BC = self.look(layer, qkv_B3HD[:, 0], qkv_B3HD[:, 1:]).view(B, -1)
-            x_BC = x_BC + product_and_bias(mixed_BC, *part.c_proj)
+            qkv_B3HD = decode_linear_t(normed_BC, *part.c_attn).view(heads)
+            mixed_BC = self.attend(layer, qkv_B3HD[:, 0], qkv_B3HD[:, 1:]).view(B, -1)
+            x_BC = x_BC + decode_linear_t(mixed_BC, *part.c_proj)
             normed_BC = functional.layer_norm(x_BC, size, *part.norm_2, shape.norm_eps)
-            inner_BM = functional.gelu(product_and_bias(normed_BC, *part.c_fc), approximate="tanh")
-            x_BC = x_BC + product_and_bias(inner_BM, *part.c_out)
+            inner_BM = functional.gelu(decode_linear_t(normed_BC, *part.c_fc), approximate="tanh")
+            x_BC = x_BC + decode_linear_t(inner_BM, *part.c_out)
         return functional.layer_norm(x_BC, size, *self.last_norm, shape.norm_eps)
 
     def llama_step(self, ids_B: Tensor) -> Tensor:
@@ -120,58 +106,26 @@ class Decoder:
         x_BC = self.embedding[ids_B]
         for layer, part in enumerate(self.llama):
             normed_BC = rms_norm(x_BC, part.norm_1, shape.norm_eps)
-            q_BHD, k_BKD = product(normed_BC, part.q).view(heads), product(normed_BC, part.k).view(kv_heads)
-            qk = torch.cat((q_BHD, k_BKD), dim=1)  # turned together
+            q_BHD, k_BKD = decode_linear(normed_BC, part.q).view(heads), decode_linear(normed_BC, part.k).view(kv_heads)
+            qk = torch.cat((q_BHD, k_BKD), dim=1)  # rotated together
             first, second = qk.chunk(2, dim=-1)
             qk = (qk * cos_D + torch.cat((second, first), dim=-1) * sin_D).type_as(x_BC)
-            v_BKD = product(normed_BC, part.v).view(kv_heads)
+            v_BKD = decode_linear(normed_BC, part.v).view(kv_heads)
             kv_B2KD = torch.stack((qk[:, shape.heads :], v_BKD), dim=1)
-            mixed_BC = self.look(layer, qk[:, : shape.heads], kv_B2KD).reshape(B, -1)
-            x_BC = x_BC + product(mixed_BC, part.o)
+            mixed_BC = self.attend(layer, qk[:, : shape.heads], kv_B2KD).reshape(B, -1)
+            x_BC = x_BC + decode_linear(mixed_BC, part.o)
             normed_BC = rms_norm(x_BC, part.norm_2, shape.norm_eps)
-            inner_BM = functional.silu(product(normed_BC, part.gate)) * product(normed_BC, part.up)
-            x_BC = x_BC + product(inner_BM, part.down)
+            inner_BM = functional.silu(decode_linear(normed_BC, part.gate)) * decode_linear(normed_BC, part.up)
+            x_BC = x_BC + decode_linear(inner_BM, part.down)
         return rms_norm(x_BC, self.end_norm, shape.norm_eps)
 
-    def look(self, layer: int, q_BHD: Tensor, kv_B2KD: Tensor) -> Tensor:
-        """Store the new key and value, and look at all so far: heads that share a key ask it side by side, as rows."""
-        cache_B2KSD, place = self.cache.stored[layer], self.cache.position
-        cache_B2KSD.select(3, place).copy_(kv_B2KD)
-        k_BKSD, v_BKSD = cache_B2KSD.narrow(3, 0, place + 1).unbind(1)
+    def attend(self, layer: int, q_BHD: Tensor, kv_B2KD: Tensor) -> Tensor:
+        """Store the new key and value, and attend to all so far; heads that share a key are rows of one query matrix."""
+        cache_B2KSD, position = self.cache.stored[layer], self.cache.position
+        cache_B2KSD.select(3, position).copy_(kv_B2KD)
+        k_BKSD, v_BKSD = cache_B2KSD.narrow(3, 0, position + 1).unbind(1)
         q_BKGD = q_BHD.view(len(q_BHD), self.shape.kv_heads, -1, self.shape.head_width)
         return functional.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD)
-
-
-def product(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x times the weight. For a few rows and a tall weight the libraries are twice as fast the other way round; for one row
-    and a weight beyond the nearest caches if it is given to them in pieces.
-    """
-    if len(x_BI) > 1 and (weight_OI.shape[0] >= weight_OI.shape[1] or len(x_BI) <= TURNED):
-        return (weight_OI @ x_BI.t()).t()
-    return one_row(x_BI, weight_OI) if len(x_BI) == 1 and in_pieces(weight_OI) else functional.linear(x_BI, weight_OI)
-
-
-def product_and_bias(x_BI: Tensor, bias_O: Tensor, weight_IO: Tensor) -> Tensor:
-    """The same for a weight that is stored the other way round: a few rows are multiplied with it part by part."""
-    if len(x_BI) > FEW_ROWS or len(weight_IO) % PARTS or not in_pieces(weight_IO):
-        return torch.addmm(bias_O, x_BI, weight_IO)
-    parts = x_BI.view(len(x_BI), PARTS, -1).transpose(0, 1)
-    return torch.bmm(parts, weight_IO.view(PARTS, -1, weight_IO.shape[1])).sum(0).add_(bias_O)
-
-
-def in_pieces(weight: Tensor) -> bool:
-    """Measured in float32, on a CPU."""
-    return weight.numel() >= LARGE and weight.dtype == torch.float32 and weight.device.type == "cpu"
-
-
-def one_row(x_1I: Tensor, weight_OI: Tensor) -> Tensor:
-    """The weight as some pieces of equal height, each times the same row; what is left over is small."""
-    whole = len(weight_OI) // PIECES * PIECES
-    pieces = weight_OI[:whole].view(PIECES, whole // PIECES, -1)
-    made_1O = torch.bmm(pieces, x_1I.t().expand(PIECES, -1, 1)).view(1, whole)
-    if whole == len(weight_OI):
-        return made_1O
-    return torch.cat((made_1O, functional.linear(x_1I, weight_OI[whole:])), dim=-1)
 
 
 def rms_norm(x_BC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
@@ -191,6 +145,6 @@ def gpt2_weights(layer: nn.Module) -> GPT2Weights:
 
 def llama_weights(layer: nn.Module) -> LlamaWeights:
     assert isinstance(layer, LlamaLayer)
-    look, mlp = layer.self_attn, layer.mlp
-    parts = (layer.input_layernorm, look.q_proj, look.k_proj, look.v_proj, look.o_proj, layer.post_attention_layernorm)
+    attn, mlp = layer.self_attn, layer.mlp
+    parts = (layer.input_layernorm, attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, layer.post_attention_layernorm)
     return LlamaWeights(*(part.weight.detach() for part in (*parts, mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
