@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lamplighter.model import cpu, decode
-from lamplighter.model.decode import Decoder, can_decode
-from lamplighter.model.generate import stream
+from lamplighter.model import cpu
+from lamplighter.model.generate import Decoder, can_decode, stream
 from lamplighter.model.shape import Shape, shape_from_hf
 from lamplighter.model.transformer import KVCache, Transformer
 from lamplighter.model.weights import init_weights, load_weights
@@ -318,13 +317,13 @@ def test_a_wrapped_part_or_a_hook_is_not_decoded_past(family: str) -> None:
     model = Transformer(Shape(family, 60, 16, 2, 32, 4))  # type: ignore[arg-type]
     init_weights(model, 1)
     mlp = model.transformer.h[0].mlp if family == "gpt2" else model.model.layers[0].mlp
-    assert decode.can_decode(model)
+    assert can_decode(model)
     handle = mlp.register_forward_hook(lambda *_: None)
-    assert not decode.can_decode(model)
+    assert not can_decode(model)
     handle.remove()
     name = "c_proj" if family == "gpt2" else "down_proj"
     inner = getattr(mlp, name)
     setattr(mlp, name, torch.nn.Sequential(inner))
-    assert not decode.can_decode(model)
+    assert not can_decode(model)
     setattr(mlp, name, inner)
-    assert decode.can_decode(model)
+    assert can_decode(model)
