@@ -83,6 +83,15 @@ def test_every_exit_code_is_explained() -> None:
     assert codes == {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
 
 
+def test_every_file_that_the_documents_name_exists() -> None:
+    pages = [page for page in DOCS if page.name != "MAP.md" and page.parent.name != "decisions"]  # those are history
+    for path in (ROOT / "CONTRIBUTING.md", *pages):
+        for name in re.findall(r"`((?:src|tests|benchmarks|docs)/[\w./]+)`", path.read_text()):
+            assert (ROOT / name).exists(), f"{path}: {name}"
+        for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", path.read_text()):
+            assert (ROOT / name).exists() or (ROOT / "src/lamplighter" / name).exists(), f"{path}: {name}"
+
+
 def test_the_table_of_presets_is_true() -> None:
     for name in preset_names():
         run = resolve(name).run

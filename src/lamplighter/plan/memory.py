@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lamplighter.config import GRADIENT_BYTES, WEIGHT_BYTES
+from lamplighter.gpus import Device
 from lamplighter.model.shape import Shape, block_rows, keeps_shares, matmul_parameters_per_layer
 from lamplighter.plan.job import Job
-from lamplighter.train.gpus import Device
 
 GIB = 1 << 30
 GPU_OWN_GIB = 0.8  # context, kernels and the allocator's spare

@@ -12,7 +12,7 @@ from lamplighter import report
 from lamplighter.config import Budget, Run
 from lamplighter.errors import BadConfig
 from lamplighter.report import Verdict
-from lamplighter.train.schedule import Schedule
+from lamplighter.schedule import Schedule
 
 LONG_RUN_S = 2 * 3600
 WARMUP_SHARE = 0.30

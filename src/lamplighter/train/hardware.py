@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from lamplighter import gpus
 from lamplighter.config import Train
 from lamplighter.errors import BadConfig
 from lamplighter.model.shape import Shape
 from lamplighter.procs import procfs
 from lamplighter.procs.pool import usable_cores
-from lamplighter.train import bf16, gpus
+from lamplighter.train import bf16
 
 FAMILIES = ("gpt2", "llama")
 COMPILE_COSTS_S = 60.0  # half a minute, and it should be worth the trouble

@@ -1,11 +1,12 @@
-"""Data probes: every file opens and reads from its first document to its last; the tokenizer fits the text and the model.
+"""Data probes: every file opens and reads to its end; the tokenizer fits text and model; the token caches are whole.
 
-In:  a Patient.
-Out: Findings: files that do not open, are cut short, dirty, empty or of other columns; read speed; tokenizer faults.
+In:  a ProbeContext; the real cache folder, which is only read.
+Out: Findings: files cut short, dirty, empty or of other columns; tokenizer faults; damaged or stale caches, locks of the dead.
 """
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,16 +14,20 @@ from pathlib import Path
 
 from lamplighter.data import tokenizer as tokenizers
 from lamplighter.data import tokenizer_training
-from lamplighter.data.chat import rows
+from lamplighter.data.chat import example_cache, rows
 from lamplighter.data.chat.row_source import RowSource
 from lamplighter.data.setup import open_source, open_text
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import FileSource
-from lamplighter.doctor.probe import Finding, Patient, Stage
-from lamplighter.doctor.sample_data import NoSample, as_finding, blocked, failed, own_cache, read_some, take
+from lamplighter.data.split import Settings
+from lamplighter.data.token_cache import reader
+from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding, failed
+from lamplighter.doctor.sample_data import NoSample, blocked, kept_tokenizer, own_cache, read_some, take
 from lamplighter.errors import BadData, LampError
+from lamplighter.procs.lock import is_held
 from lamplighter.readers.local import LocalFile, is_packed, kind_of
-from lamplighter.rundir import human_bytes, read_record, write_json
+from lamplighter.rundir import CACHE_NAME, hash_file, human_bytes, is_alive, read_json, read_record, write_json
 
 LOOK_S = 10.0  # for all files together
 WHOLE_BYTES = 32_000_000  # a file up to this size is read to its end, while there is time
@@ -30,13 +35,6 @@ TAIL_BYTES = 1 << 17
 SLOW_MB_S = 1.0
 SHOWN = 5
 PACKED_TIMES = 4  # text unpacks to some times its size
-
-STAGES = [
-    Stage("data / files", "lamplighter.doctor.text:files", 40),
-    Stage("data / tokenizer", "lamplighter.doctor.text:tokenizer", 40),
-    Stage("data / cache", "lamplighter.doctor.cache_probe:cache", 40),
-    Stage("data / documents", "lamplighter.doctor.samples:documents", 40),
-]
 
 
 # ---------------------------------------------------------------- files
@@ -54,13 +52,13 @@ class Looked:
     seconds: float = 0.0
 
 
-def files(patient: Patient) -> Iterator[Finding]:
+def files(context: ProbeContext) -> Iterator[Finding]:
     """Each file opens; its first and its last documents are text."""
-    data = patient.run.data
+    data = context.run.data
     if not data.paths and data.source is None:
         yield Finding("ok", f"the embedded corpus, {data.embedded_documents:,} documents: there is no file to look at")
         return
-    if is_dataset(patient.run.data.source):
+    if is_dataset(context.run.data.source):
         yield Finding(
             "warn",
             f"{data.source} is a torch Dataset: its items are looked at by the loading probes",
@@ -69,22 +67,22 @@ def files(patient: Patient) -> Iterator[Finding]:
         )
         return
     try:
-        source = open_source(patient.run, own_cache(patient))
+        source = open_source(context.run, own_cache(context))
     except LampError as error:
         yield as_finding(error)
         return
     inner = getattr(source, "source", source)  # only the first of many
     if isinstance(inner, FileSource):
-        yield from _files(inner, patient)
+        yield from _files(inner, context)
     elif isinstance(inner, RowSource):
-        yield from _rows(inner, patient)
+        yield from _rows(inner, context)
     else:
-        yield from _other(source, patient)
+        yield from _other(source, context)
 
 
 def is_dataset(name: str | None) -> bool:
     """Whether data.source names a torch Dataset or DataLoader; torch is loaded only by whoever has one."""
-    from lamplighter.doctor.datasets import find
+    from lamplighter.doctor.loading import find
 
     if name is None:
         return False
@@ -94,12 +92,12 @@ def is_dataset(name: str | None) -> bool:
         return False
 
 
-def _files(source: FileSource, patient: Patient) -> Iterator[Finding]:
+def _files(source: FileSource, context: ProbeContext) -> Iterator[Finding]:
     looked, until = Looked(), time.monotonic() + LOOK_S
     bad: list[str] = []
     began = time.monotonic()
     for number, item in enumerate(source.items):
-        patient.now(f"{item.name} ({number + 1} of {len(source.items)})")
+        context.now(f"{item.name} ({number + 1} of {len(source.items)})")
         looked.files += 1
         before = dict(source.dirt.reasons)
         try:
@@ -129,7 +127,7 @@ def _files(source: FileSource, patient: Patient) -> Iterator[Finding]:
         )
     if not bad:
         yield _told(source, looked)
-    yield from _speed(looked.bytes, looked.seconds, source.items[0].name, patient)
+    yield from _speed(looked.bytes, looked.seconds, source.items[0].name, context)
 
 
 def _look_at(source: FileSource, number: int, looked: Looked, until: float) -> None:
@@ -184,12 +182,12 @@ def _told(source: FileSource, looked: Looked) -> Finding:
     return Finding("ok", what, f"of {source}", figures=figures)
 
 
-def _speed(count: int, seconds: float, path: str, patient: Patient) -> Iterator[Finding]:
+def _speed(count: int, seconds: float, path: str, context: ProbeContext) -> Iterator[Finding]:
     """MB/s of the actual path; kept for the probe that knows how fast a step is."""
     if count < 1 << 16 or seconds <= 0:
         return
     rate = count / seconds / 1e6
-    write_json(patient.scratch / "speed.json", {"bytes_per_s": count / seconds}, durable=False)
+    write_json(context.scratch / "speed.json", {"bytes_per_s": count / seconds}, durable=False)
     if rate < SLOW_MB_S:
         yield Finding(
             "warn",
@@ -204,7 +202,7 @@ def _speed(count: int, seconds: float, path: str, patient: Patient) -> Iterator[
         yield Finding("ok", f"read at {rate:.0f} MB/s, decoded and cut into documents", figures={"mb_per_s": rate})
 
 
-def _rows(source: RowSource, patient: Patient) -> Iterator[Finding]:
+def _rows(source: RowSource, context: ProbeContext) -> Iterator[Finding]:
     """Instruction rows: every file, row by row, while there is time."""
     began, looked, bad = time.monotonic(), Looked(), []
     for path in source.files:
@@ -213,7 +211,7 @@ def _rows(source: RowSource, patient: Patient) -> Iterator[Finding]:
         try:
             for _, place in rows.rows([path], lambda place, error: bad.append((place, error))):
                 if looked.documents % 500 == 0:
-                    patient.now(place)
+                    context.now(place)
                 looked.documents += 1
                 if time.monotonic() - began > LOOK_S:
                     break
@@ -228,12 +226,12 @@ def _rows(source: RowSource, patient: Patient) -> Iterator[Finding]:
         yield Finding("ok", f"{looked.files} files of instruction rows open: {looked.documents:,} rows", kinds)
     else:
         yield Finding("fault", f"no row in {source}", "every line is empty or not JSON", "check data.paths")
-    yield from _speed(looked.bytes, time.monotonic() - began, str(source.files[0]), patient)
+    yield from _speed(looked.bytes, time.monotonic() - began, str(source.files[0]), context)
 
 
-def _other(source: Source, patient: Patient) -> Iterator[Finding]:
+def _other(source: Source, context: ProbeContext) -> Iterator[Finding]:
     """A source of the user's own, a dataset, a mixture: its first documents, as they come."""
-    reading = read_some(source, patient.now)
+    reading = read_some(source, context.now)
     if reading.blocked:
         yield blocked(reading, source)
         return
@@ -248,20 +246,20 @@ def _other(source: Source, patient: Patient) -> Iterator[Finding]:
         f"{source}: the first {len(reading.texts):,} documents are text, {human_bytes(reading.bytes)}",
         figures={"documents": float(len(reading.texts))},
     )
-    yield from _speed(reading.bytes, reading.seconds, str(source), patient)
+    yield from _speed(reading.bytes, reading.seconds, str(source), context)
 
 
 # ---------------------------------------------------------------- the tokenizer
 
 
-def tokenizer(patient: Patient) -> Iterator[Finding]:
+def tokenizer(context: ProbeContext) -> Iterator[Finding]:
     """Loads or can be trained, has an end of text, gives each text back, fits the model."""
-    run = patient.run
+    run = context.run
     try:
-        sample = take(patient)
+        sample = take(context)
         _, found = open_text(sample.run, sample.cache)
     except NoSample as error:
-        yield from _alone(patient, error)
+        yield from _alone(context, error)
         return
     except LampError as error:
         yield as_finding(error)
@@ -290,7 +288,7 @@ def tokenizer(patient: Patient) -> Iterator[Finding]:
         f"{size / max(1, measured.tokens):.2f} bytes per token over {sample.words}",
         figures={"vocab_size": found.vocab_size, "bytes_per_token": size / max(1, measured.tokens)},
     )
-    yield from _against_model(patient, found)
+    yield from _against_model(context, found)
 
 
 def _texts(source: Source, most: int = 500) -> Iterator[str]:
@@ -300,9 +298,9 @@ def _texts(source: Source, most: int = 500) -> Iterator[str]:
         yield str(text)
 
 
-def _alone(patient: Patient, reason: NoSample) -> Iterator[Finding]:
+def _alone(context: ProbeContext, reason: NoSample) -> Iterator[Finding]:
     """Without text there is still a given tokenizer to look at."""
-    origin = patient.run.tokenizer.path or patient.run.model.init_from
+    origin = context.run.tokenizer.path or context.run.model.init_from
     if origin is None:
         yield Finding("warn", "the tokenizer was not looked at", f"there is no text to try it on: {reason}")
         return
@@ -312,12 +310,12 @@ def _alone(patient: Patient, reason: NoSample) -> Iterator[Finding]:
         yield as_finding(error)
         return
     yield Finding("ok", f"tokenizer of {origin}: {found.vocab_size:,} tokens; there is no text to try it on")
-    yield from _against_model(patient, found)
+    yield from _against_model(context, found)
 
 
-def _against_model(patient: Patient, found: tokenizers.Tokenizer) -> Iterator[Finding]:
+def _against_model(context: ProbeContext, found: tokenizers.Tokenizer) -> Iterator[Finding]:
     """A model that is given brings a vocabulary and a tokenizer of its own."""
-    folder = patient.run.model.init_from
+    folder = context.run.model.init_from
     if folder is None:
         return
     knows = read_record(Path(folder) / "config.json").get("vocab_size")
@@ -330,7 +328,7 @@ def _against_model(patient: Patient, found: tokenizers.Tokenizer) -> Iterator[Fi
             "token_range",
             settings={"tokenizer.path": folder},
         )
-    if patient.run.tokenizer.path is None:
+    if context.run.tokenizer.path is None:
         return
     try:
         own = tokenizers.load(Path(folder))
@@ -340,9 +338,216 @@ def _against_model(patient: Patient, found: tokenizers.Tokenizer) -> Iterator[Fi
     if own.fingerprint() != found.fingerprint():
         yield Finding(
             "fault",
-            f"the tokenizer of {patient.run.tokenizer.path} is not the one that {folder} was trained with",
+            f"the tokenizer of {context.run.tokenizer.path} is not the one that {folder} was trained with",
             f"{found.vocab_size:,} tokens against {own.vocab_size:,}: the same ids mean other words to the model",
             f"leave tokenizer.path out, or --tokenizer.path {folder}",
             "tokenizer_differs",
             settings={"tokenizer.path": folder},
         )
+
+
+VERIFY_S = 15.0
+REBUILD = "--data.cache rebuild"
+
+
+def cache(context: ProbeContext) -> Iterator[Finding]:
+    """Locks first; then the caches of this very data."""
+    root = context.runs_dir / CACHE_NAME
+    if not root.is_dir():
+        yield Finding("ok", f"no cache in {root} yet: it will be built")
+        return
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        yield from _lock(folder)
+    if context.run.data.stream:
+        yield Finding("ok", "data.stream: no token cache is used")
+        return
+    try:
+        source = open_source(context.run, own_cache(context))
+    except LampError as error:
+        yield Finding("warn", "the token cache was not looked at", f"the data does not open: {error.what}")
+        return
+    if isinstance(source, RowSource):
+        yield from _examples(root, source, context)
+    else:
+        yield from _tokens(root, source, context)
+
+
+# ---------------------------------------------------------------- locks
+
+
+def _lock(folder: Path) -> Iterator[Finding]:
+    """An orderly holder leaves the file empty."""
+    path = folder / "lock"
+    holder = read_json(path) if path.is_file() else None
+    if not isinstance(holder, dict):
+        return
+    who = f"process {holder.get('pid')} on {holder.get('host')}"
+    age_s = time.time() - float(holder.get("t", 0))
+    culprit = {"pid": holder.get("pid"), "path": str(path)}
+    if is_held(path) or is_alive(holder):
+        yield Finding("ok", f"{who} is building {folder} now; a run would wait for it", culprit=culprit)
+    elif holder.get("host") not in (None, socket.gethostname()):
+        yield Finding(
+            "warn",
+            f"{folder} was locked by {who}, {age_s / 60:.0f} min ago: another machine, which cannot be asked from here",
+            "the lock itself is free here; if that machine still builds, two would write one cache",
+            "make sure that it has ended there",
+            "dead_lock_file",
+            culprit,
+        )
+    else:
+        yield Finding(
+            "warn",
+            f"lock of a dead process: {who} held {path} and is gone, {age_s / 60:.0f} min",
+            "it was killed while it built the cache; what is finished of it is kept",
+            "nothing to do: the next run takes the lock over and goes on",
+            "dead_lock_file",
+            culprit,
+        )
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def _tokens(root: Path, source: Source, context: ProbeContext) -> Iterator[Finding]:
+    run = context.run
+    try:
+        known = _known_tokenizer(source, context)
+        if known is None:
+            yield from _nothing_yet(root, source, context)
+            return
+        sought = reader.look_for(root, source, known, Settings(run.data.val_fraction))
+    except LampError as error:
+        yield as_finding(error)
+        return
+    if sought.fault is not None and not (sought.folder / "manifest.json").exists():
+        yield from _missing(sought, context)
+        return
+    if sought.fault is not None:
+        yield Finding(
+            _level(context, "warn"),
+            f"the token cache is cut short: {sought.fault}",
+            "a killed copy, a full disk, or somebody's hand",
+            f"{REBUILD} (data.cache auto does it by itself)",
+            "shard_truncated",
+            {"path": str(sought.folder)},
+            {"data.cache": "rebuild"},
+        )
+        return
+    yield from _verified(sought.folder, read_record(sought.folder / "manifest.json")["files"], context)
+    yield from _in_range(reader.open_tokens(sought.folder), _vocabulary(context, known), context)
+
+
+def _level(context: ProbeContext, otherwise: Level) -> Level:
+    return "fault" if context.run.data.cache == "require" else otherwise
+
+
+def _missing(sought: reader.Sought, context: ProbeContext) -> Iterator[Finding]:
+    """No cache for exactly this; another one near it is never used."""
+    if sought.near:
+        what = f"the token cache that is there is of other content and will not be used: {sought.near}"
+        why = "a cache counts only for the same tokenizer, settings and sources, by their fingerprints"
+        advice = "nothing to do: a new one is built beside it"
+        yield Finding(_level(context, "warn"), what, why, advice, "stale_cache", {"path": str(sought.folder.parent)})
+    elif context.run.data.cache == "require":
+        yield Finding("fault", "data.cache is require, and there is no token cache", "", "--data.cache auto")
+    else:
+        yield Finding("ok", "no token cache for this data yet: it will be built")
+
+
+def _nothing_yet(root: Path, source: Source, context: ProbeContext) -> Iterator[Finding]:
+    """The tokenizer is still to be trained on this very text, so there is no cache of it; perhaps one of older text."""
+    others = [path.parent for path in root.glob("*/manifest.json")]
+    same = [folder for folder in others if _named(folder) == str(source).split(", ")[0]]
+    if same:
+        what = f"the token cache {same[-1].name} is of an older state of {source} and will not be used"
+        why = "the text has changed since, so its tokenizer and its tokens are made anew"
+        yield Finding(_level(context, "warn"), what, why, "nothing to do", "stale_cache", {"path": str(same[-1])})
+    elif context.run.data.cache == "require":
+        yield Finding("fault", "data.cache is require, and there is no token cache", "", "--data.cache auto")
+    else:
+        yield Finding("ok", "no token cache for this data yet: tokenizer and cache will be made")
+
+
+def _named(folder: Path) -> str:
+    content = read_record(folder / "manifest.json").get("parts", {}).get("sources", {}).get("content", "")
+    return str(content).split(", ")[0]
+
+
+def _known_tokenizer(source: Source, context: ProbeContext) -> Tokenizer | None:
+    """The one that a run would use, if it is there already; nothing is trained for a look."""
+    run = context.run
+    if origin := run.tokenizer.path or run.model.init_from:
+        return tokenizers.load(Path(origin))
+    if run.tokenizer.kind == "bytes":
+        return tokenizers.byte_level()
+    kept = kept_tokenizer(context, source)
+    return tokenizers.load(kept) if kept else None
+
+
+def _vocabulary(context: ProbeContext, tokenizer: Tokenizer) -> int:
+    """Of the model: what its embedding has rows for."""
+    folder = context.run.model.init_from
+    knows = read_record(Path(folder) / "config.json").get("vocab_size") if folder else None
+    return knows if isinstance(knows, int) else tokenizer.vocab_size
+
+
+def _in_range(
+    found: reader.Tokens | example_cache.Examples, vocab_size: int, context: ProbeContext
+) -> Iterator[Finding]:
+    context.now("every id against the vocabulary")
+    try:
+        found.check_ids(vocab_size)
+    except LampError as error:
+        yield as_finding(error, cause="token_range")
+        return
+    yield Finding("ok", f"every id of the cache is below the model's vocabulary of {vocab_size:,}")
+
+
+# ---------------------------------------------------------------- examples
+
+
+def _examples(root: Path, source: RowSource, context: ProbeContext) -> Iterator[Finding]:
+    """Caches of these very files."""
+    found = False
+    for record in sorted(root.glob("examples-*/examples.json")):
+        manifest = read_record(record)
+        if manifest.get("parts", {}).get("sources", {}).get("fingerprint") != source.fingerprint():
+            continue
+        found = True
+        yield from _verified(record.parent, manifest["files"], context)
+    if not found:
+        level = _level(context, "ok")
+        yield Finding(
+            level, "no cache of these examples yet: it will be made", next="--data.cache auto" * (level != "ok")
+        )
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def _verified(folder: Path, files: dict[str, dict[str, object]], context: ProbeContext) -> Iterator[Finding]:
+    """Sizes of all, hashes of as many as the time allows."""
+    until, done, total = time.monotonic() + VERIFY_S, 0, sum(int(str(entry["bytes"])) for entry in files.values())
+    for name, entry in files.items():
+        path = folder / name
+        context.now(f"checksum of {path}")
+        size = path.stat().st_size if path.is_file() else 0
+        if size != entry["bytes"]:
+            yield _damaged(path, "shard_truncated", f"{size:,} bytes, expected {entry['bytes']:,}", context)
+            return
+        if time.monotonic() > until:
+            continue
+        if hash_file(path) != entry["sha256"]:
+            why = "its sha256 is not the one in the manifest: the disk or somebody changed it"
+            yield _damaged(path, "shard_bitflip", why, context)
+            return
+        done += size
+    share = "all" if done == total else f"{human_bytes(done)} of"
+    yield Finding("ok", f"checksums of the cache {folder.name} are right: {share} {human_bytes(total)}")
+
+
+def _damaged(path: Path, cause: str, why: str, context: ProbeContext) -> Finding:
+    words = "cut short" if cause == "shard_truncated" else "damaged"
+    level: Level = "fault" if cause == "shard_bitflip" else _level(context, "warn")
+    return Finding(level, f"{words}: {path}", why, REBUILD, cause, {"path": str(path)}, {"data.cache": "rebuild"})
