@@ -45,12 +45,13 @@ def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
 def open_source(run: Run, cache: Path) -> Source:
     """The source of documents that the configuration asks for."""
     from lamplighter.data import sources
-    from lamplighter.data.chat.row_source import find_rows
+    from lamplighter.data.chat.rows import find_rows
 
     data = run.data
     with report.phase("data"):
         cache.mkdir(parents=True, exist_ok=True)
-        rows = find_rows(data.paths, data.format, data.text_key, data.bad_text, data.max_documents)
+        opened: sources.Opened = {}
+        rows = find_rows(data, cache / "file_hashes.json", opened)
         if rows is not None and data.weights:
             why = "weights mix text; of instruction rows every one is learned, in an order of its own"
             raise BadConfig("data.weights is set, and the data is instruction rows", why, "leave data.weights out")
@@ -60,7 +61,7 @@ def open_source(run: Run, cache: Path) -> Source:
             report.note(f"no data given: the embedded corpus, {data.embedded_documents:,} letters and diary entries")
             source = sources.EmbeddedCorpus(0, data.embedded_documents)
         else:
-            source = sources.open_data(data, cache / "file_hashes.json")
+            source = sources.open_data(data, cache / "file_hashes.json", opened)
         if rows is None and data.max_documents is not None:
             source = sources.First(source, data.max_documents)
     return source
@@ -109,7 +110,7 @@ def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -
 def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a run on instruction rows; None where it learns from text."""
     from lamplighter.data.chat import template_file
-    from lamplighter.data.chat.row_source import RowSource
+    from lamplighter.data.chat.rows import RowSource
     from lamplighter.data.chat.template import choose
 
     if not isinstance(source, RowSource):
@@ -131,7 +132,7 @@ def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTempl
 def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Examples:
     """The examples of a run on instruction rows, made if need be and kept in the cache."""
     from lamplighter.data.chat import example_cache
-    from lamplighter.data.chat.row_source import RowSource
+    from lamplighter.data.chat.rows import RowSource
 
     assert isinstance(source, RowSource)
     with report.phase("cache"):
