@@ -36,7 +36,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lamplighter.config import Train, validated
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, init_weights, load_weights, next_token_loss, stored_tensors
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights, load_weights, stored_tensors
 from lamplighter.rundir import RunDir
 from lamplighter.train import checkpoint, optimizers
 from lamplighter.train.checkpoint import Progress

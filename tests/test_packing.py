@@ -21,7 +21,8 @@ from lamplighter.data.chat.packing import STRATEGIES, group, pack, padding_share
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.model.build import Built
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights
 from lamplighter.train.loop import micro_batches, micro_loss
 from lamplighter.train.validation import logits_of
 

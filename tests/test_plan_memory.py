@@ -13,7 +13,8 @@ from lamplighter.config import resolve
 from lamplighter.gpus import Device, find
 from lamplighter.model.recompute import recompute_blocks
 from lamplighter.model.shape import Shape, matmul_parameters_per_layer
-from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights
 from lamplighter.plan import dry_run
 from lamplighter.plan.job import Job
 from lamplighter.plan.memory import layer_bytes, memory

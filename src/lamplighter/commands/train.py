@@ -404,7 +404,7 @@ def _count_steps(run: Run, data: DataFacts) -> int:
 
 def _resume(context: RunContext, state: TrainState, found: Path) -> None:
     """Weights, optimizer and counters of the checkpoint; what differs from then is named."""
-    from lamplighter.model.transformer import load_weights
+    from lamplighter.model.weights import load_weights
     from lamplighter.train import checkpoint
 
     progress, tensors, before = checkpoint.load_state(found)
