@@ -9,27 +9,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "lamplighter"
-LAYER0 = {"config", "report", "rundir", "errors", "slot"}
+LAYER0 = {"config", "report", "rundir", "errors", "slot", "gpus", "schedule"}
 ALLOWED = {
-    "config": {"errors"},
+    "config": {"errors", "rundir"},
     "report": {"errors", "rundir", "procs", "slot"},
     "rundir": {"errors", "procs"},
     "errors": set(),
     "slot": set(),
+    "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share
+    "schedule": {"config"},
     "procs": {"errors"},
     "readers": LAYER0,
     "data": LAYER0 | {"procs", "readers"},
     "clean": LAYER0 | {"procs", "readers"},
     "model": LAYER0,
     "train": LAYER0 | {"procs", "readers", "data", "model"},
-    "plan": LAYER0 | {"procs", "data", "model", "train"},
+    "plan": LAYER0 | {"procs", "model.shape"},
     "doctor": LAYER0 | {"procs", "readers", "data", "model", "train", "plan"},
     "watch": LAYER0 | {"procs"},
     "commands": LAYER0 | {"procs", "readers", "data", "clean", "model", "train", "watch", "plan", "doctor"},
     "__main__": {"commands"},
 }
 TORCH_FREE = [*(f"commands.{path.stem}" for path in (SRC / "commands").glob("[!_]*.py")), "watch.supervisor", "watch.live", "readers", "data.sources", "data.tokenizer",
-              "data.token_cache.reader", "data.batches", "data.corpus", "data.chat.layout", "data.chat", "model.shape"]  # fmt: skip
+              "data.token_cache.reader", "plan.render", "plan.dry_run", "procs.child", "data.batches", "data.corpus", "data.chat.layout", "data.chat", "model.shape"]  # fmt: skip
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "misc", "core", "manager"}
 
 
@@ -65,7 +67,8 @@ class House:
                 found.append(f"{module}: {room} is not a room of the house")
             for name, line in self.imports_of(module) if room in allowed else ():
                 other = _room(name) if name.startswith("lamplighter.") else ""
-                if other in allowed and other not in allowed[room] | {room}:
+                may = any(f"{name}.".startswith(f"lamplighter.{one}.") for one in allowed[room] | {room})
+                if other in allowed and not may:
                     found.append(f"{module}:{line} imports {name}")
         return sorted(set(found))
 
@@ -133,6 +136,15 @@ def test_nothing_prints_outside_the_console() -> None:
 def test_the_parent_and_the_data_room_never_load_torch() -> None:
     code = f"import sys, {', '.join('lamplighter.' + name for name in TORCH_FREE)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_only_procs_knows_where_the_kernel_keeps_its_processes() -> None:
+    """The agent is injected into other people's processes and can import nothing of ours."""
+    for module, tree in HOUSE.trees.items():
+        if _room(module) == "procs" or module.startswith("lamplighter.watch.agent."):
+            continue
+        paths = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and str(n.value).startswith("/proc/")]
+        assert not paths, f"{module}:{paths[0].lineno} reads {paths[0].value!r}"
 
 
 def _house(folder: Path, files: dict[str, str]) -> House:

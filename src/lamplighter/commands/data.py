@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,7 +77,7 @@ def stats_child(folder: RunDir, request: dict[str, Any]) -> int:
     with report.phase("import"):
         from lamplighter.config import load_dump
         from lamplighter.data import stats, tokenizer_training
-        from lamplighter.data.chat.row_source import RowSource
+        from lamplighter.data.chat.rows import RowSource
         from lamplighter.data.stats import chat_stats, overlap
     run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
     wanted = stats.Request(
@@ -94,7 +95,7 @@ def stats_child(folder: RunDir, request: dict[str, Any]) -> int:
     source, tokenizer = open_text(run, cache)
     test = None
     if request["val"]:
-        mine = run.model_copy(update={"data": run.data.model_copy(update={"paths": request["val"], "source": None})})
+        mine = replace(run, data=replace(run.data, paths=request["val"], source=None))
         test = overlap.TestGrams(", ".join(request["val"]), open_source(mine, cache))
     made = "the bytes as they are" if run.tokenizer.kind == "bytes" else f"trained on this source, kept in {cache}"
     path = run.tokenizer.path or run.model.init_from or made
@@ -142,6 +143,7 @@ def _clean_flags(
     separator: str = "",
     max_document_mb: float = 64.0,
     shard_mb: float = 256.0,
+    bad_files: Literal["set_aside", "refuse"] = "set_aside",
     json: bool = False,
 ) -> None:
     """How to clean."""

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -254,14 +255,15 @@ def is_library(frame: Frame) -> bool:
     return any(part in frame.file for part in LIBRARY_PARTS) and not is_ours(frame)
 
 
-def is_users(frame: Frame) -> bool:
+@lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
     """Neither Python's, nor an installed library's or program's, nor ours."""
-    return not is_library(frame) and not is_ours(frame) and not PROGRAMS.search(frame.file)
+    return not any(part in file for part in LIBRARY_PARTS) and not file.startswith(OURS) and not PROGRAMS.search(file)
 
 
 def users_line(frames: Iterable[Frame]) -> Frame | None:
     """The innermost frame of the user's code."""
-    return next((frame for frame in frames if is_users(frame)), None)
+    return next((frame for frame in frames if is_users(frame.file)), None)
 
 
 def users_frame(stack: ThreadStack) -> Frame | None:
