@@ -72,11 +72,12 @@ started without us.
     "generate": """\
 usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]
                      [--top-p P] [--seed S] [--checkpoint best|latest|checkpoint-N] [--interactive] [--runs-dir DIR]
-                     [--system TEXT] [--raw]
+                     [--system TEXT] [--raw] [--model.family MODULE:NAME]
 
 A model that was trained on instruction rows is asked by its own chat template and gives the answer alone; --system puts
 a system message before the question, --raw leaves the template out. With --interactive it remembers the conversation; an
 empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
+A model of your own is built by the code that --model.family names: a model folder never names code.
 """,
     "plan": """\
 usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE[:N]] [--mfu SHARE] [--measure] [--fit] [--what-if] [--json]
@@ -114,7 +115,8 @@ stats    documents, true tokens, lengths, padding of each strategy, duplicates, 
   --near-documents N    look for near duplicates among at most so many documents (default 50000; 0: do not)
   --out DIR             where stats.json, stats.txt and lengths.svg go (default: RUNS-DIR/.stats/NAME)
 clean    raw files to clean documents (JSONL), with every rejected one in a log (docs/cleaning.md has every rule)
-           files, folders, patterns: .txt .md .jsonl .json .xml (TEI, ALTO) .html, also .gz .zst; any encoding
+           files, folders, patterns: .txt .md .jsonl .json .xml (TEI, ALTO) .html, also .gz .zst; any encoding;
+           .csv .tsv .parquet where they are named outright (column --text-key)
            takes off Project Gutenberg's headers, licences, credits and notes; joins wrapped lines; never rewrites a word
            --dry-run           write nothing; show what would change, before and after
            --out DIR           clean-00000.jsonl ... for lamp train --data.paths DIR, and log/
@@ -126,6 +128,7 @@ clean    raw files to clean documents (JSONL), with every rejected one in a log 
            --keep-duplicates   --keep-lines (do not join)   --split auto|div|file (TEI)
            --text-key text     --separator TEXT (documents within a text file)
            --max-document-mb 64   --shard-mb 256
+           --bad-files refuse  end with 65 at a file that cannot be read or is cut short (default: left out, counted, named)
 prepare  the tokenizer and the token cache that `lamp train` with the same settings would make
 """,
     "tokenizer": """\

@@ -45,12 +45,13 @@ def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
 def open_source(run: Run, cache: Path) -> Source:
     """The source of documents that the configuration asks for."""
     from lamplighter.data import sources
-    from lamplighter.data.chat.row_source import find_rows
+    from lamplighter.data.chat.rows import find_rows
 
     data = run.data
     with report.phase("data"):
         cache.mkdir(parents=True, exist_ok=True)
-        rows = find_rows(data.paths, data.format, data.text_key, data.bad_text, data.max_documents)
+        opened: sources.Opened = {}
+        rows = find_rows(data, cache / "file_hashes.json", opened)
         if rows is not None and data.weights:
             why = "weights mix text; of instruction rows every one is learned, in an order of its own"
             raise BadConfig("data.weights is set, and the data is instruction rows", why, "leave data.weights out")
@@ -60,7 +61,7 @@ def open_source(run: Run, cache: Path) -> Source:
             report.note(f"no data given: the embedded corpus, {data.embedded_documents:,} letters and diary entries")
             source = sources.EmbeddedCorpus(0, data.embedded_documents)
         else:
-            source = sources.open_data(data, cache / "file_hashes.json")
+            source = sources.open_data(data, cache / "file_hashes.json", opened)
         if rows is None and data.max_documents is not None:
             source = sources.First(source, data.max_documents)
     return source
@@ -92,7 +93,7 @@ def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -
 
     with report.phase("cache"):
         settings = Settings(run.data.val_fraction)
-        found, is_new = tokens.obtain(cache, source, tokenizer, settings, run.data.cache, run.data.workers)
+        found, is_new = tokens.obtain(cache, source, tokenizer, settings, mode=run.data.cache, workers=run.data.workers)
     share = len(found.val) / max(1, len(found.val) + len(found.train))
     if share > 0.1 and share > 2 * run.data.val_fraction:
         report.warn(
@@ -109,7 +110,7 @@ def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -
 def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a run on instruction rows; None where it learns from text."""
     from lamplighter.data.chat import template_file
-    from lamplighter.data.chat.row_source import RowSource
+    from lamplighter.data.chat.rows import RowSource
     from lamplighter.data.chat.template import choose
 
     if not isinstance(source, RowSource):
@@ -131,11 +132,13 @@ def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTempl
 def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Examples:
     """The examples of a run on instruction rows, made if need be and kept in the cache."""
     from lamplighter.data.chat import example_cache
-    from lamplighter.data.chat.row_source import RowSource
+    from lamplighter.data.chat.rows import RowSource
 
     assert isinstance(source, RowSource)
     with report.phase("cache"):
-        folder = example_cache.ensure(cache, source, chat, run.data.val_fraction, run.data.cache, run.data.workers)
+        folder = example_cache.ensure(
+            cache, source, chat, run.data.val_fraction, mode=run.data.cache, workers=run.data.workers
+        )
         found = example_cache.open_examples(folder)
         found.tell()
         found.check_ends(chat.stop_id, chat.stop)

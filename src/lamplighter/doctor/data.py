@@ -15,7 +15,7 @@ from pathlib import Path
 from lamplighter.data import tokenizer as tokenizers
 from lamplighter.data import tokenizer_training
 from lamplighter.data.chat import example_cache, rows
-from lamplighter.data.chat.row_source import RowSource
+from lamplighter.data.chat.rows import RowSource
 from lamplighter.data.setup import open_source, open_text
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import FileSource
@@ -26,6 +26,7 @@ from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding, f
 from lamplighter.doctor.sample_data import NoSample, blocked, kept_tokenizer, own_cache, read_some, take
 from lamplighter.errors import BadData, LampError
 from lamplighter.procs.lock import is_held
+from lamplighter.readers.bad_records import BadInReading
 from lamplighter.readers.local import LocalFile, is_packed, kind_of
 from lamplighter.rundir import CACHE_NAME, hash_file, human_bytes, is_alive, read_json, read_record, write_json
 
@@ -95,28 +96,36 @@ def is_dataset(name: str | None) -> bool:
 def _files(source: FileSource, context: ProbeContext) -> Iterator[Finding]:
     looked, until = Looked(), time.monotonic() + LOOK_S
     bad: list[str] = []
-    began = time.monotonic()
+    began, reading = time.monotonic(), source.bad.begin()
     for number, item in enumerate(source.items):
         context.now(f"{item.name} ({number + 1} of {len(source.items)})")
         looked.files += 1
-        before = dict(source.dirt.reasons)
+        before = dict(source.bad.reasons)
         try:
-            _look_at(source, number, looked, until)
+            _look_at(source, number, looked, until, reading)
         except LampError as error:
             bad.append(item.name)
-            dirty = dict(source.dirt.reasons) != before or (".jsonl" not in item.name and "UTF-8" in error.why)
+            dirty = dict(source.bad.reasons) != before or (".jsonl" not in item.name and "UTF-8" in error.why)
             if len(bad) <= SHOWN:
                 cause = "dirty_text" if dirty else error.cause
                 found = as_finding(error, "fault", cause)
                 yield Finding("fault", found.what, found.why, found.next, cause, {"path": item.name})
     looked.seconds = time.monotonic() - began
+    try:
+        lines = max(reading.lines, looked.documents) * max(1.0, (source.total_bytes() or 0) / max(1, looked.bytes))
+        if not bad:  # else the files themselves are named
+            reading.check(lines)
+    except LampError as error:
+        bad += {path for path, _ in source.bad.known}
+        found = as_finding(error, "fault", "dirty_text")
+        yield Finding("fault", found.what, found.why, found.next, "dirty_text", {"path": min(bad)})
     if len(bad) > SHOWN:
         yield Finding(
             "fault", f"{len(bad) - SHOWN:,} further files cannot be read", "as those above", "mend or leave out"
         )
-    if aside := sorted(known for known in source.dirt.known if known[0] not in bad):
+    if aside := sorted(known for known in source.bad.known if known[0] not in bad):
         path, at = aside[0]
-        reasons = ", ".join(f"{why}: {count:,}" for why, count in source.dirt.reasons.most_common())
+        reasons = ", ".join(f"{why}: {count:,}" for why, count in source.bad.reasons.most_common())
         yield Finding(
             "warn",
             f"{len(aside):,} lines are not text and will be set aside; the first one: {path}, byte {at:,}",
@@ -130,12 +139,12 @@ def _files(source: FileSource, context: ProbeContext) -> Iterator[Finding]:
     yield from _speed(looked.bytes, looked.seconds, source.items[0].name, context)
 
 
-def _look_at(source: FileSource, number: int, looked: Looked, until: float) -> None:
+def _look_at(source: FileSource, number: int, looked: Looked, until: float, reading: BadInReading) -> None:
     """All of a small file; of a large one, or when time is up, the beginning and the end."""
     item = source.items[number]
     limit = WHOLE_BYTES if time.monotonic() < until else TAIL_BYTES
     size, seen = 0, 0
-    for text, _ in source.texts(number):
+    for text, _ in source.texts(number, bad=reading):
         size += len(text)
         seen += 1
         if size > limit or (seen > 3 and time.monotonic() > until):
@@ -204,29 +213,29 @@ def _speed(count: int, seconds: float, path: str, context: ProbeContext) -> Iter
 
 def _rows(source: RowSource, context: ProbeContext) -> Iterator[Finding]:
     """Instruction rows: every file, row by row, while there is time."""
-    began, looked, bad = time.monotonic(), Looked(), []
-    for path in source.files:
+    began, looked, bad = time.monotonic(), Looked(), source.bad_records(quiet=True)
+    for one, kind in zip(source.inputs, source.kinds, strict=True):
         looked.files += 1
-        size = 0
+        alone = RowSource([one], [kind], source.policy, None, source.bad_limit)
         try:
-            for _, place in rows.rows([path], lambda place, error: bad.append((place, error))):
+            for _, _, place in alone.rows(bad):
                 if looked.documents % 500 == 0:
                     context.now(place)
                 looked.documents += 1
                 if time.monotonic() - began > LOOK_S:
                     break
-            size = path.stat().st_size
+            looked.bytes += one.size or 0
         except LampError as error:
             yield as_finding(error)
-        looked.bytes += size
-    for place, dirt in bad[:SHOWN]:
-        yield Finding("warn", dirt.what, dirt.why, dirt.next, "dirty_text", {"path": place})
-    kinds = ", ".join(sorted({rows.KIND_WORDS[kind] for kind in source.kinds.values()}))
+    for line in bad.listed[:SHOWN]:
+        what, why, advice = line["error"]
+        yield Finding("warn", what, why, advice, "dirty_text", {"path": f"{line['path']}:{line['line']}"})
+    kinds = ", ".join(sorted({rows.KIND_WORDS[kind] for kind in source.kinds}))
     if looked.documents:
         yield Finding("ok", f"{looked.files} files of instruction rows open: {looked.documents:,} rows", kinds)
     else:
         yield Finding("fault", f"no row in {source}", "every line is empty or not JSON", "check data.paths")
-    yield from _speed(looked.bytes, time.monotonic() - began, str(source.files[0]), context)
+    yield from _speed(looked.bytes, time.monotonic() - began, rows.name_of(source.inputs[0]), context)
 
 
 def _other(source: Source, context: ProbeContext) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lamplighter.data.chat.row_source import RowSource, SetAside
+from lamplighter.data.chat.rows import RowSource, SetAside
 from lamplighter.data.chat.template import ChatTemplate, Refused, around, own_template
 from lamplighter.data.setup import choose_template, open_text
 from lamplighter.data.stats import Request, Stats, chat_stats, count_text

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ import psutil
 
 from lamplighter.config import Run
 from lamplighter.data import tokenizer_training
-from lamplighter.data.chat import rows
-from lamplighter.data.chat.row_source import RowSource
+from lamplighter.data.chat.rows import RowSource
 from lamplighter.data.setup import open_source
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import FileSource, Part
@@ -86,8 +85,8 @@ def take(context: ProbeContext) -> Sample:
             raise NoSample(as_finding(error)) from error
         write_json(record, known, durable=False)
     whole = context.run
-    changed = {name: getattr(whole, name).model_copy(update=known[name]) for name in ("data", "tokenizer")}
-    run = whole.model_copy(update=changed)
+    changed = {name: replace(getattr(whole, name), **known[name]) for name in ("data", "tokenizer")}
+    run = replace(whole, **changed)
     try:
         return Sample(run, open_source(run, cache), known["words"], known["share"], cache)
     except LampError as error:
@@ -142,12 +141,10 @@ def _read(context: ProbeContext, source: Source) -> dict[str, Any]:
 
 def _read_rows(context: ProbeContext, source: RowSource) -> dict[str, Any]:
     limit = min(ROWS, context.run.data.max_documents or ROWS)
-    done = [0]
-    found = rows.rows(source.files, lambda *_: None, lambda at, _: done.__setitem__(0, at))
-    count = sum(1 for _ in islice(found, limit + 1))
+    count = sum(1 for _ in islice(source.rows(source.bad_records(quiet=True)), limit + 1))
     if count <= limit:
         return {"data": {}, "words": f"all {count:,} rows of {source}", "share": 1.0}
-    share = max(1e-9, done[0] / max(1, source.total_bytes()))
+    share = max(1e-9, source.position().bytes_done / max(1, source.total_bytes() or 0))
     return {
         "data": {"max_documents": limit},
         "words": f"the first {limit:,} rows of {source}",
