@@ -377,10 +377,10 @@ def _micro_batch(model: torch.nn.Module, where: Machine, rows: int, length: int,
 
 def _loss(model: torch.nn.Module, where: Machine, ids: torch.Tensor, whole: bool) -> torch.Tensor:
     """In a function of its own, as in the loop: the logits are let go before the backward pass."""
-    from lamplighter.train import validation
+    from lamplighter.model.transformer import token_loss
 
     with where.precision():
-        return validation.token_loss(model, ids, ids, whole=whole, scale=1 / ids.numel())
+        return token_loss(model, ids, ids, whole=whole, scale=1 / ids.numel())
 
 
 def _optimizer_step(optimizer: Optimizer, clip: float, where: Machine) -> Took:
