@@ -185,7 +185,7 @@ def plan_run(
     for reason in dict.fromkeys([*sure, *(r for r in made.reasons if r.startswith(("memory", "money", "time")))]):
         report.warn(f"the plan says no: {reason}" + (" (going on: --force)" if sure else ""))
     _warn(run, made, data)
-    guard.refuse_long_runs(run, request.get("preset"), made.hours * 3600, steps, force)
+    guard.refuse_long_runs(run.save, request.get("preset"), made.hours * 3600, steps, force)
     _check_disk(run, folder, made)
     return made.hours * 3600
 

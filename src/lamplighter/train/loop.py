@@ -217,7 +217,7 @@ class _Loop:
         self._announce_epoch(batch.step)
         if self.state.anomalies is not None:
             announce(self.state.anomalies.step(record.step, values))
-        if self.state.compiler and (verdict := self.state.compiler.look(record.step)):
+        if self.state.compiler and (verdict := self.state.compiler.check_recompiles(record.step)):
             report.verdict(verdict)
 
     def _announce_epoch(self, step: int) -> None:
@@ -246,7 +246,7 @@ class _Loop:
 
             compiler = Compiled(self.model)
             try:
-                compiler.begin(self.context.folder.path.parent / CACHE_NAME / "compiled")
+                compiler.compile(self.context.folder.path.parent / CACHE_NAME / "compiled")
                 hardware.seed_step(self.train.seed, batch.step, 0)
                 loss = micro_loss(self.context, batch, micro_batches(batch, self.rows_at_once)[0])
                 loss.backward()  # type: ignore[no-untyped-call]
