@@ -43,15 +43,15 @@ def test_a_damaged_checkpoint_with_a_high_number_does_not_cost_a_good_one(tmp_pa
 def test_an_error_inside_the_optimizer_saves_nothing_half_done(tmp_path: Path) -> None:
     (tmp_path / "boom.py").write_text(
         "import torch\n"
-        "from lamplighter.train import optim\n"
-        "real, calls = optim.adamw, 0\n"
+        "from lamplighter.train import optimizers\n"
+        "real, calls = optimizers.fused_adamw, 0\n"
         "def adamw(*given, **named):\n"
         "    global calls\n"
         "    real(*given, **named)\n"
         "    calls += 1\n"
         "    if calls == 6:\n"
         "        raise RuntimeError('out of memory in the optimizer')\n"
-        "optim.adamw = adamw\n"
+        "optimizers.fused_adamw = adamw\n"
         "class Model(torch.nn.Module):\n"
         "    def __init__(self, vocab_size, width, **_):\n"
         "        super().__init__()\n"

@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -94,7 +95,7 @@ def stats_child(folder: RunDir, request: dict[str, Any]) -> int:
     source, tokenizer = open_text(run, cache)
     test = None
     if request["val"]:
-        mine = run.model_copy(update={"data": run.data.model_copy(update={"paths": request["val"], "source": None})})
+        mine = replace(run, data=replace(run.data, paths=request["val"], source=None))
         test = overlap.TestGrams(", ".join(request["val"]), open_source(mine, cache))
     made = "the bytes as they are" if run.tokenizer.kind == "bytes" else f"trained on this source, kept in {cache}"
     path = run.tokenizer.path or run.model.init_from or made
