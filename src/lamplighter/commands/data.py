@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lamplighter import report
 from lamplighter.commands.arguments import many, one_of, parse
@@ -22,6 +22,7 @@ from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes
 
 if TYPE_CHECKING:
     from lamplighter.config import Run
+    from lamplighter.data.chat.rows import RowSource
     from lamplighter.data.chat.template import ChatTemplate
     from lamplighter.data.sources import Source
     from lamplighter.data.stats import Stats
@@ -77,7 +78,6 @@ def stats_child(folder: RunDir, request: dict[str, Any]) -> int:
     with report.phase("import"):
         from lamplighter.config import load_dump
         from lamplighter.data import stats, tokenizer_training
-        from lamplighter.data.chat.rows import RowSource
         from lamplighter.data.stats import chat_stats, overlap
     run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
     wanted = stats.Request(
@@ -100,8 +100,8 @@ def stats_child(folder: RunDir, request: dict[str, Any]) -> int:
     made = "the bytes as they are" if run.tokenizer.kind == "bytes" else f"trained on this source, kept in {cache}"
     path = run.tokenizer.path or run.model.init_from or made
     template = choose_template(run, source, tokenizer)
-    if template is not None and isinstance(source, RowSource):
-        found = chat_stats.count_rows(source, template, path, wanted, test)
+    if template is not None:  # only rows have one
+        found = chat_stats.count_rows(cast("RowSource", source), template, path, wanted, test)
     else:
         found = stats.count_text(source, tokenizer, path, wanted, test)
     key = lambda: [source.fingerprint(), tokenizer.fingerprint(), wanted, request["val"]]  # noqa: E731
