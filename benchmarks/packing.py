@@ -31,8 +31,7 @@ import torch
 from lamplighter.config import Train
 from lamplighter.data.batches import Batch, BatchLayout, permute
 from lamplighter.data.chat.example_cache import LEARNED, Side
-from lamplighter.data.chat.layout import Fitted, example_batches, fit, lay_out
-from lamplighter.data.chat.packing import Packing
+from lamplighter.data.chat.packing import Fitted, Packing, example_batches, fit, lay_out
 from lamplighter.model import attention, by_hand, products
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss

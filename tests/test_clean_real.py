@@ -10,9 +10,9 @@ import pytest
 
 from conftest import shared
 from lamplighter.clean import decode, dedup, html
-from lamplighter.clean.document import Clean, clean_document, clean_text
-from lamplighter.clean.features import words_of
+from lamplighter.clean.quality import words_of
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules
+from lamplighter.clean.worker import Clean, clean_document, clean_text
 
 # book: (the least share of characters that stays, how the work begins, how it ends)
 BOOKS = {

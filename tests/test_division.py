@@ -17,7 +17,7 @@ import pytest
 from lamplighter import report
 from lamplighter.data.sources import FileSource, Part, open_source
 from lamplighter.data.split import Divider, Division, Settings
-from lamplighter.data.token_cache import boundaries, builder, encoder, partition, ranges
+from lamplighter.data.token_cache import builder, encoder, partition, ranges
 from lamplighter.data.token_cache.ranges import Stretch
 from lamplighter.data.token_cache.reader import ensure, open_tokens
 from lamplighter.data.tokenizer import byte_level
@@ -94,7 +94,7 @@ def some_file(rng: random.Random, kind: str, separator: str | None) -> bytes:
 
 @pytest.mark.parametrize("kind", ["plain", "json", "\n\n", "<sep>", "a\na", "é"])
 def test_the_documents_are_the_same_however_files_are_cut(tmp_path: Path, monkeypatch: Any, kind: str) -> None:
-    monkeypatch.setattr(boundaries, "NEAR", 300)
+    monkeypatch.setattr(ranges, "NEAR", 300)
     rng = random.Random(kind)
     separator = None if kind in ("plain", "json") else kind
     cut = False

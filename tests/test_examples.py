@@ -23,7 +23,7 @@ from lamplighter.config import Data
 from lamplighter.data.batches import BatchLayout
 from lamplighter.data.chat import example_cache, rows
 from lamplighter.data.chat.example_cache import LEARNED, ensure, open_examples
-from lamplighter.data.chat.layout import arrange
+from lamplighter.data.chat.packing import arrange
 from lamplighter.data.chat.rows import RowSource, SetAside, find_rows
 from lamplighter.data.chat.template import choose
 from lamplighter.data.sources import Opened, open_data

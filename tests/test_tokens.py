@@ -468,10 +468,10 @@ def test_one_builds_and_the_other_waits(tmp_path: Path, monkeypatch: Any, notes:
 
     def watch() -> None:
         wait_until(lambda: any(event.get("name") == "waiting for the token cache" for event in events))
-        page = report._reporter.slot.page
+        slot = report._reporter.slot
         try:
-            wait_until(lambda: b"units, at document" in bytes(page[512:768]))
-            shown.append(bytes(page[512:768]).split(b"\0")[0].decode())
+            wait_until(lambda: "units, at document" in slot.get_text("phase_item"))
+            shown.append(slot.get_text("phase_item"))
         finally:
             (tmp_path / "go").write_text("")
 
@@ -598,8 +598,8 @@ def test_the_watcher_sees_what_is_waited_for(tmp_path: Path) -> None:
     class Watched(Texts):
         def documents(self, start: Cursor | None = None) -> Iterator[str]:
             for text in super().documents(start):
-                page = bytes(report._reporter.slot.page)
-                seen.append(tuple(page[at:end].split(b"\0")[0].decode() for at, end in ((256, 384), (512, 768))))
+                slot = report._reporter.slot
+                seen.append((slot.get_text("phase"), slot.get_text("phase_item")))
                 yield text
 
     with report.phase("cache"):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lamplighter.clean.features import Words
-from lamplighter.clean.libraries import rensa
+from lamplighter.clean.quality import Words
+from lamplighter.clean.rules import rensa
 
 PERMUTATIONS = 128
 SEED = 42

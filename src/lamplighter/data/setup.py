@@ -109,7 +109,7 @@ def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -
 
 def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a run on instruction rows; None where it learns from text."""
-    from lamplighter.data.chat import template_file
+    from lamplighter.data.chat import template
     from lamplighter.data.chat.rows import RowSource
     from lamplighter.data.chat.template import choose
 
@@ -123,9 +123,9 @@ def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTempl
         return None
     with report.phase("template"):
         if run.model.init_from is not None and run.data.template is None:
-            template_file.check_folder(Path(run.model.init_from))
+            template.check_folder(Path(run.model.init_from))
         found = choose(run.data.template, tokenizer)
-        template_file.announce(found, run.model.init_from)
+        template.announce(found, run.model.init_from)
     return found
 
 
@@ -190,7 +190,7 @@ def open_batches(run: Run, folder: Path, cache: Path, text: OpenedText) -> Calla
 
 
 def _lay_out_rows(run: Run, examples: Examples, layout: BatchLayout, takes_segments: bool) -> BatchSource:
-    from lamplighter.data.chat.layout import arrange
+    from lamplighter.data.chat.packing import arrange
 
     with report.phase("packing"):
         found = arrange(examples, run.data, layout, takes_segments)

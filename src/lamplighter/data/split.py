@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from lamplighter.data.token_cache.boundaries import cut_all
-from lamplighter.data.token_cache.ranges import Stretch
+from lamplighter.data.token_cache.ranges import Stretch, cut_all
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.rundir import human_bytes
 

@@ -23,8 +23,7 @@ from lamplighter.config import Run
 from lamplighter.data import tokenizer as tokenizers
 from lamplighter.data import tokenizer_training
 from lamplighter.data.chat import example_cache
-from lamplighter.data.chat.layout import WORDS
-from lamplighter.data.chat.packing import padding_share
+from lamplighter.data.chat.packing import WORDS, padding_share
 from lamplighter.data.chat.rows import RowSource, SetAside
 from lamplighter.data.chat.template import ChatTemplate, Encoded, choose
 from lamplighter.data.sampling import Sample, take
