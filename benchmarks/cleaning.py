@@ -35,7 +35,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = given.paths or [_made_up(Path(folder))]
         items, _ = find_items(paths, None)
-        worker.make(worker.Batch("", (items[0],), Rules()))  # load the libraries
+        worker.make(worker.CleanBatch("", (items[0],), Rules()))  # load the libraries
         _by_kind(items, given.repeat)
         _by_stage(items, given.repeat)
 
@@ -49,7 +49,7 @@ def _by_kind(items: list[Item], repeat: int) -> None:
         best = float("inf")
         for _ in range(repeat):
             started = time.process_time()
-            made = worker.make(worker.Batch("", (item,), Rules()))
+            made = worker.make(worker.CleanBatch("", (item,), Rules()))
             best = min(best, time.process_time() - started)
         seconds[kind] += best
         sizes[kind] += _unpacked(item)

@@ -148,7 +148,7 @@ def test_natural_copies_are_found() -> None:
         data = zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read()
         rows += [json.loads(line)["text"] for line in data.decode().splitlines()]
     records = np.frombuffer(b"".join(dedup.record_of(words_of(text), True) for text in rows), dtype=dedup.RECORD)
-    found = dedup.find(records, 0.8, lambda _: None)
+    found = dedup.find_twins(records, 0.8, lambda _: None)
     exact = {number for number, twin in found.items() if twin.likeness == 1.0}
     seen: dict[str, int] = {}
     truth = {number for number, text in enumerate(rows) if seen.setdefault(text, number) != number}

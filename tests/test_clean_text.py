@@ -297,13 +297,13 @@ def test_copies_go_and_the_first_one_stays() -> None:
     texts = [" ".join(random.choices(names, k=300)) for _ in range(40)]
     near = texts[3].replace(texts[3].split()[100], "changed", 1)
     all_of_them = [*texts, texts[7].upper().replace(" ", "  "), near, texts[3]]
-    found = dedup.find(records(*all_of_them), 0.8, lambda _: None)
+    found = dedup.find_twins(records(*all_of_them), 0.8, lambda _: None)
     assert {number: (twin.first, twin.likeness == 1.0) for number, twin in found.items()} == {
         40: (7, True),
         41: (3, False),
         42: (3, True),
     }
-    assert set(dedup.find(records(*all_of_them), 0.0, lambda _: None)) == {40, 42}
+    assert set(dedup.find_twins(records(*all_of_them), 0.0, lambda _: None)) == {40, 42}
 
 
 def test_a_chain_of_likenesses_leads_to_the_one_that_stays() -> None:
@@ -312,7 +312,7 @@ def test_a_chain_of_likenesses_leads_to_the_one_that_stays() -> None:
     first = random.choices(names, k=400)
     second, third = [*first], [*first]
     second[50], third[300] = "one", "two"
-    found = dedup.find(records(*(" ".join(one) for one in (first, second, third))), 0.8, lambda _: None)
+    found = dedup.find_twins(records(*(" ".join(one) for one in (first, second, third))), 0.8, lambda _: None)
     assert {twin.first for twin in found.values()} == {0}
     assert set(found) == {1, 2}
 

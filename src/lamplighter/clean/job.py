@@ -26,7 +26,7 @@ from lamplighter import report
 from lamplighter.clean import dedup, worker
 from lamplighter.clean.documents import Item, find_items
 from lamplighter.clean.rules import Rejected, Rules
-from lamplighter.clean.worker import Batch, Counts
+from lamplighter.clean.worker import CleanBatch, CleanCounts
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, ChildLost, UsageError
 from lamplighter.procs import pool
 from lamplighter.procs.lock import open_lock, try_lock
@@ -44,7 +44,7 @@ class Totals:
     files: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-    counts: Counts = field(default_factory=Counts)
+    counts: CleanCounts = field(default_factory=CleanCounts)
 
     def as_json(self) -> dict[str, Any]:
         counts, sizes = self.counts, {"bytes_in": self.bytes_in, "bytes_out": self.bytes_out}
@@ -54,7 +54,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CleanOutcome:
     """The totals as JSON, the files made, and whether they were there before."""
 
     totals: dict[str, Any]
@@ -63,7 +63,7 @@ class Outcome:
     found: bool = False
 
 
-def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: bool = False) -> Outcome:
+def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: bool = False) -> CleanOutcome:
     """Clean; with `dry` nothing is written, and the totals have the examples."""
     started = time.monotonic()
     if out is not None and any(Path(path).expanduser().resolve() == out.resolve() for path in paths):
@@ -72,12 +72,12 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
     if dry or out is None:
         totals = _try(items, refused, rules, workers)
         _warn_of_unread(totals)
-        return Outcome(totals.as_json(), [], time.monotonic() - started)
+        return CleanOutcome(totals.as_json(), [], time.monotonic() - started)
     lock = _prepare(out, items)
     try:
         known = _finished(out, items, refused, rules)
         if known is not None:
-            return Outcome(known["totals"], list(known["shards"]), time.monotonic() - started, found=True)
+            return CleanOutcome(known["totals"], list(known["shards"]), time.monotonic() - started, found=True)
         batches = worker.batches_of(items, str(out / PARTS), rules)
         _say_what_is_reused(out, batches)
         totals = _clean(batches, refused, workers)
@@ -87,7 +87,7 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
         raise _cannot_write(out, error) from error
     finally:
         os.close(lock)
-    return Outcome(totals.as_json(), shards, time.monotonic() - started)
+    return CleanOutcome(totals.as_json(), shards, time.monotonic() - started)
 
 
 # ---------------------------------------------------------------- before
@@ -158,7 +158,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def _say_what_is_reused(out: Path, batches: list[Batch]) -> None:
+def _say_what_is_reused(out: Path, batches: list[CleanBatch]) -> None:
     names = {batch.name for batch in batches}
     done = list((out / PARTS).glob("*.done"))
     usable = sum(worker.is_done(out / PARTS, batch) for batch in batches)
@@ -185,7 +185,7 @@ def _warn_of_unread(totals: Totals) -> None:
 # ---------------------------------------------------------------- items to parts
 
 
-def _clean(batches: list[Batch], refused: list[Rejected], workers: int) -> Totals:
+def _clean(batches: list[CleanBatch], refused: list[Rejected], workers: int) -> Totals:
     totals = _begin([item for batch in batches for item in batch.items], refused)
     with report.phase("clean", total=totals.bytes_in, unit="B") as p:
         for summary in _each(batches, workers, p):
@@ -200,7 +200,7 @@ def _begin(items: list[Item], refused: list[Rejected]) -> Totals:
     return totals
 
 
-def _each(batches: list[Batch], workers: int, p: report.Phase) -> Iterator[dict[str, Any]]:
+def _each(batches: list[CleanBatch], workers: int, p: report.Phase) -> Iterator[dict[str, Any]]:
     """The summary of each part, in order; the phase hears of every block that any worker has read."""
     workers = min(workers, len(batches)) or 1
     if workers <= 1:
@@ -259,10 +259,10 @@ def _twins(records: Any, rules: Rules) -> dict[int, dedup.Twin]:
     if rules.keep_duplicates or not len(records):
         return {}
     with report.phase("duplicates", total=dedup.columns(rules.near), unit="columns") as p:
-        return dedup.find(records, rules.near, p.tick)
+        return dedup.find_twins(records, rules.near, p.tick)
 
 
-def _write(out: Path, batches: list[Batch], refused: list[Rejected], rules: Rules, totals: Totals) -> list[str]:
+def _write(out: Path, batches: list[CleanBatch], refused: list[Rejected], rules: Rules, totals: Totals) -> list[str]:
     """Shards, log and manifest, from the parts alone; the parts go last."""
     folder = out / PARTS
     (out / LOG / MANIFEST).unlink(missing_ok=True)  # from here on the old output is not the last word
@@ -388,7 +388,7 @@ def _finish(
                 p.tick(1, path.name)
 
 
-def refuse_nothing(outcome: Outcome, out: Path | None) -> None:
+def refuse_nothing(outcome: CleanOutcome, out: Path | None) -> None:
     """Nothing kept is an error: the folder would train on nothing."""
     if outcome.totals["kept"]:
         return

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lamplighter.clean.rules import Change
+from lamplighter.clean.rules import Edit
 
 _ORDINARY = bytes([0x09, 0x0A, *range(0x20, 0x7F)])
 _UNSEEN = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u200b\u2060\ufeff\ufffe\uffff]")
@@ -78,7 +78,7 @@ def blank_lines(text: str) -> str:
     return text.lstrip("\n").rstrip()
 
 
-def misread(text: str, odd: str | None = None) -> tuple[str, list[Change]]:
+def misread(text: str, odd: str | None = None) -> tuple[str, list[Edit]]:
     """(the text with UTF-8 that was read as Latin-1 or Windows-1252 read rightly, the lines that changed).
 
     Line by line, only where the sign is there, and only by a change of encoding: quotes, ligatures and widths stay as they are.
@@ -94,7 +94,7 @@ def misread(text: str, odd: str | None = None) -> tuple[str, list[Change]]:
         end = end if end >= 0 else len(data)
         line = data[start:end].decode()
         if _MISREAD.search(line) and (right := _reread(line)) != line:
-            changes.append(Change("mojibake", line, right))
+            changes.append(Edit("mojibake", line, right))
             out += [data[done:start], right.encode()]
             done = end
     return (b"".join([*out, data[done:]]).decode(), changes) if changes else (text, [])
@@ -139,7 +139,7 @@ class Joined:
     text: str
     count: int = 0
     hyphens: int = 0
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Edit, ...] = ()
     data: bytes | None = None  # the text in UTF-8, where it is at hand
 
 
@@ -334,9 +334,7 @@ def _joined(text: str, layout: _Layout, blocks: Array, real_hyphens: bool) -> Jo
     for block in blocks[:3].tolist():
         start, end = layout.span(block)
         examples.append(
-            Change(
-                "joined lines", layout.data[start:end].decode(), layout.data[start:end].replace(b"\n", b" ").decode()
-            )
+            Edit("joined lines", layout.data[start:end].decode(), layout.data[start:end].replace(b"\n", b" ").decode())
         )
     return Joined(after.decode(), len(blocks), hyphens.closed, tuple(examples), after)
 

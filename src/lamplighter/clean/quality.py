@@ -166,7 +166,7 @@ REASONS = {name: name for name in BOUNDS} | {"long_words": "word_length"}
 
 
 @dataclass(frozen=True)
-class Quality:
+class TextQuality:
     """The measures as they are, the score of the worst, and which that is."""
 
     measures: dict[str, float]
@@ -175,7 +175,7 @@ class Quality:
     words: int
 
 
-def judge(text: str, words: Words, english: bool) -> Quality:
+def judge(text: str, words: Words, english: bool) -> TextQuality:
     """The measures of a text; those that need sorting are taken on its beginning."""
     found = _measures(text, words)
     if not english:
@@ -183,7 +183,7 @@ def judge(text: str, words: Words, english: bool) -> Quality:
     scores = {name: _score(value, *BOUNDS[name]) for name, value in found.items()}
     worst = min(scores, key=scores.__getitem__)
     count = len(words.spans[0])
-    return Quality({name: round(value, 4) for name, value in found.items()}, round(scores[worst], 4), worst, count)
+    return TextQuality({name: round(value, 4) for name, value in found.items()}, round(scores[worst], 4), worst, count)
 
 
 def _score(value: float, bad: float, good: float) -> float:

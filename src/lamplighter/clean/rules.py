@@ -76,7 +76,7 @@ class BadMarkup(ValueError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class MarkupText:
     """One document of a file; `part` is its place within it."""
 
     text: str
@@ -85,7 +85,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Change:
+class Edit:
     """One thing that a rule did, shown by an example."""
 
     rule: str
@@ -101,7 +101,7 @@ class Ledger:
         self.chars: dict[str, int] = {}
         self.examples: dict[str, list[tuple[str, str, str]]] = {}
 
-    def add(self, rule: str, count: int, chars: int = 0, changes: list[Change] | None = None, place: str = "") -> None:
+    def add(self, rule: str, count: int, chars: int = 0, changes: list[Edit] | None = None, place: str = "") -> None:
         if not count:
             return
         self.counts[rule] = self.counts.get(rule, 0) + count

@@ -92,7 +92,7 @@ def clean_document(raw: Raw, rules: Rules, ledger: Ledger) -> Clean | Rejected:
     return Clean(raw.place, text, words, {**own, **raw.extra}, language, found.score)
 
 
-def _refusal(found: quality.Quality, language: str, rules: Rules) -> tuple[str, str] | None:
+def _refusal(found: quality.TextQuality, language: str, rules: Rules) -> tuple[str, str] | None:
     if found.words < rules.min_words:
         return "too_short", f"{found.words} words; {rules.min_words} are wanted (--min-words)"
     wanted = {one.strip() for one in rules.language.split(",")}
@@ -117,7 +117,7 @@ LEAST_BYTES, MOST_BYTES = 8 << 20, 256 << 20  # of one part
 
 
 @dataclass
-class Counts:
+class CleanCounts:
     """What came of some items."""
 
     documents: int = 0
@@ -151,7 +151,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Batch:
+class CleanBatch:
     """What a worker is given: neighbouring items that make one part; without a folder nothing is written."""
 
     folder: str
@@ -176,7 +176,7 @@ class Batch:
         return [item.identity() for item in self.items]
 
 
-def batches_of(items: list[Item], folder: str, rules: Rules) -> list[Batch]:
+def batches_of(items: list[Item], folder: str, rules: Rules) -> list[CleanBatch]:
     """Neighbours together, so that there are some hundreds of parts however many files there are."""
     most_bytes = min(max(LEAST_BYTES, sum(item.size for item in items) // PARTS), MOST_BYTES)
     most_items = -(-len(items) // PARTS)
@@ -188,7 +188,7 @@ def batches_of(items: list[Item], folder: str, rules: Rules) -> list[Batch]:
             size = 0
         batches[-1].append(item)
         size += item.size
-    return [Batch(folder, tuple(batch), rules) for batch in batches]
+    return [CleanBatch(folder, tuple(batch), rules) for batch in batches]
 
 
 def begin(counter: Any) -> None:
@@ -204,7 +204,7 @@ def _tick(count: int, item: str) -> None:
         _counter.value += count
 
 
-def is_done(folder: Path, batch: Batch) -> bool:
+def is_done(folder: Path, batch: CleanBatch) -> bool:
     marker = read_record(folder / f"{batch.name}.done")
     return marker.get("rules") == batch.rules.fingerprint() and marker.get("items") == batch.identity()
 
@@ -214,7 +214,7 @@ def remove(folder: Path, name: str) -> None:
         (folder / f"{name}.{ending}").unlink(missing_ok=True)
 
 
-def make(batch: Batch) -> dict[str, Any]:
+def make(batch: CleanBatch) -> dict[str, Any]:
     """Make the part, unless it is there."""
     if not batch.folder:
         kept, records = io.BytesIO(), io.BytesIO()
@@ -239,20 +239,20 @@ def make(batch: Batch) -> dict[str, Any]:
     return summary
 
 
-def _work(batch: Batch, text: IO[bytes], prints: IO[bytes], log: IO[str]) -> dict[str, Any]:
+def _work(batch: CleanBatch, text: IO[bytes], prints: IO[bytes], log: IO[str]) -> dict[str, Any]:
     """Every document of the items, in order."""
-    counts = Counts()
+    counts = CleanCounts()
     for item in batch.items:
         _add_item(item, batch.rules, counts, (text, prints, log))
     return counts.as_json()
 
 
-def _add_item(item: Item, rules: Rules, counts: Counts, files: tuple[IO[bytes], IO[bytes], IO[str]]) -> None:
+def _add_item(item: Item, rules: Rules, counts: CleanCounts, files: tuple[IO[bytes], IO[bytes], IO[str]]) -> None:
     """The documents of one item; a file that changed meanwhile is left out as a whole."""
     text, prints, log = files
     streams: list[IO[Any]] = [*files]
     before = [file.tell() for file in streams]
-    own = Counts()
+    own = CleanCounts()
     for raw in documents(item, rules, lambda count: _tick(count, item.path)):
         result = raw if isinstance(raw, Rejected) else _guarded(raw, rules, own.ledger)
         own.documents += not (isinstance(raw, Rejected) and raw.reason == "bad_line")
@@ -270,7 +270,7 @@ def _add_item(item: Item, rules: Rules, counts: Counts, files: tuple[IO[bytes], 
         for file, place in zip(streams, before, strict=True):
             file.seek(place)
             file.truncate()
-        own = Counts(documents=1)
+        own = CleanCounts(documents=1)
         changed = Rejected(item.path, "changed", "it changed while it was read: run it again when nobody writes to it")
         own.reject(changed)
         log.write(_JSON.encode(asdict(changed)) + "\n")

@@ -88,11 +88,11 @@ def _tokenizer(run: Run, cache: Path, source: Source) -> Tokenizer:
 
 def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -> tuple[Tokens, bool]:
     """The token cache, and whether it was made just now."""
-    from lamplighter.data.split import Settings
+    from lamplighter.data.split import CacheSettings
     from lamplighter.data.token_cache import reader as tokens
 
     with report.phase("cache"):
-        settings = Settings(run.data.val_fraction)
+        settings = CacheSettings(run.data.val_fraction)
         found, is_new = tokens.obtain(cache, source, tokenizer, settings, run.data.cache, run.data.workers)
     share = len(found.val) / max(1, len(found.val) + len(found.train))
     if share > 0.1 and share > 2 * run.data.val_fraction:
@@ -111,7 +111,7 @@ def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTempl
     """The chat template of a run on instruction rows; None where it learns from text."""
     from lamplighter.data.chat import template
     from lamplighter.data.chat.rows import RowSource
-    from lamplighter.data.chat.template import choose
+    from lamplighter.data.chat.template import load_template
 
     if not isinstance(source, RowSource):
         if run.data.packing in ("packed", "grouped"):
@@ -124,7 +124,7 @@ def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTempl
     with report.phase("template"):
         if run.model.init_from is not None and run.data.template is None:
             template.check_folder(Path(run.model.init_from))
-        found = choose(run.data.template, tokenizer)
+        found = load_template(run.data.template, tokenizer)
         template.announce(found, run.model.init_from)
     return found
 
@@ -145,7 +145,7 @@ def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Exam
 
 def open_stream(run: Run, folder: Path, source: Source, tokenizer: Tokenizer) -> StreamBatches:
     """Documents as they arrive: what is held out is decided by the first of them, once, and kept in the run's folder."""
-    from lamplighter.data.stream import Filler, Settings, StreamBatches
+    from lamplighter.data.stream import Filler, StreamBatches, StreamSettings
     from lamplighter.data.stream_split import hold_back
 
     data, train = run.data, run.train
@@ -156,7 +156,7 @@ def open_stream(run: Run, folder: Path, source: Source, tokenizer: Tokenizer) ->
         f"streaming {source}: chunks of {data.tokens_per_chunk:,} tokens; {held.documents:,} documents,"
         f" {len(held):,} tokens are held back to validate on, and later ones of that side are never trained on"
     )
-    settings = Settings(
+    settings = StreamSettings(
         train.seed,
         train.batch_size,
         data.seq_len,

@@ -58,7 +58,7 @@ INPUT_HEADS = {"alpaca": "\n\n### Input:\n"}  # what stands between an instructi
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedExample:
     """The ids of a conversation; `learned` is true for the tokens of its answers."""
 
     ids: Uint32s
@@ -212,7 +212,7 @@ class ChatTemplate:
         broken = [self._control.sub(lambda found: found.group()[0] + mark + found.group()[1:], text) for text in texts]
         return [{**message, "content": text} for message, text in zip(messages, broken, strict=True)], mark
 
-    def encode(self, conversations: Sequence[Sequence[Message]]) -> list[Encoded | Refused]:
+    def encode(self, conversations: Sequence[Sequence[Message]]) -> list[EncodedExample | Refused]:
         """Each conversation as ids with its answers marked, or why that cannot be."""
         texts: list[tuple[str, str]] = []  # (text, marker)
         plans: list[tuple[int, int] | Refused] = []
@@ -243,7 +243,7 @@ class ChatTemplate:
                 needed.append(before)
         return [(text, mark) for text in needed]
 
-    def _assemble(self, texts: list[tuple[str, str]], ids: list[Uint32s]) -> Encoded | Refused:
+    def _assemble(self, texts: list[tuple[str, str]], ids: list[Uint32s]) -> EncodedExample | Refused:
         """Find each answer in the ids of the whole: from the end of what comes before it to its stop token."""
         whole, begins, moved = ids[0], [len(before) for before in ids[1:]], False
         if any(not np.array_equal(whole[: len(before)], before) for before in ids[1:]):
@@ -254,7 +254,7 @@ class ChatTemplate:
             if not len(ends):
                 return Refused(f"{self} does not end its answer with {self.stop}")
             learned[begin : begin + int(ends[0]) + 1] = True
-        return Encoded(whole, learned, len(begins), moved)
+        return EncodedExample(whole, learned, len(begins), moved)
 
     def _with_borders(self, texts: list[tuple[str, str]]) -> tuple[Uint32s, list[int]]:
         """The ids with every answer's beginning kept as a border between tokens, as it is in generation."""
@@ -366,7 +366,7 @@ def own_template(files: dict[str, bytes]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def choose(wanted: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+def load_template(wanted: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     """The template that the configuration asks for; the tokenizer's own, else chatml, where it asks for none."""
     own = own_template(tokenizer.files)
     if wanted is None and own is not None:

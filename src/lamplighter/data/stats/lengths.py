@@ -145,7 +145,7 @@ def padding(lengths: Lengths, seq_len: int, batch_size: int) -> list[Padding]:
 
 
 @dataclass(frozen=True)
-class Advice:
+class LengthAdvice:
     """advice / because / set."""
 
     advice: str
@@ -167,7 +167,7 @@ def packing_window(lengths: Lengths) -> int:
     return best
 
 
-def advise(lengths: Lengths, seq_len: int, batch_size: int, examples: bool) -> list[Advice]:
+def advise(lengths: Lengths, seq_len: int, batch_size: int, examples: bool) -> list[LengthAdvice]:
     """On the window, the packing and the batch; `examples` are kept apart, documents of text follow each other."""
     if not len(lengths):
         return []
@@ -186,7 +186,7 @@ def _percent(share: float) -> str:
     return text.replace("%", " %")
 
 
-def _advise_examples(lengths: Lengths, seq_len: int, batch_size: int) -> Sequence[Advice]:
+def _advise_examples(lengths: Lengths, seq_len: int, batch_size: int) -> Sequence[LengthAdvice]:
     facts, holds, best = spread(lengths), fitting(lengths), packing_window(lengths)
     now, then = window(lengths, seq_len), window(lengths, best)
     shares = {one.strategy: one for one in padding(lengths, best, batch_size)}
@@ -212,12 +212,12 @@ def _advise_examples(lengths: Lengths, seq_len: int, batch_size: int) -> Sequenc
         f" {_percent(shares[name].share)} {name}" for name in ("dynamic", "grouped", "packed")
     )
     return [
-        Advice(what, because, f"data.seq_len: {best}"),
-        Advice(f"pack: {kind}", costs, f"data.packing: {kind}"),
+        LengthAdvice(what, because, f"data.seq_len: {best}"),
+        LengthAdvice(f"pack: {kind}", costs, f"data.packing: {kind}"),
     ]
 
 
-def _advise_text(lengths: Lengths, seq_len: int) -> Sequence[Advice]:
+def _advise_text(lengths: Lengths, seq_len: int) -> Sequence[LengthAdvice]:
     facts, now = spread(lengths), window(lengths, seq_len)
     alone = _percent(now.padding_alone)
     if now.beyond_share > 0.5 and fitting(lengths, 0.5) > seq_len:
@@ -239,12 +239,12 @@ def _advise_text(lengths: Lengths, seq_len: int) -> Sequence[Advice]:
     stream = padding(lengths, seq_len, 1)[-1]
     costs = f"documents follow each other: padding {_percent(stream.share)}; each alone in a window: {alone}"
     return [
-        Advice(what, because, f"data.seq_len: {value}"),
-        Advice("pack: windows over the stream", costs, "data.packing: windows"),
+        LengthAdvice(what, because, f"data.seq_len: {value}"),
+        LengthAdvice("pack: windows over the stream", costs, "data.packing: windows"),
     ]
 
 
-def _advise_batch(lengths: Lengths, seq_len: int, batch_size: int, examples: bool) -> Advice:
+def _advise_batch(lengths: Lengths, seq_len: int, batch_size: int, examples: bool) -> LengthAdvice:
     total = int(np.minimum(lengths, seq_len).sum(dtype=np.int64)) if examples else int(np.sum(lengths, dtype=np.int64))
     step = batch_size * seq_len
     steps = max(1, math.ceil(total / step))
@@ -252,12 +252,12 @@ def _advise_batch(lengths: Lengths, seq_len: int, batch_size: int, examples: boo
     if steps < FEW_STEPS and batch_size > 1:
         fewer = max(1, 2 ** int(math.log2(max(1.0, total / (FEW_STEPS * seq_len)))))
         if fewer < batch_size:
-            return Advice(f"a smaller batch: {fewer}", f"{sums}: few to learn by", f"train.batch_size: {fewer}")
+            return LengthAdvice(f"a smaller batch: {fewer}", f"{sums}: few to learn by", f"train.batch_size: {fewer}")
     if step < SMALL_STEP and steps > MANY_STEPS:
         more = max(batch_size, 2 ** math.ceil(math.log2(SMALL_STEP / seq_len)))
         sums += f"; {more} would make {math.ceil(total / (more * seq_len)):,} steps with a steadier gradient"
-        return Advice(f"a larger batch: {more}", sums, f"train.batch_size: {more}")
-    return Advice(f"keep the batch of {batch_size}", sums, f"train.batch_size: {batch_size}")
+        return LengthAdvice(f"a larger batch: {more}", sums, f"train.batch_size: {more}")
+    return LengthAdvice(f"keep the batch of {batch_size}", sums, f"train.batch_size: {batch_size}")
 
 
 # ---------------------------------------------------------------- drawn

@@ -66,7 +66,7 @@ def cut_all(data: bytes, size: int) -> list[int]:
 # ---------------------------------------------------------------- in a file
 
 
-class Opened:
+class RangeFile:
     """A file that is read at any place; one that changes meanwhile is an error."""
 
     def __init__(self, file: LocalFile) -> None:
@@ -77,7 +77,7 @@ class Opened:
             raise unreadable(file.path, error) from error
         self._lines = (0, 1)  # a place, and the number of its line
 
-    def __enter__(self) -> Opened:
+    def __enter__(self) -> RangeFile:
         try:
             self.file.check(self.fd, "since this command began")
         except BaseException:
@@ -211,7 +211,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How files are read."""
 
     separator: str | None
@@ -225,7 +225,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TextBlock:
     """Documents; the first may have begun before, and the last may go on."""
 
     docs: list[bytes]
@@ -251,7 +251,7 @@ def is_text(data: bytes) -> bool:
     return True
 
 
-def _clean(data: bytes, file: Opened, at: int, bad: BadInFile) -> bytes:
+def _clean(data: bytes, file: RangeFile, at: int, bad: BadInFile) -> bytes:
     """The lines of these bytes that are text; they lie at `at` in the file."""
     bad.reading.lines += count_newlines(data)
     if is_text(data):
@@ -270,13 +270,13 @@ def _clean(data: bytes, file: Opened, at: int, bad: BadInFile) -> bytes:
 # ---------------------------------------------------------------- reading
 
 
-def read(span: Span, how: Reading, bad: BadInReading) -> Iterator[tuple[Stretch, int]]:
+def read(span: Span, how: ReadOptions, bad: BadInReading) -> Iterator[tuple[TextBlock, int]]:
     """The stretches of a span, each with how many of the span's bytes are behind it."""
     if span.kind == "file":
         yield from _whole_file(span, how, bad)
         return
     in_file = bad.file(span.path)
-    with Opened(span.file) as file:
+    with RangeFile(span.file) as file:
         if span.kind == "json":
             stretches = _json_lines(file, span, how, in_file)
         elif how.separator:
@@ -287,33 +287,33 @@ def read(span: Span, how: Reading, bad: BadInReading) -> Iterator[tuple[Stretch,
             yield stretch, min(at, span.stop) - span.start
 
 
-def _one_text(file: Opened, span: Span, how: Reading, bad: BadInFile) -> Iterator[tuple[Stretch, int]]:
+def _one_text(file: RangeFile, span: Span, how: ReadOptions, bad: BadInFile) -> Iterator[tuple[TextBlock, int]]:
     """A file that is one document, in parts."""
     at = file.cut_text(span.start)
     for wanted in range(span.start, span.stop, how.part_bytes):
         end = file.cut_text(min(span.stop, wanted + how.part_bytes))
         if end > at:
             data = _clean(file.read(at, end), file, at, bad)
-            yield Stretch([data], at > 0, end < file.size), end
+            yield TextBlock([data], at > 0, end < file.size), end
         at = end
 
 
-def first_part(span: Span, how: Reading) -> bytes:
+def first_part(span: Span, how: ReadOptions) -> bytes:
     """The beginning of the document that a later span goes on with."""
-    with Opened(span.file) as file:
+    with RangeFile(span.file) as file:
         return _clean(file.read(0, file.cut_text(how.part_bytes)), file, 0, how.bad_records().begin().file(span.path))
 
 
-def part_before(span: Span, how: Reading) -> bytes:
+def part_before(span: Span, how: ReadOptions) -> bytes:
     """The last part before a span of a document that goes on in it."""
-    with Opened(span.file) as file:
+    with RangeFile(span.file) as file:
         begin, end = file.cut_text(span.start - how.part_bytes), file.cut_text(span.start)
         return _clean(file.read(begin, end), file, begin, how.bad_records().begin().file(span.path))
 
 
 def _separated(
-    file: Opened, span: Span, how: Reading, separator: bytes, bad: BadInFile
-) -> Iterator[tuple[Stretch, int]]:
+    file: RangeFile, span: Span, how: ReadOptions, separator: bytes, bad: BadInFile
+) -> Iterator[tuple[TextBlock, int]]:
     """The documents between separators."""
     begin, stop = file.cut_separator(span.start, separator), file.cut_separator(span.stop, separator)
     rest, opened = b"", False
@@ -325,14 +325,14 @@ def _separated(
             opened = False
         while long:
             cut = cut_after(rest, 0, how.part_bytes)
-            yield Stretch([rest[:cut]], opened, True), at + len(data)
+            yield TextBlock([rest[:cut]], opened, True), at + len(data)
             rest, opened = rest[cut:], True
             long = len(rest) > 2 * how.part_bytes + len(separator)
     if rest or opened:
         yield from _in_parts([rest], opened, how.part_bytes, stop)
 
 
-def _lines(file: Opened, at: int, stop: int) -> Iterator[tuple[bytes, int]]:
+def _lines(file: RangeFile, at: int, stop: int) -> Iterator[tuple[bytes, int]]:
     """(bytes, place): about a megabyte of whole lines at a time; a longer line is cut between two characters."""
     held = b""
     while at + len(held) < stop:
@@ -348,7 +348,7 @@ def _lines(file: Opened, at: int, stop: int) -> Iterator[tuple[bytes, int]]:
             at, held = at + end, held[end:]
 
 
-def _json_lines(file: Opened, span: Span, how: Reading, bad: BadInFile) -> Iterator[tuple[Stretch, int]]:
+def _json_lines(file: RangeFile, span: Span, how: ReadOptions, bad: BadInFile) -> Iterator[tuple[TextBlock, int]]:
     begin, stop = file.cut_line(span.start), file.cut_line(span.stop) if span.stop < file.size else file.size
     at, parts = begin, []  # a line is joined once, however long
     while at < stop:
@@ -365,7 +365,7 @@ def _json_lines(file: Opened, span: Span, how: Reading, bad: BadInFile) -> Itera
             at += len(block)
 
 
-def _texts_of(data: bytes, at: int, file: Opened, how: Reading, bad: BadInFile) -> list[bytes]:
+def _texts_of(data: bytes, at: int, file: RangeFile, how: ReadOptions, bad: BadInFile) -> list[bytes]:
     """The texts of whole lines, fast; where a line is not as it should be, each on its own, with its place."""
     from pydantic_core import from_json
 
@@ -393,26 +393,26 @@ def _texts_of(data: bytes, at: int, file: Opened, how: Reading, bad: BadInFile) 
     return docs
 
 
-def _in_parts(docs: list[bytes], opened: bool, size: int, at: int) -> Iterator[tuple[Stretch, int]]:
+def _in_parts(docs: list[bytes], opened: bool, size: int, at: int) -> Iterator[tuple[TextBlock, int]]:
     """Whole documents, the first one perhaps begun before; very long ones in parts."""
     begin = 0
     for number, doc in enumerate(docs) if docs and max(map(len, docs)) > 2 * size else ():
         if len(doc) <= 2 * size:
             continue
         if number > begin:
-            yield Stretch(docs[begin:number], opened), at
+            yield TextBlock(docs[begin:number], opened), at
             opened = False
         while len(doc) > 2 * size:
             cut = cut_after(doc, 0, size)
-            yield Stretch([doc[:cut]], opened, True), at
+            yield TextBlock([doc[:cut]], opened, True), at
             doc, opened = doc[cut:], True
-        yield Stretch([doc], opened), at
+        yield TextBlock([doc], opened), at
         begin, opened = number + 1, False
     if begin < len(docs):
-        yield Stretch(docs[begin:], opened), at
+        yield TextBlock(docs[begin:], opened), at
 
 
-def _whole_file(span: Span, how: Reading, bad: BadInReading) -> Iterator[tuple[Stretch, int]]:
+def _whole_file(span: Span, how: ReadOptions, bad: BadInReading) -> Iterator[tuple[TextBlock, int]]:
     """Packed files and other kinds, from beginning to end."""
     behind = [0]
 
@@ -424,7 +424,7 @@ def _whole_file(span: Span, how: Reading, bad: BadInReading) -> Iterator[tuple[S
         yield stretch, behind[0]
 
 
-def gathered(texts: Iterator[str], size: int) -> Iterator[Stretch]:
+def gathered(texts: Iterator[str], size: int) -> Iterator[TextBlock]:
     """Texts, some of them Parts, in stretches of about `size` bytes."""
     docs: list[bytes] = []
     total, opened = 0, False
@@ -432,10 +432,10 @@ def gathered(texts: Iterator[str], size: int) -> Iterator[Stretch]:
         docs.append(text.encode())
         total += len(docs[-1])
         if isinstance(text, Part):
-            yield Stretch(docs, opened, True)
+            yield TextBlock(docs, opened, True)
             docs, total, opened = [], 0, True
         elif total >= size:
-            yield Stretch(docs, opened)
+            yield TextBlock(docs, opened)
             docs, total, opened = [], 0, False
     if docs:
-        yield Stretch(docs, opened)
+        yield TextBlock(docs, opened)
