@@ -32,9 +32,10 @@ from lamplighter.config import Train
 from lamplighter.data.batches import Batch, BatchLayout, permute
 from lamplighter.data.chat.example_cache import LEARNED, Side
 from lamplighter.data.chat.packing import Fitted, Packing, example_batches, fit, lay_out
-from lamplighter.model import attention, by_hand, products
+from lamplighter.model import cpu
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights
 from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.hardware import kept_memory
 from lamplighter.train.optimizers import Optimizer, clip_factor, make_optimizer
@@ -101,8 +102,7 @@ class Contestant:
         self.low, self.seconds, self.step = ask["dtype"] == "bf16", ask["seconds"], 0
         self.lamp = ask["way"].startswith("lamp")
         if not self.lamp:
-            products.FEW = 0  # a script has torch's own products, attention and layers
-            attention.suits = by_hand.suits = lambda *_: False
+            cpu.enabled.clear()  # a script has torch's own products, attention and layers
         self.make = way_of(ask["way"], made_up(2000, ask["vocab"]))
         heads = ask["width"] // 64
         shape = Shape(

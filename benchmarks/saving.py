@@ -34,9 +34,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from lamplighter.config import Run, Train
+from lamplighter.config import Train, validated
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, init_weights, load_weights, next_token_loss, stored_tensors
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights, load_weights, stored_tensors
 from lamplighter.rundir import RunDir
 from lamplighter.train import checkpoint, optimizers
 from lamplighter.train.checkpoint import Progress
@@ -88,7 +89,7 @@ class Way:
 
 def ours(job: Job, folder: Path) -> Way:
     """The trainer's own checkpointer, with its hashes, its fsync and its rename."""
-    run = Run.model_validate({"train": {"steps": 10**6}, "save": {"staged": True, "keep": 1}})
+    run = validated({"train": {"steps": 10**6}, "save": {"staged": True, "keep": 1}})
     built = SimpleNamespace(config={"model_type": "gpt2"})
     source = SimpleNamespace(state=lambda step: None)
     context: Any = SimpleNamespace(

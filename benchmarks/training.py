@@ -79,7 +79,7 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
     context, _ = prepare(resolve(None, None, first).run, folder, {})
     model = place / "model"
     model.mkdir()
-    from lamplighter.model.transformer import weights
+    from lamplighter.model.weights import weights
     from lamplighter.train.checkpointer import TokenizerFiles
 
     save_file(weights(context.model), model / "model.safetensors", metadata={"format": "pt"})

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lamplighter import report
-from lamplighter.config import Data, Run
+from lamplighter.config import Data, validated
 from lamplighter.data.batch_source import StepBatches
 from lamplighter.data.batches import NO_TARGET, BatchLayout, rows_of_rank
 from lamplighter.data.chat.example_cache import LEARNED, Examples, Side
@@ -20,7 +20,8 @@ from lamplighter.data.chat.packing import STRATEGIES, arrange, example_batches, 
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.model.build import Built
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights
 from lamplighter.train.loop import micro_batches, micro_loss
 from lamplighter.train.validation import logits_of
 
@@ -256,7 +257,7 @@ def test_the_training_loop_has_the_mean_of_those_losses(micro: int) -> None:
     feed = feed_of(lengths, "packed", batch_size=3, seq_len=48)
     assert feed.facts.samples == 3, "one batch is the whole epoch"
     batch = feed.make(1)
-    run = Run.model_validate({"train": {"batch_size": 3, "micro_batch": micro, "steps": 1}})
+    run = validated({"train": {"batch_size": 3, "micro_batch": micro, "steps": 1}})
     where = SimpleNamespace(device=torch.device("cpu"), precision=nullcontext)
     context: Any = SimpleNamespace(run=run, machine=where, model=model)
     with torch.no_grad():

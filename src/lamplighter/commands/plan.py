@@ -114,7 +114,15 @@ def _look_at_text(run: Run, cache: Path, scratch: Path) -> Known:
 
     source = open_source(run, cache if cache.is_dir() else scratch / CACHE_NAME)
     found = token_estimate.estimate_tokens(run, source, cache)
-    text = Text(found.tokens, found.how, found.counted, found.val_tokens, found.padding, found.samples, found.noun)
+    text = Text(
+        found.tokens,
+        found.how,
+        found.counted,
+        val_tokens=found.val_tokens,
+        padding=found.padding,
+        samples=found.samples,
+        noun=found.noun,
+    )
     return Known(text, found.vocab_size, segments=found.segments, row_tokens=found.row_tokens)
 
 
@@ -196,7 +204,8 @@ def _job(run: Run, where: Machine, data: DataFacts, *, vocab_size: int, steps: i
     tokens = round(data.samples * data.positions_per_step / run.train.batch_size * (1 - data.padding))
     text = None
     if data.samples:
-        text = Text(tokens, "counted", True, data.held_out.targets, data.padding, data.samples, data.noun)
+        held_out = data.held_out.targets
+        text = Text(tokens, "counted", True, held_out, padding=data.padding, samples=data.samples, noun=data.noun)
     rows = data.positions_per_step / run.train.batch_size
     return job_of(
         run,
@@ -311,14 +320,14 @@ def _steps(request: dict[str, Any], say: Say) -> dict[str, Any]:
     """The model as the run would build it, and rounds of at most two micro-batches and one optimizer step."""
     import torch
 
-    from lamplighter.config import Run
+    from lamplighter.config import validated
     from lamplighter.model.build import build
     from lamplighter.model.recompute import recompute_blocks
     from lamplighter.plan.job import known_shape
     from lamplighter.procs.child import limit_own_memory
     from lamplighter.train import hardware, optimizers
 
-    run = Run.model_validate(request["run"])
+    run = validated(request["run"])
     where = hardware.detect(run.train, shape=known_shape(run))
     if where.device.type == "cpu" and request.get("bytes"):
         limit_own_memory(int(request["bytes"]))

@@ -93,7 +93,7 @@ def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -
 
     with report.phase("cache"):
         settings = CacheSettings(run.data.val_fraction)
-        found, is_new = tokens.obtain(cache, source, tokenizer, settings, run.data.cache, run.data.workers)
+        found, is_new = tokens.obtain(cache, source, tokenizer, settings, mode=run.data.cache, workers=run.data.workers)
     share = len(found.val) / max(1, len(found.val) + len(found.train))
     if share > 0.1 and share > 2 * run.data.val_fraction:
         report.warn(
@@ -136,7 +136,9 @@ def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Exam
 
     assert isinstance(source, RowSource)
     with report.phase("cache"):
-        folder = example_cache.ensure(cache, source, chat, run.data.val_fraction, run.data.cache, run.data.workers)
+        folder = example_cache.ensure(
+            cache, source, chat, run.data.val_fraction, mode=run.data.cache, workers=run.data.workers
+        )
         found = example_cache.open_examples(folder)
         found.tell()
         found.check_ends(chat.stop_id, chat.stop)

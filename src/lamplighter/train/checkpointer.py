@@ -25,7 +25,7 @@ from lamplighter.data.chat.template import ChatTemplate
 from lamplighter.data.chat.template import keep as keep_template
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import STOPPED_EARLY, CannotWrite, LampError
-from lamplighter.model.transformer import stored_tensors, weights
+from lamplighter.model.weights import stored_tensors, weights
 from lamplighter.procs import procfs
 from lamplighter.train import async_save, checkpoint, guard
 from lamplighter.train.async_save import AsyncSaver, PendingSave, Tensors

@@ -31,8 +31,8 @@ def check_finite(step: int, loss: float, grad_norm: float, samples: list[int], m
         f"{what} at step {step} (windows {_some(samples)}{first}); the weights were not touched",
         "look at that data; lower train.lr; resume goes on from the last good checkpoint",
         "stop",
-        (f"loss {loss}", f"grad_norm {grad_norm}"),
-        {"step": step, "item": samples[:8], "module": module},
+        evidence=(f"loss {loss}", f"grad_norm {grad_norm}"),
+        culprit={"step": step, "item": samples[:8], "module": module},
     )
 
 

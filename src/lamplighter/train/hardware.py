@@ -87,7 +87,7 @@ def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     peak, how = _peak(device, dtype, name)
     reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {'bf16' if dtype == torch.bfloat16 else 'fp32'}: {how}")
-    return Machine(device, dtype, threads, name, peak, tuple(reasons))
+    return Machine(device, dtype, threads, name, peak_flops=peak, reasons=tuple(reasons))
 
 
 def choose_compile(

@@ -18,7 +18,7 @@ from lamplighter import report
 from lamplighter.data.batches import Batch
 from lamplighter.errors import BadData, Diverged, StoppedEarly
 from lamplighter.model.generate import stream as sample_stream
-from lamplighter.model.transformer import load_weights, weights
+from lamplighter.model.weights import load_weights, weights
 from lamplighter.rundir import CACHE_NAME, free_bytes, read_last_lines
 from lamplighter.train import checkpoint, guard, hardware, validation
 from lamplighter.train.anomalies.detector import announce, recall

@@ -1,6 +1,6 @@
 """Red flags as a reader sees them: which stand now, and which were up when, from the events of a run.
 
-In:  verdicts with `flag`, "well again" and "flags" events of train/flags.
+In:  verdicts with `flag`, "well again" and "flags" events of train/anomalies.
 Out: the flags that stand, words for them, and the section of report.md.
 """
 
@@ -28,7 +28,8 @@ def hear(standing: dict[str, Flag], event: dict[str, Any]) -> None:
 def recall(status: dict[str, Any]) -> dict[str, Flag]:
     """Those that a status.json names."""
     found = status.get("flags")
-    return {flag["cause"]: flag for flag in found} if isinstance(found, list) else {}
+    flags = [flag for flag in found if isinstance(flag, dict)] if isinstance(found, list) else []
+    return {str(flag.get("cause")): flag for flag in flags}
 
 
 def tell(standing: dict[str, Flag]) -> list[str]:

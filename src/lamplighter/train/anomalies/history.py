@@ -177,8 +177,7 @@ class History:
         losses = [x for row in rows if (x := row.get("train/loss")) is not None and math.isfinite(x)]
         if not losses:
             return False
-        middle = median(losses)
-        self.blocks.append(_block(self.facts, self.step, rows, losses, middle, self.ram_gb))
+        self.blocks.append(_block(self.facts, self.step, rows, losses, self.ram_gb))
         if len(self.recent) >= RECENT and not self.spiking:  # a spike is no measure for the next one
             usual = median(self.recent)
             self.usual = (usual, spread_of(self.recent, usual))
@@ -186,15 +185,13 @@ class History:
         return True
 
 
-def _block(
-    facts: Facts, step: int, rows: list[Mapping[str, float | None]], losses: list[float], middle: float, ram: float
-) -> Block:
+def _block(facts: Facts, step: int, rows: list[Mapping[str, float | None]], losses: list[float], ram: float) -> Block:
     def column(name: str) -> list[float]:
         return [float(x) for row in rows if (x := row.get(name)) is not None]
 
     norms, times, waits = column("train/grad_norm"), column("train/dt_ms"), column("train/data_wait_ms")
     hard = 5 * facts.grad_clip if facts.grad_clip else math.inf
-    whole = sum(times)
+    whole, middle = sum(times), median(losses)
     return Block(
         first=step - len(rows) + 1,
         last=step,
