@@ -8,7 +8,7 @@ what other tools call things.
 """
 
 from lamplighter.config.recorded import Recorded, carry_over, drift, dump, load_dump, read_dump
-from lamplighter.config.resolve import Resolved, parse_overrides, preset_names, read_yaml, resolve, with_change
+from lamplighter.config.resolve import Resolved, parse_overrides, preset_names, resolve, with_change
 from lamplighter.config.schema import (
     GRADIENT_BYTES,
     LENGTH,
@@ -16,15 +16,10 @@ from lamplighter.config.schema import (
     WEIGHT_BYTES,
     Budget,
     Data,
-    Eval,
-    FieldInfo,
     Model,
     OptimizerKind,
     Run,
-    Save,
-    TokenizerSection,
     Train,
-    Watch,
     fields,
     validated,
 )
@@ -36,17 +31,12 @@ __all__ = [
     "WEIGHT_BYTES",
     "Budget",
     "Data",
-    "Eval",
-    "FieldInfo",
     "Model",
     "OptimizerKind",
     "Recorded",
     "Resolved",
     "Run",
-    "Save",
-    "TokenizerSection",
     "Train",
-    "Watch",
     "carry_over",
     "drift",
     "dump",
@@ -55,7 +45,6 @@ __all__ = [
     "parse_overrides",
     "preset_names",
     "read_dump",
-    "read_yaml",
     "resolve",
     "validated",
     "with_change",
