@@ -31,8 +31,7 @@ import torch
 from lamplighter.config import Train
 from lamplighter.data.batches import Batch, BatchLayout, permute
 from lamplighter.data.chat.example_cache import LEARNED, Side
-from lamplighter.data.chat.layout import Fitted, example_batches, fit, lay_out
-from lamplighter.data.chat.packing import Packing
+from lamplighter.data.chat.packing import Fitted, Packing, example_batches, fit, lay_out
 from lamplighter.model import cpu
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, next_token_loss, token_loss

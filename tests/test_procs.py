@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,9 @@ def test_system_calls_have_names_on_every_machine() -> None:
 def test_a_verdict_without_proc_says_what_cannot_be_known() -> None:
     def blind(one: Snapshot) -> Snapshot:
         main = procfs.ProcessLook(7, "S", 0.0, 10**8, 1, "python", read_bytes=None, written_bytes=None, disk_bytes=None)
-        return Snapshot(one.at, (Process(main, one.processes[0].slot),), one.worked_at)
+        return replace(one, processes=(Process(main, one.processes[0].slot),))
 
-    window = [blind(moment(2.0)), blind(moment(4.0))]
-    found = judge(GroupSample(window[0], window[1], {7: (stack_at(__file__, 1),)}, 0.0))
+    found = judge(GroupSample(blind(moment(2.0)), blind(moment(4.0)), {7: (stack_at(__file__, 1),)}, 0.0))
     assert found is not None and found.verdict.state == "slow" and not found.provable
     assert any(word.startswith("not known on this system: what it waits in") for word in found.verdict.evidence)
 
