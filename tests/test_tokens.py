@@ -21,11 +21,12 @@ import pytest
 from lamplighter import report
 from lamplighter.data import split as division
 from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, files, open_source
-from lamplighter.data.token_cache import builder, ranges, writer
+from lamplighter.data.token_cache import builder, writer
 from lamplighter.data.token_cache.reader import Settings, Tokens, TokenStream, ensure, open_tokens
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
 from lamplighter.readers import files as reader_files
+from lamplighter.readers import ranges
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
