@@ -105,7 +105,7 @@ def look(pid: int) -> ProcessLook:
     if not tail:
         return ProcessLook(pid)
     cpu_s = (int(tail[11]) + int(tail[12])) * TICK_S
-    return ProcessLook(pid, tail[0], cpu_s, int(tail[21]) * PAGE_BYTES, int(tail[17]), head)
+    return ProcessLook(pid, tail[0], cpu_s, int(tail[21]) * PAGE_BYTES, threads=int(tail[17]), name=head)
 
 
 def look_closely(pid: int) -> ProcessLook:
@@ -280,7 +280,7 @@ def _look_at_thread(pid: int, tid: int) -> ThreadLook:
     state = stat.rsplit(")", 1)[1].split()[0] if ")" in stat else "X"
     times = _read(f"{base}/schedstat").split()
     cpu, starved = (int(times[0]), int(times[1])) if len(times) >= 2 else (0, 0)
-    return ThreadLook(tid, state, cpu, starved, _read(f"{base}/wchan"), _syscall(base)[0])
+    return ThreadLook(tid, state, cpu, starved, _read(f"{base}/wchan"), syscall=_syscall(base)[0])
 
 
 def _syscall(base: str) -> tuple[str, str]:
