@@ -55,7 +55,7 @@ import numpy, torch
 from lamplighter.config import Train
 from lamplighter.model.build import load_folder
 from lamplighter.train import bf16, hardware, optimizers
-from lamplighter.train.validation import token_loss
+from lamplighter.model.transformer import token_loss
 from pathlib import Path
 
 def answer(ask):
@@ -117,7 +117,7 @@ def prepare_case(family: str, size: str, length: int, place: Path, steps: int) -
 
 
 def environment(kernels: str) -> dict[str, str]:
-    from lamplighter.watch.spawn import threads_wait
+    from lamplighter.watch.trainer import threads_wait
 
     more = {"PYTHONPATH": str(measured.ROOT / "src"), "HF_HUB_OFFLINE": "1", "LAMP_CPU_KERNELS": kernels}
     return {**os.environ, **threads_wait(os.environ), **more}

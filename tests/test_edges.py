@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from conftest import LAMP, TINY, clean_env, lamp, losses_of, slot_of, start_lamp, wait_for
-from lamplighter.config import BadConfig, parse_overrides, resolve
+from lamplighter.config import parse_overrides, resolve
+from lamplighter.errors import BadConfig
 from lamplighter.rundir import LineFile, RunDir, is_running, read_json, read_lines
 
 QUICK = [*TINY, "--train.steps", "8", "--save.every_steps", "2"]
@@ -231,3 +232,12 @@ def test_a_line_that_did_not_fit_is_closed_before_the_next_one(tmp_path: Path) -
     os.write(file.fd, b'{"half')
     assert file.write('{"b": 2}')
     assert list(read_lines(path)) == [{"a": 1}, {"b": 2}]
+
+
+def test_bad_data_is_found_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 20)
+    code, said = train(tmp_path, "--data.paths", "binary.txt")
+    assert code == 65, said
+    begun = [event["name"] for event in read_lines(RunDir(tmp_path / "runs" / "r").events) if event["type"] == "phase"]
+    assert begun[0] == "config"
+    assert "import" not in begun

@@ -26,12 +26,12 @@ def test_non_finite_numbers_name_the_step_and_the_samples(loss: float, norm: flo
 def test_long_runs_need_saves_and_no_toys() -> None:
     run = validated({"save": {"every_steps": 0, "every_s": 0}})
     with pytest.raises(BadConfig, match="no save"):
-        guard.refuse_long_runs(run, None, 3 * 3600, 10_000, force=False)
-    guard.refuse_long_runs(run, None, 3 * 3600, 10_000, force=True)
-    guard.refuse_long_runs(run, None, 3600, 10_000, force=False)
+        guard.refuse_long_runs(run.save, None, 3 * 3600, 10_000, force=False)
+    guard.refuse_long_runs(run.save, None, 3 * 3600, 10_000, force=True)
+    guard.refuse_long_runs(run.save, None, 3600, 10_000, force=False)
     with pytest.raises(BadConfig, match="toy"):
-        guard.refuse_long_runs(Run(), "demo", 3 * 3600, 10_000, force=False)
-    guard.refuse_long_runs(Run(), "slm", 3 * 3600, 10_000, force=False)
+        guard.refuse_long_runs(Run().save, "demo", 3 * 3600, 10_000, force=False)
+    guard.refuse_long_runs(Run().save, "slm", 3 * 3600, 10_000, force=False)
 
 
 def test_the_budget_leaves_time_for_the_save() -> None:

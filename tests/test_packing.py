@@ -16,15 +16,13 @@ from lamplighter.config import Data, validated
 from lamplighter.data.batch_source import StepBatches
 from lamplighter.data.batches import NO_TARGET, BatchLayout, rows_of_rank
 from lamplighter.data.chat.example_cache import LEARNED, Examples, Side
-from lamplighter.data.chat.layout import arrange, example_batches, fit
-from lamplighter.data.chat.packing import STRATEGIES, group, pack, padding_share
+from lamplighter.data.chat.packing import STRATEGIES, arrange, example_batches, fit, group, pack, padding_share
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.model.build import Built
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, next_token_loss
 from lamplighter.model.weights import init_weights
 from lamplighter.train.loop import micro_batches, micro_loss
-from lamplighter.train.validation import logits_of
 
 PAD = 0
 
@@ -238,7 +236,7 @@ def test_each_example_has_the_loss_that_it_has_alone(family: str, how: str) -> N
         batch = feed.make(step)
         with torch.no_grad():
             segments = None if batch.segments is None else torch.from_numpy(batch.segments)
-            logits = logits_of(model, torch.from_numpy(batch.inputs), segments)
+            logits = model(torch.from_numpy(batch.inputs), segments_BT=segments)
         total = float(next_token_loss(logits, torch.from_numpy(batch.targets)))
         for row in range(len(batch.inputs)):
             ends = np.flatnonzero(batch.targets[row] == 1)  # the end mark of each example
@@ -282,7 +280,7 @@ def test_packed_without_segments_would_be_another_loss() -> None:
     assert batch.segments is not None
     with torch.no_grad():
         segments = torch.from_numpy(batch.segments)
-        apart, leaking = (float(next_token_loss(logits_of(model, ids, s), targets)) for s in (segments, None))
+        apart, leaking = (float(next_token_loss(model(ids, segments_BT=s), targets)) for s in (segments, None))
     assert abs(apart - leaking) > 0.01
 
 

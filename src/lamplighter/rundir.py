@@ -269,7 +269,7 @@ class LineFile:
         data = (b"\n" if self.torn else b"") + line.encode("utf-8", "replace") + b"\n"
         try:
             written = os.write(self.fd, data)
-        except OSError:
+        except OSError:  # a full disk; the caller counts what is missing
             return False
         self.torn = written < len(data)
         return not self.torn
@@ -279,7 +279,7 @@ def parse_record(line: bytes | str) -> dict[str, Any] | None:
     """One line of a .jsonl file; None for a torn one (a killed writer) or anything that is no object."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # torn, or nested deeper than anything that we write
         return None
     return record if isinstance(record, dict) else None
 
@@ -301,7 +301,7 @@ def read_last_lines(path: Path, limit_bytes: int = 1 << 22) -> Iterator[dict[str
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - limit_bytes))
             lines = file.read().split(b"\n")
-    except OSError:
+    except OSError:  # not there yet: no records
         return
     for line in lines[1:] if size > limit_bytes else lines:
         if (record := parse_record(line)) is not None:

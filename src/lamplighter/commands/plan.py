@@ -113,7 +113,7 @@ def _look_at_text(run: Run, cache: Path, scratch: Path) -> Known:
     from lamplighter.plan.job import Known, Text
 
     source = open_source(run, cache if cache.is_dir() else scratch / CACHE_NAME)
-    found = token_estimate.look(run, source, cache)
+    found = token_estimate.estimate_tokens(run, source, cache)
     text = Text(
         found.tokens,
         found.how,
@@ -193,7 +193,7 @@ def plan_run(
     for reason in dict.fromkeys([*sure, *(r for r in made.reasons if r.startswith(("memory", "money", "time")))]):
         report.warn(f"the plan says no: {reason}" + (" (going on: --force)" if sure else ""))
     _warn(run, made, data)
-    guard.refuse_long_runs(run, request.get("preset"), made.hours * 3600, steps, force)
+    guard.refuse_long_runs(run.save, request.get("preset"), made.hours * 3600, steps, force)
     _check_disk(run, folder, made)
     return made.hours * 3600
 
@@ -386,10 +386,10 @@ def _micro_batch(model: torch.nn.Module, where: Machine, rows: int, length: int,
 
 def _loss(model: torch.nn.Module, where: Machine, ids: torch.Tensor, whole: bool) -> torch.Tensor:
     """In a function of its own, as in the loop: the logits are let go before the backward pass."""
-    from lamplighter.train import validation
+    from lamplighter.model.transformer import token_loss
 
     with where.precision():
-        return validation.token_loss(model, ids, ids, whole=whole, scale=1 / ids.numel())
+        return token_loss(model, ids, ids, whole=whole, scale=1 / ids.numel())
 
 
 def _optimizer_step(optimizer: Optimizer, clip: float, where: Machine) -> Took:

@@ -26,8 +26,8 @@ from lamplighter.plan.job import known_shape, shape_of
 from lamplighter.procs import procfs
 from lamplighter.rundir import human_bytes
 from lamplighter.train import hardware as machines
-from lamplighter.train import validation
 from lamplighter.train.hardware import Machine
+from lamplighter.train.loop import batch_loss
 
 STEP_S = 1.5  # about so long may one forward and backward of a probe take
 FITS = 0.6  # of the free memory: activations come on top
@@ -72,7 +72,7 @@ class ModelFixture:
         """The mean loss of a batch, as in training."""
         machine = replace(self.machine, dtype=dtype or self.machine.dtype)
         whole, scale = self.run.train.loss == "whole", 1 / batch.real_tokens
-        return validation.batch_loss(self.model, batch, machine, whole=whole, scale=scale)
+        return batch_loss(self.model, batch, machine, whole=whole, scale=scale)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """In fp32, for comparing."""
