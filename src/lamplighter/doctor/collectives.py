@@ -166,7 +166,7 @@ def owner_of(port: int) -> psutil.Process | None:
         for one in psutil.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
                 return psutil.Process(one.pid)
-    except psutil.Error:
+    except psutil.Error:  # what others listen on may not be read: the port counts as nobody's
         return None
     return None
 
@@ -174,7 +174,7 @@ def owner_of(port: int) -> psutil.Process | None:
 def _command(one: psutil.Process) -> str:
     try:
         return " ".join(one.cmdline())[:80]
-    except psutil.Error:
+    except psutil.Error:  # it has ended, or is another user's
         return "its command cannot be read"
 
 
@@ -183,7 +183,7 @@ def _is_free(port: int) -> bool:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("", port))
-        except OSError:
+        except OSError:  # taken
             return False
     return True
 
@@ -217,7 +217,7 @@ def two_ranks(context: ProbeContext) -> Iterator[Finding]:
         return
     try:
         found = {str(row[4][0]) for row in socket.getaddrinfo(address, int(port))}
-    except OSError:
+    except OSError:  # told by the probe of the address
         found = set()
     here = bool(found & local_addresses()) or any(ipaddress.ip_address(one).is_loopback for one in found)
     if not here or not _is_free(int(port)):

@@ -160,7 +160,7 @@ def _items(loading: Loading, name: str, context: ProbeContext) -> Iterator[Findi
             number += 1
             if time.monotonic() - began > ITEMS_S:
                 break
-    except StopIteration:
+    except StopIteration:  # a short stream: what has come is looked at
         pass
     except Exception as error:  # noqa: BLE001 (the user's own code)
         yield failed(error, f"item {number} of {name} cannot be had, in this process and without workers")
@@ -329,7 +329,7 @@ def _state(pid: int) -> str:
     """Of a process as the kernel calls it; '' where it is gone."""
     try:
         return str(psutil.Process(pid).status())
-    except psutil.NoSuchProcess:
+    except psutil.NoSuchProcess:  # it has ended
         return ""
 
 
@@ -564,7 +564,7 @@ def _defined(value: Any, owner: tuple[Any, str] | None) -> Frame | None:
         lines, first = inspect.getsourcelines(kind)
         tree = ast.parse(textwrap.dedent("".join(lines)))
         file = inspect.getsourcefile(kind) or "?"
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, SyntaxError):  # a class without a source that can be read: no line to name
         return None
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):

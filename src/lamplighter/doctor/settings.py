@@ -73,7 +73,7 @@ def plan(context: ProbeContext) -> Paper | None:
             check=False,
             env={name: value for name, value in os.environ.items() if not name.startswith("LAMP_")},
         )
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired:  # the data takes too long to count for a probe: NOT_PLANNED is said
         return None
     if done.returncode in (0, RefusedByPlan.code):
         write_atomic(known, done.stdout)

@@ -218,7 +218,7 @@ def packages(context: ProbeContext) -> Iterator[Finding]:
     for name in FIELD:
         try:
             wanted = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:
+        except metadata.PackageNotFoundError:  # not installed: nothing to compare
             continue
         checked += 1
         found += [finding for text in wanted if (finding := judge_requirement(name, text)) is not None]
@@ -286,7 +286,7 @@ def _broken(name: str, error: Exception) -> Finding:
 def _is_installed(name: str) -> bool:
     try:
         metadata.version(name)
-    except metadata.PackageNotFoundError:
+    except metadata.PackageNotFoundError:  # that is the answer
         return False
     return True
 

@@ -294,7 +294,7 @@ def _behind(pid: int, descriptor: str) -> str:
         return ""
     try:
         name = str(Path(f"/proc/{pid}/fd/{int(descriptor, 16)}").readlink())
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # the descriptor is closed, or not ours to see
         return ""
     return _peer(pid, name) if name.startswith("socket:[") else name
 
@@ -322,7 +322,7 @@ def _address(text: str) -> str:
 def _read_all(path: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError:
+    except OSError:  # no such file on this kernel
         return ""
 
 
@@ -330,11 +330,11 @@ def _read(path: str) -> str:
     """A small file of /proc; empty where it may not be read or is gone. Half the price of Path.read_text."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except OSError:  # gone, or not ours to see
         return ""
     try:
         return os.read(fd, 1 << 16).decode("utf-8", "replace")
-    except OSError:
+    except OSError:  # it ended while it was read
         return ""
     finally:
         os.close(fd)
@@ -344,7 +344,7 @@ def listed(path: str) -> list[str]:
     """The names in a folder; none where it is gone."""
     try:
         return os.listdir(path)
-    except OSError:
+    except OSError:  # gone
         return []
 
 
