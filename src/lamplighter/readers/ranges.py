@@ -184,8 +184,8 @@ class RangeFile:
 
 
 PART_BYTES = 1 << 20
-CHECK_BYTES = 1 << 16  # decoded at a time, so that it stays in the processor's cache
-BOM = codecs.BOM_UTF8
+_CHECK_BYTES = 1 << 16  # decoded at a time, so that it stays in the processor's cache
+_BOM = codecs.BOM_UTF8
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,8 @@ def is_text(data: bytes) -> bool:
     view, at = memoryview(data), 0
     try:
         while at < len(data):
-            final = at + CHECK_BYTES >= len(data)
-            at += codecs.utf_8_decode(view[at : at + CHECK_BYTES], "strict", final)[1]
+            final = at + _CHECK_BYTES >= len(data)
+            at += codecs.utf_8_decode(view[at : at + _CHECK_BYTES], "strict", final)[1]
     except UnicodeDecodeError:
         return False
     return True
@@ -255,11 +255,11 @@ def _clean(data: bytes, file: RangeFile, at: int, bad: BadInFile) -> bytes:
     """The lines of these bytes that are text; they lie at `at` in the file."""
     bad.reading.lines += count_newlines(data)
     if is_text(data):
-        return data.removeprefix(BOM) if at == 0 else data
+        return data.removeprefix(_BOM) if at == 0 else data
     head, good = file.read(0, 4), []
     for raw in whole_lines(data):
         if (fault := fault_in(raw)) is None:
-            good.append(raw.removeprefix(BOM) if at == 0 else raw)
+            good.append(raw.removeprefix(_BOM) if at == 0 else raw)
         else:
             line, place = file.line_at(at), at + fault[0]
             bad.set_aside(line, place, not_text(file.path, line, place, fault[1], head))
