@@ -318,9 +318,6 @@ def _other(ranks: list[Rank], rank: Rank) -> str:
     return f"rank {other.number} was at {other.at}"
 
 
-PR_SET_PDEATHSIG = 1
-
-
 # ---------------------------------------------------------------- inside a rank
 
 

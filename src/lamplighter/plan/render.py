@@ -26,7 +26,6 @@ from lamplighter.plan.speed import recompute_flops
 WHAT_IF = ("t4", "l4", "a10", "rtx3090", "rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100-80gb")
 PRESETS_ON = "a100-80gb"
 WIDE = 12
-SHORT_WARNINGS = 3
 
 
 @dataclass(frozen=True)
