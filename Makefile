@@ -35,3 +35,10 @@ BENCHES := starting batches tokenising generation training first_step saving pac
 .PHONY: bench
 bench:
 	@set -e; for name in $(BENCHES); do echo; echo "== $$name"; $(PYTHON) benchmarks/$$name.py; done
+
+.PHONY: docs wheel
+docs:
+	$(PYTHON) -m mkdocs build
+
+wheel:
+	$(PYTHON) -m build

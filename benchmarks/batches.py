@@ -27,7 +27,7 @@ OURS = """
 import numpy as np
 from pathlib import Path
 from lamplighter.data.batches import make_batch
-from lamplighter.data.tokens import Split
+from lamplighter.data.token_cache.reader import Split
 
 def batch_of(step):
     made = make_batch(split, 1, step, rows, length, 0)
@@ -173,7 +173,7 @@ if __name__ == "__main__":
 def make_files(folder: Path, wanted: Any) -> None:
     """The token file, what our reader needs beside it, and the windows of each batch, in our order."""
     from lamplighter.data.batches import count_windows, make_batch
-    from lamplighter.data.tokens import Split
+    from lamplighter.data.token_cache.reader import Split
 
     ids = np.random.default_rng(1).integers(0, 30_000, wanted.tokens + 1).astype(np.uint16)
     ids.tofile(folder / "train.bin")

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import measured
 
-from lamplighter.data.clean import detect, document, gutenberg, lines, parts, quality, reading, text
-from lamplighter.data.clean.duplicates import record_of
-from lamplighter.data.clean.finding import Item, find_items
-from lamplighter.data.clean.language import language_of
-from lamplighter.data.clean.measure import words_of
-from lamplighter.data.clean.rules import Ledger, Raw, Rules
+from lamplighter.clean import detect, document, gutenberg, normalise, quality, raw_documents, unwrap, worker
+from lamplighter.clean.dedup import record_of
+from lamplighter.clean.features import words_of
+from lamplighter.clean.inputs import Item, find_items
+from lamplighter.clean.language import language_of
+from lamplighter.clean.rules import Ledger, Raw, Rules
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = given.paths or [_made_up(Path(folder))]
         items, _ = find_items(paths, None)
-        parts.make(parts.Work("", items[0], Rules()))  # load the libraries
+        worker.make(worker.Work("", items[0], Rules()))  # load the libraries
         _by_kind(items, given.repeat)
         _by_stage(items, given.repeat)
 
@@ -49,7 +49,7 @@ def _by_kind(items: list[Item], repeat: int) -> None:
         best = float("inf")
         for _ in range(repeat):
             started = time.process_time()
-            made = parts.make(parts.Work("", item, Rules()))
+            made = worker.make(worker.Work("", item, Rules()))
             best = min(best, time.process_time() - started)
         seconds[kind] += best
         sizes[kind] += _unpacked(item)
@@ -79,26 +79,28 @@ def _unpacked(item: Item) -> int:
     if Path(item.path).suffix not in (".gz", ".zst"):
         return item.size
     with open(item.path, "rb") as file:
-        return sum(len(block) for block in reading._blocks(Path(item.path), iter([file.read()])))
+        return sum(len(block) for block in raw_documents._blocks(Path(item.path), iter([file.read()])))
 
 
 def _by_stage(items: list[Item], repeat: int) -> None:
     """Each stage by itself, over the same documents."""
     rules = Rules()
-    raws = [raw for item in items for raw in reading.documents(item, rules, lambda _: None) if isinstance(raw, Raw)]
-    tidy = [text.characters(text.misread(raw.text)[0])[0] for raw in raws]
-    books = [text.blank_lines(gutenberg.strip(one).text) for one in tidy]
+    raws = [
+        raw for item in items for raw in raw_documents.documents(item, rules, lambda _: None) if isinstance(raw, Raw)
+    ]
+    tidy = [normalise.characters(normalise.misread(raw.text)[0])[0] for raw in raws]
+    books = [normalise.blank_lines(gutenberg.strip(one).text) for one in tidy]
     clean = [document.clean_text(raw.text, rules, Ledger())[0] for raw in raws]
     words = [words_of(one) for one in clean]
     size = sum(len(one.encode()) for one in clean) / 1e6
     stages = {
         "read, unpack, decode, markup": lambda: [
-            list(reading.documents(item, rules, lambda _: None)) for item in items
+            list(raw_documents.documents(item, rules, lambda _: None)) for item in items
         ],
-        "misread encodings": lambda: [text.misread(raw.text) for raw in raws],
-        "characters": lambda: [text.characters(raw.text) for raw in raws],
+        "misread encodings": lambda: [normalise.misread(raw.text) for raw in raws],
+        "characters": lambda: [normalise.characters(raw.text) for raw in raws],
         "gutenberg": lambda: [gutenberg.strip(one) for one in tidy],
-        "lines": lambda: [lines.join(one) for one in books],
+        "lines": lambda: [unwrap.join(one) for one in books],
         "quality": lambda: [quality.judge(one, words_of(one), True) for one in clean],
         "language": lambda: [language_of(one, two) for one, two in zip(clean, words, strict=True)],
         "duplicates": lambda: [record_of(one, True) for one in words],

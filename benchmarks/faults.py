@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lamplighter.report import Slot, read_slot
 from lamplighter.rundir import RunDir, read_lines
-from lamplighter.watch.ledger import read_ledger
+from lamplighter.watch.time_report import read_time_report
 
 FAULT_AT_S = 30.0  # after the beginning of each minute
 MODEL = """
@@ -124,7 +124,7 @@ def main() -> None:
         began = time.monotonic()
         with open(cwd / "out.txt", "ab") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "lamplighter.cli", *words], cwd=cwd, stdout=out, stderr=out
+                [sys.executable, "-m", "lamplighter.commands", *words], cwd=cwd, stdout=out, stderr=out
             )
         for minute in range(int(minutes)):
             time.sleep(max(0.0, began + 60 * minute + FAULT_AT_S - time.monotonic()))
@@ -140,7 +140,7 @@ def main() -> None:
         for event in read_lines(run.events):
             if event.get("type") == "verdict":
                 print(f"  {event['state']} {event['cause']} {event['action']}: {event['why'][:150]}")
-        ledger, useful = read_ledger(run), useful_seconds(run)
+        ledger, useful = read_time_report(run), useful_seconds(run)
         explained = 1 - ledger.unexplained_s / ledger.wall_s
         print(f"exit {code}; {wall:.0f} s, {ledger.attempts} attempts, {ledger.redone_steps} steps done twice")
         print(f"useful time {useful / wall:.1%}; explained by the ledger {explained:.2%}; {os.cpu_count()} cores")

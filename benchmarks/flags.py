@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from lamplighter.train.flags.board import Board
+from lamplighter.train.anomalies.detector import Board
 from test_flags import CURVES, load
 
 

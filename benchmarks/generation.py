@@ -40,7 +40,7 @@ OURS = """
 import torch
 from pathlib import Path
 from lamplighter.model.build import load_folder
-from lamplighter.model.sample import stream
+from lamplighter.model.generate import stream
 
 def answer(ask):
     global model
@@ -161,7 +161,7 @@ def one_batch(
 
 def cold(folder: Path, wanted: Any) -> None:
     """From the command to its first token on stdout."""
-    lamp = ["-m", "lamplighter.cli", "generate", str(folder), "--prompt", "the", "--max-tokens", "1", "--raw"]
+    lamp = ["-m", "lamplighter.commands", "generate", str(folder), "--prompt", "the", "--max-tokens", "1", "--raw"]
     commands = {"lamp generate": [sys.executable, *lamp, "--temperature", "0"]}
     if not wanted.no_peers:
         commands["transformers, python -c"] = [str(peers.python("hf")), "-c", COLD, str(folder)]

@@ -38,8 +38,8 @@ from lamplighter.config import Train
 from lamplighter.model.shape import Shape, flops_per_token
 from lamplighter.model.transformer import Transformer, init_weights
 from lamplighter.train.bf16 import make_it_work
-from lamplighter.train.machine import kept_memory
-from lamplighter.train.optim import make_optimizer
+from lamplighter.train.hardware import kept_memory
+from lamplighter.train.optimizers import make_optimizer
 
 def answer(ask):
     global model, optimizer, shape, low, room

@@ -29,17 +29,17 @@ import peers
 import torch
 
 from lamplighter.config import Train
+from lamplighter.data.batch_source import Fitted, example_feed, fit, lay_out
 from lamplighter.data.batches import Batch, permute
-from lamplighter.data.chat.examples import LEARNED, Side
+from lamplighter.data.chat.example_cache import LEARNED, Side
 from lamplighter.data.chat.packing import Packing
-from lamplighter.data.feed import Fitted, example_feed, fit, lay_out
 from lamplighter.model import attention, by_hand, products
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
 from lamplighter.train.bf16 import make_it_work
-from lamplighter.train.machine import kept_memory
-from lamplighter.train.optim import AdamW, make_optimizer, shrink
-from lamplighter.train.score import look, nats
+from lamplighter.train.hardware import kept_memory
+from lamplighter.train.optimizers import AdamW, make_optimizer, shrink
+from lamplighter.train.validation import look, nats
 from lamplighter.watch.spawn import threads_wait
 
 CLIP = 1.0

@@ -95,7 +95,7 @@ def prepare(path: Path, tokenizer: Path, place: Path, workers: int | None) -> di
     words += ["--data.workers", str(workers)] if workers else []
     started, before = time.perf_counter(), _children_s()
     with open(place.with_suffix(".json"), "wb") as out:
-        process = psutil.Popen([sys.executable, "-m", "lamplighter.cli", "data", "prepare", *words], stdout=out)
+        process = psutil.Popen([sys.executable, "-m", "lamplighter.commands", "data", "prepare", *words], stdout=out)
         peak = peak_memory(process)
     seconds, used = time.perf_counter() - started, _children_s() - before
     assert process.returncode == 0, "lamp data prepare failed"
@@ -110,7 +110,7 @@ def _children_s() -> float:
 
 def time_gather(folder: Path, length: int, rows: int) -> float:
     """Tokens a second of random windows."""
-    from lamplighter.data.tokens import open_tokens
+    from lamplighter.data.token_cache.reader import open_tokens
 
     split, rng = open_tokens(folder).train, np.random.default_rng(0)
     batches = [rng.integers(0, len(split) - length, rows) for _ in range(50)]

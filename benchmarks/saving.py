@@ -37,9 +37,9 @@ from lamplighter.config import Run, Train
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, init_weights, load_weights, next_token_loss, stored_tensors
 from lamplighter.rundir import RunDir
-from lamplighter.train import checkpoint, optim
+from lamplighter.train import checkpoint, optimizers
 from lamplighter.train.checkpoint import Progress
-from lamplighter.train.keeper import Keeper
+from lamplighter.train.checkpointer import Keeper
 
 SHARE_STEPS = 20
 
@@ -51,7 +51,7 @@ class Job:
         shape = Shape(family="gpt2", vocab_size=vocab, positions=1024, layers=layers, width=768, heads=12)
         self.model = Transformer(shape)
         init_weights(self.model, 1)
-        self.optimizer = optim.make_optimizer(self.model, Train(steps=10**6))
+        self.optimizer = optimizers.make_optimizer(self.model, Train(steps=10**6))
         ids = torch.randint(0, vocab, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
         self.ids, self.targets, self.step = ids[:, :-1], ids[:, 1:], 0
 
@@ -64,7 +64,7 @@ class Job:
         self.step += 1
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {**stored_tensors(self.model), **optim.state_tensors(self.model, self.optimizer)}
+        return {**stored_tensors(self.model), **optimizers.state_tensors(self.model, self.optimizer)}
 
 
 @dataclass
@@ -116,7 +116,7 @@ def ours(job: Job, folder: Path) -> Way:
         assert found is not None
         _, tensors, _ = checkpoint.load_state(found)
         load_weights(job.model, found)
-        optim.load_state(job.model, job.optimizer, tensors)
+        optimizers.load_state(job.model, job.optimizer, tensors)
 
     return Way(begin, restore, hold)
 

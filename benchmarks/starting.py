@@ -22,8 +22,8 @@ from pathlib import Path
 import measured
 import peers
 
-# What the console script of an installed package does: its own few lines, then lamplighter.cli:main.
-SCRIPT = "import re, sys\nfrom lamplighter.cli import main\nsys.exit(main())\n"
+# What the console script of an installed package does: its own few lines, then lamplighter.commands:main.
+SCRIPT = "import re, sys\nfrom lamplighter.commands import main\nsys.exit(main())\n"
 
 
 def commands(no_peers: bool, script: Path) -> dict[str, list[str]]:

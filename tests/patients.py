@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conftest import TINY
 from lamplighter.config import parse_overrides, resolve
-from lamplighter.ops.doctor.finding import Finding, Patient
+from lamplighter.doctor.probe import Finding, Patient
 
 SICK = Path(__file__).parent / "sick"
 

@@ -21,7 +21,7 @@ from lamplighter.data.batches import (
     rows_of_rank,
     validation_batches,
 )
-from lamplighter.data.tokens import Split
+from lamplighter.data.token_cache.reader import Split
 
 PAD = 9999
 

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from conftest import Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 from lamplighter import report
-from lamplighter.data.chat import record
+from lamplighter.data.chat import template_file
 from lamplighter.data.chat.template import ChatTemplate, Encoded, Refused, choose, own_template
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.errors import BadConfig, InputMissing
@@ -192,7 +192,7 @@ NAMES = ("chatml", "alpaca", "plain", "zephyr", "brackets")
 def saved(template: ChatTemplate, folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
     template.tokenizer.save(folder)
-    record.keep(template, folder)
+    template_file.keep(template, folder)
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
@@ -226,7 +226,7 @@ def test_transformers_gives_the_same_ids(name: str, kind: str, tmp_path: Path) -
 def test_the_tokenizers_own_template_is_the_default(tmp_path: Path) -> None:
     first = ChatTemplate("mine", ZEPHYR, byte_level())
     first.tokenizer.save(tmp_path)
-    record.keep(first, tmp_path)
+    template_file.keep(first, tmp_path)
     again = load(tmp_path)
     assert own_template(again.files) == ZEPHYR
     assert choose(None, again).text == ZEPHYR
@@ -245,12 +245,12 @@ def test_another_template_than_the_models_own_is_said_loudly(tmp_path: Path, mon
     monkeypatch.setattr(report._reporter, "event", lambda type, **fields: said.append({"type": type, **fields}))
     first = ChatTemplate("mine", ZEPHYR, byte_level())
     first.tokenizer.save(tmp_path)
-    record.keep(first, tmp_path)
+    template_file.keep(first, tmp_path)
     tokenizer = load(tmp_path)
-    record.announce(choose("alpaca", tokenizer), str(tmp_path))
+    template_file.announce(choose("alpaca", tokenizer), str(tmp_path))
     assert any(e["type"] == "warning" and "another chat template than alpaca" in e["text"] for e in said)
     said.clear()
-    record.announce(choose(None, tokenizer), str(tmp_path))
+    template_file.announce(choose(None, tokenizer), str(tmp_path))
     assert not [e for e in said if e["type"] == "warning"]
 
 
@@ -260,7 +260,7 @@ def test_another_template_than_the_models_own_is_said_loudly(tmp_path: Path, mon
 def model_folder(tmp_path: Path) -> Path:
     template = choose("chatml", CHATML_TOKENIZER)
     template.tokenizer.save(tmp_path)
-    record.keep(template, tmp_path)
+    template_file.keep(template, tmp_path)
     return tmp_path
 
 
@@ -270,7 +270,7 @@ def change(path: Path, **values: object) -> None:
 
 def test_an_untouched_folder_passes(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
-    template = record.of_folder(folder, load(folder))
+    template = template_file.of_folder(folder, load(folder))
     assert template is not None and template.stop == "<|im_end|>" and template.name == "chatml"
 
 
@@ -289,7 +289,7 @@ def test_what_differs_from_training_is_refused_and_both_are_named(
     folder = model_folder(tmp_path)
     change(folder / name, **values)
     with pytest.raises(BadConfig) as error:
-        record.check_folder(folder)
+        template_file.check_folder(folder)
     assert error.value.code == 78 and name in error.value.what
     for word in words:
         assert word in error.value.what + error.value.why
@@ -299,19 +299,19 @@ def test_a_template_in_a_file_of_its_own_counts_too(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     (folder / "chat_template.jinja").write_text(ZEPHYR)
     with pytest.raises(BadConfig, match=r"chat_template\.jinja"):
-        record.check_folder(folder)
+        template_file.check_folder(folder)
 
 
 def test_a_lost_record_is_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
-    (folder / record.RECORD).write_text("{")
+    (folder / template_file.RECORD).write_text("{")
     with pytest.raises(BadConfig, match=r"chat\.json is missing or damaged"):
-        record.check_folder(folder)
-    (folder / record.RECORD).unlink()
+        template_file.check_folder(folder)
+    (folder / template_file.RECORD).unlink()
     (folder / "training").mkdir()
     write_json(folder / "training" / "state.json", {"chat": "abc"})
     with pytest.raises(BadConfig, match=r"chat\.json is missing or damaged"):
-        record.check_folder(folder)
+        template_file.check_folder(folder)
 
 
 def test_a_stop_token_with_another_id_is_refused(tmp_path: Path) -> None:
@@ -319,17 +319,17 @@ def test_a_stop_token_with_another_id_is_refused(tmp_path: Path) -> None:
     other = with_marks("<|im_end|>", "<|im_start|>")
     write_json(folder / "tokenizer.json", other.content)
     with pytest.raises(BadConfig, match="id of the stop token") as error:
-        record.of_folder(folder, load(folder))
+        template_file.of_folder(folder, load(folder))
     assert "258" in error.value.why and "257" in error.value.why
 
 
 def test_a_folder_from_elsewhere_is_asked_by_its_own_template(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
-    (folder / record.RECORD).unlink()
-    found = record.of_folder(folder, load(folder))
+    (folder / template_file.RECORD).unlink()
+    found = template_file.of_folder(folder, load(folder))
     assert found is not None and found.stop == "<|im_end|>"
     (folder / "training").mkdir()
-    assert record.of_folder(folder, load(folder)) is None, "a run of ours on plain text is not a chat model"
+    assert template_file.of_folder(folder, load(folder)) is None, "a run of ours on plain text is not a chat model"
 
 
 # ---------------------------------------------------------------- the real command

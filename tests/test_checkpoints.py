@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from conftest import TINY, Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
-from lamplighter.data.tokens import open_tokens
+from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.rundir import RunDir, read_json, read_lines
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from lamplighter.data.clean.document import clean_text
-from lamplighter.data.clean.gutenberg import strip
-from lamplighter.data.clean.rules import Ledger, Rules
-from lamplighter.data.clean.text import blank_lines
+from lamplighter.clean.document import clean_text
+from lamplighter.clean.gutenberg import strip
+from lamplighter.clean.normalise import blank_lines
+from lamplighter.clean.rules import Ledger, Rules
 
 OURS = re.compile(
     r"gutenberg|e-?text|small print|donation|pgdp|proofread|produced by|transcriber|www\.|http|ebook", re.I

@@ -18,8 +18,8 @@ import pytest
 import zstandard
 
 from conftest import lamp, start_lamp, wait_for
-from lamplighter.data.clean import finding, job, parts
-from lamplighter.data.clean.rules import Rules
+from lamplighter.clean import inputs, job, worker
+from lamplighter.clean.rules import Rules
 from lamplighter.data.sources.files import FileSource, find_files
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
 
@@ -234,10 +234,10 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_read_is_left_out(tmp_path: Path) -> None:
     make_corpus(tmp_path / "raw", 1)
-    (item,), _ = finding.find_items([str(tmp_path / "raw")], None)
+    (item,), _ = inputs.find_items([str(tmp_path / "raw")], None)
     with open(item.path, "a") as file:
         file.write("\n\nand more")
-    summary = parts.make(parts.Work(str(tmp_path), item, Rules()))
+    summary = worker.make(worker.Work(str(tmp_path), item, Rules()))
     assert summary["rejected"] == {"changed": 1}
     assert summary["kept"] == 0
     assert (tmp_path / f"{item.name}.part").read_bytes() == b""
@@ -257,8 +257,8 @@ def test_stretches_of_a_long_file_have_the_places_of_the_file(tmp_path: Path, mo
     lines[41] = "{torn"
     (tmp_path / "web.jsonl").write_text("\n".join(lines) + "\n")
     _run(tmp_path, "web.jsonl", out="whole")
-    monkeypatch.setattr(finding, "STRETCH_BYTES", 20_000)
-    assert len(finding.find_items([str(tmp_path / "web.jsonl")], None)[0]) > 3
+    monkeypatch.setattr(inputs, "STRETCH_BYTES", 20_000)
+    assert len(inputs.find_items([str(tmp_path / "web.jsonl")], None)[0]) > 3
     _run(tmp_path, "web.jsonl", out="parts")
     assert texts(tmp_path / "whole") == texts(tmp_path / "parts")
     assert list(rejected(tmp_path / "parts")) == ["web.jsonl:42"]
@@ -280,11 +280,11 @@ def test_other_rules_and_other_files_are_noticed(tmp_path: Path) -> None:
 
 def test_a_part_of_other_rules_is_never_used(tmp_path: Path) -> None:
     make_corpus(tmp_path / "raw", 2)
-    items, _ = finding.find_items([str(tmp_path / "raw")], None)
+    items, _ = inputs.find_items([str(tmp_path / "raw")], None)
     for rules in (Rules(), Rules(keep_lines=True)):
-        parts.make(parts.Work(str(tmp_path), items[0], rules))
-        assert parts.is_done(tmp_path, items[0], rules.fingerprint())
-    assert not parts.is_done(tmp_path, items[0], Rules().fingerprint())
+        worker.make(worker.Work(str(tmp_path), items[0], rules))
+        assert worker.is_done(tmp_path, items[0], rules.fingerprint())
+    assert not worker.is_done(tmp_path, items[0], Rules().fingerprint())
 
 
 def test_a_dry_run_shows_examples_and_writes_nothing(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_mistakes_have_an_exit_code_and_three_lines(words: list[str], code: int,
 
 def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
     raw = make_corpus(tmp_path / "raw", 1)
-    items, _ = finding.find_items([str(raw)], None)
+    items, _ = inputs.find_items([str(raw)], None)
     held = job._prepare(tmp_path / "clean", items)
     with pytest.raises(AlreadyRunning):
         job.run([str(raw)], tmp_path / "clean", Rules(), 1)
@@ -401,7 +401,7 @@ def test_an_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 def test_what_is_not_text_in_a_folder_is_counted(tmp_path: Path, monkeypatch: Any) -> None:
     from lamplighter import report
-    from lamplighter.data.clean.finding import find_items
+    from lamplighter.clean.inputs import find_items
 
     said: list[str] = []
     monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))

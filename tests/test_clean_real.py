@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from conftest import shared
-from lamplighter.data.clean import detect, duplicates, markup
-from lamplighter.data.clean.document import Clean, clean_document, clean_text
-from lamplighter.data.clean.measure import words_of
-from lamplighter.data.clean.rules import Ledger, Raw, Rejected, Rules
+from lamplighter.clean import dedup, detect, html
+from lamplighter.clean.document import Clean, clean_document, clean_text
+from lamplighter.clean.features import words_of
+from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules
 
 # book: (the least share of characters that stays, how the work begins, how it ends)
 BOOKS = {
@@ -90,17 +90,17 @@ def test_old_spelling_passes_as_english() -> None:
 def test_ocr_of_1824_passes_and_reads_in_paragraphs() -> None:
     for page in ("0001", "0002"):
         path = shared("london", "ocr_newspaper_1824_alto", f"0002647_18240217_{page}.xml")
-        (piece,) = markup.read_xml(path.read_bytes(), "auto")
+        (piece,) = html.read_xml(path.read_bytes(), "auto")
         found = gate(Raw(path.name, piece.text), language="en")
         assert isinstance(found, Clean)
     assert (
         "In his Preleetions and Isaiah"
-        in markup.read_xml(
-            shared("london", "ocr_newspaper_1824_alto", "0002647_18240217_0001.xml").read_bytes(), "auto"
-        )[0].text
+        in html.read_xml(shared("london", "ocr_newspaper_1824_alto", "0002647_18240217_0001.xml").read_bytes(), "auto")[
+            0
+        ].text
     )
-    with pytest.raises(markup.BadMarkup, match="lists other files"):
-        markup.read_xml(shared("london", "ocr_newspaper_1824_alto", "0002647_18240217_mets.xml").read_bytes(), "auto")
+    with pytest.raises(html.BadMarkup, match="lists other files"):
+        html.read_xml(shared("london", "ocr_newspaper_1824_alto", "0002647_18240217_mets.xml").read_bytes(), "auto")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_ocr_of_1824_passes_and_reads_in_paragraphs() -> None:
     [("18000115.xml", 89), ("18181028.xml", 205), ("18360613.xml", 245), ("18610610.xml", 86), ("18981121.xml", 65)],
 )
 def test_each_trial_is_a_document(name: str, trials: int) -> None:
-    pieces = markup.read_xml(shared("london", "oldbailey_xml", name).read_bytes(), "auto")
+    pieces = html.read_xml(shared("london", "oldbailey_xml", name).read_bytes(), "auto")
     accounts = [piece for piece in pieces if piece.extra.get("type") == "trialAccount"]
     assert len(accounts) == trials
     assert not any("<" in piece.text or "  " in piece.text for piece in accounts)
@@ -147,10 +147,8 @@ def test_natural_copies_are_found() -> None:
     for path in sorted(shared("web", "slimpajama_like").glob("*.zst")):
         data = zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read()
         rows += [json.loads(line)["text"] for line in data.decode().splitlines()]
-    records = np.frombuffer(
-        b"".join(duplicates.record_of(words_of(text), True) for text in rows), dtype=duplicates.RECORD
-    )
-    found = duplicates.find(records, 0.8, lambda _: None)
+    records = np.frombuffer(b"".join(dedup.record_of(words_of(text), True) for text in rows), dtype=dedup.RECORD)
+    found = dedup.find(records, 0.8, lambda _: None)
     exact = {number for number, twin in found.items() if twin.likeness == 1.0}
     seen: dict[str, int] = {}
     truth = {number for number, text in enumerate(rows) if seen.setdefault(text, number) != number}

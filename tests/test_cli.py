@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import TINY, Row, lamp, losses_of, slot_of, start_lamp, wait_for
-from lamplighter import __version__, cli
+from lamplighter import __version__, commands
 from lamplighter.rundir import RunDir, read_json, read_lines
 
 QUICK = [*TINY, "--train.steps", "8"]
@@ -27,10 +27,10 @@ def train(cwd: Path, *words: str, run: str = "r") -> tuple[int, str]:
 def test_help_and_version(tmp_path: Path) -> None:
     done = lamp("--help", cwd=tmp_path)
     assert done.returncode == 0
-    assert all(verb in done.stdout for verb in cli.VERBS)
+    assert all(verb in done.stdout for verb in commands.VERBS)
     assert lamp(cwd=tmp_path).stdout == done.stdout
     assert lamp("--version", cwd=tmp_path).stdout == f"lamp {__version__}\n"
-    for verb in cli.VERBS:
+    for verb in commands.VERBS:
         shown = lamp(verb, "--help", cwd=tmp_path)
         assert shown.returncode == 0
         assert f"lamp {verb}" in shown.stdout
@@ -510,5 +510,5 @@ def test_no_prompt_when_stdin_is_no_terminal(tmp_path: Path) -> None:
 
 
 def test_every_verb_of_the_help_exists() -> None:
-    named = set(re.findall(r"^  (\w+)", cli.HELP, re.MULTILINE)) | {"save"}
-    assert named == set(cli.VERBS) == set(cli.VERB_HELP)
+    named = set(re.findall(r"^  (\w+)", commands.HELP, re.MULTILINE)) | {"save"}
+    assert named == set(commands.VERBS) == set(commands.VERB_HELP)

@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from lamplighter.data.sources import Part, Source, files, open_source, packed, tables
+from lamplighter.data.sources import Part, Source, files, open_source
 from lamplighter.errors import BadData
+from lamplighter.readers import compression, tables
 
 WORDS = ["fog", "lamp", "naïve", "日本", "don't", "12", "--", "\n", "\n\n", "\r\n", "  ", "\t", "🙂", '"quoted"', "a,b"]
 
@@ -120,7 +121,7 @@ def small(monkeypatch: Any) -> None:
     monkeypatch.setattr(files, "BLOCK_BYTES", 777)
     monkeypatch.setattr(files, "PACKED_BLOCK_BYTES", 333)
     monkeypatch.setattr(files, "LINE_BYTES", 1000)
-    monkeypatch.setattr(packed, "OUT_BYTES", 500)
+    monkeypatch.setattr(compression, "OUT_BYTES", 500)
     monkeypatch.setattr(tables, "BATCH_ROWS", 5)
 
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from lamplighter import report
-from lamplighter.data.cache import builder, cuts, encoder, stretches, units
-from lamplighter.data.cache.stretches import Faults, Stretch
-from lamplighter.data.division import Divider, Division, Settings
-from lamplighter.data.sources import FileSource, Part, dirt, open_source
+from lamplighter.data.sources import FileSource, Part, open_source
+from lamplighter.data.split import Divider, Division, Settings
+from lamplighter.data.token_cache import boundaries, builder, encoder, partition, ranges
+from lamplighter.data.token_cache.ranges import Faults, Stretch
+from lamplighter.data.token_cache.reader import ensure, open_tokens
 from lamplighter.data.tokenizer import byte_level
-from lamplighter.data.tokens import ensure, open_tokens
 from lamplighter.errors import BadData
+from lamplighter.readers import bad_records
 
 
 def by_source(source: FileSource) -> tuple[list[str], list[Any]]:
@@ -38,13 +39,13 @@ def by_source(source: FileSource) -> tuple[list[str], list[Any]]:
 
 def by_units(source: FileSource, unit_bytes: int) -> tuple[list[str], list[Any]]:
     """The same, unit by unit, each on its own."""
-    plan = units.plan(source, Settings(0.1, 0, unit_bytes))
+    plan = partition.plan(source, Settings(0.1, 0, unit_bytes))
     assert plan is not None
     documents, now, faults = [], b"", []
     for unit in plan.units:
         own = Faults("set_aside")
         for span in unit.spans:
-            for stretch, behind in stretches.read(span, plan.how, own):
+            for stretch, behind in ranges.read(span, plan.how, own):
                 assert 0 <= behind <= span.stop - span.start
                 assert stretch.opened or not now
                 for number, doc in enumerate(stretch.docs):
@@ -90,7 +91,7 @@ def some_file(rng: random.Random, kind: str, separator: str | None) -> bytes:
 
 @pytest.mark.parametrize("kind", ["plain", "json", "\n\n", "<sep>", "a\na", "é"])
 def test_the_documents_are_the_same_however_files_are_cut(tmp_path: Path, monkeypatch: Any, kind: str) -> None:
-    monkeypatch.setattr(cuts, "NEAR", 300)
+    monkeypatch.setattr(boundaries, "NEAR", 300)
     rng = random.Random(kind)
     separator = None if kind in ("plain", "json") else kind
     cut = False
@@ -102,10 +103,10 @@ def test_the_documents_are_the_same_however_files_are_cut(tmp_path: Path, monkey
         source = open_source([str(folder)], None, separator)
         assert isinstance(source, FileSource)
         expected = by_source(source)
-        monkeypatch.setattr(stretches, "PART_BYTES", rng.choice([40, 1000, 1 << 20]))
+        monkeypatch.setattr(ranges, "PART_BYTES", rng.choice([40, 1000, 1 << 20]))
         unit_bytes = rng.choice([50, 333, 5000])
         assert by_units(source, unit_bytes) == expected, (number, unit_bytes)
-        plan = units.plan(source, Settings(0.1, 0, unit_bytes))
+        plan = partition.plan(source, Settings(0.1, 0, unit_bytes))
         cut = cut or (plan is not None and len(plan.units) > 5)
     assert cut
 
@@ -119,7 +120,7 @@ def test_packed_files_and_small_ones_go_together_and_large_ones_are_cut(tmp_path
     (tmp_path / "large.jsonl").write_text('{"text": "some words"}\n' * 200)
     (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(b"packed words " * 3000))
     source = open_source([str(tmp_path)], None, None)
-    plan = units.plan(source, Settings(0.1, 0, 1000))
+    plan = partition.plan(source, Settings(0.1, 0, 1000))
     assert plan is not None
     spans = [span for unit in plan.units for span in unit.spans]
     assert sum(span.stop - span.start for span in spans) == source.total_bytes()
@@ -128,7 +129,7 @@ def test_packed_files_and_small_ones_go_together_and_large_ones_are_cut(tmp_path
     assert len([span for span in spans if span.path.endswith("large.jsonl")]) == 5
     assert max(len(unit.spans) for unit in plan.units) > 4, "small files go together"
     assert by_units(source, 1000) == by_source(source)  # type: ignore[arg-type]
-    assert units.plan(open_source([], None, None), Settings()) is None, "texts that only their source can read"
+    assert partition.plan(open_source([], None, None), Settings()) is None, "texts that only their source can read"
 
 
 def stream(tmp_path: Path, name: str, source: FileSource, unit_bytes: int, val: float = 0.2) -> tuple[Any, ...]:
@@ -141,7 +142,7 @@ def stream(tmp_path: Path, name: str, source: FileSource, unit_bytes: int, val: 
 @pytest.mark.parametrize("count", [1, 120])
 def test_one_long_text_in_many_units_is_the_same_stream(tmp_path: Path, monkeypatch: Any, count: int) -> None:
     """By blocks, a run goes on over the border of two units; by documents, a long one stays on one side."""
-    monkeypatch.setattr(stretches, "PART_BYTES", 10_000)
+    monkeypatch.setattr(ranges, "PART_BYTES", 10_000)
     rng = random.Random(3)
     for number in range(count):
         words = rng.choices(["lamp", "fog", "naïve", "of\n", "the", "goose.", "1837"], k=30_000 if number == 0 else 20)
@@ -188,7 +189,7 @@ def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: A
     path.write_bytes(b"".join(lines))
     with pytest.raises(BadData, match="not text") as caught:
         ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), Settings(0.1, 0, 5000))
-    assert "of 5,001 lines" in caught.value.why and dirt.TOO_MUCH == 0.001
+    assert "of 5,001 lines" in caught.value.why and bad_records.TOO_MUCH == 0.001
     with pytest.raises(BadData, match=f"{path}:1, byte 3"):
         refusing = open_source([str(path)], None, None, bad_text="refuse")
         ensure(tmp_path / "c", refusing, byte_level(), Settings(0.1, 0, 5000))

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import zstandard
 
 from conftest import TINY, lamp, slot_of, start_lamp, wait_for
-from lamplighter import cli
+from lamplighter import commands as cli
 from lamplighter.config import preset_names, resolve
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.model.shape import Shape, count_parameters
@@ -46,6 +47,19 @@ def test_every_command_in_the_documents_names_a_verb_and_flags_that_exist() -> N
             assert all(part in cli.VERBS for part in words[1].split("|")) or "|" in command, f"{path}: {command}"
             for flag in re.findall(r"--[a-z-]+(?![\w.])", command):
                 assert flag in known, f"{path}: {command}"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """`make docs`: every link leads to a page, every anchor to a heading, every decision is listed."""
+    pytest.importorskip("mkdocs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    listed = (ROOT / "docs/decisions/index.md").read_text()
+    for decision in (ROOT / "docs/decisions").glob("0*.md"):
+        assert f"({decision.name})" in listed, f"docs/decisions/index.md does not list {decision.name}"
 
 
 def test_the_table_of_presets_is_true() -> None:

@@ -19,18 +19,19 @@ import pytest
 
 from conftest import LAMP, LONG, TINY, clean_env, lamp, wait_for
 from lamplighter.config import Resolved, dump, load_dump, resolve, with_change
+from lamplighter.doctor import collectives, disk, environment, runner, settings, stages
+from lamplighter.doctor import findings as chart
+from lamplighter.doctor.environment import Driver
+from lamplighter.doctor.findings import Chart
+from lamplighter.doctor.plan_probe import Paper
+from lamplighter.doctor.probe import Finding, Patient, Stage
+from lamplighter.doctor.runner import Case, Visit
 from lamplighter.errors import BadConfig, UsageError
-from lamplighter.ops.doctor import chart, collectives, disk, environment, rounds, settings, ward
-from lamplighter.ops.doctor.chart import Chart
-from lamplighter.ops.doctor.environment import Driver
-from lamplighter.ops.doctor.finding import Finding, Patient, Stage
-from lamplighter.ops.doctor.paper import Paper
-from lamplighter.ops.doctor.ward import Case, Visit
 
 GIB = 1 << 30
 PROBES = """
 import os, re, signal, subprocess, sys, time
-from lamplighter.ops.doctor.finding import Finding
+from lamplighter.doctor.probe import Finding
 from lamplighter.errors import BadData
 
 def fine(patient):
@@ -109,7 +110,7 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
 
 
 def visit(case: Case, name: str, deadline_s: float = 60.0, tell: Callable[[str], None] = lambda _: None) -> Visit:
-    return ward.visit(Stage(name, f"odd_probes:{name}", deadline_s), case, tell)
+    return runner.visit(Stage(name, f"odd_probes:{name}", deadline_s), case, tell)
 
 
 def line_of(words: str) -> int:
@@ -164,7 +165,7 @@ def test_a_probe_that_eats_the_memory_is_ended_before_the_machine_is(case: Case)
 def test_what_a_probe_prints_is_no_finding_and_a_flood_is_counted(case: Case) -> None:
     assert [finding.what for finding in visit(case, "prints").findings] == ["said after all that"]
     seen = visit(case, "floods").findings
-    assert len(seen) == ward.MOST_FINDINGS + 2
+    assert len(seen) == runner.MOST_FINDINGS + 2
     assert [finding.what for finding in seen if finding.level == "fault"] == ["the one that counts"]
     assert "4,800 more findings" in seen[-1].what
 
@@ -174,8 +175,8 @@ def test_what_a_probe_leaves_behind_is_ended_and_a_bystander_is_not(case: Case, 
     script = textwrap.dedent(f"""
         import subprocess, sys
         from pathlib import Path
-        from lamplighter.ops.doctor import ward
-        from lamplighter.ops.doctor.finding import Stage
+        from lamplighter.doctor import ward
+        from lamplighter.doctor.probe import Stage
         ward.adopt_orphans()
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         try:
@@ -186,7 +187,7 @@ def test_what_a_probe_leaves_behind_is_ended_and_a_bystander_is_not(case: Case, 
         finally:
             child.kill()
     """)
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "lamplighter.ops.doctor"])
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "lamplighter.doctor"])
     try:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
@@ -241,11 +242,11 @@ def test_advice_of_a_fault_counts_more_and_must_fit_the_rest() -> None:
 
 
 def test_probes_are_chosen_by_name_and_those_of_a_run_need_one() -> None:
-    assert {stage.name.split(" / ")[0] for stage in rounds.choose([], readable=True)} >= {"environment", "settings"}
-    assert not [stage for stage in rounds.choose([], readable=False) if stage.name.startswith("settings")]
-    assert [stage.name for stage in rounds.choose(["disk"], readable=True)] == ["settings / disk"]
+    assert {stage.name.split(" / ")[0] for stage in stages.choose([], readable=True)} >= {"environment", "settings"}
+    assert not [stage for stage in stages.choose([], readable=False) if stage.name.startswith("settings")]
+    assert [stage.name for stage in stages.choose(["disk"], readable=True)] == ["settings / disk"]
     with pytest.raises(UsageError, match="no probe is called enviroment") as refused:
-        rounds.choose(["enviroment"], readable=True)
+        stages.choose(["enviroment"], readable=True)
     assert refused.value.why == "did you mean environment?"
 
 
@@ -431,8 +432,8 @@ def test_text_in_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, value)
     case = Case(tmp_path / "config.yaml", None, tmp_path / "runs", tmp_path / "scratch")
     case.config.write_text(dump(resolve("demo")))
-    (stage,) = rounds.choose(["language"], readable=True)
-    (found,) = ward.visit(stage, case).findings
+    (stage,) = stages.choose(["language"], readable=True)
+    (found,) = runner.visit(stage, case).findings
     assert (found.level, found.cause, found.next) == ("warn", "encoding", "export PYTHONUTF8=1")
 
 
@@ -456,7 +457,7 @@ def test_nothing_is_left_when_the_doctor_is_stopped(tmp_path: Path) -> None:
         family = wait_for(lambda: _with_ranks(going.pid), process=going)
         going.terminate()
         assert going.wait(30) == 75
-        wait_for(lambda: not any(ward._lives(one) for one in family), 20)
+        wait_for(lambda: not any(runner._lives(one) for one in family), 20)
     finally:
         going.kill()
         going.wait()
@@ -465,7 +466,7 @@ def test_nothing_is_left_when_the_doctor_is_stopped(tmp_path: Path) -> None:
 def _with_ranks(pid: int) -> list[psutil.Process]:
     found = psutil.Process(pid).children(recursive=True)
     try:
-        return found if sum("lamplighter.ops.doctor.rank" in one.cmdline() for one in found) == 2 else []
+        return found if sum("lamplighter.doctor.rank_child" in one.cmdline() for one in found) == 2 else []
     except psutil.Error:  # one of them has ended meanwhile
         return []
 
@@ -477,7 +478,7 @@ def test_a_rank_that_does_not_arrive_is_named(tmp_path: Path, monkeypatch: pytes
     """Rank 1 sleeps before it begins, by something that is injected from outside."""
     text = """
         import sys, time
-        if "lamplighter.ops.doctor.rank" in sys.orig_argv and '"rank": 1' in sys.orig_argv[-1]:
+        if "lamplighter.doctor.rank_child" in sys.orig_argv and '"rank": 1' in sys.orig_argv[-1]:
             time.sleep(1000)
     """
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(text))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from conftest import LONG
-from lamplighter.ops.doctor import datasets, loading, pickling
-from lamplighter.ops.doctor.finding import Finding
+from lamplighter.doctor import datasets, loading, pickling
+from lamplighter.doctor.probe import Finding
 from patients import SICK, examine, line_of, patient
 
 

@@ -10,13 +10,14 @@ import torch
 
 from conftest import LONG
 from lamplighter.config import Run
+from lamplighter.doctor import memory_fit, model, model_fixture, sample_data
+from lamplighter.doctor import one_step as stepping
+from lamplighter.doctor import trainability as learn
+from lamplighter.doctor.memory_fit import memory, precision
+from lamplighter.doctor.one_step import one_step
+from lamplighter.doctor.trainability import learning
+from lamplighter.doctor.trials import Outcome
 from lamplighter.model.shape import Shape, count_parameters
-from lamplighter.ops.doctor import bed, fitting, model, sampled, stepping
-from lamplighter.ops.doctor import learning as learn
-from lamplighter.ops.doctor.fitting import memory, precision
-from lamplighter.ops.doctor.learning import learning
-from lamplighter.ops.doctor.stepping import one_step
-from lamplighter.ops.doctor.trials import Outcome
 from patients import SICK, examine, patient
 
 
@@ -79,7 +80,7 @@ def test_a_stream_that_blocks_does_not_keep_the_model_from_being_examined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """System A."""
-    monkeypatch.setattr(sampled, "QUIET_S", 0.5)
+    monkeypatch.setattr(sample_data, "QUIET_S", 0.5)
     found = list(one_step(patient(tmp_path, "--data.source", "streams:blocks")))
     assert "random ids" in found[0].what
     assert found[0].level == "warn"
@@ -142,7 +143,7 @@ def test_an_embedding_or_a_head_that_is_smaller_than_the_tokenizer(tmp_path: Pat
 
 
 def test_of_a_model_that_does_not_fit_some_layers_are_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bed, "available_bytes", lambda: 16 * 30_000)
+    monkeypatch.setattr(model_fixture, "available_bytes", lambda: 16 * 30_000)
     found = list(one_step(patient(tmp_path, "--model.layers", "8")))
     assert "with 1 of its 8 layers" in found[0].what
     assert found[-1].level == "ok"
@@ -154,11 +155,11 @@ def test_a_model_that_cannot_be_built_is_named(tmp_path: Path) -> None:
 
 
 def test_weights_with_a_tokenizer_that_is_not_theirs_guess_worse_than_chance(tmp_path: Path) -> None:
+    from lamplighter.doctor.trainability import _first_loss
     from lamplighter.model.build import Built
-    from lamplighter.ops.doctor.learning import _first_loss
 
     who = patient(tmp_path, "--model.init_from", str(tmp_path))
-    lying = bed.Bed(who.run, None, Built(torch.nn.Linear(1, 1), {}, 1000, 8), None, "")  # type: ignore[arg-type]
+    lying = model_fixture.Bed(who.run, None, Built(torch.nn.Linear(1, 1), {}, 1000, 8), None, "")  # type: ignore[arg-type]
     assert _first_loss(lying, 9.0).cause == "tokenizer_differs"
     assert _first_loss(lying, 3.0).level == "ok"
 
@@ -174,7 +175,7 @@ def test_the_longest_micro_batch_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_micro_batch_that_cannot_fit_is_told_before_it_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "_available", lambda _: 200_000_000)
+    monkeypatch.setattr(memory_fit, "_available", lambda _: 200_000_000)
     (found,) = memory(patient(tmp_path))
     assert found.cause == "rss_oom"
     assert found.settings["train.micro_batch"] < 4
@@ -184,12 +185,12 @@ def test_a_micro_batch_that_cannot_fit_is_told_before_it_kills(tmp_path: Path, m
 
 
 def test_bf16_is_compared_or_said_to_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting.bf16, "cpu_has_it", lambda: False)
+    monkeypatch.setattr(memory_fit.bf16, "cpu_has_it", lambda: False)
     (absent,) = precision(patient(tmp_path, "--train.dtype", "bf16"))
     assert absent.level == "fault"
     assert absent.settings == {"train.dtype": "fp32"}
-    monkeypatch.setattr(fitting.bf16, "cpu_has_it", lambda: True)
-    monkeypatch.setattr(fitting.bf16, "make_it_work", lambda: False)
+    monkeypatch.setattr(memory_fit.bf16, "cpu_has_it", lambda: True)
+    monkeypatch.setattr(memory_fit.bf16, "make_it_work", lambda: False)
     (dies,) = precision(patient(tmp_path))
     assert dies.level == "ok"
     assert "died" in dies.what

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from conftest import shared
-from lamplighter.data.opening import obtain_tokens, open_text
-from lamplighter.data.sources.found import LocalFile
-from lamplighter.ops.doctor import sampled, text
-from lamplighter.ops.doctor.cached import cache
-from lamplighter.ops.doctor.finding import Patient
-from lamplighter.ops.doctor.seen import documents
+from lamplighter.data.setup import obtain_tokens, open_text
+from lamplighter.doctor import sample_data, text
+from lamplighter.doctor.cache_probe import cache
+from lamplighter.doctor.probe import Patient
+from lamplighter.doctor.samples import documents
+from lamplighter.readers.local import LocalFile
 from lamplighter.rundir import CACHE_NAME, identity
 from patients import SICK, examine, line_of, patient
 
@@ -107,7 +107,7 @@ def test_a_slow_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_stream_that_blocks_in_next_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampled, "QUIET_S", 0.7)
+    monkeypatch.setattr(sample_data, "QUIET_S", 0.7)
     monkeypatch.chdir(SICK)
     who = patient(tmp_path, "--data.source", "streams:blocks")
     found = examine(text.files, who)["stream_stall"]

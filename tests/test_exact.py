@@ -220,9 +220,9 @@ def test_every_way_of_training_resumes_exactly(tmp_path: Path, variant: str) -> 
 def test_a_resumed_run_keeps_the_instructions_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a trial of bf16 had to switch some off, a resume does not try again, and still computes without them."""
     from lamplighter.config import Train
-    from lamplighter.train import bf16, machine
+    from lamplighter.train import bf16, hardware
 
     monkeypatch.setenv(bf16.ISA_LIMIT, "")
     monkeypatch.delenv(bf16.ISA_LIMIT)
     before = {"dtype": "fp32", "threads": 1, "isa_limit": "AVX512_CORE_BF16"}
-    assert machine.detect(Train(), before).facts()["isa_limit"] == "AVX512_CORE_BF16"
+    assert hardware.detect(Train(), before).facts()["isa_limit"] == "AVX512_CORE_BF16"

@@ -14,13 +14,13 @@ import pytest
 from conftest import shared, wait_for
 from lamplighter import report
 from lamplighter.config import Data
-from lamplighter.data.chat import examples, rows
-from lamplighter.data.chat.arrange import arrange
-from lamplighter.data.chat.examples import LEARNED, ensure, open_examples
-from lamplighter.data.chat.instructions import RowSource, SetAside, find_rows
+from lamplighter.data.chat import example_cache, rows
+from lamplighter.data.chat.example_cache import LEARNED, ensure, open_examples
+from lamplighter.data.chat.layout import arrange
+from lamplighter.data.chat.row_source import RowSource, SetAside, find_rows
 from lamplighter.data.chat.template import choose
+from lamplighter.data.token_cache.reader import locked
 from lamplighter.data.tokenizer import byte_level, load
-from lamplighter.data.tokens import locked
 from lamplighter.errors import BadConfig, BadData, InputMissing
 
 MESSAGES = {
@@ -341,7 +341,7 @@ def test_a_damaged_cache_is_found_and_built_anew(tmp_path: Path, said: list[dict
 
 def test_a_killed_build_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, path = tmp_path / "cache", write_lines(tmp_path / "x.jsonl", many(600))
-    real, calls = examples._encode, 0
+    real, calls = example_cache._encode, 0
 
     def dying(chunk: Any) -> Any:
         nonlocal calls
@@ -350,20 +350,20 @@ def test_a_killed_build_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: 
             raise KeyboardInterrupt
         return real(chunk)
 
-    monkeypatch.setattr(examples, "_encode", dying)
+    monkeypatch.setattr(example_cache, "_encode", dying)
     with pytest.raises(KeyboardInterrupt):
         ensure(root, source_of(path), TEMPLATE, 0.0)
     (folder,) = root.iterdir()
     with pytest.raises(BadData):
         open_examples(folder)
-    monkeypatch.setattr(examples, "_encode", real)
+    monkeypatch.setattr(example_cache, "_encode", real)
     again = open_examples(ensure(root, source_of(path), TEMPLATE, 0.0))
     assert again.train.examples == 600
 
 
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_lines(tmp_path / "x.jsonl", [*many(900), *BAD])
-    monkeypatch.setattr(examples, "MANY_BYTES", 0)
+    monkeypatch.setattr(example_cache, "MANY_BYTES", 0)
     folders = [ensure(tmp_path / str(n), source_of(path), TEMPLATE, 0.1, workers=n) for n in (1, 3)]
     for name in ("examples.bin", "index.npy"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
@@ -429,7 +429,7 @@ def test_the_texts_of_the_rows_train_a_tokenizer(tmp_path: Path) -> None:
 
 def test_weights_are_not_passed_over_in_silence(tmp_path: Path) -> None:
     from lamplighter.config import resolve
-    from lamplighter.data.opening import open_source
+    from lamplighter.data.setup import open_source
     from lamplighter.errors import BadConfig
 
     path = tmp_path / "rows.jsonl"

@@ -17,12 +17,12 @@ from conftest import LONG, TINY, lamp, shared, slot_of, start_lamp, wait_for
 from lamplighter.config import Run
 from lamplighter.data.unigrams import entropy
 from lamplighter.rundir import RunDir, read_lines, read_record
+from lamplighter.train.anomalies import detector as boards
+from lamplighter.train.anomalies.detector import EACH_BLOCK, EACH_STEP, EXPLAINS, Board, Change, recall, replay
+from lamplighter.train.anomalies.history import Facts, repeat_share
 from lamplighter.train.checkpoint import Progress
-from lamplighter.train.flags import board as boards
-from lamplighter.train.flags.board import EACH_BLOCK, EACH_STEP, EXPLAINS, Board, Change, recall, replay
-from lamplighter.train.flags.memory import Facts, repeat_share
 from lamplighter.watch import redflags
-from lamplighter.watch.picture import Picture, alert, tell
+from lamplighter.watch.status import Status, alert, tell
 
 CURVES = Path(__file__).parent / "recordings" / "curves"
 HEALTHY = sorted(path.stem for path in CURVES.glob("healthy_*.json"))
@@ -261,7 +261,7 @@ def test_every_flag_has_its_row_in_the_documents() -> None:
 
 
 def test_what_a_reader_sees_of_a_flag() -> None:
-    picture = Picture("r")
+    picture = Status("r")
     event = {"type": "verdict", "t": 10.0, "flag": True, "state": "waste", "cause": "plateau", "why": "w | 1", "next": "n", "step": 40,
              "evidence": ["e"]}  # fmt: skip
     redflags.hear(picture.flags, event)
@@ -394,6 +394,6 @@ def test_a_run_on_real_text_raises_none(tmp_path: Path) -> None:
 
 
 def test_the_rules_need_no_torch() -> None:
-    assert boards.__name__.startswith("lamplighter.train.flags")
-    code = "import sys, lamplighter.train.flags.board; sys.exit('torch' in sys.modules)"
+    assert boards.__name__.startswith("lamplighter.train.anomalies")
+    code = "import sys, lamplighter.train.anomalies.detector; sys.exit('torch' in sys.modules)"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lamplighter import groups
-from lamplighter.groups import core_quota, folders, memory_limits, smallest
+from lamplighter.procs import cgroup
+from lamplighter.procs.cgroup import core_quota, folders, memory_limits, smallest
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(groups, "ROOT", tmp_path)
-    monkeypatch.setattr(groups, "OWN", tmp_path / "own")
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroup, "OWN", tmp_path / "own")
     return tmp_path
 
 

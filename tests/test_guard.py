@@ -9,7 +9,7 @@ import pytest
 from lamplighter.config import Budget, Run
 from lamplighter.errors import BadConfig
 from lamplighter.train import guard
-from lamplighter.train.optim import schedule
+from lamplighter.train.optimizers import schedule
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])

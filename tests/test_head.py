@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamplighter.model import shape
-from lamplighter.model.head import Blocks, head_loss
+from lamplighter.model.chunked_loss import Blocks, head_loss
 from lamplighter.model.shape import Shape, block_rows
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
 from lamplighter.train.bf16 import make_it_work

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lamplighter.config import Train
-from lamplighter.train import bf16, machine
-from lamplighter.train.machine import Machine, choose_compile
+from lamplighter.train import bf16, hardware
+from lamplighter.train.hardware import Machine, choose_compile
 from lamplighter.watch.spawn import threads_wait
 
 LOW = Machine(torch.device("cpu"), torch.bfloat16, 2, "a CPU", 1e11, ())
@@ -46,7 +46,7 @@ def test_what_is_asked_for_or_was_before_holds() -> None:
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(machine.shutil, "which", lambda _: None)
+    monkeypatch.setattr(hardware.shutil, "which", lambda _: None)
     found, why = choose_compile(Train(steps=10), None, HOUR, PLAIN, "llama", True)
     assert not found and "C++ compiler" in why
 
@@ -54,7 +54,7 @@ def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch)
 def test_freed_memory_is_kept_while_training_and_given_back_after_it() -> None:
     program = """
 import ctypes, psutil, torch
-from lamplighter.train.machine import kept_memory
+from lamplighter.train.hardware import kept_memory
 here = psutil.Process()
 def faults():
     return int(open("/proc/self/stat").read().rpartition(")")[2].split()[7])
@@ -83,14 +83,14 @@ print(plain, kept, (inside - after) // 10**6)
 
 def test_settings_of_the_allocator_that_the_user_made_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(machine, "_mallopt", lambda: lambda what, value: asked.append(what))
-    with machine.kept_memory(torch.device("cpu")):
+    monkeypatch.setattr(hardware, "_mallopt", lambda: lambda what, value: asked.append(what))
+    with hardware.kept_memory(torch.device("cpu")):
         assert len(asked) == 2
     asked.clear()
     for name, value in (("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            with machine.kept_memory(torch.device("cpu")):
+            with hardware.kept_memory(torch.device("cpu")):
                 assert not asked, name
 
 

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from lamplighter.config import Train
-from lamplighter.train import optim
+from lamplighter.train import optimizers
 
 
 def small() -> torch.nn.Module:
@@ -24,7 +24,7 @@ def learn(model: torch.nn.Module, step: int) -> None:
 def test_every_bit_is_that_of_torchs_optimizer() -> None:
     section = Train(weight_decay=0.1, beta1=0.9, beta2=0.95)
     mine, theirs = small(), small()
-    ours = optim.make_optimizer(mine, section)
+    ours = optimizers.make_optimizer(mine, section)
     matrices, vectors = ([p for p in theirs.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     torchs = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), fused=True)
@@ -39,13 +39,13 @@ def test_every_bit_is_that_of_torchs_optimizer() -> None:
         torchs.zero_grad()
     for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
-        for kind in optim.KINDS:
+        for kind in optimizers.KINDS:
             assert torch.equal(ours.state[a][kind], torchs.state[b][kind])
 
 
 def test_gradients_are_clipped_on_their_way_into_the_weights() -> None:
     mine, theirs = small(), small()
-    ours, others = optim.make_optimizer(mine, Train()), optim.make_optimizer(theirs, Train())
+    ours, others = optimizers.make_optimizer(mine, Train()), optimizers.make_optimizer(theirs, Train())
     shrunk = []
     for step in range(1, 5):
         learn(mine, step)
@@ -53,7 +53,7 @@ def test_gradients_are_clipped_on_their_way_into_the_weights() -> None:
         limit = 0.3
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit)
         torch.testing.assert_close(ours.norm(), norm)
-        shrunk.append(optim.shrink(float(norm), limit))
+        shrunk.append(optimizers.shrink(float(norm), limit))
         ours.step(1e-2, shrunk[-1])
         others.step(1e-2)
         ours.zero_grad()
@@ -65,18 +65,18 @@ def test_gradients_are_clipped_on_their_way_into_the_weights() -> None:
 
 
 def test_what_is_within_the_limit_is_not_shrunk() -> None:
-    assert optim.shrink(0.9, 1.0) == optim.shrink(1.0, 1.0) == optim.shrink(50.0, 0.0) == 1.0
-    assert optim.shrink(5.0, 2.0) == 2.5
+    assert optimizers.shrink(0.9, 1.0) == optimizers.shrink(1.0, 1.0) == optimizers.shrink(50.0, 0.0) == 1.0
+    assert optimizers.shrink(5.0, 2.0) == 2.5
 
 
 def test_state_goes_to_tensors_and_back() -> None:
     one, two = small(), small()
-    first, second = optim.make_optimizer(one, Train()), optim.make_optimizer(two, Train())
+    first, second = optimizers.make_optimizer(one, Train()), optimizers.make_optimizer(two, Train())
     learn(one, 1)
     first.step(1e-2)
     first.zero_grad()
     two.load_state_dict(one.state_dict())
-    optim.load_state(two, second, {name: t.clone() for name, t in optim.state_tensors(one, first).items()})
+    optimizers.load_state(two, second, {name: t.clone() for name, t in optimizers.state_tensors(one, first).items()})
     for model, optimizer in ((one, first), (two, second)):
         learn(model, 2)
         optimizer.step(1e-2)
@@ -88,12 +88,12 @@ def test_a_parameter_without_a_gradient_is_left_as_it_is() -> None:
     frozen = next(model.parameters())
     frozen.requires_grad_(False)
     before = frozen.clone()
-    optimizer = optim.make_optimizer(model, Train(weight_decay=1.0))
+    optimizer = optimizers.make_optimizer(model, Train(weight_decay=1.0))
     learn(model, 1)
     optimizer.step(1e-2)
     assert torch.equal(frozen, before) and frozen not in optimizer.state
-    fresh = optim.make_optimizer(model, Train())
-    optim.load_state(model, fresh, optim.state_tensors(model, optimizer))
+    fresh = optimizers.make_optimizer(model, Train())
+    optimizers.load_state(model, fresh, optimizers.state_tensors(model, optimizer))
     assert fresh.state.keys() == optimizer.state.keys()
 
 

@@ -13,17 +13,17 @@ import torch
 
 from lamplighter import report
 from lamplighter.config import Data, Run
+from lamplighter.data.batch_source import Feed, example_feed, fit
 from lamplighter.data.batches import NO_TARGET, rows_of_rank
-from lamplighter.data.chat.arrange import arrange
-from lamplighter.data.chat.examples import LEARNED, Examples, Side
+from lamplighter.data.chat.example_cache import LEARNED, Examples, Side
+from lamplighter.data.chat.layout import arrange
 from lamplighter.data.chat.packing import STRATEGIES, group, pack, padding_share
-from lamplighter.data.feed import Feed, example_feed, fit
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.model.build import Built
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
 from lamplighter.train.loop import _micro_loss, _micro_rows
-from lamplighter.train.score import look
+from lamplighter.train.validation import look
 
 PAD = 0
 

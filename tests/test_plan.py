@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 
 from conftest import clean_env, lamp
-from lamplighter import groups
 from lamplighter.config import resolve
 from lamplighter.errors import UsageError
 from lamplighter.model.shape import Shape
-from lamplighter.ops import places, sanity
-from lamplighter.ops.changes import completed, largest_micro_batch
-from lamplighter.ops.curves import curve, draw
-from lamplighter.ops.job import Job, Text, job_of, shape_of
-from lamplighter.ops.memory import GIB, memory
-from lamplighter.ops.plan import Measured, Plan, as_json, make, sure_reasons
-from lamplighter.ops.speed import again_flops, step_seconds, total_flops
-from lamplighter.ops.told import short, table, tell
-from lamplighter.train.devices import TABLE, Device, Rates, find, of_card
+from lamplighter.plan import devices, sanity
+from lamplighter.plan.alternatives import completed, largest_micro_batch
+from lamplighter.plan.charts import curve, draw
+from lamplighter.plan.estimate import Measured, Plan, as_json, make, sure_reasons
+from lamplighter.plan.job import Job, Text, job_of, shape_of
+from lamplighter.plan.memory import GIB, memory
+from lamplighter.plan.render import short, table, tell
+from lamplighter.plan.speed import again_flops, step_seconds, total_flops
+from lamplighter.procs import cgroup
+from lamplighter.train.gpus import TABLE, Device, Rates, find, of_card
 
 SMALL = Shape("gpt2", 30_000, 512, 12, 768, 12)
 SLM = Job(SMALL, 512, 36, 18, 60_000, "bf16")
@@ -248,10 +248,10 @@ def test_a_card_is_known_by_its_own_name(card: str, name: str | None) -> None:
 def test_room_is_the_least_of_what_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
-    monkeypatch.setattr(groups, "folders", lambda _: [tmp_path])
-    assert places.host_room() == places.Room(100, f"the memory limit of {tmp_path}")
-    assert places.host_total().bytes == 1000
-    code = "from lamplighter.ops.places import host_room; r = host_room(); print(r.bytes, r.by)"
+    monkeypatch.setattr(cgroup, "folders", lambda _: [tmp_path])
+    assert devices.host_room() == devices.Room(100, f"the memory limit of {tmp_path}")
+    assert devices.host_total().bytes == 1000
+    code = "from lamplighter.plan.devices import host_room; r = host_room(); print(r.bytes, r.by)"
     limited = ["bash", "-c", f"ulimit -v 4000000 && exec {sys.executable} -c '{code}'"]
     said = subprocess.run(limited, capture_output=True, text=True, check=True).stdout
     assert said.split() == ["4096000000", "ulimit"]
@@ -274,7 +274,7 @@ def test_the_command_refuses_with_77_and_loads_no_torch(tmp_path: Path) -> None:
         assert lamp("plan", "--preset", "slm", *words, cwd=tmp_path).returncode == code
     assert lamp("plan", "--train.epochs", "3", "--on", "l4", cwd=tmp_path).returncode == 78
     assert not (tmp_path / "runs").exists(), "nothing is written"
-    code = "import sys, lamplighter.cli.plans; sys.exit('torch' in sys.modules)"
+    code = "import sys, lamplighter.commands.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -283,7 +283,7 @@ def test_a_card_of_this_machine_is_planned_for(tmp_path: Path) -> None:
     tool.write_text("#!/bin/sh\necho 'NVIDIA L4, 23034'\n")
     tool.chmod(0o755)
     env = clean_env(PATH=f"{tmp_path}:{os.environ['PATH']}")
-    words = [sys.executable, "-m", "lamplighter.cli", "plan", "--preset", "slm", "--json"]
+    words = [sys.executable, "-m", "lamplighter.commands", "plan", "--preset", "slm", "--json"]
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     found = json.loads(done.stdout)
     assert found["device"] == "l4" and found["memory_there_gib"] == pytest.approx(23034 / 1024)

@@ -14,10 +14,10 @@ from lamplighter.config import resolve
 from lamplighter.model.recompute import recompute_blocks
 from lamplighter.model.shape import Shape, matmul_parameters_per_layer
 from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
-from lamplighter.ops.job import Job
-from lamplighter.ops.memory import layer_bytes, memory
+from lamplighter.plan.job import Job
+from lamplighter.plan.memory import layer_bytes, memory
 from lamplighter.train.bf16 import make_it_work
-from lamplighter.train.devices import Device, find
+from lamplighter.train.gpus import Device, find
 
 B, T, V = 2, 64, 90
 NO_BF16 = 3
@@ -111,7 +111,10 @@ def test_the_peak_on_paper_is_near_the_peak_of_a_real_process() -> None:
     run = resolve(None, None, {name: [value] for name, value in words.items()}).run
     request = {"run": run.model_dump(), "vocab_size": 8000, "micro_batch": 8, "warm_up": 1, "rounds": 1, "seconds": 60}
     told = subprocess.run(
-        [sys.executable, "-m", "lamplighter.ops.trial", json.dumps(request)], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "lamplighter.plan.dry_run_child", json.dumps(request)],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.splitlines()
     real = json.loads(told[-1])
     job = Job(Shape("gpt2", 8000, 256, 4, 256, 4), 256, 8, 8, 10)

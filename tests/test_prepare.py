@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from conftest import TINY, lamp, shared, start_lamp, wait_for
-from lamplighter.data.cache import builder
 from lamplighter.data.sources import open_source
+from lamplighter.data.token_cache import builder
+from lamplighter.data.token_cache.reader import Settings, ensure, open_tokens
 from lamplighter.data.tokenizer import byte_level
-from lamplighter.data.tokens import Settings, ensure, open_tokens
 
 BYTES = ["--tokenizer.kind", "bytes"]
 

@@ -17,7 +17,7 @@ from lamplighter.model.transformer import Transformer, init_weights, next_token_
 from lamplighter.rundir import RunDir
 from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.compiled import Compiled
-from lamplighter.train.machine import seed_step
+from lamplighter.train.hardware import seed_step
 
 Numbers = list[tuple[str, str]]
 NO_BF16 = 3

@@ -20,8 +20,9 @@ import pytest
 import zstandard
 
 from lamplighter import report
-from lamplighter.data.sources import Source, files, open_source, remote
+from lamplighter.data.sources import Source, files, open_source
 from lamplighter.errors import BadData, InputMissing, LampError
+from lamplighter.readers import remote
 from server import Handler, Served, Server, serving
 from test_cursors import check_every_cursor, walk
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from lamplighter.procs import stacks
 from lamplighter.report import read_slot
 from lamplighter.rundir import RunDir, read_lines
-from lamplighter.watch import stacks
 
 
 def start_child(folder: Path, body: str) -> subprocess.Popen[bytes]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lamplighter.model import decode
 from lamplighter.model.decode import Decoder, can_decode
-from lamplighter.model.sample import stream
+from lamplighter.model.generate import stream
 from lamplighter.model.shape import Shape, shape_from_hf
 from lamplighter.model.transformer import KVCache, Transformer, init_weights, load_weights
 

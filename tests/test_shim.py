@@ -19,9 +19,9 @@ import pytest
 
 import lamplighter
 from conftest import STARTED, clean_env, shared, wait_for
-from lamplighter.watch.procslot import ProcSlot, ask_stacks, read_all, read_procslot
-from lamplighter.watch.shim import PATH, environment, inside
-from lamplighter.watch.stacks import Stacks, ThreadStack
+from lamplighter.procs.stacks import Stacks, ThreadStack
+from lamplighter.watch.agent import PATH, bootstrap, environment
+from lamplighter.watch.agent_slot import ProcSlot, ask_stacks, read_all, read_procslot
 
 SRC = Path(lamplighter.__file__).parents[1]
 PYTHONS = sorted((Path.home() / ".pyenv" / "versions").glob("*/bin/python"))
@@ -87,14 +87,14 @@ def the_only(slots: Path) -> ProcSlot:
 
 
 def test_the_reader_knows_every_field_of_the_slot() -> None:
-    assert [field.name for field in fields(ProcSlot)] == [*inside.NUMBERS, *inside.TEXTS]
-    last_number = max(at for at, _ in inside.NUMBERS.values()) + 8
-    assert last_number <= min(at for at, _ in inside.TEXTS.values())
-    assert max(at + size for at, size in inside.TEXTS.values()) <= inside.SLOT_BYTES
+    assert [field.name for field in fields(ProcSlot)] == [*bootstrap.NUMBERS, *bootstrap.TEXTS]
+    last_number = max(at for at, _ in bootstrap.NUMBERS.values()) + 8
+    assert last_number <= min(at for at, _ in bootstrap.TEXTS.values())
+    assert max(at + size for at, size in bootstrap.TEXTS.values()) <= bootstrap.SLOT_BYTES
 
 
 def test_importing_the_inside_does_nothing() -> None:
-    code = "import sys, gc; n = len(sys.meta_path), len(gc.callbacks), sys.excepthook; import lamplighter.watch.shim.inside as i;"
+    code = "import sys, gc; n = len(sys.meta_path), len(gc.callbacks), sys.excepthook; import lamplighter.watch.agent.bootstrap as i;"
     code += "sys.exit(n != (len(sys.meta_path), len(gc.callbacks), sys.excepthook) or i.slot.get('pid') != 0)"
     assert subprocess.run([sys.executable, "-c", code], check=False, env=bare(PYTHONPATH=str(SRC))).returncode == 0
 
@@ -147,7 +147,7 @@ def test_exec_in_the_same_process_starts_a_new_slot(slots: Path) -> None:
         """
         import os, sys
         if len(sys.argv) == 1:
-            sys.modules["_lamplighter_inside"].phase_begin("first")
+            sys.modules["_lamplighter_bootstrap"].phase_begin("first")
             os.execv(sys.executable, [sys.executable, __file__, "again"])
         print(os.getpid())
         """,
@@ -244,7 +244,7 @@ def test_a_forked_child_has_a_slot_of_its_own(slots: Path) -> None:
         slots.parent,
         """
         import os, sys, time
-        inside = sys.modules["_lamplighter_inside"]
+        inside = sys.modules["_lamplighter_bootstrap"]
         inside.phase_begin("parent", 5); inside.phase_tick(2)
         child = os.fork()
         if child == 0:
@@ -581,7 +581,7 @@ def test_progress_bars(slots: Path) -> None:
 def test_compiling_is_seen_to_start_and_to_end(slots: Path) -> None:
     code = """
         import sys, torch
-        slot = sys.modules["_lamplighter_inside"].slot
+        slot = sys.modules["_lamplighter_bootstrap"].slot
         seen = []
         def backend(graph, inputs):
             seen.append(slot.get("compiling"))
@@ -709,7 +709,7 @@ def test_an_uncaught_error_is_kept_and_printed_as_ever(slots: Path) -> None:
 def test_a_full_collection_is_seen(slots: Path) -> None:
     code = """
         import gc, sys
-        slot = sys.modules["_lamplighter_inside"].slot
+        slot = sys.modules["_lamplighter_bootstrap"].slot
         class Cycle:
             def __del__(self): print(slot.get("collecting"))
         one = Cycle(); one.me = one; del one
@@ -792,7 +792,7 @@ TRAINER = """
     transformers.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
     rows = [{"input_ids": list(range(3, 19)), "labels": list(range(3, 19))} for _ in range(48)]
-    inside = sys.modules["_lamplighter_inside"]
+    inside = sys.modules["_lamplighter_bootstrap"]
     seen = []
     class Before(transformers.TrainerCallback):
         def on_save(self, *a, **k): seen.append([p[0] for p in inside._phases])
@@ -844,7 +844,7 @@ def test_the_price_of_a_start_and_of_a_step(slots: Path, record_property: Any) -
     assert len(read_all(slots)) == 30
     code = """
         import sys, timeit, torch.optim
-        counters = sys.modules["_lamplighter_counters"]
+        counters = sys.modules["_lamplighter_hooks"]
         optimizer = object()
         print(min(timeit.repeat(lambda: counters._on_step(optimizer, (), {}), number=20000, repeat=5)) / 20000 * 1e6)
     """
@@ -858,7 +858,7 @@ def test_the_price_of_a_start_and_of_a_step(slots: Path, record_property: Any) -
 
 
 def test_a_slot_that_is_not_one_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "p1.slot").write_bytes(b"x" * inside.SLOT_BYTES)
-    (tmp_path / "p2.slot").write_bytes(inside.MAGIC)
+    (tmp_path / "p1.slot").write_bytes(b"x" * bootstrap.SLOT_BYTES)
+    (tmp_path / "p2.slot").write_bytes(bootstrap.MAGIC)
     assert read_all(tmp_path) == {}
     assert read_procslot(tmp_path / "p3.slot") is None

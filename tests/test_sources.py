@@ -17,8 +17,9 @@ import zstandard
 from tokenizers import pre_tokenizers
 
 from lamplighter import report
-from lamplighter.data.sources import EmbeddedCorpus, Part, files, found, open_source
+from lamplighter.data.sources import EmbeddedCorpus, Part, files, open_source
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
+from lamplighter.readers import local
 from test_cursors import joined
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -279,7 +280,7 @@ def test_torn_and_damaged_packed_files(tmp_path: Path) -> None:
 
 def test_unreadable_file(tmp_path: Path, monkeypatch: Any) -> None:
     path = write(tmp_path / "a.txt", "x")
-    monkeypatch.setattr(found.os, "access", lambda *_: False)
+    monkeypatch.setattr(local.os, "access", lambda *_: False)
     assert "permission" in fails(InputMissing, path).why
     monkeypatch.undo()
     source = open_source([str(path)], None, None)
@@ -313,8 +314,8 @@ def test_fingerprint_follows_content_not_names_or_dates(tmp_path: Path) -> None:
 def test_known_files_are_not_hashed_again(tmp_path: Path, monkeypatch: Any) -> None:
     path, store = write(tmp_path / "a.txt", "one"), tmp_path / "cache" / "hashes.json"
     hashed: list[Path] = []
-    real = found.hash_content
-    monkeypatch.setattr(found, "hash_content", lambda path, tick=None: hashed.append(path) or real(path, tick))
+    real = local.hash_content
+    monkeypatch.setattr(local, "hash_content", lambda path, tick=None: hashed.append(path) or real(path, tick))
 
     def mark() -> str:
         return open_source([str(path)], None, None, hash_store=store).fingerprint()

@@ -20,8 +20,8 @@ from safetensors.numpy import load_file
 
 from conftest import LONG, TINY, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_json, read_lines, verify_manifest
-from lamplighter.train import staging
-from lamplighter.train.staging import Flight, Staging, choose
+from lamplighter.train import async_save
+from lamplighter.train.async_save import Flight, Staging, choose
 
 GIB = 1 << 30
 
@@ -46,7 +46,7 @@ def test_the_copy_is_of_its_step_though_the_optimizer_comes_at_once(monkeypatch:
         time.sleep(0.02)
         slow(target, source)
 
-    monkeypatch.setattr(staging.np, "copyto", lagging)
+    monkeypatch.setattr(async_save.np, "copyto", lagging)
     live, moments, kept = state(1000, 1.0), state(500, 1.0), Staging()
     for number in range(1, 4):
         seen: dict[str, torch.Tensor] = {}
@@ -104,7 +104,7 @@ def test_an_error_of_the_copy_lets_the_optimizer_go_and_is_kept(monkeypatch: pyt
     def broken(*_: object) -> None:
         raise MemoryError("no memory for the copy")
 
-    monkeypatch.setattr(staging.np, "copyto", broken)
+    monkeypatch.setattr(async_save.np, "copyto", broken)
     flight, kept = Flight(1, 0, for_loop=True), Staging()
     kept.take(flight, state(4, 1.0), {}, set(), lambda model, optimizer: None)
     kept.hold_back(flight)

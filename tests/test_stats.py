@@ -14,19 +14,19 @@ import pytest
 
 from conftest import lamp, shared
 from lamplighter import report
-from lamplighter.data import tokens
-from lamplighter.data.chat import examples
-from lamplighter.data.chat.instructions import find_rows
+from lamplighter.data.chat import example_cache
+from lamplighter.data.chat.row_source import find_rows
 from lamplighter.data.chat.template import choose
-from lamplighter.data.division import Settings
 from lamplighter.data.sources import EmbeddedCorpus, Position
 from lamplighter.data.sources.files import FileSource, find_files
-from lamplighter.data.stats import Request, Stats, count_cache, count_text, likeness, tally
-from lamplighter.data.stats.exchanges import count_rows
-from lamplighter.data.stats.figures import told
-from lamplighter.data.stats.likeness import Grams, Signer, near_pairs, normalised, signatures, word_grams
+from lamplighter.data.split import Settings
+from lamplighter.data.stats import Request, Stats, collect, count_cache, count_text, minhash
+from lamplighter.data.stats.chat_stats import count_rows
+from lamplighter.data.stats.minhash import Grams, Signer, near_pairs, normalised, signatures, word_grams
 from lamplighter.data.stats.overlap import TestGrams as HeldBack
-from lamplighter.data.stats.quality import Inspector, Row, ends_mid_sentence
+from lamplighter.data.stats.row_faults import Inspector, Row, ends_mid_sentence
+from lamplighter.data.stats.summary import told
+from lamplighter.data.token_cache import reader
 from lamplighter.data.tokenizer import byte_level, load
 
 WORDS = [
@@ -64,8 +64,8 @@ def test_the_counts_are_those_of_the_token_cache(tmp_path: Path) -> None:
     assert found.counts.characters == sum(map(len, texts))
     assert found.counts.bytes == found.counts.tokens == sum(len(text.encode()) for text in texts)
     assert found.lengths.longest == max(len(text.encode()) for text in texts) + 1
-    folder = tokens.ensure(tmp_path / "cache", source, byte_level(), Settings(0.05))
-    cache = tokens.open_tokens(folder)
+    folder = reader.ensure(tmp_path / "cache", source, byte_level(), Settings(0.05))
+    cache = reader.open_tokens(folder)
     assert len(cache.train) + len(cache.val) - found.counts.tokens_with_ends in (0, 2), "a side may begin with one more"
     assert (found.sides.train, found.sides.val) == (cache.train.documents, cache.val.documents)
     again = count_cache(folder, Request(256, 8, 0.05))
@@ -101,14 +101,14 @@ def test_lines_that_are_not_text_are_shown(tmp_path: Path) -> None:
 
 
 def test_places_by_line_and_by_number() -> None:
-    places = tally.Places()
+    places = collect.Places()
     for line in (1, 2):
         places.add(f"a.jsonl:{line}")
     places.add("b.txt")
     for number in range(3):
         places.add(f"document {number} of my:source")
     assert [places.of(n) for n in range(4)] == ["a.jsonl:1", "a.jsonl:2", "b.txt", "my:source, document 1"]
-    embedded = tally.Places()
+    embedded = collect.Places()
     embedded.add("document 7 of 2000")
     assert embedded.of(0) == "document 1"
 
@@ -130,7 +130,7 @@ def test_places_by_line_and_by_number() -> None:
     ],
 )
 def test_the_line_of_a_text_is_read_off_the_cursors(name: str, before: Any, after: Any, line: int) -> None:
-    assert tally.line_of(Position(name, 0, before), Position(name, 1, after)) == line
+    assert collect.line_of(Position(name, 0, before), Position(name, 1, after)) == line
 
 
 # ---------------------------------------------------------------- duplicates
@@ -153,7 +153,7 @@ def test_word_runs_are_exact() -> None:
 def test_runs_of_a_text_over_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     text = normalised(words(3, 3000))
     whole = set(word_grams([text])[0].tolist())
-    monkeypatch.setattr(likeness, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(minhash, "BLOCK_BYTES", 4096)
     cut = set(word_grams([text, "a b c d e f"])[0].tolist())
     assert len(cut - whole) <= 2 and len(whole - cut) < 0.02 * len(whole)
 
@@ -208,7 +208,7 @@ def test_the_sample_of_signatures_is_bounded_and_the_same_every_time() -> None:
         signer.flush()
         made.append(signer)
     assert made[0].numbers == made[1].numbers and 10 < len(made[0].numbers) <= 50 and made[0].every > 1
-    assert made[0].matrix().shape == (len(made[0].numbers), likeness.SIGNATURE)
+    assert made[0].matrix().shape == (len(made[0].numbers), minhash.SIGNATURE)
     rows, have = signatures([normalised(words(n, 20)) for n in made[0].numbers])
     assert have.all() and np.array_equal(rows, made[0].matrix())
     assert near_pairs(rows) == []
@@ -393,7 +393,7 @@ def test_the_examples_are_those_of_training(tmp_path: Path) -> None:
     assert source is not None
     template = choose("chatml", byte_level())
     found = count_rows(source, template, "", Request(512, 8, 0.1), None)
-    made = examples.open_examples(examples.ensure(tmp_path / "cache", source, template, 0.1))
+    made = example_cache.open_examples(example_cache.ensure(tmp_path / "cache", source, template, 0.1))
     assert (found.sides.train, found.sides.val) == (made.train.examples, made.val.examples)
     assert found.counts.documents - found.duplicates.exact == made.train.examples + made.val.examples
     lengths = {*made.train.length.tolist(), *made.val.length.tolist()}

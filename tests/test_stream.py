@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from lamplighter.data.batches import NO_TARGET, Batch
-from lamplighter.data.division import Division
-from lamplighter.data.heldback import Stretch, hold_back
 from lamplighter.data.sources import Cursor, EmbeddedCorpus, Position, open_source
+from lamplighter.data.split import Division
 from lamplighter.data.stream import AsItComes, ChunkStream, Filler, Live, Settings, State, load_state
+from lamplighter.data.stream_split import Stretch, hold_back
 from lamplighter.data.tokenizer import Tokenizer, byte_level
 from lamplighter.errors import BadData
 

@@ -100,7 +100,7 @@ def test_the_end_of_the_data_is_the_end_of_the_run_where_that_is_asked_for(tmp_p
 
 def _token_counts(folder: Path) -> list[dict[str, int]]:
     """What the training side of the file holds, counted apart from the product's own chunks."""
-    from lamplighter.data.division import Division
+    from lamplighter.data.split import Division
 
     record = json.loads((folder / "runs/ends/stream/val.json").read_text())
     division = Division(**record["division"])
@@ -110,8 +110,8 @@ def _token_counts(folder: Path) -> list[dict[str, int]]:
 
 
 def _train_tokens(division: object, text: bytes) -> int:
-    from lamplighter.data.cache.stretches import Stretch
-    from lamplighter.data.division import Divider, Division
+    from lamplighter.data.split import Divider, Division
+    from lamplighter.data.token_cache.ranges import Stretch
 
     assert isinstance(division, Division)
     pieces = Divider(division).pieces(Stretch([text]))

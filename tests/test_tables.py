@@ -16,8 +16,10 @@ import pytest
 import zstandard
 
 from lamplighter import report
-from lamplighter.data.sources import found, open_source, records
+from lamplighter.data.sources import open_source
 from lamplighter.errors import BadData, InputMissing
+from lamplighter.readers import lines as records
+from lamplighter.readers import local
 from test_sources import fails, joined, needs, read, write
 
 
@@ -76,7 +78,7 @@ def test_bad_rows_are_set_aside_with_their_line(tmp_path: Path, warned: list[str
 
 
 def test_a_quote_that_never_ends_is_named(tmp_path: Path, monkeypatch: Any) -> None:
-    from lamplighter.data.sources import tables
+    from lamplighter.readers import tables
 
     monkeypatch.setattr(tables, "ROW_BYTES", 1000)
     path = write(tmp_path / "a.csv", "id,text\n1,fine\n" + '2,"open\n' + "3,more\n" * 500)
@@ -289,5 +291,5 @@ def test_real_tables_and_arrays() -> None:
         ]
         assert [json.loads(row) for row in read(path, text_key="*")] == json.loads(path.read_text())
     assert (
-        found.kind_of("x.JSONL.GZ") == "json" and found.is_packed("x.JSONL.GZ") and found.kind_of("x.parquet.gz") == ""
+        local.kind_of("x.JSONL.GZ") == "json" and local.is_packed("x.JSONL.GZ") and local.kind_of("x.parquet.gz") == ""
     )

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from conftest import wait_for
-from lamplighter.watch import passage
+from lamplighter.watch import pty_proxy
 from person import COLUMNS, Page, Person, cpu_s, sleep_until_quiet, state_of
 
 PERSONS: list[Person] = []
@@ -190,8 +190,8 @@ def test_a_footer_left_behind_by_ctrl_z_is_not_cleared_under_the_shells_prompt(t
     before = len(person.seen)
     person.type(b"bg\n")
     person.sees(b"tick 11\r\n")
-    assert passage.CLEAR in person.seen[:before]
-    assert passage.CLEAR not in person.seen[before:]
+    assert pty_proxy.CLEAR in person.seen[:before]
+    assert pty_proxy.CLEAR not in person.seen[before:]
     person.type(b"\nexit\n")
     person.finish()
 
@@ -484,14 +484,14 @@ def test_a_pipe_that_nobody_reads_blocks_neither_words_nor_watcher(tmp_path: Pat
 
 
 def test_a_footer_fits_the_window_whatever_its_letters() -> None:
-    assert passage.fit("ab\x1b[31mc\n", 20) == "ab [31mc "
-    assert passage.fit("暖暖暖", 5) == "暖暖"
-    assert passage.fit("e\u0301e\u0301e", 2) == "e\u0301e\u0301"
+    assert pty_proxy.fit("ab\x1b[31mc\n", 20) == "ab [31mc "
+    assert pty_proxy.fit("暖暖暖", 5) == "暖暖"
+    assert pty_proxy.fit("e\u0301e\u0301e", 2) == "e\u0301e\u0301"
 
 
 def test_a_terminal_that_cannot_be_opened_anew_is_written_by_a_thread() -> None:
     master, slave = pty.openpty()
-    screen = passage.Screen(slave, "plain", line_open=False)
+    screen = pty_proxy.Screen(slave, "plain", line_open=False)
     screen.carry(b"hello", time.monotonic())
     assert os.read(master, 100) == b"hello"
     assert os.get_blocking(slave)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamplighter.model import tied
+from lamplighter.model import tied_embedding
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, init_weights
 
@@ -43,7 +43,7 @@ def gradients(model: Transformer) -> dict[str, Tensor]:
 def test_it_is_the_gradient_that_autograd_adds_up(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(family)
     ours = gradients(model)
-    monkeypatch.setattr(tied, "tie_for", lambda _: None)
+    monkeypatch.setattr(tied_embedding, "tie_for", lambda _: None)
     wanted = gradients(model)
     assert ours.keys() == wanted.keys()
     for name, gradient in wanted.items():
@@ -83,10 +83,10 @@ def test_the_same_graph_is_not_gone_through_twice() -> None:
 
 def test_a_frozen_matrix_and_a_look_without_learning_are_left_to_torch() -> None:
     model = model_of("llama")
-    assert tied.tie_for(model.head_weight()) is not None
-    assert tied.tie_for(model.head_weight().detach()) is None
+    assert tied_embedding.tie_for(model.head_weight()) is not None
+    assert tied_embedding.tie_for(model.head_weight().detach()) is None
     with torch.no_grad():
-        assert tied.tie_for(model.head_weight()) is None
+        assert tied_embedding.tie_for(model.head_weight()) is None
     model.head_weight().requires_grad_(False)
     ids, targets = next(batches())
     model(ids, targets_BT=targets).backward()

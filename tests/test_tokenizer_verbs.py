@@ -11,11 +11,11 @@ import pytest
 
 from conftest import lamp, shared
 from lamplighter import report
-from lamplighter.data import portrait, vocabulary
 from lamplighter.data import tokenizer as tokenizer_room
+from lamplighter.data import tokenizer_report, tokenizer_training
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load, train
-from lamplighter.data.vocabulary import Wish, make, measure
+from lamplighter.data.tokenizer_training import Wish, make, measure
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing
 
 
@@ -61,7 +61,7 @@ def test_a_text_that_does_not_come_back_is_named() -> None:
     found = measure(tokenizer, ["all small", "one Capital", "Two"], ["f:1", "f:2", "f:3"])
     assert found.round_trip_failures == 2
     assert found.first_failure == 'f:2: character 4: "one Capital" came back as "one capital"'
-    lines = vocabulary.measured_lines(vars(found) | {"frequent": [], "longest": []})
+    lines = tokenizer_training.measured_lines(vars(found) | {"frequent": [], "longest": []})
     assert any("2 of 3 texts did NOT come back; f:2" in line for line in lines)
 
 
@@ -83,12 +83,12 @@ def test_made_checked_and_written(tmp_path: Path, notes: list[str]) -> None:
     assert found["compared_on"] == "sample" and "all " in found["trained_on"]
     made = load(tmp_path / "made")
     assert made.fingerprint() == found["fingerprint"]
-    kept = json.loads((tmp_path / "made" / vocabulary.REPORT_NAME).read_text())
+    kept = json.loads((tmp_path / "made" / tokenizer_training.REPORT_NAME).read_text())
     assert kept["key"] == found["key"]
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path / "made")
     assert theirs("The lamp.", add_special_tokens=False)["input_ids"] == made.encode("The lamp.").tolist()
     again = make(CORPUS, wish(tmp_path, special=("<|im_start|>", "<|im_end|>")), tmp_path / "cache")
-    assert again["unchanged"] and "the same to the byte" in vocabulary.told(again)
+    assert again["unchanged"] and "the same to the byte" in tokenizer_training.told(again)
     assert any("kept from before" in note for note in notes), "the cache of lamp train serves here too"
 
 
@@ -99,7 +99,7 @@ def test_a_large_source_is_judged_on_text_that_it_was_not_trained_on(tmp_path: P
     (other,) = found["compared"].values()
     assert other["bytes_per_token"] == pytest.approx(1.0)
     assert other["text_bytes"] == found["measured"]["other_text"]["text_bytes"], "on the same text"
-    words = vocabulary.told(found)
+    words = tokenizer_training.told(found)
     assert "beside" in words and "times as many tokens" in words and "next " in words
 
 
@@ -125,7 +125,7 @@ def test_another_tokenizer_is_not_written_over_unasked(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(vocabulary, "take", lambda *_: pytest.fail("no work before the check"))
+    monkeypatch.setattr(tokenizer_training, "take", lambda *_: pytest.fail("no work before the check"))
     with pytest.raises(CannotWrite) as caught:
         make(CORPUS, wish(tmp_path, out=tmp_path / "file" / "made"), tmp_path / "cache")
     assert "--out" in caught.value.next
@@ -156,7 +156,7 @@ def test_somebody_else_was_quicker(tmp_path: Path, monkeypatch: Any) -> None:
         save(self, tmp_path / "made")
 
     monkeypatch.setattr(Tokenizer, "save", saved_by_two)
-    vocabulary._place(made, tmp_path / "made")
+    tokenizer_training._place(made, tmp_path / "made")
     assert load(tmp_path / "made").vocab_size == 257 and len(list(tmp_path.iterdir())) == 1
 
 
@@ -167,7 +167,7 @@ def test_a_portrait_says_what_it_is(tmp_path: Path) -> None:
     made = train(CORPUS.documents(), 350, ["<|im_start|>"])
     made.save(tmp_path / "tok")
     (tmp_path / "tok" / "chat_template.jinja").write_text("{{ messages }}")
-    found = portrait.portray(
+    found = tokenizer_report.portray(
         tmp_path / "tok", "The lamp\n\x07日", EmbeddedCorpus(0, 50), 10_000_000, [_bytes_folder(tmp_path)]
     )
     assert found["kind"] == "byte-level BPE" and found["vocab_size"] == 350 and found["chat_template"]
@@ -177,22 +177,22 @@ def test_a_portrait_says_what_it_is(tmp_path: Path) -> None:
     assert cut["comes_back"] and cut["ids"] == made.encode("The lamp\n\x07日").tolist()
     assert len(cut["pieces"]) == cut["tokens"] and "\\x07" in cut["pieces"]
     assert set(found["measured"]) == {str(tmp_path / "tok"), str(tmp_path / "bytes")}
-    plain, coloured = portrait.told(found, colour=False), portrait.told(found, colour=True)
+    plain, coloured = tokenizer_report.told(found, colour=False), tokenizer_report.told(found, colour=True)
     assert "[\\n]" in plain and "\x1b" not in plain and "\x1b[7m" in coloured and "\x07" not in coloured
     assert "chat template  yes" in plain and "bytes per token" in plain
 
 
 def test_the_tokenizer_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="no tokenizer at"):
-        portrait.portray(tmp_path / "nothing", None, None, 1)
+        tokenizer_report.portray(tmp_path / "nothing", None, None, 1)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(InputMissing, match="no tokenizer in run"):
-        portrait.portray(tmp_path / "run", None, None, 1)
+        tokenizer_report.portray(tmp_path / "run", None, None, 1)
     for step in (5, 10):
         byte_level(["<|x|>"] if step == 10 else []).save(tmp_path / "run" / "checkpoints" / f"checkpoint-{step}")
-    found = portrait.portray(tmp_path / "run", None, None, 1)
+    found = tokenizer_report.portray(tmp_path / "run", None, None, 1)
     assert found["path"].endswith("checkpoint-10") and found["vocab_size"] == 258
-    assert "next " in portrait.told(found, colour=False)
+    assert "next " in tokenizer_report.told(found, colour=False)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_the_tokenizer_of_a_run(tmp_path: Path) -> None:
     ],
 )
 def test_portraits_of_real_ones(name: str, kind: str, backend: str, back: bool | None) -> None:
-    found = portrait.portray(shared(*name.split("/")), "Once upon a time", None, 1)
+    found = tokenizer_report.portray(shared(*name.split("/")), "Once upon a time", None, 1)
     assert (found["kind"], found["backend"]) == (kind, backend) and found["backend_reason"]
     (cut,) = found["text"].values()
     assert cut["comes_back"] is back if back is not None else "comes_back" in cut

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from lamplighter import report
-from lamplighter.data import division
-from lamplighter.data.cache import builder, shards, stretches
+from lamplighter.data import split as division
 from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, files, open_source
+from lamplighter.data.token_cache import builder, ranges, writer
+from lamplighter.data.token_cache.reader import Settings, Split, Tokens, ensure, open_tokens
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
-from lamplighter.data.tokens import Settings, Split, Tokens, ensure, open_tokens
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -174,7 +174,7 @@ def test_too_little_to_divide_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("many", [False, True])
 def test_a_document_in_parts_is_one_document(tmp_path: Path, monkeypatch: Any, many: bool) -> None:
     monkeypatch.setattr(files, "PART_CHARS", 5000)
-    monkeypatch.setattr(stretches, "PART_BYTES", 5000)
+    monkeypatch.setattr(ranges, "PART_BYTES", 5000)
     path = tmp_path / "long.txt"
     texts = ["\n".join(letters(60, seed)) for seed in range(3)] + (letters(200) if many else [])
     path.write_text("<sep>".join(texts))
@@ -337,7 +337,7 @@ def test_ids_out_of_range_are_named_with_their_place(tmp_path: Path) -> None:
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from lamplighter.data.cache import builder
+from lamplighter.data.token_cache import builder
 from lamplighter.data import tokens
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.data.tokenizer import byte_level
@@ -428,7 +428,7 @@ def test_stopped_before_any_write_it_ends_the_same(tmp_path: Path, monkeypatch: 
     truth = content(ensure(tmp_path / "whole", Texts(texts), tokenizer, settings))
     assert json.loads(truth["manifest.json"])["divided_by"] == by
     real = {(where, name): getattr(where, name) for where, name in ((builder, "write_atomic"), (Path, "unlink"))}
-    real[shards.os, "write"] = shards.os.write
+    real[writer.os, "write"] = writer.os.write
     left = [0]
 
     def counting(function: Any) -> Any:
@@ -515,7 +515,7 @@ def test_room_is_checked_first(tmp_path: Path, monkeypatch: Any) -> None:
 
 def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: Any, notes: list[str]) -> None:
     truth = content(made(tmp_path / "whole", letters(300), shard=5000).folder)
-    real, written = shards.os.write, []
+    real, written = writer.os.write, []
 
     def filling(fd: int, data: Any) -> int:
         written.append(len(data))
@@ -523,7 +523,7 @@ def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: Any, notes:
             raise OSError(errno.ENOSPC, "No space left on device")
         return int(real(fd, data))
 
-    monkeypatch.setattr(shards.os, "write", filling)
+    monkeypatch.setattr(writer.os, "write", filling)
     tokenizer = byte_level()
     tokenizer.batch_bytes = 5000
     with pytest.raises(CannotWrite) as caught:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from lamplighter.procs.procfs import Observation, ProcessLook, ThreadLook, look_closely
+from lamplighter.procs.stacks import OURS, Frame, Stacks, ThreadStack
 from lamplighter.report import FLAGS, Slot, Verdict
-from lamplighter.watch.foreign import phase_from_stack
-from lamplighter.watch.recording import from_json, to_json
-from lamplighter.watch.recover import Recovery
+from lamplighter.watch.diagnosis import Finding, enclosing_loop, judge
+from lamplighter.watch.evidence import from_json, to_json
 from lamplighter.watch.resources import disk_verdict, memory_verdict
-from lamplighter.watch.sense import Observation, ProcessLook, ThreadLook, look_closely
-from lamplighter.watch.stacks import OURS, Frame, Stacks, ThreadStack
-from lamplighter.watch.verdict import Finding, enclosing_loop, judge
+from lamplighter.watch.restart_policy import RestartPolicy
+from lamplighter.watch.tree_diagnosis import phase_from_stack
 
 SOURCE = """\
 def forward(x):
@@ -116,42 +116,44 @@ def finding(cause: str, since_s: float, provable: bool = False) -> Finding:
 
 
 def test_naming_is_not_killing() -> None:
-    recovery = Recovery("recover", patience_s=600)
+    recovery = RestartPolicy("recover", patience_s=600)
     assert recovery.stuck(finding("livelock", 599), 0.1, 50, 40).action == "none"
     assert recovery.stuck(finding("livelock", 601), 70.0, 50, 40).action == "none", "ten times the longest it ever took"
     assert recovery.stuck(finding("livelock", 601), 1.0, 50, 40).action == "restart"
     assert recovery.stuck(finding("deadlock", 3.0, provable=True), 0.1, 50, 40).action == "none", "a short grace"
     assert recovery.stuck(finding("deadlock", 5.0, provable=True), 0.1, 50, 0).action == "none", "no way back"
-    assert Recovery("report").stuck(finding("deadlock", 1e6, provable=True), 0.1, 50, 40).action == "none"
-    assert Recovery("stop").stuck(finding("deadlock", 5.0, provable=True), 0.1, 50, 40).action == "stop"
+    assert RestartPolicy("report").stuck(finding("deadlock", 1e6, provable=True), 0.1, 50, 40).action == "none"
+    assert RestartPolicy("stop").stuck(finding("deadlock", 5.0, provable=True), 0.1, 50, 40).action == "stop"
 
 
 @pytest.mark.parametrize("cause", ["compile_slow", "gc", "slow_disk", "io", "starved", "stopped", "d_state"])
 def test_healthy_but_slow_is_never_killed(cause: str) -> None:
     for policy in ("recover", "stop", "report"):
-        assert Recovery(policy, patience_s=1).stuck(finding(cause, 1e6, provable=False), 0.1, 50, 40).action == "none"
+        assert (
+            RestartPolicy(policy, patience_s=1).stuck(finding(cause, 1e6, provable=False), 0.1, 50, 40).action == "none"
+        )
 
 
 def test_the_same_twice_is_a_bug_and_three_in_vain_are_enough() -> None:
-    recovery = Recovery("recover")
+    recovery = RestartPolicy("recover")
     assert recovery.stuck(finding("deadlock", 9, provable=True), 0, 50, 40).action == "restart"
     assert recovery.stuck(finding("deadlock", 9, provable=True), 0, 50, 50).action == "stop"
-    deaths = Recovery("recover")
+    deaths = RestartPolicy("recover")
     assert [deaths.dead("killed by SIGKILL", step, 40).action for step in (41, 42, 43, 44)] == ["restart"] * 3 + [
         "stop"
     ]
-    progress = Recovery("recover")
+    progress = RestartPolicy("recover")
     assert [progress.dead("killed by SIGKILL", step, step).action for step in range(10, 90, 10)] == ["restart"] * 8
 
 
 def test_the_first_rung_is_eager_once() -> None:
-    recovery = Recovery("recover")
+    recovery = RestartPolicy("recover")
     assert recovery.dead("killed by SIGSEGV", 0, 0, compiling=True).action == "fallback"
     assert recovery.eager
     assert recovery.dead("killed by SIGSEGV", 0, 0, compiling=True).action == "restart"
     asleep = replace(finding("compile_slow", 601), asleep=True)
-    assert Recovery("recover").stuck(asleep, 0.0, 0, 0).action == "fallback"
-    assert Recovery("recover").stuck(asleep, 70.0, 0, 0).action == "none", "ten times the longest it ever took"
+    assert RestartPolicy("recover").stuck(asleep, 0.0, 0, 0).action == "fallback"
+    assert RestartPolicy("recover").stuck(asleep, 70.0, 0, 0).action == "none", "ten times the longest it ever took"
 
 
 def test_memory_that_grows_steadily_is_said_before_it_is_too_late() -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from conftest import LAMP, LONG, clean_env, lamp, start_lamp, wait_for
+from lamplighter.procs.procfs import look
 from lamplighter.rundir import RunDir, is_running, read_json, read_lines
-from lamplighter.watch.sense import look
 
 HANG = """
 import threading, time
@@ -349,7 +349,7 @@ def test_a_zombie_is_buried_once(tmp_path: Path) -> None:
 
 def test_a_fault_of_ours_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
     name = script(tmp_path, "import time\ntime.sleep(4)\nraise SystemExit(6)\n")
-    broken = "import lamplighter.watch.pace as p, lamplighter.cli as c, sys\np.Pace.words = lambda *_: 1 / 0\nsys.exit(c.main())\n"
+    broken = "import lamplighter.watch.progress as p, lamplighter.commands as c, sys\np.Progress.words = lambda *_: 1 / 0\nsys.exit(c.main())\n"
     script(tmp_path, broken, "broken.py")
     words = [sys.executable, "broken.py", "watch", "--", sys.executable, name]
     done = subprocess.run(words, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=60, check=False)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from lamplighter.procs.procfs import ProcessLook
+from lamplighter.procs.stacks import Frame, ThreadStack, culprit
 from lamplighter.report import Slot
 from lamplighter.rundir import RunDir
-from lamplighter.watch.ledger import read_ledger
+from lamplighter.watch.console import Console
 from lamplighter.watch.observe import Tail
-from lamplighter.watch.picture import Picture, clean, duration, line, sparkline, tell
-from lamplighter.watch.sense import ProcessLook
-from lamplighter.watch.stacks import Frame, ThreadStack, culprit
-from lamplighter.watch.voice import Voice
+from lamplighter.watch.status import Status, clean, duration, line, sparkline, tell
+from lamplighter.watch.time_report import read_time_report
 
 
 def test_text_from_models_cannot_steer_the_terminal() -> None:
@@ -36,7 +36,7 @@ def test_a_sparkline_has_the_shape_of_the_curve() -> None:
 
 
 def test_the_sentence_of_a_stopped_process_says_how_to_go_on() -> None:
-    picture = Picture("r", slot=Slot(phase="train", step=3, steps=9), process=ProcessLook(77, "T"))
+    picture = Status("r", slot=Slot(phase="train", step=3, steps=9), process=ProcessLook(77, "T"))
     assert "the process is stopped" in line(picture)
     assert "kill -CONT 77" in line(picture)
 
@@ -44,7 +44,7 @@ def test_the_sentence_of_a_stopped_process_says_how_to_go_on() -> None:
 def test_a_reader_that_stops_reading_does_not_stop_the_speaker(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     console = os.open(tmp_path / "console.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    voice = Voice(writing, live=False, console_fd=console)
+    voice = Console(writing, live=False, log_fd=console)
     started = time.monotonic()
     for number in range(5000):
         voice.say(f"line {number} " + "x" * 80)
@@ -53,7 +53,7 @@ def test_a_reader_that_stops_reading_does_not_stop_the_speaker(tmp_path: Path) -
     assert (tmp_path / "console.log").read_text().count("\n") == 5000
     deadline = time.monotonic() + 6
     while "blocked" not in (tmp_path / "console.log").read_text() and time.monotonic() < deadline:
-        voice.show(Picture("r"))
+        voice.show(Status("r"))
         time.sleep(0.05)
     assert "output is blocked" in (tmp_path / "console.log").read_text()
     os.close(reading)
@@ -93,7 +93,7 @@ def test_the_ledger_adds_up_over_attempts_and_counts_what_was_redone(tmp_path: P
         '{"type":"start","t":201,"began":200}\n{"type":"hello","t":202}\n{"type":"resumed","t":203,"redone_steps":2}\n{"type":"ledger","t":220,"final":true,"seconds":{"compute":17}}\n'
         '{"type":"child_end","t":221}\n{"type":"stop","t":222}\n'
     )
-    found = read_ledger(run)
+    found = read_time_report(run)
     assert (found.attempts, found.redone_steps) == (2, 2)
     assert found.wall_s == 12 + 22
     assert found.seconds["compute"] == 24

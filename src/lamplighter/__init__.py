@@ -49,7 +49,7 @@ class _Watched:
 
 def phase(name: str, total: float | None = None, unit: str = "") -> Phase:
     """Say what the script does now and how much of it there is; use as a context manager."""
-    inside = sys.modules.get("_lamplighter_inside")
+    inside = sys.modules.get("_lamplighter_bootstrap")
     report: Any = sys.modules.get("lamplighter.report")  # loaded in every process that `lamp train` starts
     if inside is None and report is not None:
         reported: Phase = report.phase(name, total, unit)

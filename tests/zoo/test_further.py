@@ -299,7 +299,7 @@ def memory_group() -> Iterator[Path]:
 
 
 def test_the_limit_of_a_memory_group_counts(memory_group: Path) -> None:
-    code = "from lamplighter.watch.sense import memory_left; print(memory_left())"
+    code = "from lamplighter.procs.procfs import memory_left; print(memory_left())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
         preexec_fn=lambda: (memory_group / "cgroup.procs").write_text(str(os.getpid())),

@@ -26,10 +26,10 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.batches import NO_TARGET, Batch, permute
-from lamplighter.data.cache.stretches import Stretch as Texts
-from lamplighter.data.division import Divider, Division, Pieces
-from lamplighter.data.heldback import Stretch
 from lamplighter.data.sources import Cursor, Part, Position, Source
+from lamplighter.data.split import Divider, Division, Pieces
+from lamplighter.data.stream_split import Stretch
+from lamplighter.data.token_cache.ranges import Stretch as Texts
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
 

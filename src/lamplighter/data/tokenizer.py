@@ -23,7 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lamplighter import report
-from lamplighter.data.cache.encoder import Encoder, Recipe
+from lamplighter.data.token_cache.encoder import Encoder, Recipe
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.rundir import human_bytes, write_atomic
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamplighter.data.batches import Int64s, TokenStream
-from lamplighter.data.chat.examples import LEARNED, Examples
+from lamplighter.data.chat.example_cache import LEARNED, Examples
 from lamplighter.data.stream import Live
-from lamplighter.data.tokens import Tokens
+from lamplighter.data.token_cache.reader import Tokens
 
 SAMPLE_TOKENS = 1 << 20
 STRETCHES = 64

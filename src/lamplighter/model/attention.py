@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .shape import keeps_shares
+from lamplighter.model.shape import keeps_shares
 
 QUERIES = 256  # of a block
 SCORES = 1 << 22  # numbers of a block at most, so that it stays in the caches

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from . import attention
+from lamplighter.model import attention
 
 LOW = torch.bfloat16
 ALL = (True, True, True)  # gradients of a norm

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .transformer import GPT2Layer, KVCache, LlamaLayer, RMSNorm, Transformer, are_ours, is_bare, turn_of
+from lamplighter.model.transformer import (
+    GPT2Layer,
+    KVCache,
+    LlamaLayer,
+    RMSNorm,
+    Transformer,
+    are_ours,
+    is_bare,
+    turn_of,
+)
 
 LARGE = 1 << 18  # numbers of a weight, from which on it is read in pieces
 PIECES = 8  # of a weight [O, I]

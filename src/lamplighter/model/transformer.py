@@ -19,11 +19,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from . import attention, by_hand, products, tied
-from .head import Blocks, head_loss
-from .recompute import Again
-from .shape import Shape
-from .tied import Tie
+from lamplighter.model import attention, by_hand, products
+from lamplighter.model import tied_embedding as tied
+from lamplighter.model.chunked_loss import Blocks, head_loss
+from lamplighter.model.recompute import Again
+from lamplighter.model.shape import Shape
+from lamplighter.model.tied_embedding import Tie
 
 INIT_STD = 0.02
 RESIDUAL_PROJECTIONS = ("c_proj.weight", "o_proj.weight", "down_proj.weight")

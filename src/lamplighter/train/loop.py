@@ -16,18 +16,18 @@ import torch
 
 from lamplighter import report
 from lamplighter.data.batches import Batch, BatchStream
-from lamplighter.data.chat.examples import Examples
+from lamplighter.data.chat.example_cache import Examples
 from lamplighter.data.stream import ChunkStream, Filler, load_state
 from lamplighter.data.unigrams import count as count_unigrams
 from lamplighter.errors import BadData, Diverged, StoppedEarly
-from lamplighter.model.sample import stream as sample_stream
+from lamplighter.model.generate import stream as sample_stream
 from lamplighter.model.transformer import load_weights, weights
 from lamplighter.rundir import CACHE_NAME, free_bytes, read_last_lines
-from lamplighter.train import checkpoint, guard, machine, optim, score
-from lamplighter.train.flags.board import Board, announce, recall
-from lamplighter.train.flags.memory import Facts, repeat_share
-from lamplighter.train.keeper import Keeper
-from lamplighter.train.parts import Parts
+from lamplighter.train import checkpoint, guard, hardware, optimizers, validation
+from lamplighter.train.anomalies.detector import Board, announce, recall
+from lamplighter.train.anomalies.history import Facts, repeat_share
+from lamplighter.train.checkpointer import Keeper
+from lamplighter.train.state import Parts
 
 SYSTEM_EVERY_STEPS = 10
 SAMPLE_TEMPERATURE = 0.8
@@ -56,7 +56,7 @@ def training(parts: Parts) -> Iterator[Iterator[Record]]:
     parts.model.train()
     good = True
     try:
-        with machine.kept_memory(parts.machine.device):
+        with hardware.kept_memory(parts.machine.device):
             yield _steps(parts, keeper, stream)
     except Diverged:
         good = False
@@ -180,7 +180,7 @@ def _compile(parts: Parts, batch: Batch) -> torch.Tensor | None:
         compiled = Compiled(parts.model)
         try:
             compiled.begin(parts.folder.path.parent / CACHE_NAME / "compiled")
-            machine.seed_step(parts.run.train.seed, batch.step, 0)
+            hardware.seed_step(parts.run.train.seed, batch.step, 0)
             loss = _micro_loss(parts, batch, _micro_rows(parts, batch)[0])
             loss.backward()  # type: ignore[no-untyped-call]
         except CompileError as error:
@@ -221,7 +221,7 @@ def _micro_loss(parts: Parts, batch: Batch, rows: slice) -> torch.Tensor:
     targets = torch.from_numpy(batch.targets[rows]).to(device, non_blocking=True)
     whole, share = parts.run.train.loss == "whole", 1 / batch.real_tokens
     with parts.machine.precision():
-        return score.nats(parts.model, ids, targets, batch.segments, whole, share, rows)
+        return validation.nats(parts.model, ids, targets, batch.segments, whole, share, rows)
 
 
 def _step(
@@ -240,7 +240,7 @@ def _step(
         for micro, rows in enumerate(_micro_rows(parts, batch)):
             if micro == 0 and begun is not None:
                 continue
-            machine.seed_step(train.seed, step, micro)
+            hardware.seed_step(train.seed, step, micro)
             part = _micro_loss(parts, batch, rows)
             part.backward()  # type: ignore[no-untyped-call]
             total = part.detach() if total is None else total + part.detach()
@@ -251,7 +251,7 @@ def _step(
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return _nonfinite(parts, keeper, batch, loss, grad_norm, lr, waited_s + time.perf_counter() - started)
     with report.span("optimizer"), keeper.changing():
-        parts.optimizer.step(lr, optim.shrink(grad_norm, train.grad_clip))
+        parts.optimizer.step(lr, optimizers.shrink(grad_norm, train.grad_clip))
         parts.optimizer.zero_grad()
         tokens = parts.progress.tokens + batch.filled
         parts.progress = replace(parts.progress, step=step, tokens=tokens, loss=loss)
@@ -308,7 +308,7 @@ def _turn_back(parts: Parts, keeper: Keeper, first_bad: int, last_bad: int, verd
             advice = f"rolled back to step {progress.step}; the batches of steps {first_bad} to {last_bad} will be passed over"
             report.verdict(replace(verdict, action="restart", next=advice))
             load_weights(parts.model, found)
-            optim.load_state(parts.model, parts.optimizer, tensors)
+            optimizers.load_state(parts.model, parts.optimizer, tensors)
             parts.progress = replace(progress, passed_from=first_bad, passed_to=last_bad)
             moved = checkpoint.go_back(parts.folder.checkpoints, parts.progress)
             keeper.went_back()
@@ -342,7 +342,7 @@ def first_bad_module(parts: Parts, batch: Batch) -> str:
     handles = [module.register_forward_hook(watch(name)) for name, module in parts.model.named_modules()]
     try:
         for micro, rows in enumerate(_micro_rows(parts, batch)):
-            machine.seed_step(parts.run.train.seed, batch.step, micro)
+            hardware.seed_step(parts.run.train.seed, batch.step, micro)
             _micro_loss(parts, batch, rows)
             if found:
                 break
@@ -373,7 +373,7 @@ def _tell(parts: Parts, batch: Batch, record: Record, waited_s: float) -> dict[s
     if budget.usd_per_hour is not None:
         values["cost/usd"] = budget.spent_usd(report.spent_s())
     if record.step % SYSTEM_EVERY_STEPS == 0:
-        values |= machine.memory_gb(parts.machine.device)
+        values |= hardware.memory_gb(parts.machine.device)
         values["sys/disk_free_gb"] = free_bytes(parts.folder.path) / 1e9
     report.metric(record.step, values)
     _declare_epoch(parts, batch)
@@ -455,7 +455,7 @@ def _score(parts: Parts, keeper: Keeper, step: int) -> None:
     train, section = parts.run.train, parts.run.eval
     size = train.micro_batch or train.batch_size
     whole = train.loss == "whole"
-    found = score.validate(parts.model, parts.feed, parts.machine, size, section.windows, whole)
+    found = validation.validate(parts.model, parts.feed, parts.machine, size, section.windows, whole)
     bpb = found.bits_per_byte(parts.feed.held.targets)
     values = {"eval/val_loss": found.loss, "eval/val_ppl": found.perplexity, "eval/val_bpb": bpb, "eval/iter": step}
     if parts.progress.loss is not None:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from lamplighter import report
-from lamplighter.data.chat import record
+from lamplighter.data.chat import template_file
 from lamplighter.data.chat.rows import Message
 from lamplighter.data.chat.template import ChatTemplate
 from lamplighter.data.tokenizer import Tokenizer, load
 from lamplighter.errors import NoCheckpoint, UsageError
 from lamplighter.model.build import Built, load_folder
-from lamplighter.model.sample import stream
+from lamplighter.model.generate import stream
 from lamplighter.train import checkpoint
 
 
@@ -38,7 +38,7 @@ def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
         wanted = f"{checkpoint.PREFIX}{best[0]}"
     asked = checkpoint.newest_first(root)[:1] if wanted == "latest" else [root / wanted]
     for folder in asked if not raw else ():
-        record.check_folder(folder)  # before its hashes: what differs in a template is said in words
+        template_file.check_folder(folder)  # before its hashes: what differs in a template is said in words
     found = checkpoint.find(root, "auto" if wanted == "latest" else wanted)
     if found is None:
         raise NoCheckpoint(
@@ -54,7 +54,7 @@ def generate(request: dict[str, Any]) -> None:
         folder = choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
         built = load_folder(folder)
         tokenizer = load(folder)
-        template = None if request["raw"] else record.of_folder(folder, tokenizer)
+        template = None if request["raw"] else template_file.of_folder(folder, tokenizer)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         built.model.to(device).eval()
     report.note(f"{folder}: {built.parameters:,} parameters, on {device.type}")

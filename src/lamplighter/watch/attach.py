@@ -22,21 +22,22 @@ from typing import Any
 
 from lamplighter.config import Budget
 from lamplighter.errors import STUCK, BadConfig, InputMissing
+from lamplighter.procs import procfs, stacks
+from lamplighter.procs.stacks import Stacks
 from lamplighter.report import Verdict
 from lamplighter.rundir import LineFile, RunDir, identity, open_lines, read_lines, read_record, write_json
-from lamplighter.watch import foreign, ledger, procslot, sense, shim, stacks
-from lamplighter.watch.family import Family, Member, Scene, is_python
+from lamplighter.watch import agent, agent_slot, time_report, tree_diagnosis
+from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
+from lamplighter.watch.diagnosis import Finding
 from lamplighter.watch.notify import Notifier
-from lamplighter.watch.pace import Pace
-from lamplighter.watch.picture import clean, duration, tell
-from lamplighter.watch.quiet import CLOSE_LOOK_S, QUIET_S, TIMES_USUAL, WINDOW_S
-from lamplighter.watch.recover import Recovery
+from lamplighter.watch.process_tree import Process, ProcessTree, Snapshot, is_python
+from lamplighter.watch.progress import Progress
 from lamplighter.watch.resources import memory_verdict
-from lamplighter.watch.stacks import Stacks
-from lamplighter.watch.supervise import LOOK_EVERY_S
+from lamplighter.watch.restart_policy import RestartPolicy
+from lamplighter.watch.stall import CLOSE_LOOK_S, QUIET_S, TIMES_USUAL, WINDOW_S
+from lamplighter.watch.status import clean, duration, tell
+from lamplighter.watch.supervisor import LOOK_EVERY_S
 from lamplighter.watch.terminal import Terminal
-from lamplighter.watch.verdict import Finding
-from lamplighter.watch.voice import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
 
 STATUS_EVERY_S = 1.4
 MEMORY_EVERY_S = 2.5
@@ -50,7 +51,7 @@ LOADING_S = 60.0
 
 
 @dataclass(frozen=True)
-class Wish:
+class WatchRequest:
     """What to do, and what to do about it."""
 
     words: list[str]
@@ -62,7 +63,7 @@ class Wish:
 class Attendant:
     """One command and all that is known about it."""
 
-    def __init__(self, run: RunDir, wish: Wish) -> None:
+    def __init__(self, run: RunDir, wish: WatchRequest) -> None:
         self.run, self.wish = run, wish
         for stale in (*run.slots.glob("p*"), *run.ask.iterdir()):
             stale.unlink(missing_ok=True)
@@ -72,7 +73,7 @@ class Attendant:
         self.events = LineFile(run.events)
         self.notifier = Notifier(wish.notify, run.name, self.say)
         policy = {"report": "report", "stop": "stop", "restart": "recover"}[wish.on_stuck]
-        self.recovery = Recovery(policy, wish.patience_s)
+        self.recovery = RestartPolicy(policy, wish.patience_s)
         self.began = time.monotonic()
         self.stop_reason, self.stop_at = "", 0.0
         self.planned = self.planned_why = ""
@@ -82,7 +83,7 @@ class Attendant:
 
     def _fresh(self) -> None:
         """What is known of one attempt."""
-        self.window: deque[Scene] = deque()
+        self.window: deque[Snapshot] = deque()
         self.captures: dict[int, tuple[Stacks, ...]] = {}
         self.capturing: threading.Thread | None = None
         self.next_capture_s = 0.0
@@ -90,14 +91,14 @@ class Attendant:
         self.named: set[str] = set()  # in this spell
         self.recompiles: deque[tuple[float, int]] = deque()
         self.died = False
-        self.pace = Pace()
+        self.pace = Progress()
         self.deaths = 0
         self.warmed: set[int] = set()
         self.warm_until = 0.0
         self.worked_at = time.monotonic()
         self.usual_gap_s = self.longest_gap_s = 0.0
         self.memory: deque[tuple[float, float]] = deque(maxlen=240)
-        self.scene: Scene | None = None
+        self.snapshot: Snapshot | None = None
 
     # ---------------------------------------------------------------- words
 
@@ -145,7 +146,7 @@ class Attendant:
         return self._close()
 
     def _spawn(self) -> None:
-        environment = shim.environment(self.run.slots, os.environ)
+        environment = agent.environment(self.run.slots, os.environ)
         self.event(
             "start", attempt=self.attempt, began=time.time(), verb="watch", command=self.wish.words, **identity()
         )
@@ -163,11 +164,11 @@ class Attendant:
             raise BadConfig(f"cannot start {self.wish.words[0]}", str(error), "is it executable?") from error
         self.terminal.started(self.child.pid)
         self.pidfd = os.pidfd_open(self.child.pid)
-        self.family = Family(self.child.pid, self.run.slots)
+        self.family = ProcessTree(self.child.pid, self.run.slots)
 
     def _wait(self) -> None:
         """Until the next look, or the end of the command; while work is counted half as often is enough."""
-        busy = self.scene is not None and self.scene.quiet_s < LOOK_EVERY_S and self.pace.counts
+        busy = self.snapshot is not None and self.snapshot.quiet_s < LOOK_EVERY_S and self.pace.counts
         select.select([self.pidfd], [], [], 2 * LOOK_EVERY_S if busy else LOOK_EVERY_S)
 
     def _guarded(self, act: Callable[[], None]) -> None:
@@ -183,127 +184,127 @@ class Attendant:
         """One look: see, judge, speak, write, answer, act."""
         quiet_s = time.monotonic() - self.worked_at
         calm = quiet_s < CLOSE_LOOK_S and self.pace.counts and self.pace.loaders == 0
-        self.scene = scene = self.family.look(quiet_s > CLOSE_LOOK_S, self.terminal.output_bytes(), calm)
-        self._learn(scene)
-        self.pace.look(scene)
+        self.snapshot = snapshot = self.family.look(quiet_s > CLOSE_LOOK_S, self.terminal.output_bytes(), calm)
+        self._learn(snapshot)
+        self.pace.look(snapshot)
         self._hear_deaths()
-        self._judge(scene)
-        self._speak(scene)
+        self._judge(snapshot)
+        self._speak(snapshot)
         if time.monotonic() - self.status_at > STATUS_EVERY_S:
             self._write_status("stopping" if self.stop_reason else "running")
-        self._watch_memory(scene)
-        self._watch_compiles(scene)
+        self._watch_memory(snapshot)
+        self._watch_compiles(snapshot)
         self._answer_requests()
         self._act()
 
-    def _learn(self, scene: Scene) -> None:
+    def _learn(self, snapshot: Snapshot) -> None:
         """Work was counted: the spell is over, and its length is a fact about this script."""
-        if scene.worked_at > self.worked_at:
-            gap = scene.worked_at - self.worked_at
+        if snapshot.worked_at > self.worked_at:
+            gap = snapshot.worked_at - self.worked_at
             self.usual_gap_s = max(self.usual_gap_s * 0.98, gap) if self.pace.counts else 0.0
             self.longest_gap_s = max(self.longest_gap_s, gap)
-            self.worked_at = scene.worked_at
+            self.worked_at = snapshot.worked_at
             self.window.clear()
             self.named.clear()
             self.captures, self.finding, self.next_capture_s = {}, None, 0.0
             self.pace.inferred = ""
-        if scene.quiet_s > CLOSE_LOOK_S and not self._warming(scene):
-            self.window.append(scene)
-            while scene.at - self.window[0].at > WINDOW_S:
+        if snapshot.quiet_s > CLOSE_LOOK_S and not self._warming(snapshot):
+            self.window.append(snapshot)
+            while snapshot.at - self.window[0].at > WINDOW_S:
                 self.window.popleft()
 
-    def _warming(self, scene: Scene) -> bool:
+    def _warming(self, snapshot: Snapshot) -> bool:
         """The first question to a process makes it load what it answers with: asked early, so that no byte of that counts."""
-        fresh = [m for m in scene.members if m.slot is not None and not m.slot.answers and not m.look.stopped]
+        fresh = [m for m in snapshot.processes if m.slot is not None and not m.slot.answers and not m.look.stopped]
         fresh = [m for m in fresh if m.pid not in self.warmed]
-        for member in fresh[:MOST_STACKS]:
-            self.warmed.add(member.pid)
+        for process in fresh[:MOST_STACKS]:
+            self.warmed.add(process.pid)
             threading.Thread(
-                target=procslot.ask_stacks, args=(self.run.slots, member.pid, WARM_S), name="lamp-warm", daemon=True
+                target=agent_slot.ask_stacks, args=(self.run.slots, process.pid, WARM_S), name="lamp-warm", daemon=True
             ).start()
-            self.warm_until = scene.at + 2 * LOOK_EVERY_S
-        return scene.at < self.warm_until
+            self.warm_until = snapshot.at + 2 * LOOK_EVERY_S
+        return snapshot.at < self.warm_until
 
-    def _judge(self, scene: Scene) -> None:
-        halted = [m for m in scene.members if m.look.stopped]
-        partly = bool(halted) and len(halted) < len(scene.members)
-        open_wait = any(m.slot and m.slot.in_coll for m in scene.members)
+    def _judge(self, snapshot: Snapshot) -> None:
+        halted = [m for m in snapshot.processes if m.look.stopped]
+        partly = bool(halted) and len(halted) < len(snapshot.processes)
+        open_wait = any(m.slot and m.slot.in_coll for m in snapshot.processes)
         usual = self.usual_gap_s if not open_wait else min(self.usual_gap_s, 1.5)
-        if not partly and scene.quiet_s < max(QUIET_S, TIMES_USUAL * usual):
+        if not partly and snapshot.quiet_s < max(QUIET_S, TIMES_USUAL * usual):
             return
         if len(self.window) < 2:
             return
-        self._capture_when_due(scene)
+        self._capture_when_due(snapshot)
         if self.captures or partly:
-            finding = foreign.judge(list(self.window), self.captures, self.usual_gap_s)
+            finding = tree_diagnosis.judge(list(self.window), self.captures, self.usual_gap_s)
             self.finding = finding or self.finding
         if self.finding is not None:
             named = f"{self.finding.key} {self.finding.left_s is not None}"
-            new_here = not self.pace.counts and scene.quiet_s < UNCOUNTED_S
+            new_here = not self.pace.counts and snapshot.quiet_s < UNCOUNTED_S
             if named not in self.named and not (new_here and self.finding.verdict.cause in COMMON):
                 self.named.add(named)
                 self.say_verdict(self.finding.verdict, provable=self.finding.provable, left_s=self.finding.left_s)
 
-    def _capture_when_due(self, scene: Scene) -> None:
+    def _capture_when_due(self, snapshot: Snapshot) -> None:
         """At once, again after a second, then less and less often; in a thread, for py-spy may take its two seconds."""
-        if scene.quiet_s < self.next_capture_s or (self.capturing is not None and self.capturing.is_alive()):
+        if snapshot.quiet_s < self.next_capture_s or (self.capturing is not None and self.capturing.is_alive()):
             return
         first = not self.captures
-        self.next_capture_s = scene.quiet_s + (1.0 if first else min(30.0, max(2.0, scene.quiet_s / 2)))
-        self.capturing = threading.Thread(target=self._capture, args=(scene,), name="lamp-capture", daemon=True)
+        self.next_capture_s = snapshot.quiet_s + (1.0 if first else min(30.0, max(2.0, snapshot.quiet_s / 2)))
+        self.capturing = threading.Thread(target=self._capture, args=(snapshot,), name="lamp-capture", daemon=True)
         self.capturing.start()
 
-    def _capture(self, scene: Scene) -> None:
-        taken = {pid: found for pid, found in take_all(self.run.slots, scene.members).items() if found.threads}
-        if self.worked_at == scene.worked_at:
+    def _capture(self, snapshot: Snapshot) -> None:
+        taken = {pid: found for pid, found in take_all(self.run.slots, snapshot.processes).items() if found.threads}
+        if self.worked_at == snapshot.worked_at:
             self.captures = {pid: (*self.captures.get(pid, ())[-1:], one) for pid, one in taken.items()}
-            keep(self.run, taken, scene)
-            main = taken.get(scene.members[0].pid)
-            self.pace.inferred = foreign.phase_from_stack(main.threads[0]) if main else ""
+            keep(self.run, taken, snapshot)
+            main = taken.get(snapshot.processes[0].pid)
+            self.pace.inferred = tree_diagnosis.phase_from_stack(main.threads[0]) if main else ""
 
     def _hear_deaths(self) -> None:
         for lost in sorted(self.family.lost[self.deaths :], key=lambda one: one.code == -signal.SIGTERM):
             self.event("child_end", pid=lost.pid, code=lost.code, rank=lost.slot.rank if lost.slot else -1)
-            verdict = foreign.death_verdict(lost)
+            verdict = tree_diagnosis.death_verdict(lost)
             cleared_away = self.died and lost.code == -signal.SIGTERM  # by the launcher, after the first death
             if verdict is not None and not cleared_away and not self.stop_reason:
                 self.died = True
                 self.say_verdict(verdict)
         self.deaths = len(self.family.lost)
 
-    def _watch_compiles(self, scene: Scene) -> None:
+    def _watch_compiles(self, snapshot: Snapshot) -> None:
         """A storm of recompiles is work of a kind, and is said all the same."""
-        member = max(
-            (m for m in scene.members if m.slot), key=lambda m: m.slot.recompiles if m.slot else 0, default=None
+        process = max(
+            (m for m in snapshot.processes if m.slot), key=lambda m: m.slot.recompiles if m.slot else 0, default=None
         )
-        if member is None or member.slot is None or "storm" in self.warned:
+        if process is None or process.slot is None or "storm" in self.warned:
             return
-        self.recompiles.append((scene.at, member.slot.recompiles))
-        while scene.at - self.recompiles[0][0] > STORM_S:
+        self.recompiles.append((snapshot.at, process.slot.recompiles))
+        while snapshot.at - self.recompiles[0][0] > STORM_S:
             self.recompiles.popleft()
-        count = member.slot.recompiles - self.recompiles[0][1]
+        count = process.slot.recompiles - self.recompiles[0][1]
         if count >= STORM:
             self.warned.add("storm")
-            taken = procslot.ask_stacks(self.run.slots, member.pid, stacks.SAMPLER_DEADLINE_S)
+            taken = agent_slot.ask_stacks(self.run.slots, process.pid, stacks.SAMPLER_DEADLINE_S)
             frame = stacks.users_frame(taken.threads[0]) if taken and taken.threads else None
-            seconds = scene.at - self.recompiles[0][0]
-            self.say_verdict(foreign.storm_verdict(member, count, seconds, frame))
+            seconds = snapshot.at - self.recompiles[0][0]
+            self.say_verdict(tree_diagnosis.storm_verdict(process, count, seconds, frame))
 
-    def _watch_memory(self, scene: Scene) -> None:
+    def _watch_memory(self, snapshot: Snapshot) -> None:
         if time.monotonic() - self.memory_at < MEMORY_EVERY_S:
             return
         self.memory_at = time.monotonic()
-        if not self.pace.counts and scene.at - self.began < LOADING_S:  # loading grows by right
+        if not self.pace.counts and snapshot.at - self.began < LOADING_S:  # loading grows by right
             return
-        self.memory.append((scene.at, float(sum(m.look.rss_bytes for m in scene.members))))
-        verdict = memory_verdict(list(self.memory), sense.memory_left())
+        self.memory.append((snapshot.at, float(sum(m.look.rss_bytes for m in snapshot.processes))))
+        verdict = memory_verdict(list(self.memory), procfs.memory_left())
         if verdict is not None and verdict.cause not in self.warned:
             self.warned.add(verdict.cause)
             self.say_verdict(verdict)
 
     # ---------------------------------------------------------------- speaking
 
-    def _speak(self, scene: Scene) -> None:
+    def _speak(self, snapshot: Snapshot) -> None:
         """A footer on a terminal; elsewhere a line where the script has been quiet for as long as a person waits."""
         if self.family.without_shim and "shim" not in self.warned:
             self.warned.add("shim")
@@ -311,7 +312,7 @@ class Attendant:
             self.say(
                 f"process {pids} is Python, but not instrumented (python -I, or PYTHONPATH replaced): watched from outside"
             )
-        now, line = time.monotonic(), self.line(scene)
+        now, line = time.monotonic(), self.line(snapshot)
         if self.terminal.is_tty:
             if now - self.footer_at > FRAME_EVERY_S:
                 self.terminal.footer(f"lamp  {line}")
@@ -321,13 +322,13 @@ class Attendant:
         if now - self.spoke_at > (CALM_EVERY_S if calm else LINE_EVERY_S):
             self.say(line)
 
-    def line(self, scene: Scene) -> str:
+    def line(self, snapshot: Snapshot) -> str:
         """Now, in one line; something in it changes every time."""
-        parts = [self.pace.words(scene), f"for {duration(scene.at - self.began)}"]
-        if self.finding is not None and scene.quiet_s > QUIET_S:
+        parts = [self.pace.words(snapshot), f"for {duration(snapshot.at - self.began)}"]
+        if self.finding is not None and snapshot.quiet_s > QUIET_S:
             parts.append(f"{self.finding.verdict.state}: {clean(self.finding.verdict.why)}")
-        elif scene.quiet_s > 2 and self.pace.counts:
-            parts.append(f"quiet for {duration(scene.quiet_s)}")
+        elif snapshot.quiet_s > 2 and self.pace.counts:
+            parts.append(f"quiet for {duration(snapshot.quiet_s)}")
         if self.stop_reason:
             parts.append(f"stopping for {duration(time.monotonic() - self.stop_at)}")
         return " · ".join(parts)
@@ -340,9 +341,9 @@ class Attendant:
             if time.monotonic() - self.stop_at > STOP_GRACE_S:
                 self._signal_all(signal.SIGKILL)
             return
-        if self.finding is None or self.scene is None or self.planned or self.scene.quiet_s < QUIET_S:
+        if self.finding is None or self.snapshot is None or self.planned or self.snapshot.quiet_s < QUIET_S:
             return
-        finding = replace(self.finding, verdict=replace(self.finding.verdict, since_s=round(self.scene.quiet_s, 2)))
+        finding = replace(self.finding, verdict=replace(self.finding.verdict, since_s=round(self.snapshot.quiet_s, 2)))
         decision = self.recovery.stuck(finding, self.longest_gap_s, self.pace.steps, max(1, self.pace.steps))
         if decision.action not in ("restart", "stop"):
             return
@@ -359,14 +360,14 @@ class Attendant:
                 os.kill(self.child.pid, signal.SIGTERM)
 
     def _signal_all(self, number: int) -> None:
-        for member in reversed(self.scene.members if self.scene else ()):
+        for process in reversed(self.snapshot.processes if self.snapshot else ()):
             with contextlib.suppress(OSError):
-                os.kill(member.pid, number)
+                os.kill(process.pid, number)
 
     # ---------------------------------------------------------------- readers
 
     def _answer_requests(self) -> None:
-        names = [name for name in sorted(sense.listed(str(self.run.ask))) if name.endswith((".why", ".stop", ".save"))]
+        names = [name for name in sorted(procfs.listed(str(self.run.ask))) if name.endswith((".why", ".stop", ".save"))]
         for path in (self.run.ask / name for name in names):
             kind, who = path.suffix[1:], read_record(path)
             path.unlink(missing_ok=True)
@@ -384,20 +385,22 @@ class Attendant:
                 write_json(target, {"kind": kind, "step": 0}, durable=False)
 
     def _answer_why(self, target: Path) -> None:
-        scene = self.scene
-        if scene is None:
+        snapshot = self.snapshot
+        if snapshot is None:
             return
-        taken = take_all(self.run.slots, scene.members)
+        taken = take_all(self.run.slots, snapshot.processes)
         with contextlib.suppress(OSError):
             write_json(
-                target, {"kind": "why", "text": explain(self.line(scene), scene, taken, self.finding)}, durable=False
+                target,
+                {"kind": "why", "text": explain(self.line(snapshot), snapshot, taken, self.finding)},
+                durable=False,
             )
 
     # ---------------------------------------------------------------- status and end
 
     def _write_status(self, state: str, **extra: Any) -> None:
         self.status_at = time.monotonic()
-        scene = self.scene
+        snapshot = self.snapshot
         status = {
             "state": state,
             "verb": "watch",
@@ -406,11 +409,11 @@ class Attendant:
             "step": self.pace.steps,
             "steps": self.pace.total,
             "eta_s": self.pace.left_s,
-            "last_progress_s": round(scene.quiet_s, 2) if scene else 0.0,
+            "last_progress_s": round(snapshot.quiet_s, 2) if snapshot else 0.0,
             "spent_s": round(time.monotonic() - self.began, 2),
             "durable_step": 0,
             "attempt": self.attempt,
-            "now": self.line(scene) if scene else "starting",
+            "now": self.line(snapshot) if snapshot else "starting",
             "t": time.time(),
             **identity(),
             "child_pid": self.child.pid,
@@ -433,12 +436,12 @@ class Attendant:
 
     def _say_error(self) -> None:
         """An uncaught exception, in the words of the process that had it."""
-        slots = procslot.read_all(self.run.slots)
+        slots = agent_slot.read_all(self.run.slots)
         failed = [slot for slot in slots.values() if slot.error]
         if self.child.returncode == 0 or self.stop_reason or not failed or self.died:
             return
         first = next((slot for slot in failed if slot.worker >= 0), min(failed, key=lambda slot: slot.pid))
-        self.say_verdict(foreign.error_verdict(first, slots))
+        self.say_verdict(tree_diagnosis.error_verdict(first, slots))
 
     def _close(self) -> int:
         code = self.child.returncode
@@ -446,7 +449,7 @@ class Attendant:
         if self.planned == "stop":
             outcome, state, result = f"stuck, and stopped: {self.planned_why}", "stuck", STUCK
         elif code < 0:
-            memory = ", out of memory" if sense.oom_kills() > self.family.oom else ""
+            memory = ", out of memory" if procfs.oom_kills() > self.family.oom else ""
             outcome = f"the command was killed by {_signal_name(-code)} (signal {-code}{memory}) after {spent}"
             state, result = "lost", code
         else:
@@ -464,10 +467,10 @@ class Attendant:
         """The last status, the last event, report.md, and what to run next."""
         self.event("stop", code=result, state=state, outcome=outcome)
         self._write_status(state, exit_code=result, outcome=outcome)
-        books = ledger.Ledger(time.monotonic() - self.began, self.pace.seconds, self.attempt)
+        books = time_report.TimeReport(time.monotonic() - self.began, self.pace.seconds, self.attempt)
         facts = {"command": " ".join(self.wish.words), "steps": self.pace.steps, "attempts": self.attempt}
         with contextlib.suppress(OSError):  # a full disk
-            ledger.write_report(self.run, books, Budget(), outcome, {**facts, **self.pace.facts()})
+            time_report.write_report(self.run, books, Budget(), outcome, {**facts, **self.pace.facts()})
         self.say(
             f"{outcome}; {self.pace.summary()}\nmade: {self.run.report}; next: lamp runs, or: less {self.run.console}"
         )
@@ -480,44 +483,44 @@ def _signal_name(number: int) -> str:
 # ---------------------------------------------------------------- stacks of a family
 
 
-def take_all(slots: Path, members: tuple[Member, ...]) -> dict[int, Stacks]:
+def take_all(slots: Path, processes: tuple[Process, ...]) -> dict[int, Stacks]:
     """Every Python process: its own word, else py-spy with a deadline."""
     found = {}
-    for member in [m for m in members if m.slot is not None or is_python(m.pid)][:MOST_STACKS]:
-        taken = take(slots, member)
+    for process in [m for m in processes if m.slot is not None or is_python(m.pid)][:MOST_STACKS]:
+        taken = take(slots, process)
         if taken is not None:
-            found[member.pid] = taken
+            found[process.pid] = taken
     return found
 
 
-def take(slots: Path, member: Member) -> Stacks | None:
+def take(slots: Path, process: Process) -> Stacks | None:
     """Its answering thread; where that is silent (GIL held, stopped, no shim), py-spy."""
-    state, asked = sense.look(member.pid).state, False
-    if member.slot is not None and state not in "TtDZX":
+    state, asked = procfs.look(process.pid).state, False
+    if process.slot is not None and state not in "TtDZX":
         asked = True
-        answer = procslot.ask_stacks(slots, member.pid, stacks.SAMPLER_DEADLINE_S)
+        answer = agent_slot.ask_stacks(slots, process.pid, stacks.SAMPLER_DEADLINE_S)
         if answer is not None:
             return answer
-    return stacks.by_pyspy(member.pid, nonblocking=state in "TtD", sampler_silent=asked)
+    return stacks.by_pyspy(process.pid, nonblocking=state in "TtD", sampler_silent=asked)
 
 
-def explain(line: str, scene: Scene, taken: dict[int, Stacks], finding: Finding | None) -> str:
+def explain(line: str, snapshot: Snapshot, taken: dict[int, Stacks], finding: Finding | None) -> str:
     """For lamp why: the line of now, the verdict, then every process with its stacks."""
     lines = [line]
     if finding is not None:
         lines += [f"{finding.verdict.state}: {finding.verdict.why}", f"next: {finding.verdict.next}"]
-    for member in scene.members:
-        memory = f"{member.look.rss_bytes / 1e9:.2f} GB"
-        lines.append(f"\n{member.words}: {member.look.words}, {member.look.threads} threads, {memory}")
-        if member.pid in taken:
-            lines.append(f"stacks (by {taken[member.pid].source}):\n\n{taken[member.pid].text()}")
-        elif member.slot is not None or is_python(member.pid):
+    for process in snapshot.processes:
+        memory = f"{process.look.rss_bytes / 1e9:.2f} GB"
+        lines.append(f"\n{process.words}: {process.look.words}, {process.look.threads} threads, {memory}")
+        if process.pid in taken:
+            lines.append(f"stacks (by {taken[process.pid].source}):\n\n{taken[process.pid].text()}")
+        elif process.slot is not None or is_python(process.pid):
             lines.append("stacks: could not be read (it is gone, or may not be traced)")
     return "\n".join(lines)
 
 
-def keep(run: RunDir, taken: dict[int, Stacks], scene: Scene) -> None:
+def keep(run: RunDir, taken: dict[int, Stacks], snapshot: Snapshot) -> None:
     """One text file per capture."""
     path = run.stacks / (time.strftime("%Y%m%d-%H%M%S") + f"-{time.monotonic_ns() % 1000:03}.txt")
     with contextlib.suppress(OSError):  # a full disk: the sentence is still said
-        path.write_text(explain(f"quiet for {scene.quiet_s:.1f} s", scene, taken, None))
+        path.write_text(explain(f"quiet for {snapshot.quiet_s:.1f} s", snapshot, taken, None))

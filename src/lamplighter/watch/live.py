@@ -1,7 +1,7 @@
 """The live display of a terminal: a few lines at the bottom that move, with what was said above them.
 
 In:  the picture of now.
-Out: frames drawn by rich into the voice's stream.
+Out: frames drawn by rich into the console's stream.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lamplighter.watch.picture import Picture, alert, duration, sentence, sparkline
+from lamplighter.watch.status import Status, alert, duration, sentence, sparkline
 
 SPINNER = "◐◓◑◒"
 
@@ -34,7 +34,7 @@ class Live:
     def line(self, text: str, style: str) -> None:
         self.console.print(Text(text, style=style, overflow="fold"))
 
-    def frame(self, picture: Picture) -> None:
+    def frame(self, picture: Status) -> None:
         if not self.open:
             self.live.start()
             self.open = True
@@ -46,7 +46,7 @@ class Live:
             self.live.stop()
             self.open = False
 
-    def _draw(self, picture: Picture) -> Group:
+    def _draw(self, picture: Status) -> Group:
         width = self.console.width
         spin = SPINNER[self.frames % len(SPINNER)]
         head = Text(f"{spin} {picture.name} ", style="bold yellow")
@@ -67,7 +67,7 @@ class Live:
         return Group(*rows)  # type: ignore[arg-type]
 
 
-def _bar(done: float, total: float, picture: Picture, width: int) -> Table:
+def _bar(done: float, total: float, picture: Status, width: int) -> Table:
     table = Table.grid(padding=(0, 1))
     elapsed = duration(time.monotonic() - picture.started)
     left = f"{duration(picture.eta_s)} left" if picture.eta_s is not None else ""
@@ -76,7 +76,7 @@ def _bar(done: float, total: float, picture: Picture, width: int) -> Table:
     return table
 
 
-def _curve(picture: Picture, width: int) -> Text:
+def _curve(picture: Status, width: int) -> Text:
     text = Text("   loss ", style="dim")
     text.append(sparkline(picture.losses, max(10, width - 60)), style="green")
     if picture.val_loss is not None:

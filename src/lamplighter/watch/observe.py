@@ -1,7 +1,7 @@
 """Looking at any run from its folder: slot, /proc, events and metrics become the picture of now.
 
 In:  a run folder (ours, or one that another process owns).
-Out: a Picture four times a second, and the events that are new since the last look.
+Out: a Status four times a second, and the events that are new since the last look.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lamplighter.config import Budget
+from lamplighter.procs import procfs
 from lamplighter.report import Slot, read_slot
 from lamplighter.rundir import RunDir, parse_record, read_last_lines
-from lamplighter.watch import redflags, sense
-from lamplighter.watch.picture import Picture
-from lamplighter.watch.quiet import Quiet
+from lamplighter.watch import redflags
+from lamplighter.watch.stall import StallDetector
+from lamplighter.watch.status import Status
 
 RATE_WINDOW_S = 15.0
 HISTORY_RUNS = 5
@@ -51,12 +52,12 @@ class Observer:
 
     def __init__(self, run: RunDir, events: Path, budget: Budget, fresh: bool) -> None:
         self.run, self.budget = run, budget
-        self.picture = Picture(run.name)
+        self.picture = Status(run.name)
         self.events = Tail(events, from_end=fresh)
         self.metrics = Tail(run.metrics, from_end=fresh)
         self.samples: deque[tuple[float, float]] = deque()
         self.sampled_phase = ""
-        self.quiet = Quiet(run)
+        self.quiet = StallDetector(run)
         self.history = phase_history(run)
         self.durable_at: float | None = None
         self.fresh: list[dict[str, Any]] = []
@@ -72,7 +73,7 @@ class Observer:
         picture = self.picture
         slot = read_slot(self.run.slot(0)) or self.before_hello
         if slot is not None and slot.pid:
-            picture.process = sense.look(slot.pid)
+            picture.process = procfs.look(slot.pid)
             self._count(slot)
             picture.quiet_s = self.quiet.look(slot, picture.usual_s)
             finding = self.quiet.finding
@@ -93,7 +94,7 @@ class Observer:
         """A new attempt of the same run: what was learned stays, what was seen goes."""
         self.picture.slot, self.picture.process = None, None
         learned, longest = self.quiet.usual_gap_s, self.quiet.longest_gap_s
-        self.quiet = Quiet(self.run)
+        self.quiet = StallDetector(self.run)
         self.quiet.usual_gap_s, self.quiet.longest_gap_s = learned, longest
         self.samples.clear()
 

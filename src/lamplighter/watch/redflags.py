@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lamplighter.watch.picture import Flag, clean, duration
+from lamplighter.watch.status import Flag, clean, duration
 
 
 def hear(standing: dict[str, Flag], event: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lamplighter.report import Verdict
 from lamplighter.rundir import human_bytes
-from lamplighter.watch.picture import duration
+from lamplighter.watch.status import duration
 
 LEAST_S = 20.0
 LEAST_GROWTH = 0.05  # of what it was, and

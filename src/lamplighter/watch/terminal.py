@@ -32,10 +32,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from lamplighter.watch import passage
+from lamplighter.watch import pty_proxy
 
 if TYPE_CHECKING:
-    from lamplighter.watch.voice import Stream
+    from lamplighter.watch.console import Stream
 
 WITNESS_S = 0.5
 REVIVALS = 5
@@ -65,7 +65,7 @@ def _lay(fd: int) -> _Line:
     modes = termios.tcgetattr(fd)
     modes[1] &= ~termios.OPOST
     termios.tcsetattr(slave, termios.TCSANOW, modes)
-    passage.copy_window_size(fd, master)
+    pty_proxy.copy_window_size(fd, master)
     return _Line(_open_anew(fd), master, slave)
 
 
@@ -131,8 +131,8 @@ class Terminal:
         self._log = -1
         self._sizes_before = _file_sizes()
         self._shared_fd = os.memfd_create("lamp-passage")
-        os.truncate(self._shared_fd, passage.SHARED_BYTES)
-        self._shared = mmap.mmap(self._shared_fd, passage.SHARED_BYTES)
+        os.truncate(self._shared_fd, pty_proxy.SHARED_BYTES)
+        self._shared = mmap.mmap(self._shared_fd, pty_proxy.SHARED_BYTES)
         self._words: socket.socket | None = None
         self._unsent: deque[bytes] = deque()
         self._passage: subprocess.Popen[bytes] | None = None
@@ -188,8 +188,8 @@ class Terminal:
         fds = [theirs.fileno(), self._log, self._shared_fd]
         pairs = [f"{line.master}:{line.tty}" for line in self._lines]
         shared = [fd for line in self._lines for fd in (line.master, line.tty)]
-        words = [sys.executable, "-I", "-S", passage.__file__, *map(str, fds), _style(), state, *pairs]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, passage.OUTLIVED)
+        words = [sys.executable, "-I", "-S", pty_proxy.__file__, *map(str, fds), _style(), state, *pairs]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, pty_proxy.OUTLIVED)
         try:
             self._passage = subprocess.Popen(
                 words,
@@ -233,7 +233,7 @@ class Terminal:
 
     def _say_on_stderr(self, text: str) -> None:
         if self._stream is None:
-            from lamplighter.watch.voice import Stream
+            from lamplighter.watch.console import Stream
 
             self._stream = Stream(2)
         lines = "".join(f"{line}\n" for line in text.splitlines())
@@ -253,7 +253,7 @@ class Terminal:
                 self._words.send(self._unsent[0])
                 self._unsent.popleft()
         except OSError:
-            if not keep or len(self._unsent) > passage.SAID_LIMIT:
+            if not keep or len(self._unsent) > pty_proxy.SAID_LIMIT:
                 self._unsent.pop()
 
     def _revive(self) -> None:
@@ -276,7 +276,7 @@ class Terminal:
         if not self.is_tty and not sizes:
             return -1
         grown = sum(size - self._sizes_before.get(which, 0) for which, size in sizes.items())
-        return max(0, grown - self._own_bytes) + passage.count_at(self._shared, 0)
+        return max(0, grown - self._own_bytes) + pty_proxy.count_at(self._shared, 0)
 
     def finish(self, deadline_s: float = 2.0) -> None:
         """The command has ended: let its last bytes and our last words out. A stopped terminal is not waited for."""
@@ -340,7 +340,7 @@ class Terminal:
         if self._passage is None or self._passage.poll() is not None:
             return number in FROM_THE_KEYBOARD
         deadline = time.monotonic() + WITNESS_S
-        while (seen := passage.count_at(self._shared, number)) <= known and time.monotonic() < deadline:
+        while (seen := pty_proxy.count_at(self._shared, number)) <= known and time.monotonic() < deadline:
             time.sleep(0.002)
         self._witnessed[number] = seen
         return seen > known

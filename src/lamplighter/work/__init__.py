@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.data.opening import choose_template, obtain_tokens, open_feed, open_rows, open_text
+from lamplighter.data.setup import choose_template, obtain_tokens, open_feed, open_rows, open_text
 from lamplighter.errors import CRASHED, DONE, BadConfig, CannotWrite, LampError, StoppedEarly
 from lamplighter.rundir import (
     CACHE_NAME,
@@ -37,16 +37,16 @@ from lamplighter.rundir import (
 
 if TYPE_CHECKING:
     from lamplighter.config import Run
+    from lamplighter.data.batch_source import Feed
     from lamplighter.data.batches import TokenStream
-    from lamplighter.data.chat.examples import Examples
-    from lamplighter.data.feed import Feed
+    from lamplighter.data.chat.example_cache import Examples
     from lamplighter.data.sources import Source
     from lamplighter.data.stream import Live
+    from lamplighter.data.token_cache.reader import Tokens
     from lamplighter.data.tokenizer import Tokenizer
-    from lamplighter.data.tokens import Tokens
     from lamplighter.model.build import Built
-    from lamplighter.train.parts import Parts
-    from lamplighter.train.score import Floor
+    from lamplighter.train.state import Parts
+    from lamplighter.train.validation import Floor
 
 Verb = Callable[[RunDir, dict[str, Any]], int]
 PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
@@ -123,9 +123,9 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
     """The start-up phases: data, tokenizer, cache, plan, model, resume."""
     from lamplighter.data.stream import Live
     from lamplighter.model.recompute import recompute_blocks
-    from lamplighter.ops.job import family_of, is_own, known_shape
-    from lamplighter.train import checkpoint, guard, machine, optim
-    from lamplighter.train.parts import Parts
+    from lamplighter.plan.job import family_of, is_own, known_shape
+    from lamplighter.train import checkpoint, guard, hardware, optimizers
+    from lamplighter.train.state import Parts
     from lamplighter.work.planning import plan_run
 
     cache = folder.path.parent / CACHE_NAME
@@ -138,7 +138,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
         tokens = _open_tokens(run, cache, source, tokenizer) if chat is None else open_rows(run, cache, source, chat)
     with report.phase("plan"):
         found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
-        where = machine.detect(run.train, dict(_state_of(found).get("machine", {})), known_shape(run))
+        where = hardware.detect(run.train, dict(_state_of(found).get("machine", {})), known_shape(run))
         for reason in where.reasons:
             report.note(reason)
     own = None
@@ -156,19 +156,21 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
         if not isinstance(tokens, Live):
             tokens.check_ids(built.vocab_size)
         built.model.to(where.device)
-        optimizer = optim.make_optimizer(built.model, run.train)
+        optimizer = optimizers.make_optimizer(built.model, run.train)
     facts = {"machine": where.facts(), "cache": _name_of(tokens), "seed": run.train.seed, "steps": steps}
     if feed.fingerprint:
         facts["packing"] = feed.fingerprint
     if chat is not None:
         facts["chat"] = chat.fingerprint()
     before = _state_of(found).get("compiled")
-    compiled, why = machine.choose_compile(run.train, before, expected_s, where, family_of(run), not feed.whole_batches)
+    compiled, why = hardware.choose_compile(
+        run.train, before, expected_s, where, family_of(run), not feed.whole_batches
+    )
     if compiled and request.get("eager"):
         compiled, why = False, "compiling did not work out in an earlier attempt"
     facts["compiled"] = compiled
     report.note(f"{'compiled' if compiled else 'not compiled'}: {why}")
-    schedule = optim.schedule(run.train, steps)
+    schedule = optimizers.schedule(run.train, steps)
     parts = Parts(run, folder, where, built, optimizer, schedule, tokens, feed, tokenizer, steps, facts, chat=chat)
     guard.explain_schedule(schedule)
     if found is not None:
@@ -186,9 +188,9 @@ def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) ->
 
 def _open_live(run: Run, folder: RunDir, source: Source, tokenizer: Tokenizer) -> Live:
     """A stream: the validation side is decided by its first documents, once; the rest is read as it is needed."""
-    from lamplighter.data.chat.instructions import RowSource
-    from lamplighter.data.heldback import hold_back
+    from lamplighter.data.chat.row_source import RowSource
     from lamplighter.data.stream import Filler, Live, Settings
+    from lamplighter.data.stream_split import hold_back
 
     data, train = run.data, run.train
     if isinstance(source, RowSource):
@@ -257,7 +259,7 @@ def _hours(seconds: float) -> str:
 def _resume(parts: Parts, found: Path) -> None:
     """Weights, optimizer and counters of the checkpoint; what differs from then is named."""
     from lamplighter.model.transformer import load_weights
-    from lamplighter.train import checkpoint, optim
+    from lamplighter.train import checkpoint, optimizers
 
     progress, tensors, facts = checkpoint.load_state(found)
     if facts.get("cache") not in (None, _name_of(parts.tokens)):
@@ -271,7 +273,7 @@ def _resume(parts: Parts, found: Path) -> None:
         advice = "another version of numpy? use that of then, or begin anew with --resume never"
         raise BadConfig(f"examples are packed otherwise than in {found.name}", why, advice)
     load_weights(parts.model, found)
-    optim.load_state(parts.model, parts.optimizer, tensors)
+    optimizers.load_state(parts.model, parts.optimizer, tensors)
     best = checkpoint.best_of(parts.folder.checkpoints)
     if best is not None and best[0] <= progress.step:
         progress = progress.scored(*best)
@@ -299,8 +301,8 @@ def _resume(parts: Parts, found: Path) -> None:
 def _floor(parts: Parts) -> Floor | None:
     """The embedded corpus knows its own probability: the loss that no model can beat on these very documents."""
     from lamplighter.data import corpus
-    from lamplighter.data.chat.examples import Examples
-    from lamplighter.train.score import Floor
+    from lamplighter.data.chat.example_cache import Examples
+    from lamplighter.train.validation import Floor
 
     assert not isinstance(parts.tokens, Examples)
     split: TokenStream = parts.tokens.val

@@ -16,37 +16,38 @@ from lamplighter.errors import DONE, FAULTS_FOUND, STOPPED_EARLY
 from lamplighter.rundir import RunDir
 
 if TYPE_CHECKING:
-    from lamplighter.ops.doctor.chart import Chart
+    from lamplighter.doctor.findings import Chart
 
 
 def doctor(folder: RunDir, request: dict[str, Any]) -> int:
     """Every chosen probe; a failure of one never ends the rounds."""
     began = time.monotonic()
     with report.phase("import"):
-        from lamplighter.ops.doctor import chart, rounds, ward
+        from lamplighter.doctor import findings, runner
+        from lamplighter.doctor import stages as rounds
     stages = rounds.choose(request["only"], readable=not request["unread"])
-    case = ward.Case(folder.config, request["preset"], Path(request["runs_dir"]), folder.path / "scratch")
-    ward.adopt_orphans()
+    case = runner.Case(folder.config, request["preset"], Path(request["runs_dir"]), folder.path / "scratch")
+    runner.adopt_orphans()
     report.when_asked(_stop, None)
     visits = [_unread(request["unread"])] if request["unread"] else []
     with report.phase("doctor", total=len(stages), unit="probes") as phase:
         for number, stage in enumerate(stages):
-            seen = ward.visit(stage, case, lambda text, n=number, name=stage.name: phase.set(n, f"{name}: {text}"))  # type: ignore[misc]
+            seen = runner.visit(stage, case, lambda text, n=number, name=stage.name: phase.set(n, f"{name}: {text}"))  # type: ignore[misc]
             phase.set(number + 1)
-            report.note(f"{chart.worst(seen):<5}  {stage.name}  ({seen.seconds:.1f} s)")
+            report.note(f"{findings.worst(seen):<5}  {stage.name}  ({seen.seconds:.1f} s)")
             visits.append(seen)
-    whole = chart.Chart(tuple(visits), time.monotonic() - began)
+    whole = findings.Chart(tuple(visits), time.monotonic() - began)
     if request["print_config"]:
         _print_config(folder, whole, request)
     else:
-        report.result(chart.as_json(whole) if request["json"] else chart.table(whole))
+        report.result(findings.as_json(whole) if request["json"] else findings.table(whole))
     return DONE if whole.ok else FAULTS_FOUND
 
 
 def _unread(error: dict[str, str]) -> Any:
     """The settings could not be read: that is a finding, and nothing of a run is looked at in its stead."""
-    from lamplighter.ops.doctor.finding import Finding, Stage
-    from lamplighter.ops.doctor.ward import Visit
+    from lamplighter.doctor.probe import Finding, Stage
+    from lamplighter.doctor.runner import Visit
 
     fault = Finding("fault", error["what"], error["why"], error["next"], "bad_config")
     rest = Finding("warn", "the probes of the run were not made: its settings cannot be read", "", "mend that first")
@@ -66,8 +67,8 @@ def _stop() -> None:
 def _print_config(folder: RunDir, whole: Chart, request: dict[str, Any]) -> None:
     """The settings with each advice that can be followed, said where it came from."""
     from lamplighter.config import Resolved, dump, load_dump, with_change
+    from lamplighter.doctor.findings import advice
     from lamplighter.errors import BadConfig
-    from lamplighter.ops.doctor.chart import advice
 
     resolved = Resolved(load_dump(folder.config), request["origin"], request["preset"])
     for name, one in advice(whole).items():

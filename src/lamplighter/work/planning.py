@@ -18,12 +18,12 @@ from lamplighter.rundir import CACHE_NAME, RunDir, cannot_write, free_bytes, hum
 
 if TYPE_CHECKING:
     from lamplighter.config import Run
-    from lamplighter.data.feed import Feed
+    from lamplighter.data.batch_source import Feed
     from lamplighter.model.build import Built
-    from lamplighter.ops.paper import Known
-    from lamplighter.ops.plan import Plan
-    from lamplighter.train.devices import Device
-    from lamplighter.train.machine import Machine
+    from lamplighter.plan.estimate import Plan
+    from lamplighter.plan.request import Known
+    from lamplighter.train.gpus import Device
+    from lamplighter.train.hardware import Machine
 
 QUICK_S = 0.1  # to measure how fast numbers move: every start pays it
 LONG_H = 0.25  # from here on many epochs are worth a warning at the start of a run
@@ -36,7 +36,7 @@ def plan(folder: RunDir, request: dict[str, Any]) -> int:
     """Count or estimate the text, try a few steps where that is wished for, then the same arithmetic as on paper."""
     with report.phase("import"):
         from lamplighter.config import load_dump
-        from lamplighter.ops import paper
+        from lamplighter.plan import request as paper
     run, wish = load_dump(folder.config), paper.Wish(**request["wish"])
     known = paper.Known()
     if (run.data.paths or run.data.source) and not run.data.stream:
@@ -50,35 +50,35 @@ def plan(folder: RunDir, request: dict[str, Any]) -> int:
 
 
 def _look_at_text(run: Run, cache: Path, scratch: Path) -> Known:
-    from lamplighter.data import outlook
-    from lamplighter.data.opening import open_source
-    from lamplighter.ops.job import Text
-    from lamplighter.ops.paper import Known
+    from lamplighter.data import token_estimate
+    from lamplighter.data.setup import open_source
+    from lamplighter.plan.job import Text
+    from lamplighter.plan.request import Known
 
     source = open_source(run, cache if cache.is_dir() else scratch / CACHE_NAME)
-    found = outlook.look(run, source, cache)
+    found = token_estimate.look(run, source, cache)
     text = Text(found.tokens, found.how, found.counted, found.val_tokens, found.padding, found.samples, found.noun)
     return Known(text, found.vocab_size, segments=found.segments, row_tokens=found.row_tokens)
 
 
 def _try_steps(run: Run, known: Known, fit: bool) -> Known:
-    from lamplighter.ops import trying
-    from lamplighter.ops.job import vocabulary
+    from lamplighter.plan import dry_run
+    from lamplighter.plan.job import vocabulary
 
     vocab_size = known.vocab_size or vocabulary(run)
     micro = run.train.micro_batch or run.train.batch_size
-    tried = trying.attempt(run, vocab_size, micro)
+    tried = dry_run.attempt(run, vocab_size, micro)
     own = tried.told.get("parameters")
     known = replace(known, measured=tried.measured, device=_device_of(tried.told))
     if ":" in run.model.family and run.model.init_from is None:
         known = replace(known, own_params=own)
-    return replace(known, largest=trying.largest_that_fits(run, vocab_size, tried.measured)) if fit else known
+    return replace(known, largest=dry_run.largest_that_fits(run, vocab_size, tried.measured)) if fit else known
 
 
 def _device_of(told: dict[str, Any]) -> Device | None:
     """The GPU on which the steps were tried; None for the processor, which is measured anyway."""
-    from lamplighter.ops.places import host_room
-    from lamplighter.train.devices import Device
+    from lamplighter.plan.devices import host_room
+    from lamplighter.train.gpus import Device
 
     if told.get("on_cpu", True):
         return None
@@ -104,9 +104,9 @@ def plan_run(
 
     `built` is a model of one's own, whose size only its code knows.
     """
-    from lamplighter.ops import told
-    from lamplighter.ops.changes import completed
-    from lamplighter.ops.plan import make, sure_reasons
+    from lamplighter.plan import render as told
+    from lamplighter.plan.alternatives import completed
+    from lamplighter.plan.estimate import make, sure_reasons
     from lamplighter.train import guard
 
     job = _job(run, where, vocab_size, feed, steps, built)
@@ -134,7 +134,7 @@ def plan_run(
 
 
 def _job(run: Run, where: Machine, vocab_size: int, feed: Feed, steps: int, built: Built | None) -> Any:
-    from lamplighter.ops.job import Text, job_of, shape_of
+    from lamplighter.plan.job import Text, job_of, shape_of
 
     tokens = round(feed.samples * feed.positions_per_step / run.train.batch_size * (1 - feed.padding))
     text = None
@@ -158,21 +158,22 @@ def _device(where: Machine) -> Device:
     """The machine as it is: torch's own numbers of a GPU, measured rates of a processor."""
     import torch
 
-    from lamplighter.ops import places
-    from lamplighter.train.devices import Device, Rates
+    from lamplighter.plan import devices
+    from lamplighter.train.gpus import Device, Rates
 
     if where.device.type == "cuda":
         free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(where.device))
-        room = places.host_room().gib
+        room = devices.host_room().gib
         return Device(where.name, free, where.peak_flops, where.peak_flops, host_gib=room, total_gib=total)
-    device = places.cpu(Rates(where.peak_flops, places.stream_rate(QUICK_S)))
+    device = devices.cpu(Rates(where.peak_flops, devices.stream_rate(QUICK_S)))
     return replace(device, bf16_flops=where.peak_flops if where.dtype_name == "bf16" else None)
 
 
 def _keep(folder: RunDir, made: Plan) -> None:
     """The whole page in the run's folder."""
-    from lamplighter.ops import sanity, told
-    from lamplighter.ops.plan import as_json
+    from lamplighter.plan import render as told
+    from lamplighter.plan import sanity
+    from lamplighter.plan.estimate import as_json
 
     try:
         write_atomic(folder.path / "plan.txt", "\n".join([*told.tell(made), ""]), durable=False)
@@ -185,7 +186,7 @@ def _keep(folder: RunDir, made: Plan) -> None:
 
 def _warn(run: Run, made: Plan, feed: Feed) -> None:
     """What is odd enough to be said before the first step; the rest is on the page."""
-    from lamplighter.ops import sanity
+    from lamplighter.plan import sanity
 
     if feed.padding > sanity.MUCH_PADDING and feed.noun == "windows" and not feed.fingerprint:
         report.warn(
@@ -198,7 +199,7 @@ def _warn(run: Run, made: Plan, feed: Feed) -> None:
 
 def _check_disk(run: Run, folder: RunDir, made: Plan) -> None:
     """One checkpoint must fit now; the kept ones should."""
-    from lamplighter.ops.plan import checkpoint_bytes
+    from lamplighter.plan.estimate import checkpoint_bytes
     from lamplighter.train import checkpoint
 
     size = checkpoint_bytes(made.job)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.data.opening import choose_template, obtain_tokens, open_rows, open_source, open_text
+from lamplighter.data.setup import choose_template, obtain_tokens, open_rows, open_source, open_text
 from lamplighter.errors import DONE, BadConfig
 from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes
 
@@ -29,9 +29,9 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
     """Documents, true tokens, lengths, padding, duplicates, advice."""
     with report.phase("import"):
         from lamplighter.config import load_dump
-        from lamplighter.data import stats, vocabulary
-        from lamplighter.data.chat.instructions import RowSource
-        from lamplighter.data.stats import exchanges, overlap
+        from lamplighter.data import stats, tokenizer_training
+        from lamplighter.data.chat.row_source import RowSource
+        from lamplighter.data.stats import chat_stats, overlap
     run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
     wanted = stats.Request(
         run.data.seq_len,
@@ -41,7 +41,7 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
         request["near_documents"],
     )
     if request["out"]:
-        vocabulary.check_writable(Path(request["out"]))
+        tokenizer_training.check_writable(Path(request["out"]))
     if request["cache"]:
         found = stats.count_cache(Path(request["cache"]), wanted)
         return _tell_stats(found, lambda: [request["cache"], wanted], request)
@@ -54,7 +54,7 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
     path = run.tokenizer.path or run.model.init_from or made
     template = choose_template(run, source, tokenizer)
     if template is not None and isinstance(source, RowSource):
-        found = exchanges.count_rows(source, template, path, wanted, test)
+        found = chat_stats.count_rows(source, template, path, wanted, test)
     else:
         found = stats.count_text(source, tokenizer, path, wanted, test)
     key = lambda: [source.fingerprint(), tokenizer.fingerprint(), wanted, request["val"]]  # noqa: E731
@@ -63,15 +63,15 @@ def data_stats(folder: RunDir, request: dict[str, Any]) -> int:
 
 def _tell_stats(found: Stats, key: Callable[[], list[Any]], request: dict[str, Any]) -> int:
     """The record to disk and to the asker; `key` names its folder where the asker does not."""
-    from lamplighter.data.stats import figures
+    from lamplighter.data.stats import summary
 
     if request["out"]:
         out = Path(request["out"])
     else:
         out = Path(request["runs_dir"]) / ".stats" / hashlib.sha256(repr(key()).encode()).hexdigest()[:16]
-    as_json = json.dumps(figures.as_record(found), indent=1, ensure_ascii=False) + "\n"
-    report.result(as_json if request["json"] else figures.told(found))
-    figures.written(found, out)
+    as_json = json.dumps(summary.as_record(found), indent=1, ensure_ascii=False) + "\n"
+    report.result(as_json if request["json"] else summary.told(found))
+    summary.written(found, out)
     report.note(f"made: {out}/stats.json, stats.txt and lengths.svg (open it in a browser)")
     report.note("next: lamp train with the settings that are advised; lamp data clean takes repeated texts out")
     return DONE
@@ -80,9 +80,9 @@ def _tell_stats(found: Stats, key: Callable[[], list[Any]], request: dict[str, A
 def data_clean(_: RunDir, request: dict[str, Any]) -> int:
     """Raw files to clean documents."""
     with report.phase("import"):
-        from lamplighter.data.clean import job, table
-        from lamplighter.data.clean.rules import Rules
-        from lamplighter.data.pool import usable_cores
+        from lamplighter.clean import job, table
+        from lamplighter.clean.rules import Rules
+        from lamplighter.procs.pool import usable_cores
     rules, dry = Rules(**request["rules"]), request["dry_run"]
     out = Path(request["out"]) if request["out"] else None
     done = job.run(request["paths"], out, rules, request["workers"] or usable_cores(), dry)
@@ -205,10 +205,10 @@ def tokenizer_train(folder: RunDir, request: dict[str, Any]) -> int:
     """A tokenizer from any source, checked by a round trip."""
     with report.phase("import"):
         from lamplighter.config import load_dump
-        from lamplighter.data import vocabulary
+        from lamplighter.data import tokenizer_training
     run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
     size = 257 + len(request["special"]) if run.tokenizer.kind == "bytes" else run.tokenizer.vocab_size
-    wish = vocabulary.Wish(
+    wish = tokenizer_training.Wish(
         Path(request["out"]),
         size,
         run.tokenizer.sample_mb,
@@ -216,8 +216,8 @@ def tokenizer_train(folder: RunDir, request: dict[str, Any]) -> int:
         tuple(map(Path, request["compare"])),
         request["force"],
     )
-    result = vocabulary.make(open_source(run, cache), wish, cache)
-    report.result(json.dumps(result, indent=1) + "\n" if request["json"] else vocabulary.told(result))
+    result = tokenizer_training.make(open_source(run, cache), wish, cache)
+    report.result(json.dumps(result, indent=1) + "\n" if request["json"] else tokenizer_training.told(result))
     return DONE
 
 
@@ -225,11 +225,15 @@ def tokenizer_show(folder: RunDir, request: dict[str, Any]) -> int:
     """What a tokenizer is, and what it makes of text."""
     with report.phase("import"):
         from lamplighter.config import load_dump
-        from lamplighter.data import portrait
+        from lamplighter.data import tokenizer_report
     run = load_dump(folder.config)
     given = bool(run.data.paths or run.data.source)
     source = open_source(run, folder.path / CACHE_NAME) if given else None
     compare = [Path(one) for one in request["compare"]]
-    record = portrait.portray(Path(request["path"]), request["text"], source, int(request["sample_mb"] * 1e6), compare)
-    report.result(json.dumps(record, indent=1) + "\n" if request["json"] else portrait.told(record, request["tty"]))
+    record = tokenizer_report.portray(
+        Path(request["path"]), request["text"], source, int(request["sample_mb"] * 1e6), compare
+    )
+    report.result(
+        json.dumps(record, indent=1) + "\n" if request["json"] else tokenizer_report.told(record, request["tty"])
+    )
     return DONE

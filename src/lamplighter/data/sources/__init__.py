@@ -20,9 +20,9 @@ from lamplighter import report
 from lamplighter.data.sources.files import Cursor, FileSource, Part, Position, digest, find_items, skip
 from lamplighter.data.sources.hub import open_dataset
 from lamplighter.data.sources.mixture import Chain, Mixture, check_weights
-from lamplighter.data.sources.remote import is_url
-from lamplighter.data.sources.web import shown
 from lamplighter.errors import BadConfig, BadData
+from lamplighter.readers.http import shown
+from lamplighter.readers.remote import is_url
 
 if TYPE_CHECKING:
     from lamplighter.config import Data

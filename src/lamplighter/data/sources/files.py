@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lamplighter import report
-from lamplighter.data.sources.dirt import Dirt
-from lamplighter.data.sources.found import LocalFile, Tell, find_files, hashes, is_packed, kind_of, local_file
-from lamplighter.data.sources.packed import Unpacked
-from lamplighter.data.sources.parts import Cursor, Part, Position, cut_after, cut_all, digest, skip
-from lamplighter.data.sources.plain import find_start, read_text
-from lamplighter.data.sources.reading import Found, Reading
-from lamplighter.data.sources.records import read_json, starts_array
-from lamplighter.data.sources.remote import RemoteFile, as_local, find_remote, is_url
-from lamplighter.data.sources.tables import read_csv, read_parquet
 from lamplighter.errors import BadData
+from lamplighter.readers.bad_records import Dirt
+from lamplighter.readers.compression import Unpacked
+from lamplighter.readers.cursor import Cursor, Part, Position, cut_after, cut_all, digest, skip
+from lamplighter.readers.lines import read_json, starts_array
+from lamplighter.readers.local import LocalFile, Tell, find_files, hashes, is_packed, kind_of, local_file
+from lamplighter.readers.reader import Found, Reading
+from lamplighter.readers.remote import RemoteFile, as_local, find_remote, is_url
+from lamplighter.readers.tables import read_csv, read_parquet
+from lamplighter.readers.text import find_start, read_text
 from lamplighter.rundir import human_bytes
 
 __all__ = [

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lamplighter import report
-from lamplighter.data.sources.dirt import Dirt
-from lamplighter.data.sources.found import hashes, local_file
-from lamplighter.data.sources.parts import Cursor, Position, digest
-from lamplighter.data.sources.reading import in_parts, is_whole, text_of
-from lamplighter.data.sources.tables import no_column
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
+from lamplighter.readers.bad_records import Dirt
+from lamplighter.readers.cursor import Cursor, Position, digest
+from lamplighter.readers.local import hashes, local_file
+from lamplighter.readers.reader import in_parts, is_whole, text_of
+from lamplighter.readers.tables import no_column
 
 REACH_S = 8.0
 BATCH_ROWS = 256

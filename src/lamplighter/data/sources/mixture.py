@@ -12,8 +12,8 @@ from typing import Protocol
 
 from lamplighter import report
 from lamplighter.data.sources.files import FileSource
-from lamplighter.data.sources.parts import Cursor, Part, Position, digest
 from lamplighter.errors import BadConfig, BadData
+from lamplighter.readers.cursor import Cursor, Part, Position, digest
 
 
 class Inner(Protocol):

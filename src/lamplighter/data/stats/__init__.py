@@ -14,7 +14,8 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.sources import Source
-from lamplighter.data.stats import sides
+from lamplighter.data.stats import split_of as sides
+from lamplighter.data.stats.collect import SHOWN, Tally, read
 from lamplighter.data.stats.lengths import (
     Advice,
     Bar,
@@ -39,10 +40,9 @@ from lamplighter.data.stats.overlap import (
     find_duplicates,
     no_near,
 )
-from lamplighter.data.stats.quality import Quality
-from lamplighter.data.stats.tally import SHOWN, Tally, read
+from lamplighter.data.stats.row_faults import Quality
+from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.data.tokenizer import Tokenizer
-from lamplighter.data.tokens import open_tokens
 
 FORMAT = 1
 NEAR_DOCUMENTS = 50_000

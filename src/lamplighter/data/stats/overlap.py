@@ -14,10 +14,10 @@ import numpy as np
 from lamplighter import report
 from lamplighter.data.sources import Source, watched
 from lamplighter.data.sources.files import Part
-from lamplighter.data.stats import likeness
-from lamplighter.data.stats.likeness import Grams, Signer, normalised, text_hash
-from lamplighter.data.stats.sides import Sider
-from lamplighter.data.stats.tally import HEAD_CHARS, SHOWN, Places, Tally, line_of
+from lamplighter.data.stats import minhash
+from lamplighter.data.stats.collect import HEAD_CHARS, SHOWN, Places, Tally, line_of
+from lamplighter.data.stats.minhash import Grams, Signer, normalised, text_hash
+from lamplighter.data.stats.split_of import Sider
 from lamplighter.errors import BadData
 from lamplighter.rundir import human_bytes
 
@@ -135,7 +135,7 @@ class TestGrams:
     def meet(self, normal: str) -> None:
         self._waiting.append(normal)
         self._size += len(normal)
-        if self._size > likeness.BLOCK_BYTES:
+        if self._size > minhash.BLOCK_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -175,12 +175,12 @@ def find_duplicates(tally: Tally, reason: str) -> Duplicates:
         exact, groups, pairs, firsts = exact_duplicates(tally)
     if reason:
         return Duplicates(exact, groups, pairs, None, 0, False, reason, [])
-    with report.phase("near duplicates", total=likeness.BANDS, unit="bands") as p:
+    with report.phase("near duplicates", total=minhash.BANDS, unit="bands") as p:
         numbers = np.array([n for side in tally.signers.values() for n in _flushed(side).numbers], np.int64)
         rows = np.concatenate([side.matrix() for side in tally.signers.values()])
         order = np.argsort(numbers, kind="stable")
         order = order[firsts[numbers[order]]]
-        found = likeness.near_pairs(rows[order], tick=p.tick)
+        found = minhash.near_pairs(rows[order], tick=p.tick)
     examples = [
         pair_of(tally, int(numbers[order[one.first]]), int(numbers[order[one.second]]), one.similarity)
         for one in sorted(found, key=lambda one: (-one.similarity, one.first))[:SHOWN]
@@ -208,9 +208,9 @@ def compare_sides(tally: Tally, divide: Sider | None, why_not: str, reason: str)
     counts = (divide.by, reason, tally.sides["train"], tally.sides["val"], 0)
     if reason:
         return Sides(*counts, None, 0, 0, [])
-    with report.phase("near duplicates across the sides", total=likeness.BANDS, unit="bands") as p:
+    with report.phase("near duplicates across the sides", total=minhash.BANDS, unit="bands") as p:
         rows = np.concatenate([train.matrix(), val.matrix()])
-        found = likeness.near_pairs(rows, len(train.numbers), p.tick) if len(train.numbers) else []
+        found = minhash.near_pairs(rows, len(train.numbers), p.tick) if len(train.numbers) else []
     numbers = [*train.numbers, *val.numbers]
     examples = []
     for one in found[:SHOWN] if divide.by == "documents" else []:
@@ -245,14 +245,14 @@ def compare_test(tally: Tally, test: TestGrams, reason: str) -> TestSet:
 
 
 def _near_test(tally: Tally, test: TestGrams, rest: np.ndarray[Any, np.dtype[np.bool_]]) -> list[Pair]:
-    rows, have = likeness.signatures(test.normals)
+    rows, have = minhash.signatures(test.normals)
     known = np.concatenate([side.matrix() for side in tally.signers.values()])
     numbers = [number for side in tally.signers.values() for number in side.numbers]
     mine = np.flatnonzero(have & rest)
     if not len(known) or not len(mine):
         return []
     pairs = []
-    for one in likeness.near_pairs(np.concatenate([known, rows[mine]]), len(known)):
+    for one in minhash.near_pairs(np.concatenate([known, rows[mine]]), len(known)):
         n = int(mine[one.second - len(known)])
         first, second = tally.places.of(numbers[one.first]), test.places.of(n)
         pairs.append(Pair(first, second, round(one.similarity, 3), 2, test.heads[n]))
@@ -263,6 +263,6 @@ def no_near(near_documents: int) -> str:
     """Why near duplicates cannot be counted; '' where they can."""
     if not near_documents:
         return "not asked for (--near-documents 0)"
-    if reason := likeness.missing():
+    if reason := minhash.missing():
         report.warn(f"near duplicates are not counted: {reason}")
     return reason

@@ -1,0 +1,396 @@
+"""The whole of `lamp data clean`: items to parts (in parallel, each whole or not there), parts to shards, and the log.
+
+In:  paths, a folder, the rules.
+Out: DIR/clean-00000.jsonl ... for `lamp train --data.paths DIR`, and DIR/log/ with the rejected, the report and the manifest.
+
+The files in log/ and parts/ have endings that no reader of documents takes. A killed job run again goes on: a part with its
+marker is done, everything after the parts is made again from them, and comes out the same to the byte.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from lamplighter import report
+from lamplighter.clean import dedup, worker
+from lamplighter.clean.inputs import Item, find_items
+from lamplighter.clean.rules import Ledger, Rejected, Rules
+from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, ChildLost, UsageError
+from lamplighter.procs import pool
+from lamplighter.rundir import free_bytes, fsync_folder, hash_file, human_bytes, read_record, write_json
+
+PARTS, LOG = "parts", "log"
+REJECTED, MANIFEST, REPORT = "rejected.log", "manifest.log", "report.log"
+
+
+@dataclass
+class Totals:
+    """What came of it all; nothing in here depends on time or on the number of workers."""
+
+    files: int = 0
+    documents: int = 0
+    kept: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    languages: Counter[str] = field(default_factory=Counter)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def as_json(self) -> dict[str, Any]:
+        plain = {name: getattr(self, name) for name in ("files", "documents", "kept", "bytes_in", "bytes_out")}
+        rejected, languages = dict(sorted(self.rejected.items())), dict(self.languages.most_common())
+        return {**plain, "rejected": rejected, "languages": languages, "rules": self.ledger.as_json()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The totals as JSON, the files made, and whether they were there before."""
+
+    totals: dict[str, Any]
+    shards: list[str]
+    seconds: float
+    found: bool = False
+
+
+def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: bool = False) -> Outcome:
+    """Clean; with `dry` nothing is written, and the totals have the examples."""
+    started = time.monotonic()
+    if out is not None and any(Path(path).expanduser().resolve() == out.resolve() for path in paths):
+        raise UsageError(f"{out} is both input and output", "what is there would be replaced", "choose another --out")
+    items, refused = find_items(paths, out)
+    if dry or out is None:
+        return Outcome(_try(items, refused, rules, workers), [], time.monotonic() - started)
+    lock = _prepare(out, items)
+    try:
+        known = _finished(out, items, refused, rules)
+        if known is not None:
+            return Outcome(known["totals"], list(known["shards"]), time.monotonic() - started, found=True)
+        _say_what_is_reused(out, items, rules)
+        totals = _clean(out, items, refused, rules, workers)
+        shards = _write(out, items, refused, rules, totals)
+    except OSError as error:
+        raise _cannot_write(out, error) from error
+    finally:
+        os.close(lock)
+    return Outcome(totals.as_json(), shards, time.monotonic() - started)
+
+
+# ---------------------------------------------------------------- before
+
+
+def _prepare(out: Path, items: list[Item]) -> int:
+    """The folders and the lock. A folder with documents of somebody else is refused: they would be trained on."""
+    try:
+        (out / PARTS).mkdir(parents=True, exist_ok=True)
+        (out / LOG).mkdir(exist_ok=True)
+        strangers = [path.name for path in out.iterdir() if path.is_file() and not _is_ours(path.name)]
+        lock = os.open(out / PARTS / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _cannot_write(out, error) from error
+    if strangers:
+        os.close(lock)
+        raise UsageError(
+            f"{out} has other files in it", f"such as {strangers[0]}", "choose an empty or new folder for --out"
+        )
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise AlreadyRunning(f"another lamp data clean works in {out}", "it holds the lock", "wait for it, or choose another --out") from None  # fmt: skip
+    needed = sum(item.size for item in items)
+    if free_bytes(out) < 2 * needed:
+        report.warn(f"{human_bytes(free_bytes(out))} are free in {out}; up to {human_bytes(2 * needed)} may be needed")
+    return lock
+
+
+def _is_ours(name: str) -> bool:
+    return (name.startswith("clean-") and name.endswith(".jsonl")) or name.startswith(".")
+
+
+def _cannot_write(out: Path, error: OSError) -> CannotWrite:
+    if error.errno == errno.ENOSPC:
+        free = human_bytes(free_bytes(out))
+        return CannotWrite(f"the disk is full: {out}", f"{free} are free there", "free some space and run it again: what is finished is kept")  # fmt: skip
+    return CannotWrite(f"cannot write to {out}", error.strerror or str(error), "choose another --out", cause="cannot_write")  # fmt: skip
+
+
+def _identity(items: list[Item], refused: list[Rejected], rules: Rules) -> dict[str, Any]:
+    return {
+        "rules": rules.fingerprint(),
+        "items": [[item.path, item.start, item.end, list(item.mark)] for item in items],
+        "refused": [[one.place, one.reason] for one in refused],
+    }
+
+
+def _finished(out: Path, items: list[Item], refused: list[Rejected], rules: Rules) -> dict[str, Any] | None:
+    """What an earlier run made of the same files by the same rules, if it is all still there."""
+    manifest = read_record(out / LOG / MANIFEST)
+    if not manifest:
+        return None
+    now = json.loads(json.dumps(_identity(items, refused, rules)))
+    if manifest.get("rules") != now["rules"]:
+        report.note("the rules are not those of the last time: everything is cleaned again")
+    elif any(manifest.get(name) != now[name] for name in ("items", "refused")):
+        report.note(
+            "the input is not that of the last time: what changed is cleaned again, and the output is made anew"
+        )
+    elif any(_size(out / name) != size for name, size in manifest["sizes"].items()):
+        report.note("the output of the last time is not all there: it is made again")
+    else:
+        return manifest
+    return None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _say_what_is_reused(out: Path, items: list[Item], rules: Rules) -> None:
+    names = {item.name for item in items}
+    done = list((out / PARTS).glob("*.done"))
+    usable = sum(worker.is_done(out / PARTS, item, rules.fingerprint()) for item in items)
+    if usable:
+        report.note(f"{usable:,} of {len(items):,} parts are there from an earlier run")
+    if stale := len(done) - usable:
+        report.note(f"{stale:,} parts of an earlier run are not used: the rules or their files changed")
+    for path in done:
+        if path.stem not in names:
+            worker.remove(out / PARTS, path.stem)
+
+
+# ---------------------------------------------------------------- items to parts
+
+
+def _clean(out: Path, items: list[Item], refused: list[Rejected], rules: Rules, workers: int) -> Totals:
+    totals = _begin(items, refused)
+    total = sum(item.size for item in items)
+    folder = str(out / PARTS)
+    work = [worker.Work(folder, item, rules) for item in items]
+    with report.phase("clean", total=total, unit="B") as p:
+        for summary in _each(work, workers, p):
+            _add(totals, summary)
+    return totals
+
+
+def _begin(items: list[Item], refused: list[Rejected]) -> Totals:
+    totals = Totals(files=len({item.path for item in items}), bytes_in=sum(item.size for item in items))
+    totals.rejected.update(one.reason for one in refused)
+    return totals
+
+
+def _each(work: list[worker.Work], workers: int, p: report.Phase) -> Iterator[dict[str, Any]]:
+    """The summary of each part, in order; the phase hears of every block that any worker has read."""
+    workers = min(workers, len(work)) or 1
+    if workers <= 1:
+        counter: Any = _Here(p)
+    else:
+        counter = multiprocessing.get_context("spawn").RawValue("q", 0)  # no lock: a lost count is only late news
+    waiting = {"item": work[0].item.path if work else ""}
+
+    def meanwhile() -> None:
+        if workers > 1:
+            p.set(counter.value, waiting["item"])
+
+    def name(one: worker.Work) -> str:
+        return one.item.path
+
+    try:
+        results = pool.each(worker.make, work, workers, name, worker.begin, (counter,), tick=meanwhile)
+        for number, (_, summary) in enumerate(results, 1):
+            waiting["item"] = work[min(number, len(work) - 1)].item.path
+            meanwhile()
+            yield summary
+    except ChildLost as error:
+        raise ChildLost(error.what, error.why, "fewer at a time: --workers 1; what is finished is kept") from error
+
+
+class _Here:
+    """Stands for the shared counter where there is one process: the phase itself."""
+
+    def __init__(self, phase: report.Phase) -> None:
+        self.phase = phase
+
+    def add(self, count: int, item: str) -> None:
+        self.phase.tick(count, item)
+
+
+def _add(totals: Totals, summary: dict[str, Any]) -> None:
+    totals.documents += summary["documents"]
+    totals.rejected.update(summary["rejected"])
+    totals.languages.update(summary["languages"])
+    totals.ledger.merge(summary["ledger"])
+
+
+def _try(items: list[Item], refused: list[Rejected], rules: Rules, workers: int) -> dict[str, Any]:
+    """The same without a trace on the disk."""
+    totals = _begin(items, refused)
+    work = [worker.Work("", item, rules) for item in items]
+    records: list[bytes] = []
+    kept = 0
+    with report.phase("try", total=totals.bytes_in, unit="B") as p:
+        for summary in _each(work, workers, p):
+            _add(totals, summary)
+            kept += summary["kept"]
+            totals.bytes_out += summary["bytes_out"]
+            records.append(summary["prints"])
+    totals.documents += len(refused)
+    twins = _twins(np.frombuffer(b"".join(records), dtype=dedup.RECORD), rules)
+    for twin in twins.values():
+        totals.rejected["duplicate" if twin.likeness == 1.0 else "near_duplicate"] += 1
+    totals.kept = kept - len(twins)
+    return totals.as_json()
+
+
+# ---------------------------------------------------------------- parts to shards
+
+
+def _twins(records: Any, rules: Rules) -> dict[int, dedup.Twin]:
+    if rules.keep_duplicates or not len(records):
+        return {}
+    with report.phase("duplicates", total=dedup.columns(rules.near), unit="columns") as p:
+        return dedup.find(records, rules.near, p.tick)
+
+
+def _write(out: Path, items: list[Item], refused: list[Rejected], rules: Rules, totals: Totals) -> list[str]:
+    """Shards, log and manifest, from the parts alone; the parts go last."""
+    folder = out / PARTS
+    (out / LOG / MANIFEST).unlink(missing_ok=True)  # from here on the old output is not the last word
+    prints = folder / "all.prints"
+    with open(prints, "wb") as file:
+        for item in items:
+            file.write((folder / f"{item.name}.prints").read_bytes())
+    size = prints.stat().st_size
+    records = np.memmap(prints, dtype=dedup.RECORD, mode="r") if size else np.zeros(0, dtype=dedup.RECORD)
+    twins = _twins(records, rules)
+    del records
+    shards = _Shards(out, int(rules.shard_mb * 1e6))
+    places: dict[int, str] = {}
+    wanted = {twin.first for twin in twins.values()}
+    total = sum((folder / f"{item.name}.part").stat().st_size for item in items)
+    rejected_path = out / LOG / f".{REJECTED}.tmp"
+    number = 0
+    with report.phase("write", total=total, unit="B") as p, open(rejected_path, "w", encoding="utf-8") as log:
+        for one in refused:
+            _log(log, asdict(one))
+        for item in items:
+            p.tick(0, item.path)
+            with open(folder / f"{item.name}.rejected", encoding="utf-8") as file:
+                shutil.copyfileobj(file, log)
+            with open(folder / f"{item.name}.part", "rb") as lines:
+                for line in lines:
+                    if number in wanted:
+                        places[number] = _source(line)
+                    if twin := twins.get(number):
+                        _log_twin(log, line, twin, places.get(twin.first, ""), totals)
+                    else:
+                        shards.add(line)
+                    number += 1
+                    p.tick(len(line))
+        log.flush()
+        os.fsync(log.fileno())
+    names = shards.close()
+    totals.documents += len(refused)
+    totals.kept, totals.bytes_out = shards.documents, shards.bytes
+    rejected_path.replace(out / LOG / REJECTED)
+    _finish(out, items, refused, rules, totals, names)
+    return names
+
+
+def _source(line: bytes) -> str:
+    return str(json.loads(line)["source"])
+
+
+def _log(log: IO[str], record: dict[str, Any]) -> None:
+    log.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _log_twin(log: IO[str], line: bytes, twin: dedup.Twin, first: str, totals: Totals) -> None:
+    reason = "duplicate" if twin.likeness == 1.0 else "near_duplicate"
+    totals.rejected[reason] += 1
+    found = json.loads(line)
+    why = f"the same as {first}" if twin.likeness == 1.0 else f"{twin.likeness:.0%} like {first}"
+    _log(log, asdict(Rejected(found["source"], reason, why, {"likeness": twin.likeness}, found["text"][:160])))
+
+
+class _Shards:
+    """Files of a set size, under other names until all of them are there."""
+
+    def __init__(self, out: Path, limit: int) -> None:
+        self.out, self.limit = out, limit
+        self.names: list[str] = []
+        self.file: IO[bytes] | None = None
+        self.in_file = self.documents = self.bytes = 0
+
+    def add(self, line: bytes) -> None:
+        if self.file is None or self.in_file >= self.limit:
+            self._next()
+        assert self.file is not None
+        self.file.write(line)
+        self.in_file += len(line)
+        self.bytes += len(line)
+        self.documents += 1
+
+    def _next(self) -> None:
+        self._end()
+        self.names.append(f"clean-{len(self.names):05}.jsonl")
+        self.file, self.in_file = open(self.out / f".{self.names[-1]}.tmp", "wb"), 0
+
+    def _end(self) -> None:
+        if self.file is not None:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+            self.file = None
+
+    def close(self) -> list[str]:
+        self._end()
+        for name in self.names:
+            (self.out / f".{name}.tmp").replace(self.out / name)
+        for path in self.out.glob("clean-*.jsonl"):
+            if path.name not in self.names:
+                path.unlink()
+        fsync_folder(self.out)
+        return self.names
+
+
+def _finish(
+    out: Path, items: list[Item], refused: list[Rejected], rules: Rules, totals: Totals, names: list[str]
+) -> None:
+    """The report, then the manifest, then no more parts."""
+    from lamplighter.clean.table import table
+
+    made = [*names, f"{LOG}/{REJECTED}", f"{LOG}/{REPORT}"]
+    report_path = out / LOG / REPORT
+    temporary = out / LOG / f".{REPORT}.tmp"
+    temporary.write_text(table(totals.as_json(), examples=True), encoding="utf-8")
+    temporary.replace(report_path)
+    with report.phase("manifest", total=sum(_size(out / name) for name in made), unit="B") as p:
+        hashes = {name: hash_file(out / name, lambda n, name=name: p.tick(n, name)) for name in made}  # type: ignore[misc]
+    sizes = {name: _size(out / name) for name in made}
+    manifest = {**_identity(items, refused, rules), "settings": asdict(rules), "shards": names, "sizes": sizes, "sha256": hashes, "totals": totals.as_json()}  # fmt: skip
+    write_json(out / LOG / MANIFEST, manifest)
+    for path in (out / PARTS).iterdir():
+        if path.name != "lock":
+            path.unlink()
+
+
+def refuse_nothing(outcome: Outcome, out: Path | None) -> None:
+    """Nothing kept is an error: the folder would train on nothing."""
+    if outcome.totals["kept"]:
+        return
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in outcome.totals["rejected"].items())
+    where = f"see {out / LOG / REJECTED}" if out else "look at the examples above"
+    raise BadData("every document was rejected", reasons, where)

@@ -1,0 +1,389 @@
+"""Instruction data on disk: rows become examples (ids, and which of them are learned), built once, read by mapped memory.
+
+In:  files of instruction rows, a tokenizer, a chat template, settings.
+Out: Examples with a train and a val side. Equal examples are kept once, so they are never on both sides.
+
+The cache is `<cache>/examples-<fingerprint>/`: examples.bin holds every token as 32 bits, the highest one set where the
+token is learned; index.npy one row of numbers per example; examples.json says what it was made of. It is written under
+temporary names and named at the end: a killed build leaves nothing that could be taken for a cache, and is done anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+
+from lamplighter import report
+from lamplighter.data.chat.row_source import RowSource, SetAside
+from lamplighter.data.chat.rows import Message
+from lamplighter.data.chat.template import ChatTemplate, Encoded, Refused
+from lamplighter.data.sources.files import digest
+from lamplighter.data.token_cache.reader import locked
+from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.errors import BadConfig, BadData, InputMissing
+from lamplighter.procs.pool import each, usable_cores
+from lamplighter.rundir import cannot_write, hash_file, human_bytes, read_json, read_record, write_atomic, write_json
+
+FORMAT = 1
+PARTS = ("tokenizer", "template", "settings", "sources")
+LEARNED = np.uint32(1 << 31)
+FIELDS = ("begin", "length", "first_answer", "last_answer", "learned", "text_bytes", "answer_bytes", "is_val")
+MANY_BYTES = 1 << 23  # of rows: from here on other processes help
+CHUNK = 256  # rows that are rendered and encoded together
+Mode = Literal["auto", "require", "rebuild"]
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Uint32s = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+# ---------------------------------------------------------------- which cache, and is it there
+
+
+def ensure(
+    cache_root: Path,
+    source: RowSource,
+    template: ChatTemplate,
+    val_fraction: float,
+    mode: Mode = "auto",
+    workers: int | None = None,
+) -> Path:
+    """The folder of the finished cache: reused, built or rebuilt, and said which and why."""
+    parts = _parts(source, template, val_fraction)
+    folder = _folder(cache_root, parts)
+    fault = _fault(folder)
+    if fault is None and mode != "rebuild":
+        report.note(f"examples reused: {folder} (tokenizer, template, settings and rows are unchanged)")
+        return folder
+    why = fault if (folder / "examples.json").exists() else _near(cache_root, parts) or "the first for these rows"
+    if mode == "require":
+        raise InputMissing(f"no cache of examples at {folder}", str(why), "build it: --data.cache auto")
+    with locked(folder) as waited:
+        if waited and _fault(folder) is None:
+            report.note(f"examples reused: {folder} (another process has built them)")
+            return folder
+        if (folder / "examples.json").exists() and mode == "auto":
+            advice = "nothing to do; if it happens again, look at the disk"
+            report.verdict(
+                report.Verdict("broken", "shard_truncated", f"examples built anew: {why}", advice, "rebuild")
+            )
+        else:
+            report.note(
+                f"building the examples: {folder} ({'asked for by data.cache rebuild' if mode == 'rebuild' else why})"
+            )
+        for name in ("examples.json", "examples.bin", "index.npy"):
+            (folder / name).unlink(missing_ok=True)
+        try:
+            _build(folder, source, template, val_fraction, parts, workers or usable_cores())
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+    return folder
+
+
+def _parts(source: RowSource, template: ChatTemplate, val_fraction: float) -> dict[str, dict[str, Any]]:
+    """The four things that decide the examples, each with its fingerprint and words for people."""
+    settings, tokenizer = {"val_fraction": val_fraction}, template.tokenizer
+    return {
+        "tokenizer": {"fingerprint": tokenizer.fingerprint(), "content": str(tokenizer).split(", by ")[0]},
+        "template": {"fingerprint": template.fingerprint(), "content": template.name},
+        "settings": {"fingerprint": digest([settings, FORMAT]), "content": settings},
+        "sources": {"fingerprint": source.fingerprint(), "content": str(source)},
+    }
+
+
+def _folder(cache_root: Path, parts: dict[str, dict[str, Any]]) -> Path:
+    return cache_root / f"examples-{digest([parts[name]['fingerprint'] for name in PARTS])[:20]}"
+
+
+def find(cache_root: Path, source: RowSource, template: ChatTemplate, val_fraction: float) -> Path | None:
+    """The folder of the finished cache of these rows; None where there is none. Builds nothing."""
+    folder = _folder(cache_root, _parts(source, template, val_fraction))
+    return folder if _fault(folder) is None else None
+
+
+def _fault(folder: Path) -> str | None:
+    manifest = read_record(folder / "examples.json")
+    if manifest.get("format") != FORMAT:
+        return "it is not there" if not (folder / "examples.json").exists() else "its manifest cannot be read"
+    for name, entry in manifest["files"].items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != entry["bytes"]:
+            return f"{folder / name} has {size if size is not None else 'no'} bytes, expected {entry['bytes']:,}"
+    return None
+
+
+def _near(cache_root: Path, parts: dict[str, Any]) -> str:
+    """Which parts differ from the nearest finished cache, in words."""
+    best: tuple[int, str] = (0, "")
+    for path in sorted(cache_root.glob("examples-*/examples.json"), key=lambda path: path.stat().st_mtime):
+        other = read_record(path).get("parts", {})
+        changed = [n for n in PARTS if other.get(n, {}).get("fingerprint") != parts[n]["fingerprint"]]
+        words = " and ".join(
+            f"{n} changed ({other[n]['content']} -> {parts[n]['content']})" for n in changed if n in other
+        )
+        best = max(best, (len(PARTS) - len(changed), f"{words} since {path.parent.name}"), key=lambda item: item[0])
+    return best[1]
+
+
+# ---------------------------------------------------------------- building
+
+
+Conversation = tuple[list[Message], str]
+"""Messages, and the place where they stand."""
+
+
+class _Builder:
+    """Conversations in, examples on disk out; each of several equal ones once."""
+
+    def __init__(self, folder: Path, source: RowSource, template: ChatTemplate) -> None:
+        self.folder, self.source, self.template = folder, source, template
+        self.aside = SetAside(source.policy)
+        self.index: array[int] = array("q")  # FIELDS but the last, one example after the other
+        self.hashes: array[int] = array("Q")
+        self.seen: set[int] = set()
+        self.total_bytes = source.total_bytes()
+        self.tokens = self.rows = self.ends_taken = self.borders_kept = 0
+
+    def make(self, workers: int) -> None:
+        """Every example into examples.bin.writing, in the order of the rows, whatever the number of workers."""
+        _here[:] = [self.template]
+        start, start_with = (_begin, _baggage(self.template)) if workers > 1 else (None, ())
+        with (
+            report.phase("make examples", total=self.total_bytes, unit="B") as p,
+            open(self.folder / "examples.bin.writing", "wb") as out,
+        ):
+            work = each(_encode, self._chunks(p), workers, lambda chunk: chunk[0][1], start, start_with)
+            for chunk, encoded in work:
+                self._store(chunk, encoded, out)
+                progress = {"bytes": self.source.position().bytes_done, "texts": self.rows, "item": chunk[-1][1]}
+                write_json(self.folder / "progress.json", {**progress, "total_bytes": self.total_bytes}, durable=False)
+            p.set(self.total_bytes)
+
+    def _chunks(self, p: report.Phase) -> Iterator[list[Conversation]]:
+        stream = self.source.conversations(self.aside, self.template.between)
+        while True:
+            here = self.source.position()
+            p.set(here.bytes_done, here.item)
+            chunk = list(islice(stream, CHUNK))
+            if not chunk:
+                return
+            p.set(self.source.position().bytes_done, f"{self.rows + len(chunk):,} rows, at {chunk[-1][1]}")
+            if fresh := list(self._fresh(chunk)):
+                yield fresh
+
+    def _fresh(self, chunk: list[Conversation]) -> Iterator[Conversation]:
+        for messages, place in chunk:
+            cleaned = [without_end(message, self.template) for message in messages]
+            self.ends_taken += any(a is not b for a, b in zip(cleaned, messages, strict=True))
+            mark = hash_of(cleaned)
+            if not all(message["content"].strip() for message in cleaned):
+                self.aside.met(place, "the answer is empty")
+            elif mark in self.seen:
+                self.aside.met(place, "the same as an earlier one")
+            else:
+                self.rows += 1
+                self.seen.add(mark)
+                self.hashes.append(mark)
+                yield cleaned, place
+
+    def _store(self, chunk: list[Conversation], encoded: list[Encoded | Refused], out: IO[bytes]) -> None:
+        for (messages, place), made in zip(chunk, encoded, strict=True):
+            if isinstance(made, Refused):
+                raise BadConfig(f"{place} cannot be learned with this template", str(made), "--data.template chatml")
+            stored = made.ids | np.where(made.learned, LEARNED, np.uint32(0))
+            out.write(stored.astype("<u4").tobytes())
+            sizes = [(len(message["content"].encode()), message["role"] == "assistant") for message in messages]
+            first, last = np.flatnonzero(made.learned)[[0, -1]].tolist()
+            text, answers = sum(n for n, _ in sizes), sum(n for n, is_answer in sizes if is_answer)
+            self.index.extend((self.tokens, len(stored), first, last, int(made.learned.sum()), text, answers))
+            self.tokens += len(stored)
+            self.borders_kept += made.moved
+
+
+_here: list[ChatTemplate] = []  # of a worker process (or of this one): made once, used for every chunk
+
+
+def _baggage(template: ChatTemplate) -> tuple[Any, ...]:
+    """What a worker needs to make the same template."""
+    tokenizer = template.tokenizer
+    return template.name, template.text, tokenizer.content, tokenizer.end_name, tokenizer.files
+
+
+def _begin(name: str, text: str, content: dict[str, Any], end_name: str, files: dict[str, bytes]) -> None:
+    _here[:] = [ChatTemplate(name, text, Tokenizer(content, end_name, files))]
+
+
+def _encode(chunk: list[Conversation]) -> list[Encoded | Refused]:
+    return _here[0].encode([messages for messages, _ in chunk])
+
+
+def _build(
+    folder: Path, source: RowSource, template: ChatTemplate, val_fraction: float, parts: dict[str, Any], workers: int
+) -> None:
+    began = time.monotonic()
+    builder = _Builder(folder, source, template)
+    builder.make(workers if builder.total_bytes > MANY_BYTES else 1)
+    aside = builder.aside
+    if not builder.rows:
+        raise BadData(f"no example in {source}", _reasons(aside) or "it has no rows", "check data.paths")
+    sides = sides_of(builder.hashes, val_fraction, source)
+    index = np.column_stack([np.array(builder.index, np.int64).reshape(len(sides), -1), sides])
+    stored = io.BytesIO()
+    np.save(stored, index)
+    write_atomic(folder / "index.npy", stored.getvalue())
+    (folder / "examples.bin.writing").replace(folder / "examples.bin")
+    files = {}
+    with report.phase("hash the examples", total=builder.tokens * 4, unit="B") as p:
+        for name in ("examples.bin", "index.npy"):
+            files[name] = {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name, p.tick)}
+    manifest = {
+        "format": FORMAT,
+        "parts": parts,
+        "files": files,
+        "examples": len(index),
+        "rows": builder.rows + aside.counts.total(),
+        "set_aside": [[reason, count, aside.first[reason]] for reason, count in aside.counts.most_common()],
+        "ends_taken": builder.ends_taken,
+        "borders_kept": builder.borders_kept,
+        "seconds": round(time.monotonic() - began, 3),
+    }
+    write_json(folder / "examples.json", manifest)
+    (folder / "progress.json").unlink(missing_ok=True)
+
+
+def without_end(message: Message, template: ChatTemplate) -> Message:
+    if message["role"] != "assistant":
+        return message
+    text = template.without_end(message["content"])
+    return message if text == message["content"] else {**message, "content": text}
+
+
+def hash_of(messages: list[Message]) -> int:
+    data = json.dumps([[m["role"], m["content"].strip()] for m in messages], ensure_ascii=False).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def sides_of(hashes: array[int], val_fraction: float, source: RowSource) -> Int64s:
+    """1 for validation, by the hash alone; neither side may come out empty."""
+    if not val_fraction:
+        return np.zeros(len(hashes), np.int64)
+    if len(hashes) < 2:
+        why = f"{source} has one example of its own"
+        raise BadData("too few examples to hold some back for validation", why, "--data.val_fraction 0")
+    marks, below = np.array(hashes, np.uint64), np.uint64(val_fraction * 2**64)
+    is_val: Int64s = ((marks != marks.max()) & ((marks < below) | (marks == marks.min()))).astype(np.int64)
+    return is_val
+
+
+def _reasons(aside: SetAside) -> str:
+    return "; ".join(
+        f"{n:,} because {reason} (first: {aside.first[reason]})" for reason, n in aside.counts.most_common(5)
+    )
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Side:
+    """The examples that are trained on, or those held back; one number per example in each array."""
+
+    name: str
+    tokens: Uint32s  # of all examples, mapped; the highest bit says: learned
+    begin: Int64s
+    length: Int64s
+    first_answer: Int64s
+    last_answer: Int64s
+    learned: Int64s
+    text_bytes: Int64s
+    answer_bytes: Int64s
+
+    @property
+    def examples(self) -> int:
+        return len(self.begin)
+
+    def ids(self, number: int) -> Int64s:
+        begin = int(self.begin[number])
+        return (self.tokens[begin : begin + int(self.length[number])] & ~LEARNED).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """An open cache of examples."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    train: Side
+    val: Side
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Read every id once: a model of `vocab_size` must know it."""
+        tokens = self.train.tokens
+        with report.phase("check token ids", total=len(tokens), unit="tokens") as p:
+            for begin in range(0, len(tokens), 1 << 22):
+                block = tokens[begin : begin + (1 << 22)] & ~LEARNED
+                if len(block) and int(block.max()) >= vocab_size:
+                    what = f"{self.folder} holds the id {int(block.max())}"
+                    raise BadData(what, f"the model knows ids below {vocab_size}", "use the model's own tokenizer")
+                p.tick(len(block))
+
+    def check_ends(self, stop_id: int, stop: str) -> None:
+        """Every example must hold its end mark as something to learn: a model that never sees it never stops."""
+        ends = int((self.train.tokens == (np.uint32(stop_id) | LEARNED)).sum())
+        if ends < self.train.examples + self.val.examples:
+            why = f"{ends:,} of {self.train.examples + self.val.examples:,} examples hold {stop} as a learned token"
+            raise BadData("answers do not end with the token that generation stops at", why, "--data.cache rebuild",
+                          cause="eos_not_trained")  # fmt: skip
+
+    def tell(self) -> None:
+        """What was made of the rows, and what was not."""
+        found = self.manifest
+        report.note(
+            f"{found['examples']:,} examples of {found['rows']:,} conversations: {self.train.examples:,} to train on,"
+            f" {self.val.examples:,} to validate on (by hash: equal ones are kept once)"
+        )
+        for reason, count, first in found["set_aside"]:
+            report.warn(
+                f"{count:,} row{'s' * (count > 1)} set aside, as not to be learned from: {reason} (the first: {first})",
+                path=first,
+                count=count,
+            )
+        if found["ends_taken"]:
+            report.note(f"{found['ends_taken']:,} answers end in an end mark that is written out: it became the token")
+        if found["borders_kept"]:
+            report.note(
+                f"{found['borders_kept']:,} examples: the tokenizer would join prompt and answer into one token; kept apart,"
+                " as in generation"
+            )
+
+
+def open_examples(folder: Path) -> Examples:
+    """Map a finished cache; every byte is checked against its hash."""
+    if (fault := _fault(folder)) is not None:
+        raise BadData(f"cannot open the examples in {folder}", fault, "--data.cache rebuild")
+    manifest = read_json(folder / "examples.json")
+    files = manifest["files"]
+    with report.phase("verify the examples", total=sum(entry["bytes"] for entry in files.values()), unit="B") as p:
+        for name, entry in files.items():
+            p.tick(0, str(folder / name))
+            if hash_file(folder / name, p.tick) != entry["sha256"]:
+                why = "its sha256 is not the one in examples.json: the disk or somebody changed it"
+                raise BadData(f"damaged: {folder / name}", why, "--data.cache rebuild", cause="shard_bitflip")
+    index = np.load(folder / "index.npy")
+    tokens = np.memmap(folder / "examples.bin", "<u4", mode="r").view(np.ndarray)
+    columns = dict(zip(FIELDS, index.T.copy(), strict=True))
+    is_val = columns.pop("is_val") == 1
+    sides = [
+        Side(name, tokens, **{field: column[rows_] for field, column in columns.items()})
+        for name, rows_ in (("train", ~is_val), ("val", is_val))
+    ]
+    report.note(f"examples: {len(tokens):,} tokens, {human_bytes(tokens.nbytes)} on disk")
+    return Examples(folder, manifest, sides[0], sides[1])

@@ -1,0 +1,178 @@
+"""Instruction data in figures: rows counted with their template applied, and looked at for faults.
+
+In:  files of rows, a chat template and its tokenizer, the settings of a run.
+Out: the same Stats as for text, with a Quality of the rows.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from lamplighter import report
+from lamplighter.data.chat import example_cache, rows
+from lamplighter.data.chat.row_source import RowSource
+from lamplighter.data.chat.rows import Message, NotAnExample
+from lamplighter.data.chat.template import ChatTemplate, Refused
+from lamplighter.data.sampling import Quota
+from lamplighter.data.stats import About, Request, Stats, conclude, minhash
+from lamplighter.data.stats.collect import SHOWN, Tally
+from lamplighter.data.stats.overlap import Sides, TestGrams, compare_test, find_duplicates, no_near, pair_of
+from lamplighter.data.stats.row_faults import EXAMPLES, Inspector, Row
+from lamplighter.errors import BadData
+from lamplighter.rundir import human_bytes
+
+CHUNK = 256  # rows that are rendered and encoded together
+
+
+def count_rows(source: RowSource, template: ChatTemplate, path: str, request: Request, test: TestGrams | None) -> Stats:
+    """All figures of instruction rows."""
+    started = time.monotonic()
+    reason = no_near(request.near_documents)
+    counter = _Counter(
+        source,
+        template,
+        Tally(template.tokenizer, None, 0 if reason else request.near_documents, test.meet if test else None),
+    )
+    sampled = counter.read(request)
+    tally, inspector = counter.tally, counter.inspector
+    if not len(tally.places):
+        raise BadData(f"no example in {source}", "no row has a question and an answer", "check data.paths")
+    inspector.set_aside(counter.aside.total(), counter.aside_places)
+    about = About(
+        str(source), "chat", template.name, str(template.tokenizer), path, sampled, time.monotonic() - started
+    )
+    duplicates = find_duplicates(tally, reason)
+    sides = _compare_sides(counter, request.val_fraction, reason)
+    compared = compare_test(tally, test, reason) if test else None
+    notes = [f"lamp train keeps equal examples once: {len(set(counter.hashes)):,} are left"] if duplicates.exact else []
+    return conclude(about, request, tally, dict(counter.aside), duplicates, sides, compared, inspector.result(), notes)
+
+
+class _Counter:
+    """One reading of the rows."""
+
+    def __init__(self, source: RowSource, template: ChatTemplate, tally: Tally) -> None:
+        self.source, self.template, self.tally = source, template, tally
+        self.inspector, self.hashes = Inspector(), array("Q")
+        self.aside: Counter[str] = Counter()
+        self.aside_places: dict[str, str] = {}
+        self._waiting: list[tuple[list[Message], str]] = []
+        tally.learned = 0
+
+    def set_aside(self, place: str, why: str) -> None:
+        self.aside[why] += 1
+        if len(self.aside_places) < EXAMPLES:
+            self.aside_places[place] = why
+
+    def read(self, request: Request) -> str:
+        """Every row, or a sample; says how much of what, '' for all."""
+        total, kinds = self.source.total_bytes(), {str(path): kind for path, kind in self.source.kinds.items()}
+        quota = Quota(total, request.sample_bytes) if request.sample_bytes else None
+        done, left_out, number = 0, 0, 0
+        with report.phase("count", total=quota.end if quota else total, unit="B") as p:
+
+            def show(at: int, place: str) -> None:
+                nonlocal done
+                done = at
+                p.set(at, place)
+
+            def bad(place: str, error: BadData) -> None:
+                self.set_aside(place, (error.why or error.what).split(":")[0])
+
+            for row, place in rows.rows(self.source.files, bad, show):
+                if (quota and quota.is_over(done)) or (self.source.limit is not None and number >= self.source.limit):
+                    break
+                number += 1
+                if quota and not quota.wants(done):
+                    left_out += 1
+                    continue
+                size = self.add(row, kinds[place.rpartition(":")[0]], place, request.seq_len)
+                if quota:
+                    quota.kept += size
+            self.flush(request.seq_len)
+            p.set(done)
+        if quota is None or not left_out:
+            return ""
+        return f"a sample of {human_bytes(quota.kept)} in {number - left_out:,} of {number:,} rows, spread over {self.source}"
+
+    def add(self, row: rows.Row, kind: str, place: str, seq_len: int) -> int:
+        """The conversations of one row; returns how many bytes of text they hold."""
+        size = 0
+        try:
+            if rows.kind_of(row) not in (kind, None):
+                raise NotAnExample("it is a row of another kind than those before it")
+            if rows.kind_of(row) is None and not {"instruction", "prompt", "messages"} & set(row):
+                raise NotAnExample(f"it has not the keys {rows.KIND_WORDS[kind]}")
+            for messages in rows.conversations(row, kind, self.template.between):
+                size += sum(len(message["content"]) for message in messages)
+                self._waiting.append((messages, place))
+        except NotAnExample as error:
+            self.set_aside(place, str(error))
+        if len(self._waiting) >= CHUNK:
+            self.flush(seq_len)
+        return size
+
+    def flush(self, seq_len: int) -> None:
+        """Render, encode and look at what waits."""
+        whole: list[tuple[list[Message], str]] = []
+        for messages, place in self._waiting:
+            try:
+                whole.append((rows.complete(messages), place))
+            except NotAnExample as error:
+                if not self.inspector.look(Row(place, *_exchange(messages))):
+                    self.set_aside(place, str(error))
+        self._waiting = []
+        started = time.monotonic()
+        bare = [[example_cache.without_end(one, self.template) for one in messages] for messages, _ in whole]
+        made = self.template.encode(bare)
+        self.tally.encode_s += time.monotonic() - started
+        for (messages, place), cleaned, one in zip(whole, bare, made, strict=True):
+            if isinstance(one, Refused):
+                self.set_aside(place, str(one))
+                continue
+            self.inspector.look(Row(place, *_exchange(cleaned)), len(one.ids) > seq_len)
+            if not all(message["content"].strip() for message in cleaned):
+                continue  # nothing but an end mark: not an example for lamp train either
+            text = "\n".join(message["content"] for message in messages)
+            self.tally.add_counted(text, place, 0, len(one.ids))
+            self.tally.used[one.ids] = True
+            self.tally.learned = (self.tally.learned or 0) + int(one.learned.sum())
+            self.hashes.append(example_cache.hash_of(cleaned))
+
+
+def _exchange(messages: Sequence[Message]) -> tuple[str, str]:
+    """What is asked, and the last answer."""
+    last = max((n for n, one in enumerate(messages) if one["role"] == "assistant"), default=len(messages))
+    asked = "\n".join(one["content"] for one in messages[:last])
+    return asked, messages[last]["content"] if last < len(messages) else ""
+
+
+def _compare_sides(counter: _Counter, val_fraction: float, reason: str) -> Sides:
+    """The division that `lamp train` would make of these examples, and near duplicates across it."""
+    if not val_fraction:
+        return Sides("", "data.val_fraction is 0: nothing is held back", 0, 0, 0, None, 0, 0, [])
+    unique = array("Q", dict.fromkeys(counter.hashes))
+    try:
+        sides = dict(zip(unique, example_cache.sides_of(unique, val_fraction, counter.source).tolist(), strict=True))
+    except BadData as error:
+        return Sides("", f"lamp train would refuse: {error.what} ({error.why})", 0, 0, 0, None, 0, 0, [])
+    val = sum(sides.values())
+    counts = ("examples", reason, len(sides) - val, val, 0)
+    if reason:
+        return Sides(*counts, None, 0, 0, [])
+    signer = counter.tally.signers["train"]
+    matrix, numbers = signer.matrix(), np.array(signer.numbers, np.int64)
+    is_val = np.array([bool(sides[counter.hashes[n]]) for n in signer.numbers], np.bool_)
+    order = np.concatenate([np.flatnonzero(~is_val), np.flatnonzero(is_val)])
+    train = int((~is_val).sum())
+    found = minhash.near_pairs(matrix[order], train) if train else []
+    pairs = [
+        pair_of(counter.tally, int(numbers[order[one.first]]), int(numbers[order[one.second]]), one.similarity)
+        for one in found[:SHOWN]
+    ]
+    return Sides(*counts, len(found), train, len(order) - train, pairs)

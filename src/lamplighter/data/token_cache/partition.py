@@ -1,0 +1,127 @@
+"""The plan of a token cache: which stretch of the files is which unit of work; a pure function of files and settings.
+
+In:  a source and the size of a unit.
+Out: units, each a list of spans; None for a source that only it can read, text by text.
+
+The number of workers plays no part, so neither do they in the files that come out. Large files are cut into ranges of
+bytes without being opened, small ones go together, packed ones and other kinds stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lamplighter.data.sources import Source
+from lamplighter.data.sources.files import FileSource
+from lamplighter.data.split import MB, Look, Settings
+from lamplighter.data.token_cache import ranges
+from lamplighter.data.token_cache.ranges import Faults, Reading, Span, read
+from lamplighter.readers.local import is_packed, kind_of
+
+LEAST_BYTES, USUAL_BYTES = 4 * MB, 64 * MB
+MOST_UNITS = 1024  # of a very large corpus: a shard is a file, and an open one while it is read
+PACKED_BY = 4  # text is packed about so well
+CUT_SUFFIXES = {".jsonl", ".ndjson"}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one worker turns into one shard of each side."""
+
+    number: int
+    spans: tuple[Span, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(span.stop - span.start for span in self.spans)
+
+    def __str__(self) -> str:
+        others = f" and {len(self.spans) - 1} more files" if len(self.spans) > 1 else ""
+        return f"{self.spans[0]}{others}"
+
+    def place(self, done: int) -> str:
+        """What is being read when so many bytes are behind it."""
+        for span in self.spans:
+            if done < span.stop - span.start:
+                return f"{span.path} at byte {span.start + done:,}"
+            done -= span.stop - span.start
+        return str(self.spans[-1])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The units of a cache, and how their files are read."""
+
+    units: list[Unit]
+    how: Reading
+
+    def total_bytes(self) -> int:
+        return sum(unit.bytes for unit in self.units)
+
+
+def unit_bytes(total: int, settings: Settings) -> int:
+    """Small enough to share the work evenly and to lose little by a kill; a whole number of parts."""
+    usual = min(max(total // 32, LEAST_BYTES), USUAL_BYTES)
+    wanted = settings.unit_bytes or max(usual, total // MOST_UNITS)
+    part = ranges.PART_BYTES
+    return wanted if wanted < part else -(-wanted // part) * part
+
+
+def plan(source: Source, settings: Settings) -> Plan | None:
+    """The units of files; None where the texts must be asked of the source one after the other."""
+    files = source.local_files() if type(source) is FileSource else None
+    if files is None or type(source) is not FileSource:
+        return None
+    sizes = {path: path.stat().st_size for path in files}
+    size = unit_bytes(sum(sizes.values()), settings)
+    groups: list[list[Span]] = [[]]
+    weight = 0
+    for path, length in sizes.items():
+        kind = _span_kind(path)
+        weighs = length * (PACKED_BY if is_packed(path) else 1)
+        if weight and weight + weighs > size:
+            groups.append([])
+            weight = 0
+        if kind == "file" or length <= size:
+            groups[-1].append(Span(str(path), kind, 0, length, length))
+            weight += weighs
+            continue
+        for start in range(0, length, size):
+            groups[-1].append(Span(str(path), kind, start, min(length, start + size), length))
+            groups.append([])
+        weight = 0
+    units = [Unit(number, tuple(spans)) for number, spans in enumerate(filter(None, groups))]
+    how = Reading(source.separator, source.text_key, source.dirt.policy, min(ranges.PART_BYTES, size))
+    return Plan(units, how)
+
+
+def _span_kind(path: Path) -> str:
+    if is_packed(path):
+        return "file"
+    kind = kind_of(path)
+    if kind == "json":
+        return "json" if path.suffix.lower() in CUT_SUFFIXES else "file"
+    return "text" if kind in ("text", "") else "file"
+
+
+def look(plan: Plan, found: Look, show: Callable[[int, str], None], faults: Faults) -> int:
+    """Read the first documents of the plan; how many bytes were read for it."""
+    done = 0
+    for span in (span for unit in plan.units for span in unit.spans):
+        is_document = span.kind == "text" and not plan.how.separator
+        if is_document and found.has_sample():
+            found.documents += span.start == 0  # no need to read it
+            continue
+        show(done, str(span))
+        behind = 0
+        for stretch, behind in read(span, plan.how, faults):
+            found.add(stretch)
+            show(done + behind, str(span))
+            if found.is_enough():
+                return done + behind
+            if is_document and found.has_sample():
+                break
+        done += behind
+    return done

@@ -1,0 +1,190 @@
+"""How many tokens a run will find in its text, before it begins: counted where a cache has them, else estimated and said so.
+
+In:  the run's source, its tokenizer section, the folder of caches.
+Out: an Outlook: tokens to train and to validate on, padding, windows; and in words where the numbers come from.
+
+Nothing is built and nothing is written. An estimate is: text of the source x tokens per byte of a sample spread over it. Where
+the tokenizer is still to be trained, one is trained on the sample for this and forgotten; it is measured on the sample and on text
+beside it, because the one that the run will train sees more text than the sample and less than all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lamplighter import report
+from lamplighter.config import Run
+from lamplighter.data import tokenizer as tokenizers
+from lamplighter.data import tokenizer_training
+from lamplighter.data.chat import example_cache
+from lamplighter.data.chat.layout import WORDS
+from lamplighter.data.chat.packing import padding_share
+from lamplighter.data.chat.row_source import RowSource, SetAside
+from lamplighter.data.chat.template import ChatTemplate, Encoded, choose
+from lamplighter.data.sampling import Sample, take
+from lamplighter.data.sources import Source
+from lamplighter.data.sources.files import FileSource
+from lamplighter.data.split import Settings
+from lamplighter.data.token_cache import reader as tokens
+from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.rundir import human_bytes, read_record
+
+SAMPLE_BYTES = 600_000
+ROWS = 1500  # conversations that stand for all of them
+HASH_BYTES = 1_500_000_000  # of files that nobody has hashed yet; more would take longer than a plan may
+PACKINGS = {"packed": "packed", "grouped": "grouped", "windows": "to seq_len", "auto": "packed"}
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a run will find."""
+
+    tokens: int
+    val_tokens: int
+    how: str
+    counted: bool
+    vocab_size: int
+    padding: float = 0.0
+    samples: int | None = None
+    noun: str = "windows"
+    row_tokens: float | None = None
+    segments: bool = False
+
+
+def look(run: Run, source: Source, cache: Path) -> Outlook:
+    """Counted or estimated."""
+    may_hash = cache.is_dir() and _unknown_bytes(source, cache) <= HASH_BYTES
+    tokenizer = _ready_tokenizer(run, source, cache if may_hash else None)
+    if isinstance(source, RowSource):
+        return _look_at_rows(run, source, tokenizer, cache if may_hash else None)
+    if tokenizer is not None and may_hash:
+        found = tokens.find(cache, source, tokenizer, Settings(run.data.val_fraction))
+        if found is not None:
+            train, val = (int(found["splits"][side]["tokens"]) for side in ("train", "val"))
+            return _text(run, train, val, f"counted: token cache {found['name']}", True, tokenizer.vocab_size)
+    return _estimate(run, source, tokenizer)
+
+
+def _unknown_bytes(source: Source, cache: Path) -> int:
+    """Of the files, those that would have to be hashed to know whether their cache is there."""
+    files = source.files if isinstance(source, RowSource) else None
+    if isinstance(source, FileSource):
+        files = source.local_files()
+    if files is None:
+        return source.total_bytes() or 0
+    known = read_record(cache / "file_hashes.json")
+    return sum(path.stat().st_size for path in files if str(path.absolute()) not in known)
+
+
+def _ready_tokenizer(run: Run, source: Source, cache: Path | None) -> Tokenizer | None:
+    """The given one, the bytes, or the one that an earlier run has trained on the same text."""
+    section = run.tokenizer
+    if (path := section.path or run.model.init_from) is not None:
+        return tokenizers.load(Path(path))
+    if section.kind == "bytes":
+        return tokenizers.byte_level()
+    return tokenizer_training.find(source, section.vocab_size, section.sample_mb, cache) if cache is not None else None
+
+
+# ---------------------------------------------------------------- text
+
+
+def _text(run: Run, train: int, val: int, how: str, counted: bool, vocab_size: int) -> Outlook:
+    """Windows over a stream: no padding but in the last one."""
+    windows = max(1, math.ceil(max(1, train - 1) / run.data.seq_len))
+    padding = 1 - max(0, train - 1) / (windows * run.data.seq_len)
+    return Outlook(train, val, how, counted, vocab_size, max(0.0, padding), windows)
+
+
+def _estimate(run: Run, source: Source, tokenizer: Tokenizer | None) -> Outlook:
+    sample = take(source, SAMPLE_BYTES, 0 if tokenizer is not None else SAMPLE_BYTES)
+    with report.phase("estimate tokens"):
+        texts, by = sample.texts, "the run's own tokenizer"
+        if tokenizer is None:
+            size = run.tokenizer.vocab_size
+            tokenizer = tokenizers.train(sample.texts, size)
+            texts = [*sample.texts, *sample.others]
+            by = f"a tokenizer of {tokenizer.vocab_size:,} trained on the sample"
+        encoded = tokenizer.encode_batch(texts)
+        size_bytes = sum(len(text.encode()) for text in texts)
+        per_byte = (len(encoded.ids) + len(texts)) / max(1, size_bytes)  # each text and the mark that ends it
+    whole = _all_bytes(source, sample)
+    total = round(whole * per_byte)
+    val = round(total * run.data.val_fraction)
+    at_least = " (at least: the source does not say how large it is)" if sample.share is None else ""
+    how = (
+        f"estimated: {human_bytes(whole)} of text x {per_byte:.3f} tokens per byte{at_least},"
+        f" from {sample.words}, by {by}; lamp data prepare counts them"
+    )
+    vocab_size = (
+        tokenizer.vocab_size if run.tokenizer.path or run.model.init_from or run.tokenizer.kind == "bytes" else 0
+    )
+    return _text(run, total - val, val, how, False, vocab_size or run.tokenizer.vocab_size)
+
+
+def _all_bytes(source: Source, sample: Sample) -> float:
+    """Of text: what was passed on the way, over the part of the source that it was."""
+    return sample.read_bytes / sample.share if sample.share else float(sample.read_bytes)
+
+
+# ---------------------------------------------------------------- instruction rows
+
+
+def _look_at_rows(run: Run, source: RowSource, tokenizer: Tokenizer | None, cache: Path | None) -> Outlook:
+    """Lengths with the template applied; the padding that the run's packing will have."""
+    if tokenizer is None:
+        tokenizer = tokenizers.train(take(source, SAMPLE_BYTES).texts, run.tokenizer.vocab_size)
+    template = choose(run.data.template, tokenizer)
+    folder = example_cache.find(cache, source, template, run.data.val_fraction) if cache is not None else None
+    if folder is not None:
+        index = np.load(folder / "index.npy")
+        columns = dict(zip(example_cache.FIELDS, index.T, strict=True))
+        is_val = columns["is_val"] == 1
+        train, val = columns["length"][~is_val], int(columns["length"][is_val].sum())
+        return _rows(run, train, 1.0, val, f"counted: examples {folder.name}", True, tokenizer.vocab_size)
+    lengths, share = _sample_rows(source, template)
+    val = round(int(lengths.sum()) / share * run.data.val_fraction)
+    how = f"estimated: the first {len(lengths):,} examples, {share:.1%} of {human_bytes(source.total_bytes())}, with the template"
+    return _rows(run, lengths, share / (1 - run.data.val_fraction), val, how, False, tokenizer.vocab_size)
+
+
+def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[np.ndarray[Any, np.dtype[np.int64]], float]:
+    """The lengths of the first examples, and the share of the rows that they are."""
+    with report.phase("estimate tokens", total=ROWS, unit="examples") as p:
+        read = list(islice(source.conversations(SetAside(source.policy, quiet=True), template.between), ROWS + 1))
+        share = 1.0 if len(read) <= ROWS else source.position().bytes_done / max(1, source.total_bytes())
+        encoded = template.encode([messages for messages, _ in read[:ROWS]])
+        p.tick(len(read))
+    lengths = [len(one.ids) for one in encoded if isinstance(one, Encoded)]
+    return np.array(lengths, np.int64), max(1e-9, min(1.0, share))
+
+
+def _rows(
+    run: Run,
+    lengths: np.ndarray[Any, np.dtype[np.int64]],
+    share: float,
+    val: int,
+    how: str,
+    counted: bool,
+    vocab_size: int,
+) -> Outlook:
+    seq_len, batch = run.data.seq_len, run.train.batch_size
+    positions = np.minimum(np.maximum(0, lengths - 1), seq_len)
+    packing = "packed" if run.data.packing == "auto" else run.data.packing
+    padding = padding_share(positions, PACKINGS[packing], seq_len, batch)
+    filled = float(positions.sum()) / share
+    rows = filled / (1 - padding) / seq_len
+    row_tokens, samples, noun = None, max(1, math.ceil(rows)), "windows"
+    if packing == "grouped":
+        samples, noun = max(1, round(len(lengths) / share)), "examples"
+        row_tokens = filled / (1 - padding) / samples
+    words = f"{how}; data.packing {packing} ({WORDS[packing]})"
+    return Outlook(
+        round(filled), val, words, counted, vocab_size, padding, samples, noun, row_tokens, packing == "packed"
+    )

@@ -1,0 +1,289 @@
+"""Probes of ranks that work together: addresses and ports first, then two local ranks by gloo, act by act.
+
+In:  MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME where they are set; the loopback address and a free port otherwise.
+Out: Findings that name the rank that did not arrive, the owner of a port, the address that leads nowhere.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import psutil
+
+from lamplighter.doctor.probe import Finding, Patient, Stage
+from lamplighter.doctor.runner import patience
+from lamplighter.rundir import parse_record
+
+STAGES = (
+    Stage("collectives / address and port", "lamplighter.doctor.collectives:address_and_port", 30.0),
+    Stage("collectives / two ranks", "lamplighter.doctor.collectives:two_ranks", 90.0),
+)
+ACTS = ("start", "import", "rendezvous", "all-reduce", "barrier", "broadcast", "end")
+ACT_S = 12.0
+IMPORT_S = 40.0
+REACH_S = 3.0
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+# ---------------------------------------------------------------- addresses
+
+
+def address_and_port(patient: Patient) -> Iterator[Finding]:
+    """What the environment says about where ranks meet, and whether it leads anywhere."""
+    yield from _interfaces()
+    patient.now("resolving the host's name")
+    yield from _hostname()
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address and not port:
+        yield Finding("ok", "MASTER_ADDR and MASTER_PORT are not set: one machine, or torchrun sets them")
+        return
+    if bool(address) != bool(port):
+        missing = "MASTER_PORT" if address else "MASTER_ADDR"
+        yield Finding("warn", f"{missing} is not set, and the other one is", "ranks wait for an address that is half known", f"export {missing}=...", "no_peer")  # fmt: skip
+    if port and not (port.isascii() and port.isdecimal() and 0 < int(port) < 65_536):
+        yield Finding("fault", f"MASTER_PORT is {port}, which is no port", "", "export MASTER_PORT=29500", "no_peer")
+        return
+    if address:
+        patient.now(f"resolving {address}")
+        yield from judge_master(address, int(port) if port else None)
+
+
+def _interfaces() -> Iterator[Finding]:
+    """Names of interfaces that do not exist."""
+    known = list(psutil.net_if_addrs())
+    for variable in INTERFACES:
+        for name in os.environ.get(variable, "").lstrip("^=").split(","):
+            if name and not any(one.startswith(name) for one in known):
+                yield Finding("fault", f"{variable} is {name}, and there is no such interface", f"there are: {', '.join(known)}",
+                              f"export {variable}={_first_real(known)}, or unset {variable}", "no_peer", {"interface": name})  # fmt: skip
+
+
+def _first_real(known: list[str]) -> str:
+    return next((name for name in known if not name.startswith(("lo", "docker", "veth", "br-"))), known[0])
+
+
+def local_addresses() -> set[str]:
+    """Every address of this machine."""
+    return {address.address.split("%")[0] for rows in psutil.net_if_addrs().values() for address in rows}
+
+
+def _hostname() -> Iterator[Finding]:
+    """gloo listens on the address that the host's own name leads to."""
+    name = socket.gethostname()
+    try:
+        found = {str(row[4][0]) for row in socket.getaddrinfo(name, None)}
+    except OSError as error:
+        yield Finding("warn", f"this host's name, {name}, leads to no address: {error.strerror or error}", "ranks of one machine fall back to the loopback; those of several do not find each other",
+                      f"a line for {name} in /etc/hosts, or export GLOO_SOCKET_IFNAME", "no_peer", {"host": name})  # fmt: skip
+        return
+    elsewhere = found - local_addresses()
+    if elsewhere == found and not all(ipaddress.ip_address(one).is_loopback for one in found):
+        yield Finding("fault", f"this host's name, {name}, leads to {', '.join(sorted(found))}, which is not this machine", "gloo listens on the address that the name leads to, and cannot",
+                      f"mend /etc/hosts or the name server, or export GLOO_SOCKET_IFNAME={_first_real(list(psutil.net_if_addrs()))}", "no_peer", {"host": name})  # fmt: skip
+    else:
+        yield Finding("ok", f"{name} leads to {', '.join(sorted(found))}")
+
+
+def judge_master(address: str, port: int | None) -> Iterator[Finding]:
+    """MASTER_ADDR: does it lead anywhere, is it here, is the port free, does somebody listen."""
+    try:
+        found = {str(row[4][0]) for row in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        yield Finding("fault", f"MASTER_ADDR {address} leads to no address: {error.strerror or error}", "every rank would wait for rank 0 until its time is over",
+                      "check the name, or give the number", "no_peer", {"host": address})  # fmt: skip
+        return
+    where = ", ".join(sorted(found))
+    here = found & local_addresses() or {one for one in found if ipaddress.ip_address(one).is_loopback}
+    if port is None:
+        yield Finding("ok", f"MASTER_ADDR {address} leads to {where}")
+    elif here:
+        owner = owner_of(port)
+        if owner is None and _is_free(port):
+            yield Finding("ok", f"MASTER_ADDR {address} is this machine, and port {port} is free")
+            return
+        who = f"process {owner.pid} ({_command(owner)})" if owner else "a process that cannot be seen from here"
+        yield Finding("fault", f"port {port} of MASTER_PORT is taken by {who}", "rank 0 cannot listen there; another run, or one that has not ended?",
+                      f"export MASTER_PORT={free_port()}", "no_peer", {"port": port, **({"pid": owner.pid} if owner else {})})  # fmt: skip
+    else:
+        yield _reach(address, where, port)
+
+
+def _reach(address: str, where: str, port: int) -> Finding:
+    """Another machine: is anybody there?"""
+    try:
+        socket.create_connection((address, port), REACH_S).close()
+    except ConnectionRefusedError:
+        return Finding("ok", f"{address} ({where}) is another machine and answers; nobody listens on port {port} yet")
+    except OSError as error:
+        return Finding("warn", f"{address} ({where}) port {port} cannot be reached: {error.strerror or error}", "a firewall, another network, or the machine is not there",
+                       "try from both sides; open the port between the machines", "no_peer", {"host": address, "port": port})  # fmt: skip
+    return Finding("ok", f"{address} ({where}) is another machine, and somebody listens on port {port}")
+
+
+def owner_of(port: int) -> psutil.Process | None:
+    """Who listens on a port of this machine, as far as we may see."""
+    try:
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
+                return psutil.Process(one.pid)
+    except psutil.Error:
+        return None
+    return None
+
+
+def _command(one: psutil.Process) -> str:
+    try:
+        return " ".join(one.cmdline())[:80]
+    except psutil.Error:
+        return "its command cannot be read"
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
+
+
+# ---------------------------------------------------------------- two ranks
+
+
+@dataclass
+class Rank:
+    """One of the two, and how far it has come."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    words: int
+    at: str = "start"
+    since: float = field(default_factory=time.monotonic)
+    done: bool = False
+    error: str = ""
+    pending: bytes = b""
+
+
+def two_ranks(patient: Patient) -> Iterator[Finding]:
+    """On the loopback address by a free port; then where the environment says, if that is here and the port is free."""
+    yield from trial("127.0.0.1", free_port(), patient.now)
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65_536):
+        return
+    try:
+        found = {str(row[4][0]) for row in socket.getaddrinfo(address, int(port))}
+    except OSError:
+        found = set()
+    here = bool(found & local_addresses()) or any(ipaddress.ip_address(one).is_loopback for one in found)
+    if not here or not _is_free(int(port)):
+        yield Finding("ok", f"not tried at {address}:{port}: it is not free, or not here")
+        return
+    yield from trial(address, int(port), patient.now)
+
+
+def trial(address: str, port: int, now: Callable[[str], None], act_s: float = ACT_S) -> Iterator[Finding]:
+    """Two processes go through every act; the first that fails or is late ends it, with who and where."""
+    act_s, import_s = act_s * patience(), IMPORT_S * patience()
+    started = time.monotonic()
+    ranks = [_start(number, address, port, act_s) for number in range(2)]
+    try:
+        while not all(rank.done for rank in ranks):
+            for rank in ranks:
+                _listen(rank)
+            now(f"{address}:{port}: " + ", ".join(f"rank {rank.number} at {rank.at}" for rank in ranks))
+            finding = _judge(ranks, address, port, act_s, import_s)
+            if finding is not None:
+                yield finding
+                return
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.wait()
+            os.close(rank.words)
+    took = time.monotonic() - started
+    yield Finding("ok", f"two ranks met at {address}:{port}: all-reduce, barrier and broadcast are right ({took:.1f} s)", figures={"seconds": took})  # fmt: skip
+
+
+def _start(number: int, address: str, port: int, act_s: float) -> Rank:
+    reading, writing = os.pipe()
+    request = {"rank": number, "ranks": 2, "address": address, "port": port, "act_s": 3 * act_s, "fd": writing}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lamplighter.doctor.rank_child", json.dumps(request)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[writing],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    os.close(writing)
+    return Rank(number, process, reading)
+
+
+def _listen(rank: Rank) -> None:
+    ready, _, _ = select.select([rank.words], [], [], 0.05)
+    if not ready:
+        return
+    data = os.read(rank.words, 1 << 16)
+    if not data:
+        time.sleep(0.05)  # it has ended; its code says how
+    *lines, rank.pending = (rank.pending + data).split(b"\n")
+    for line in lines:
+        record = parse_record(line) or {}
+        if "at" in record:
+            rank.at, rank.since = str(record["at"]), time.monotonic()
+        rank.done = rank.done or bool(record.get("done"))
+        rank.error = rank.error or str(record.get("error", ""))
+
+
+def _judge(ranks: list[Rank], address: str, port: int, act_s: float, import_s: float) -> Finding | None:
+    """The rank that failed, died, or did not arrive; None while all goes well."""
+    place = f"{address}:{port}"
+    for rank in ranks:
+        code = rank.process.poll()
+        if rank.error:
+            return Finding("fault", f"rank {rank.number} failed in {rank.at} at {place}: {rank.error}", _other(ranks, rank), "check GLOO_SOCKET_IFNAME, /etc/hosts and the firewall of this machine",
+                           "no_peer", {"rank": rank.number})  # fmt: skip
+        if code is not None and not rank.done:
+            _listen(rank)
+            if not rank.done and not rank.error:
+                how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
+                return Finding("fault", f"rank {rank.number} {how} in {rank.at}", _other(ranks, rank), "its last words are above", "rank_sigkill", {"rank": rank.number})  # fmt: skip
+    last = min(ranks, key=lambda rank: ACTS.index(rank.at))
+    other = ranks[1 - last.number]
+    alone = other.at != last.at  # one waits for the other: how long it waits counts, not how long the other is at it
+    waited = time.monotonic() - (other.since if alone else max(last.since, other.since))
+    limit = import_s if other.at in ("start", "import") else act_s
+    if waited < limit or last.done:
+        return None
+    state = psutil.Process(last.process.pid).status()
+    if alone:
+        what = f"rank {last.number} did not arrive at {other.at}: it is at {last.at}, and rank {other.number} has waited for {waited:.0f} s"
+    else:
+        what = f"both ranks wait in {last.at} at {place} for {waited:.0f} s"
+    return Finding(
+        "fault",
+        what,
+        f"the process of rank {last.number} is {state}",
+        "check GLOO_SOCKET_IFNAME and the firewall; lamp watch -- torchrun ... names it in your own run",
+        "rank_late" if alone else "no_peer",
+        {"rank": last.number, "act": other.at, "pid": last.process.pid},
+    )
+
+
+def _other(ranks: list[Rank], rank: Rank) -> str:
+    other = ranks[1 - rank.number]
+    return f"rank {other.number} was at {other.at}"

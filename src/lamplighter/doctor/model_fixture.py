@@ -1,0 +1,222 @@
+"""What the model probes examine: the run's own model on this machine, with real batches of its own data.
+
+In:  a Patient.
+Out: a Bed: model, machine, batches that are small enough for a quick look; how small, and of what, is said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+import psutil
+import torch
+
+from lamplighter.config import Model, Run
+from lamplighter.data.batches import NO_TARGET, Batch
+from lamplighter.data.setup import choose_template, obtain_tokens, open_feed, open_rows, open_text
+from lamplighter.doctor.probe import Finding, Patient
+from lamplighter.doctor.sample_data import NoSample, as_finding, failed, take
+from lamplighter.errors import LampError
+from lamplighter.model.build import Built, build
+from lamplighter.model.shape import Shape, count_parameters
+from lamplighter.plan.job import known_shape
+from lamplighter.rundir import human_bytes
+from lamplighter.train import hardware as machines
+from lamplighter.train import validation
+from lamplighter.train.hardware import Machine
+
+STEP_S = 1.5  # about so long may one forward and backward of a probe take
+STATE_BYTES = 16  # of weight, gradient and optimizer, each parameter
+FITS = 0.6  # of the free memory: activations come on top
+SHORT = 32  # positions of the first, careful look
+
+
+@dataclass
+class Bed:
+    """The patient's model, ready to be examined."""
+
+    run: Run
+    machine: Machine
+    built: Built
+    batch: Batch
+    words: str
+    """What the batch is made of."""
+    remarks: list[Finding] = field(default_factory=list)
+    """What was met on the way."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.built.model
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch."""
+        return self.run.train.micro_batch or self.run.train.batch_size
+
+    def piece(self, rows: int, length: int | None = None) -> Batch:
+        """The first rows of the batch, and of them the first positions."""
+        batch, end = self.batch, length or self.batch.inputs.shape[1]
+        rows = min(rows, len(batch.inputs))
+        targets = batch.targets[:rows, :end].copy()
+        if not (targets != NO_TARGET).any():  # nothing is learned in so short a piece: the questions then
+            targets[:, :-1] = batch.inputs[:rows, 1:end]
+        segments = None if batch.segments is None else batch.segments[:rows, :end].copy()
+        inputs = batch.inputs[:rows, :end].copy()
+        real = int((targets != NO_TARGET).sum())
+        return Batch(1, inputs, targets, segments, batch.samples[:rows], 0.0, real)
+
+    def loss(self, batch: Batch, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The mean loss of a batch, as in training."""
+        device = self.machine.device
+        ids, targets = (torch.from_numpy(part).to(device) for part in (batch.inputs, batch.targets))
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=(dtype or self.machine.dtype) == torch.bfloat16):
+            whole = self.run.train.loss == "whole"
+            return validation.nats(self.model, ids, targets, batch.segments, whole, 1 / batch.real_tokens)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """In fp32, for comparing."""
+        found: torch.Tensor = self.model(ids.to(self.machine.device))
+        return found.float()
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self.machine.device.type == "cuda":
+            torch.cuda.synchronize(self.machine.device)
+
+
+def prepare(patient: Patient, quick_dtype: bool = True) -> Bed:
+    """Build the model as training would; a LampError where that fails."""
+    remarks: list[Finding] = []
+    patient.now("the data")
+    made: tuple[Any, Any, Any, int] | None = None
+    try:
+        made = _data(patient)
+    except NoSample as error:
+        remarks.append(_random_ids(patient.run, str(error)))
+    except LampError as error:
+        remarks.append(_random_ids(patient.run, as_finding(error).what))
+    run = patient.run
+    vocab = made[3] if made else run.tokenizer.vocab_size if run.tokenizer.kind == "bpe" else 257
+    end = made[0].end_of_text if made else 0
+    patient.now("the model")
+    section = run.train.model_copy(update={"dtype": "fp32"}) if quick_dtype and run.train.dtype == "auto" else run.train
+    where = machines.detect(section, shape=known_shape(run))
+    section_of_model, fewer = _layers_that_fit(run, vocab)
+    remarks += fewer
+    built = build(section_of_model, vocab, run.data.seq_len, end, run.train.seed)
+    built.model.to(where.device)
+    built.model.train()
+    if made is None:
+        return Bed(run, where, built, _made_up(run, built.vocab_size), "random ids", remarks)
+    tokenizer, tokens, sample, _ = made
+    feed = open_feed(sample.run, tokens, tokenizer, built.takes_segments)
+    assert callable(feed.make)
+    return Bed(run, where, built, feed.make(1), f"a batch out of {sample.words}", remarks)
+
+
+def available_bytes() -> int:
+    """Of memory, for a model that is still to be built."""
+    return int(psutil.virtual_memory().available)
+
+
+def _layers_that_fit(run: Run, vocab: int) -> tuple[Model, list[Finding]]:
+    """Weights, gradients and optimizer must fit; where they do not, as many layers as do, and that is said."""
+    section, have = run.model, available_bytes()
+    if section.init_from is not None or ":" in section.family:
+        return section, []
+    shape = Shape(
+        cast(Literal["gpt2", "llama"], section.family), vocab, run.data.seq_len, section.layers, section.width,
+        section.heads, section.kv_heads or 0, section.mlp_width or 0,
+    )  # fmt: skip
+    need = STATE_BYTES * count_parameters(shape)
+    layers = section.layers
+    while layers > 1 and STATE_BYTES * count_parameters(replace(shape, layers=layers)) > FITS * have:
+        layers = max(1, layers // 2)
+    if layers == section.layers:
+        return section, []
+    what = f"the model is examined with {layers} of its {section.layers} layers"
+    why = f"all of it takes {human_bytes(need)} for weights, gradients and optimizer; {human_bytes(have)} are free here"
+    return section.model_copy(update={"layers": layers}), [Finding("warn", what, why, "lamp plan", "rss_oom")]
+
+
+def _data(patient: Patient) -> tuple[Any, Any, Any, int]:
+    """Tokenizer, tokens and sample; and the vocabulary that the model will have."""
+    sample = take(patient)
+    source, tokenizer = open_text(sample.run, sample.cache)
+    template = choose_template(sample.run, source, tokenizer)
+    few = sample.run.model_copy(update={"data": sample.run.data.model_copy(update={"workers": 1, "cache": "auto"})})
+    if template is None:
+        tokens: Any = obtain_tokens(few, sample.cache, source, tokenizer)[0]
+    else:
+        tokens = open_rows(few, sample.cache, source, template)
+    section = patient.run.tokenizer
+    is_trained = section.path is None and patient.run.model.init_from is None and section.kind == "bpe"
+    return tokenizer, tokens, sample, max(tokenizer.vocab_size, section.vocab_size if is_trained else 0)
+
+
+def _random_ids(run: Run, why: str) -> Finding:
+    return Finding("warn", "the model is examined on random ids", f"the data could not be used: {why}")
+
+
+def _made_up(run: Run, vocab_size: int) -> Batch:
+    size = (run.train.batch_size, run.data.seq_len + 1)
+    ids = np.random.default_rng(run.train.seed).integers(0, vocab_size, size, dtype=np.int64)
+    samples = np.arange(size[0], dtype=np.int64)
+    return Batch(1, ids[:, :-1].copy(), ids[:, 1:].copy(), None, samples, 0.0, size[0] * run.data.seq_len)
+
+
+def lay_down(patient: Patient, quick_dtype: bool = True) -> Iterator[Bed | Finding]:
+    """The bed, after what was met while making it; no bed where the model cannot be built."""
+    try:
+        bed = prepare(patient, quick_dtype)
+    except LampError as error:
+        yield as_finding(error)
+        return
+    except (RuntimeError, TypeError, ValueError, AttributeError, ImportError) as error:  # the user's own model
+        yield failed(error, "the model cannot be built")
+        return
+    yield from bed.remarks
+    yield bed
+
+
+def hangs_on_nothing() -> Finding:
+    """Of a loss without any gradient."""
+    what = "the loss hangs on no parameter: nothing can be learned"
+    why = "no_grad, detach or requires_grad_(False) stands over all of the forward pass"
+    return Finding("fault", what, why, "look for these in the model", "not_learning")
+
+
+# ---------------------------------------------------------------- how much can be looked at quickly
+
+
+def seconds_of(bed: Bed, batch: Batch, dtype: torch.dtype | None = None) -> float:
+    """One forward and backward."""
+    began = time.perf_counter()
+    bed.loss(batch, dtype).backward()  # type: ignore[no-untyped-call]
+    bed.wait()
+    spent = time.perf_counter() - began
+    bed.model.zero_grad(set_to_none=True)
+    return spent
+
+
+def quick_rows(bed: Bed) -> tuple[Batch, str]:
+    """As much of the micro-batch as takes about STEP_S: shorter rows of a slow model, else whole rows, found by doubling."""
+    whole = bed.batch.inputs.shape[1]
+    length = min(whole, 2 * SHORT)
+    spent = min(seconds_of(bed, bed.piece(1, length)) for _ in range(2))  # the first one allocates
+    fits = int(length * STEP_S / max(1e-9, spent))
+    length = whole if fits >= whole else max(SHORT, fits)
+    rows, batch = 1, bed.piece(1, length)
+    spent = seconds_of(bed, batch)
+    most = min(bed.rows, len(bed.batch.inputs))
+    while rows < most and spent * 2 < STEP_S:
+        rows = min(2 * rows, most)
+        batch = bed.piece(rows, length)
+        spent = seconds_of(bed, batch)
+    if (rows, length) == (bed.rows, whole):
+        return batch, f"{rows} x {length} tokens, the whole micro-batch"
+    return batch, f"{rows} x {length} tokens of the micro-batch of {bed.rows} x {whole}"

@@ -1,0 +1,265 @@
+"""The text that probes look at: the first documents of the run's own source, read once, with an eye on a source that blocks.
+
+In:  a Patient.
+Out: a Sample, kept in its scratch folder: the same run on a small file of its own documents, and how much of what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lamplighter.config import Run
+from lamplighter.data import tokenizer_training
+from lamplighter.data.chat import rows
+from lamplighter.data.chat.row_source import RowSource
+from lamplighter.data.setup import open_source
+from lamplighter.data.sources import Source
+from lamplighter.data.sources.files import FileSource, Part
+from lamplighter.doctor.code_owner import Place, place_of, raised_at
+from lamplighter.doctor.probe import Finding, Level, Patient
+from lamplighter.errors import LampError
+from lamplighter.rundir import CACHE_NAME, human_bytes, read_record, write_json
+
+DOCUMENTS, BYTES, ROWS = 2000, 4_000_000, 2000
+QUICK_VOCABULARY = 4096  # more merges take long, and little changes
+FINGERPRINT_BYTES = 2_000_000_000  # more of text that nobody has hashed yet is not hashed for a look
+READ_S = 8.0  # a slow source: what has come by then
+QUIET_S = 8.0  # nothing new for so long: it blocks
+
+
+class NoSample(Exception):
+    """The data could not be read; the finding says why."""
+
+    def __init__(self, found: Finding) -> None:
+        super().__init__(found.what)
+        self.found = found
+
+
+def as_finding(error: LampError, level: Level = "fault", cause: str = "") -> Finding:
+    """An error of another room, as a finding."""
+    return Finding(level, error.what, error.why, error.next, cause or error.cause)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A run on a small part of its own data."""
+
+    run: Run
+    source: Source
+    words: str
+    """How much of what."""
+    share: float | None
+    """Of the whole source; none where its size is not known."""
+    cache: Path
+
+    @property
+    def is_rows(self) -> bool:
+        return isinstance(self.source, RowSource)
+
+
+def own_cache(patient: Patient) -> Path:
+    """A cache folder in the scratch, with what the real one remembers of file hashes; the real one is never written."""
+    folder = patient.scratch / CACHE_NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    known = patient.runs_dir / CACHE_NAME / "file_hashes.json"
+    if known.is_file() and not (folder / known.name).exists():
+        shutil.copy(known, folder / known.name)
+    return folder
+
+
+def take(patient: Patient) -> Sample:
+    """The sample, made once; NoSample where the data cannot be read."""
+    cache, record = own_cache(patient), patient.scratch / "sample.json"
+    known = read_record(record)
+    if not known:
+        try:
+            source = open_source(patient.run, cache)
+            known = {**_read(patient, source), "tokenizer": _quick_tokenizer(patient, source)}
+        except LampError as error:
+            raise NoSample(as_finding(error)) from error
+        write_json(record, known, durable=False)
+    whole = patient.run
+    changed = {name: getattr(whole, name).model_copy(update=known[name]) for name in ("data", "tokenizer")}
+    run = whole.model_copy(update=changed)
+    try:
+        return Sample(run, open_source(run, cache), known["words"], known["share"], cache)
+    except LampError as error:
+        raise NoSample(as_finding(error)) from error
+
+
+def kept_tokenizer(patient: Patient, source: Source) -> Path | None:
+    """The one that an earlier run trained on this very text, if there is one; nothing is trained for a look."""
+    section, root = patient.run.tokenizer, patient.runs_dir / CACHE_NAME
+    if not any(root.glob("tokenizer-*")):
+        return None
+    if (source.total_bytes() or 0) > FINGERPRINT_BYTES and not (own_cache(patient) / "file_hashes.json").exists():
+        return None
+    patient.now("fingerprint of the text")
+    folder = root / f"tokenizer-{tokenizer_training.key_of(source, section.vocab_size, section.sample_mb)}"
+    return folder if (folder / "tokenizer.json").exists() else None
+
+
+def _quick_tokenizer(patient: Patient, source: Source) -> dict[str, Any]:
+    """Changes to the tokenizer section: the kept one, or a small vocabulary that is trained in a second."""
+    section = patient.run.tokenizer
+    if section.path or patient.run.model.init_from or section.kind == "bytes":
+        return {}
+    if kept := kept_tokenizer(patient, source):
+        return {"path": str(kept)}
+    return {"vocab_size": min(section.vocab_size, QUICK_VOCABULARY)}
+
+
+def _read(patient: Patient, source: Source) -> dict[str, Any]:
+    """What take() remembers: the changes to the data section, words, how large a share it is."""
+    if isinstance(source, RowSource):
+        return _read_rows(patient, source)
+    reading = read_some(source, patient.now)
+    if reading.blocked:
+        raise NoSample(blocked(reading, source))
+    if isinstance(reading.error, LampError) and not reading.texts:
+        raise reading.error
+    if reading.error is not None and not isinstance(reading.error, LampError):
+        raise NoSample(failed(reading.error, f"{source} failed after {len(reading.texts):,} documents"))
+    if not reading.texts:
+        raise NoSample(Finding("fault", f"no text in {source}", "it gave no document that holds text"))
+    path = patient.scratch / "sample.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in reading.texts))
+    data: dict[str, Any] = {
+        "paths": [str(path)], "source": None, "stream": False, "weights": [], "text_key": "text", "format": "text",
+        "separator": None, "max_documents": None, "max_chunks": None, "packing": "auto", "bad_text": "set_aside",
+    }  # fmt: skip
+    size = human_bytes(reading.bytes)
+    words = f"all {len(reading.texts):,} documents" if reading.whole else f"the first {len(reading.texts):,} documents"
+    return {"data": data, "words": f"{words}, {size}, of {source}", "share": _share(source, reading)}
+
+
+def _read_rows(patient: Patient, source: RowSource) -> dict[str, Any]:
+    limit = min(ROWS, patient.run.data.max_documents or ROWS)
+    done = [0]
+    found = rows.rows(source.files, lambda *_: None, lambda at, _: done.__setitem__(0, at))
+    count = sum(1 for _ in islice(found, limit + 1))
+    if count <= limit:
+        return {"data": {}, "words": f"all {count:,} rows of {source}", "share": 1.0}
+    share = max(1e-9, done[0] / max(1, source.total_bytes()))
+    return {
+        "data": {"max_documents": limit},
+        "words": f"the first {limit:,} rows of {source}",
+        "share": min(1.0, share),
+    }
+
+
+def _share(source: Source, reading: Reading) -> float | None:
+    """By the source's own count of bytes."""
+    total = source.total_bytes()
+    if reading.whole or not total:
+        return 1.0 if reading.whole else None
+    behind = source.bytes_behind() if isinstance(source, FileSource) else source.position().bytes_done
+    return min(1.0, max(1e-9, behind / total))
+
+
+# ---------------------------------------------------------------- a source that may block
+
+
+@dataclass
+class Reading:
+    """Texts as they come, in a thread of its own."""
+
+    texts: list[str] = field(default_factory=list)
+    bytes: int = 0
+    item: str = ""
+    whole: bool = False
+    error: Exception | None = None
+    seconds: float = 0.0
+    blocked: bool = False
+    place: Place | None = None
+    asleep: bool = False
+
+
+def read_some(
+    source: Source, now: Callable[[str], None], documents: int = DOCUMENTS, most_bytes: int = BYTES
+) -> Reading:
+    """The first documents, for a few seconds; a source that gives nothing for long is left where it is, and looked at."""
+    reading, stop = Reading(), threading.Event()
+    thread = threading.Thread(target=_read_on, args=(source, reading, documents, most_bytes, stop), daemon=True)
+    began = moved = time.monotonic()
+    seen = -1
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.05)
+        at = time.monotonic()
+        if reading.bytes != seen:
+            seen, moved = reading.bytes, at
+        now(f"{len(reading.texts):,} documents, {human_bytes(reading.bytes)}, {reading.item}")
+        if at - began > READ_S and reading.texts:
+            stop.set()
+        if at - moved > QUIET_S:
+            return _look(reading, thread, at - moved)
+    reading.seconds = time.monotonic() - began
+    return reading
+
+
+def _read_on(source: Source, reading: Reading, documents: int, most_bytes: int, stop: threading.Event) -> None:
+    part: list[str] = []
+    try:
+        for text in source.documents():
+            part.append(str(text))
+            reading.bytes += len(text.encode())
+            reading.item = source.position().item
+            over = reading.bytes >= most_bytes or stop.is_set()
+            if not isinstance(text, Part) or over:
+                reading.texts.append("".join(part))
+                part = []
+            if over or len(reading.texts) >= documents:
+                return
+        reading.whole = True
+    except Exception as error:  # noqa: BLE001 (handed to whoever asked for the texts)
+        reading.error = error
+
+
+def _look(reading: Reading, thread: threading.Thread, quiet_s: float) -> Reading:
+    """Where it stands, and whether it computes."""
+    reading.blocked, reading.seconds = True, quiet_s
+    reading.place = place_of(thread)
+    before = _cpu_s(thread.native_id)
+    time.sleep(0.3)
+    reading.asleep = _cpu_s(thread.native_id) - before < 0.05
+    return reading
+
+
+def _cpu_s(thread: int | None) -> float:
+    found = [one for one in psutil.Process().threads() if one.id == thread]
+    return float(found[0].user_time + found[0].system_time) if found else 0.0
+
+
+def failed(error: BaseException, what: str, advice: str = "mend that line") -> Finding:
+    """The finding for the user's own code that raises."""
+    place = raised_at(error)
+    why = f"{type(error).__name__}: {error}" + (f", raised at {place}" if place else "")
+    return Finding("fault", what, why, advice, "", place.fields() if place else {})
+
+
+def blocked(reading: Reading, source: Source) -> Finding:
+    """The finding for a source that gives nothing."""
+    count, place = len(reading.texts), reading.place
+    state = "it sleeps there, waiting for something" if reading.asleep else "it computes there"
+    what = f"{source} gave {count:,} documents, then nothing for {reading.seconds:.0f} s: it stands at {place}"
+    shown = f" ({place.text})" if place is not None and place.text else ""
+    return Finding(
+        "fault",
+        what,
+        f"{state}{shown}; training would wait in the same next()",
+        "look at that line: a timeout or a retry belongs there; lamp train shows such a wait live",
+        "stream_stall",
+        {**(place.fields() if place else {}), "item": count},
+        figures={"documents": count, "quiet_s": reading.seconds},
+    )

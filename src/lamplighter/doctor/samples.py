@@ -1,0 +1,320 @@
+"""Data probe: the first documents as the model will see them, and what the lengths, repeats and sides of the data cost.
+
+In:  a Patient.
+Out: Findings: text, tokens and loss mask; over-length, padding, duplicates, overlap with validation, epochs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lamplighter.data.chat.row_source import RowSource, SetAside
+from lamplighter.data.chat.template import ChatTemplate, Refused, around, own_template
+from lamplighter.data.setup import choose_template, open_text
+from lamplighter.data.stats import Request, Stats, chat_stats, count_text
+from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.data.tokenizer_training import escaped
+from lamplighter.doctor.probe import Finding, Level, Patient
+from lamplighter.doctor.sample_data import NoSample, Sample, as_finding, take
+from lamplighter.errors import LampError
+from lamplighter.rundir import read_record
+
+SHOWN_TOKENS = 24
+MUCH, SOME = 0.5, 0.2  # padding
+MANY_EPOCHS = 5
+NEAR_DOCUMENTS = 2000
+STRATEGY = {"auto": "packed", "packed": "packed", "grouped": "grouped", "windows": "to seq_len"}
+FAULTY = ("empty", "no_answer", "no_prompt")
+
+
+def documents(patient: Patient) -> Iterator[Finding]:
+    """What comes out of the tokenizer, the template and the window."""
+    try:
+        sample = take(patient)
+        source, tokenizer = open_text(sample.run, sample.cache)
+        template = choose_template(sample.run, source, tokenizer)
+    except NoSample as error:
+        yield Finding("warn", "the documents were not looked at", f"the data could not be read: {error}")
+        return
+    except LampError as error:
+        yield as_finding(error)
+        return
+    patient.now("the first documents as the model sees them")
+    if template is not None and isinstance(source, RowSource):
+        yield from _first_rows(source, template)
+        yield from _template(patient, template)
+    else:
+        yield _first_text(next(iter(source.documents())), tokenizer)
+    patient.now(f"lengths, padding and repeats of {sample.words}")
+    data = sample.run.data
+    request = Request(data.seq_len, sample.run.train.batch_size, data.val_fraction, None, NEAR_DOCUMENTS)
+    try:
+        if template is not None and isinstance(source, RowSource):
+            stats = chat_stats.count_rows(source, template, "", request, None)
+        else:
+            stats = count_text(source, tokenizer, "", request, None)
+    except LampError as error:
+        yield as_finding(error)
+        return
+    yield from _lengths(stats, patient, sample)
+    yield from _padding(stats, patient)
+    yield from _repeats(stats, sample)
+    yield from _loss(stats, patient)
+    yield from _epochs(stats, patient, sample)
+
+
+# ---------------------------------------------------------------- as the model sees them
+
+
+def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    names = tokenizer.special
+    return [names.get(i) or escaped(tokenizer.token_bytes(i)) for i in ids]
+
+
+def _first_text(text: str, tokenizer: Tokenizer) -> Finding:
+    ids = tokenizer.encode(text).tolist()
+    head = "|".join(_pieces(tokenizer, ids[:SHOWN_TOKENS]))
+    more = f"| ... {len(ids) - SHOWN_TOKENS:,} more" if len(ids) > SHOWN_TOKENS else ""
+    what = f"the first document: {head}{more}|{tokenizer.end_name}"
+    return Finding("ok", what, f"{len(ids):,} tokens and the end of text; every one of them is learned")
+
+
+def _first_rows(source: RowSource, template: ChatTemplate) -> Iterator[Finding]:
+    """A conversation with its template; what is learned stands in brackets."""
+    found = next(source.conversations(SetAside(source.policy, quiet=True), template.between), None)
+    if found is None:
+        yield Finding("fault", f"no row of {source} has a question and an answer", "", "check data.paths")
+        return
+    made = template.encode([found[0]])[0]
+    if isinstance(made, Refused):
+        yield Finding("fault", f"{found[1]} cannot be learned with {template}", str(made), "--data.template chatml")
+        return
+    ids, learned = made.ids.tolist(), made.learned.tolist()
+    names, text, inside = _pieces(template.tokenizer, ids), "", False
+    for name, is_learned in zip(names, learned, strict=True):
+        text += ("[" if is_learned and not inside else "]" if inside and not is_learned else "") + name
+        inside = is_learned
+    text += "]" * inside
+    ends = bool(np.any(made.ids[made.learned] == template.stop_id))
+    shown = text if len(text) <= 400 else f"{text[:240]} ... {text[-150:]}"
+    what = f"the first example, learned in brackets: {shown}"
+    yield Finding("ok", what, f"{int(made.learned.sum()):,} of {len(ids):,} tokens are learned, by {template.name}")
+    if not ends:
+        why = f"{template.stop} is not among what is learned: the model will not learn to stop"
+        yield Finding(
+            "fault", "the answer does not end with its end mark", why, "--data.template chatml", "eos_not_trained"
+        )
+
+
+def _template(patient: Patient, template: ChatTemplate) -> Iterator[Finding]:
+    """A model that is given has been trained with a template of its own."""
+    folder, own = patient.run.model.init_from, own_template(template.tokenizer.files)
+    if folder is not None and own is not None and own != template.text:
+        yield Finding(
+            "fault",
+            f"{folder} was made with another chat template than {template.name}",
+            f"{around(own, template.text)}; what it knows about turns and ends would have to be learned anew",
+            "leave data.template out: its own is used then",
+            "template_differs",
+            {"path": folder},
+            {"data.template": None},
+        )
+    if missing := template.missing_marks():
+        yield Finding(
+            "warn",
+            f"{', '.join(missing)}: ordinary text for this tokenizer, several tokens each",
+            "it has no such special tokens; that works, but costs tokens in every turn",
+            "a template of marks that the tokenizer has, or a tokenizer with them (lamp tokenizer train --special)",
+        )
+
+
+# ---------------------------------------------------------------- lengths and padding
+
+
+def _lengths(stats: Stats, patient: Patient, sample: Sample) -> Iterator[Finding]:
+    window, facts = stats.window, stats.lengths
+    words = (
+        f"{facts.count:,} {'examples' if stats.kind == 'chat' else 'documents'}, p50 {facts.p50:,}, p95 {facts.p95:,},"
+    )
+    words += f" longest {facts.longest:,} tokens"
+    figures = {"over_length_share": 1 - window.whole_share, "p50": facts.p50, "p95": facts.p95}
+    if stats.kind != "chat" or not window.over:
+        kept = "" if stats.kind == "chat" else "; longer ones go on in the next window, nothing is cut"
+        yield Finding("ok", f"lengths: {words}{kept}", sample.words, figures=figures)
+        return
+    share, policy = window.over / max(1, facts.count), patient.run.data.over_length
+    level: Level = "fault" if share > MUCH else "warn"
+    most = _positions(patient)
+    best = min(most or 1 << 20, max(32, 1 << (facts.longest - 1).bit_length()))
+    longer: dict[str, Any] = {"data.seq_len": best} if best > window.seq_len else {"data.over_length": "drop"}
+    setting, value = next(iter(longer.items()))
+    limit = f" (the model has {most:,} positions)" if most and most == best else ""
+    yield Finding(
+        level,
+        f"{share:.0%} of the examples are longer than data.seq_len {window.seq_len:,} ({words})",
+        f"with data.over_length {policy} {window.beyond_share:.1%} of the tokens are lost, ends of answers among them",
+        f"--{setting} {value}{limit}",
+        "eos_not_trained" if share > MUCH else "",
+        settings=longer,
+        figures=figures,
+    )
+
+
+def _positions(patient: Patient) -> int | None:
+    """The longest window that a given model can take; None where it is still to be made."""
+    folder = patient.run.model.init_from
+    config = read_record(Path(folder) / "config.json") if folder else {}
+    most = config.get("n_positions") or config.get("max_position_embeddings")
+    return most if isinstance(most, int) else None
+
+
+def _padding(stats: Stats, patient: Patient) -> Iterator[Finding]:
+    """Of the strategy that is set, against the others; and the setting that makes the difference."""
+    data = patient.run.data
+    shares = {one.strategy: one for one in stats.padding}
+    name = "windows" if stats.kind == "text" else STRATEGY[data.packing]
+    now, best = shares[name], min(stats.padding, key=lambda one: one.share)
+    table = ", ".join(f"{one.strategy} {one.share:.0%}" for one in stats.padding)
+    figures = {f"padding_{one.strategy.replace(' ', '_')}": one.share for one in stats.padding}
+    if now.share <= SOME:
+        saved = f" (each alone in a window would be {shares['to seq_len'].share:.0%})"
+        yield Finding("ok", f"padding {now.share:.1%} with data.packing {data.packing}{saved}", table, figures=figures)
+        return
+    if stats.kind == "text":
+        fits = max(8, 1 << int(math.log2(max(8, stats.counts.tokens_with_ends - 1))))
+        yield Finding(
+            "warn",
+            f"{now.share:.0%} padding: data.seq_len {data.seq_len:,} is longer than all of the text",
+            f"{stats.counts.tokens_with_ends:,} tokens in all of what was looked at",
+            f"--data.seq_len {fits}",
+            "padding",
+            settings={"data.seq_len": fits},
+            figures=figures,
+        )
+        return
+    faster = (1 - shares["packed"].share) / (1 - now.share)
+    remedy = {"data.packing": "packed"} if name != "packed" else {"data.seq_len": _shorter(stats)}
+    setting, value = next(iter(remedy.items()))
+    yield Finding(
+        "fault" if now.share > MUCH else "warn",
+        f"{now.share:.0%} padding: {stats.lengths.mean:.0f} tokens on average in windows of {data.seq_len:,}",
+        f"padding by strategy: {table}; {best.strategy} would be {best.work / now.work:.1%} of this work"
+        + (f", {faster:.0f} x faster" if name != "packed" else ""),
+        f"--{setting} {value}",
+        "padding",
+        settings=remedy,
+        figures=figures,
+    )
+
+
+def _shorter(stats: Stats) -> int:
+    held = [one.seq_len for one in stats.windows if one.whole_share >= 0.98]
+    return min(held, default=stats.seq_len)
+
+
+# ---------------------------------------------------------------- repeats, loss, epochs
+
+
+def _repeats(stats: Stats, sample: Sample) -> Iterator[Finding]:
+    found, sides, count = stats.duplicates, stats.sides, stats.counts.documents
+    share = (found.exact + (found.near or 0)) / max(1, count)
+    if share > 0.005:
+        example = (found.exact_examples or found.near_examples)[:1]
+        where = f": {example[0].second} repeats {example[0].first}" if example else ""
+        yield Finding(
+            "warn",
+            f"{found.exact:,} of {count:,} are repeats, {found.near or 0:,} nearly so ({share:.0%}){where}",
+            f"they are learned by heart, and cost steps; {sample.words}",
+            "lamp data clean PATH... --out DIR",
+            "duplicates",
+            figures={"duplicate_share": share},
+        )
+    else:
+        yield Finding("ok", f"{found.exact:,} of {count:,} are repeats, {found.near or 0:,} nearly so", sample.words)
+    if sides.near and sides.near > 0.01 * sides.near_val:
+        pair = sides.near_examples[0] if sides.near_examples else None
+        yield Finding(
+            "fault" if sides.near > 0.2 * sides.near_val else "warn",
+            f"{sides.near:,} of {sides.near_val:,} held-back {sides.by} nearly stand among what is trained on",
+            "the validation loss will look better than it is" + (f": {pair.first} and {pair.second}" if pair else ""),
+            "lamp data clean PATH... --out DIR",
+            "validation_overlap",
+            figures={"overlap_share": sides.near / max(1, sides.near_val)},
+        )
+    elif sides.reason and not sides.by and "refuse" in sides.reason:
+        yield Finding("fault", sides.reason, "", "--data.val_fraction 0, or more data")
+
+
+def _loss(stats: Stats, patient: Patient) -> Iterator[Finding]:
+    """What the rows leave to be learned."""
+    counts = stats.counts
+    if stats.kind != "chat" or counts.learned_tokens is None:
+        return
+    asked = 1 - counts.learned_tokens / max(1, counts.tokens)
+    if patient.run.data.loss_on == "all":
+        yield Finding(
+            "warn",
+            f"the loss is taken on the prompt too: {asked:.0%} of the tokens are questions and template",
+            "the model learns to ask as well as to answer, and a good loss says little about its answers",
+            "--data.loss_on response",
+            "loss_on_prompt",
+            settings={"data.loss_on": "response"},
+            figures={"prompt_share": asked},
+        )
+    if stats.quality is None:
+        return
+    for reason in stats.quality.reasons:
+        if reason.reason in FAULTY and reason.count:
+            place = reason.examples[0].place if reason.examples else ""
+            yield Finding(
+                "warn",
+                f"{reason.count:,} rows: {reason.about} (the first: {place})",
+                "such rows are set aside, not learned",
+                "mend them, or take them out",
+                "empty_answer",
+                {"path": place},
+            )
+
+
+def _epochs(stats: Stats, patient: Patient, sample: Sample) -> Iterator[Finding]:
+    """How often the run would see each token, by the true tokens of the sample."""
+    train, data = patient.run.train, patient.run.data
+    if train.steps is None:
+        if train.epochs is not None and train.epochs > MANY_EPOCHS:
+            yield _many(train.epochs, f"train.epochs is {train.epochs:g}", {"train.epochs": 3})
+        return
+    if sample.share is None or not stats.counts.tokens:
+        return
+    if stats.kind == "chat":  # padding is work too, and what is cut off is none
+        padding = next(one.share for one in stats.padding if one.strategy == STRATEGY[data.packing])
+        tokens = (stats.counts.tokens - stats.window.beyond) / max(1e-9, 1 - padding) / sample.share
+    else:
+        tokens = stats.counts.tokens_with_ends / sample.share
+    tokens *= 1 - data.val_fraction
+    per_step = train.batch_size * data.seq_len
+    epochs = train.steps * per_step / max(1.0, tokens)
+    about = f"{train.steps:,} steps x {train.batch_size} x {data.seq_len:,} = {train.steps * per_step:,} tokens out of"
+    about += f" {'' if sample.share == 1.0 else 'about '}{tokens:,.0f}"
+    if epochs > MANY_EPOCHS:
+        steps = max(1, round(3 * tokens / per_step))
+        yield _many(epochs, about, {"train.steps": steps})
+    else:
+        yield Finding("ok", f"{epochs:.1f} epochs", about, figures={"epochs": epochs})
+
+
+def _many(epochs: float, why: str, settings: dict[str, float]) -> Finding:
+    setting, value = next(iter(settings.items()))
+    return Finding(
+        "warn",
+        f"{epochs:.0f} epochs: every text is seen {epochs:.0f} times; 1 to 4 are usual",
+        why,
+        f"--{setting} {value} (3 epochs), or more text",
+        "many_epochs",
+        settings=dict(settings),
+        figures={"epochs": epochs},
+    )

@@ -1,0 +1,139 @@
+"""Where a run would be: this machine's memory and its processor, measured in half a second; or a device by name. No torch.
+
+In:  nothing, or a name of the table of devices.
+Out: a Device; how much memory a process may still take here, and what says so.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from lamplighter.errors import UsageError
+from lamplighter.procs import cgroup
+from lamplighter.procs.pool import usable_cores
+from lamplighter.rundir import free_bytes
+from lamplighter.train import gpus
+from lamplighter.train.gpus import Device, Rates
+
+GIB = 1 << 30
+GEMM_S, COPY_S = 0.2, 0.25
+GEMM = 1024
+COPY_BYTES = 32 << 20
+SMI_S = 1.5  # a driver that does not answer is no reason to wait
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that a process may still take, and what sets the limit."""
+
+    bytes: int
+    by: str
+
+    @property
+    def gib(self) -> float:
+        return self.bytes / GIB
+
+
+def host_room() -> Room:
+    """The least of what is free, what the container allows, and what this process may map."""
+    rooms = [Room(psutil.virtual_memory().available, "free memory")]
+    rooms += [room for room in (_group_room(), _limit_room()) if room is not None]
+    return min(rooms, key=lambda room: room.bytes)
+
+
+def host_total() -> Room:
+    """What exists, whoever has it now: the memory of the machine, or what the container or ulimit allows of it."""
+    rooms = [Room(psutil.virtual_memory().total, "memory")]
+    rooms += [room for room in (_group_room(total=True), _limit_room()) if room is not None]
+    return min(rooms, key=lambda room: room.bytes)
+
+
+def _group_room(total: bool = False) -> Room | None:
+    """The tightest limit of a control group, or what it leaves."""
+    found = [
+        Room(one.bytes if total else one.left, f"the memory limit of {one.folder}") for one in cgroup.memory_limits()
+    ]
+    return min(found, key=lambda room: room.bytes, default=None)
+
+
+def _limit_room() -> Room | None:
+    """ulimit -v and -d: an upper bound, since libraries map more than they use."""
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    known = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+    return Room(min(known), "ulimit") if known else None
+
+
+def this_cpu(threads: int | None = None) -> Device:
+    """This machine's processor: memory that is free now, a matrix product and a stream of numbers that are measured."""
+    share = min(1.0, threads / usable_cores()) if threads else 1.0
+    a = np.ones((GEMM, GEMM), np.float32)
+    gemm_s = _best(lambda: a @ a, GEMM_S, usable_cores())
+    return cpu(Rates(share * 2 * GEMM**3 / gemm_s, share * stream_rate()))
+
+
+def stream_rate(budget_s: float = COPY_S) -> float:
+    """Bytes a second of reading numbers, changing them and writing them to fresh memory, by one core."""
+    numbers = np.ones(COPY_BYTES // 4, np.float32)
+    return 2 * numbers.nbytes / _best(lambda: numbers + 1.0, budget_s, 1)
+
+
+def cpu(rates: Rates) -> Device:
+    """A processor whose speed is known."""
+    room = host_room()
+    total = host_total().gib
+    return Device("cpu", room.gib, None, rates.gemm_flops, mfu=0.5, rates=rates, host_gib=room.gib, total_gib=total)
+
+
+def _best(act: Callable[[], object], budget_s: float, threads: int) -> float:
+    """The shortest of several times: what the machine can do when nobody is in the way, and what others take is not counted."""
+    act()
+    best, until = float("inf"), time.perf_counter() + budget_s
+    while time.perf_counter() < until or best == float("inf"):
+        started, worked = time.perf_counter(), time.process_time()
+        act()
+        took = time.perf_counter() - started
+        best = min(best, took, (time.process_time() - worked) / threads or took)
+    return best
+
+
+def this_card() -> Device | None:
+    """The first GPU of this machine, as its driver names it; None where there is none, or none that the table knows."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return None
+    words = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
+        name, _, mebibytes = said.splitlines()[0].rpartition(",")
+        memory_gib = float(mebibytes) / 1024
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):  # a driver without a card
+        return None
+    known = gpus.of_card(name)
+    return None if known is None else replace(known, memory_gib=memory_gib, host_gib=host_room().gib)
+
+
+def choose(name: str | None, mfu: float | None, threads: int | None = None, kind: str = "auto") -> Device:
+    """The device of --on, else this machine's GPU, else its processor; --mfu as it is stated."""
+    device = gpus.find(name) if name else (this_card() if kind != "cpu" else None) or this_cpu(threads)
+    if mfu is None:
+        return device
+    if not 0 < mfu <= 1:
+        raise UsageError(f"--mfu {mfu} is no share of the peak", "it is above 0 and at most 1", "--mfu 0.4")
+    return replace(device, mfu=mfu, rates=None)
+
+
+def free_disk(folder: Path) -> int | None:
+    """Bytes free where the runs will lie; none where no folder above it exists."""
+    while not folder.exists():
+        if folder == folder.parent:
+            return None
+        folder = folder.parent
+    return free_bytes(folder)

@@ -1,0 +1,155 @@
+"""Bytes at the worst moment of a step: weights, gradients, optimizer, activations, logits, and what a save stages. No torch.
+
+In:  a Job, a Device.
+Out: a Memory, part by part; its peak, and the least that is sure.
+
+What one layer keeps of one token for the backward pass, as this package's own transformer does it (C width, M width of the
+MLP, H heads, T length; counted with torch's hooks, see tests/test_plan_memory.py): gpt2 8C + 2M numbers, llama 10C + 4M; bf16
+keeps the residual stream in fp32. With train.recompute a layer keeps its input alone, and one layer at a time is whole.
+Logits as a whole: 12 bytes a number (log-softmax, its gradient, the gradient of the logits; in fp32 also under bf16). In blocks
+(train.loss, model/head.py): one block, and the gradients of the head, which are ready before the backward pass. Gradients and
+activations are not at their largest together, unless gradients of an earlier micro-batch are being added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamplighter.model.shape import Shape, block_rows, keeps_shares, matmul_parameters_per_layer
+from lamplighter.plan.job import Job
+from lamplighter.train.gpus import Device
+
+GIB = 1 << 30
+GPU_OWN_GIB = 0.8  # context, kernels and the allocator's spare
+HOST_OWN_GIB = 0.30  # Python and torch
+HOLES = {"gpt2": 1.22, "llama": 1.42}  # on a CPU the allocator keeps holes between what lives: activations and logits
+STAGED_BYTES = 12  # of a parameter: weights and both moments, copied aside while a save is written
+LOGIT_BYTES = 12
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device at the worst moment; `staging` is host memory."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    cast: int  # bf16 copies of the weights during a step
+    activations: int
+    layer: int  # with recompute: the one layer that is whole
+    logits: int  # what they would take as a whole
+    held: int  # what is there of them at once, with the gradients that are worked out beside
+    own: int
+    embedding: int  # the gradient of the embedding stands beside the sum for a moment
+    gradients_meanwhile: bool
+    staging: int
+    staging_here: bool  # on a CPU the copy lies in the same memory
+    holes: float = 1.0
+
+    @property
+    def fixed(self) -> int:
+        return self.weights + self.optimizer + self.cast + self.own + (self.staging if self.staging_here else 0)
+
+    def _peak(self, holes: float) -> int:
+        """Gradients grow while activations shrink; only earlier micro-batches leave theirs lying about.
+
+        An allocator with holes also keeps what was freed: the place of the last step's gradients and of the layer that was
+        whole is still taken when the logits come, unless activations have moved in.
+        """
+        kept = self.gradients if self.gradients_meanwhile else 0
+        left = max(kept, self.gradients - self.activations) + 4 * self.layer if holes > 1 else kept
+        at_logits = int(holes * (self.activations + self.held)) + left
+        at_last_layer = int(holes * (self.activations + self.layer)) + kept
+        at_end = self.gradients + self.embedding + int(holes * self.layer)
+        return self.fixed + max(at_logits, at_last_layer, at_end)
+
+    @property
+    def peak(self) -> int:
+        return self._peak(self.holes)
+
+    @property
+    def training(self) -> int:
+        """The peak of the steps alone, without a save beside them."""
+        return self.peak - (self.staging if self.staging_here else 0)
+
+    @property
+    def least(self) -> int:
+        """What is sure: no holes, no copy for a save, nothing for Python and torch."""
+        return self._peak(1.0) - self.own - (self.staging if self.staging_here else 0)
+
+    @property
+    def peak_gib(self) -> float:
+        return self.peak / GIB
+
+
+def layer_bytes(shape: Shape, dtype: str, on_cpu: bool = True, segments: bool = False, seq_len: int = 0) -> int:
+    """What one layer keeps of one token for the backward pass, without copies of the weights."""
+    C, M, H, T = shape.width, shape.mlp_width, shape.heads, seq_len
+    number = 4 if dtype == "fp32" else 2
+    by_hand = on_cpu and dtype == "bf16" and not shape.dropout  # model/by_hand.py
+    if shape.family == "gpt2":
+        kept = 32 * C + 8 * M if dtype == "fp32" else 20 * C + 4 * M
+        noise = 2 * C  # after attention and after the MLP
+    elif by_hand:
+        kept, noise = 20 * C + 6 * M, 0
+    else:
+        kept = 40 * C + 16 * M if dtype == "fp32" else 34 * C + 8 * M
+        noise = 0
+    kept += 16  # norms
+    if not by_hand:
+        kept += 4 * H  # the sums of attention
+    elif keeps_shares(T, shape.head_width, number):
+        kept += number * H * T
+    if shape.dropout > 0:
+        kept += noise * (number if on_cpu else 1)
+        if on_cpu:  # no fused kernel drops out on a CPU: scores, noise and their product are kept, in fp32
+            kept += 12 * H * T + (6 * C if dtype == "bf16" else 0)
+    elif segments and not by_hand:
+        kept += number * T  # the mask as numbers
+    return kept
+
+
+def memory(job: Job, device: Device) -> Memory:
+    """Bytes on one device; every device holds the whole model and its own micro-batch."""
+    shape, on_cpu = job.shape, device.is_cpu
+    tokens = job.micro_batch * job.seq_len
+    each = 0 if job.own_params else tokens * layer_bytes(shape, job.dtype, on_cpu, job.segments, job.seq_len)
+    copies = 2 * matmul_parameters_per_layer(shape) if job.dtype == "bf16" else 0
+    ends = tokens * shape.width * (8 if shape.family == "gpt2" else 12)  # the last norm, its input and its output
+    if shape.dropout > 0 and shape.family == "gpt2":
+        ends += tokens * shape.width * (4 if on_cpu else 1)
+    kept = shape.layers * (tokens * shape.width * 4 if job.recompute else each)
+    head = 2 * shape.vocab_size * shape.width if job.dtype == "bf16" else 0
+    cast = head + (0 if job.recompute else shape.layers * copies)
+    one_gradient = on_cpu and shape.tie_embeddings and not job.whole_logits  # model/tied.py
+    return Memory(
+        weights=4 * job.params,
+        gradients=4 * job.params,
+        optimizer=8 * job.params,
+        cast=cast,
+        activations=0 if job.own_params else kept + ends,
+        layer=each + copies if job.recompute else 0,
+        logits=tokens * shape.vocab_size * LOGIT_BYTES,
+        held=held_logits(job, on_cpu),
+        own=int((HOST_OWN_GIB if on_cpu else GPU_OWN_GIB) * GIB),
+        embedding=0 if one_gradient else 4 * shape.vocab_size * shape.width,
+        gradients_meanwhile=job.accumulation > 1,
+        staging=STAGED_BYTES * job.params,
+        staging_here=on_cpu,
+        holes=HOLES[shape.family] if on_cpu else 1.0,
+    )
+
+
+def held_logits(job: Job, on_cpu: bool) -> int:
+    """One block of logits with the gradients of the head, or all of them."""
+    shape, tokens = job.shape, job.micro_batch * job.seq_len
+    if job.whole_logits:
+        return tokens * shape.vocab_size * LOGIT_BYTES
+    rows = min(tokens, block_rows(shape.vocab_size, "cpu" if on_cpu else "cuda"))
+    number = 4 if job.dtype == "fp32" else 6
+    return rows * shape.vocab_size * number + 4 * shape.width * (shape.vocab_size + tokens)
+
+
+def host_gib(job: Job, device: Device) -> float:
+    """Memory of the machine around a GPU: the copy that a save stages, and Python. Mapped text is the kernel's to drop."""
+    return memory(job, device).peak_gib if device.is_cpu else STAGED_BYTES * job.params / GIB + HOST_OWN_GIB * 4

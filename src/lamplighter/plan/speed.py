@@ -1,0 +1,70 @@
+"""How long a step takes: work over peak x MFU on a GPU; on a processor summed up from its two measured rates. No torch.
+
+In:  a Job, a Device.
+Out: FLOPs, seconds of a step, and the least that can be hoped for.
+"""
+
+from __future__ import annotations
+
+from lamplighter.model.shape import matmul_parameters_per_layer
+from lamplighter.plan.job import Job
+from lamplighter.plan.memory import layer_bytes
+from lamplighter.train.gpus import Device, Rates
+
+BEST_GPU_MFU, BEST_CPU_MFU = 0.6, 0.8  # nobody does better: what needs more than this cannot be
+
+# Of a processor, in units of its measured rates; fitted to benchmarks/plan.py.
+GEMM_SHARE = 0.88
+ATTENTION_SHARE = 0.5
+LAYER_PASSES = 3.0  # bytes moved for each byte that a layer keeps
+LOGIT_BYTES_MOVED = {"whole": 40, "blocks": 24}
+PARAMETER_BYTES_MOVED = 36  # clipping and AdamW
+LAYER_S = 0.002  # calls, once for each layer and micro-batch
+
+
+def total_flops(job: Job) -> float:
+    """6N + attention for each token: what is learned from, not what is computed twice."""
+    return job.flops_per_token * job.tokens
+
+
+def again_flops(job: Job) -> float:
+    """What train.recompute adds: the forward pass of every layer once more."""
+    if not job.recompute:
+        return 0.0
+    if job.own_params:
+        return 2.0 * job.own_params * job.tokens
+    shape = job.shape
+    return shape.layers * (2.0 * matmul_parameters_per_layer(shape) + 4.0 * shape.width * job.seq_len) * job.tokens
+
+
+def step_seconds(job: Job, device: Device) -> float:
+    """One optimizer step."""
+    if device.rates is not None and not job.own_params:
+        return cpu_step_seconds(job, device.rates)
+    return (total_flops(job) + again_flops(job)) / job.steps / (device.peak(job.dtype) * device.mfu)
+
+
+def least_hours(job: Job, device: Device) -> float:
+    """At the best MFU that could be hoped for."""
+    best = BEST_CPU_MFU if device.is_cpu else BEST_GPU_MFU
+    return (total_flops(job) + again_flops(job)) / (device.peak(job.dtype) * best) / 3600
+
+
+def cpu_step_seconds(job: Job, rates: Rates) -> float:
+    """Matrix products, attention, everything that only moves numbers, and the optimizer."""
+    shape, T = job.shape, job.row_tokens or job.seq_len
+    tokens = job.batch_size * T
+    forwards = 4 / 3 if job.recompute else 1.0
+    products = (
+        6.0 * tokens * (shape.layers * matmul_parameters_per_layer(shape) * forwards + shape.vocab_size * shape.width)
+    )
+    attention = 12.0 * tokens * shape.layers * shape.width * T / 2 * forwards  # the causal half is what is computed
+    moved = tokens * shape.layers * layer_bytes(shape, "fp32", True, job.segments, int(T)) * LAYER_PASSES * forwards
+    moved += tokens * shape.vocab_size * LOGIT_BYTES_MOVED["whole" if job.whole_logits else "blocks"]
+    moved += job.params * PARAMETER_BYTES_MOVED
+    return (
+        products / (rates.gemm_flops * GEMM_SHARE)
+        + attention / (rates.gemm_flops * ATTENTION_SHARE)
+        + moved / rates.bytes_per_s
+        + job.accumulation * shape.layers * LAYER_S
+    )

@@ -1,0 +1,1 @@
+"""Processes, from outside: /proc, stacks, pools, control groups. No torch; every room may import it."""

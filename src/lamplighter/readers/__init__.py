@@ -1,0 +1,1 @@
+"""Bytes become records, each with its place: local and remote files, compression, lines, tables, text, bad records."""

@@ -1,0 +1,234 @@
+"""Finding files on this machine, and reading their bytes: the same file from beginning to end, or an error that says so.
+
+In:  paths, folders, patterns.
+Out: LocalFiles, each once, in a fixed order; their bytes from any place on; a hash of their content.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lamplighter import report
+from lamplighter.errors import BadData, InputMissing
+from lamplighter.readers.compression import PACKED_SUFFIXES
+from lamplighter.readers.fingerprints import NAME, hash_content
+from lamplighter.rundir import read_json, write_json
+
+KINDS = {
+    ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
+    ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+}  # fmt: skip
+JUST_WRITTEN_S = 2.0  # a file changed so lately may change again within the same time stamp
+Tell = Callable[[str, int], None]  # what is being read, and the byte of the file
+
+
+def suffix_of(name: str | Path) -> str:
+    """The ending that says what is inside: of "a.jsonl.zst" it is ".jsonl"."""
+    path = Path(name)
+    return (Path(path.stem) if is_packed(name) else path).suffix.lower()
+
+
+def kind_of(name: str | Path) -> str:
+    """text, json, csv, tsv or parquet for the known endings, '' for others (read as text where they are named outright)."""
+    kind = KINDS.get(suffix_of(name), "")
+    return "" if kind == "parquet" and is_packed(name) else kind
+
+
+def is_packed(name: str | Path) -> bool:
+    return Path(name).suffix.lower() in PACKED_SUFFIXES
+
+
+# ---------------------------------------------------------------- one file
+
+
+Mark = tuple[int, int, int]
+
+
+def _mark(stat: os.stat_result) -> Mark:
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file as it was when it was found: size, time, inode."""
+
+    path: Path
+    mark: Mark
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def size(self) -> int:
+        return self.mark[0]
+
+    def blocks(self, at: int, size: int, tell: Tell) -> Iterator[bytes]:
+        """Its bytes from `at` on; it must be the same file at the beginning and at the end."""
+        name = self.name
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                self.check(file.fileno(), "since this command began")
+                file.seek(at)
+                tell(name, at)
+                while block := file.read(size):
+                    at += len(block)
+                    tell(name, at)
+                    yield block
+                self.check(file.fileno(), "while it was read")
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
+    def open(self, tell: Tell) -> BinaryIO:
+        """The open file; the caller checks it again at the end."""
+        tell(self.name, 0)
+        try:
+            file = open(self.path, "rb")
+            self.check(file.fileno(), "since this command began")
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        return file
+
+    def check(self, fd: int, when: str) -> None:
+        """Refuse a file that is no longer the one that was found."""
+        now = _mark(os.fstat(fd))
+        if now == self.mark:
+            return
+        (size, _, inode), (was, _, before) = now, self.mark
+        why = "it was written to again"
+        if size != was:
+            why = f"it {'shrank' if size < was else 'grew'} from {was:,} to {size:,} bytes"
+        elif inode != before:
+            why = "another file has taken its place"
+        raise BadData(f"{self.path} changed {when}", why, "let whatever writes it finish, then run this again")
+
+
+def local_file(path: Path) -> LocalFile:
+    """A file that is there and can be read."""
+    if not path.is_file():
+        raise InputMissing(f"not a file: {path}", "it is a pipe or a device", "write its content to a file first")
+    if not os.access(path, os.R_OK):
+        raise InputMissing(f"cannot read {path}", "no permission to read it", f"try: chmod u+r '{path}'")
+    return LocalFile(path, _mark(path.stat()))
+
+
+def unreadable(path: Path, error: OSError) -> InputMissing:
+    return InputMissing(f"cannot read {path}", error.strerror or str(error), "check the file and the disk")
+
+
+# ---------------------------------------------------------------- finding
+
+
+def find_files(patterns: list[str]) -> list[LocalFile]:
+    """Every file that the patterns name, each once; folders are searched for the known kinds."""
+    found: dict[Path, LocalFile] = {}
+    for pattern in patterns:
+        for file in _matches(str(Path(pattern).expanduser())):
+            found.setdefault(file.path.resolve(), file)
+    full = [file for file in found.values() if file.size]
+    if empty := [file for file in found.values() if not file.size]:
+        if not full or any(file.name in patterns for file in empty):
+            raise BadData(f"empty file: {empty[0].path}", "it has 0 bytes", "fill it, or take it out of data.paths")
+        report.warn(f"{len(empty)} empty files are passed over; the first one is {empty[0].path}")
+    return full
+
+
+def _matches(pattern: str) -> list[LocalFile]:
+    path = Path(pattern)
+    if path.is_dir():
+        return _in_folder(path)
+    if path.exists():
+        return [local_file(path)]
+    matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207 (absolute ones too)
+    files = [local_file(match) for match in matches if match.is_file()]
+    if not files:
+        raise no_such(path)
+    return files
+
+
+def _in_folder(folder: Path) -> list[LocalFile]:
+    files, others = [], Counter[str]()
+    with report.phase("find files", unit="files") as p:
+        for path in folder.rglob("*"):
+            if path.name.startswith(".") or not path.is_file():
+                continue
+            p.tick(1, str(path))
+            if kind_of(path.name):
+                files.append(local_file(path))
+            else:
+                others["".join(path.suffixes[-2:] if is_packed(path) else path.suffixes[-1:]) or path.name] += 1
+    if not files:
+        raise InputMissing(
+            f"no text in folder {folder}",
+            f"no file there ends in {' '.join(sorted(KINDS))}, or in these and .gz or .zst",
+            "name other files by a pattern, such as 'folder/**/*.log'",
+        )
+    if others:
+        kinds = ", ".join(
+            f"{kind} {count:,}" for kind, count in sorted(others.items(), key=lambda o: (-o[1], o[0]))[:5]
+        )
+        more = f" and {len(others) - 5:,} other endings" if len(others) > 5 else ""
+        report.note(f"not read in {folder}, as their endings are not those of text: {kinds}{more}")
+    return sorted(files, key=lambda file: file.path)
+
+
+def no_such(path: Path, where: str = "data.paths") -> InputMissing:
+    """The error for a path or pattern that names nothing, with the nearest name; `where` it was given."""
+    what = "nothing matches" if any(letter in str(path) for letter in "*?[") else "no such file or folder:"
+    missing, folder = path, path.parent
+    while not folder.is_dir():
+        missing, folder = folder, folder.parent
+    near = get_close_matches(missing.name, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.5)
+    advice = f"did you mean {folder / near[0]}?" if near else f"check {where}; relative ones start at this folder"
+    return InputMissing(f"{what} {path}", f"looked in {folder.resolve()}", advice)
+
+
+# ---------------------------------------------------------------- hashes
+
+
+def hashes(files: list[LocalFile], store_path: Path | None) -> list[str]:
+    """sha256 of each file; what the store remembers of an unchanged file is not computed again."""
+    store = read_json(store_path) if store_path else None
+    known: dict[str, Any] = store if isinstance(store, dict) else {}
+    found: dict[str, Any] = {}
+    with report.phase("hash files", total=sum(file.size for file in files), unit="B") as p:
+        for file in files:
+            p.tick(0, file.name)
+            name = str(file.path.absolute())
+            found[name] = _hashed(file.path, known.get(name), p.tick)
+    fresh = {name: entry for name, entry in found.items() if entry != known.get(name) and _is_settled(entry)}
+    if fresh and store_path:
+        _remember(store_path, {**known, **fresh})
+    return [str(found[str(file.path.absolute())][3]) for file in files]
+
+
+def _hashed(path: Path, known: object, tick: Callable[[int], None]) -> list[Any]:
+    """[size, time, inode, hash] of a file; the hash is the known one where the rest has not changed."""
+    try:
+        mark = [*_mark(path.stat())]
+        if isinstance(known, list) and known[:3] == mark and str(known[-1]).startswith(NAME):
+            tick(mark[0])
+            return known
+        return [*mark, hash_content(path, tick)]
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _is_settled(entry: list[Any]) -> bool:
+    return bool(time.time() - entry[1] / 1e9 > JUST_WRITTEN_S)
+
+
+def _remember(store: Path, entries: dict[str, Any]) -> None:
+    try:
+        store.parent.mkdir(parents=True, exist_ok=True)
+        write_json(store, entries, durable=False)
+    except OSError as error:  # costs only the time to hash again
+        report.warn(f"cannot remember file hashes in {store}: {error.strerror}")

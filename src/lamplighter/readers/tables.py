@@ -1,0 +1,309 @@
+"""Tables: CSV, TSV and Parquet; one column of texts, each text with the place after it.
+
+In:  a Reading, and for Parquet the file itself; the column by its name, dotted for one inside a struct; "*" for whole rows.
+Out: (text, place) in order. Memory holds some rows, not the file. A bad row is set aside and counted, or refused.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from lamplighter import report
+from lamplighter.errors import BadData, InputMissing
+from lamplighter.readers.cursor import Cursor
+from lamplighter.readers.local import LocalFile, Tell, suffix_of
+from lamplighter.readers.reader import Found, Reading, in_parts, is_whole, text_of
+
+if TYPE_CHECKING:
+    from lamplighter.readers.remote import RemoteFile
+
+ROW_BYTES = 1 << 28  # one row of CSV is held whole; a longer one is a quote that never ends
+BATCH_ROWS = 256
+COLUMN_BUFFER_BYTES = 1 << 20
+
+
+def no_column(name: str, key: str, columns: list[str], hint: str = "") -> BadData:
+    """The error for a column that is not there: which are, and which may be meant."""
+    near = get_close_matches(key, columns, n=1, cutoff=0.4)
+    advice = (
+        f"did you mean --data.text_key {near[0]}?" if near else "set data.text_key to the column that holds the text"
+    )
+    listed = ", ".join(columns[:20]) + (f" and {len(columns) - 20} more" if len(columns) > 20 else "")
+    return BadData(f'no column "{key}" in {name}', f"its columns are: {listed}{hint}", advice)
+
+
+# ---------------------------------------------------------------- CSV and TSV
+
+
+class _Lines:
+    """The lines of a file for csv.reader, which takes as many as a row has; counts them and their bytes."""
+
+    def __init__(self, blocks: Iterator[bytes], at: int, line: int) -> None:
+        self.blocks = blocks
+        self.at, self.line = at, line
+        self.row_at = at
+        self.held: list[bytes] = []
+        self.waiting: Iterator[bytes] = iter(())
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        raw = next(self.waiting, None)
+        if raw is None:
+            raw = self._refill()
+        self.at, self.line = self.at + len(raw), self.line + 1
+        if self.at - self.row_at > ROW_BYTES:
+            raise csv.Error(f"a row of over {ROW_BYTES >> 20} MB: a quote that is opened and never closed?")
+        return raw.decode("utf-8", "surrogateescape")  # a bad byte spoils its own row only
+
+    def _refill(self) -> bytes:
+        """More lines, the first of them at once; a line ends at a newline only."""
+        while (block := next(self.blocks, None)) is not None:
+            *whole, rest = block.split(b"\n")
+            if not whole:
+                self.held.append(rest)
+                continue
+            whole[0] = b"".join([*self.held, whole[0]])
+            self.held = [rest]
+            self.waiting = iter([line + b"\n" for line in whole])
+            return next(self.waiting)
+        last, self.held = b"".join(self.held), []
+        if not last:
+            raise StopIteration
+        return last
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What the first row says, as far as a later reading needs it."""
+
+    columns: list[str]
+    delimiter: str
+
+    def row(self, fields: list[str], key: str, where: str) -> str:
+        if len(fields) != len(self.columns):
+            why = f"{len(fields)} fields, but the header has {len(self.columns)}"
+            raise BadData(
+                f"bad row: {where}", why, "mend or remove the row; a text with commas or newlines needs quotes"
+            )
+        if key == "*":
+            return json.dumps(dict(zip(self.columns, fields, strict=True)), ensure_ascii=False)
+        return fields[self.columns.index(key)]
+
+
+def read_csv(r: Reading) -> Found:
+    """The texts of one column; the first row names the columns, a quoted field may hold newlines."""
+    csv.field_size_limit(ROW_BYTES)
+    lines = _Lines(r.blocks(r.at), r.at, r.line)
+    header = _Header(*r.start["header"]) if "header" in r.start else _header(r, lines)
+    known = {"header": [header.columns, header.delimiter]}
+    rows = csv.reader(lines, delimiter=header.delimiter, strict=True)
+    row, skipped = int(r.start.get("row", 0)), int(r.start.get("part", 0))
+    while True:
+        before, lines.row_at = (lines.at, lines.line), lines.at
+        where = f"{r.name}:{lines.line}, byte {lines.at:,}"
+        try:
+            fields = next(rows, None)
+            if fields is None:
+                break
+            if not fields:
+                continue
+            row += 1
+            text = _checked(header.row(fields, r.key, where), where)
+        except csv.Error as error:
+            if lines.at - before[0] > ROW_BYTES:
+                raise BadData(f"bad row: {where}", str(error), "mend the file") from error
+            row += 1
+            wrong = BadData(f"bad row: {where}", str(error), "mend the quotes, or remove the row")
+            r.dirt.set_aside(before[1], before[0], wrong, row)
+            rows = csv.reader(lines, delimiter=header.delimiter, strict=True)
+            continue
+        except BadData as error:
+            r.dirt.set_aside(before[1], before[0], error, row)
+            continue
+        after = r.place(lines.at, lines.line) | {"row": row} | known
+        yield from in_parts(text, r.part_chars, skipped, r.place(*before) | {"row": row - 1} | known, after)
+        skipped = 0
+    r.dirt.end(row)
+
+
+def _checked(text: str, where: str) -> str:
+    if "\0" in text:
+        raise BadData(f"not text: {where}", "a NUL byte", "mend or remove the row")
+    if not text.isascii() and not is_whole(text):
+        raise BadData(
+            f"not text: {where}", "not UTF-8", "mend or remove the row; if it is Latin-1, convert it with iconv"
+        )
+    return text
+
+
+def _header(r: Reading, lines: _Lines) -> _Header:
+    """The first row. Another delimiter than the ending says is taken where only that one gives the column, and said."""
+    usual = "\t" if suffix_of(r.name) == ".tsv" else ","
+    taken: list[str] = []
+
+    def first() -> Iterator[str]:
+        for line in lines:
+            taken.append(line)
+            yield line
+
+    try:
+        columns = next(csv.reader(first(), delimiter=usual, strict=True), [])
+    except csv.Error as error:
+        raise BadData(f"bad header: {r.name}:1", str(error), "the first row must name the columns") from error
+    columns = [name.removeprefix(codecs.BOM_UTF8.decode()).strip() for name in columns]
+    if r.key == "*" or columns.count(r.key) == 1:
+        return _Header(columns, usual)
+    if columns.count(r.key) > 1:
+        raise BadData(f'two columns "{r.key}" in {r.name}', "which one is meant?", "name them differently")
+    for other in (";", "\t", "|", ","):
+        found = next(csv.reader(io.StringIO("".join(taken).removeprefix("\ufeff")), delimiter=other), [])
+        if other != usual and found.count(r.key) == 1:
+            report.note(f"the fields of {r.name} are separated by {other!r}, not by {usual!r}: read so")
+            return _Header(found, other)
+    raise no_column(r.name, r.key, columns, "" if len(columns) > 1 else " (the first row must name the columns)")
+
+
+# ---------------------------------------------------------------- Parquet
+
+
+def read_parquet(r: Reading, item: LocalFile | RemoteFile, tell: Tell) -> Found:
+    """The texts of one column, row group by row group; only that column is read."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        advice = "pip install 'lamplighter[data]'"
+        raise InputMissing(
+            f"cannot read {r.name}", "Parquet needs the package pyarrow, which is missing", advice
+        ) from error
+
+    try:
+        with item.open(tell) as file:
+            parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=COLUMN_BUFFER_BYTES)
+            yield from _groups(r, parquet, item.size or 0, tell)
+            if isinstance(item, LocalFile):
+                item.check(file.fileno(), "while it was read")
+    except pyarrow.ArrowException as error:
+        why = " ".join(str(error).split())[:300]
+        raise BadData(f"cut short or damaged: {r.name}", why, "fetch or write the file again") from error
+    except OSError as error:
+        raise BadData(f"damaged: {r.name}", " ".join(str(error).split())[:300], "fetch or write it again") from error
+
+
+def _groups(r: Reading, parquet: Any, size: int, tell: Tell) -> Found:
+    column = _column(r, parquet.schema_arrow)
+    group, row = int(r.start.get("group", 0)), int(r.start.get("row", 0))
+    before = sum(parquet.metadata.row_group(number).num_rows for number in range(group))
+    total, groups = max(1, parquet.metadata.num_rows), parquet.num_row_groups
+    skipped = int(r.start.get("part", 0))
+    for number in range(group, groups):
+        words = f"{r.name}, row group {number + 1} of {groups}"
+        for at, text in _rows(r, parquet, column, number, row, before):
+            if at % BATCH_ROWS == 0:
+                tell(words, size * (before + at) // total)
+            after: Cursor = {"file": r.file, "group": number, "row": at + 1}
+            if r.dirt.bad:
+                after["bad"] = r.dirt.bad
+            if len(text) > 2 * r.part_chars:
+                yield from in_parts(text, r.part_chars, skipped, {**after, "row": at}, after)
+            elif text:
+                yield text, after
+            skipped = 0
+        before += parquet.metadata.row_group(number).num_rows
+        row = 0
+        tell(words, size * before // total)
+    r.dirt.end(parquet.metadata.num_rows)
+
+
+def _column(r: Reading, schema: Any) -> list[str] | None:
+    """The column to read; None for all of them. A dotted name goes into a struct."""
+    import pyarrow.types as types
+
+    if r.key == "*":
+        return None
+    names = [r.key] if r.key in schema.names else r.key.split(".")
+    if names[0] not in schema.names:
+        raise no_column(r.name, r.key, schema.names)
+    kind = schema.field(names[0]).type
+    for name in names[1:]:
+        inner = [field.name for field in kind] if types.is_struct(kind) else []
+        if name not in inner:
+            raise no_column(r.name, r.key, [f"{names[0]}.{one}" for one in inner] or schema.names)
+        kind = kind.field(name).type
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    kinds = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_string_view)
+    if not any(check(value) for check in kinds):
+        texts = [field.name for field in schema if types.is_string(field.type) or types.is_large_string(field.type)]
+        why = f"it holds {kind}; columns of text: {', '.join(texts) or 'none'}"
+        raise BadData(f'column "{r.key}" of {r.name} is not text', why, "set data.text_key")
+    return [".".join(names)]
+
+
+def _rows(
+    r: Reading, parquet: Any, column: list[str] | None, group: int, start: int, before: int
+) -> Iterator[tuple[int, str]]:
+    """(row of the group, text) from a row on."""
+    at = 0
+    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=column, use_threads=False):
+        if at + batch.num_rows <= start:
+            at += batch.num_rows
+            continue
+        for value in _values(batch, r.key):
+            if at >= start:
+                if isinstance(value, str) and "\0" not in value:
+                    yield at, value
+                elif (text := _odd_text(r, value, group, before + at)) is not None:
+                    yield at, text
+            at += 1
+
+
+def _values(batch: Any, key: str) -> list[Any]:
+    """One value for each row: a text, or bytes where they may not be one; a dict for a whole row."""
+    import pyarrow
+
+    if key == "*":
+        return list(batch.to_pylist())
+    array = batch.column(0)
+    while pyarrow.types.is_struct(array.type):
+        array = array.flatten()[0]  # one leaf was read, so there is one field; a null struct gives nulls
+    if pyarrow.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    try:
+        return list(array.to_pylist())
+    except UnicodeDecodeError:
+        wide = pyarrow.types.is_large_string(array.type)
+        return list(array.cast(pyarrow.large_binary() if wide else pyarrow.binary()).to_pylist())
+
+
+def _odd_text(r: Reading, value: Any, group: int, row: int) -> str | None:
+    """What is no plain text: bytes or a row that may be one; else it is set aside."""
+    try:
+        return _text(value, r.key, f"{r.name}, row {row + 1:,} (row group {group + 1})")
+    except BadData as error:
+        r.dirt.set_aside(row + 1, row, error)
+        return None
+
+
+def _text(value: Any, key: str, where: str) -> str:
+    if isinstance(value, dict):
+        return text_of(value, key, where)
+    if value is None:
+        raise BadData(f"no text: {where}", f'"{key}" is null', "mend or remove the row")
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError as error:
+            why = f"not UTF-8: {error.reason} {value[error.start]:#04x} at byte {error.start} of the text"
+            raise BadData(f"not text: {where}", why, "mend or remove the row") from error
+    if "\0" in value:
+        raise BadData(f"not text: {where}", "a NUL byte", "mend or remove the row")
+    return str(value)

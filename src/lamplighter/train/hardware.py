@@ -1,0 +1,218 @@
+"""What we compute on: device, dtype, threads, peak FLOP/s. The only file that will know process groups.
+
+In:  the train section.
+Out: a Machine, each choice with its reason in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from lamplighter.config import Train
+from lamplighter.errors import BadConfig
+from lamplighter.model.shape import Shape
+from lamplighter.procs import cgroup
+from lamplighter.procs.pool import usable_cores
+from lamplighter.train import bf16, gpus
+
+FAMILIES = ("gpt2", "llama")
+COMPILE_COSTS_S = 60.0  # half a minute, and it should be worth the trouble
+COMPILE_GAINS = {("llama", "fp32"): 0.06}  # measured: docs/performance.md
+GPU_COMPILE_GAIN = 0.1
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3), with what they are by default
+TRIM_THRESHOLD, MMAP_MAX = 128 * 1024, 65_536
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and how the arithmetic is done."""
+
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+    name: str
+    peak_flops: float
+    reasons: tuple[str, ...]
+
+    @property
+    def dtype_name(self) -> str:
+        return "bf16" if self.dtype == torch.bfloat16 else "fp32"
+
+    @contextlib.contextmanager
+    def precision(self) -> Iterator[None]:
+        """bf16 means autocast; parameters and optimizer state stay fp32."""
+        if self.dtype == torch.bfloat16:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                yield
+        else:
+            yield
+
+    def facts(self) -> dict[str, Any]:
+        """What bit-identity depends on: recorded with each checkpoint, compared at resume."""
+        return {
+            "device": self.device.type,
+            "device_name": self.name,
+            "dtype": self.dtype_name,
+            "threads": self.threads,
+            "torch": torch.__version__,
+            "cpu": platform.machine(),
+            "processor": bf16.processor(),
+            "isa_limit": os.environ.get(bf16.ISA_LIMIT, ""),
+        }
+
+
+def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | None = None) -> Machine:
+    """Choose the device, the dtype (for a model of this shape) and the threads; a resumed run keeps what it had."""
+    before = before or {}
+    if limit := before.get("isa_limit"):  # set for a trial of bf16, and it holds for fp32 too
+        os.environ.setdefault(bf16.ISA_LIMIT, limit)
+    reasons: list[str] = []
+    device = _choose_device(section, reasons)
+    threads = section.threads or before.get("threads") or usable_cores()
+    torch.set_num_threads(threads)
+    why = "train.threads" if section.threads else "as before" if before else "the cores this process may use"
+    reasons.append(f"{threads} thread{'s' if threads != 1 else ''}: {why}")
+    dtype = _choose_dtype(section, device, before.get("dtype"), shape, reasons)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    peak, how = _peak(device, dtype, name)
+    reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {'bf16' if dtype == torch.bfloat16 else 'fp32'}: {how}")
+    return Machine(device, dtype, threads, name, peak, tuple(reasons))
+
+
+def choose_compile(
+    section: Train, before: bool | None, expected_s: float, where: Machine, family: str, one_shape: bool
+) -> tuple[bool, str]:
+    """Whether to compile the blocks, and why; a resumed run keeps what it had."""
+    if section.compile != "auto":
+        return section.compile, "train.compile"
+    if before is not None:
+        return before, "as before"
+    if family not in FAMILIES:
+        return False, "a model of your own is compiled if you ask for it"
+    if not one_shape:
+        return False, "every length would be compiled"
+    on_cpu = where.device.type == "cpu"
+    gain = COMPILE_GAINS.get((family, where.dtype_name), 0.0) if on_cpu else GPU_COMPILE_GAIN
+    if not gain:
+        return False, f"it gains a {family} nothing in {where.dtype_name} on a CPU (docs/performance.md)"
+    if expected_s * gain < COMPILE_COSTS_S:
+        return False, f"it pays from about {COMPILE_COSTS_S / gain / 60:.0f} min of training on"
+    if on_cpu and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
+        return False, "there is no C++ compiler (g++), which it needs"
+    return True, f"the run is long enough to pay for it (about {expected_s / 3600:.1f} h)"
+
+
+def _choose_device(section: Train, reasons: list[str]) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if section.device == "cuda" and not count:
+        raise BadConfig(
+            "train.device is cuda, but torch sees no GPU", f"torch {torch.__version__}", "--train.device auto"
+        )
+    if section.device == "cpu" or not count:
+        reasons.append("on the CPU: " + ("train.device" if section.device == "cpu" else "no GPU found"))
+        return torch.device("cpu")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    reasons.append(f"{count} GPU{'s' if count > 1 else ''} found, using 1: {torch.cuda.get_device_name(0)}")
+    return torch.device("cuda", 0)
+
+
+def _choose_dtype(
+    section: Train, device: torch.device, before: str | None, shape: Shape | None, reasons: list[str]
+) -> torch.dtype:
+    wanted = section.dtype if section.dtype != "auto" else before
+    why = "train.dtype" if section.dtype != "auto" else "as before"
+    if device.type == "cuda":
+        if wanted is None:
+            wanted = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+            why = "the GPU has it" if wanted == "bf16" else "the GPU has no bf16"
+    elif wanted is None:
+        wanted, why = bf16.choose(shape or bf16.SOME_MODEL)
+    elif wanted == "bf16" and not bf16.make_it_work():
+        raise BadConfig(
+            "this CPU cannot compute in bf16", "a small product crashed in a trial process", "--train.dtype fp32"
+        )
+    reasons.append(f"{wanted}: {why}")
+    return torch.bfloat16 if wanted == "bf16" else torch.float32
+
+
+def _peak(device: torch.device, dtype: torch.dtype, name: str) -> tuple[float, str]:
+    if device.type == "cuda":
+        known = gpus.peak_of_card(name, "bf16" if dtype == torch.bfloat16 else "fp32")
+        if known is not None:
+            return known, "data sheet"
+    return _measured_gemm(device, dtype), "measured on a matrix product"
+
+
+def _measured_gemm(device: torch.device, dtype: torch.dtype, size: int = 1024, budget_s: float = 0.25) -> float:
+    """The best rate of a square matrix product within a short time; on a CPU what others take away is not counted."""
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    a @ a
+    best, until = 0.0, time.perf_counter() + budget_s
+    while not best or time.perf_counter() < until:  # at least once, however busy the machine is
+        start, worked = time.perf_counter(), time.process_time()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took = time.perf_counter() - start
+        if device.type == "cpu":
+            took = min(took, (time.process_time() - worked) / torch.get_num_threads() or took)
+        best = max(best, 2 * size**3 / took)
+    return best
+
+
+def seed_step(seed: int, step: int, micro: int, rank: int = 0) -> None:
+    """All random numbers of a step (dropout) come from (seed, step, micro-batch, rank)."""
+    mixed = 0x9E3779B97F4A7C15
+    for part in (seed, step, micro, rank):
+        mixed = ((mixed ^ part) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**64 - 1)
+        mixed ^= mixed >> 31
+    torch.manual_seed(mixed & (2**63 - 1))
+
+
+def memory_gb(device: torch.device) -> dict[str, float]:
+    """Resident memory now, by the field's names."""
+    found = {"sys/ram_gb": psutil.Process().memory_info().rss / 1e9}
+    if device.type == "cuda":
+        found["sys/gpu_mem_gb"] = torch.cuda.memory_allocated(device) / 1e9
+    return found
+
+
+@contextlib.contextmanager
+def kept_memory(device: torch.device) -> Iterator[None]:
+    """On a CPU: freed memory stays ours while we train. By default the C library gives large pieces back to the system and
+    has them mapped and zeroed anew in every step: a sixth of the time of a bf16 step. Who has set the allocator is heard.
+    """
+    said = "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ)
+    setting = _mallopt() if device.type == "cpu" and not said else None
+    if setting is None:
+        yield
+        return
+    setting(M_MMAP_MAX, 0)
+    setting(M_TRIM_THRESHOLD, -1)
+    try:
+        yield
+    finally:
+        setting(M_MMAP_MAX, MMAP_MAX)
+        setting(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _mallopt() -> Callable[[int, int], object] | None:
+    """None where the C library is another than glibc."""
+    return getattr(ctypes.CDLL(None), "mallopt", None)
+
+
+def memory_left() -> int:
+    """Bytes that can still be had, of the machine and of the container that we are in."""
+    return min([psutil.virtual_memory().available, *(limit.left for limit in cgroup.memory_limits())])

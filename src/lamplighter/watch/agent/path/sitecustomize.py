@@ -1,0 +1,71 @@
+"""The door of the shim: Python runs this file at its start because the watcher put its folder first on PYTHONPATH.
+
+In:  LAMP_WATCH, the folder of the slots.
+Out: the counters of bootstrap.py are in place; then the user's own sitecustomize runs, as it would have without us.
+
+Every Python that the script starts meets this file, old ones too, so it is written in words that Python 2.7 knows.
+Whatever goes wrong here stays here: the script runs, unwatched.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+FOLDER = os.environ.get("LAMP_WATCH", "")
+
+
+def _load(name):
+    """A file of ours by its path. Where no compiled copy of it is kept beside it, one is kept with the slots."""
+    import _frozen_importlib
+    import _frozen_importlib_external as external
+
+    path = os.path.join(os.path.dirname(HERE), name + ".py")
+    before = sys.dont_write_bytecode, sys.pycache_prefix
+    try:
+        if not os.path.exists(external.cache_from_source(path)):
+            sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.join(FOLDER, "code")
+        spec = external.spec_from_file_location("_lamplighter_" + name, path)
+        module = _frozen_importlib.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode, sys.pycache_prefix = before
+    sys.modules["_lamplighter_" + name] = module
+    return module
+
+
+def _install():
+    if sys.version_info < (3, 9) or not os.path.isdir(FOLDER) or "_lamplighter_bootstrap" in sys.modules:
+        return
+    _load("bootstrap").install(_load)
+
+
+def _chain():
+    """Run the next sitecustomize on the path under its own name. Its errors are its own: site prints them as ever."""
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    after = folders.index(HERE) + 1 if HERE in folders else 0
+    rest = [folder for folder in sys.path[after:] if os.path.abspath(folder) != HERE]
+    if sys.version_info < (3, 5):
+        import imp
+
+        try:
+            found = imp.find_module("sitecustomize", rest)
+        except ImportError:
+            return
+        imp.load_module("sitecustomize", *found)
+        return
+    import _frozen_importlib
+    import _frozen_importlib_external as external
+
+    spec = external.PathFinder.find_spec("sitecustomize", rest)
+    if spec is None or spec.loader is None:
+        return
+    module = _frozen_importlib.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+try:
+    _install()
+except Exception:
+    pass
+_chain()

@@ -1,0 +1,413 @@
+"""Slow, stuck or dead: pure functions from what was seen to what it means. The catalogue of causes.
+
+In:  the observations of a quiet spell (at least two), the stacks taken in it, what is usual in this phase.
+Out: a Finding: a verdict in the form of every verdict, and whether it is proved that nobody can end the wait.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+from lamplighter.procs.procfs import FUTEX, NANOSLEEP, Observation, ThreadLook
+from lamplighter.procs.stacks import OUR_THREADS, Frame, Stacks, ThreadStack, culprit, users_frame
+from lamplighter.report import Verdict
+from lamplighter.watch.status import duration
+
+UNTIMED_WAIT = re.compile(r"\.(acquire|join|get|wait|result)\(\s*(?:True\s*|block(?:ing)?=True\s*)?\)")
+WORKERS = {"data/stream.py": "lamp-stream", "train/checkpointer.py": "lamp-writer"}  # who works while this file waits
+BUSY = 0.03  # share of one core that counts as running
+SLOW_BYTES_PER_S = 2e6
+SOFT_WAITS = ("wait", "get", "result", "join")  # a signal handler, a timer or a native thread may end them
+STARVED = 2.0  # times longer waiting for a core than running
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A verdict, and whether it may be acted on soon (`provable`) or only after long patience."""
+
+    verdict: Verdict
+    provable: bool = False
+    asleep: bool = False  # a compiler that does not compute
+    left_s: float | None = None  # until the loop that it is in ends
+
+    @property
+    def key(self) -> str:
+        """The same culprit twice is a bug, not weather."""
+        where = self.verdict.culprit
+        return f"{self.verdict.cause} {where.get('file')}:{where.get('line')}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a rule sees: first and last look of the spell, and the stacks of the two newest captures."""
+
+    first: Observation
+    last: Observation
+    stacks: tuple[Stacks, ...]
+    usual_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(0.001, self.last.at - self.first.at)
+
+    @property
+    def cpu_share(self) -> float:
+        return max(0.0, self.last.cpu_s - self.first.cpu_s) / self.seconds  # less when a child has ended
+
+    @property
+    def bytes_per_s(self) -> float:
+        return max(0, self.last.moved_bytes - self.first.moved_bytes) / self.seconds
+
+    @property
+    def newest(self) -> Stacks | None:
+        return self.stacks[-1] if self.stacks else None
+
+    @property
+    def main_stack(self) -> ThreadStack | None:
+        """The thread whose work is waited for: the main one, or the one that reads or writes for it."""
+        if not self.newest or not self.newest.threads:
+            return None
+        main, *others = self.newest.threads
+        for file, name in WORKERS.items():
+            if any(frame.file.endswith(file) for frame in main.frames):
+                return next((thread for thread in others if thread.name == name), main)
+        return main
+
+    @property
+    def frame(self) -> Frame | None:
+        return culprit(self.main_stack) if self.main_stack else None
+
+    @property
+    def sampler_silent(self) -> bool:
+        return self.newest is not None and self.newest.sampler_silent
+
+    def words(self) -> str:
+        return f"no work for {duration(self.last.quiet_s)}"
+
+    def usually(self) -> str:
+        return f", usually {duration(self.usual_s)} at most" if self.usual_s > 0.1 else ""
+
+
+def judge(window: Sequence[Observation], stacks: Sequence[Stacks], usual_s: float) -> Finding | None:
+    """The first rule that fits; None where nothing can be said yet."""
+    if not window:
+        return None
+    evidence = Evidence(window[0], window[-1], tuple(stacks[-2:]), usual_s)
+    for rule in RULES:
+        found = rule(evidence)
+        if found is not None:
+            return found
+    return None
+
+
+def _finding(
+    evidence: Evidence, state: str, cause: str, why: str, next: str, provable: bool = False, **culprit_fields: object
+) -> Finding:
+    where: dict[str, object] = {"pid": evidence.last.main.pid}
+    if evidence.frame is not None:
+        where |= {"file": evidence.frame.file, "line": evidence.frame.line, "func": evidence.frame.func}
+    seen = [
+        f"process {evidence.last.main.words}, {evidence.cpu_share:.0%} of a core",
+        f"{evidence.bytes_per_s:,.0f} bytes/s moved",
+        f"phase {evidence.last.slot.phase} {evidence.last.slot.span}".strip(),
+    ]
+    if evidence.last.main.wchan.strip("0"):
+        seen.append(f"waits in {evidence.last.main.wchan}")
+    verdict = Verdict(
+        state, cause, why, next, "none", tuple(seen), {**where, **culprit_fields}, round(evidence.last.quiet_s, 2)
+    )
+    return Finding(verdict, provable)
+
+
+# ---------------------------------------------------------------- the rules, in order
+
+
+def stopped(evidence: Evidence) -> Finding | None:
+    halted = [process for process in evidence.last.tree if process.stopped]
+    if not halted:
+        return None
+    one = halted[0]
+    return _finding(
+        evidence,
+        "stuck",
+        "stopped",
+        f"process {one.pid} ({one.name}) is stopped by a signal",
+        f"kill -CONT {one.pid}",
+        pid=one.pid,
+    )
+
+
+def uninterruptible(evidence: Evidence) -> Finding | None:
+    if (
+        evidence.first.main.state != "D"
+        or evidence.last.main.state != "D"
+        or evidence.bytes_per_s > 0
+        or evidence.seconds < 0.9
+    ):
+        return None
+    where = f" at {evidence.frame.short}" if evidence.frame else ""
+    why = f"the process is in uninterruptible sleep ({evidence.last.main.wchan or 'kernel'}){where}, {evidence.words()}; it cannot be killed"
+    return _finding(evidence, "stuck", "d_state", why, "wait, or look at the disk or the mount behind it (dmesg)")
+
+
+def compiling(evidence: Evidence) -> Finding | None:
+    if not evidence.last.slot.flag("compiling") and not evidence.last.compilers:
+        return None
+    if evidence.seconds > 0.9 and evidence.cpu_share < BUSY and evidence.bytes_per_s <= 0:
+        return _compile_asleep(evidence)
+    child = (
+        f" ({evidence.last.compilers[0].name}, process {evidence.last.compilers[0].pid})"
+        if evidence.last.compilers
+        else ""
+    )
+    why = f"compiling for {duration(evidence.last.quiet_s)}{child}{evidence.usually()}"
+    return _finding(evidence, "slow", "compile_slow", why, "wait: the second start finds the result in the cache")
+
+
+def _compile_asleep(evidence: Evidence) -> Finding:
+    """Nobody computes: a compiler that waits. Named as slow, and given the patience of all that cannot be proved."""
+    names = ", ".join(f"{process.name} {process.pid}" for process in evidence.last.tree[1:4]) or "no child process"
+    why = f"compiling for {duration(evidence.last.quiet_s)}, and nothing computes ({names}){evidence.usually()}"
+    found = _finding(evidence, "slow", "compile_slow", why, "wait; given up for uncompiled code after watch.patience_s")
+    return replace(found, asleep=True)
+
+
+def collecting(evidence: Evidence) -> Finding | None:
+    if not evidence.last.slot.flag("collecting garbage"):
+        return None
+    return _finding(
+        evidence, "slow", "gc", f"Python collects garbage, {evidence.words()}", "wait; gc.freeze() after loading helps"
+    )
+
+
+def moving_slowly(evidence: Evidence) -> Finding | None:
+    """Bytes move, the process mostly waits for them: input-bound."""
+    if evidence.bytes_per_s <= 0 or evidence.cpu_share > 0.5 or evidence.seconds < 0.9:
+        return None
+    if evidence.bytes_per_s > SLOW_BYTES_PER_S:
+        return _finding(
+            evidence, "slow", "io", f"{evidence.bytes_per_s / 1e6:.1f} MB/s are moved, {evidence.words()}", "wait"
+        )
+    path = evidence.last.main.waits_on or evidence.last.slot.item
+    where = f" at {evidence.frame.short}" if evidence.frame else ""
+    why = f"input-bound: {evidence.bytes_per_s / 1e6:.3f} MB/s from {path or 'a file'}{where}; the process waits {1 - evidence.cpu_share:.0%} of the time"
+    return _finding(evidence, "slow", "slow_disk", why, "copy the data to a faster disk", path=path)
+
+
+def holding_the_gil(evidence: Evidence) -> Finding | None:
+    """The listener cannot answer: a C call keeps the GIL, asleep or busy."""
+    main = evidence.main_stack
+    if not evidence.sampler_silent or main is None or main.holds_gil is False or evidence.frame is None:
+        return None
+    why = f"the GIL is held by a C call at {evidence.frame.short}, process {evidence.last.main.words}, {evidence.words()}{evidence.usually()}"
+    return _finding(evidence, "slow", "gil_hold", why, "nothing can be saved until it returns; look at that line")
+
+
+def running(evidence: Evidence) -> Finding | None:
+    if evidence.cpu_share < BUSY or evidence.frame is None:
+        return None
+    counted = loop_progress(evidence)
+    far = counted.words() if counted else evidence.usually()
+    here = f"at {evidence.frame.short}, {evidence.cpu_share:.0%} of a core, {evidence.words()}{far}"
+    if _starved(evidence):
+        return _finding(
+            evidence,
+            "slow",
+            "starved",
+            f"other programs take the cores: running {here}",
+            "stop them, or train.threads 1",
+        )
+    loop = enclosing_loop(evidence.frame.file, evidence.frame.line)
+    if loop is not None and loop.kind == "while":
+        why = f"busy in a while loop (line {loop.line}) {here}"
+        return _finding(evidence, "slow", "livelock", why, "if this loop cannot end, fix it; it is given patience")
+    if loop is not None and evidence.last.slot.span == "compute":
+        why = f"alive: a Python loop over `{loop.text}` (line {loop.line}) in {evidence.frame.func} runs {here}"
+        advice = "replace the loop by tensor operations: it runs once per step for every item"
+        return replace(
+            _finding(evidence, "slow", "python_loop", why, advice), left_s=counted.left_s if counted else None
+        )
+    found = _finding(evidence, "slow", "running", f"alive, running {here}", "wait, or look at that line")
+    return replace(found, left_s=counted.left_s if counted else None)
+
+
+def deadlocked(evidence: Evidence) -> Finding | None:
+    """Every thread of the user's waits for a lock without a time limit, and nothing moves."""
+    if evidence.newest is None or evidence.seconds < 0.9 or evidence.sampler_silent or len(evidence.stacks) < 2:
+        return None
+    main, *others = evidence.newest.threads
+    mine = [main, *(t for t in others if t.name not in OUR_THREADS and not _only_waits(t))]
+    before = {thread.name: thread.frames[:1] for thread in evidence.stacks[0].threads}
+    if any(before.get(thread.name) != thread.frames[:1] for thread in mine):
+        return None
+    main_thread = next((t for t in evidence.last.main.each if t.tid == evidence.last.main.pid), None)
+    if main_thread is None or not _waits_for_a_lock(main_thread):
+        return None
+    waiting = [(thread.name, frame) for thread in mine if (frame := culprit(thread)) is not None]
+    if not all(_acquires(thread) for thread in mine):
+        return None
+    alone_on_a_soft_wait = len(waiting) == 1 and text_of_wait(waiting[0][1]) in SOFT_WAITS
+    if alone_on_a_soft_wait and evidence.last.slot.phase == "script" and not evidence.last.slot.step:
+        return None  # a script that has never counted any work: a daemon that waits for a signal looks the same
+    lines = "; ".join(f"{name} at {frame.short}" for name, frame in waiting)
+    kind = (
+        f"{len(waiting)} threads wait for each other's locks"
+        if len(waiting) > 1
+        else "the only thread waits for a lock that nobody holds"
+    )
+    why, proved = f"{kind}: {lines}; {evidence.words()}", not alone_on_a_soft_wait
+    return _finding(evidence, "stuck", "deadlock", why, "take the locks in one order", provable=proved)
+
+
+def asleep(evidence: Evidence) -> Finding | None:
+    if evidence.frame is None or evidence.seconds < 0.9:
+        return None
+    main_thread = next((t for t in evidence.last.main.each if t.tid == evidence.last.main.pid), None)
+    sleeping = main_thread is not None and main_thread.syscall in NANOSLEEP
+    behind = f", waiting for {evidence.last.main.waits_on}" if evidence.last.main.waits_on else ""
+    how = "sleeping" if sleeping else "asleep"
+    why = f"{how} at {evidence.frame.short}{behind}, {evidence.words()}{evidence.usually()}"
+    return _finding(
+        evidence, "slow", "sleep" if sleeping else "waiting", why, "look at that line", path=evidence.last.main.waits_on
+    )
+
+
+RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
+    stopped, uninterruptible, compiling, collecting, holding_the_gil, moving_slowly, running, deadlocked, asleep,
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- what the rules ask
+
+
+def _starved(evidence: Evidence) -> bool:
+    before = {thread.tid: thread for thread in evidence.first.main.each}
+    ran = starved = 0
+    for thread in evidence.last.main.each:
+        earlier = before.get(thread.tid)
+        if earlier is not None:
+            ran += thread.cpu_ns - earlier.cpu_ns
+            starved += thread.starved_ns - earlier.starved_ns
+    return starved > STARVED * max(ran, 1) and starved > 0.2e9 * evidence.seconds
+
+
+def _only_waits(thread: ThreadStack) -> bool:
+    """A library's own thread (a progress bar's, a pool's) that itself waits for a lock: it will not wake anybody."""
+    if users_frame(thread) is not None or not thread.frames:
+        return False
+    innermost = thread.frames[0]
+    untimed = innermost.file.endswith(("/threading.py", "/queue.py")) and text_of_wait(innermost) != ""
+    return untimed or thread.name == "tqdm_monitor"  # that one looks at its bars every ten seconds, and wakes nobody
+
+
+def _waits_for_a_lock(thread: ThreadLook) -> bool:
+    return thread.syscall == FUTEX or "futex" in thread.wchan
+
+
+def _acquires(thread: ThreadStack) -> bool:
+    """Whether it stands in an untimed wait, as far as the text of its line tells; `with` counts for a lock only."""
+    frame = culprit(thread)
+    text = text_of_wait(frame) if frame is not None else ""
+    return text != "" and (text != "with" or thread.frames[0] == frame or thread.frames[0].func == "acquire")
+
+
+def text_of_wait(frame: Frame) -> str:
+    """The call on this line that waits for another thread without a time limit; empty where there is none."""
+    text = source_line(frame.file, frame.line)
+    found = UNTIMED_WAIT.search(text)
+    return "with" if text.startswith("with ") else found.group(1) if found else ""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The innermost loop around a line."""
+
+    kind: str  # for or while
+    line: int
+    text: str
+    counter: str = ""  # the variable of a `for`
+    node: ast.For | ast.While | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class LoopProgress:
+    """How far a loop has come between two stacks."""
+
+    counter: str
+    value: int
+    per_s: float
+    end: int | None
+
+    @property
+    def left_s(self) -> float | None:
+        return (self.end - self.value) / self.per_s if self.end is not None and self.per_s > 0 else None
+
+    def words(self) -> str:
+        count = f", {self.counter} = {self.value:,}" + (f" of {self.end:,}" if self.end is not None else "")
+        left = f", about {duration(self.left_s)} left" if self.left_s is not None else f", {self.per_s:,.0f} a second"
+        return count + left
+
+
+def loop_progress(evidence: Evidence) -> LoopProgress | None:
+    """From the loop's counter in two stacks; None where it cannot be seen or does not move."""
+    if len(evidence.stacks) < 2 or not all(taken.threads for taken in evidence.stacks):
+        return None
+    for frame in evidence.stacks[-1].threads[0].frames:
+        before = next(
+            (f for f in evidence.stacks[0].threads[0].frames if (f.file, f.func) == (frame.file, frame.func)), None
+        )
+        loop = enclosing_loop(frame.file, frame.line) if frame.numbers and before else None
+        if loop is None or before is None or loop.counter not in frame.numbers or loop.counter not in before.numbers:
+            continue
+        seconds = evidence.stacks[-1].at - evidence.stacks[0].at
+        moved = frame.numbers[loop.counter] - before.numbers[loop.counter]
+        if seconds > 0.1 and moved > 0:
+            end = _range_end(loop.node, frame.numbers)
+            return LoopProgress(loop.counter, frame.numbers[loop.counter], moved / seconds, end)
+    return None
+
+
+def _range_end(node: ast.For | ast.While | None, numbers: Mapping[str, int]) -> int | None:
+    """The end of `range(...)`, where it is written as a number or as a variable that the stack shows."""
+    call = node.iter if isinstance(node, ast.For) else None
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "range" and call.args):
+        return None
+    end = call.args[min(1, len(call.args) - 1)]
+    if isinstance(end, ast.Constant) and isinstance(end.value, int):
+        return end.value
+    return numbers.get(end.id) if isinstance(end, ast.Name) else None
+
+
+@lru_cache(maxsize=64)
+def _parsed(file: str) -> tuple[ast.Module, list[str]] | None:
+    try:
+        text = Path(file).read_text()
+        return ast.parse(text), text.splitlines()
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+
+
+def source_line(file: str, line: int) -> str:
+    parsed = _parsed(file)
+    return parsed[1][line - 1].strip() if parsed and 0 < line <= len(parsed[1]) else ""
+
+
+def enclosing_loop(file: str, line: int) -> Loop | None:
+    """The innermost `for` or `while` whose body or head holds the line."""
+    parsed = _parsed(file)
+    if parsed is None:
+        return None
+    found: Loop | None = None
+    for node in ast.walk(parsed[0]):
+        if isinstance(node, ast.For | ast.While) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            kind = "for" if isinstance(node, ast.For) else "while"
+            text = ast.unparse(node.iter) if isinstance(node, ast.For) else ast.unparse(node.test)
+            if found is None or node.lineno >= found.line:
+                target = node.target if isinstance(node, ast.For) else None
+                found = Loop(kind, node.lineno, text, target.id if isinstance(target, ast.Name) else "", node)
+    return found

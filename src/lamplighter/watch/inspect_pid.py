@@ -1,0 +1,71 @@
+"""`lamp why PID`: one look at a process that was started without us; disturbs nothing, says what it may not see.
+
+In:  a pid.
+Out: what it and its children do, in the words of every other verdict.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from lamplighter.errors import DONE, InputMissing
+from lamplighter.procs.procfs import look
+from lamplighter.procs.stacks import Stacks
+from lamplighter.watch import tree_diagnosis
+from lamplighter.watch.attach import explain, take_all
+from lamplighter.watch.console import result
+from lamplighter.watch.process_tree import ProcessTree, Snapshot, is_python
+from lamplighter.watch.status import duration
+
+BETWEEN_S = 1.0
+
+
+def inspect_pid(pid: int) -> int:
+    """Two looks and two samples of every stack, a second apart, and what they mean."""
+    if look(pid).state in "XZ":
+        raise InputMissing(f"there is no process {pid}", "it has ended, or never was", "lamp runs lists our own runs")
+    with tempfile.TemporaryDirectory(prefix="lamp-why-") as folder:
+        family = ProcessTree(pid, Path(folder))
+        snapshots: list[Snapshot] = []
+        samples: dict[int, tuple[Stacks, ...]] = {}
+        taken: dict[int, Stacks] = {}
+        for number in range(2):
+            snapshots.append(family.look(closely=True))
+            taken = take_all(Path(folder), snapshots[-1].processes)
+            samples = {one: (*samples.get(one, ()), stacks) for one, stacks in taken.items()}
+            time.sleep(BETWEEN_S * (1 - number))
+        snapshots.append(family.look(closely=True))
+        family.close()
+    finding = tree_diagnosis.judge(snapshots, samples, 0.0)
+    age = duration(_age_s(pid))
+    first = f"process {pid}, running for {age}, looked at for {snapshots[-1].at - snapshots[0].at:.1f} s from outside"
+    text = [explain(first, snapshots[-1], taken, finding), *_unseen(snapshots[-1], taken)]
+    text.append("next: start it with  lamp watch -- CMD...  and its steps, batches and collectives are counted too")
+    result("\n".join(text) + "\n")
+    return DONE
+
+
+def _age_s(pid: int) -> float:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError as error:
+        raise InputMissing(f"process {pid} has just ended", str(error), "lamp runs lists our own runs") from error
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    return max(0.0, up_s - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
+
+
+def _unseen(snapshot: Snapshot, taken: dict[int, Stacks]) -> list[str]:
+    """What we may not look at, and what would let us."""
+    lines = []
+    blind = [m.pid for m in snapshot.processes if is_python(m.pid) and m.pid not in taken]
+    if blind:
+        lines.append(
+            f"not seen: the stacks of {', '.join(map(str, blind))} (reading another process needs ptrace);"
+            " try: sudo lamp why, or sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE"
+        )
+    if any(not m.look.wchan.strip("0") and not m.look.syscall for m in snapshot.processes):
+        lines.append("not seen: system calls and bytes moved of a process of another user; try: sudo lamp why")
+    return lines

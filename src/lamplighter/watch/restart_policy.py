@@ -1,0 +1,75 @@
+"""Naming is not killing: when to act on a finding, and when a restart is no longer weather but a bug.
+
+In:  findings and deaths, with the step and the durable step.
+Out: a Decision: nothing, restart from the durable step, or stop; with the reason in words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lamplighter.watch.diagnosis import Finding
+
+GRACE_S = 4.0  # for what is proved
+TIMES_LONGEST = 10.0
+WITHOUT_PROGRESS = 3
+NEVER = ("compile_slow", "gc", "slow_disk", "io", "starved", "stopped", "d_state")  # healthy, or nobody's to kill
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do now."""
+
+    action: str = "none"  # none, fallback (restart without the compiler), restart, stop
+    why: str = ""
+
+
+@dataclass
+class RestartPolicy:
+    """Remembers what was tried."""
+
+    policy: str = "recover"  # recover, report, stop
+    patience_s: float = 600.0
+    tried: set[tuple[str, int]] = field(default_factory=set)
+    since_progress: int = 0
+    durable: int = -1
+    eager: bool = False  # the compiler was given up
+
+    def stuck(self, finding: Finding, longest_s: float, step: int, durable: int) -> Decision:
+        """A live process: proved causes after a short grace, all others after long patience, and only with a way back."""
+        cause, quiet_s = finding.verdict.cause, finding.verdict.since_s
+        patience_s = GRACE_S if finding.provable else max(self.patience_s, TIMES_LONGEST * longest_s)
+        if self.policy == "report" or (cause in NEVER and not finding.asleep) or quiet_s < patience_s:
+            return Decision()
+        if self.policy == "stop":
+            return Decision("stop", f"{cause} for {quiet_s:.0f} s, and watch.on_stuck is stop")
+        if cause == "compile_slow":
+            return self._fall_back(step, durable)
+        if durable <= 0:
+            return Decision()  # nothing to go back to: keep saying it
+        return self._restart(finding.key, step, durable)
+
+    def dead(self, how: str, step: int, durable: int, compiling: bool = False) -> Decision:
+        """A process that is gone: there is nothing left to lose by starting again."""
+        if compiling and self.policy == "recover" and not self.eager:
+            return self._fall_back(step, durable)
+        return self._restart(how, step, durable) if self.policy == "recover" else Decision()
+
+    def _fall_back(self, step: int, durable: int) -> Decision:
+        if self.eager or (durable <= 0 and step > 0):
+            return Decision()
+        self.eager = True
+        return Decision("fallback", f"starting again from step {durable} without the compiler (eager)")
+
+    def _restart(self, key: str, step: int, durable: int) -> Decision:
+        if durable > self.durable:
+            self.since_progress, self.durable = 0, durable
+        if (key, step) in self.tried:
+            return Decision(
+                "stop", f"the same at step {step} for the second time ({key}): a bug in code or data, not weather"
+            )
+        if self.since_progress >= WITHOUT_PROGRESS:
+            return Decision("stop", f"{WITHOUT_PROGRESS} restarts without progress beyond step {durable}")
+        self.tried.add((key, step))
+        self.since_progress += 1
+        return Decision("restart", f"restarting from step {durable}")

@@ -1,0 +1,226 @@
+"""Now, as far as it can be seen from outside, and the words for it.
+
+In:  the slot, /proc and the events of a run, gathered by the supervisor.
+Out: a Status, and one sentence in which something changes every time.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lamplighter.procs.procfs import ProcessLook
+from lamplighter.report import Slot
+from lamplighter.rundir import human_bytes
+
+BARS = "▁▂▃▄▅▆▇█"
+Flag = dict[str, Any]  # a red flag that stands: cause, state, why, next, step
+
+
+@dataclass
+class Status:
+    """Now, as far as it can be seen from outside."""
+
+    name: str
+    started: float = field(default_factory=time.monotonic)
+    slot: Slot | None = None
+    process: ProcessLook | None = None
+    rate: float = 0.0  # units of the phase per second
+    quiet_s: float = 0.0  # since the last unit of work
+    quiet_words: str = ""  # where it is, once it has been quiet for longer than usual
+    stopping: str = ""
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=4000))
+    val_loss: float | None = None
+    val_step: int = 0
+    floor: float | None = None  # nats per token that no model can beat
+    lr: float = 0.0
+    data_wait: float = 0.0  # share of the step
+    usd: float | None = None
+    usd_limit: float | None = None
+    durable_age_s: float | None = None
+    usual_s: float | None = None  # what this phase took last time
+    flags: dict[str, Flag] = field(default_factory=dict)  # red flags that stand, by cause
+
+    @property
+    def training(self) -> bool:
+        return self.slot is not None and self.slot.phase.startswith("train")
+
+    @property
+    def eta_s(self) -> float | None:
+        if self.slot is None:
+            return None
+        if self.training and self.slot.phase == "train":
+            left = float(self.slot.steps - self.slot.step)
+            if not self.rate and self.slot.planned_step_s and left > 0:
+                return left * self.slot.planned_step_s  # nothing is measured yet: as planned
+        else:
+            left = self.slot.total - self.slot.done if self.slot.total > 0 else -1
+        return left / self.rate if left > 0 and self.rate > 0 else None
+
+
+# ---------------------------------------------------------------- words
+
+
+def duration(seconds: float) -> str:
+    """75 -> '1:15'."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def clean(text: str) -> str:
+    """Text from data or models, safe inside a line: control characters are shown, not obeyed."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def amount(value: float, unit: str) -> str:
+    return human_bytes(value) if unit == "B" else f"{value:,.0f} {unit}".rstrip()
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """A curve in one row of characters, averaged to the width."""
+    points = [value for value in values if value == value]
+    if len(points) < 2:
+        return ""
+    size = max(1, len(points) / width)
+    cuts = [points[int(i * size) : max(int(i * size) + 1, int((i + 1) * size))] for i in range(min(width, len(points)))]
+    means = [sum(cut) / len(cut) for cut in cuts if cut]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def line(picture: Status) -> str:
+    """The status of now with what must not be missed, in one line."""
+    return " · ".join(part for part in (sentence(picture), alert(picture)) if part)
+
+
+def sentence(picture: Status) -> str:
+    """The status of now; something in it changes every time."""
+    slot = picture.slot
+    if slot is None or not slot.phase:
+        return f"starting ({duration(time.monotonic() - picture.started)})"
+    parts = _training_words(picture, slot) if picture.training else _phase_words(picture, slot)
+    return " · ".join(part for part in parts if part)
+
+
+def alert(picture: Status) -> str:
+    """What a person must not miss, if anything."""
+    slot, parts = picture.slot, []
+    if picture.process is not None and picture.process.stopped:
+        parts.append(f"the process is stopped (signal); go on with: kill -CONT {picture.process.pid}")
+    elif picture.quiet_words:
+        parts.append(picture.quiet_words)
+    if picture.stopping:
+        parts.append(picture.stopping)
+    if picture.flags:
+        named = ", ".join(f"{flag['cause']} since step {flag['step']}" for flag in picture.flags.values())
+        parts.append(f"red flag{'s' * (len(picture.flags) > 1)}: {named}")
+    if slot is not None and slot.dropped:
+        parts.append(f"{slot.dropped} log lines could not be written")
+    return " · ".join(parts)
+
+
+def _training_words(picture: Status, slot: Slot) -> list[str]:
+    parts = [f"step {slot.step}/{slot.steps}" if slot.steps else f"step {slot.step}"]
+    if slot.loss == slot.loss:
+        parts.append(f"loss {slot.loss:.3f}")
+    if slot.tokens_per_s:
+        parts.append(f"{slot.tokens_per_s:,.0f} tok/s")
+    if slot.mfu:
+        parts.append(f"MFU {slot.mfu:.0%}")
+    if picture.eta_s is not None and slot.phase == "train":
+        parts.append(f"{duration(picture.eta_s)} left")
+    if slot.phase != "train":
+        inner = slot.phase.removeprefix("train > ")
+        count = f" {amount(slot.done, '')}/{amount(slot.total, slot.unit)}" if slot.total > 0 else ""
+        parts.append(f"{inner}{count} for {duration(_phase_age(slot))}")
+    elif picture.quiet_s > 1:
+        parts.append(f"{slot.span or 'working'} for {duration(picture.quiet_s)}")
+    if slot.step or slot.durable_step:
+        parts.append(f"safe to step {slot.durable_step}")
+    if picture.usd is not None:
+        limit = f" of ${picture.usd_limit:.2f}" if picture.usd_limit else ""
+        parts.append(f"${picture.usd:.4f}{limit}")
+    return parts
+
+
+def _phase_words(picture: Status, slot: Slot) -> list[str]:
+    parts = [slot.phase]
+    if slot.total > 0:
+        parts.append(f"{amount(slot.done, slot.unit)} of {amount(slot.total, slot.unit)}")
+    elif slot.done:
+        parts.append(amount(slot.done, slot.unit))
+    if picture.rate and slot.done:
+        parts.append(f"{amount(picture.rate, slot.unit)}/s")
+    if picture.eta_s is not None:
+        parts.append(f"{duration(picture.eta_s)} left")
+    if slot.item:
+        parts.append(clean(slot.item))
+    usual = f" (last time {duration(picture.usual_s)})" if picture.usual_s is not None else ""
+    parts.append(f"for {duration(_phase_age(slot))}{usual}")
+    if slot.done and picture.quiet_s > 2:
+        parts.append(f"last progress {duration(picture.quiet_s)} ago")
+    return parts
+
+
+def _phase_age(slot: Slot) -> float:
+    return max(0.0, (time.monotonic_ns() - slot.phase_since_ns) / 1e9)
+
+
+def tell(event: dict[str, Any]) -> list[tuple[str, str]]:
+    """An event in words, with a style for terminals; most need none."""
+    kind = event.get("type")
+    if kind == "phase" and event.get("state") == "end" and ">" not in event["path"] and event["name"] != "train":
+        count = f"  {amount(event['done'], event['unit'])}" if event.get("done") else ""
+        return [(f"done  {event['name']:<14} {event['seconds']:6.2f} s{count}", "dim")]
+    if kind == "note":
+        return [(f"note  {clean(event['text'])}", "")]
+    if kind == "warning":
+        return [(f"WARNING  {clean(event['text'])}", "bold yellow")]
+    if kind == "checkpoint":
+        best = ", best so far" if event.get("best") else ""
+        took = f"{event['seconds']:.2f} s"
+        if (blocked_s := event.get("blocked_s", event["seconds"])) < event["seconds"]:
+            took += f" beside the steps, which waited {blocked_s:.2f} s"
+        return [(f"saved {event['path']} ({human_bytes(event['bytes'])}, {took}{best})", "green")]
+    if kind == "eval":
+        return [(f"validation at step {event['step']}: {clean(event['text'])}", "cyan")]
+    if kind == "sample":
+        return [(f"sample at step {event['step']}:", "magenta")] + [
+            (f"   {line}", "") for line in _wrapped(event["text"])
+        ]
+    if kind == "verdict" and not event.get("said"):
+        style = "yellow" if event["state"] == "slow" else "bold red"
+        return [(f"{event['state']}: {clean(event['why'])}", style), (f"next: {event['next']}", style)]
+    if kind == "well again":
+        return [
+            (
+                f"well again: {event['cause']} (a red flag since step {event['since_step']}), at step {event['step']}",
+                "green",
+            )
+        ]
+    if kind == "ended early":
+        return [(f"ended early at step {event['step']} of {event['steps']}: {event['why']}", "bold")]
+    if kind == "error":
+        return [(line, "bold red") for line in event["lines"]]
+    return []
+
+
+def _wrapped(text: str, width: int = 100) -> list[str]:
+    lines = []
+    for line in text.strip("\n").split("\n"):
+        lines += textwrap.wrap(clean(line), width) or [""]
+    return lines
+
+
+def tell_step(record: dict[str, Any]) -> str:
+    """One step in detail (--verbose)."""
+    known = {name.split("/")[-1]: value for name, value in record.items() if "/" in name and value is not None}
+    return f"step {record['step']}  " + "  ".join(f"{name} {value:.5g}" for name, value in known.items())

@@ -1,0 +1,124 @@
+"""The ledger: where every second (and cent) of a run went, over all its attempts.
+
+In:  events.jsonl and metrics.jsonl of a run folder.
+Out: seconds by name, and report.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lamplighter.config import Budget
+from lamplighter.rundir import RunDir, read_lines
+from lamplighter.watch import redflags
+from lamplighter.watch.status import duration
+
+
+@dataclass
+class TimeReport:
+    """Seconds by name; `wall_s` is what they are measured against."""
+
+    wall_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    attempts: int = 0
+    redone_steps: int = 0
+
+    @property
+    def unexplained_s(self) -> float:
+        return max(0.0, self.wall_s - sum(self.seconds.values()))
+
+
+@dataclass
+class _Attempt:
+    start: float
+    last: float
+    child_start: float = 0.0
+    child_end: float = 0.0
+    told_all: bool = False
+    was_stuck: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def read_time_report(run: RunDir) -> TimeReport:
+    """Add up the attempts."""
+    attempts: list[_Attempt] = []
+    redone = 0
+    for event in read_lines(run.events):
+        kind, t = event.get("type"), float(event.get("t", 0.0))
+        if kind == "start":
+            attempts.append(_Attempt(event.get("began", t), t))
+        if not attempts:
+            continue
+        now = attempts[-1]
+        now.last = max(now.last, t)
+        if kind == "hello":
+            now.child_start = t
+        elif kind == "ledger":
+            now.seconds, now.told_all = event["seconds"], event.get("final", False)
+        elif kind == "child_end":
+            now.child_end = t
+        elif (
+            kind == "verdict" and event.get("state") in ("stuck", "slow") and event.get("action") in ("restart", "stop")
+        ):
+            now.was_stuck = True
+        elif kind == "resumed":
+            redone += event.get("redone_steps", 0)
+    ledger = TimeReport(attempts=len(attempts), redone_steps=redone)
+    for one in attempts:
+        _add(ledger, one)
+    return ledger
+
+
+def _add(ledger: TimeReport, one: _Attempt) -> None:
+    ledger.wall_s += one.last - one.start
+    for name, seconds in one.seconds.items():
+        _charge(ledger, name, seconds)
+    if one.child_start:
+        _charge(ledger, "start of the process", max(0.0, one.child_start - one.start))
+        told = sum(one.seconds.values())
+        rest = max(0.0, one.child_end - one.child_start - told) if one.child_end else 0.0
+        if rest and one.told_all:
+            _charge(ledger, "end of the process", rest)
+        elif rest and one.was_stuck:
+            _charge(ledger, "stuck, until it was restarted", rest)
+        elif rest:  # its last word was up to 5 s old
+            _charge(ledger, "the last seconds before a kill", rest)
+    if one.child_end:
+        _charge(ledger, "closing", max(0.0, one.last - one.child_end))
+
+
+def _charge(ledger: TimeReport, name: str, seconds: float) -> None:
+    ledger.seconds[name] = ledger.seconds.get(name, 0.0) + seconds
+
+
+def lines(ledger: TimeReport, budget: Budget) -> list[str]:
+    """The table that people read."""
+    wall = ledger.wall_s or 1e-9
+    rows = [
+        (name, seconds)
+        for name, seconds in sorted(ledger.seconds.items(), key=lambda row: -row[1])
+        if seconds / wall > 0.0005
+    ]
+    rows.append(("unexplained", ledger.unexplained_s))
+    table = [
+        f"{name:<32} {duration(seconds):>9}  {seconds / wall:6.1%}{_cents(seconds, budget)}" for name, seconds in rows
+    ]
+    table.append(f"{'all':<32} {duration(ledger.wall_s):>9}  100.0%{_cents(ledger.wall_s, budget)}")
+    if ledger.redone_steps:
+        table.append(f"{ledger.redone_steps} steps were done twice, because of a kill between two saves")
+    return table
+
+
+def _cents(seconds: float, budget: Budget) -> str:
+    return f"  ${budget.spent_usd(seconds):.4f}" if budget.usd_per_hour is not None else ""
+
+
+def write_report(run: RunDir, ledger: TimeReport, budget: Budget, outcome: str, facts: dict[str, Any]) -> None:
+    """report.md: the outcome, the facts, the red flags, the ledger."""
+    parts = [f"# {run.name}", "", outcome, ""]
+    parts += [f"- {name}: {value}" for name, value in facts.items()]
+    parts += ["", *redflags.section(read_lines(run.events))]
+    parts += [f"## Where the time went ({ledger.attempts} attempt{'s' if ledger.attempts != 1 else ''})", "", "```"]
+    parts += [*lines(ledger, budget), "```", ""]
+    run.report.write_text("\n".join(parts), encoding="utf-8", errors="replace")
