@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import importlib
 import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,10 +34,24 @@ TINY = [
 
 
 FULL = os.environ.get("LAMP_ZOO_FULL") == "1"  # make zoo
-LONG = pytest.mark.skipif(not FULL, reason="in make zoo")
+LONG = pytest.mark.zoo  # only in make zoo: takes long, or needs a quiet machine
 
 
 STARTED: list[subprocess.Popen[bytes]] = []
+
+
+def pytest_configure() -> None:
+    """A shell that starts us in the background has us ignore some signals; what we start shall not inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What belongs to make zoo is left out here, and counted as such, not as skipped."""
+    if not FULL:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("zoo")])
+        items[:] = [item for item in items if not item.get_closest_marker("zoo")]
 
 
 def shared(*parts: str) -> Path:
@@ -64,6 +82,71 @@ def start_lamp(*words: str, cwd: Path, **extra: Any) -> subprocess.Popen[bytes]:
         )
     STARTED.append(process)
     return process
+
+
+# ---------------------------------------------------------------- the command without a process of its own
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """`lamp WORDS` in this process: for mistakes of the command line, and for all that ends before a child is started.
+
+    The lock of a run that was taken is kept until the tests end: a second call needs another run or a copy of it.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    entry = importlib.import_module(LAMP[-1])
+
+    def call(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["lamp", *words])
+        capfd.readouterr()
+        code = entry.main()
+        said = capfd.readouterr()
+        return subprocess.CompletedProcess(["lamp", *words], code, said.out, said.err)
+
+    yield call
+    signal.signal(signal.SIGTERM, before)
+
+
+# ---------------------------------------------------------------- a finished run, trained once
+
+Finished = Callable[..., RunDir]
+
+
+def copy_run(run: Path, to: Path) -> None:
+    """All but the slots: a named pipe is in there, and the next start makes them anew."""
+    shutil.copytree(run, to, ignore=shutil.ignore_patterns("slots"), dirs_exist_ok=True)
+
+
+@pytest.fixture
+def finished(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The run `r` of `lamp train WORDS` in tmp_path/runs, its token cache beside it: trained once for the same words, copied here.
+
+    What it said is in its console.log. The copy belongs to the test, which may damage or continue it.
+    """
+
+    def give(*words: str) -> RunDir:
+        copy_run(trained_once(tmp_path_factory, words) / "runs", tmp_path / "runs")
+        return RunDir(tmp_path / "runs" / "r")
+
+    return give
+
+
+def trained_once(factory: pytest.TempPathFactory, words: tuple[str, ...]) -> Path:
+    """A folder in which `lamp train --run r WORDS` has finished; the workers of pytest-xdist share it."""
+    root = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
+    place = root / f"finished-{hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]}"
+    with open(place.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / "done").exists():
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            done = lamp("train", "--run", "r", *words, cwd=place)
+            assert done.returncode == 0, done.stdout + done.stderr
+            (place / "done").touch()
+    return place
 
 
 def wait_for(

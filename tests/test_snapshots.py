@@ -7,23 +7,19 @@ Out: a failure with the difference. Three finished runs, one for each kind of da
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 import os
 import re
 import shlex
-import shutil
-import signal
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conftest import lamp, processes_of, slot_of, start_lamp, wait_for
+from conftest import Command, copy_run, lamp, processes_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir
-from snapshots.loss_bits import entry_module, losses, machine, train_words, write_rows
+from snapshots.loss_bits import losses, machine, train_words, write_rows
 
 FOLDER = Path(__file__).parent / "snapshots"
 WRITE = os.environ.get("LAMP_SNAPSHOTS") == "write"
@@ -32,8 +28,6 @@ KINDS = {"cache": "cache-dropout", "rows": "rows-llama", "stream": "stream"}
 VERBS = ("demo", "train", "watch", "why", "stop", "save", "runs", "checkpoints", "generate", "plan", "doctor", "data",
          "tokenizer")  # fmt: skip
 PRESETS = ("demo", "llama", "regular", "slm")
-
-Command = Callable[..., tuple[int, str]]
 
 
 def check(name: str, found: str) -> None:
@@ -44,24 +38,6 @@ def check(name: str, found: str) -> None:
     recorded = path.read_text()
     lines = difflib.unified_diff(recorded.splitlines(), found.splitlines(), f"recorded {name}", "found", lineterm="")
     assert found == recorded, "\n".join(lines)
-
-
-@pytest.fixture
-def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """`lamp WORDS` in this process: for what ends before a child is started."""
-    before = signal.getsignal(signal.SIGTERM)
-    entry = importlib.import_module(entry_module())
-
-    def run(*words: str, cwd: Path) -> tuple[int, str]:
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["lamp", *words])
-        capfd.readouterr()
-        code = entry.main()
-        said = capfd.readouterr()
-        return code, said.out + said.err
-
-    yield run
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +56,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_help_says_what_it_said(command: Command, tmp_path: Path) -> None:
     said = [command("--help", cwd=tmp_path)] + [command(verb, "--help", cwd=tmp_path) for verb in VERBS]
-    assert {code for code, _ in said} == {0}
+    assert {done.returncode for done in said} == {0}
     titles = ["lamp --help", *(f"lamp {verb} --help" for verb in VERBS)]
-    check("help.txt", "\n".join(f"$ {title}\n{text}" for title, (_, text) in zip(titles, said, strict=True)))
+    check("help.txt", "\n".join(f"$ {title}\n{done.stdout}" for title, done in zip(titles, said, strict=True)))
 
 
 def test_every_field_has_the_default_it_had(command: Command, tmp_path: Path) -> None:
@@ -90,9 +66,9 @@ def test_every_field_has_the_default_it_had(command: Command, tmp_path: Path) ->
     asked = [[], ["--test"], ["run.yaml", "--train.seed", "9"], *(["--preset", name] for name in PRESETS)]
     pages = []
     for words in asked:
-        code, said = command("train", *words, "--print-config", cwd=tmp_path)
-        assert code == 0, said
-        changed = [line for line in said.splitlines() if words == [] or "# default" not in line]
+        done = command("train", *words, "--print-config", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        changed = [line for line in done.stdout.splitlines() if words == [] or "# default" not in line]
         pages.append("\n".join([f"$ lamp train {' '.join([*words, '--print-config'])}", *changed, ""]))
     check("defaults.txt", "\n".join(pages))
 
@@ -263,10 +239,6 @@ class Model(torch.nn.Module):
 """
 
 
-def copy_run(run: Path, to: Path) -> None:
-    shutil.copytree(run, to, ignore=shutil.ignore_patterns("slots"))  # a named pipe is in there
-
-
 @pytest.fixture
 def desk(runs: Path, tmp_path: Path) -> Path:
     """A folder with a finished run `old`, a run without checkpoints, and a few bad files."""
@@ -288,9 +260,9 @@ def code_line(code: int, words: list[str]) -> str:
 def test_a_mistake_has_the_exit_code_it_had(command: Command, desk: Path) -> None:
     found = []
     for words in AT_ONCE:
-        code, said = command(*words, cwd=desk)
-        assert "Traceback" not in said, said
-        found.append(code_line(code, words))
+        done = command(*words, cwd=desk)
+        assert "Traceback" not in done.stdout + done.stderr, done.stderr
+        found.append(code_line(done.returncode, words))
     check("exit_codes.txt", "\n".join(found) + "\n")
 
 
@@ -306,19 +278,18 @@ def test_an_end_has_the_exit_code_it_had(desk: Path) -> None:
 def test_finished_changed_running_and_stopped_have_their_codes(command: Command, desk: Path) -> None:
     for name in ("done", "drift"):  # a call in this process keeps the lock of its run
         copy_run(desk / "runs" / "old", desk / "runs" / name)
-    code, said = command("train", "--run", "done", *OLD, cwd=desk)
-    assert (code, "done is finished: 20 steps" in said) == (0, True), said
-    code, said = command("train", "--run", "drift", *OLD, "--train.lr", "0.5", cwd=desk)
-    assert (code, "train.lr: 0.0003 -> 0.5" in said) == (78, True), said
+    done = command("train", "--run", "done", *OLD, cwd=desk)
+    assert done.returncode == 0 and "done is finished: 20 steps" in done.stdout, done.stderr
+    done = command("train", "--run", "drift", *OLD, "--train.lr", "0.5", cwd=desk)
+    assert done.returncode == 78 and "train.lr: 0.0003 -> 0.5" in done.stderr, done.stdout
 
     run = RunDir(desk / "runs" / "going")
     words = ["train", "--run", "going", *OLD, "--train.steps", "100000"]
     going = start_lamp(*words, cwd=desk)
     wait_for(lambda: slot_of(run).step > 2, process=going)
-    code, said = command(*words, cwd=desk)
-    assert (code, str(going.pid) in said) == (69, True), said
-    code, said = command("generate", "going", "--prompt", "x" * 10, "--top-p", "x", cwd=desk)
-    assert code == 2, said
+    done = command(*words, cwd=desk)
+    assert done.returncode == 69 and str(going.pid) in done.stderr, done.stdout
+    assert command("generate", "going", "--top-p", "x", cwd=desk).returncode == 2
     going.terminate()
     assert going.wait(30) == 75
     assert not processes_of(run.path)
