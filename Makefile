@@ -36,7 +36,16 @@ BENCHES := starting batches tokenising generation training first_step saving pac
 bench:
 	@set -e; for name in $(BENCHES); do echo; echo "== $$name"; $(PYTHON) benchmarks/$$name.py; done
 
-.PHONY: docs wheel
+.PHONY: readme pictures docs wheel
+# Figures from benchmarks/results; a benchmark writes its own with --json benchmarks/results/NAME.json.
+readme:
+	$(PYTHON) benchmarks/readme.py --plans
+
+# The two recordings at the top of the README.
+pictures:
+	$(PYTHON) benchmarks/recording.py hang docs/hang.svg
+	$(PYTHON) benchmarks/recording.py kill docs/kill.svg
+
 docs:
 	$(PYTHON) -m mkdocs build
 

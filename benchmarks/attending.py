@@ -8,6 +8,7 @@ Run: .venv/bin/python benchmarks/attending.py [SECONDS]
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -93,7 +94,11 @@ def watched(cwd: Path, words: list[str]) -> tuple[str, float, float]:
 
 
 def main() -> None:
-    seconds = sys.argv[1] if len(sys.argv) > 1 else "30"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seconds", nargs="?", default="30")
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    wanted = parser.parse_args()
+    seconds = wanted.seconds
     with tempfile.TemporaryDirectory() as folder:
         cwd = Path(folder)
         (cwd / "script.py").write_text(SCRIPT)
@@ -111,6 +116,9 @@ def main() -> None:
         print(f"the script pays {step:.2f} us a step and {fetch:.2f} us a batch (CPU time, median of 3 interleaved)")
         print(f"a step of {used / steps * 1000:.1f} ms: {(step + fetch) / (used / steps * 1e6):.3%}")
         print(f"the watcher uses {watcher:.2%} of a core, the passage {passage:.2%}; {os.cpu_count()} cores")
+    measured.keep(wanted.json, {
+        "step_us": step, "batch_us": fetch, "step_percent": (step + fetch) / (used / steps * 1e4), "watcher_percent": 100 * watcher,
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 In:  the number of kills (default 100) in 2,000 steps of a tiny model with dropout.
 Out: whether every loss, the final weights and the optimizer are equal; steps done twice; time per recovery.
 
-Run: .venv/bin/python benchmarks/kills.py [KILLS]
+Run: .venv/bin/python benchmarks/kills.py [KILLS] [--json FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import random
@@ -17,6 +18,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import measured
 
 from lamplighter.report import read_slot
 from lamplighter.rundir import RunDir, read_lines
@@ -80,7 +83,11 @@ def torture(cwd: Path, run: RunDir, kills: int, rng: random.Random) -> int:
 
 
 def main() -> None:
-    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kills", type=int, nargs="?", default=100)
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    wanted = parser.parse_args()
+    kills = wanted.kills
     with tempfile.TemporaryDirectory() as folder:
         cwd = Path(folder)
         whole, broken = RunDir(cwd / "runs" / "whole"), RunDir(cwd / "runs" / "broken")
@@ -90,18 +97,18 @@ def main() -> None:
         seconds = time.monotonic() - began
         mine, theirs = losses(broken), losses(whole)
         lines = sum("train/loss" in record for record in read_lines(broken.metrics))
+        equal = sum(mine.get(step) == loss for step, loss in theirs.items())
+        same = final_hash(broken) == final_hash(whole)
+        a_kill, twice = seconds / max(1, made), (lines - len(mine)) / max(1, made)
+        print(f"{made} kills in {STEPS} steps, {seconds:.0f} s, {a_kill:.1f} s a kill with its recovery")
+        print(f"losses: {equal} of {len(theirs)} equal to the last bit")
+        print(f"final weights and optimizer: {'hash-equal' if same else 'DIFFERENT'}")
         print(
-            f"{made} kills in {STEPS} steps, {seconds:.0f} s, {seconds / max(1, made):.1f} s a kill with its recovery"
+            f"steps done twice: {lines - len(mine)} ({twice:.1f} a kill, at most {2 * EVERY}: one save may be under way)"
         )
-        print(
-            f"losses: {sum(mine.get(step) == loss for step, loss in theirs.items())} of {len(theirs)} equal to the last bit"
-        )
-        print(
-            f"final weights and optimizer: {'hash-equal' if final_hash(broken) == final_hash(whole) else 'DIFFERENT'}"
-        )
-        print(
-            f"steps done twice: {lines - len(mine)} ({(lines - len(mine)) / max(1, made):.1f} a kill, at most {2 * EVERY}: one save may be under way)"
-        )
+    measured.keep(wanted.json, {
+        "kills": made, "steps": len(theirs), "equal": equal, "weights_equal": same, "seconds_a_kill": a_kill, "redone_a_kill": twice,
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import math
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -208,8 +209,22 @@ def copy_gb_s(size: int, seconds: float = 0.5) -> float:
     return best / 1e9
 
 
-def keep(where: Path | None) -> None:
-    """At the end: the tables as JSON, if that was asked for."""
+def keep(where: Path | None, figures: Mapping[str, float] | None = None) -> None:
+    """At the end: the tables as JSON, if that was asked for, and the figures that a document may quote by name.
+
+    A result in benchmarks/results/ is what the README quotes: `make readme` (benchmarks/readme.py).
+    """
     if where is not None:
-        where.write_text(json.dumps({"machine": machine(), "tables": _tables}, indent=1) + "\n")
+        words = [Path(sys.argv[0]).name, *(word for word in sys.argv[1:])]
+        told = {
+            "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit(), "machine": machine().removeprefix("machine: "),
+            "command": "python benchmarks/" + " ".join(words), "figures": dict(figures or {}), "tables": _tables,
+        }  # fmt: skip
+        where.write_text(json.dumps(told, indent=1) + "\n")
         print(f"\nwritten: {where}")
+
+
+def commit() -> str:
+    """Of these sources; with a plus where they were changed since."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "unknown"

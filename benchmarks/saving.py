@@ -27,6 +27,7 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as in a run of ours (watch/spawn.py), before torch is there
 
+import measured
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -64,7 +65,7 @@ class Job:
         self.step += 1
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {**stored_tensors(self.model), **optimizers.state_tensors(self.model, self.optimizer)}
+        return {**stored_tensors(self.model), **self.optimizer.state_tensors()}
 
 
 @dataclass
@@ -116,7 +117,7 @@ def ours(job: Job, folder: Path) -> Way:
         assert found is not None
         _, tensors, _ = checkpoint.load_state(found)
         load_weights(job.model, found)
-        optimizers.load_state(job.model, job.optimizer, tensors)
+        job.optimizer.load_state_tensors(tensors)
 
     return Way(begin, restore, hold)
 
@@ -230,6 +231,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=60, help="steps beside a save; then the rest of it is waited for")
     parser.add_argument("--ways", nargs="+", default=[], help="a part of their names; all unless given")
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(dir=args.folder) as place:
@@ -268,6 +270,12 @@ def main() -> None:
         for name, way in ways.items():
             show(name, way, best)
         dist.destroy_process_group()
+    mine = next(way for name, way in ways.items() if name.startswith("ours"))
+    blocked, theirs = statistics.median(mine.blocked_s), statistics.median(best.blocked_s)
+    measured.keep(args.json, {
+        "gb": size / 1e9, "blocked_ms": 1000 * blocked, "worst_ms": 1000 * max(mine.blocked_s), "dcp_ms": 1000 * theirs,
+        "restore_s": statistics.median(mine.restore_s),
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

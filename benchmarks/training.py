@@ -60,9 +60,9 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
     import numpy as np
     from safetensors.torch import save_file
 
+    from lamplighter.commands.train import prepare
     from lamplighter.config import dump, resolve
     from lamplighter.rundir import RunDir
-    from lamplighter.work import prepare
 
     make_text(place / "text.txt", wanted.vocab, 1.0 if wanted.quick else 12.0)
     common = {
@@ -144,7 +144,8 @@ def environment(ours: bool) -> dict[str, str]:
     }
 
 
-def race(wanted: Any, case: dict[str, Any], place: Path) -> None:
+def race(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, float]:
+    """The table, and the figures of it that a document quotes."""
     chosen = contestants(wanted, case, place)
     tokens = wanted.steps * wanted.batch * wanted.length
     workers = {
@@ -192,6 +193,13 @@ def race(wanted: Any, case: dict[str, Any], place: Path) -> None:
     limit = "; ".join(told)
     sizes = f"{case['parameters']:,} parameters, {wanted.batch} x {wanted.length} tokens a step"
     measured.show(f"training, {sizes}", "tokens/s", rows, base, limit)
+    ours, figures = rows[0], {"tokens_per_s": rows[0].middle}
+    for row in rows[1:]:
+        key = {base: "trainer", f"plain loop, {wanted.dtypes[0]} compiled": "plain_loop"}.get(row.name)
+        if key:
+            low, high = measured.interval(ours, row) or (0.0, 0.0)
+            figures |= {f"ratio_{key}": ours.middle / row.middle, f"low_{key}": low, f"high_{key}": high}
+    return figures
 
 
 def farthest(mine: list[float], first: list[float]) -> str:
@@ -220,8 +228,8 @@ def main() -> None:
     torch.set_num_threads(wanted.threads)
     measured.say_machine()
     with tempfile.TemporaryDirectory(prefix="lamp-bench-") as place:
-        race(wanted, prepare_case(wanted, Path(place)), Path(place))
-    measured.keep(wanted.json)
+        figures = race(wanted, prepare_case(wanted, Path(place)), Path(place))
+    measured.keep(wanted.json, figures)
 
 
 if __name__ == "__main__":

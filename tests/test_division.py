@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +228,87 @@ def test_the_overlap_is_found_in_any_range_of_hashes(tmp_path: Path, monkeypatch
         else:
             with pytest.raises(BadData, match=r"validation text is also in train-00000\.bin"):
                 one._check_overlap([record])
+
+
+# ---------------------------------------------------------------- files that change, and files that are many
+
+
+def _append(path: Path) -> None:
+    with open(path, "a") as file:
+        file.write('{"text": "one more"}\n')
+
+
+def _edit(path: Path) -> None:
+    """As many bytes as before, and the date of before."""
+    before = path.stat()
+    path.write_bytes(path.read_bytes().swapcase())
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _wait_for_the_clock_of_files(path: Path) -> None:
+    """Until a write has another time stamp than the latest one of `path`: they go by some milliseconds."""
+    probe, until = path.with_name("probe"), time.monotonic() + 5
+    while time.monotonic() < until:
+        probe.write_text("")
+        if probe.stat().st_ctime_ns > path.stat().st_ctime_ns:
+            return
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz"])
+@pytest.mark.parametrize("change", [_append, _edit])
+@pytest.mark.parametrize("moment", ["before a unit", "after a unit was read", "after the hash"])
+def test_a_file_that_changes_while_it_is_prepared_is_refused(
+    tmp_path: Path, monkeypatch: Any, name: str, change: Any, moment: str
+) -> None:
+    if name.endswith(".gz") and moment == "after a unit was read":
+        pytest.skip("a small packed file is read to its end before its first document is handed on")
+    text = "".join(json.dumps({"text": f"document {n} " * 20}) + "\n" for n in range(300)).encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    _wait_for_the_clock_of_files(path)
+    source = open_source([str(path)], None, None)
+    real_read, real_look = ranges.read, partition.look
+
+    def read(*args: Any) -> Any:
+        if moment == "before a unit":
+            change(path)
+        yield from real_read(*args)
+
+    def read_then(span: Any, how: Any, faults: Any) -> Any:
+        for number, found in enumerate(real_read(span, how, faults)):
+            if not number:
+                change(path)
+            yield found
+
+    if moment == "after the hash":
+        monkeypatch.setattr(partition, "look", lambda *args: (change(path), real_look(*args))[1])
+    else:
+        monkeypatch.setattr(ranges, "read", read if moment == "before a unit" else read_then)
+    with pytest.raises(BadData, match="changed"):
+        ensure(tmp_path / "cache", source, byte_level(), Settings(0.1))
+    assert not list((tmp_path / "cache").glob("*/manifest.json"))
+
+
+def test_a_hard_link_to_a_file_that_is_being_read_is_no_change(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("a line of text\n" * 5000)
+    source = open_source([str(path)], None, None)
+    real = partition.look
+    monkeypatch.setattr(partition, "look", lambda *args: (os.link(path, tmp_path / "backup"), real(*args))[1])
+    assert open_tokens(ensure(tmp_path / "cache", source, byte_level(), Settings(0.1))).train.tokens > 5000
+
+
+def test_the_place_in_a_unit_of_many_files_is_found_without_walking_over_them(tmp_path: Path) -> None:
+    paths = []
+    for number in range(50):
+        paths.append(tmp_path / f"{number:02}.txt")
+        paths[-1].write_text("x" * (number % 7 + 1))
+    plan = partition.plan(FileSource(paths), Settings(0.1))
+    assert plan is not None and len(plan.units) == 1
+    done = 0
+    for span in plan.units[0].spans:
+        for byte in range(span.stop):
+            assert plan.units[0].place(done + byte) == f"{span.path} at byte {byte:,}"
+        done += span.stop
+    assert plan.units[0].place(done) == str(paths[-1])

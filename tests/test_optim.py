@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
+import pytest
 import torch
 
-from lamplighter.config import Train
+from lamplighter.config import OPTIMIZERS, OptimizerKind, Train
 from lamplighter.train import optimizers
 
 
@@ -37,10 +39,10 @@ def test_every_bit_is_that_of_torchs_optimizer() -> None:
         torchs.step()
         ours.zero_grad()
         torchs.zero_grad()
-    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
         for kind in optimizers.KINDS:
-            assert torch.equal(ours.state[a][kind], torchs.state[b][kind])
+            assert torch.equal(ours.state_tensors()[f"{kind}.{name}"], torchs.state[b][kind])
 
 
 def test_gradients_are_clipped_on_their_way_into_the_weights() -> None:
@@ -52,21 +54,24 @@ def test_gradients_are_clipped_on_their_way_into_the_weights() -> None:
         learn(theirs, step)
         limit = 0.3
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit)
-        torch.testing.assert_close(ours.norm(), norm)
-        shrunk.append(optimizers.shrink(float(norm), limit))
-        ours.step(1e-2, shrunk[-1])
+        torch.testing.assert_close(ours.grad_norm(), norm)
+        scale = optimizers.clip_factor(float(norm), limit)
+        assert scale is not None
+        shrunk.append(float(scale))
+        ours.step(1e-2, scale)
         others.step(1e-2)
         ours.zero_grad()
         others.zero_grad()
     assert max(shrunk) > 1.5
-    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(ours.state[a]["exp_avg"], others.state[b]["exp_avg"], rtol=1e-4, atol=1e-8)
+        moments = (one.state_tensors()[f"exp_avg.{name}"] for one in (ours, others))
+        torch.testing.assert_close(*moments, rtol=1e-4, atol=1e-8)
 
 
 def test_what_is_within_the_limit_is_not_shrunk() -> None:
-    assert optimizers.shrink(0.9, 1.0) == optimizers.shrink(1.0, 1.0) == optimizers.shrink(50.0, 0.0) == 1.0
-    assert optimizers.shrink(5.0, 2.0) == 2.5
+    assert all(optimizers.clip_factor(*case) is None for case in ((0.9, 1.0), (1.0, 1.0), (50.0, 0.0)))
+    assert float(optimizers.clip_factor(5.0, 2.0)) == 2.5  # type: ignore[arg-type]
 
 
 def test_state_goes_to_tensors_and_back() -> None:
@@ -76,7 +81,7 @@ def test_state_goes_to_tensors_and_back() -> None:
     first.step(1e-2)
     first.zero_grad()
     two.load_state_dict(one.state_dict())
-    optimizers.load_state(two, second, {name: t.clone() for name, t in optimizers.state_tensors(one, first).items()})
+    second.load_state_tensors({name: t.clone() for name, t in first.state_tensors().items()})
     for model, optimizer in ((one, first), (two, second)):
         learn(model, 2)
         optimizer.step(1e-2)
@@ -91,21 +96,50 @@ def test_a_parameter_without_a_gradient_is_left_as_it_is() -> None:
     optimizer = optimizers.make_optimizer(model, Train(weight_decay=1.0))
     learn(model, 1)
     optimizer.step(1e-2)
-    assert torch.equal(frozen, before) and frozen not in optimizer.state
+    assert torch.equal(frozen, before) and "exp_avg.0.weight" not in optimizer.state_tensors()
     fresh = optimizers.make_optimizer(model, Train())
-    optimizers.load_state(model, fresh, optimizers.state_tensors(model, optimizer))
-    assert fresh.state.keys() == optimizer.state.keys()
+    fresh.load_state_tensors(optimizer.state_tensors())
+    assert fresh.state_tensors().keys() == optimizer.state_tensors().keys()
 
 
 def test_a_step_does_not_load_the_compiler() -> None:
     code = (
         "import sys, torch\n"
         "from lamplighter.config import Train\n"
-        "from lamplighter.train import optim\n"
+        "from lamplighter.train import optimizers\n"
         "m = torch.nn.Linear(2, 2)\n"
-        "o = optim.make_optimizer(m, Train())\n"
+        "o = optimizers.make_optimizer(m, Train())\n"
         "m(torch.ones(1, 2)).sum().backward()\n"
         "o.step(0.1); o.zero_grad()\n"
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_the_bytes_per_parameter_are_those_of_the_real_state(kind: OptimizerKind) -> None:
+    """The plan, the doctor and the disk check read the table; the state itself is the judge of it."""
+    assert Train().optimizer in OPTIMIZERS.values()
+    model = torch.nn.Linear(256, 256, bias=False)
+    module, _, name = kind.built_by.partition(":")
+    optimizer = getattr(importlib.import_module(module), name)(model, Train())
+    model(torch.ones(2, 256)).sum().backward()
+    optimizer.step(1e-3)
+    stored = sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
+    assert stored / model.weight.numel() == pytest.approx(kind.state_bytes, rel=1e-3)
+
+
+def test_a_step_with_infinite_gradients_changes_nothing_and_is_not_waited_for() -> None:
+    model = small()
+    optimizer = optimizers.make_optimizer(model, Train())
+    learn(model, 1)
+    optimizer.step(1e-2)
+    optimizer.zero_grad()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    learn(model, 2)
+    optimizer.step(1e-2, torch.tensor(2.0), found_inf=torch.tensor(1.0))
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in optimizer.state_tensors().items())
+    optimizer.step(1e-2, found_inf=torch.tensor(0.0))
+    assert not torch.equal(next(model.parameters()), weights["0.weight"])

@@ -115,7 +115,7 @@ def children(pid: int) -> dict[str, list[int]]:
             line = " ".join(one.cmdline())
         except psutil.Error:
             continue
-        if "lamplighter.work" in line:
+        if "lamplighter.commands.child" in line:
             found["child"].append(one.pid)
         elif "spawn_main" in line:
             found["workers"].append(one.pid)

@@ -12,10 +12,10 @@ SRC = Path(__file__).parents[1] / "src" / "lamplighter"
 LAYER0 = {"config", "report", "rundir", "errors"}
 ALLOWED = {
     "config": {"errors"},
-    "report": {"errors", "rundir"},
-    "rundir": {"errors"},
+    "report": {"errors", "rundir", "procs"},
+    "rundir": {"errors", "procs"},
     "errors": set(),
-    "procs": LAYER0,
+    "procs": {"errors"},
     "readers": LAYER0,
     "data": LAYER0 | {"procs", "readers"},
     "clean": LAYER0 | {"procs", "readers"},
@@ -23,14 +23,12 @@ ALLOWED = {
     "train": LAYER0 | {"procs", "readers", "data", "model"},
     "plan": LAYER0 | {"procs", "data", "model", "train"},
     "doctor": LAYER0 | {"procs", "readers", "data", "model", "train", "plan"},
-    "use": LAYER0 | {"data", "model", "train"},
     "watch": LAYER0 | {"procs"},
-    "commands": LAYER0 | {"procs", "watch", "plan", "model", "doctor", "data"},
-    "work": LAYER0 | {"procs", "readers", "data", "clean", "model", "train", "use", "plan", "doctor"},
+    "commands": LAYER0 | {"procs", "readers", "data", "clean", "model", "train", "watch", "plan", "doctor"},
     "__main__": {"commands"},
 }
-TORCH_FREE = ["commands", "watch.supervisor", "watch.run_commands", "watch.live", "readers", "data.sources", "data.tokenizer",
-              "data.token_cache.reader", "data.batches", "data.corpus", "data.chat.layout", "data.chat", "work", "model.shape"]  # fmt: skip
+TORCH_FREE = [*(f"commands.{path.stem}" for path in (SRC / "commands").glob("[!_]*.py")), "watch.supervisor", "watch.live", "readers", "data.sources", "data.tokenizer",
+              "data.token_cache.reader", "data.batches", "data.corpus", "data.chat.layout", "data.chat", "model.shape"]  # fmt: skip
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "misc", "core", "manager"}
 
 

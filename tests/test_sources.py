@@ -316,20 +316,22 @@ def test_known_files_are_not_hashed_again(tmp_path: Path, monkeypatch: Any) -> N
     hashed: list[Path] = []
     real = local.hash_content
     monkeypatch.setattr(local, "hash_content", lambda path, tick=None: hashed.append(path) or real(path, tick))
+    now = time.time
 
     def mark() -> str:
         return open_source([str(path)], None, None, hash_store=store).fingerprint()
 
     first = mark()
     assert mark() == first and len(hashed) == 2, "a file written a moment ago may still change: not remembered"
-    os.utime(path, (time.time() - 100,) * 2)
+    monkeypatch.setattr(local.time, "time", lambda: now() + 100)
     assert mark() == first and mark() == first
     assert len(hashed) == 3
     store.write_text("{damaged")
     assert mark() == first and len(hashed) == 4
+    before = path.stat()
     path.write_text("two")
-    os.utime(path, (time.time() - 100,) * 2)
-    assert mark() != first
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size and mark() != first, "an edit of the same size with its old date"
 
 
 # ---------------------------------------------------------------- a user's own source

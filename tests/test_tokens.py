@@ -338,7 +338,7 @@ CHILD = """
 import os, sys, time
 from pathlib import Path
 from lamplighter.data.token_cache import builder
-from lamplighter.data import tokens
+from lamplighter.data.token_cache import reader as tokens
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.data.tokenizer import byte_level
 

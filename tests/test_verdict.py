@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from lamplighter.procs.procfs import Observation, ProcessLook, ThreadLook, look_closely
+from lamplighter.procs.procfs import ProcessLook, ThreadLook, look_closely
 from lamplighter.procs.stacks import OURS, Frame, Stacks, ThreadStack
 from lamplighter.report import FLAGS, Slot, Verdict
 from lamplighter.watch.diagnosis import Finding, enclosing_loop, judge
-from lamplighter.watch.evidence import from_json, to_json
+from lamplighter.watch.evidence import Observation, from_json, to_json
 from lamplighter.watch.resources import disk_verdict, memory_verdict
 from lamplighter.watch.restart_policy import RestartPolicy
 from lamplighter.watch.tree_diagnosis import phase_from_stack
@@ -80,13 +80,13 @@ def test_the_catalogue(user_file: str) -> None:
     assert cause(calm, [stack_at(user_file, 3, silent=True, gil=True)] * 2) == ("slow", "gil_hold", False)
     starved = [moment(2.0, state="R"), moment(4.0, state="R", cpu_s=0.3, cpu_ns=3 * 10**8, starved_ns=17 * 10**8)]
     assert cause(starved, here) == ("slow", "starved", False)
-    sleeping = [moment(2.0, syscall="230"), moment(4.0, syscall="230")]
+    sleeping = [moment(2.0, syscall="clock_nanosleep"), moment(4.0, syscall="clock_nanosleep")]
     assert cause(sleeping, here) == ("slow", "sleep", False)
     assert cause(calm, here) == ("slow", "waiting", False)
 
 
 def test_a_deadlock_needs_two_agreeing_samples_and_locks_everywhere(user_file: str) -> None:
-    locked = [moment(2.0, syscall="202"), moment(4.0, syscall="202")]
+    locked = [moment(2.0, syscall="futex"), moment(4.0, syscall="futex")]
     other = ThreadStack("other", (Frame(user_file, 6, "work"),))
     both = [stack_at(user_file, 6, others=(other,))] * 2
     assert cause(locked, both) == ("stuck", "deadlock", True)
@@ -99,7 +99,7 @@ def test_a_deadlock_needs_two_agreeing_samples_and_locks_everywhere(user_file: s
     )
     ours = ThreadStack("lamp-listener", (Frame("/x/report.py", 3, "_answer_all"),))
     assert cause(locked, [stack_at(user_file, 6, others=(other, ours))] * 2) == ("stuck", "deadlock", True)
-    busy = [moment(2.0, syscall="202"), moment(4.0, syscall="202", cpu_s=1.0)]
+    busy = [moment(2.0, syscall="futex"), moment(4.0, syscall="futex", cpu_s=1.0)]
     assert cause(busy, both) != ("stuck", "deadlock", True), "somebody works"
 
 

@@ -117,6 +117,33 @@ class Model(Section):
     init_from: str | None = _value(None, "start from the weights and shape of this Hugging Face folder")
 
 
+WEIGHT_BYTES = GRADIENT_BYTES = 4  # of a parameter: both are float32, also where bf16 computes
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What the plan, the doctor and a save must know of an optimizer, without torch. Bytes are per parameter."""
+
+    built_by: str  # "module:name", called with the model and the train section
+    state_bytes: int  # kept from step to step
+    moved_bytes: int  # read and written by one step, clipping included
+    split: Literal["element", "block", "matrix"]  # the smallest part that a rank can update by itself
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of a save, and of the copy in memory that an asynchronous save is written from."""
+        return WEIGHT_BYTES + self.state_bytes
+
+    @property
+    def training_bytes(self) -> int:
+        """Held on the device while training, besides activations."""
+        return WEIGHT_BYTES + GRADIENT_BYTES + self.state_bytes
+
+
+# A new optimizer is its own file and one line here (tests/test_optim.py compares the bytes with its real state).
+OPTIMIZERS = {"adamw": OptimizerKind("lamplighter.train.optimizers:adamw", 8, 36, "element")}
+
+
 class Train(Section):
     """How the model learns. Steps are optimizer steps, everywhere."""
 
@@ -146,6 +173,10 @@ class Train(Section):
         "blocks", "work the loss out a few rows of logits at a time (less memory, faster), or on all logits as a whole"
     )
     recompute: bool = _value(False, "keep no activations of a block, compute them again for the backward pass")
+
+    @property
+    def optimizer(self) -> OptimizerKind:
+        return OPTIMIZERS["adamw"]
 
 
 class Save(Section):
@@ -295,7 +326,9 @@ ELSEWHERE = {
     "tokenizer_dir": "tokenizer.path", "vocab": "tokenizer.vocab_size", "max_cost": "budget.usd", "budget": "budget.usd",
     "hourly_rate": "budget.usd_per_hour", "max_hours": "budget.hours", "val_split": "data.val_fraction",
     "min_lr": "train.min_lr_ratio", "wd": "train.weight_decay", "num_workers": "data.workers", "streaming": "data.stream",
-    "chat_template": "data.template",
+    "chat_template": "data.template", "sequence_len": "data.seq_len", "base_model": "model.init_from",
+    "sample_packing": "data.packing", "train_on_inputs": "data.loss_on", "val_set_size": "data.val_fraction",
+    "gradient_checkpointing": "train.recompute", "activation_checkpointing": "train.recompute",
 }  # fmt: skip
 
 

@@ -26,7 +26,8 @@ from types import FrameType, TracebackType
 from typing import Any, BinaryIO
 
 from lamplighter.errors import STOPPED_EARLY
-from lamplighter.rundir import LineFile, RunDir, pid_start, write_atomic
+from lamplighter.procs.procfs import pid_start
+from lamplighter.rundir import LineFile, RunDir, write_atomic
 
 # ---------------------------------------------------------------- the slot: one page of mapped memory
 

@@ -7,7 +7,6 @@ Out: paths, atomic writes, append-only line files, the lock, manifests and their
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +19,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lamplighter.errors import AlreadyRunning, CannotWrite
+from lamplighter.procs import procfs
+from lamplighter.procs.lock import is_held, open_lock, try_lock
+from lamplighter.procs.procfs import boot_id, pid_start
 
 CACHE_NAME = ".cache"
 HEARTBEAT_DEAD_S = 10.0
@@ -125,14 +127,9 @@ def _make_slots(slots: Path) -> None:
 
 def file_system(path: Path) -> str:
     """The kind of file system that holds `path`, as the kernel calls it; empty where that cannot be seen."""
-    try:
-        table = Path("/proc/self/mounts").read_text()
-    except OSError:
-        return ""
     best, kind = "", ""
     where = str(path.resolve())
-    for row in table.splitlines():
-        _, mount, fstype, *_ = row.split()
+    for mount, fstype in procfs.mounts():
         inside = where == mount or where.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(best):
             best, kind = mount, fstype
@@ -358,22 +355,6 @@ def _matches(path: Path, expected: dict[str, Any], tick: Callable[[int], None] |
 # ---------------------------------------------------------------- who runs it
 
 
-def boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def pid_start(pid: int) -> int:
-    """Start time of a process in clock ticks since boot, 0 if it is gone: pid + start name a process for ever."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rsplit(")", 1)[1].split()[19])
-
-
 def identity() -> dict[str, Any]:
     """This process, as other processes and hosts can recognise it."""
     pid = os.getpid()
@@ -396,14 +377,7 @@ def status_age_s(run: RunDir) -> float:
 
 def is_running(run: RunDir) -> bool:
     """Whether a process holds the run's lock, here or (by its heartbeat) on another host."""
-    if not run.lock.exists():
-        return False
-    with open(run.lock, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return _runs_elsewhere(run)
+    return run.lock.exists() and (is_held(run.lock) or _runs_elsewhere(run))
 
 
 def _runs_elsewhere(run: RunDir) -> bool:
@@ -415,10 +389,10 @@ def _runs_elsewhere(run: RunDir) -> bool:
 def take_lock(run: RunDir) -> int:
     """One run, one owner. The descriptor is passed to the child, so a surviving child still holds it."""
     try:
-        fd = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_lock(run.lock)
     except OSError as error:
         raise cannot_write(run.lock, error) from error
-    if not _flock_soon(fd):
+    if not try_lock(fd, tries=8):
         holder = read_record(run.lock)
         os.close(fd)
         raise _already_running(run, holder)
@@ -432,18 +406,6 @@ def take_lock(run: RunDir) -> int:
         os.close(fd)
         raise cannot_write(run.lock, error) from error
     return fd
-
-
-def _flock_soon(fd: int, tries: int = 8) -> bool:
-    """Readers hold the lock for an instant when they look whether a run is alive: try for a moment."""
-    for _ in range(tries):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            time.sleep(0.04)
-        else:
-            return True
-    return False
 
 
 def _already_running(run: RunDir, holder: dict[str, Any]) -> AlreadyRunning:

@@ -10,7 +10,6 @@ marker is done, everything after the parts is made again from them, and comes ou
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import multiprocessing
 import os
@@ -30,6 +29,7 @@ from lamplighter.clean.inputs import Item, find_items
 from lamplighter.clean.rules import Ledger, Rejected, Rules
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, ChildLost, UsageError
 from lamplighter.procs import pool
+from lamplighter.procs.lock import open_lock, try_lock
 from lamplighter.rundir import free_bytes, fsync_folder, hash_file, human_bytes, read_record, write_json
 
 PARTS, LOG = "parts", "log"
@@ -97,7 +97,7 @@ def _prepare(out: Path, items: list[Item]) -> int:
         (out / PARTS).mkdir(parents=True, exist_ok=True)
         (out / LOG).mkdir(exist_ok=True)
         strangers = [path.name for path in out.iterdir() if path.is_file() and not _is_ours(path.name)]
-        lock = os.open(out / PARTS / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = open_lock(out / PARTS / "lock")
     except OSError as error:
         raise _cannot_write(out, error) from error
     if strangers:
@@ -105,11 +105,9 @@ def _prepare(out: Path, items: list[Item]) -> int:
         raise UsageError(
             f"{out} has other files in it", f"such as {strangers[0]}", "choose an empty or new folder for --out"
         )
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if not try_lock(lock):
         os.close(lock)
-        raise AlreadyRunning(f"another lamp data clean works in {out}", "it holds the lock", "wait for it, or choose another --out") from None  # fmt: skip
+        raise AlreadyRunning(f"another lamp data clean works in {out}", "it holds the lock", "wait for it, or choose another --out")  # fmt: skip
     needed = sum(item.size for item in items)
     if free_bytes(out) < 2 * needed:
         report.warn(f"{human_bytes(free_bytes(out))} are free in {out}; up to {human_bytes(2 * needed)} may be needed")

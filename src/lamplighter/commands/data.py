@@ -1,42 +1,40 @@
-"""The verbs about text and tokenizers: lamp data stats | clean | prepare, lamp tokenizer train | show.
+"""lamp data stats, clean and prepare: a corpus in figures, raw files to clean documents, the token cache of a run.
 
 In:  the words after the verb.
-Out: an exit code; the work happens in a child, under watch.
+Out: a table or JSON on stdout, files; the work happens in a child, under watch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lamplighter.commands import parse
+from lamplighter import report
+from lamplighter.commands.arguments import many, one_of, parse
+from lamplighter.data.setup import choose_template, obtain_tokens, open_rows, open_source, open_text
+from lamplighter.errors import DONE, BadConfig, UsageError
+from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes
+
+if TYPE_CHECKING:
+    from lamplighter.config import Run
+    from lamplighter.data.chat.template import ChatTemplate
+    from lamplighter.data.sources import Source
+    from lamplighter.data.stats import Stats
 
 
 def data(words: list[str]) -> int:
     """One of the verbs about text."""
-    return _one_of("data", words, {"stats": data_stats, "clean": data_clean, "prepare": data_prepare})
+    return one_of("data", words, {"stats": stats, "clean": clean, "prepare": prepare})
 
 
-def tokenizer(words: list[str]) -> int:
-    """One of the verbs about tokenizers."""
-    return _one_of("tokenizer", words, {"train": tokenizer_train, "show": tokenizer_show})
+# ---------------------------------------------------------------- lamp data stats
 
 
-def _one_of(verb: str, words: list[str], choices: dict[str, Callable[[list[str]], int]]) -> int:
-    import difflib
-
-    from lamplighter.errors import UsageError
-
-    if words and words[0] in choices:
-        return choices[words[0]](words[1:])
-    near = difflib.get_close_matches(words[0], choices, 1, 0.4) if words else []
-    why = f"did you mean lamp {verb} {near[0]}?" if near else f"choose one of: {', '.join(choices)}"
-    what = f"lamp {verb} has no {words[0]}" if words else f"lamp {verb} needs a second word"
-    raise UsageError(what, why, f"lamp {verb} --help")
-
-
-def _data_stats_flags(
+def _stats_flags(
     run_yaml: Path | None = None,
     /,
     *,
@@ -50,28 +48,82 @@ def _data_stats_flags(
     """What `lamp data stats` takes besides fields and --val."""
 
 
-def data_stats(words: list[str]) -> int:
+def stats(words: list[str]) -> int:
     """A corpus in figures."""
+    from lamplighter.commands.session import session
     from lamplighter.config import dump, parse_overrides, resolve
-    from lamplighter.errors import UsageError
-    from lamplighter.watch.run_commands import session
 
     rest, overrides = parse_overrides(words)
     rest, lists = many(rest, "val")
-    flags = parse("data stats", _data_stats_flags, rest)
-    sample_mb, near = flags.get("sample_mb"), flags.get("near_documents", 50_000)
+    flags = parse("data stats", _stats_flags, rest)
+    sample_mb, near = flags["sample_mb"], flags["near_documents"]
     if (sample_mb is not None and sample_mb <= 0) or near < 0:
         raise UsageError(
             "--sample-mb and --near-documents count something", "one of them is not positive", "--sample-mb 100"
         )
-    given: Path | None = flags.get("run_yaml")
+    given: Path | None = flags["run_yaml"]
     cache = given if given is not None and (given / "manifest.json").is_file() else None
-    resolved = resolve(flags.get("preset"), given if cache is None else None, overrides)
-    request = {"json": flags.get("json", False), "out": str(flags["out"]) if flags.get("out") else None,
+    resolved = resolve(flags["preset"], given if cache is None else None, overrides)
+    request = {"json": flags["json"], "out": str(flags["out"]) if flags["out"] else None,
                "cache": str(cache) if cache else None,
-               "sample_mb": sample_mb, "near_documents": near, "runs_dir": str(flags.get("runs_dir", Path("runs"))),
+               "sample_mb": sample_mb, "near_documents": near, "runs_dir": str(flags["runs_dir"]),
                **lists}  # fmt: skip
     return session("data-stats", request, config=dump(resolved))
+
+
+def stats_child(folder: RunDir, request: dict[str, Any]) -> int:
+    """Documents, true tokens, lengths, padding, duplicates, advice."""
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+        from lamplighter.data import stats, tokenizer_training
+        from lamplighter.data.chat.row_source import RowSource
+        from lamplighter.data.stats import chat_stats, overlap
+    run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
+    wanted = stats.Request(
+        run.data.seq_len,
+        run.train.batch_size,
+        run.data.val_fraction,
+        int(request["sample_mb"] * 1e6) if request["sample_mb"] else None,
+        request["near_documents"],
+    )
+    if request["out"]:
+        tokenizer_training.check_writable(Path(request["out"]))
+    if request["cache"]:
+        found = stats.count_cache(Path(request["cache"]), wanted)
+        return _tell_stats(found, lambda: [request["cache"], wanted], request)
+    source, tokenizer = open_text(run, cache)
+    test = None
+    if request["val"]:
+        mine = run.model_copy(update={"data": run.data.model_copy(update={"paths": request["val"], "source": None})})
+        test = overlap.TestGrams(", ".join(request["val"]), open_source(mine, cache))
+    made = "the bytes as they are" if run.tokenizer.kind == "bytes" else f"trained on this source, kept in {cache}"
+    path = run.tokenizer.path or run.model.init_from or made
+    template = choose_template(run, source, tokenizer)
+    if template is not None and isinstance(source, RowSource):
+        found = chat_stats.count_rows(source, template, path, wanted, test)
+    else:
+        found = stats.count_text(source, tokenizer, path, wanted, test)
+    key = lambda: [source.fingerprint(), tokenizer.fingerprint(), wanted, request["val"]]  # noqa: E731
+    return _tell_stats(found, key, request)
+
+
+def _tell_stats(found: Stats, key: Callable[[], list[Any]], request: dict[str, Any]) -> int:
+    """The record to disk and to the asker; `key` names its folder where the asker does not."""
+    from lamplighter.data.stats import summary
+
+    if request["out"]:
+        out = Path(request["out"])
+    else:
+        out = Path(request["runs_dir"]) / ".stats" / hashlib.sha256(repr(key()).encode()).hexdigest()[:16]
+    as_json = json.dumps(summary.as_record(found), indent=1, ensure_ascii=False) + "\n"
+    report.result(as_json if request["json"] else summary.told(found))
+    summary.written(found, out)
+    report.note(f"made: {out}/stats.json, stats.txt and lengths.svg (open it in a browser)")
+    report.note("next: lamp train with the settings that are advised; lamp data clean takes repeated texts out")
+    return DONE
+
+
+# ---------------------------------------------------------------- lamp data clean
 
 
 def _clean_flags(
@@ -95,16 +147,11 @@ def _clean_flags(
     """How to clean."""
 
 
-def data_clean(words: list[str]) -> int:
+def clean(words: list[str]) -> int:
     """Raw files to clean documents, in a child under watch."""
-    from inspect import signature
+    from lamplighter.commands.session import session
 
-    from lamplighter.errors import UsageError
-    from lamplighter.watch.run_commands import session
-
-    given = parse("data clean", _clean_flags, words)
-    defaults = {name: p.default for name, p in signature(_clean_flags).parameters.items()}
-    flags = {**defaults, "paths": (), **given}
+    flags = parse("data clean", _clean_flags, words)
     paths, out, dry, workers, as_json = (flags.pop(name) for name in ("paths", "out", "dry_run", "workers", "json"))
     if not paths:
         raise UsageError("nothing to clean", "no path was given", "lamp data clean PATH... --out DIR")
@@ -123,6 +170,38 @@ def data_clean(words: list[str]) -> int:
     return session("data-clean", {**request, "rules": flags})
 
 
+def clean_child(_: RunDir, request: dict[str, Any]) -> int:
+    """Raw files to clean documents."""
+    with report.phase("import"):
+        from lamplighter.clean import job, table
+        from lamplighter.clean.rules import Rules
+        from lamplighter.procs.pool import usable_cores
+    rules, dry = Rules(**request["rules"]), request["dry_run"]
+    out = Path(request["out"]) if request["out"] else None
+    done = job.run(request["paths"], out, rules, request["workers"] or usable_cores(), dry)
+    shown = table.table(done.totals, examples=dry)
+    if request["json"]:
+        shown = json.dumps({**done.totals, "out": str(out) if out else None, "shards": done.shards}, indent=1) + "\n"
+    report.result(shown)
+    job.refuse_nothing(done, None if dry else out)
+    rate = done.totals["bytes_in"] / max(done.seconds, 1e-3)
+    if dry:
+        report.note("a dry run: nothing was written; without --dry-run the documents go to --out DIR")
+    elif done.found:
+        report.note(
+            f"nothing has changed: {done.totals['kept']:,} documents are in {out}; next: lamp train --data.paths {out}"
+        )
+    else:
+        report.note(
+            f"{done.totals['kept']:,} clean documents in {out} ({human_bytes(rate)}/s), the rejected in {out}/log/rejected.log;"
+            f" next: lamp train --data.paths {out}"
+        )
+    return DONE
+
+
+# ---------------------------------------------------------------- lamp data prepare
+
+
 def _prepare_flags(
     run_yaml: Path | None = None,
     /,
@@ -136,107 +215,114 @@ def _prepare_flags(
     """What `lamp data prepare` takes besides fields; what is for the training alone is passed on to it."""
 
 
-def data_prepare(words: list[str]) -> int:
+def prepare(words: list[str]) -> int:
     """The tokenizer and the token cache of a training run, without the training."""
     import shlex
 
+    from lamplighter.commands.session import session
     from lamplighter.config import dump, parse_overrides, resolve
-    from lamplighter.rundir import CACHE_NAME
-    from lamplighter.watch.run_commands import session
 
     rest, overrides = parse_overrides(words)
     flags = parse("data prepare", _prepare_flags, rest)
-    resolved = resolve(flags.get("preset"), flags.get("run_yaml"), overrides, flags.get("test", False))
+    resolved = resolve(flags["preset"], flags["run_yaml"], overrides, flags["test"])
     request = {
-        "cache": str(flags.get("runs_dir", Path("runs")) / CACHE_NAME),
-        "json": flags.get("json", False),
+        "cache": str(flags["runs_dir"] / CACHE_NAME),
+        "json": flags["json"],
         "next": shlex.join(["lamp", "train", *(word for word in words if word != "--json")]),
     }
     return session("data-prepare", request, config=dump(resolved))
 
 
-def many(words: list[str], *names: str) -> tuple[list[str], dict[str, list[str]]]:
-    """Take `--name a b c` out of a command line for each of the names; the rest is for the verb."""
-    rest: list[str] = []
-    found: dict[str, list[str]] = {name: [] for name in names}
-    now: list[str] | None = None
-    for word in words:
-        name, equals, value = word[2:].partition("=") if word.startswith("--") else ("", "", "")
-        if name in found:
-            now = found[name]
-            now += [value] if equals else []
-        elif word.startswith("--") or now is None:
-            now = None
-            rest.append(word)
-        else:
-            now.append(word)
-    return rest, found
+def prepare_child(folder: RunDir, request: dict[str, Any]) -> int:
+    """The tokenizer and the token cache that a training run with the same settings would make or reuse."""
+    started = time.monotonic()
+    with report.phase("import"):
+        from lamplighter.config import load_dump
+    run, cache = load_dump(folder.config), Path(request["cache"])
+    if run.data.stream:
+        why = "data.stream trains while documents arrive, without a cache of all tokens"
+        raise BadConfig("there is nothing to prepare", why, "leave data.stream out, or start the training")
+    source, tokenizer = open_text(run, cache)
+    tokenizer_s = time.monotonic() - started
+    if (template := choose_template(run, source, tokenizer)) is not None:
+        return _prepare_rows(run, cache, source, template, request)
+    tokens, is_new = obtain_tokens(run, cache, source, tokenizer)
+    seconds = time.monotonic() - started
+    files = [tokens.folder / name for name in tokens.manifest["files"]]
+    text_bytes = tokens.train.text_bytes + tokens.val.text_bytes
+    made: dict[str, Any] = {
+        "cache": str(tokens.folder),
+        "made": is_new,
+        "source": str(source),
+        "tokenizer": str(tokenizer),
+        "divided_by": tokens.manifest["divided_by"],
+        "splits": {
+            split.name: {"documents": split.documents, "tokens": len(split), "text_bytes": split.text_bytes}
+            for split in (tokens.train, tokens.val)
+        },
+        "disk_bytes": sum(file.stat().st_size for file in files),
+        "files": len(files),
+        "seconds": round(seconds, 3),
+        "tokenizer_s": round(tokenizer_s, 3),
+        "mb_per_s": round(text_bytes / 1e6 / max(1e-9, seconds - tokenizer_s), 1),
+        "next": request["next"],
+    }
+    report.result(json.dumps(made, indent=1) + "\n" if request["json"] else _prepared(made))
+    return DONE
 
 
-def _tokenizer_train_flags(
-    run_yaml: Path | None = None,
-    /,
-    *,
-    out: Path | None = None,
-    preset: str | None = None,
-    force: bool = False,
-    json: bool = False,
-    runs_dir: Path = Path("runs"),
-) -> None:
-    """What `lamp tokenizer train` takes besides fields, --special and --compare."""
+def _prepare_rows(run: Run, cache: Path, source: Source, template: ChatTemplate, request: dict[str, Any]) -> int:
+    """Of instruction rows, the examples; packing is arithmetic, done at each start."""
+    found = open_rows(run, cache, source, template)
+    files = [path for path in found.folder.iterdir() if path.is_file()]
+    made: dict[str, Any] = {
+        "cache": str(found.folder),
+        "source": str(source),
+        "template": template.name,
+        "splits": {
+            side.name: {"examples": side.examples, "tokens": int(side.length.sum())}
+            for side in (found.train, found.val)
+        },
+        "disk_bytes": sum(file.stat().st_size for file in files),
+        "next": request["next"],
+    }
+    rows = [
+        f"{name:<8} {split['examples']:>12,} examples {split['tokens']:>14,} tokens"
+        for name, split in made["splits"].items()
+    ]
+    words = [
+        f"examples: {made['cache']}",
+        f"  of {source}, template {template.name}",
+        *rows,
+        f"  on disk: {human_bytes(made['disk_bytes'])}",
+        f"next: {request['next']}",
+        "",
+    ]
+    report.result(json.dumps(made, indent=1) + "\n" if request["json"] else "\n".join(words))
+    return DONE
 
 
-def tokenizer_train(words: list[str]) -> int:
-    """A tokenizer from any source."""
-    from lamplighter.config import dump, parse_overrides, resolve
-    from lamplighter.errors import BadConfig, UsageError
-    from lamplighter.watch.run_commands import session
-
-    rest, overrides = parse_overrides(words)
-    rest, lists = many(rest, "special", "compare")
-    flags = parse("tokenizer train", _tokenizer_train_flags, rest)
-    resolved = resolve(flags.get("preset"), flags.get("run_yaml"), overrides)
-    if flags.get("out") is None:
-        raise UsageError("--out is missing", "a tokenizer is a folder of files", "--out my-tokenizer")
-    if resolved.run.tokenizer.path is not None:
-        why = f"tokenizer.path is {resolved.run.tokenizer.path} ({resolved.origin.get('tokenizer.path', 'default')})"
-        raise BadConfig("there is nothing to train", why, "--tokenizer.path none, to train one all the same")
-    request = {"out": str(flags["out"]), "force": flags.get("force", False), "json": flags.get("json", False),
-               "runs_dir": str(flags.get("runs_dir", Path("runs"))), **lists}  # fmt: skip
-    return session("tokenizer-train", request, config=dump(resolved))
-
-
-def _tokenizer_show_flags(
-    target: str,
-    /,
-    *files: str,
-    text: str | None = None,
-    sample_mb: float = 50.0,
-    json: bool = False,
-    runs_dir: Path = Path("runs"),
-) -> None:
-    """What `lamp tokenizer show` takes besides fields and --compare."""
-
-
-def tokenizer_show(words: list[str]) -> int:
-    """What a tokenizer is, and what it does with text."""
-    from lamplighter.config import dump, parse_overrides, resolve
-    from lamplighter.errors import UsageError
-    from lamplighter.watch.run_commands import session
-
-    rest, overrides = parse_overrides(words)
-    rest, lists = many(rest, "compare")
-    flags = parse("tokenizer show", _tokenizer_show_flags, rest)
-    if flags.get("files"):
-        overrides["data.paths"] = [*overrides.get("data.paths", []), *flags["files"]]
-    resolved = resolve(None, None, overrides)
-    runs_dir = flags.get("runs_dir", Path("runs"))
-    named = Path(flags["target"])
-    path = named if named.exists() or not (runs_dir / named).is_dir() else runs_dir / named
-    try:
-        (flags.get("text") or "").encode()
-    except UnicodeEncodeError as error:
-        raise UsageError("--text is not valid UTF-8", str(error), "give it in UTF-8") from error
-    request = {"path": str(path), "text": flags.get("text"), "json": flags.get("json", False),
-               "sample_mb": flags.get("sample_mb", 50.0), **lists}  # fmt: skip
-    return session("tokenizer-show", request, config=dump(resolved))
+def _prepared(made: dict[str, Any]) -> str:
+    """What was made, where, how much of it, how fast, and what to do next."""
+    pieces = "documents" if made["divided_by"] == "documents" else "runs of blocks"
+    rows = [f"{'':<12} {pieces:>14} {'tokens':>16} {'text':>12}"]
+    for name, counts in made["splits"].items():
+        size = human_bytes(counts["text_bytes"])
+        rows.append(f"{name:<12} {counts['documents']:>14,} {counts['tokens']:>16,} {size:>12}")
+    size = human_bytes(sum(counts["text_bytes"] for counts in made["splits"].values()))
+    cache_s = made["seconds"] - made["tokenizer_s"]
+    speed = (
+        f"{size} at {made['mb_per_s']:.0f} MB/s" if made["made"] else "it was there already, and every byte is right"
+    )
+    return "\n".join(
+        [
+            f"token cache {'made' if made['made'] else 'found'}: {made['cache']}",
+            f"  of {made['source']}, divided by {made['divided_by']}",
+            f"  tokenizer: {made['tokenizer']}",
+            *rows,
+            f"  on disk: {human_bytes(made['disk_bytes'])} in {made['files']} files",
+            f"  {made['seconds']:.1f} s: {made['tokenizer_s']:.1f} s source and tokenizer, {cache_s:.1f} s cache ({speed})",
+            f"next: {made['next']}",
+            "",
+        ]
+    )

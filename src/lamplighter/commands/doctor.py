@@ -1,17 +1,24 @@
 """lamp doctor: what is wrong with this machine and this run, before anything is spent.
 
-In:  a run as `lamp train` takes it.
-Out: 0 where no fault was found, 1 where there is one; the probes happen in children of a child, under watch.
+In:  a run as `lamp train` takes it; which probes.
+Out: a table, JSON, or the settings with the advice applied; 0 where no fault was found, 1 where there is one. The probes
+     run in children of a child, under watch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lamplighter.commands import parse
-from lamplighter.commands.data import many
-from lamplighter.config import Resolved, dump, parse_overrides, resolve
-from lamplighter.errors import CRASHED, FAULTS_FOUND, BadConfig, InputMissing, UsageError
+from lamplighter import report
+from lamplighter.commands.arguments import many, parse
+from lamplighter.errors import CRASHED, DONE, FAULTS_FOUND, STOPPED_EARLY, BadConfig, InputMissing, UsageError
+from lamplighter.rundir import RunDir
+
+if TYPE_CHECKING:
+    from lamplighter.doctor.findings import Chart
 
 
 def _doctor_flags(
@@ -29,29 +36,94 @@ def _doctor_flags(
 
 def doctor(words: list[str]) -> int:
     """The rounds. Settings that cannot be read are a finding; a word that is no flag is an error, as everywhere."""
-    from lamplighter.watch.run_commands import session
+    from lamplighter.commands.session import session
+    from lamplighter.config import Resolved, dump, parse_overrides, resolve
 
     rest, overrides = parse_overrides(words)
     rest, lists = many(rest, "only")
     flags = parse("doctor", _doctor_flags, rest)
-    if flags.get("json") and flags.get("print_config"):
+    if flags["json"] and flags["print_config"]:
         raise UsageError("--json and --print-config", "one result at a time", "give one of them")
     unread: dict[str, str] = {}
     try:
-        resolved = resolve(flags.get("preset"), flags.get("run_yaml"), overrides)
+        resolved = resolve(flags["preset"], flags["run_yaml"], overrides)
     except (BadConfig, InputMissing) as error:
-        if flags.get("print_config"):
+        if flags["print_config"]:
             raise  # there is nothing to apply advice to
         unread = {"what": error.what, "why": error.why, "next": error.next}
         resolved = Resolved(resolve(None).run)
     request = {
         "only": lists["only"],
-        "json": flags.get("json", False),
-        "print_config": flags.get("print_config", False),
-        "runs_dir": str(flags.get("runs_dir", Path("runs")).absolute()),
+        "json": flags["json"],
+        "print_config": flags["print_config"],
+        "runs_dir": str(flags["runs_dir"].absolute()),
         "preset": resolved.preset,
         "origin": resolved.origin,
         "unread": unread,
     }
     code = session("doctor", request, config=dump(resolved))
     return CRASHED if code == FAULTS_FOUND else code
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def doctor_child(folder: RunDir, request: dict[str, Any]) -> int:
+    """Every chosen probe; a failure of one never ends the rounds."""
+    began = time.monotonic()
+    with report.phase("import"):
+        from lamplighter.doctor import findings, runner
+        from lamplighter.doctor import stages as rounds
+    stages = rounds.choose(request["only"], readable=not request["unread"])
+    case = runner.Case(folder.config, request["preset"], Path(request["runs_dir"]), folder.path / "scratch")
+    runner.adopt_orphans()
+    report.when_asked(_stop, None)
+    visits = [_unread(request["unread"])] if request["unread"] else []
+    with report.phase("doctor", total=len(stages), unit="probes") as phase:
+        for number, stage in enumerate(stages):
+            seen = runner.visit(stage, case, lambda text, n=number, name=stage.name: phase.set(n, f"{name}: {text}"))  # type: ignore[misc]
+            phase.set(number + 1)
+            report.note(f"{findings.worst(seen):<5}  {stage.name}  ({seen.seconds:.1f} s)")
+            visits.append(seen)
+    whole = findings.Chart(tuple(visits), time.monotonic() - began)
+    if request["print_config"]:
+        _print_config(folder, whole, request)
+    else:
+        report.result(findings.as_json(whole) if request["json"] else findings.table(whole))
+    return DONE if whole.ok else FAULTS_FOUND
+
+
+def _unread(error: dict[str, str]) -> Any:
+    """The settings could not be read: that is a finding, and nothing of a run is looked at in its stead."""
+    from lamplighter.doctor.probe import Finding, Stage
+    from lamplighter.doctor.runner import Visit
+
+    fault = Finding("fault", error["what"], error["why"], error["next"], "bad_config")
+    rest = Finding("warn", "the probes of the run were not made: its settings cannot be read", "", "mend that first")
+    return Visit(Stage("settings / readable", "", 0.0), (fault, rest), 0.0)
+
+
+def _stop() -> None:
+    """Asked to stop: the probe that is going on, and what it started, end before us."""
+    import psutil
+
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            one.kill()
+    report.leave(STOPPED_EARLY)
+
+
+def _print_config(folder: RunDir, whole: Chart, request: dict[str, Any]) -> None:
+    """The settings with each advice that can be followed, said where it came from."""
+    from lamplighter.config import Resolved, dump, load_dump, with_change
+    from lamplighter.doctor.findings import advice
+
+    resolved = Resolved(load_dump(folder.config), request["origin"], request["preset"])
+    for name, one in advice(whole).items():
+        try:
+            resolved = with_change(resolved, name, one.value, f"doctor: {one.why}")
+        except BadConfig as error:
+            report.warn(f"{one.probe} advises {name} {one.value}, which does not fit the rest: {error.what}")
+    report.result(dump(resolved))
+    for probe, finding in whole.findings("fault", "warn"):
+        report.note(f"{finding.level}: {probe}: {finding.what}")

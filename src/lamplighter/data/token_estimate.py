@@ -75,7 +75,8 @@ def _unknown_bytes(source: Source, cache: Path) -> int:
     """Of the files, those that would have to be hashed to know whether their cache is there."""
     files = source.files if isinstance(source, RowSource) else None
     if isinstance(source, FileSource):
-        files = source.local_files()
+        local = source.local_files()
+        files = None if local is None else [file.path for file in local]
     if files is None:
         return source.total_bytes() or 0
     known = read_record(cache / "file_hashes.json")

@@ -6,7 +6,6 @@ Out: Findings: truncated or changed shards, ids beyond the vocabulary, caches of
 
 from __future__ import annotations
 
-import fcntl
 import socket
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.doctor.probe import Finding, Level, Patient
 from lamplighter.doctor.sample_data import as_finding, kept_tokenizer, own_cache
 from lamplighter.errors import LampError
+from lamplighter.procs.lock import is_held
 from lamplighter.rundir import CACHE_NAME, hash_file, human_bytes, is_alive, read_json, read_record
 
 VERIFY_S = 15.0
@@ -63,7 +63,7 @@ def _lock(folder: Path) -> Iterator[Finding]:
     who = f"process {holder.get('pid')} on {holder.get('host')}"
     age_s = time.time() - float(holder.get("t", 0))
     culprit = {"pid": holder.get("pid"), "path": str(path)}
-    if _is_held(path) or is_alive(holder):
+    if is_held(path) or is_alive(holder):
         yield Finding("ok", f"{who} is building {folder} now; a run would wait for it", culprit=culprit)
     elif holder.get("host") not in (None, socket.gethostname()):
         yield Finding(
@@ -83,15 +83,6 @@ def _lock(folder: Path) -> Iterator[Finding]:
             "dead_lock_file",
             culprit,
         )
-
-
-def _is_held(path: Path) -> bool:
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
 
 
 # ---------------------------------------------------------------- tokens

@@ -30,7 +30,6 @@ from lamplighter.train import validation
 from lamplighter.train.hardware import Machine
 
 STEP_S = 1.5  # about so long may one forward and backward of a probe take
-STATE_BYTES = 16  # of weight, gradient and optimizer, each parameter
 FITS = 0.6  # of the free memory: activations come on top
 SHORT = 32  # positions of the first, careful look
 
@@ -132,9 +131,10 @@ def _layers_that_fit(run: Run, vocab: int) -> tuple[Model, list[Finding]]:
         cast(Literal["gpt2", "llama"], section.family), vocab, run.data.seq_len, section.layers, section.width,
         section.heads, section.kv_heads or 0, section.mlp_width or 0,
     )  # fmt: skip
-    need = STATE_BYTES * count_parameters(shape)
+    each = run.train.optimizer.training_bytes
+    need = each * count_parameters(shape)
     layers = section.layers
-    while layers > 1 and STATE_BYTES * count_parameters(replace(shape, layers=layers)) > FITS * have:
+    while layers > 1 and each * count_parameters(replace(shape, layers=layers)) > FITS * have:
         layers = max(1, layers // 2)
     if layers == section.layers:
         return section, []

@@ -113,7 +113,7 @@ def _vocabulary(bed: Bed) -> Finding | None:
     return None
 
 
-def _timed(bed: Bed, batch: Batch, optimizer: optimizers.AdamW) -> dict[str, float]:
+def _timed(bed: Bed, batch: Batch, optimizer: optimizers.Optimizer) -> dict[str, float]:
     """The second of two steps: the first one allocates."""
     times: dict[str, float] = {}
     for _ in range(2):

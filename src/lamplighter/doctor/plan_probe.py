@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from lamplighter.config import Resolved, dump
+from lamplighter.config import OPTIMIZERS, OptimizerKind, Resolved, dump
 from lamplighter.doctor.probe import Patient
 from lamplighter.doctor.runner import patience
 from lamplighter.errors import BadConfig, RefusedByPlan
@@ -28,10 +28,11 @@ class Paper:
     """The plan's figures, as --json gives them."""
 
     figures: dict[str, Any]
+    optimizer: OptimizerKind = OPTIMIZERS["adamw"]
 
     @property
     def checkpoint_bytes(self) -> int:
-        return 12 * int(self.figures["params"])  # weights and two moments, fp32
+        return self.optimizer.checkpoint_bytes * int(self.figures["params"])
 
     @property
     def seconds(self) -> float:
@@ -42,7 +43,7 @@ def plan(patient: Patient) -> Paper | None:
     """`lamp plan --json` of the very settings, on the device that it chooses by itself."""
     known = patient.scratch / "paper.json"  # of an earlier probe of this examination
     if known.exists():
-        return Paper(json.loads(known.read_text()))
+        return Paper(json.loads(known.read_text()), patient.run.train.optimizer)
     file = patient.scratch / "paper.yaml"
     file.write_text(dump(Resolved(patient.run)))
     try:
@@ -67,7 +68,7 @@ def plan(patient: Patient) -> Paper | None:
         return None
     if done.returncode in (0, RefusedByPlan.code):
         write_atomic(known, done.stdout)
-        return Paper(json.loads(done.stdout))
+        return Paper(json.loads(done.stdout), patient.run.train.optimizer)
     if patient.run.train.steps is None:
         return None
     said = dict(line.split(":", 1) for line in done.stderr.splitlines() if ":" in line)

@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 
 from lamplighter.doctor.probe import Finding, Patient, Stage
-from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes, is_alive, is_running, pid_start, read_record
+from lamplighter.procs.procfs import pid_start
+from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes, is_alive, is_running, read_record
 
 STAGES = (Stage("environment / leftovers", "lamplighter.doctor.stale:leftovers", 30.0),)
-OURS = ("lamplighter.work", "lamplighter.doctor")  # children: they never live without a parent
+OURS = ("lamplighter.commands.child", "lamplighter.doctor")  # children: they never live without a parent
 SHARED_MEMORY = Path("/dev/shm")
 OLD_S = 3600.0
 

@@ -202,7 +202,7 @@ def _by_heart(bed: Bed, patient: Patient) -> Finding:
         first = last if step == 1 else first
         patient.now(f"one batch by heart: step {step} of {STEPS}, loss {last:.3f}")
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step(OVERFIT_LR, optimizers.shrink(float(optimizer.norm()), bed.run.train.grad_clip))
+        optimizer.step(OVERFIT_LR, optimizers.clip_factor(float(optimizer.grad_norm()), bed.run.train.grad_clip))
         optimizer.zero_grad()
         spent = time.monotonic() - began
         if last < 0.5 * first or not math.isfinite(last) or spent > (OVERFIT_S if step >= ENOUGH else AT_MOST_S):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from lamplighter.train.hardware import Machine
-    from lamplighter.train.optimizers import AdamW
+    from lamplighter.train.optimizers import Optimizer
 
 PR_SET_PDEATHSIG = 1
 
@@ -168,11 +168,11 @@ def _loss(model: torch.nn.Module, where: Machine, ids: torch.Tensor, whole: bool
         return validation.nats(model, ids, ids, None, whole, 1 / ids.numel())
 
 
-def _optimizer_step(optimizer: AdamW, clip: float, where: Machine) -> Took:
-    from lamplighter.train.optimizers import shrink
+def _optimizer_step(optimizer: Optimizer, clip: float, where: Machine) -> Took:
+    from lamplighter.train.optimizers import clip_factor
 
     clock = Clock()
-    optimizer.step(0.0, shrink(float(optimizer.norm()), clip))
+    optimizer.step(0.0, clip_factor(float(optimizer.grad_norm()), clip))
     optimizer.zero_grad()
     _wait(where)
     return clock.took()

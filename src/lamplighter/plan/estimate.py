@@ -17,7 +17,6 @@ from lamplighter.plan.speed import least_hours, step_seconds, total_flops
 from lamplighter.train.gpus import Device
 
 SPARE = 0.92  # of the memory that may be planned for
-CHECKPOINT_BYTES = 12  # of a parameter: weights and both moments
 TOKEN_BYTES = 2
 
 
@@ -96,7 +95,7 @@ class Plan:
 
 
 def checkpoint_bytes(job: Job) -> int:
-    return CHECKPOINT_BYTES * job.params
+    return job.optimizer.checkpoint_bytes * job.params
 
 
 def cache_bytes(job: Job) -> int:

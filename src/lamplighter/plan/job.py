@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lamplighter.config import Run
+from lamplighter.config import OPTIMIZERS, OptimizerKind, Run
 from lamplighter.errors import BadConfig
 from lamplighter.model.shape import Shape, count_parameters, flops_per_token, shape_from_hf
 from lamplighter.rundir import read_json
@@ -50,6 +50,7 @@ class Job:
     row_tokens: float | None = None  # positions of a row on average, where they are fewer than seq_len
     own_params: int | None = None  # of a model of one's own: all that is known of it
     tokenizer_vocab: int | None = None
+    optimizer: OptimizerKind = OPTIMIZERS["adamw"]
     keep: int = 3
     save_every_steps: int = 500
     save_every_s: float = 600.0
@@ -110,6 +111,7 @@ def job_of(run: Run, shape: Shape, steps: int, dtype: str, text: Text | None = N
         recompute=train.recompute,
         whole_logits=train.loss == "whole" or bool(more.get("own_params")),
         text=text,
+        optimizer=train.optimizer,
         keep=save.keep,
         save_every_steps=save.every_steps,
         save_every_s=save.every_s,

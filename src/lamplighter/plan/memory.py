@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lamplighter.config import GRADIENT_BYTES, WEIGHT_BYTES
 from lamplighter.model.shape import Shape, block_rows, keeps_shares, matmul_parameters_per_layer
 from lamplighter.plan.job import Job
 from lamplighter.train.gpus import Device
@@ -23,7 +24,6 @@ GIB = 1 << 30
 GPU_OWN_GIB = 0.8  # context, kernels and the allocator's spare
 HOST_OWN_GIB = 0.30  # Python and torch
 HOLES = {"gpt2": 1.22, "llama": 1.42}  # on a CPU the allocator keeps holes between what lives: activations and logits
-STAGED_BYTES = 12  # of a parameter: weights and both moments, copied aside while a save is written
 LOGIT_BYTES = 12
 
 
@@ -123,9 +123,9 @@ def memory(job: Job, device: Device) -> Memory:
     cast = head + (0 if job.recompute else shape.layers * copies)
     one_gradient = on_cpu and shape.tie_embeddings and not job.whole_logits  # model/tied.py
     return Memory(
-        weights=4 * job.params,
-        gradients=4 * job.params,
-        optimizer=8 * job.params,
+        weights=WEIGHT_BYTES * job.params,
+        gradients=GRADIENT_BYTES * job.params,
+        optimizer=job.optimizer.state_bytes * job.params,
         cast=cast,
         activations=0 if job.own_params else kept + ends,
         layer=each + copies if job.recompute else 0,
@@ -134,7 +134,7 @@ def memory(job: Job, device: Device) -> Memory:
         own=int((HOST_OWN_GIB if on_cpu else GPU_OWN_GIB) * GIB),
         embedding=0 if one_gradient else 4 * shape.vocab_size * shape.width,
         gradients_meanwhile=job.accumulation > 1,
-        staging=STAGED_BYTES * job.params,
+        staging=job.optimizer.checkpoint_bytes * job.params,
         staging_here=on_cpu,
         holes=HOLES[shape.family] if on_cpu else 1.0,
     )
@@ -152,4 +152,6 @@ def held_logits(job: Job, on_cpu: bool) -> int:
 
 def host_gib(job: Job, device: Device) -> float:
     """Memory of the machine around a GPU: the copy that a save stages, and Python. Mapped text is the kernel's to drop."""
-    return memory(job, device).peak_gib if device.is_cpu else STAGED_BYTES * job.params / GIB + HOST_OWN_GIB * 4
+    if device.is_cpu:
+        return memory(job, device).peak_gib
+    return job.optimizer.checkpoint_bytes * job.params / GIB + HOST_OWN_GIB * 4

@@ -18,7 +18,6 @@ GEMM_SHARE = 0.88
 ATTENTION_SHARE = 0.5
 LAYER_PASSES = 3.0  # bytes moved for each byte that a layer keeps
 LOGIT_BYTES_MOVED = {"whole": 40, "blocks": 24}
-PARAMETER_BYTES_MOVED = 36  # clipping and AdamW
 LAYER_S = 0.002  # calls, once for each layer and micro-batch
 
 
@@ -61,7 +60,7 @@ def cpu_step_seconds(job: Job, rates: Rates) -> float:
     attention = 12.0 * tokens * shape.layers * shape.width * T / 2 * forwards  # the causal half is what is computed
     moved = tokens * shape.layers * layer_bytes(shape, "fp32", True, job.segments, int(T)) * LAYER_PASSES * forwards
     moved += tokens * shape.vocab_size * LOGIT_BYTES_MOVED["whole" if job.whole_logits else "blocks"]
-    moved += job.params * PARAMETER_BYTES_MOVED
+    moved += job.params * job.optimizer.moved_bytes
     return (
         products / (rates.gemm_flops * GEMM_SHARE)
         + attention / (rates.gemm_flops * ATTENTION_SHARE)

@@ -8,11 +8,9 @@ Workers are spawned (no lock is inherited), die with this process, and leave Ctr
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -21,8 +19,8 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from lamplighter.errors import ChildLost
+from lamplighter.procs import prctl
 
-PR_SET_PDEATHSIG = 1
 TICK_S = 0.2
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -93,9 +91,6 @@ def _next_done(running: deque[tuple[Item, Future[Result]]], in_order: bool, tick
 
 def _begin(parent: int, start: Callable[..., None] | None, start_with: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+    prctl.belong_to(parent)
     if start:
         start(*start_with)

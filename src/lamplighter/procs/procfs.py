@@ -1,27 +1,55 @@
-"""One look at processes from outside: state, CPU, bytes, what they wait in; nothing is stopped, nothing is asked.
+"""What the kernel says about processes: state, CPU, bytes, what they wait in. Nothing is stopped, nothing is asked.
 
 In:  a pid.
-Out: Observations of it and of all that it started, from /proc alone; a quiet process is looked at more closely.
+Out: a ProcessLook of it, its descendants, its start and end; the machine's own facts (boot, mounts, memory, processor).
+
+Only this package reads /proc. Where there is none (macOS), or with LAMP_PROCS=psutil, the same functions answer through
+psutil; BLIND then names what nobody can know there.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from lamplighter.procs import cgroup
-from lamplighter.report import Slot
 
+BY_PSUTIL = os.environ.get("LAMP_PROCS") == "psutil" or not os.path.exists("/proc/self/stat")  # noqa: PTH110 (half the price)
+if BY_PSUTIL:
+    from lamplighter.procs import by_psutil
+BLIND: tuple[str, ...] = (
+    ("what a process waits in", "bytes it moves", "whether it waits for a core", "kills by the kernel for memory")
+    if BY_PSUTIL
+    else ()
+)
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STATES = {"R": "running", "S": "asleep", "D": "in uninterruptible sleep (disk or kernel)", "T": "stopped", "t": "traced",
           "Z": "dead", "X": "dead", "I": "idle"}  # fmt: skip
 COMPILERS = ("cc1plus", "cc1", "g++", "gcc", "c++", "clang", "ld", "as", "collect2", "nvcc", "ptxas", "cicc")
-FUTEX, READ, WRITE, NANOSLEEP, RECVFROM = "202", "0", "1", ("35", "230"), "45"  # x86-64 system calls
+READ, WRITE, RECVFROM, FUTEX, NANOSLEEP = "read", "write", "recvfrom", "futex", ("nanosleep", "clock_nanosleep")
+SYSCALLS_X86_64 = {
+    "0": "read",
+    "1": "write",
+    "45": "recvfrom",
+    "202": "futex",
+    "35": "nanosleep",
+    "230": "clock_nanosleep",
+}
+SYSCALLS_GENERIC = {
+    "63": "read",
+    "64": "write",
+    "207": "recvfrom",
+    "98": "futex",
+    "101": "nanosleep",
+    "115": "clock_nanosleep",
+}
+MACHINE = os.uname().machine
+SYSCALLS = SYSCALLS_X86_64 if MACHINE == "x86_64" else SYSCALLS_GENERIC  # aarch64, riscv64, loongarch64 share one table
+TGKILL = 234 if MACHINE == "x86_64" else 131
 
 
 @dataclass(frozen=True)
@@ -33,12 +61,12 @@ class ThreadLook:
     cpu_ns: int
     starved_ns: int  # ready to run, but no core was free
     wchan: str
-    syscall: str  # the number, or "running", or "" where it may not be read
+    syscall: str  # by name where the rules need it, else its number; or "running"; "" where it may not be read
 
 
 @dataclass(frozen=True)
 class ProcessLook:
-    """What /proc says about a process at one moment; the lower half only on a close look."""
+    """A process at one moment; the lower half only on a close look, and None or empty where it cannot be known."""
 
     pid: int
     state: str = "X"
@@ -48,9 +76,9 @@ class ProcessLook:
     name: str = ""
     wchan: str = ""
     syscall: str = ""
-    read_bytes: int = 0  # by any means: files, pipes, sockets
-    written_bytes: int = 0
-    disk_bytes: int = 0  # read from or written to the disk: moves inside one long write as well
+    read_bytes: int | None = 0  # by any means: files, pipes, sockets
+    written_bytes: int | None = 0
+    disk_bytes: int | None = 0  # read from or written to the disk: moves inside one long write as well
     waits_on: str = ""  # the file, pipe or socket behind the descriptor that it reads or writes
     each: tuple[ThreadLook, ...] = ()
 
@@ -62,72 +90,39 @@ class ProcessLook:
     def stopped(self) -> bool:
         return self.state in "Tt"
 
-
-@dataclass(frozen=True)
-class Observation:
-    """One moment of a run: the slot, and the process with all its descendants (it comes first)."""
-
-    at: float  # monotonic seconds
-    slot: Slot
-    tree: tuple[ProcessLook, ...]
-
-    @property
-    def main(self) -> ProcessLook:
-        return self.tree[0]
-
-    @property
-    def quiet_s(self) -> float:
-        return max(0.0, self.at - self.slot.tick_ns / 1e9)
-
-    @property
-    def cpu_s(self) -> float:
-        return sum(process.cpu_s for process in self.tree)
-
     @property
     def moved_bytes(self) -> int:
-        """By any means, less what our own questions have moved."""
-        moved = sum(process.read_bytes + process.written_bytes + process.disk_bytes for process in self.tree)
-        return moved - self.slot.answered_bytes
-
-    @property
-    def compilers(self) -> list[ProcessLook]:
-        return [process for process in self.tree[1:] if process.name in COMPILERS]
+        """By any means, as far as it is known."""
+        return (self.read_bytes or 0) + (self.written_bytes or 0) + (self.disk_bytes or 0)
 
 
 def look(pid: int) -> ProcessLook:
     """One read of /proc/PID/stat; a process that is gone is dead."""
-    stat = _read(f"/proc/{pid}/stat")
-    if not stat:
-        return ProcessLook(pid) if sys.platform == "linux" else _look_by_psutil(pid)
-    head, tail = stat.rsplit(")", 1)
-    rest = tail.split()
-    cpu_s = (int(rest[11]) + int(rest[12])) * TICK_S
-    return ProcessLook(pid, rest[0], cpu_s, int(rest[21]) * PAGE_BYTES, int(rest[17]), head.split("(", 1)[1])
+    if BY_PSUTIL:
+        return ProcessLook(pid, *by_psutil.look(pid), read_bytes=None, written_bytes=None, disk_bytes=None)
+    head, tail = _stat(pid)
+    if not tail:
+        return ProcessLook(pid)
+    cpu_s = (int(tail[11]) + int(tail[12])) * TICK_S
+    return ProcessLook(pid, tail[0], cpu_s, int(tail[21]) * PAGE_BYTES, int(tail[17]), head)
 
 
 def look_closely(pid: int) -> ProcessLook:
     """The same with bytes, waits and every thread; 2 ms for a large process, so only once it is quiet."""
     seen = look(pid)
-    if seen.state == "X":
+    if seen.state == "X" or BY_PSUTIL:
         return seen
-    io = _table(Path(f"/proc/{pid}/io"))
-    syscall = _first_word(f"/proc/{pid}/syscall")
-    descriptor = _second_word(f"/proc/{pid}/syscall") if syscall in (READ, WRITE, RECVFROM) else ""
-    each = tuple(_look_at_thread(pid, int(tid)) for tid in listed(f"/proc/{pid}/task"))
-    return ProcessLook(
-        seen.pid,
-        seen.state,
-        seen.cpu_s,
-        seen.rss_bytes,
-        seen.threads,
-        seen.name,
-        _read(f"/proc/{pid}/wchan"),
-        syscall,
-        io.get("rchar", 0),
-        io.get("wchar", 0),
-        io.get("read_bytes", 0) + io.get("write_bytes", 0),
-        _behind(pid, descriptor),
-        each,
+    io = _table(f"/proc/{pid}/io")
+    syscall, descriptor = _syscall(f"/proc/{pid}")
+    return replace(
+        seen,
+        wchan=_read(f"/proc/{pid}/wchan"),
+        syscall=syscall,
+        read_bytes=io.get("rchar", 0),
+        written_bytes=io.get("wchar", 0),
+        disk_bytes=io.get("read_bytes", 0) + io.get("write_bytes", 0),
+        waits_on=_behind(pid, descriptor if syscall in (READ, WRITE, RECVFROM) else ""),
+        each=tuple(_look_at_thread(pid, int(tid)) for tid in listed(f"/proc/{pid}/task")),
     )
 
 
@@ -138,6 +133,8 @@ def tree(pid: int) -> list[int]:
 
 def parents(pid: int) -> dict[int, int]:
     """Every descendant with its parent; the process itself comes first, with 0."""
+    if BY_PSUTIL:
+        return by_psutil.parents(pid)
     found, queue = {pid: 0}, [pid]
     while queue:
         parent = queue.pop(0)
@@ -149,15 +146,121 @@ def parents(pid: int) -> dict[int, int]:
     return found
 
 
+# ---------------------------------------------------------------- one process
+
+
+def pid_start(pid: int) -> int:
+    """Start time of a process in clock ticks since boot, 0 if it is gone: pid + start name a process for ever."""
+    if BY_PSUTIL:
+        return by_psutil.pid_start(pid)
+    _, tail = _stat(pid)
+    return int(tail[19]) if tail else 0
+
+
+def age_s(pid: int) -> float | None:
+    """Seconds since it was started; None if it is gone."""
+    if BY_PSUTIL:
+        return by_psutil.age_s(pid)
+    _, tail = _stat(pid)
+    return max(0.0, float(_read("/proc/uptime").split()[0]) - int(tail[19]) * TICK_S) if tail else None
+
+
+def exists(pid: int) -> bool:
+    """Whether there is such a process, alive or not yet asked for by its parent."""
+    return by_psutil.exists(pid) if BY_PSUTIL else os.path.exists(f"/proc/{pid}")  # noqa: PTH110
+
+
+def zombie_code(pid: int) -> int | None:
+    """The exit code of a process that has ended and that nobody has asked for yet; negative for a signal."""
+    _, tail = _stat(pid)
+    return os.waitstatus_to_exitcode(int(tail[49])) if len(tail) > 49 and tail[0] == "Z" else None
+
+
+def is_python(pid: int) -> bool:
+    """By its program, not by its name: torch renames its processes."""
+    if BY_PSUTIL:
+        return by_psutil.is_python(pid)
+    try:
+        return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
+    except OSError:  # it may not be looked into: then its name is all there is
+        return look(pid).name.startswith("python")
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal: without one it must not be sent."""
+    rows = _read(f"/proc/{pid}/status").splitlines()
+    caught = next((row.split()[1] for row in rows if row.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def _stat(pid: int) -> tuple[str, list[str]]:
+    """The name and the fields after it, the state first; nothing for a process that is gone."""
+    head, _, tail = _read(f"/proc/{pid}/stat").rpartition(")")
+    return head.partition("(")[2], tail.split()
+
+
+# ---------------------------------------------------------------- ourselves and the machine
+
+
+def own_memory() -> tuple[int, int]:
+    """Resident and mapped bytes of this process."""
+    if BY_PSUTIL:
+        return by_psutil.own_memory()
+    mapped, resident = _read("/proc/self/statm").split()[:2]
+    return int(resident) * PAGE_BYTES, int(mapped) * PAGE_BYTES
+
+
+def own_peak() -> int:
+    """The highest resident memory of this process; rusage would also count what started it."""
+    return by_psutil.own_peak() if BY_PSUTIL else _table("/proc/self/status").get("VmHWM", 0) * 1024
+
+
+def die_first() -> None:
+    """Where memory ends, the kernel takes this process before any other one."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    except OSError:  # not every system and container lets it be set, and then nothing is lost
+        return
+
+
+def boot_id() -> str:
+    """Another one after every boot."""
+    return by_psutil.boot_id() if BY_PSUTIL else _read("/proc/sys/kernel/random/boot_id").strip()
+
+
+def mounts() -> list[tuple[str, str]]:
+    """Every mount point with the kind of its file system."""
+    rows = (row.split() for row in _read_all("/proc/self/mounts").splitlines())
+    return by_psutil.mounts() if BY_PSUTIL else [(row[1], row[2]) for row in rows if len(row) > 2]
+
+
+def of_processor(field: str) -> str:
+    """What /proc/cpuinfo says of the first core; nothing where there is no such file."""
+    rows = (row.partition(":") for row in _read_all("/proc/cpuinfo").splitlines())
+    return next((value.strip() for name, _, value in rows if name.strip() == field), "")
+
+
 def oom_kills() -> int:
-    """How many processes the kernel has killed for memory since boot."""
-    return _table(Path("/proc/vmstat"), separator=" ").get("oom_kill", 0)
+    """How many processes the kernel has killed for memory since boot; 0 where it does not count."""
+    return _table("/proc/vmstat", separator=" ").get("oom_kill", 0) if not BY_PSUTIL else 0
 
 
 def memory_left() -> int:
     """Bytes that can still be had before the machine, or the group that we may use of it, is out of memory."""
-    of_machine = _table(Path("/proc/meminfo")).get("MemAvailable", 0) * 1024
-    return min([of_machine, *(limit.left for limit in cgroup.memory_limits())])
+    return min([memory_available(), *(limit.left for limit in cgroup.memory_limits())])
+
+
+def memory_available() -> int:
+    """Bytes of the machine that can still be had."""
+    return by_psutil.memory_available() if BY_PSUTIL else _table("/proc/meminfo").get("MemAvailable", 0) * 1024
+
+
+def trace_scope() -> str:
+    """Who may read another process's memory, as Yama says it; empty where it does not."""
+    return _read("/proc/sys/kernel/yama/ptrace_scope").strip()
+
+
+# ---------------------------------------------------------------- reading
 
 
 def _look_at_thread(pid: int, tid: int) -> ThreadLook:
@@ -166,7 +269,13 @@ def _look_at_thread(pid: int, tid: int) -> ThreadLook:
     state = stat.rsplit(")", 1)[1].split()[0] if ")" in stat else "X"
     times = _read(f"{base}/schedstat").split()
     cpu, starved = (int(times[0]), int(times[1])) if len(times) >= 2 else (0, 0)
-    return ThreadLook(tid, state, cpu, starved, _read(f"{base}/wchan"), _first_word(f"{base}/syscall"))
+    return ThreadLook(tid, state, cpu, starved, _read(f"{base}/wchan"), _syscall(base)[0])
+
+
+def _syscall(base: str) -> tuple[str, str]:
+    """Its name, or its number where no rule asks for it, and its first argument."""
+    words = [*_read(f"{base}/syscall").split(), "", ""]
+    return SYSCALLS.get(words[0], words[0]), words[1]
 
 
 def _behind(pid: int, descriptor: str) -> str:
@@ -220,14 +329,6 @@ def _read(path: str) -> str:
         os.close(fd)
 
 
-def _first_word(path: str) -> str:
-    return (_read(path).split() or [""])[0]
-
-
-def _second_word(path: str) -> str:
-    return ([*_read(path).split(), "", ""])[1]
-
-
 def listed(path: str) -> list[str]:
     """The names in a folder; none where it is gone."""
     try:
@@ -236,24 +337,11 @@ def listed(path: str) -> list[str]:
         return []
 
 
-def _table(path: Path, separator: str = ":") -> dict[str, int]:
-    rows = (line.split(separator, 1) for line in _read(str(path)).splitlines() if separator in line)
+def _table(path: str, separator: str = ":") -> dict[str, int]:
+    rows = (line.split(separator, 1) for line in _read(path).splitlines() if separator in line)
     found = {}
     for name, value in rows:
         number = value.split()[0] if value.split() else ""
         if number.isdecimal():
             found[name] = int(number)
     return found
-
-
-def _look_by_psutil(pid: int) -> ProcessLook:
-    """Where there is no /proc."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        state = {"stopped": "T", "running": "R", "zombie": "Z"}.get(process.status(), "S")
-        times = process.cpu_times()
-        return ProcessLook(pid, state, times.user + times.system, process.memory_info().rss, process.num_threads())
-    except psutil.Error:
-        return ProcessLook(pid)

@@ -1,13 +1,14 @@
-"""The stacks of a process: asked from its listening thread, or taken by py-spy with a deadline.
+"""The stacks of a process, and whose lines they are: asked from its listening thread, taken by py-spy, or dumped on a signal.
 
-In:  a pid, and the FIFO of its listening thread where it has one.
-Out: Stacks, main thread first, and the innermost line of the user's code. Nothing is stopped.
+In:  a pid, and the files of its listening thread where it has one; a traceback; what faulthandler wrote.
+Out: Stacks, main thread first; frames, innermost first, and the one to name: the user's, else ours, else the innermost.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import linecache
 import os
 import re
 import shutil
@@ -15,17 +16,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
 
-from lamplighter.procs.procfs import look
-from lamplighter.rundir import RunDir, read_json
+from lamplighter.procs.procfs import TGKILL, catches, look
 
 SAMPLER_DEADLINE_S = 0.5
 PYSPY_DEADLINE_S = 2.0
 SIGNAL_DEADLINE_S = 0.3
-TGKILL = 234  # x86-64
 DUMPED = re.compile(r'File "(.*)", line (\d+) in (.*)')
 LIBRARY_PARTS = (
     "/lib/python3",
@@ -39,6 +41,15 @@ LIBRARY_PARTS = (
 OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 PROGRAMS = re.compile(r"/bin/[^/]+$")  # torchrun, accelerate: launchers, not the user's code
 OUR_THREADS = ("lamp-listener", "lamp-batches", "lamp-saver", "lamp-stopper", "lamp-writer")
+DEPTH = 12  # frames that a finding keeps
+
+
+class Listener(Protocol):
+    """Where a process of ours hears requests and leaves its answers; a run folder is one."""
+
+    def fifo(self, rank: int) -> Path: ...
+    def stack_answer(self, rank: int) -> Path: ...
+    def stack_dump(self, rank: int) -> Path: ...
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,20 @@ class Frame:
     def short(self) -> str:
         """The last two parts of the path are enough to find it."""
         return f"{'/'.join(Path(self.file).parts[-2:])}:{self.line} ({self.func})"
+
+    @property
+    def place(self) -> str:
+        """In full, as findings name it."""
+        return f"{self.file}:{self.line} ({self.func})"
+
+    @property
+    def text(self) -> str:
+        """The line itself."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def fields(self) -> dict[str, Any]:
+        """As a culprit."""
+        return {"file": self.file, "line": self.line, "func": self.func}
 
 
 @dataclass(frozen=True)
@@ -78,6 +103,10 @@ class Stacks:
     sampler_silent: bool = False
     at: float = 0.0  # monotonic seconds
 
+    @property
+    def main(self) -> tuple[Frame, ...]:
+        return self.threads[0].frames if self.threads else ()
+
     def text(self) -> str:
         blocks = []
         for thread in self.threads:
@@ -86,22 +115,28 @@ class Stacks:
         return "\n\n".join(blocks) + "\n"
 
 
-def take(run: RunDir, rank: int, pid: int) -> Stacks | None:
+# ---------------------------------------------------------------- taking them
+
+
+def take(run: Listener, rank: int, pid: int) -> Stacks | None:
     """Ask the listening thread; if it is silent (GIL held in C, or stopped), py-spy with a deadline."""
     state, asked = look(pid).state, False
     if state not in "TtDZX":
         asked = send(run, rank, f"stacks {(number := time.monotonic_ns())}")
-        answered = _answer(run, rank, number) if asked else None
+        answered = _answer(run.stack_answer(rank), number) if asked else None
         if answered is not None:
             return answered
     found = by_pyspy(pid, nonblocking=state in "TtD", sampler_silent=asked or state in "TtD")
-    return found or (_by_signal(run, rank, pid) if state in "RS" else None)
+    return found or (by_signal(run.stack_dump(rank), pid) if state in "RS" else None)
 
 
-def _answer(run: RunDir, rank: int, number: int) -> Stacks | None:
+def _answer(path: Path, number: int) -> Stacks | None:
     deadline = time.monotonic() + SAMPLER_DEADLINE_S
     while time.monotonic() < deadline:
-        answer = read_json(run.stack_answer(rank))
+        try:
+            answer = json.loads(path.read_bytes())
+        except (OSError, ValueError):  # not written yet
+            answer = None
         if answer is not None and answer["id"] == number:
             threads = tuple(
                 ThreadStack(item["name"], tuple(Frame(*frame) for frame in item["frames"]))
@@ -112,34 +147,7 @@ def _answer(run: RunDir, rank: int, number: int) -> Stacks | None:
     return None
 
 
-def _by_signal(run: RunDir, rank: int, pid: int) -> Stacks | None:
-    """Where ptrace is not allowed and the listener is silent (so no bytecode runs): the main thread's own dump on SIGURG."""
-    path = run.stack_dump(rank)
-    if sys.platform != "linux" or not _catches(pid, signal.SIGURG) or not path.exists():
-        return None
-    before = path.stat().st_size
-    ctypes.CDLL(None).syscall(TGKILL, pid, pid, int(signal.SIGURG))
-    deadline = time.monotonic() + SIGNAL_DEADLINE_S
-    while time.monotonic() < deadline:
-        text = path.read_bytes()[before:].decode("utf-8", "replace")
-        frames = tuple(Frame(file, int(line), func) for file, line, func in DUMPED.findall(text))
-        if frames and text.endswith("\n"):
-            return Stacks((ThreadStack("MainThread", frames),), "signal", True, time.monotonic())
-        time.sleep(0.01)
-    return None
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal: without one it must not be sent."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
-
-
-def send(run: RunDir, rank: int, request: str) -> bool:
+def send(run: Listener, rank: int, request: str) -> bool:
     """Put a line into the child's FIFO; False if nobody has it open."""
     try:
         fd = os.open(run.fifo(rank), os.O_WRONLY | os.O_NONBLOCK)
@@ -154,17 +162,46 @@ def send(run: RunDir, rank: int, request: str) -> bool:
     return True
 
 
-def by_pyspy(pid: int, nonblocking: bool, sampler_silent: bool) -> Stacks | None:
-    """From outside, with a deadline; None where it is not allowed."""
+def by_signal(dump: Path, pid: int, deadline_s: float = SIGNAL_DEADLINE_S) -> Stacks | None:
+    """Where ptrace is not allowed and no bytecode runs: the main thread's own dump, by faulthandler on SIGURG."""
+    if not dump.exists():
+        return None
+    before, deadline = dump.stat().st_size, time.monotonic() + deadline_s
+    if not interrupt(pid):
+        return None
+    while time.monotonic() < deadline:
+        text = dump.read_bytes()[before:].decode("utf-8", "replace")
+        frames = frames_in_dump(text)
+        if frames and text.endswith("\n"):
+            return Stacks((ThreadStack("MainThread", tuple(frames)),), "signal", True, time.monotonic())
+        time.sleep(0.01)
+    return None
+
+
+def interrupt(pid: int) -> bool:
+    """SIGURG to the main thread; never to a process that does not expect it."""
+    if sys.platform != "linux" or not catches(pid, signal.SIGURG):
+        return False
+    ctypes.CDLL(None).syscall(TGKILL, pid, pid, int(signal.SIGURG))
+    return True
+
+
+def py_spy() -> str | None:
+    """The program, beside our Python or on the path."""
     beside = Path(sys.executable).parent / "py-spy"
-    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def by_pyspy(pid: int, nonblocking: bool, sampler_silent: bool, deadline_s: float = PYSPY_DEADLINE_S) -> Stacks | None:
+    """From outside, with a deadline; None where it is not allowed."""
+    program = py_spy()
     if program is None:
         return None
     command = [program, "dump", "--json", "--pid", str(pid)] + (["--nonblocking"] if nonblocking else [])
     try:
-        done = subprocess.run(command, capture_output=True, timeout=PYSPY_DEADLINE_S, check=True)
+        done = subprocess.run(command, capture_output=True, timeout=deadline_s, check=True)
         dumped = json.loads(done.stdout)
-    except (subprocess.SubprocessError, ValueError, OSError):
+    except (subprocess.SubprocessError, ValueError, OSError):  # no permission, no time, or the process is gone
         return None
     threads = tuple(
         ThreadStack(
@@ -178,15 +215,54 @@ def by_pyspy(pid: int, nonblocking: bool, sampler_silent: bool) -> Stacks | None
     return Stacks(tuple(main_first), "py-spy", sampler_silent, time.monotonic())
 
 
+# ---------------------------------------------------------------- frames from elsewhere
+
+
+def frames_in_dump(text: str) -> list[Frame]:
+    """The stack that faulthandler wrote of one thread."""
+    return [Frame(file, int(line), func) for file, line, func in DUMPED.findall(text)]
+
+
+def frames_of_error(error: BaseException) -> list[Frame]:
+    """The stack of an exception, innermost first."""
+    entries = reversed(traceback.extract_tb(error.__traceback__))
+    return [Frame(entry.filename, entry.lineno or 0, entry.name) for entry in entries]
+
+
+def frames_of(frame: FrameType | None) -> list[Frame]:
+    """The stack of a running thread of this process, innermost first."""
+    found = []
+    while frame is not None:
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+# ---------------------------------------------------------------- whose line
+
+
+def is_ours(frame: Frame) -> bool:
+    return frame.file.startswith(OURS)
+
+
 def is_library(frame: Frame) -> bool:
     """Whether it is neither the user's code nor ours."""
-    return any(part in frame.file for part in LIBRARY_PARTS) and not frame.file.startswith(OURS)
+    return any(part in frame.file for part in LIBRARY_PARTS) and not is_ours(frame)
+
+
+def is_users(frame: Frame) -> bool:
+    """Neither Python's, nor an installed library's or program's, nor ours."""
+    return not is_library(frame) and not is_ours(frame) and not PROGRAMS.search(frame.file)
+
+
+def users_line(frames: Iterable[Frame]) -> Frame | None:
+    """The innermost frame of the user's code."""
+    return next((frame for frame in frames if is_users(frame)), None)
 
 
 def users_frame(stack: ThreadStack) -> Frame | None:
-    """The innermost frame of the user's code."""
-    mine = (frame for frame in own_frames(stack) if not is_library(frame) and not frame.file.startswith(OURS))
-    return next((frame for frame in mine if not PROGRAMS.search(frame.file)), None)
+    """The innermost frame of the user's code in a thread."""
+    return users_line(own_frames(stack))
 
 
 def own_frames(stack: ThreadStack) -> tuple[Frame, ...]:
@@ -199,7 +275,19 @@ def own_frames(stack: ThreadStack) -> tuple[Frame, ...]:
     return stack.frames
 
 
-def culprit(stack: ThreadStack) -> Frame | None:
+def line_to_name(frames: Iterable[Frame]) -> Frame | None:
     """The innermost frame of the user's code; else of ours; else the innermost at all."""
-    ours = next((frame for frame in stack.frames if frame.file.startswith(OURS) and not is_library(frame)), None)
-    return users_frame(stack) or ours or (stack.frames[0] if stack.frames else None)
+    found = list(frames)
+    ours = next((frame for frame in found if is_ours(frame)), None)
+    return users_line(found) or ours or (found[0] if found else None)
+
+
+def culprit(stack: ThreadStack) -> Frame | None:
+    """The line to name in a thread."""
+    return line_to_name(own_frames(stack))
+
+
+def culprit_fields(frames: list[Frame]) -> dict[str, Any]:
+    """The fields of a finding that say where."""
+    frame = line_to_name(frames)
+    return {} if frame is None else {**frame.fields(), "stack": [one.place for one in frames[:DEPTH]]}

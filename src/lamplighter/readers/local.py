@@ -11,15 +11,16 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from xxhash import xxh3_128
+
 from lamplighter import report
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.readers.compression import PACKED_SUFFIXES
-from lamplighter.readers.fingerprints import NAME, hash_content
 from lamplighter.rundir import read_json, write_json
 
 KINDS = {
@@ -27,6 +28,8 @@ KINDS = {
     ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
 }  # fmt: skip
 JUST_WRITTEN_S = 2.0  # a file changed so lately may change again within the same time stamp
+HASH_NAME = "xxh3:"
+HASH_BLOCK_BYTES = 1 << 20
 Tell = Callable[[str, int], None]  # what is being read, and the byte of the file
 
 
@@ -49,19 +52,22 @@ def is_packed(name: str | Path) -> bool:
 # ---------------------------------------------------------------- one file
 
 
-Mark = tuple[int, int, int]
+Mark = tuple[int, int, int, int]
+"""Size, time of the last write, time of the last change (which nobody can set back), inode."""
 
 
-def _mark(stat: os.stat_result) -> Mark:
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+def mark_of(stat: os.stat_result) -> Mark:
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file as it was when it was found: size, time, inode."""
+    """A file as it was when it was found."""
 
     path: Path
     mark: Mark
+    content: str = field(default="", compare=False)
+    """The hash of its content, where that is known."""
 
     @property
     def name(self) -> str:
@@ -98,11 +104,17 @@ class LocalFile:
         return file
 
     def check(self, fd: int, when: str) -> None:
-        """Refuse a file that is no longer the one that was found."""
-        now = _mark(os.fstat(fd))
+        """Refuse a file that is no longer the one that was found.
+
+        A hard link or other rights change one of the times too: then the content decides, where its hash is known.
+        """
+        now = mark_of(os.fstat(fd))
         if now == self.mark:
             return
-        (size, _, inode), (was, _, before) = now, self.mark
+        (size, written, _, inode), (was, written_before, _, before) = now, self.mark
+        only_ctime = (size, written, inode) == (was, written_before, before)
+        if only_ctime and self.content and hash_content(self.path) == self.content:
+            return
         why = "it was written to again"
         if size != was:
             why = f"it {'shrank' if size < was else 'grew'} from {was:,} to {size:,} bytes"
@@ -117,7 +129,7 @@ def local_file(path: Path) -> LocalFile:
         raise InputMissing(f"not a file: {path}", "it is a pipe or a device", "write its content to a file first")
     if not os.access(path, os.R_OK):
         raise InputMissing(f"cannot read {path}", "no permission to read it", f"try: chmod u+r '{path}'")
-    return LocalFile(path, _mark(path.stat()))
+    return LocalFile(path, mark_of(path.stat()))
 
 
 def unreadable(path: Path, error: OSError) -> InputMissing:
@@ -194,36 +206,51 @@ def no_such(path: Path, where: str = "data.paths") -> InputMissing:
 # ---------------------------------------------------------------- hashes
 
 
-def hashes(files: list[LocalFile], store_path: Path | None) -> list[str]:
-    """sha256 of each file; what the store remembers of an unchanged file is not computed again."""
+def hash_files(files: list[LocalFile], store_path: Path | None) -> list[LocalFile]:
+    """The same files with the hashes of their contents; what the store remembers of an unchanged file is not read again."""
     store = read_json(store_path) if store_path else None
     known: dict[str, Any] = store if isinstance(store, dict) else {}
-    found: dict[str, Any] = {}
+    hashed: list[LocalFile] = []
+    fresh: dict[str, Any] = {}
     with report.phase("hash files", total=sum(file.size for file in files), unit="B") as p:
         for file in files:
             p.tick(0, file.name)
             name = str(file.path.absolute())
-            found[name] = _hashed(file.path, known.get(name), p.tick)
-    fresh = {name: entry for name, entry in found.items() if entry != known.get(name) and _is_settled(entry)}
+            hashed.append(_hashed(file, known.get(name), p.tick))
+            entry = [*file.mark, hashed[-1].content]
+            if entry != known.get(name) and time.time() - max(file.mark[1:3]) / 1e9 > JUST_WRITTEN_S:
+                fresh[name] = entry
     if fresh and store_path:
         _remember(store_path, {**known, **fresh})
-    return [str(found[str(file.path.absolute())][3]) for file in files]
+    return hashed
 
 
-def _hashed(path: Path, known: object, tick: Callable[[int], None]) -> list[Any]:
-    """[size, time, inode, hash] of a file; the hash is the known one where the rest has not changed."""
+def _hashed(file: LocalFile, known: object, tick: Callable[[int], None]) -> LocalFile:
+    if isinstance(known, list) and known[:-1] == [*file.mark] and str(known[-1]).startswith(HASH_NAME):
+        tick(file.size)
+        return replace(file, content=str(known[-1]))
     try:
-        mark = [*_mark(path.stat())]
-        if isinstance(known, list) and known[:3] == mark and str(known[-1]).startswith(NAME):
-            tick(mark[0])
-            return known
-        return [*mark, hash_content(path, tick)]
+        with file.open(lambda *_: None) as opened:
+            content = hash_content(file.path, tick)
+            file.check(opened.fileno(), "while it was read")
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable(file.path, error) from error
+    return replace(file, content=content)
 
 
-def _is_settled(entry: list[Any]) -> bool:
-    return bool(time.time() - entry[1] / 1e9 > JUST_WRITTEN_S)
+def hash_content(path: Path, tick: Callable[[int], None] = lambda _: None) -> str:
+    """The hash of every byte, as fast as they can be read.
+
+    It tells whether a content changed; it is no proof against somebody who wants two contents to look the same (sha256
+    would be, at five times the time, before anything else can begin).
+    """
+    digest, buffer = xxh3_128(), bytearray(HASH_BLOCK_BYTES)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+            tick(count)
+    return HASH_NAME + digest.hexdigest()
 
 
 def _remember(store: Path, entries: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 In:  the live tensors after a step, which only the optimizer changes; the write to do with their copy.
 Out: a Flight: `copied` (the optimizer may go on), `done` (durable, or what went wrong).
 
-The kept memory is as large as the checkpoint: 12 bytes a parameter. It is allocated at the first save and used again at each.
+The kept memory is as large as the checkpoint: `checkpoint_bytes` of config.OPTIMIZERS for each parameter. It is allocated at the first save and used again at each.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import attend
+from lamplighter.procs import procfs
 from lamplighter.train import tiles
 
 GAIN = 1.1  # bf16 costs accuracy: it must be worth it
@@ -75,22 +76,13 @@ def _there_and_back(block: Block, dtype: torch.dtype) -> None:
 
 
 def cpu_has_it() -> bool:
-    flags = _of_cpu("flags")
+    flags = procfs.of_processor("flags")
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def processor() -> str:
     """Its name: another one may round otherwise."""
-    return _of_cpu("model name")
-
-
-def _of_cpu(field: str) -> str:
-    """What /proc/cpuinfo says of the first core; nothing where there is no such file."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith(field)), "")
-    except OSError:
-        return ""
+    return procfs.of_processor("model name")
 
 
 @functools.cache

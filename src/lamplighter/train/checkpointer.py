@@ -17,7 +17,8 @@ from lamplighter.data.batches import BatchStream
 from lamplighter.data.stream import ChunkStream
 from lamplighter.errors import STOPPED_EARLY, CannotWrite, LampError
 from lamplighter.model.transformer import stored_tensors, weights
-from lamplighter.train import async_save, checkpoint, guard, hardware, optimizers
+from lamplighter.procs import procfs
+from lamplighter.train import async_save, checkpoint, guard
 from lamplighter.train.async_save import Flight, Staging, Tensors
 from lamplighter.train.checkpoint import Contents, Progress
 from lamplighter.train.state import Parts
@@ -209,14 +210,14 @@ class Keeper:
         if self.in_step:
             report.warn("the optimizer was interrupted in the middle of a step: its half-changed weights are not saved")
             return None
-        tensors = [*stored_tensors(self.parts.model).values(), *self._optimizer_state().values()]
+        tensors = [*stored_tensors(self.parts.model).values(), *self.parts.optimizer.state_tensors().values()]
         return Flight(step, sum(tensor.nbytes for tensor in tensors), for_loop)
 
     def _staged(self, flight: Flight) -> bool:
         """Decided at the first save, when a step has shown what it needs."""
         if not self.chosen:
             self.chosen = True
-            wanted, why = async_save.choose(self.parts.run.save.staged, flight.bytes, hardware.memory_left())
+            wanted, why = async_save.choose(self.parts.run.save.staged, flight.bytes, procfs.memory_left())
             self.staging = Staging() if wanted else None
             report.note(why)
         return self.staging is not None
@@ -233,14 +234,18 @@ class Keeper:
                 self._write(flight, progress, self._contents(kept_model, kept_optimizer))
 
         self.flight = flight
-        self.staging.take(flight, model, self._optimizer_state(), set(buffers), write)
+        self.staging.take(flight, model, self.parts.optimizer.state_tensors(), set(buffers), write)
 
     def _write_now(self, flight: Flight) -> None:
         """From the live tensors, with the lock in hand: the steps wait."""
         flight.copied.set()
         self.flight = flight
         try:
-            self._write(flight, self._progress(), self._contents(weights(self.parts.model), self._optimizer_state()))
+            self._write(
+                flight,
+                self._progress(),
+                self._contents(weights(self.parts.model), self.parts.optimizer.state_tensors()),
+            )
         except LampError as error:
             flight.error = error
         finally:
@@ -278,9 +283,6 @@ class Keeper:
     def _contents(self, model: Tensors, optimizer: Tensors) -> Contents:
         parts = self.parts
         return Contents(model, optimizer, parts.built.config, parts.save_tokenizer, dict(parts.facts))
-
-    def _optimizer_state(self) -> Tensors:
-        return optimizers.state_tensors(self.parts.model, self.parts.optimizer)
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:

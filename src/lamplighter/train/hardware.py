@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from lamplighter.config import Train
 from lamplighter.errors import BadConfig
 from lamplighter.model.shape import Shape
-from lamplighter.procs import cgroup
+from lamplighter.procs import procfs
 from lamplighter.procs.pool import usable_cores
 from lamplighter.train import bf16, gpus
 
@@ -182,7 +181,7 @@ def seed_step(seed: int, step: int, micro: int, rank: int = 0) -> None:
 
 def memory_gb(device: torch.device) -> dict[str, float]:
     """Resident memory now, by the field's names."""
-    found = {"sys/ram_gb": psutil.Process().memory_info().rss / 1e9}
+    found = {"sys/ram_gb": procfs.own_memory()[0] / 1e9}
     if device.type == "cuda":
         found["sys/gpu_mem_gb"] = torch.cuda.memory_allocated(device) / 1e9
     return found
@@ -211,8 +210,3 @@ def kept_memory(device: torch.device) -> Iterator[None]:
 def _mallopt() -> Callable[[int, int], object] | None:
     """None where the C library is another than glibc."""
     return getattr(ctypes.CDLL(None), "mallopt", None)
-
-
-def memory_left() -> int:
-    """Bytes that can still be had, of the machine and of the container that we are in."""
-    return min([psutil.virtual_memory().available, *(limit.left for limit in cgroup.memory_limits())])

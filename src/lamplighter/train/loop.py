@@ -246,12 +246,12 @@ def _step(
             total = part.detach() if total is None else total + part.detach()
         assert total is not None
         # The one time a step that a GPU is waited for: both are judged before the weights are touched.
-        loss, grad_norm = torch.stack((total, parts.optimizer.norm())).tolist()
+        loss, grad_norm = torch.stack((total, parts.optimizer.grad_norm())).tolist()
     lr = parts.schedule.lr_at(step)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return _nonfinite(parts, keeper, batch, loss, grad_norm, lr, waited_s + time.perf_counter() - started)
     with report.span("optimizer"), keeper.changing():
-        parts.optimizer.step(lr, optimizers.shrink(grad_norm, train.grad_clip))
+        parts.optimizer.step(lr, optimizers.clip_factor(grad_norm, train.grad_clip))
         parts.optimizer.zero_grad()
         tokens = parts.progress.tokens + batch.filled
         parts.progress = replace(parts.progress, step=step, tokens=tokens, loss=loss)
@@ -308,7 +308,7 @@ def _turn_back(parts: Parts, keeper: Keeper, first_bad: int, last_bad: int, verd
             advice = f"rolled back to step {progress.step}; the batches of steps {first_bad} to {last_bad} will be passed over"
             report.verdict(replace(verdict, action="restart", next=advice))
             load_weights(parts.model, found)
-            optimizers.load_state(parts.model, parts.optimizer, tensors)
+            parts.optimizer.load_state_tensors(tensors)
             parts.progress = replace(progress, passed_from=first_bad, passed_to=last_bad)
             moved = checkpoint.go_back(parts.folder.checkpoints, parts.progress)
             keeper.went_back()

@@ -1,15 +1,19 @@
-"""Parameter groups and AdamW; the learning rate, a pure function of the step, is in schedule.py.
+"""What an optimizer must do, and AdamW. The learning rate, a pure function of the step, is in schedule.py.
 
-In:  the train section, a model.
-Out: an optimizer; its state by name.
+In:  a model, the train section; gradients.
+Out: changed weights; the optimizer's state as tensors by name, for a checkpoint.
+
+A new optimizer is a file of its own and one line in config.OPTIMIZERS, which names the function that builds it.
 """
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
-from torch.optim.adamw import adamw
+from torch.optim.adamw import adamw as fused_adamw
 
 from lamplighter.config import Train
 from lamplighter.train.schedule import Schedule as Schedule
@@ -20,11 +24,36 @@ KINDS = ("step", "exp_avg", "exp_avg_sq")
 State = dict[str, torch.Tensor]  # by KINDS
 
 
+class Optimizer(Protocol):
+    """How the state may be split between ranks is in its line of config.OPTIMIZERS."""
+
+    def grad_norm(self) -> torch.Tensor:
+        """Of all gradients together, on their device."""
+        ...
+
+    def step(self, lr: float, grad_scale: torch.Tensor | None = None, found_inf: torch.Tensor | None = None) -> None:
+        """Update the weights from the gradients divided by `grad_scale`; where `found_inf` is 1, change nothing.
+
+        Both are tensors, so that a GPU is never waited for. A parameter without a gradient is left as it is.
+        """
+        ...
+
+    def zero_grad(self) -> None: ...
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """'<kind>.<parameter name>' -> the live tensor; nothing for a parameter that never had a gradient."""
+        ...
+
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Put the state back, tensor for tensor; a missing one is an error, never a fresh start."""
+        ...
+
+
 @dataclass(frozen=True)
 class Group:
-    """Parameters with one weight decay."""
+    """Parameters by name, with one weight decay."""
 
-    parameters: tuple[torch.nn.Parameter, ...]
+    parameters: dict[str, torch.nn.Parameter]
     weight_decay: float
 
 
@@ -33,26 +62,23 @@ class AdamW:
 
     def __init__(self, groups: list[Group], betas: tuple[float, float]) -> None:
         self.groups, self.betas = groups, betas
-        self.state: dict[torch.nn.Parameter, State] = {}
+        self.state: dict[str, State] = {}
 
-    def norm(self) -> torch.Tensor:
-        """Of all gradients together."""
+    def grad_norm(self) -> torch.Tensor:
         return torch.nn.utils.get_total_norm(
-            [p.grad for group in self.groups for p in group.parameters if p.grad is not None]
+            [p.grad for group in self.groups for p in group.parameters.values() if p.grad is not None]
         )
 
     @torch.no_grad()
-    def step(self, lr: float, shrink: float = 1.0) -> None:
-        """Change the weights by their gradients, divided by `shrink`; a parameter without one is left as it is."""
-        scale = None if shrink == 1.0 else torch.tensor(shrink)  # with a scale, torch writes every gradient back
+    def step(self, lr: float, grad_scale: torch.Tensor | None = None, found_inf: torch.Tensor | None = None) -> None:
         for group in self.groups:
-            with_grad = [p for p in group.parameters if p.grad is not None]
+            with_grad = {name: p for name, p in group.parameters.items() if p.grad is not None}
             if not with_grad:
                 continue
-            states = [self._state(p) for p in with_grad]
-            adamw(
-                list(with_grad),
-                [p.grad for p in with_grad if p.grad is not None],
+            states = [self._state(name, p) for name, p in with_grad.items()]
+            fused_adamw(
+                list(with_grad.values()),
+                [p.grad for p in with_grad.values() if p.grad is not None],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
@@ -65,53 +91,51 @@ class AdamW:
                 weight_decay=group.weight_decay,
                 eps=EPS,
                 maximize=False,
-                grad_scale=scale,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
             )
 
     def zero_grad(self) -> None:
         for group in self.groups:
-            for parameter in group.parameters:
+            for parameter in group.parameters.values():
                 parameter.grad = None
 
-    def _state(self, parameter: torch.nn.Parameter) -> State:
-        if parameter not in self.state:
-            zeros = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
-            self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
-        return self.state[parameter]
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        return {f"{kind}.{name}": tensor for name, state in self.state.items() for kind, tensor in state.items()}
+
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.state = {}
+        for group in self.groups:
+            for name, parameter in group.parameters.items():
+                if any(f"{kind}.{name}" in tensors for kind in KINDS):
+                    for kind, kept in self._state(name, parameter).items():
+                        kept.copy_(tensors[f"{kind}.{name}"])
+
+    def _state(self, name: str, parameter: torch.nn.Parameter) -> State:
+        if name not in self.state:
+            step = torch.zeros((), device=parameter.device)
+            moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in KINDS[1:]}
+            self.state[name] = {"step": step, **moments}
+        return self.state[name]
 
 
-def shrink(norm: float, limit: float) -> float:
-    """What gradients of this norm are divided by to keep within the limit; 0 is no limit."""
-    return max(1.0, norm / limit) if limit else 1.0
-
-
-def make_optimizer(model: torch.nn.Module, section: Train) -> AdamW:
+def adamw(model: torch.nn.Module, section: Train) -> AdamW:
     """Weight decay on matrices, none on vectors (norms, biases)."""
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = tuple(p for p in wanted if p.dim() >= 2), tuple(p for p in wanted if p.dim() < 2)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = {name: p for name, p in trained.items() if p.dim() >= 2}
+    vectors = {name: p for name, p in trained.items() if p.dim() < 2}
     return AdamW([Group(matrices, section.weight_decay), Group(vectors, 0.0)], (section.beta1, section.beta2))
 
 
-def state_tensors(model: torch.nn.Module, optimizer: AdamW) -> dict[str, torch.Tensor]:
-    """The optimizer's state by parameter name: 'exp_avg.<name>', 'exp_avg_sq.<name>', 'step.<name>'."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        for kind, tensor in optimizer.state.get(parameter, {}).items():
-            found[f"{kind}.{name}"] = tensor.detach().contiguous()
-    return found
+def make_optimizer(model: torch.nn.Module, section: Train) -> Optimizer:
+    """The one that the train section names."""
+    module, _, name = section.optimizer.built_by.partition(":")
+    return cast(Optimizer, getattr(importlib.import_module(module), name)(model, section))
 
 
-def load_state(model: torch.nn.Module, optimizer: AdamW, tensors: dict[str, torch.Tensor]) -> None:
-    """Put the state back, tensor for tensor; a missing one is an error, never a fresh start.
+def clip_factor(grad_norm: float, limit: float) -> torch.Tensor | None:
+    """What gradients of this norm are divided by to keep within the limit (0: no limit).
 
-    A parameter that never had a gradient has no state, then as now.
+    None rather than 1 where nothing is to be clipped: with a scale, torch writes every gradient back.
     """
-    for name, parameter in model.named_parameters():
-        if not any(f"{kind}.{name}" in tensors for kind in KINDS):
-            continue
-        state = {}
-        for kind in KINDS:
-            tensor = tensors[f"{kind}.{name}"]
-            kept = torch.zeros_like(parameter) if kind != "step" else torch.zeros_like(tensor, device=parameter.device)
-            state[kind] = kept.copy_(tensor)
-        optimizer.state[parameter] = state
+    return torch.tensor(grad_norm / limit) if limit and grad_norm > limit else None

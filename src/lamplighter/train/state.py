@@ -40,7 +40,7 @@ class Parts:
     folder: RunDir
     machine: machine.Machine
     built: Built
-    optimizer: optimizers.AdamW
+    optimizer: optimizers.Optimizer
     schedule: optimizers.Schedule
     tokens: Tokens | Examples | Live
     feed: Feed

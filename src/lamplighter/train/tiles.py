@@ -17,7 +17,8 @@ import platform
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
+
+from lamplighter.procs.procfs import of_processor
 
 TILE_INFORMATION, TILE_PRODUCTS = 0x1D, 0x1E
 PALETTE = (8192 | 1024 << 16, 64 | 8 << 16, 16, 0)  # bytes of all tiles and of one; of a row, and how many; rows
@@ -50,9 +51,9 @@ def missing() -> bool:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     try:
-        words = Path("/proc/cpuinfo").read_text().split()
+        words = of_processor("flags").split()
         return "amx_bf16" in words and "amx_tile" in words and _asker()(0, 0)[0] < TILE_INFORMATION
-    except OSError:  # no /proc, or pages that may not be executed
+    except OSError:  # pages that may not be executed
         return False
 
 

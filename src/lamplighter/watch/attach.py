@@ -30,7 +30,7 @@ from lamplighter.watch import agent, agent_slot, time_report, tree_diagnosis
 from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
 from lamplighter.watch.diagnosis import Finding
 from lamplighter.watch.notify import Notifier
-from lamplighter.watch.process_tree import Process, ProcessTree, Snapshot, is_python
+from lamplighter.watch.process_tree import Process, ProcessTree, Snapshot
 from lamplighter.watch.progress import Progress
 from lamplighter.watch.resources import memory_verdict
 from lamplighter.watch.restart_policy import RestartPolicy
@@ -486,7 +486,7 @@ def _signal_name(number: int) -> str:
 def take_all(slots: Path, processes: tuple[Process, ...]) -> dict[int, Stacks]:
     """Every Python process: its own word, else py-spy with a deadline."""
     found = {}
-    for process in [m for m in processes if m.slot is not None or is_python(m.pid)][:MOST_STACKS]:
+    for process in [m for m in processes if m.slot is not None or procfs.is_python(m.pid)][:MOST_STACKS]:
         taken = take(slots, process)
         if taken is not None:
             found[process.pid] = taken
@@ -514,7 +514,7 @@ def explain(line: str, snapshot: Snapshot, taken: dict[int, Stacks], finding: Fi
         lines.append(f"\n{process.words}: {process.look.words}, {process.look.threads} threads, {memory}")
         if process.pid in taken:
             lines.append(f"stacks (by {taken[process.pid].source}):\n\n{taken[process.pid].text()}")
-        elif process.slot is not None or is_python(process.pid):
+        elif process.slot is not None or procfs.is_python(process.pid):
             lines.append("stacks: could not be read (it is gone, or may not be traced)")
     return "\n".join(lines)
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from lamplighter.procs.procfs import FUTEX, NANOSLEEP, Observation, ThreadLook
+from lamplighter.procs.procfs import FUTEX, NANOSLEEP, ThreadLook
 from lamplighter.procs.stacks import OUR_THREADS, Frame, Stacks, ThreadStack, culprit, users_frame
 from lamplighter.report import Verdict
+from lamplighter.watch.evidence import Observation
 from lamplighter.watch.status import duration
 
 UNTIMED_WAIT = re.compile(r"\.(acquire|join|get|wait|result)\(\s*(?:True\s*|block(?:ing)?=True\s*)?\)")

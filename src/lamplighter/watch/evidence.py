@@ -8,12 +8,42 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from lamplighter.procs.procfs import Observation, ProcessLook, ThreadLook
+from lamplighter.procs.procfs import COMPILERS, SYSCALLS_X86_64, ProcessLook, ThreadLook
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack
 from lamplighter.report import Slot
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One moment of a run: the slot, and the process with all its descendants (it comes first)."""
+
+    at: float  # monotonic seconds
+    slot: Slot
+    tree: tuple[ProcessLook, ...]
+
+    @property
+    def main(self) -> ProcessLook:
+        return self.tree[0]
+
+    @property
+    def quiet_s(self) -> float:
+        return max(0.0, self.at - self.slot.tick_ns / 1e9)
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(process.cpu_s for process in self.tree)
+
+    @property
+    def moved_bytes(self) -> int:
+        """By any means, less what our own questions have moved."""
+        return sum(process.moved_bytes for process in self.tree) - self.slot.answered_bytes
+
+    @property
+    def compilers(self) -> list[ProcessLook]:
+        return [process for process in self.tree[1:] if process.name in COMPILERS]
 
 
 def to_json(window: Sequence[Observation], captures: Sequence[Stacks], usual_s: float) -> str:
@@ -31,7 +61,13 @@ def from_json(text: str) -> tuple[list[Observation], list[Stacks], float]:
 
 
 def _process(fields: dict[str, Any]) -> ProcessLook:
-    return ProcessLook(**{**fields, "each": tuple(ThreadLook(**thread) for thread in fields["each"])})
+    each = tuple(ThreadLook(**{**thread, "syscall": _syscall(thread["syscall"])}) for thread in fields["each"])
+    return ProcessLook(**{**fields, "syscall": _syscall(fields["syscall"]), "each": each})
+
+
+def _syscall(word: str) -> str:
+    """Older evidence has the numbers of x86-64 in it."""
+    return SYSCALLS_X86_64.get(word, word)
 
 
 def _stacks(fields: dict[str, Any]) -> Stacks:

@@ -6,18 +6,18 @@ Out: what it and its children do, in the words of every other verdict.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from pathlib import Path
 
 from lamplighter.errors import DONE, InputMissing
-from lamplighter.procs.procfs import look
+from lamplighter.procs import procfs
+from lamplighter.procs.procfs import is_python, look
 from lamplighter.procs.stacks import Stacks
 from lamplighter.watch import tree_diagnosis
 from lamplighter.watch.attach import explain, take_all
 from lamplighter.watch.console import result
-from lamplighter.watch.process_tree import ProcessTree, Snapshot, is_python
+from lamplighter.watch.process_tree import ProcessTree, Snapshot
 from lamplighter.watch.status import duration
 
 BETWEEN_S = 1.0
@@ -49,12 +49,10 @@ def inspect_pid(pid: int) -> int:
 
 
 def _age_s(pid: int) -> float:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError as error:
-        raise InputMissing(f"process {pid} has just ended", str(error), "lamp runs lists our own runs") from error
-    up_s = float(Path("/proc/uptime").read_text().split()[0])
-    return max(0.0, up_s - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
+    age_s = procfs.age_s(pid)
+    if age_s is None:
+        raise InputMissing(f"process {pid} has just ended", "it is not there any more", "lamp runs lists our own runs")
+    return age_s
 
 
 def _unseen(snapshot: Snapshot, taken: dict[int, Stacks]) -> list[str]:

@@ -129,7 +129,7 @@ class ProcessTree:
     def _slot(self, pid: int, now: float) -> ProcSlot | None:
         slot = read_procslot(self.slots / f"p{pid}.slot")
         if slot is None:
-            if now - self.born.get(pid, now) > HELLO_S and is_python(pid):
+            if now - self.born.get(pid, now) > HELLO_S and procfs.is_python(pid):
                 self.without_shim.add(pid)
             return None
         self.seen[pid] = slot
@@ -151,7 +151,7 @@ class ProcessTree:
         """Who said hello and was gone before we looked: the slot is all that is left."""
         for name in procfs.listed(str(self.slots)):
             pid = int(name[1:-5]) if name.startswith("p") and name.endswith(".slot") and name[1:-5].isdecimal() else 0
-            if pid and pid not in self.born and pid not in self.gone and not os.path.exists(f"/proc/{pid}"):  # noqa: PTH110
+            if pid and pid not in self.born and pid not in self.gone and not procfs.exists(pid):
                 self.gone.add(pid)
                 self.lost.append(Exit(pid, None, read_procslot(self.slots / name), now))
 
@@ -204,20 +204,12 @@ def _readable(fds: list[int], wait_s: float) -> list[int]:
 def _exit_code(pidfd: int, pid: int) -> int | None:
     """Negative for a signal; by the zombie while nobody has asked for it, by the kernel's memory afterwards (6.15 on)."""
     for _ in range(5):
-        code = _code_of_zombie(pid)
+        code = procfs.zombie_code(pid)
         code = _code_of_reaped(pidfd) if code is None else code
         if code is not None:
             return code
         time.sleep(0.004)  # between the two
     return None
-
-
-def _code_of_zombie(pid: int) -> int | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return None
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" and len(fields) > 49 else None
 
 
 def _code_of_reaped(pidfd: int) -> int | None:
@@ -231,11 +223,3 @@ def _code_of_reaped(pidfd: int) -> int | None:
     if not mask & PIDFD_INFO_EXIT:
         return None
     return os.waitstatus_to_exitcode(struct.unpack_from("=i", info, 60)[0])
-
-
-def is_python(pid: int) -> bool:
-    """By its program, not by its name: torch renames its processes."""
-    try:
-        return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
-    except OSError:  # it may not be looked into: then its name is all there is
-        return procfs.look(pid).name.startswith("python")

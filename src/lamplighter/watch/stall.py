@@ -15,7 +15,7 @@ from lamplighter.procs import procfs, stacks
 from lamplighter.report import Slot
 from lamplighter.rundir import RunDir
 from lamplighter.watch.diagnosis import Finding, judge
-from lamplighter.watch.evidence import to_json
+from lamplighter.watch.evidence import Observation, to_json
 
 QUIET_S = 2.0
 UNCOUNTED_QUIET_S = 3.0  # for a phase that counts nothing (an import, a model being built)
@@ -33,7 +33,7 @@ class StallDetector:
         self.run = run
         self.usual_gap_s: dict[str, float] = {}
         self.longest_gap_s: dict[str, float] = {}
-        self.window: deque[procfs.Observation] = deque()
+        self.window: deque[Observation] = deque()
         self.captures: list[stacks.Stacks] = []
         self.finding: Finding | None = None
         self.phase = ""
@@ -92,9 +92,7 @@ class StallDetector:
         if now - self.tree_at > TREE_EVERY_S or not self.pids or self.pids[0] != slot.pid:
             self.pids, self.tree_at = procfs.tree(slot.pid), now
         looks = [procfs.look_closely(pid) for pid in self.pids]
-        self.window.append(
-            procfs.Observation(now, slot, tuple(seen for seen in looks if seen.state != "X") or (looks[0],))
-        )
+        self.window.append(Observation(now, slot, tuple(seen for seen in looks if seen.state != "X") or (looks[0],)))
         while now - self.window[0].at > WINDOW_S:
             self.window.popleft()
 

@@ -7,7 +7,6 @@ Out: the exit code; status.json, events.jsonl, console.log and report.md in the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -33,7 +32,7 @@ from lamplighter.errors import (
     STUCK,
     RefusedByPlan,
 )
-from lamplighter.procs import procfs, stacks
+from lamplighter.procs import prctl, procfs, stacks
 from lamplighter.report import Verdict, read_slot
 from lamplighter.rundir import (
     LineFile,
@@ -60,7 +59,6 @@ RESOURCES_EVERY_S = 2.5
 STATUS_EVERY_S = 0.9
 OUTPUT_LINES = 40
 BUDGET_BACKSTOP_S = 5.0
-PR_SET_CHILD_SUBREAPER = 36
 OUTCOMES = {
     DONE: "finished",
     STUCK: "stuck",
@@ -232,8 +230,7 @@ class Supervisor:
                 self._say_verdict(verdict)
 
     def _spawn(self) -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl.adopt_orphans()
         fifo = self.run.fifo(0)
         if not fifo.exists():
             os.mkfifo(fifo, 0o600)
@@ -241,7 +238,7 @@ class Supervisor:
         output = open_lines(self.run.output)
         request = json.dumps({**self.order.request, "folder": str(self.run.path), "result_fd": self.order.result_fd})
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "lamplighter.work", self.order.verb, request],
+            [sys.executable, "-m", "lamplighter.commands.child", self.order.verb, request],
             stdin=self.order.child_stdin,
             stdout=output,
             stderr=output,

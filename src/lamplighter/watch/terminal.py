@@ -32,6 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from lamplighter.procs import prctl
 from lamplighter.watch import pty_proxy
 
 if TYPE_CHECKING:
@@ -388,10 +389,7 @@ def leave_as(returncode: int) -> int:
         sys.stderr.flush()
     number = -returncode
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    with contextlib.suppress(OSError, AttributeError):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # not dumpable: a core file of ours would be mistaken for the command's
+    prctl.leave_no_core()
     with contextlib.suppress(OSError, ValueError):
         signal.signal(number, signal.SIG_DFL)  # SIGKILL has no other
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lamplighter.procs.procfs import Observation
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, own_frames, users_frame
 from lamplighter.report import FLAGS, Slot, Verdict
 from lamplighter.watch.agent_slot import ProcSlot
 from lamplighter.watch.diagnosis import BUSY, Finding, text_of_wait
 from lamplighter.watch.diagnosis import judge as judge_one
+from lamplighter.watch.evidence import Observation
 from lamplighter.watch.process_tree import Exit, Process, Snapshot
 from lamplighter.watch.status import duration
 
@@ -285,7 +285,7 @@ def _moves_bytes(sample: GroupSample, process: Process) -> bool:
 
 
 def _bytes_of(process: Process) -> int:
-    return process.look.read_bytes + process.look.written_bytes + process.look.disk_bytes
+    return process.look.moved_bytes
 
 
 def child_lost(sample: GroupSample) -> Finding | None:

@@ -16,7 +16,7 @@ from lamplighter.readers.bad_records import Dirt
 from lamplighter.readers.compression import Unpacked
 from lamplighter.readers.cursor import Cursor, Part, Position, cut_after, cut_all, digest, skip
 from lamplighter.readers.lines import read_json, starts_array
-from lamplighter.readers.local import LocalFile, Tell, find_files, hashes, is_packed, kind_of, local_file
+from lamplighter.readers.local import LocalFile, Tell, find_files, hash_files, is_packed, kind_of, local_file
 from lamplighter.readers.reader import Found, Reading
 from lamplighter.readers.remote import RemoteFile, as_local, find_remote, is_url
 from lamplighter.readers.tables import read_csv, read_parquet
@@ -80,9 +80,9 @@ class FileSource:
         total = self.total_bytes()
         return f"{self.items[0].name}{others}, {'size unknown' if total is None else human_bytes(total)}"
 
-    def local_files(self) -> list[Path] | None:
+    def local_files(self) -> list[LocalFile] | None:
         """Its files; None where one of them is elsewhere."""
-        local = [item.path for item in self.items if isinstance(item, LocalFile)]
+        local = [item for item in self.items if isinstance(item, LocalFile)]
         return local if len(local) == len(self.items) else None
 
     def total_bytes(self) -> int | None:
@@ -103,9 +103,10 @@ class FileSource:
         """The content of every file in order (of remote ones: address, size and mark), and how it is read."""
         if not self._fingerprint:
             local = [item for item in self.items if isinstance(item, LocalFile)]
-            known = iter(hashes(local, self.hash_store))
+            hashed = iter(hash_files(local, self.hash_store))
+            self.items = [next(hashed) if isinstance(item, LocalFile) else item for item in self.items]
             content = [
-                [next(known) if isinstance(item, LocalFile) else item.identity(), kind_of(item.name)]
+                [item.content if isinstance(item, LocalFile) else item.identity(), kind_of(item.name)]
                 for item in self.items
             ]
             if len(local) < len(self.items):

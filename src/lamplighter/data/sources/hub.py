@@ -21,7 +21,7 @@ from lamplighter import report
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
 from lamplighter.readers.bad_records import Dirt
 from lamplighter.readers.cursor import Cursor, Position, digest
-from lamplighter.readers.local import hashes, local_file
+from lamplighter.readers.local import hash_files, local_file
 from lamplighter.readers.reader import in_parts, is_whole, text_of
 from lamplighter.readers.tables import no_column
 
@@ -180,7 +180,12 @@ def _open_folder(
             found, _ = _streamed(datasets, str(folder), config, split)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     local = [local_file(path) for path in files]
-    marks = [[str(path.relative_to(folder)) for path in files], hashes(local, hash_store), config, split]
+    marks = [
+        [str(path.relative_to(folder)) for path in files],
+        [file.content for file in hash_files(local, hash_store)],
+        config,
+        split,
+    ]
     return _made(str(folder), found, key, marks, sum(file.size for file in local), bad_text)
 
 

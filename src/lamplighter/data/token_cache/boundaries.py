@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
-from lamplighter.errors import BadData, InputMissing
+from lamplighter.errors import BadData
+from lamplighter.readers.local import LocalFile, unreadable
 from lamplighter.readers.reader import fault_in
 
 NEAR = 1 << 16  # so far ahead a good place is looked for
@@ -57,21 +57,30 @@ def cut_all(data: bytes, size: int) -> list[int]:
 
 
 class Opened:
-    """A file that is read at any place; one that shrinks meanwhile is an error, not an end."""
+    """A file that is read at any place; one that changes meanwhile is an error."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        self.path, self.size = path, size
+    def __init__(self, file: LocalFile) -> None:
+        self.file, self.path, self.size = file, file.path, file.size
         try:
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise InputMissing(f"cannot read {path}", error.strerror or str(error), "check the file") from error
+            raise unreadable(file.path, error) from error
         self._lines = (0, 1)  # a place, and the number of its line
 
     def __enter__(self) -> Opened:
+        try:
+            self.file.check(self.fd, "since this command began")
+        except BaseException:
+            os.close(self.fd)
+            raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
+    def __exit__(self, failed: object, *_: object) -> None:
+        try:
+            if failed is None:
+                self.file.check(self.fd, "while it was read")
+        finally:
+            os.close(self.fd)
 
     def read(self, start: int, stop: int) -> bytes:
         stop = min(stop, self.size)
@@ -80,7 +89,7 @@ class Opened:
             while len(data) < stop - start and (more := os.pread(self.fd, stop - start - len(data), start + len(data))):
                 data += more
         except OSError as error:
-            raise InputMissing(f"cannot read {self.path}", error.strerror or str(error), "check the disk") from error
+            raise unreadable(self.path, error) from error
         if len(data) < stop - start:
             why = f"it had {self.size:,} bytes when it was found, now {start + len(data):,}"
             raise BadData(f"changed while it was read: {self.path}", why, "start again when nobody writes to it")

@@ -39,9 +39,9 @@ from lamplighter.data.token_cache.writer import SIDES, Job, Record, UnitWriter, 
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, CannotWrite
 from lamplighter.procs.pool import TICK_S, each
+from lamplighter.procs.procfs import boot_id
 from lamplighter.readers.bad_records import FileDirt
 from lamplighter.rundir import (
-    boot_id,
     free_bytes,
     human_bytes,
     identity,
@@ -394,7 +394,7 @@ class _Verdicts:
 
 
 def _count_lines(span: Span) -> int:
-    with report.phase("count lines", total=span.size, unit="B") as p, Opened(Path(span.path), span.size) as file:
+    with report.phase("count lines", total=span.size, unit="B") as p, Opened(span.file) as file:
         p.tick(0, span.path)
         return file.line_at(span.size)
 

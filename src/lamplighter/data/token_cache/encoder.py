@@ -6,14 +6,13 @@ Out: the ids of the texts, one after the other; the very ids of each whole text.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lamplighter.data.token_cache.boundaries import cut_all
+from lamplighter.procs.procfs import own_memory
 
 GROWN_BYTES = 128 << 20
 PIECE_BYTES = 1 << 15  # what stays in the processor's cache; longer texts are encoded in such pieces
@@ -43,7 +42,7 @@ class Encoder:
     def __init__(self, fast: Any, reference: Any, threads: bool = False) -> None:
         self.fast, self.reference, self.threads = fast, reference, threads
         self.is_free = self._may_cut()
-        self.memory = _memory_bytes()
+        self.memory = own_memory()[0]
         self.is_young = True  # not yet asked whether it has grown
 
     def _may_cut(self) -> bool:
@@ -102,18 +101,10 @@ def make_encoder(recipe: Recipe, threads: bool = False) -> Encoder:
 
 def renewed(encoder: Encoder, recipe: Recipe) -> Encoder:
     """The same one, or another where it has grown: it remembers every word that it has met, without end."""
-    if _memory_bytes() - encoder.memory <= GROWN_BYTES:
+    if own_memory()[0] - encoder.memory <= GROWN_BYTES:
         encoder.is_young = False
         return encoder
     fresh = make_encoder(recipe, encoder.threads)
     if not encoder.is_young:  # else it is not the encoder that has grown: measure from here on
         fresh.memory = encoder.memory  # both are there at this moment: what the first one began with stays the measure
     return fresh
-
-
-def _memory_bytes() -> int:
-    """Of this process; 0 where the system does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

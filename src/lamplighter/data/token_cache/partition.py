@@ -9,16 +9,18 @@ bytes without being opened, small ones go together, packed ones and other kinds 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
+from itertools import accumulate
 
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import FileSource
 from lamplighter.data.split import MB, Look, Settings
 from lamplighter.data.token_cache import ranges
 from lamplighter.data.token_cache.ranges import Faults, Reading, Span, read
-from lamplighter.readers.local import is_packed, kind_of
+from lamplighter.readers.local import LocalFile, is_packed, kind_of, suffix_of
 
 LEAST_BYTES, USUAL_BYTES = 4 * MB, 64 * MB
 MOST_UNITS = 1024  # of a very large corpus: a shard is a file, and an open one while it is read
@@ -43,11 +45,16 @@ class Unit:
 
     def place(self, done: int) -> str:
         """What is being read when so many bytes are behind it."""
-        for span in self.spans:
-            if done < span.stop - span.start:
-                return f"{span.path} at byte {span.start + done:,}"
-            done -= span.stop - span.start
-        return str(self.spans[-1])
+        number = bisect_right(self._ends, done)
+        if number == len(self.spans):
+            return str(self.spans[-1])
+        span = self.spans[number]
+        return f"{span.path} at byte {span.stop - self._ends[number] + done:,}"
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """How many bytes of the unit are behind each span: asked for at every tick, of units of up to a million files."""
+        return list(accumulate(span.stop - span.start for span in self.spans))
 
 
 @dataclass(frozen=True)
@@ -74,22 +81,21 @@ def plan(source: Source, settings: Settings) -> Plan | None:
     files = source.local_files() if type(source) is FileSource else None
     if files is None or type(source) is not FileSource:
         return None
-    sizes = {path: path.stat().st_size for path in files}
-    size = unit_bytes(sum(sizes.values()), settings)
+    size = unit_bytes(sum(file.size for file in files), settings)
     groups: list[list[Span]] = [[]]
     weight = 0
-    for path, length in sizes.items():
-        kind = _span_kind(path)
-        weighs = length * (PACKED_BY if is_packed(path) else 1)
+    for file in files:
+        kind, length = _span_kind(file), file.size
+        weighs = length * (PACKED_BY if is_packed(file.path) else 1)
         if weight and weight + weighs > size:
             groups.append([])
             weight = 0
         if kind == "file" or length <= size:
-            groups[-1].append(Span(str(path), kind, 0, length, length))
+            groups[-1].append(Span(file, kind, 0, length))
             weight += weighs
             continue
         for start in range(0, length, size):
-            groups[-1].append(Span(str(path), kind, start, min(length, start + size), length))
+            groups[-1].append(Span(file, kind, start, min(length, start + size)))
             groups.append([])
         weight = 0
     units = [Unit(number, tuple(spans)) for number, spans in enumerate(filter(None, groups))]
@@ -97,12 +103,12 @@ def plan(source: Source, settings: Settings) -> Plan | None:
     return Plan(units, how)
 
 
-def _span_kind(path: Path) -> str:
-    if is_packed(path):
+def _span_kind(file: LocalFile) -> str:
+    if is_packed(file.path):
         return "file"
-    kind = kind_of(path)
+    kind = kind_of(file.path)
     if kind == "json":
-        return "json" if path.suffix.lower() in CUT_SUFFIXES else "file"
+        return "json" if suffix_of(file.path) in CUT_SUFFIXES else "file"
     return "text" if kind in ("text", "") else "file"
 
 

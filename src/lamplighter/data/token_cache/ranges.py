@@ -19,6 +19,7 @@ from lamplighter.data.sources.files import FileSource, Part
 from lamplighter.data.token_cache.boundaries import LINE_BYTES, Opened, cut_after
 from lamplighter.errors import BadData
 from lamplighter.readers.lines import json_text
+from lamplighter.readers.local import LocalFile
 from lamplighter.readers.reader import fault_in, not_text
 from lamplighter.readers.text import whole_lines
 
@@ -32,12 +33,19 @@ BOM = codecs.BOM_UTF8
 class Span:
     """A file, or a range of it as it was wanted."""
 
-    path: str
+    file: LocalFile
     kind: str
     """"text", "json" (lines), or "file": read as a whole by FileSource."""
     start: int
     stop: int
-    size: int
+
+    @property
+    def path(self) -> str:
+        return self.file.name
+
+    @property
+    def size(self) -> int:
+        return self.file.size
 
     def __str__(self) -> str:
         return self.path if self.stop - self.start == self.size else f"{self.path} from byte {self.start:,}"
@@ -133,8 +141,8 @@ def read(span: Span, how: Reading, faults: Faults) -> Iterator[tuple[Stretch, in
     if span.kind == "file":
         yield from _whole_file(span, how, faults)
         return
-    faults.file(Path(span.path))
-    with Opened(Path(span.path), span.size) as file:
+    faults.file(span.path)
+    with Opened(span.file) as file:
         if span.kind == "json":
             stretches = _json_lines(file, span, how, faults)
         elif how.separator:
@@ -158,13 +166,13 @@ def _one_text(file: Opened, span: Span, how: Reading, faults: Faults) -> Iterato
 
 def first_part(span: Span, how: Reading) -> bytes:
     """The beginning of the document that a later span goes on with."""
-    with Opened(Path(span.path), span.size) as file:
+    with Opened(span.file) as file:
         return _clean(file.read(0, file.cut_text(how.part_bytes)), file, 0, Faults("set_aside"))
 
 
 def part_before(span: Span, how: Reading) -> bytes:
     """The last part before a span of a document that goes on in it."""
-    with Opened(Path(span.path), span.size) as file:
+    with Opened(span.file) as file:
         begin, end = file.cut_text(span.start - how.part_bytes), file.cut_text(span.start)
         return _clean(file.read(begin, end), file, begin, Faults("set_aside"))
 
@@ -271,7 +279,7 @@ def _in_parts(docs: list[bytes], opened: bool, size: int, at: int) -> Iterator[t
 
 def _whole_file(span: Span, how: Reading, faults: Faults) -> Iterator[tuple[Stretch, int]]:
     """Packed files and other kinds: as FileSource reads them."""
-    source = FileSource([Path(span.path)], how.separator, how.text_key, None, how.bad_text)
+    source = FileSource([span.file], how.separator, how.text_key, None, how.bad_text)
     source.dirt = faults  # type: ignore[assignment]
     try:
         for stretch in gathered(source.documents(), PART_BYTES):

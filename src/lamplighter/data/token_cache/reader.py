@@ -9,7 +9,6 @@ the difference is said.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import resource
@@ -34,6 +33,7 @@ from lamplighter.data.token_cache.encoder import Ids
 from lamplighter.data.token_cache.writer import bad_id
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, InputMissing
+from lamplighter.procs.lock import open_lock, try_lock
 from lamplighter.procs.pool import TICK_S, usable_cores
 from lamplighter.rundir import cannot_write, hash_file, identity, read_json, read_record
 
@@ -212,11 +212,11 @@ def locked(folder: Path) -> Iterator[bool]:
     """Hold the folder's lock; the value says whether somebody else held it first. A dead holder is no obstacle."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_lock(folder / "lock")
     except OSError as error:
         raise cannot_write(folder, error) from error
     try:
-        waited = not _try_lock(fd)
+        waited = not try_lock(fd)
         if waited:
             _wait(fd, folder)
         if dead := read_json(folder / "lock"):  # an orderly holder leaves it empty
@@ -234,14 +234,6 @@ def locked(folder: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _wait(fd: int, folder: Path) -> None:
     """Until the lock is free; the builder's own progress is what counts as progress here."""
     holder = read_record(folder / "lock")
@@ -250,7 +242,7 @@ def _wait(fd: int, folder: Path) -> None:
     now = read_record(folder / "progress.json")
     with report.phase("waiting for the token cache", total=now.get("total_bytes"), unit="B") as p:
         seen = None
-        while not _try_lock(fd):
+        while not try_lock(fd):
             now = read_record(folder / "progress.json")
             if now.get("bytes") != seen:
                 seen = now.get("bytes")

@@ -1,42 +1,39 @@
-"""The child's door: runs one verb; calls the start-up phases in order, each under its name.
+"""lamp train and lamp demo: from a config to a trained model.
 
-In:  `python -m lamplighter.work VERB REQUEST`, a run folder made by the parent.
-Out: the verb's exit code; everything else goes through report.
+In:  a preset, a run.yaml, `--section.key value` pairs.
+Out: a run folder. The parent part resolves the config, takes the run and supervises; the child part calls the start-up
+     phases in order, each under its name, and then the loop.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import itertools
-import json
 import math
-import os
-import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
+from lamplighter.commands import write
+from lamplighter.commands.arguments import parse
 from lamplighter.data.setup import choose_template, obtain_tokens, open_feed, open_rows, open_text
-from lamplighter.errors import CRASHED, DONE, BadConfig, CannotWrite, LampError, StoppedEarly
+from lamplighter.errors import DONE, BadConfig, LampError, UsageError
 from lamplighter.rundir import (
     CACHE_NAME,
     RunDir,
     cannot_write,
-    human_bytes,
+    is_running,
+    move_aside,
+    open_lines,
     read_json,
     read_last_lines,
-    read_lines,
     read_record,
-    verify_manifest,
+    take_lock,
+    write_atomic,
 )
 
 if TYPE_CHECKING:
-    from lamplighter.config import Run
+    from lamplighter.config import Resolved, Run
     from lamplighter.data.batch_source import Feed
     from lamplighter.data.batches import TokenStream
     from lamplighter.data.chat.example_cache import Examples
@@ -47,86 +44,206 @@ if TYPE_CHECKING:
     from lamplighter.model.build import Built
     from lamplighter.train.state import Parts
     from lamplighter.train.validation import Floor
-
-Verb = Callable[[RunDir, dict[str, Any]], int]
-PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
+    from lamplighter.watch.console import Console
 
 
-def main() -> int:
-    verb, request = sys.argv[1], json.loads(sys.argv[2])
-    _belong_to_parent()
-    folder = RunDir(Path(request["folder"]))
+def _train_flags(
+    run_yaml: Path | None = None,
+    /,
+    *,
+    preset: str | None = None,
+    run: str | None = None,
+    resume: str = "auto",
+    test: bool = False,
+    verbose: bool = False,
+    force: bool = False,
+    print_config: bool = False,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """What `lamp train` takes besides fields."""
+
+
+def train(words: list[str]) -> int:
+    """Resolve the config, take the run, start the child, stay with it."""
+    return _start_training("train", words)
+
+
+def demo(words: list[str]) -> int:
+    """The demo preset under its own name."""
+    return _start_training("demo", ["--preset", "demo", *words])
+
+
+def _start_training(verb: str, words: list[str]) -> int:
+    from lamplighter.config import dump, parse_overrides, resolve
+
+    rest, overrides = parse_overrides(words)
+    flags = parse(verb, _train_flags, rest)
+    resolved = resolve(flags["preset"], flags["run_yaml"], overrides, flags["test"])
+    if flags["print_config"]:
+        return write(1, dump(resolved))
+    return _train(verb, words, resolved, flags)
+
+
+def _run_name(flags: dict[str, Any]) -> str:
+    yaml: Path | None = flags["run_yaml"]
+    if flags["run"] == "":
+        raise UsageError("--run is empty", "a run needs a name", "--run my-run")
+    name = str(flags["run"] or (yaml.stem if yaml else None) or flags["preset"] or "train")
+    if "/" in name or name.startswith("."):
+        raise UsageError(f"{name} cannot be a run's name", "a run is one folder of --runs-dir", "--run my-run")
+    return name + ("-test" if flags["test"] else "")
+
+
+def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any]) -> int:
+    from lamplighter.config import dump
+    from lamplighter.watch.console import Console
+    from lamplighter.watch.restart_policy import RestartPolicy
+    from lamplighter.watch.supervisor import ChildSpec, Supervisor
+
+    began = time.time()
+    run = RunDir(flags["runs_dir"] / _run_name(flags))
+    resume = flags["resume"]
+    moved = None
+    if resume == "never" and not is_running(run):
+        moved = move_aside(run.path) if run.path.exists() else None
+        resume = "auto"
+    run.create()
     try:
-        report.start(folder, attempt=int(os.environ.get("LAMP_ATTEMPT", "1")), result_fd=request["result_fd"])
+        lock_fd = take_lock(run)
+        console = Console(1, log_fd=open_lines(run.console))
     except OSError as error:
-        os.write(2, ("\n".join(cannot_write(folder.path, error).lines()) + "\n").encode())
-        return CannotWrite.code
+        raise cannot_write(run.path, error) from error
+    if moved is not None:
+        console.say(f"the old run is kept as {moved}")
     try:
-        code = VERBS[verb](folder, request)
-    except StoppedEarly as stop:
-        code = stop.code
-    except LampError as error:
-        report.last_words(error.lines(), error.code, error.cause, f"{error.what}: {error.why}", error.next)
-        code = error.code
-    except MemoryError:
-        traceback.print_exc()
-        lines = ["error: out of memory", "next:  a smaller train.micro_batch, data.seq_len or model"]
-        report.last_words(lines, CRASHED)
-        code = CRASHED
-    except Exception as crash:  # noqa: BLE001  the traceback is kept in output.log, the last line is said
-        if isinstance(crash, OSError) and crash.errno == errno.ENOSPC:
-            full = cannot_write(folder.path, crash)
-            report.last_words(full.lines(), full.code, full.cause, f"{full.what}: {full.why}", full.next)
-            report.leave(full.code)
-        traceback.print_exc()
-        where = traceback.extract_tb(crash.__traceback__)[-1]
-        lines = [
-            f"error: {type(crash).__name__}: {crash}",
-            f"why:   raised at {where.filename}:{where.lineno} in {where.name}",
-        ]
-        report.last_words(lines, CRASHED)
-        code = CRASHED
-    report.leave(code)  # at once: nothing is buffered, and torch takes a second to unload itself
-    return code
+        _refuse_drift(run, resolved, console)
+        code = _finished_already(run, resolved, console) if resume == "auto" else None
+        if code is not None:
+            return code
+        write_atomic(run.config, dump(resolved))
+        console.say(
+            f"run {run.path}: everything about it is in this folder; look from elsewhere with: lamp watch {run.name}"
+        )
+        request = {"resume": resume, "preset": resolved.preset, "force": flags["force"]}
+        care = resolved.run.watch
+        order = ChildSpec(
+            "train",
+            request,
+            resume_command=same_command(verb, words),
+            budget=resolved.run.budget,
+            recovery=RestartPolicy(care.on_stuck, care.patience_s),
+            notify=care.notify,
+            grace_s=care.stop_grace_s,
+            began=began,
+            lock_fd=lock_fd,
+            verbose=flags["verbose"],
+        )
+        code = Supervisor(run, order, console).supervise()
+        if code == 0:
+            _say_next(run, flags, console, read_record(run.status).get("step", 0))
+        return code
+    except OSError as error:
+        raise cannot_write(run.path, error) from error
+    finally:
+        console.close()
 
 
-def _belong_to_parent() -> None:
-    """Die with the parent, and let it (and its py-spy) read our stacks."""
-    if sys.platform != "linux":
+def same_command(verb: str, words: list[str]) -> str:
+    import shlex
+
+    kept = list(words[2:] if verb == "demo" and words[:2] == ["--preset", "demo"] else words)
+    while "--resume" in kept:
+        at = kept.index("--resume")
+        del kept[at : at + 2]
+    return shlex.join(["lamp", verb, *kept])
+
+
+def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int | None:
+    """A finished run says so and exits 0, unless train.steps or train.epochs was raised; after an early end, the patience."""
+    from lamplighter.config import load_dump
+
+    status = read_record(run.status)
+    if status.get("state") != "finished" or not run.config.exists():
+        return None
+    before = load_dump(run.config)
+    old, new = before.train, resolved.run.train
+    raised = (new.steps or 0) > status.get("steps", 0) or (new.epochs is not None and new.epochs > (old.epochs or 0))
+    raised = raised or (before.data.max_chunks or 0) < (resolved.run.data.max_chunks or 0)
+    early, patience = status.get("ended_early"), resolved.run.eval.patience
+    if early and (not patience or patience > early.get("since_best", 0)):
+        return None  # more patience: it goes on
+    if raised and not early:
+        return None
+    if early:
+        console.say(
+            f"{run.name} is finished, early, at step {status.get('step')} of {status.get('steps')}: {early.get('why')}"
+        )
+        console.say("A larger eval.patience (0 = without end) goes on, --resume never begins anew.")
+    else:
+        console.say(
+            f"{run.name} is finished: {status.get('step')} steps. Raise train.steps to go on, or --resume never to begin anew."
+        )
+    console.say(f"next: lamp generate {run.name}")
+    return 0
+
+
+def _refuse_drift(run: RunDir, resolved: Resolved, console: Console) -> None:
+    """A resume may change save, eval, watch and budget; train.steps with a warning; nothing else."""
+    from lamplighter.config import LENGTH, drift, load_dump
+
+    if not run.config.exists() or not any(run.checkpoints.glob("checkpoint-*")):
         return
-    libc = ctypes.CDLL(None)
-    parent = int(os.environ.get("LAMP_PARENT_PID", "0"))
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent and os.getppid() != parent:
-        os._exit(CRASHED)  # it died before we could ask
-    libc.prctl(PR_SET_PTRACER, parent, 0, 0, 0)
+    try:
+        old = load_dump(run.config)
+    except LampError as error:
+        raise BadConfig(
+            f"{run.config} is damaged",
+            error.what,
+            "put it back, or begin anew with --resume never (the old folder is kept)",
+        ) from error
+    changes = drift(old, resolved.run)
+    if changes:
+        raise BadConfig(
+            f"run {run.name} was started with other settings",
+            "; ".join(changes),
+            "give the old settings to go on, --run NAME for a new run, or --resume never to begin anew",
+        )
+    for name in LENGTH:
+        field = name.split(".")[1]
+        before, now = getattr(old.train, field), getattr(resolved.run.train, field)
+        if before != now:
+            console.say(f"WARNING  {name}: {before} -> {now}; the schedule changes from here", "bold yellow")
 
 
-# ---------------------------------------------------------------- train
+def _say_next(run: RunDir, flags: dict[str, Any], console: Console, step: int) -> None:
+    where = "" if flags["runs_dir"] == Path("runs") else f" --runs-dir {flags['runs_dir']}"
+    console.say(f"made: {run.checkpoints}/checkpoint-{step} (opens with transformers as it is), {run.report}")
+    console.say(f"next: lamp generate {run.name}{where}    or: lamp checkpoints {run.name}{where}", "bold")
 
 
-def train(folder: RunDir, request: dict[str, Any]) -> int:
+# ---------------------------------------------------------------- in the child
+
+
+def train_child(folder: RunDir, request: dict[str, Any]) -> int:
     """From a config to a trained model."""
-    with report.phase("import"):
+    with report.phase("config"):
         from lamplighter.config import load_dump
-        from lamplighter.train.loop import training
-    run = load_dump(folder.config)
+
+        run = load_dump(folder.config)
     parts = prepare(run, folder, request)
+    from lamplighter.train.loop import training  # loaded by prepare, after the data
+
     with training(parts) as steps:
         for _ in steps:
             pass
-    _finish(parts)
+    final = parts.folder.checkpoints / f"checkpoint-{parts.progress.step}"
+    report.event("finished", step=parts.progress.step, path=str(final), tokens=parts.progress.tokens)
     return DONE
 
 
 def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
-    """The start-up phases: data, tokenizer, cache, plan, model, resume."""
+    """The start-up phases: data, tokenizer, cache, import (torch), plan, model, resume."""
     from lamplighter.data.stream import Live
-    from lamplighter.model.recompute import recompute_blocks
-    from lamplighter.plan.job import family_of, is_own, known_shape
-    from lamplighter.train import checkpoint, guard, hardware, optimizers
-    from lamplighter.train.state import Parts
-    from lamplighter.work.planning import plan_run
 
     cache = folder.path.parent / CACHE_NAME
     source, tokenizer = open_text(run, cache)
@@ -136,6 +253,12 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
         tokens = _open_live(run, folder, source, tokenizer)
     else:
         tokens = _open_tokens(run, cache, source, tokenizer) if chat is None else open_rows(run, cache, source, chat)
+    with report.phase("import"):  # after the data: what is wrong with it is found without paying for torch
+        from lamplighter.commands.plan import plan_run
+        from lamplighter.model.recompute import recompute_blocks
+        from lamplighter.plan.job import family_of, is_own, known_shape
+        from lamplighter.train import checkpoint, guard, hardware, loop, optimizers  # noqa: F401
+        from lamplighter.train.state import Parts
     with report.phase("plan"):
         found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
         where = hardware.detect(run.train, dict(_state_of(found).get("machine", {})), known_shape(run))
@@ -148,7 +271,17 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
     feed = open_feed(run, tokens, tokenizer, own is None or own.takes_segments)
     steps = _count_steps(run, feed)
     with report.phase("plan"):
-        expected_s = plan_run(run, folder, where, tokenizer.vocab_size, feed, steps, own, request, found is not None)
+        expected_s = plan_run(
+            run,
+            folder,
+            where,
+            feed,
+            vocab_size=tokenizer.vocab_size,
+            steps=steps,
+            built=own,
+            request=request,
+            resumes=found is not None,
+        )
     with report.phase("model"):
         built = own or _build_model(run, tokenizer)
         if run.train.recompute:
@@ -246,20 +379,10 @@ def _count_steps(run: Run, feed: Feed) -> int:
     return steps
 
 
-def _hours(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
-
-
 def _resume(parts: Parts, found: Path) -> None:
     """Weights, optimizer and counters of the checkpoint; what differs from then is named."""
     from lamplighter.model.transformer import load_weights
-    from lamplighter.train import checkpoint, optimizers
+    from lamplighter.train import checkpoint
 
     progress, tensors, facts = checkpoint.load_state(found)
     if facts.get("cache") not in (None, _name_of(parts.tokens)):
@@ -273,7 +396,7 @@ def _resume(parts: Parts, found: Path) -> None:
         advice = "another version of numpy? use that of then, or begin anew with --resume never"
         raise BadConfig(f"examples are packed otherwise than in {found.name}", why, advice)
     load_weights(parts.model, found)
-    optimizers.load_state(parts.model, parts.optimizer, tensors)
+    parts.optimizer.load_state_tensors(tensors)
     best = checkpoint.best_of(parts.folder.checkpoints)
     if best is not None and best[0] <= progress.step:
         progress = progress.scored(*best)
@@ -321,93 +444,3 @@ def _floor(parts: Parts) -> Floor | None:
         f" documents, from the grammar itself; no model can do better"
     )
     return floor
-
-
-def _finish(parts: Parts) -> None:
-    final = parts.folder.checkpoints / f"checkpoint-{parts.progress.step}"
-    report.event("finished", step=parts.progress.step, path=str(final), tokens=parts.progress.tokens)
-
-
-# ---------------------------------------------------------------- verbs that end with a result
-
-
-def generate(_: RunDir, request: dict[str, Any]) -> int:
-    """Text from a model."""
-    with report.phase("import"):
-        from lamplighter.use.generate import generate as run_generate
-    run_generate(request)
-    return DONE
-
-
-def checkpoints(_: RunDir, request: dict[str, Any]) -> int:
-    """Every checkpoint of a run, verified against its manifest."""
-    run = RunDir(Path(request["run"]))
-    losses = {r.get("step"): r["eval/val_loss"] for r in read_lines(run.metrics) if "eval/val_loss" in r}
-    best = read_record(run.checkpoints / "best.json").get("step")
-    rows = []
-    folders = [
-        path for path in run.checkpoints.glob("checkpoint-*") if path.name[11:].isascii() and path.name[11:].isdecimal()
-    ]
-    for path in sorted(folders, key=lambda path: int(path.name.split("-")[1])):
-        total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        with report.phase("verify", total=total, unit="B") as phase:
-            reason = verify_manifest(path, tick=lambda n, phase=phase, path=path: phase.tick(n, path.name))  # type: ignore[misc]
-        state = read_record(path / "training" / "state.json")
-        step = int(path.name.split("-")[1])
-        rows.append({"checkpoint": path.name, "step": step, "loss": state.get("loss"), "val_loss": losses.get(step),
-                     "bytes": total, "age_s": time.time() - path.stat().st_mtime, "valid": reason is None,
-                     "reason": reason, "best": step == best})  # fmt: skip
-    report.result(json.dumps(rows, indent=1) + "\n" if request["json"] else _checkpoint_table(run, rows))
-    return DONE
-
-
-def _checkpoint_table(run: RunDir, rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return f"no checkpoints in {run.checkpoints}\n"
-    lines = [f"{'checkpoint':<20} {'loss':>8} {'val':>8} {'size':>10} {'age':>9}  state"]
-    for row in rows:
-        loss, val = (f"{row[name]:.4f}" if row[name] is not None else "-" for name in ("loss", "val_loss"))
-        state = ("valid" + (", best" if row["best"] else "")) if row["valid"] else f"invalid: {row['reason']}"
-        size, age = human_bytes(row["bytes"]), _hours(row["age_s"])
-        lines.append(f"{row['checkpoint']:<20} {loss:>8} {val:>8} {size:>10} {age:>9}  {state}")
-    return "\n".join([*lines, f"next: lamp generate {run.name} --checkpoint {rows[-1]['checkpoint']}", ""])
-
-
-def doctor(folder: RunDir, request: dict[str, Any]) -> int:
-    """Staged probes; they have a file of their own."""
-    from lamplighter.work import examining
-
-    return examining.doctor(folder, request)
-
-
-def plan(folder: RunDir, request: dict[str, Any]) -> int:
-    """Memory, time, money and disk, where there is text to count or steps to try."""
-    from lamplighter.work import planning
-
-    return planning.plan(folder, request)
-
-
-def _texts(name: str) -> Verb:
-    """A verb about text or tokenizers; they have a file of their own."""
-
-    def run(folder: RunDir, request: dict[str, Any]) -> int:
-        from lamplighter.work import texts
-
-        verb: Verb = getattr(texts, name)
-        return verb(folder, request)
-
-    return run
-
-
-VERBS: dict[str, Verb] = {
-    "train": train,
-    "generate": generate,
-    "checkpoints": checkpoints,
-    "doctor": doctor,
-    "plan": plan,
-    "data-stats": _texts("data_stats"),
-    "data-clean": _texts("data_clean"),
-    "data-prepare": _texts("data_prepare"),
-    "tokenizer-train": _texts("tokenizer_train"),
-    "tokenizer-show": _texts("tokenizer_show"),
-}

@@ -1,7 +1,7 @@
-"""Text from a model: a prompt or a conversation with prompts, several samples, tokens per second.
+"""lamp generate: text from a model, by a prompt or in a conversation.
 
 In:  a run or a model folder, how to choose.
-Out: text on stdout as it is; the rate in a note.
+Out: text on stdout as it is; the rate in a note. The model runs in a child, under watch.
 """
 
 from __future__ import annotations
@@ -11,23 +11,98 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.data.chat import template_file
-from lamplighter.data.chat.rows import Message
-from lamplighter.data.chat.template import ChatTemplate
-from lamplighter.data.tokenizer import Tokenizer, load
-from lamplighter.errors import NoCheckpoint, UsageError
-from lamplighter.model.build import Built, load_folder
-from lamplighter.model.generate import stream
-from lamplighter.train import checkpoint
+from lamplighter.commands.arguments import find_run, parse
+from lamplighter.errors import DONE, NoCheckpoint, UsageError
+from lamplighter.rundir import RunDir
+
+if TYPE_CHECKING:
+    from lamplighter.data.chat.rows import Message
+    from lamplighter.data.chat.template import ChatTemplate
+    from lamplighter.data.tokenizer import Tokenizer
+    from lamplighter.model.build import Built
+
+
+def _generate_flags(
+    model: str,
+    /,
+    *,
+    prompt: str = "",
+    num_samples: int = 1,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1,
+    checkpoint: str = "latest",
+    interactive: bool = False,
+    raw: bool = False,
+    system: str = "",
+    threads: int | None = None,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """How to generate."""
+
+
+def generate(words: list[str]) -> int:
+    """Text from a run's checkpoint or from any model folder."""
+    from lamplighter.commands.session import session
+
+    flags = parse("generate", _generate_flags, words)
+    try:
+        (flags["prompt"] + flags["system"]).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the prompt is not valid UTF-8", str(error), "give it in UTF-8") from error
+    runs_dir = flags.pop("runs_dir")
+    folder = Path(flags["model"])
+    is_folder = (folder / "config.json").is_file()
+    flags["model"] = str((folder if is_folder else find_run(flags["model"], runs_dir).path).resolve())
+    return session("generate", flags, interactive=flags["interactive"])
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def generate_child(_: RunDir, request: dict[str, Any]) -> int:
+    """Load once, then answer one prompt or many."""
+    with report.phase("import"):
+        import torch
+
+        from lamplighter.data import tokenizer as tokenizers
+        from lamplighter.data.chat import template_file
+        from lamplighter.model.build import load_folder
+    torch.set_num_threads(request["threads"] or torch.get_num_threads())
+    with report.phase("model"):
+        folder = choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
+        built = load_folder(folder)
+        tokenizer = tokenizers.load(folder)
+        template = None if request["raw"] else template_file.of_folder(folder, tokenizer)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        built.model.to(device).eval()
+    report.note(f"{folder}: {built.parameters:,} parameters, on {device.type}")
+    if template is not None:
+        report.note(f"asked by its {template.describe()}; --raw leaves the template out")
+        if not request["prompt"] and not request["interactive"]:
+            report.note("no --prompt: the question is empty")
+    elif request["system"]:
+        why = "--raw leaves the template out" if request["raw"] else "it was not trained on conversations"
+        raise UsageError("--system needs a chat model", why, "leave --system out, or put it into the prompt")
+    talk = Talk(built, tokenizer, template, request)
+    if not request["interactive"]:
+        talk.answer(request["prompt"], 0)
+        return DONE
+    for number, prompt in enumerate(_prompts(request["tty"])):
+        talk.answer(prompt, number)
+    return DONE
 
 
 def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
     """A model folder as it is; of a run the latest valid checkpoint, the best, or the named one."""
+    from lamplighter.data.chat import template_file
+    from lamplighter.train import checkpoint
+
     if (path / "config.json").is_file():
         return path
     root = path / "checkpoints"
@@ -45,32 +120,6 @@ def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
             f"{path.name} has no checkpoint yet", "nothing was saved", "lamp save RUN, or wait for the first save"
         )
     return found
-
-
-def generate(request: dict[str, Any]) -> None:
-    """Load once, then answer one prompt or many."""
-    torch.set_num_threads(request["threads"] or torch.get_num_threads())
-    with report.phase("model"):
-        folder = choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
-        built = load_folder(folder)
-        tokenizer = load(folder)
-        template = None if request["raw"] else template_file.of_folder(folder, tokenizer)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        built.model.to(device).eval()
-    report.note(f"{folder}: {built.parameters:,} parameters, on {device.type}")
-    if template is not None:
-        report.note(f"asked by its {template.describe()}; --raw leaves the template out")
-        if not request["prompt"] and not request["interactive"]:
-            report.note("no --prompt: the question is empty")
-    elif request["system"]:
-        why = "--raw leaves the template out" if request["raw"] else "it was not trained on conversations"
-        raise UsageError("--system needs a chat model", why, "leave --system out, or put it into the prompt")
-    talk = Talk(built, tokenizer, template, request)
-    if not request["interactive"]:
-        talk.answer(request["prompt"], 0)
-        return
-    for number, prompt in enumerate(_prompts(request["tty"])):
-        talk.answer(prompt, number)
 
 
 def _prompts(tty: bool) -> Iterator[str]:
@@ -139,6 +188,8 @@ class Talk:
         return ids, []
 
     def _stream(self, ids: list[int], number: int) -> Iterator[list[int | None]]:
+        from lamplighter.model.generate import stream
+
         request = self.request
         try:
             return stream(

@@ -1,0 +1,77 @@
+"""lamp checkpoints: every checkpoint of a run, verified against its manifest.
+
+In:  a run's name.
+Out: a table or JSON: step, losses, size, age, valid or not. The hashing happens in a child, under watch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from lamplighter import report
+from lamplighter.commands.arguments import find_run, parse
+from lamplighter.errors import DONE
+from lamplighter.rundir import RunDir, human_bytes, read_lines, read_record, verify_manifest
+
+
+def _checkpoints_flags(run: str, /, *, json: bool = False, runs_dir: Path = Path("runs")) -> None:
+    """The checkpoints of a run."""
+
+
+def checkpoints(words: list[str]) -> int:
+    """The table, or JSON."""
+    from lamplighter.commands.session import session
+
+    flags = parse("checkpoints", _checkpoints_flags, words)
+    run = find_run(flags["run"], flags["runs_dir"])
+    return session("checkpoints", {"run": str(run.path.resolve()), "json": flags["json"]})
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def checkpoints_child(_: RunDir, request: dict[str, Any]) -> int:
+    """Every checkpoint of a run, verified against its manifest."""
+    run = RunDir(Path(request["run"]))
+    losses = {r.get("step"): r["eval/val_loss"] for r in read_lines(run.metrics) if "eval/val_loss" in r}
+    best = read_record(run.checkpoints / "best.json").get("step")
+    rows = []
+    folders = [
+        path for path in run.checkpoints.glob("checkpoint-*") if path.name[11:].isascii() and path.name[11:].isdecimal()
+    ]
+    for path in sorted(folders, key=lambda path: int(path.name.split("-")[1])):
+        total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        with report.phase("verify", total=total, unit="B") as phase:
+            reason = verify_manifest(path, tick=lambda n, phase=phase, path=path: phase.tick(n, path.name))  # type: ignore[misc]
+        state = read_record(path / "training" / "state.json")
+        step = int(path.name.split("-")[1])
+        rows.append({"checkpoint": path.name, "step": step, "loss": state.get("loss"), "val_loss": losses.get(step),
+                     "bytes": total, "age_s": time.time() - path.stat().st_mtime, "valid": reason is None,
+                     "reason": reason, "best": step == best})  # fmt: skip
+    report.result(json.dumps(rows, indent=1) + "\n" if request["json"] else _table(run, rows))
+    return DONE
+
+
+def _table(run: RunDir, rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return f"no checkpoints in {run.checkpoints}\n"
+    lines = [f"{'checkpoint':<20} {'loss':>8} {'val':>8} {'size':>10} {'age':>9}  state"]
+    for row in rows:
+        loss, val = (f"{row[name]:.4f}" if row[name] is not None else "-" for name in ("loss", "val_loss"))
+        state = ("valid" + (", best" if row["best"] else "")) if row["valid"] else f"invalid: {row['reason']}"
+        size, age = human_bytes(row["bytes"]), _hours(row["age_s"])
+        lines.append(f"{row['checkpoint']:<20} {loss:>8} {val:>8} {size:>10} {age:>9}  {state}")
+    return "\n".join([*lines, f"next: lamp generate {run.name} --checkpoint {rows[-1]['checkpoint']}", ""])
+
+
+def _hours(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )

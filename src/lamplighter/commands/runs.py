@@ -1,0 +1,63 @@
+"""lamp runs: all runs and how they stand.
+
+In:  a folder of runs.
+Out: one row a run, newest first, or the same as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from lamplighter.commands.arguments import parse
+from lamplighter.errors import DONE
+from lamplighter.rundir import RunDir, is_running, read_record
+from lamplighter.watch import redflags
+from lamplighter.watch.console import result
+from lamplighter.watch.status import duration
+
+
+def _runs_flags(*, json: bool = False, runs_dir: Path = Path("runs")) -> None:
+    """All runs."""
+
+
+def runs(words: list[str]) -> int:
+    """The table."""
+    flags = parse("runs", _runs_flags, words)
+    return list_runs(flags["runs_dir"], flags["json"])
+
+
+def list_runs(runs_dir: Path, as_json: bool) -> int:
+    """One row a run, newest first."""
+    rows = []
+    for path in runs_dir.glob("*/events.jsonl"):
+        run = RunDir(path.parent)
+        status = read_record(run.status)
+        running = is_running(run)
+        state = status.get("state", "unknown")
+        if not running and state in ("running", "stopping"):
+            state = "lost"  # killed with its parent: nobody wrote the end
+        rows.append({**status, "run": run.name, "state": state, "age_s": time.time() - path.stat().st_mtime})
+    rows.sort(key=lambda row: row["age_s"])
+    if as_json:
+        result(json.dumps(rows, indent=1) + "\n")
+        return DONE
+    if not rows:
+        result(f"no runs in {runs_dir}; next: lamp demo\n")
+        return DONE
+    head = f"{'run':<24} {'state':<10} {'step':>14} {'safe to':>8} {'loss':>8} {'val':>8} {'spent':>9} {'last':>10}  red flags\n"
+    result(
+        head + "".join(_row(row) for row in rows) + "next: lamp watch RUN, lamp checkpoints RUN, lamp generate RUN\n"
+    )
+    return DONE
+
+
+def _row(row: dict[str, Any]) -> str:
+    steps = f"{row.get('step', 0)}/{row.get('steps') or '?'}"
+    loss, val = (f"{row[name]:.3f}" if row.get(name) is not None else "-" for name in ("loss", "val_loss"))
+    spent, age = duration(row.get("spent_s", 0.0)), duration(row["age_s"])
+    safe = row.get("durable_step", 0)
+    flags = f"  {', '.join(redflags.recall(row))}".rstrip()
+    return f"{row['run']:<24} {row['state']:<10} {steps:>14} {safe:>8} {loss:>8} {val:>8} {spent:>9} {age + ' ago':>10}{flags}\n"

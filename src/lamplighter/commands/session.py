@@ -1,0 +1,57 @@
+"""A verb that ends with a result: its child part runs in a process of its own, under watch, in a folder that is thrown away.
+
+In:  the verb, its request, and the config where it has one.
+Out: the result on stdout, all other words on stderr, the exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from lamplighter.errors import CHILD_LOST
+from lamplighter.rundir import RunDir, write_atomic
+from lamplighter.watch.console import Console
+from lamplighter.watch.supervisor import ChildSpec, Supervisor
+
+
+def session(verb: str, request: dict[str, Any], interactive: bool = False, config: str | None = None) -> int:
+    """Run a verb in a child of its own; its result goes to stdout, our words to stderr, the folder is thrown away."""
+    folder = Path(tempfile.mkdtemp(prefix=f"lamp-{verb}-"))
+    run = RunDir(folder)
+    run.create()
+    if config is not None:
+        write_atomic(run.config, config)
+    console = Console(2, live=False)
+    request["tty"] = sys.stdout.isatty()
+    read_end, write_end = os.pipe() if interactive else (subprocess.DEVNULL, -1)
+    if interactive:
+        threading.Thread(target=_forward_lines, args=(write_end,), daemon=True).start()
+    order = ChildSpec(verb, request, keeps_books=False, result_fd=os.dup(1), child_stdin=read_end, grace_s=2.0)
+    try:
+        code = Supervisor(run, order, console).supervise()
+        if code in (1, CHILD_LOST):
+            kept = Path(tempfile.mkdtemp(prefix="lamp-crash-")) / "output.log"
+            shutil.copy(run.output, kept)
+            console.say(f"its output is kept in {kept}")
+        return code
+    finally:
+        console.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _forward_lines(fd: int) -> None:
+    """What the person types goes to the child, line by line; the end of input ends the talk."""
+    with os.fdopen(fd, "w") as pipe:
+        for line in sys.stdin:
+            try:
+                pipe.write(line)
+                pipe.flush()
+            except BrokenPipeError:
+                return

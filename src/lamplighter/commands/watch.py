@@ -1,0 +1,157 @@
+"""lamp watch: somebody else's command under supervision, or the live display of a run.
+
+In:  `-- CMD...`, or a run's name.
+Out: the command's own exit code; or the display until the run ends. Ctrl+C leaves a run alone.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lamplighter.commands.arguments import named_run, parse
+from lamplighter.errors import DONE, AlreadyRunning, BadConfig, LampError, UsageError
+from lamplighter.rundir import RunDir, is_running, read_record, take_lock
+
+if TYPE_CHECKING:
+    from lamplighter.watch.console import Console
+
+
+def watch(words: list[str]) -> int:
+    """Somebody else's command, or the live display of a run."""
+    if "--" in words:
+        place = words.index("--")
+        return _watch_command(words[:place], words[place + 1 :])
+    return watch_run(named_run("watch", words))
+
+
+# ---------------------------------------------------------------- somebody else's command
+
+
+def _watch_flags(
+    *,
+    run: str | None = None,
+    runs_dir: Path = Path("runs"),
+    on_stuck: Literal["report", "stop", "restart"] = "report",
+    patience_s: float = 600.0,
+    notify: str | None = None,
+) -> None:
+    """What `lamp watch -- CMD` takes."""
+
+
+def _watch_command(words: list[str], command: list[str]) -> int:
+    from lamplighter.watch.attach import Attendant, WatchRequest
+    from lamplighter.watch.terminal import leave_as
+
+    flags = parse("watch", _watch_flags, words)
+    if not command:
+        raise UsageError("nothing to watch", "no command after --", "lamp watch -- python train.py")
+    run = _folder_for(command, flags["run"], flags["runs_dir"])
+    wish = WatchRequest(command, flags["on_stuck"], flags["patience_s"], flags["notify"])
+    return leave_as(Attendant(run, wish).attend())
+
+
+def _folder_for(command: list[str], wanted: str | None, runs_dir: Path) -> RunDir:
+    """--run, else the script's name; a second one at the same time gets a number."""
+    name = wanted or _script_name(command)
+    for number in range(1, 100):
+        run = RunDir(runs_dir / (name if number == 1 else f"{name}-{number}"))
+        if run.config.exists():
+            if wanted:
+                raise BadConfig(f"{wanted} is a training run", f"in {run.path}", "choose another name with --run")
+            continue
+        run.create()
+        try:
+            take_lock(run)
+        except AlreadyRunning:
+            if wanted:
+                raise
+            continue
+        return run
+    raise AlreadyRunning(f"{name} is watched a hundred times already", f"in {runs_dir}", "choose a name with --run")
+
+
+def _script_name(command: list[str]) -> str:
+    """train for `python train.py`, litgpt for `python -m litgpt`, run for `bash run.sh`."""
+    named = next((word for word in command if word.endswith((".py", ".sh"))), None)
+    if named is None and "-m" in command[:-1]:
+        named = command[command.index("-m") + 1]
+    name = Path(named or command[0]).name
+    return (
+        "".join(c if c.isalnum() or c in "-_" else "-" for c in name.removesuffix(".py").removesuffix(".sh")) or "cmd"
+    )
+
+
+# ---------------------------------------------------------------- the live display of a run
+
+
+def watch_run(run: RunDir) -> int:
+    """Show a run until it ends; Ctrl+C leaves it alone."""
+    from lamplighter.config import Budget, load_dump
+    from lamplighter.watch import redflags
+    from lamplighter.watch.console import Console
+    from lamplighter.watch.observe import Observer
+    from lamplighter.watch.status import tell
+    from lamplighter.watch.supervisor import LOOK_EVERY_S
+
+    try:
+        budget = load_dump(run.config).budget
+    except LampError:  # damaged, or not written yet: the rest can be shown all the same
+        budget = Budget()
+    console = Console(1)
+    observer = Observer(run, run.events, budget, fresh=True)
+    observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
+    status = read_record(run.status)
+    observer.picture.flags = redflags.recall(status)  # those that went up before we looked
+    for text in redflags.tell(observer.picture.flags):
+        console.say(text, "bold yellow")
+    if not is_running(run):
+        console.say(
+            f"{run.name} is not running: {status.get('outcome') or status.get('now', 'it has said nothing yet')}"
+        )
+        console.close()
+        return DONE
+    try:
+        console.say(f"watching {run.name}; Ctrl+C leaves it alone")
+        if read_record(run.status).get("verb") == "watch":
+            return _follow_foreign(run, console)
+        while True:
+            alive = is_running(run)
+            spent_s = float(read_record(run.status).get("spent_s", 0.0))
+            for event in observer.look(spent_s):
+                for text, style in tell(event):
+                    console.say(text, style)
+            if not alive:
+                break
+            console.show(observer.picture)
+            time.sleep(LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        console.say(f"left; {run.name} goes on")
+        console.close()
+        return DONE
+    status = read_record(run.status)
+    lost = f"{run.name} was lost: its parent was killed; step {status.get('durable_step', 0)} is safe; run the same command again"
+    console.say(str(status.get("outcome", lost)))
+    console.close()
+    return DONE
+
+
+def _follow_foreign(run: RunDir, console: Console) -> int:
+    """Somebody else's command: its watcher has the words."""
+    from lamplighter.watch.console import LINE_EVERY_S
+    from lamplighter.watch.observe import Tail
+    from lamplighter.watch.status import tell
+    from lamplighter.watch.supervisor import LOOK_EVERY_S
+
+    events = Tail(run.events, from_end=True)
+    while is_running(run):
+        for event in events.records():
+            for text, style in tell(event):
+                console.say(text, style)
+        if time.monotonic() - console.last_line > LINE_EVERY_S:
+            console.say(str(read_record(run.status).get("now", "")))
+        time.sleep(LOOK_EVERY_S)
+    console.say(str(read_record(run.status).get("outcome", "it has ended")))
+    console.close()
+    return DONE

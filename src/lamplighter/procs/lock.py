@@ -1,0 +1,42 @@
+"""One lock per file, held by a descriptor and let go when the last copy of it is closed, even by SIGKILL.
+
+In:  a path, or a descriptor that is open already.
+Out: whether the lock was got, or is held by somebody. Nothing waits here; who wants to wait asks again and says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor for a lock file, made where it is not there; OSError where that may not be."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def try_lock(fd: int, shared: bool = False, tries: int = 1) -> bool:
+    """Readers hold a lock for an instant when they look whether it is held: several tries outlast them."""
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    for number in range(tries):
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.04 if number + 1 < tries else 0)
+        else:
+            return True
+    return False
+
+
+def is_held(path: Path) -> bool:
+    """Whether any process holds the lock of this file; a file that is not there is held by nobody."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not try_lock(fd, shared=True)
+    finally:
+        os.close(fd)

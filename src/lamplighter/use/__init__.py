@@ -1,1 +1,0 @@
-"""The model meets people."""
