@@ -43,14 +43,14 @@ def test_an_error_inside_the_optimizer_saves_nothing_half_done(tmp_path: Path) -
     (tmp_path / "boom.py").write_text(
         "import torch\n"
         "from lamplighter.train import optimizers as optim\n"
-        "real, calls = optim.adamw, 0\n"
+        "real, calls = optim.fused_adamw, 0\n"
         "def adamw(*given, **named):\n"
         "    global calls\n"
         "    real(*given, **named)\n"
         "    calls += 1\n"
         "    if calls == 6:\n"
         "        raise RuntimeError('out of memory in the optimizer')\n"
-        "optim.adamw = adamw\n"
+        "optim.fused_adamw = adamw\n"
         "class Model(torch.nn.Module):\n"
         "    def __init__(self, vocab_size, width, **_):\n"
         "        super().__init__()\n"
@@ -190,9 +190,9 @@ def test_a_warm_up_that_never_ends_is_refused(tmp_path: Path) -> None:
 
 
 def test_padding_and_a_lopsided_division_are_said(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("the same few words again " * 40)
+    (tmp_path / "t.txt").write_text("the same few words again " * 300)
     code, said = train(
-        tmp_path, "--data.paths", "t.txt", "--data.seq_len", "4000", "--train.steps", "1", "--train.batch_size", "1"
+        tmp_path, "--data.paths", "t.txt", "--data.seq_len", "12000", "--train.steps", "1", "--train.batch_size", "1"
     )
     assert code == 0, said
     assert "is padding" in said
