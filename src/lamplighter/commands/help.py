@@ -43,7 +43,7 @@ usage: lamp train [run.yaml] [--preset NAME] [--resume auto|never|checkpoint-N|P
   --print-config    show the resolved run and where each value came from; start nothing
   --runs-dir DIR    where runs live (default: runs)
 
-ChildSpec: default < preset < run.yaml < command line. Every field:
+Order: default < preset < run.yaml < command line. Every field:
 """,
     "watch": """\
 usage: lamp watch [--run NAME] [--runs-dir DIR] [--on-stuck report|stop|restart] [--patience-s S] [--notify CMD|URL] -- CMD...
