@@ -26,11 +26,11 @@ import peers
 OURS = """
 import numpy as np
 from pathlib import Path
-from lamplighter.data.batches import make_batch
+from lamplighter.data.batches import BatchLayout, make_batch
 from lamplighter.data.token_cache.reader import Split
 
 def batch_of(step):
-    made = make_batch(split, 1, step, rows, length, 0)
+    made = make_batch(split, BatchLayout(1, rows, length, 0), step)
     return made.inputs, made.targets
 
 def answer(ask):
@@ -172,7 +172,7 @@ if __name__ == "__main__":
 
 def make_files(folder: Path, wanted: Any) -> None:
     """The token file, what our reader needs beside it, and the windows of each batch, in our order."""
-    from lamplighter.data.batches import count_windows, make_batch
+    from lamplighter.data.batches import BatchLayout, count_windows, make_batch
     from lamplighter.data.token_cache.reader import Split
 
     ids = np.random.default_rng(1).integers(0, 30_000, wanted.tokens + 1).astype(np.uint16)
@@ -185,7 +185,7 @@ def make_files(folder: Path, wanted: Any) -> None:
     split = Split(folder, "train", manifest)
     assert count_windows(len(split), wanted.length) >= wanted.rows
     steps = range(1, wanted.batches + 1)
-    chosen = [make_batch(split, 1, step, wanted.rows, wanted.length, 0).samples for step in steps]
+    chosen = [make_batch(split, BatchLayout(1, wanted.rows, wanted.length, 0), step).samples for step in steps]
     np.save(folder / "windows.npy", np.array(chosen))
 
 

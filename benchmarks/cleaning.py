@@ -18,12 +18,13 @@ from pathlib import Path
 
 import measured
 
-from lamplighter.clean import detect, document, gutenberg, normalise, quality, raw_documents, unwrap, worker
+from lamplighter.clean import document, gutenberg, normalise, quality, unwrap, worker
 from lamplighter.clean.dedup import record_of
+from lamplighter.clean.documents import Item, documents, find_items, kind_of_file
 from lamplighter.clean.features import words_of
-from lamplighter.clean.inputs import Item, find_items
 from lamplighter.clean.language import language_of
 from lamplighter.clean.rules import Ledger, Raw, Rules
+from lamplighter.readers.files import read_blocks
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = given.paths or [_made_up(Path(folder))]
         items, _ = find_items(paths, None)
-        worker.make(worker.Work("", items[0], Rules()))  # load the libraries
+        worker.make(worker.Batch("", (items[0],), Rules()))  # load the libraries
         _by_kind(items, given.repeat)
         _by_stage(items, given.repeat)
 
@@ -49,7 +50,7 @@ def _by_kind(items: list[Item], repeat: int) -> None:
         best = float("inf")
         for _ in range(repeat):
             started = time.process_time()
-            made = worker.make(worker.Work("", item, Rules()))
+            made = worker.make(worker.Batch("", (item,), Rules()))
             best = min(best, time.process_time() - started)
         seconds[kind] += best
         sizes[kind] += _unpacked(item)
@@ -66,7 +67,7 @@ def _kind(item: Item) -> str:
     path = Path(item.path)
     with open(path, "rb") as file:
         head = file.read(1 << 16)
-    kind = detect.kind_of(path, head)
+    kind = kind_of_file(item, lambda *_: None)
     if kind == "xml":
         return "ALTO" if b"<alto" in head else "METS" if b"<mets" in head else "TEI"
     if kind == "text" and b"utenberg" in head + path.read_bytes()[-20_000:]:
@@ -76,27 +77,20 @@ def _kind(item: Item) -> str:
 
 
 def _unpacked(item: Item) -> int:
-    if Path(item.path).suffix not in (".gz", ".zst"):
-        return item.size
-    with open(item.path, "rb") as file:
-        return sum(len(block) for block in raw_documents._blocks(Path(item.path), iter([file.read()])))
+    return sum(map(len, read_blocks(item.file, lambda *_: None)))
 
 
 def _by_stage(items: list[Item], repeat: int) -> None:
     """Each stage by itself, over the same documents."""
     rules = Rules()
-    raws = [
-        raw for item in items for raw in raw_documents.documents(item, rules, lambda _: None) if isinstance(raw, Raw)
-    ]
+    raws = [raw for item in items for raw in documents(item, rules, lambda _: None) if isinstance(raw, Raw)]
     tidy = [normalise.characters(normalise.misread(raw.text)[0])[0] for raw in raws]
     books = [normalise.blank_lines(gutenberg.strip(one).text) for one in tidy]
     clean = [document.clean_text(raw.text, rules, Ledger())[0] for raw in raws]
     words = [words_of(one) for one in clean]
     size = sum(len(one.encode()) for one in clean) / 1e6
     stages = {
-        "read, unpack, decode, markup": lambda: [
-            list(raw_documents.documents(item, rules, lambda _: None)) for item in items
-        ],
+        "read, unpack, decode, markup": lambda: [list(documents(item, rules, lambda _: None)) for item in items],
         "misread encodings": lambda: [normalise.misread(raw.text) for raw in raws],
         "characters": lambda: [normalise.characters(raw.text) for raw in raws],
         "gutenberg": lambda: [gutenberg.strip(one) for one in tidy],

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import measured
 
-from lamplighter.report import Slot, read_slot
 from lamplighter.rundir import RunDir, read_lines
+from lamplighter.slot import Slot, read_slot
 from lamplighter.watch.time_report import read_time_report
 
 FAULT_AT_S = 30.0  # after the beginning of each minute
@@ -89,7 +89,7 @@ def kill_in_save(cwd: Path, run: RunDir, slot: Slot) -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         now = read_slot(run.slot(0))
-        if now is not None and now.flag("saving"):
+        if now is not None and now.saving:
             return kill(cwd, run, now)
         time.sleep(0.001)
     return kill(cwd, run, slot)

@@ -11,21 +11,21 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from lamplighter.train.anomalies.detector import Board
+from lamplighter.train.anomalies.detector import Detector
 from test_flags import CURVES, load
 
 
 def measure(name: str) -> tuple[int, float, float, float]:
     """(steps, mean, median and largest microseconds of a step)."""
     facts, records = load(name)
-    board, times = Board(facts), []
+    detector, times = Detector(facts), []
     for record in records:
         began = time.thread_time()
         if "train/lr" in record:
-            board.step(record["step"], record)
+            detector.step(record["step"], record)
             times.append(0.0)
         elif "eval/val_loss" in record:
-            board.validated(record["step"], record["eval/val_loss"])
+            detector.validated(record["step"], record["eval/val_loss"])
         times[-1] += 1e6 * (time.thread_time() - began)
     return len(times), sum(times) / len(times), median(times), max(times)
 

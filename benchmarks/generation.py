@@ -90,7 +90,8 @@ def make_folder(name: str, place: Path) -> Path:
 
     from lamplighter.data.tokenizer import byte_level
     from lamplighter.model.shape import Shape, shape_to_hf
-    from lamplighter.model.transformer import Transformer, init_weights, weights
+    from lamplighter.model.transformer import Transformer
+    from lamplighter.model.weights import init_weights, weights
 
     folder, shape = place / name.replace(" ", "-"), Shape(**SHAPES[name])  # type: ignore[arg-type]
     model = Transformer(shape)

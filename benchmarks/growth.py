@@ -36,7 +36,8 @@ STEP = """
 import contextlib, statistics, torch
 from lamplighter.config import Train
 from lamplighter.model.shape import Shape, flops_per_token
-from lamplighter.model.transformer import Transformer, init_weights
+from lamplighter.model.transformer import Transformer
+from lamplighter.model.weights import init_weights
 from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.hardware import kept_memory
 from lamplighter.train.optimizers import make_optimizer

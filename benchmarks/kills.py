@@ -21,8 +21,8 @@ from pathlib import Path
 
 import measured
 
-from lamplighter.report import read_slot
 from lamplighter.rundir import RunDir, read_lines
+from lamplighter.slot import read_slot
 
 STEPS, EVERY = 2000, 10
 SETTINGS = (

@@ -29,17 +29,18 @@ import peers
 import torch
 
 from lamplighter.config import Train
-from lamplighter.data.batch_source import Fitted, example_feed, fit, lay_out
-from lamplighter.data.batches import Batch, permute
+from lamplighter.data.batches import Batch, BatchLayout, permute
 from lamplighter.data.chat.example_cache import LEARNED, Side
+from lamplighter.data.chat.layout import Fitted, example_batches, fit, lay_out
 from lamplighter.data.chat.packing import Packing
-from lamplighter.model import attention, by_hand, products
+from lamplighter.model import cpu
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights
 from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.hardware import kept_memory
-from lamplighter.train.optimizers import AdamW, make_optimizer, shrink
-from lamplighter.train.validation import look, nats
+from lamplighter.train.optimizers import Optimizer, clip_factor, make_optimizer
+from lamplighter.train.validation import logits_of, token_loss
 from lamplighter.watch.spawn import threads_wait
 
 CLIP = 1.0
@@ -69,7 +70,8 @@ def dynamic(fitted: Fitted, batch_size: int) -> Callable[[int], Batch]:
 
 def plain_step(model: Transformer, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
     """As a script does it: logits of every position, and the loss of those that have a target."""
-    logits = look(model, torch.from_numpy(batch.inputs), batch.segments)
+    segments = None if batch.segments is None else torch.from_numpy(batch.segments)
+    logits = logits_of(model, torch.from_numpy(batch.inputs), segments)
     loss = next_token_loss(logits, torch.from_numpy(batch.targets)) / batch.real_tokens
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -77,12 +79,12 @@ def plain_step(model: Transformer, optimizer: torch.optim.Optimizer, batch: Batc
     optimizer.zero_grad(set_to_none=True)
 
 
-def lamp_step(model: Transformer, optimizer: AdamW, batch: Batch) -> None:
+def lamp_step(model: Transformer, optimizer: Optimizer, batch: Batch) -> None:
     """As `lamp train` does it."""
     ids, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
-    rows = slice(0, len(ids))
-    nats(model, ids, targets, batch.segments, False, 1 / batch.real_tokens, rows).backward()  # type: ignore[no-untyped-call]
-    optimizer.step(1e-4, shrink(float(optimizer.norm()), CLIP))
+    segments = None if batch.segments is None else torch.from_numpy(batch.segments)
+    token_loss(model, ids, targets, segments, scale=1 / batch.real_tokens).backward()  # type: ignore[no-untyped-call]
+    optimizer.step(1e-4, clip_factor(float(optimizer.grad_norm()), CLIP))
     optimizer.zero_grad()
 
 
@@ -101,8 +103,7 @@ class Contestant:
         self.low, self.seconds, self.step = ask["dtype"] == "bf16", ask["seconds"], 0
         self.lamp = ask["way"].startswith("lamp")
         if not self.lamp:
-            products.FEW = 0  # a script has torch's own products, attention and layers
-            attention.suits = by_hand.suits = lambda *_: False
+            cpu.enabled.clear()  # a script has torch's own products, attention and layers
         self.make = way_of(ask["way"], made_up(2000, ask["vocab"]))
         heads = ask["width"] // 64
         shape = Shape(
@@ -156,9 +157,9 @@ def way_of(name: str, side: Side) -> Callable[[int], Batch]:
     if name.startswith("dynamic"):
         return dynamic(fitted, int(name.split()[-1]))
     if "packed" in name:
-        return example_feed(fitted, fitted, "packed", 1, 8, seq_len, 0).make  # type: ignore[return-value]
+        return example_batches(fitted, fitted, "packed", BatchLayout(1, 8, seq_len, 0)).make
     how = "grouped" if "grouped" in name else "windows"
-    return example_feed(fitted, fitted, how, 1, int(name.split()[-1]), seq_len, 0).make  # type: ignore[return-value]
+    return example_batches(fitted, fitted, how, BatchLayout(1, int(name.split()[-1]), seq_len, 0)).make
 
 
 WAYS = (

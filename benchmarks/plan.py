@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lamplighter.config import resolve
+from lamplighter.gpus import Rates
 from lamplighter.model.shape import Shape
 from lamplighter.plan.devices import cpu, stream_rate
 from lamplighter.plan.dry_run import attempt
 from lamplighter.plan.job import Job
 from lamplighter.plan.memory import GIB, memory
 from lamplighter.plan.speed import cpu_step_seconds
-from lamplighter.train.gpus import Rates
 from lamplighter.watch.spawn import threads_wait
 
 # family, layers, width, heads, length, vocabulary, batch, micro-batch, dropout

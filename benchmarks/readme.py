@@ -57,11 +57,18 @@ def fill(text: str, found: dict[str, dict[str, Any]]) -> str:
     return SPAN.sub(figure, text)
 
 
+def _renew_plans() -> None:
+    """Written only where a figure has changed: the commit in the file is the one that changed it."""
+    figures = plans()
+    if results().get("plan", {}).get("figures") != figures:
+        about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": measured.commit(), "machine": "on paper"}
+        about |= {"command": "lamp plan --preset PRESET --on DEVICE --json", "figures": figures}
+        (RESULTS / "plan.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
 def main() -> None:
     if "--plans" in sys.argv[1:]:
-        about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": measured.commit(), "machine": "on paper"}
-        about |= {"command": "lamp plan --preset PRESET --on DEVICE --json", "figures": plans()}
-        (RESULTS / "plan.json").write_text(json.dumps(about, indent=1) + "\n")
+        _renew_plans()
     before = README.read_text()
     after = fill(before, results())
     if after == before:

@@ -274,10 +274,9 @@ def _film(name: str, strip: Strip, total: float) -> str:
     if strip.items[0][0] > 0:
         keys.insert(0, "0%{transform:translateX(0)}")
     last = f"transform:translateX({-(len(strip.items) - 1) * STRIDE}px)"
-    return (
-        f"@keyframes {name}{{{''.join(keys)}100%{{{last}}}}}.{name}{{animation:{name} {total:.2f}s step-end infinite}}"
-        f"@media(prefers-reduced-motion:reduce){{.{name}{{animation:none;{last}}}}}"
-    )
+    moving = f".{name}{{animation:{name} {total:.2f}s step-end infinite;{last}}}"  # the last frame, where nothing moves
+    still = f"@media(prefers-reduced-motion:reduce){{.{name}{{animation:none}}}}"
+    return f"@keyframes {name}{{{''.join(keys)}100%{{{last}}}}}{moving}{still}"
 
 
 def main() -> None:

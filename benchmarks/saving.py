@@ -36,11 +36,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lamplighter.config import Run, Train
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, init_weights, load_weights, next_token_loss, stored_tensors
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights, load_weights, stored_tensors
 from lamplighter.rundir import RunDir
 from lamplighter.train import checkpoint, optimizers
 from lamplighter.train.checkpoint import Progress
-from lamplighter.train.checkpointer import Keeper
+from lamplighter.train.checkpointer import Checkpointer
+from lamplighter.train.state import TrainState
 
 SHARE_STEPS = 20
 
@@ -86,34 +88,36 @@ class Way:
 
 
 def ours(job: Job, folder: Path) -> Way:
-    """The trainer's own keeper, with its hashes, its fsync and its rename."""
+    """The trainer's own checkpointer, with its hashes, its fsync and its rename."""
     run = Run.model_validate({"train": {"steps": 10**6}, "save": {"staged": True, "keep": 1}})
     built = SimpleNamespace(config={"model_type": "gpt2"})
-    parts: Any = SimpleNamespace(
-        run=run, folder=RunDir(folder), model=job.model, built=built, optimizer=job.optimizer, steps=10**6, facts={},
-        save_tokenizer=lambda _: None, progress=Progress(),
+    source = SimpleNamespace(state=lambda step: None)
+    context: Any = SimpleNamespace(
+        run=run, folder=RunDir(folder), model=job.model, built=built, optimizer=job.optimizer, recorded={},
+        source=source, tokenizer=SimpleNamespace(save=lambda _: None), chat=None,
     )  # fmt: skip
-    parts.folder.checkpoints.mkdir(parents=True)
-    keeper = Keeper(parts, SimpleNamespace())  # type: ignore[arg-type]
+    state = TrainState(10**6)
+    context.folder.checkpoints.mkdir(parents=True)
+    checkpointer = Checkpointer(context, state)
 
     def begin(job: Job, _: Path) -> Callable[[], bool]:
-        parts.progress = Progress(step=job.step)
-        flight = keeper.begin()
-        assert flight is not None
+        state.progress = Progress(step=job.step)
+        save = checkpointer.begin()
+        assert save is not None
 
         def durable() -> bool:
-            if flight.error:
-                raise flight.error
-            return not flight.in_the_air
+            if save.error:
+                raise save.error
+            return not save.in_progress
 
         return durable
 
     def hold(change: Callable[[], None]) -> None:
-        with keeper.changing():
+        with checkpointer.optimizer_update():
             change()
 
     def restore(job: Job, _: Path) -> None:
-        found = checkpoint.find(parts.folder.checkpoints)
+        found = checkpoint.find(context.folder.checkpoints)
         assert found is not None
         _, tensors, _ = checkpoint.load_state(found)
         load_weights(job.model, found)

@@ -62,8 +62,8 @@ from lamplighter.train.loop import training
 
 def start(ask):
     folder = RunDir(Path(ask["run"]))
-    parts = prepare(load_dump(folder.config), folder, {})
-    with training(parts) as steps:
+    context, state = prepare(load_dump(folder.config), folder, {})
+    with training(context, state) as steps:
         yield "ready"
         while True:
             yield [next(steps) for _ in range(ask["now"])]

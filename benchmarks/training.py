@@ -76,16 +76,19 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
     folder = RunDir(place / "runs" / "first")
     folder.create()
     first = {**common, "train.dtype": ["fp32"], "train.compile": ["false"]}
-    parts = prepare(resolve(None, None, first).run, folder, {})
+    context, _ = prepare(resolve(None, None, first).run, folder, {})
     model = place / "model"
     model.mkdir()
-    from lamplighter.model.transformer import weights
+    from lamplighter.model.weights import weights
+    from lamplighter.train.checkpointer import TokenizerFiles
 
-    save_file(weights(parts.model), model / "model.safetensors", metadata={"format": "pt"})
-    (model / "config.json").write_text(json.dumps(parts.built.config))
-    parts.save_tokenizer(model)
+    save_file(weights(context.model), model / "model.safetensors", metadata={"format": "pt"})
+    (model / "config.json").write_text(json.dumps(context.built.config))
+    TokenizerFiles(context.tokenizer).save(model)
     count = (wanted.rounds + 2) * wanted.steps + 8
-    batches = [parts.feed.make(step) for step in range(1, count + 1)]  # type: ignore[operator]
+    context.source.start(1, None)
+    batches = [context.source.next(step) for step in range(1, count + 1)]
+    context.source.close()
     rows = [np.concatenate([batch.inputs, batch.targets[:, -1:]], axis=1) for batch in batches]
     np.save(place / "batches.npy", np.stack(rows).astype(np.int32))
     runs = {}
@@ -96,9 +99,9 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
         settings = {**common, "train.dtype": [extra[0]], "train.compile": [extra[1]]}
         run.config.write_text(dump(resolve(None, None, settings)))
         runs[name] = str(run.path)
-    flops = parts.built.flops_per_token(wanted.length)
+    flops = context.built.flops_per_token(wanted.length)
     return {"model": str(model), "batches": str(place / "batches.npy"), "runs": runs, "flops": flops,
-            "parameters": parts.built.parameters}  # fmt: skip
+            "parameters": context.built.parameters}  # fmt: skip
 
 
 def contestants(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, tuple[str, str, dict[str, Any]]]:

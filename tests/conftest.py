@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from lamplighter.report import Slot, read_slot
 from lamplighter.rundir import RunDir, read_lines
+from lamplighter.slot import Slot, read_slot
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 LAMP = [sys.executable, "-m", "lamplighter.commands"]

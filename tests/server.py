@@ -27,6 +27,7 @@ class Served:
     encoding: str = ""
     slow_s: float = 0.0
     redirect: str = ""
+    shift: int = 0  # a ranged answer begins so many bytes later than it says
     requests: list[dict[str, str]] = field(default_factory=list)
     after: dict[int, dict[str, Any]] = field(default_factory=dict)  # from the n-th request on: other attributes
 
@@ -69,9 +70,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(206)
             end = total if stop == len(found.data) else stop
             self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{total}")
+            shift = found.shift if begin else 0
         else:
             self.send_response(200)
-            end = total
+            end, shift = total, 0
         if found.etag:
             self.send_header("ETag", found.etag)
         if found.encoding:
@@ -81,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.send_header("Content-Length", str(end - begin))
         self.end_headers()
-        self._send(found, begin, stop)
+        self._send(found, begin + shift, stop)
 
     def _send(self, found: Served, begin: int, stop: int) -> None:
         at = begin

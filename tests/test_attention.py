@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lamplighter.model import attention, shape
+from lamplighter.model import cpu, shape
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, attend, init_weights
+from lamplighter.model.transformer import Transformer, attend
+from lamplighter.model.weights import init_weights
 from lamplighter.train.bf16 import make_it_work
 
 Way = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -47,7 +48,7 @@ def documents(samples: int, length: int) -> Tensor:
 def test_products_give_torchs_attention_and_its_gradients(length: int, masked: bool) -> None:
     inputs, mask = layer_output(3, 2, length, 16), documents(3, length) if masked else None
     wanted = there_and_back(plain, inputs, mask, torch.float32)
-    found = there_and_back(attention.by_products, inputs, mask, torch.float32)
+    found = there_and_back(cpu.block_attention, inputs, mask, torch.float32)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
@@ -58,9 +59,9 @@ def test_heads_of_a_sample_stay_together_where_samples_have_masks_of_their_own(
 ) -> None:
     inputs, mask = layer_output(3, 2, 20, 8), documents(3, 20)
     wanted = there_and_back(plain, inputs, mask, torch.float32)
-    monkeypatch.setattr(attention, "SCORES", heads_at_once * 16 * 20)
-    monkeypatch.setattr(attention, "QUERIES", 16)
-    found = there_and_back(attention.by_products, inputs, mask, torch.float32)
+    monkeypatch.setattr(cpu, "SCORES", heads_at_once * 16 * 20)
+    monkeypatch.setattr(cpu, "QUERIES", 16)
+    found = there_and_back(cpu.block_attention, inputs, mask, torch.float32)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
@@ -68,11 +69,11 @@ def test_heads_of_a_sample_stay_together_where_samples_have_masks_of_their_own(
 def test_a_mask_for_all_samples_and_blocks_of_a_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, mask = layer_output(5, 2, 40, 8), documents(1, 40)
     wanted = there_and_back(plain, inputs, mask, torch.float32)
-    monkeypatch.setattr(attention, "SCORES", 2 * 2 * 16 * 40)
-    monkeypatch.setattr(attention, "QUERIES", 16)
+    monkeypatch.setattr(cpu, "SCORES", 2 * 2 * 16 * 40)
+    monkeypatch.setattr(cpu, "QUERIES", 16)
     heads = inputs[0].reshape(-1, 40, 8)
-    assert len(attention._blocks(heads, mask)) == 9  # 4, 4 and 2 heads, three times 16 queries or less
-    found = there_and_back(attention.by_products, inputs, mask, torch.float32)
+    assert len(cpu._query_blocks(heads, mask)) == 9  # 4, 4 and 2 heads, three times 16 queries or less
+    found = there_and_back(cpu.block_attention, inputs, mask, torch.float32)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
@@ -86,7 +87,7 @@ def test_in_bf16_it_is_as_near_to_the_truth_as_torchs(masked: bool, length: int)
     truth = there_and_back(plain, rounded, mask, torch.float64)
     with torch.backends.mkldnn.flags(enabled=make_it_work()):
         theirs = there_and_back(plain, rounded, mask, torch.bfloat16)
-        ours = there_and_back(attention.by_products, rounded, mask, torch.bfloat16)
+        ours = there_and_back(cpu.block_attention, rounded, mask, torch.bfloat16)
     for name, right, mine, other in zip(("mixed", "dq", "dk", "dv"), truth, ours, theirs, strict=True):
         far, theirs_far = ((found.double() - right).norm() / right.norm() for found in (mine, other))
         assert far < max(1.5 * theirs_far, 0.01), f"{name}: {far:.4f} against {theirs_far:.4f}"
@@ -97,15 +98,15 @@ def test_kept_or_worked_out_again_is_the_same_to_the_last_bit(monkeypatch: pytes
     found = []
     for kept in (0, 1 << 20):
         monkeypatch.setattr(shape, "KEPT_BYTES", kept)
-        found.append(there_and_back(attention.by_products, inputs, None, torch.float32))
+        found.append(there_and_back(cpu.block_attention, inputs, None, torch.float32))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_it_is_taken_for_steps_that_learn_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    real = attention.mix
-    monkeypatch.setattr(attention, "mix", lambda *parts: (taken.append(1), real(*parts))[1])
+    real = cpu.attention_forward
+    monkeypatch.setattr(cpu, "attention_forward", lambda *parts: (taken.append(1), real(*parts))[1])
     for family in ("gpt2", "llama"):
         model = Transformer(Shape(family, 50, 16, 2, 32, 4, kv_heads=2 if family == "llama" else 0))  # type: ignore[arg-type]
         init_weights(model, 1)

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from lamplighter.data import batches
+from lamplighter.data.batch_source import StepBatches, text_batches
 from lamplighter.data.batches import (
     NO_TARGET,
-    BatchStream,
+    BatchLayout,
+    Prefetcher,
     count_windows,
     make_batch,
     permute,
@@ -80,9 +82,9 @@ def test_the_order_looks_random() -> None:
 
 def test_any_step_can_be_asked_for(tmp_path: Path) -> None:
     split = split_of(tmp_path, 1001)
-    batch = make_batch(split, 0, 10**9, 8, 10, PAD)
+    batch = make_batch(split, BatchLayout(0, 8, 10, PAD), 10**9)
     assert batch.step == 10**9 and batch.epoch == 8 * 10**9 / 100
-    assert not same(batch, make_batch(split, 0, 10**9 + 1, 8, 10, PAD))
+    assert not same(batch, make_batch(split, BatchLayout(0, 8, 10, PAD), 10**9 + 1))
 
 
 # ---------------------------------------------------------------- windows
@@ -95,7 +97,7 @@ def test_every_token_is_a_target_exactly_once_per_epoch(tmp_path: Path, tokens: 
     seen: list[int] = []
     real = 0
     for step in range(1, windows + 1):
-        batch = make_batch(split, 3, step, 1, seq_len, PAD)
+        batch = make_batch(split, BatchLayout(3, 1, seq_len, PAD), step)
         mask = batch.targets != NO_TARGET
         assert (batch.targets[mask] == batch.inputs[mask] + 1).all(), "each token predicts the next"
         assert (batch.inputs[~mask][1:] == PAD).all()
@@ -107,16 +109,18 @@ def test_every_token_is_a_target_exactly_once_per_epoch(tmp_path: Path, tokens: 
 
 def test_a_batch_may_span_epochs(tmp_path: Path) -> None:
     split = split_of(tmp_path, 71)  # 7 windows of 10
-    samples = np.concatenate([make_batch(split, 5, step, 4, 10, PAD).samples for step in range(1, 15)])
+    samples = np.concatenate([make_batch(split, BatchLayout(5, 4, 10, PAD), step).samples for step in range(1, 15)])
     epochs = samples[:56].reshape(8, 7)
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs.tolist())
     assert len({tuple(epoch) for epoch in epochs.tolist()}) > 4
-    assert np.array_equal(make_batch(split, 5, 1, 56, 10, PAD).samples, samples[:56]), "batch size does not matter"
-    assert make_batch(split, 5, 7, 4, 10, PAD).epoch == 4.0
+    assert np.array_equal(make_batch(split, BatchLayout(5, 56, 10, PAD), 1).samples, samples[:56]), (
+        "batch size does not matter"
+    )
+    assert make_batch(split, BatchLayout(5, 4, 10, PAD), 7).epoch == 4.0
 
 
 def test_shapes_and_types(tmp_path: Path) -> None:
-    batch = make_batch(split_of(tmp_path, 500), 0, 1, 3, 16, PAD)
+    batch = make_batch(split_of(tmp_path, 500), BatchLayout(0, 3, 16, PAD), 1)
     assert batch.inputs.shape == batch.targets.shape == (3, 16)
     assert batch.inputs.dtype == batch.targets.dtype == batch.samples.dtype == np.int64
     assert batch.segments is None and batch.real_tokens == 48
@@ -125,7 +129,7 @@ def test_shapes_and_types(tmp_path: Path) -> None:
 
 
 def test_ranks_share_a_batch(tmp_path: Path) -> None:
-    batch = make_batch(split_of(tmp_path, 105), 0, 1, 11, 10, PAD)
+    batch = make_batch(split_of(tmp_path, 105), BatchLayout(0, 11, 10, PAD), 1)
     for world in (1, 2, 3, 11):
         parts = [rows_of_rank(batch, rank, world) for rank in range(world)]
         assert np.array_equal(np.concatenate([part.inputs for part in parts]), batch.inputs)
@@ -153,7 +157,7 @@ def test_limited_validation_is_spread_over_the_split(tmp_path: Path) -> None:
 
 def test_an_empty_split_cannot_be_trained_on(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no tokens"):
-        make_batch(split_of(tmp_path, 0), 0, 1, 1, 10, PAD)
+        make_batch(split_of(tmp_path, 0), BatchLayout(0, 1, 10, PAD), 1)
 
 
 # ---------------------------------------------------------------- fetched ahead
@@ -163,11 +167,25 @@ def same(one: batches.Batch, two: batches.Batch) -> bool:
     return one.step == two.step and np.array_equal(one.inputs, two.inputs) and np.array_equal(one.targets, two.targets)
 
 
-def test_the_stream_gives_what_make_batch_gives(tmp_path: Path) -> None:
+LAYOUT = BatchLayout(1, 4, 10, PAD)
+
+
+def source_of(split: Split) -> StepBatches:
+    """The batches of a split, as a run gets them; make_batch is looked up anew, so that a test may replace it."""
+    source = text_batches(split, split, LAYOUT, "cache", lambda _: None)
+    source.make = lambda step: batches.make_batch(split, LAYOUT, step)
+    return source
+
+
+def test_a_source_gives_what_make_batch_gives_from_any_step_on(tmp_path: Path) -> None:
     split = split_of(tmp_path, 1001)
-    with BatchStream(lambda step: make_batch(split, 1, step, 4, 10, PAD), first_step=500) as stream:
-        for step in (*range(500, 520), 7, 8, 9, 10**9, 3, 3, 2):
-            assert same(stream.next(step), make_batch(split, 1, step, 4, 10, PAD))
+    source = source_of(split)
+    for first in (500, 7, 10**9, 3, 2):
+        source.start(first)
+        for step in range(first, first + 5):
+            assert same(source.next(step), make_batch(split, LAYOUT, step))
+            assert source.state(step) is None, "the step itself says it all"
+    source.close()
 
 
 def test_batches_are_made_ahead_but_not_without_end(tmp_path: Path, monkeypatch: Any) -> None:
@@ -175,52 +193,59 @@ def test_batches_are_made_ahead_but_not_without_end(tmp_path: Path, monkeypatch:
     enough = threading.Event()
     real = batches.make_batch
 
-    def counting(split: Split, seed: int, step: int, *rest: int) -> batches.Batch:
+    def counting(split: Split, layout: BatchLayout, step: int) -> batches.Batch:
         made.append(step)
         if len(made) == 3:
             enough.set()
-        return real(split, seed, step, *rest)
+        return real(split, layout, step)
 
     monkeypatch.setattr(batches, "make_batch", counting)
-    split = split_of(tmp_path, 1001)
-    with BatchStream(lambda step: batches.make_batch(split, 1, step, 4, 10, PAD), depth=3) as stream:
-        assert enough.wait(10), "made before anybody asked"
-        stream.next(1)
-        stream.next(2)
+    source = source_of(split_of(tmp_path, 1001))
+    source.start(1)
+    assert enough.wait(10), "made before anybody asked"
+    source.next(1)
+    source.next(2)
+    source.close()
     assert len(made) <= 6
 
 
 def test_the_threads_error_reaches_the_caller(tmp_path: Path, monkeypatch: Any) -> None:
     real = batches.make_batch
 
-    def breaking(split: Split, seed: int, step: int, *rest: int) -> batches.Batch:
+    def breaking(split: Split, layout: BatchLayout, step: int) -> batches.Batch:
         if step == 3:
             raise OSError("the disk is gone")
-        return real(split, seed, step, *rest)
+        return real(split, layout, step)
 
     monkeypatch.setattr(batches, "make_batch", breaking)
-    split = split_of(tmp_path, 1001)
-    stream = BatchStream(lambda step: batches.make_batch(split, 1, step, 4, 10, PAD))
-    assert [stream.next(1).step, stream.next(2).step] == [1, 2]
+    source = source_of(split_of(tmp_path, 1001))
+    source.start(1)
+    assert [source.next(1).step, source.next(2).step] == [1, 2]
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone"):
-            stream.next(3)
-    stream.close()
+            source.next(3)
+    source.close()
 
 
 def test_close_ends_the_thread(tmp_path: Path) -> None:
-    split = split_of(tmp_path, 1001)
-    stream = BatchStream(lambda step: batches.make_batch(split, 1, step, 4, 10, PAD))
-    stream.next(1)
-    stream.close()
-    stream.close()
+    source = source_of(split_of(tmp_path, 1001))
+    source.start(1)
+    source.next(1)
+    source.close()
+    source.close()
     assert "lamp-batches" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(RuntimeError, match="closed"):
-        stream.next(2)
+        source.next(2)
+
+
+def test_a_prefetcher_gives_every_item_then_none() -> None:
+    ahead = Prefetcher(iter(range(10)), 2, "test-ahead")
+    assert [ahead.next() for _ in range(12)] == [*range(10), None, None]
+    ahead.close()
 
 
 def test_this_room_does_not_import_torch() -> None:
-    rooms = "sources, tokenizer, tokens, batches"
+    rooms = "sources, tokenizer, batch_source, batches"
     code = f"from lamplighter.data import {rooms}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lamplighter.model import by_hand
+from lamplighter.model import cpu
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, init_weights
+from lamplighter.model.transformer import Transformer
+from lamplighter.model.weights import init_weights
 from lamplighter.train.bf16 import make_it_work
 
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch says so whenever oneDNN is switched
@@ -60,11 +61,13 @@ def test_gradients_are_as_near_to_the_truth_as_autograds(
     model.float()
     used: list[str] = []
     for name in ("gpt2", "llama"):
-        real = getattr(by_hand, name)
-        monkeypatch.setattr(by_hand, name, lambda *parts, real=real, name=name: (used.append(name), real(*parts))[1])
+        real = getattr(cpu, f"{name}_layer")
+        monkeypatch.setattr(
+            cpu, f"{name}_layer", lambda *parts, real=real, name=name: (used.append(name), real(*parts))[1]
+        )
     ours = gradients(model, ids, segments)
     assert used == [family] * 2
-    monkeypatch.setattr(by_hand, "suits", lambda *_: False)
+    monkeypatch.setattr(cpu, "suits_fused", lambda *_: False)
     autograds = gradients(model, ids, segments)
     assert used == [family] * 2
     assert ours.keys() == autograds.keys() == truth.keys()
@@ -82,7 +85,7 @@ def test_no_more_is_kept_for_the_way_back_than_autograd_keeps(family: str, monke
     kept: list[int] = []
     for way in ("by hand", "autograd"):
         if way == "autograd":
-            monkeypatch.setattr(by_hand, "suits", lambda *_: False)
+            monkeypatch.setattr(cpu, "suits_fused", lambda *_: False)
         sizes: dict[int, int] = {}
 
         def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
@@ -102,16 +105,16 @@ def test_no_more_is_kept_for_the_way_back_than_autograd_keeps(family: str, monke
 
 def test_what_it_was_not_made_for_is_left_to_autograd() -> None:
     x = torch.zeros(1, 2, 4, requires_grad=True)
-    assert not by_hand.suits(x, cached=False), "float32"
+    assert not cpu.suits_fused(x, cached=False), "float32"
     with torch.autocast("cpu", torch.bfloat16):
-        assert by_hand.suits(x, cached=False)
-        assert not by_hand.suits(x, cached=True)
-        assert not by_hand.suits(x.detach(), cached=False)
-        assert not by_hand.suits(x.bfloat16(), cached=False)
+        assert cpu.suits_fused(x, cached=False)
+        assert not cpu.suits_fused(x, cached=True)
+        assert not cpu.suits_fused(x.detach(), cached=False)
+        assert not cpu.suits_fused(x.bfloat16(), cached=False)
         with torch.no_grad():
-            assert not by_hand.suits(x, cached=False)
+            assert not cpu.suits_fused(x, cached=False)
     with torch.autocast("cpu", torch.float16):
-        assert not by_hand.suits(x, cached=False)
+        assert not cpu.suits_fused(x, cached=False)
 
 
 class Doubled(torch.nn.Module):
@@ -131,7 +134,7 @@ def test_a_part_that_somebody_put_there_is_asked(family: str, monkeypatch: pytes
     place, name = (model.transformer.h[1].mlp, "c_proj") if family == "gpt2" else (model.model.layers[1].mlp, "up_proj")
     setattr(place, name, Doubled(getattr(place, name)))
     found = gradients(model, ids, None)
-    monkeypatch.setattr(by_hand, "suits", lambda *_: False)
+    monkeypatch.setattr(cpu, "suits_fused", lambda *_: False)
     wanted = gradients(model, ids, None)
     assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-3)
 
@@ -182,8 +185,8 @@ def test_settings_of_a_part_are_heeded(what: str, monkeypatch: pytest.MonkeyPatc
     else:
         layer.ln_1.bfloat16()  # type: ignore[union-attr]
     used: list[str] = []
-    real = by_hand.gpt2
-    monkeypatch.setattr(by_hand, "gpt2", lambda *parts: (used.append("gpt2"), real(*parts))[1])
+    real = cpu.gpt2_layer
+    monkeypatch.setattr(cpu, "gpt2_layer", lambda *parts: (used.append("gpt2"), real(*parts))[1])
     if what == "bf16":  # torch's norm refuses this mixture, as it always did
         with pytest.raises(RuntimeError, match="mixed dtype"):
             gradients(model, ids, None)
@@ -202,7 +205,25 @@ def test_nothing_in_is_nothing_out(family: str, low: bool) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_dropout_is_left_to_the_modules(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_hand, family, lambda *_: pytest.fail("by hand there is no dropout"))
+    monkeypatch.setattr(cpu, f"{family}_layer", lambda *_: pytest.fail("by hand there is no dropout"))
     model = Transformer(Shape(family, 60, 16, 1, 32, 4, dropout=0.1))  # type: ignore[arg-type]
     init_weights(model, 3)
     assert gradients(model, batch(16, packed=False)[0], None)["loss"] > 0
+
+
+def test_each_kernel_has_a_switch() -> None:
+    assert cpu.chosen_kernels("") == set(cpu.KERNELS) and cpu.chosen_kernels("none") == set()
+    assert cpu.chosen_kernels("attention, tied_gradient") == {"attention", "tied_gradient"}
+    assert cpu.chosen_kernels("-attention") == set(cpu.KERNELS) - {"attention"}
+    with pytest.raises(ValueError, match="warp is no kernel"):
+        cpu.chosen_kernels("warp")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_without_any_kernel_a_step_is_torchs_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "enabled", set())
+    for name in ("attention_forward", "gpt2_layer", "llama_layer", "split_matmul", "_TiedEmbedding"):
+        monkeypatch.setattr(cpu, name, lambda *_: pytest.fail("a kernel that was switched off"))
+    for low in (True, False):
+        model, (ids, _) = model_of(family, 0, 16), batch(16, packed=False)
+        assert len(gradients(model, ids, None, low=low)) > 10

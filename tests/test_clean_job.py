@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from conftest import LONG, lamp, start_lamp, wait_for
-from lamplighter.clean import inputs, job, worker
+from lamplighter.clean import documents, job, worker
 from lamplighter.clean.rules import Rules
 from lamplighter.data.sources.files import FileSource, find_files
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
@@ -234,13 +234,16 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_read_is_left_out(tmp_path: Path) -> None:
     make_corpus(tmp_path / "raw", 1)
-    (item,), _ = inputs.find_items([str(tmp_path / "raw")], None)
+    (item,), _ = documents.find_items([str(tmp_path / "raw")], None)
     with open(item.path, "a") as file:
         file.write("\n\nand more")
-    summary = worker.make(worker.Work(str(tmp_path), item, Rules()))
+    make_corpus(tmp_path / "other", 1)
+    (other,), _ = documents.find_items([str(tmp_path / "other")], None)
+    batch = worker.Batch(str(tmp_path), (other, item, other), Rules())
+    summary = worker.make(batch)
     assert summary["rejected"] == {"changed": 1}
-    assert summary["kept"] == 0
-    assert (tmp_path / f"{item.name}.part").read_bytes() == b""
+    assert summary["kept"] == 2
+    assert (tmp_path / f"{batch.name}.part").read_bytes().count(b"\n") == 2, "the others of its part are kept"
 
 
 @LONG  # 200 MB
@@ -257,8 +260,8 @@ def test_stretches_of_a_long_file_have_the_places_of_the_file(tmp_path: Path, mo
     lines[41] = "{torn"
     (tmp_path / "web.jsonl").write_text("\n".join(lines) + "\n")
     _run(tmp_path, "web.jsonl", out="whole")
-    monkeypatch.setattr(inputs, "STRETCH_BYTES", 20_000)
-    assert len(inputs.find_items([str(tmp_path / "web.jsonl")], None)[0]) > 3
+    monkeypatch.setattr(documents, "RANGE_BYTES", 20_000)
+    assert len(documents.find_items([str(tmp_path / "web.jsonl")], None)[0]) > 3
     _run(tmp_path, "web.jsonl", out="parts")
     assert texts(tmp_path / "whole") == texts(tmp_path / "parts")
     assert list(rejected(tmp_path / "parts")) == ["web.jsonl:42"]
@@ -280,11 +283,12 @@ def test_other_rules_and_other_files_are_noticed(tmp_path: Path) -> None:
 
 def test_a_part_of_other_rules_is_never_used(tmp_path: Path) -> None:
     make_corpus(tmp_path / "raw", 2)
-    items, _ = inputs.find_items([str(tmp_path / "raw")], None)
+    items, _ = documents.find_items([str(tmp_path / "raw")], None)
     for rules in (Rules(), Rules(keep_lines=True)):
-        worker.make(worker.Work(str(tmp_path), items[0], rules))
-        assert worker.is_done(tmp_path, items[0], rules.fingerprint())
-    assert not worker.is_done(tmp_path, items[0], Rules().fingerprint())
+        batch = worker.Batch(str(tmp_path), (items[0],), rules)
+        worker.make(batch)
+        assert worker.is_done(tmp_path, batch)
+    assert not worker.is_done(tmp_path, worker.Batch(str(tmp_path), (items[0],), Rules()))
 
 
 def test_a_dry_run_shows_examples_and_writes_nothing(tmp_path: Path) -> None:
@@ -348,7 +352,7 @@ def test_mistakes_have_an_exit_code_and_three_lines(words: list[str], code: int,
 
 def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
     raw = make_corpus(tmp_path / "raw", 1)
-    items, _ = inputs.find_items([str(raw)], None)
+    items, _ = documents.find_items([str(raw)], None)
     held = job._prepare(tmp_path / "clean", items)
     with pytest.raises(AlreadyRunning):
         job.run([str(raw)], tmp_path / "clean", Rules(), 1)
@@ -401,7 +405,7 @@ def test_an_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 def test_what_is_not_text_in_a_folder_is_counted(tmp_path: Path, monkeypatch: Any) -> None:
     from lamplighter import report
-    from lamplighter.clean.inputs import find_items
+    from lamplighter.clean.documents import find_items
 
     said: list[str] = []
     monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
@@ -411,3 +415,77 @@ def test_what_is_not_text_in_a_folder_is_counted(tmp_path: Path, monkeypatch: An
     items, refused = find_items([str(tmp_path)], None)
     assert len(items) == 1 and not refused
     assert len(said) == 1 and ".csv 2" in said[0] and ".warc" in said[0]
+
+
+# ---------------------------------------------------------------- nothing lost in silence
+
+
+def test_a_torn_line_loses_that_line_and_no_other(tmp_path: Path) -> None:
+    for torn in (0, 1, 150, 299):
+        lines = [json.dumps({"text": prose(number)}) for number in range(300)]
+        lines[torn] = lines[torn][:40]
+        (tmp_path / "web.jsonl").write_text("\n".join(lines) + "\n")
+        done = _run(tmp_path, "web.jsonl", out=f"clean{torn}", keep_duplicates=True)
+        assert done.totals["kept"] == 299 and done.totals["rejected"] == {"bad_json": 1}
+        assert list(rejected(tmp_path / f"clean{torn}")) == [f"web.jsonl:{torn + 1}"]
+
+
+def test_one_json_value_over_several_lines_is_still_read(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps({"text": prose(1)}, indent=2))
+    (tmp_path / "some.json").write_text(json.dumps([{"text": prose(2)}, {"text": prose(3)}], indent=2))
+    assert _run(tmp_path, "one.json", "some.json").totals["kept"] == 3
+
+
+def test_what_cannot_be_read_is_named_and_left_out_loudly(tmp_path: Path, monkeypatch: Any) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr("lamplighter.report.warn", lambda text, **_: warned.append(text))
+    rows = "".join(json.dumps({"text": prose(n)}) + "\n" for n in range(40)).encode()
+    (tmp_path / "good.jsonl").write_bytes(rows)
+    (tmp_path / "crawl.warc.gz").write_bytes(
+        gzip.compress(b"WARC/1.0\r\nWARC-Type: response\r\n\r\n" + prose(1).encode())
+    )
+    (tmp_path / "rows.parquet").write_bytes(rows)
+    (tmp_path / "table.csv").write_text("title,body\n" + "".join(f'{n},"{prose(n)}"\n' for n in range(5)))
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(rows)[:-40])
+    (tmp_path / "torn.txt.zst").write_bytes(zstandard.compress(prose(7).encode() * 50)[:-20])
+    names = ["good.jsonl", "crawl.warc.gz", "rows.parquet", "table.csv", "torn.jsonl.gz", "torn.txt.zst"]
+    done = _run(tmp_path, *names)
+    why = rejected(tmp_path / "clean")
+    assert why["crawl.warc.gz"][0] == "unknown_kind" and "WARC" in why["crawl.warc.gz"][1]
+    assert why["rows.parquet"][0] == "unreadable"
+    assert why["table.csv"][0] == "unknown_kind" and "title, body" in why["table.csv"][1]
+    assert why["torn.jsonl.gz"][0] == why["torn.txt.zst"][0] == "cut_short" and "bytes" in why["torn.jsonl.gz"][1]
+    assert done.totals["rejected"]["cut_short"] == 2 and not any(
+        "WARC" in one["text"] for one in texts(tmp_path / "clean")
+    )
+    assert (
+        len(warned) == 1
+        and "cut_short 2" in warned[0]
+        and "unknown_kind 2" in warned[0]
+        and "rows.parquet" in warned[0]
+    )
+    for name in ("torn.jsonl.gz", "torn.txt.zst", "rows.parquet"):
+        with pytest.raises(BadData) as caught:
+            _run(tmp_path, "good.jsonl", name, out="refusing", bad_files="refuse")
+        assert name in caught.value.what and caught.value.code == 65
+
+
+def test_tables_are_read_by_the_column_of_the_texts(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "a.csv").write_text("id,text\n" + "".join(f'{n},"{prose(n)}"\n' for n in range(5)) + "6\n")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [prose(n) for n in range(10, 14)]}), tmp_path / "b.parquet")
+    done = _run(tmp_path, "a.csv", "b.parquet")
+    assert done.totals["kept"] == 9 and done.totals["rejected"] == {"bad_row": 1}
+
+
+def test_many_small_files_make_few_parts(tmp_path: Path, monkeypatch: Any) -> None:
+    make_corpus(tmp_path / "raw", 60)
+    alone = _run(tmp_path, "raw", out="alone")
+    monkeypatch.setattr(worker, "PARTS", 7)
+    items, _ = documents.find_items([str(tmp_path / "raw")], None)
+    batches = worker.batches_of(items, "", Rules())
+    assert len(batches) == 7 and [item for batch in batches for item in batch.items] == items
+    together = _run(tmp_path, "raw", out="together")
+    assert together.totals == alone.totals and texts(tmp_path / "alone") == texts(tmp_path / "together")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lamplighter.clean import html
-from lamplighter.clean.types import BadMarkup
+from lamplighter.clean.rules import BadMarkup
 
 TRIALS = b"""<?xml version="1.0" encoding="UTF-8"?>
 <TEI.2><teiHeader><title>Invented Sessions</title><note>not text</note></teiHeader>

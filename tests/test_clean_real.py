@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import shared
-from lamplighter.clean import dedup, detect, html
+from lamplighter.clean import decode, dedup, html
 from lamplighter.clean.document import Clean, clean_document, clean_text
 from lamplighter.clean.features import words_of
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules
@@ -52,7 +52,7 @@ INSIDE = {
 @pytest.mark.parametrize("name", BOOKS)
 def test_a_book_is_all_there_and_nothing_else_is(name: str) -> None:
     least, first, last = BOOKS[name]
-    raw = detect.decode(shared("london", "gutenberg_raw", name).read_bytes()).text
+    raw = decode.decode(shared("london", "gutenberg_raw", name).read_bytes()).text
     text, _ = clean_text(raw, Rules())
     assert text.startswith(first)
     assert text.endswith(last)
@@ -65,7 +65,7 @@ def test_a_book_is_all_there_and_nothing_else_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dickens_two_cities_98-0.txt", "mayhew_london_labour_v1_55998-0.txt"])
 def test_joining_loses_no_word_of_a_book(name: str) -> None:
-    raw = detect.decode(shared("london", "gutenberg_raw", name).read_bytes()).text
+    raw = decode.decode(shared("london", "gutenberg_raw", name).read_bytes()).text
     joined, kept = (clean_text(raw, Rules(keep_lines=keep))[0] for keep in (False, True))
     assert re.sub(r"[\s-]+", "", joined) == re.sub(r"[\s-]+", "", kept)
     prose = [

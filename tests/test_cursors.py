@@ -19,6 +19,7 @@ import zstandard
 from lamplighter.data.sources import Part, Source, files, open_source
 from lamplighter.errors import BadData
 from lamplighter.readers import compression, tables
+from lamplighter.readers import files as reader_files
 
 WORDS = ["fog", "lamp", "naïve", "日本", "don't", "12", "--", "\n", "\n\n", "\r\n", "  ", "\t", "🙂", '"quoted"', "a,b"]
 
@@ -117,10 +118,10 @@ def check_every_cursor(make: Callable[[], Source], sample: int, seed: int = 0, a
 
 @pytest.fixture
 def small(monkeypatch: Any) -> None:
-    monkeypatch.setattr(files, "PART_CHARS", 300)
-    monkeypatch.setattr(files, "BLOCK_BYTES", 777)
-    monkeypatch.setattr(files, "PACKED_BLOCK_BYTES", 333)
-    monkeypatch.setattr(files, "LINE_BYTES", 1000)
+    monkeypatch.setattr(reader_files, "PART_CHARS", 300)
+    monkeypatch.setattr(reader_files, "BLOCK_BYTES", 777)
+    monkeypatch.setattr(reader_files, "PACKED_BLOCK_BYTES", 333)
+    monkeypatch.setattr(reader_files, "LINE_BYTES", 1000)
     monkeypatch.setattr(compression, "OUT_BYTES", 500)
     monkeypatch.setattr(tables, "BATCH_ROWS", 5)
 

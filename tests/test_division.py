@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import random
 import time
@@ -17,7 +18,7 @@ from lamplighter import report
 from lamplighter.data.sources import FileSource, Part, open_source
 from lamplighter.data.split import Divider, Division, Settings
 from lamplighter.data.token_cache import boundaries, builder, encoder, partition, ranges
-from lamplighter.data.token_cache.ranges import Faults, Stretch
+from lamplighter.data.token_cache.ranges import Stretch
 from lamplighter.data.token_cache.reader import ensure, open_tokens
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadData
@@ -26,8 +27,7 @@ from lamplighter.readers import bad_records
 
 def by_source(source: FileSource) -> tuple[list[str], list[Any]]:
     """Documents and faults as the source itself finds them."""
-    faults = Faults("set_aside")
-    source.dirt = faults  # type: ignore[assignment]
+    source.bad = bad_records.BadRecords(limit=math.inf, quiet=True)
     documents, now = [], ""
     try:
         for text in source.documents():
@@ -37,7 +37,7 @@ def by_source(source: FileSource) -> tuple[list[str], list[Any]]:
                 now = ""
     except BadData as error:
         assert error.what.startswith("no text in")
-    return [text for text in documents if text], sorted(map(json.dumps, faults.found))
+    return [text for text in documents if text], sorted(map(json.dumps, source.bad.listed))
 
 
 def by_units(source: FileSource, unit_bytes: int) -> tuple[list[str], list[Any]]:
@@ -46,9 +46,9 @@ def by_units(source: FileSource, unit_bytes: int) -> tuple[list[str], list[Any]]
     assert plan is not None
     documents, now, faults = [], b"", []
     for unit in plan.units:
-        own = Faults("set_aside")
+        own = plan.how.bad_records()
         for span in unit.spans:
-            for stretch, behind in ranges.read(span, plan.how, own):
+            for stretch, behind in ranges.read(span, plan.how, own.begin()):
                 assert 0 <= behind <= span.stop - span.start
                 assert stretch.opened or not now
                 for number, doc in enumerate(stretch.docs):
@@ -56,7 +56,7 @@ def by_units(source: FileSource, unit_bytes: int) -> tuple[list[str], list[Any]]
                     if not (stretch.open and number == len(stretch.docs) - 1):
                         documents.append(now.decode())
                         now = b""
-        faults += own.found
+        faults += own.listed
     assert not now
     return [text for text in documents if text], sorted(map(json.dumps, faults))
 
@@ -192,7 +192,7 @@ def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: A
     path.write_bytes(b"".join(lines))
     with pytest.raises(BadData, match="not text") as caught:
         ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), Settings(0.1, 0, 5000))
-    assert "of 5,001 lines" in caught.value.why and bad_records.TOO_MUCH == 0.001
+    assert "of 5,001 lines" in caught.value.why and "data.bad_limit" in caught.value.why
     with pytest.raises(BadData, match=f"{path}:1, byte 3"):
         refusing = open_source([str(path)], None, None, bad_text="refuse")
         ensure(tmp_path / "c", refusing, byte_level(), Settings(0.1, 0, 5000))

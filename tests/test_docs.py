@@ -16,6 +16,7 @@ import zstandard
 
 from conftest import TINY, lamp, slot_of, start_lamp, wait_for
 from lamplighter import commands as cli
+from lamplighter import errors
 from lamplighter.config import nearest, preset_names, resolve
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.model.shape import Shape, count_parameters
@@ -39,7 +40,7 @@ def bash_lines(*sections: str) -> list[str]:
 
 def commands_of(text: str) -> list[str]:
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.startswith("lamp ")]
+    return [line.split(" #")[0].strip() for block in blocks for line in block.splitlines() if line.startswith("lamp ")]
 
 
 def words_of(lines: list[str]) -> list[list[str]]:
@@ -72,6 +73,23 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     listed = (ROOT / "docs/decisions/index.md").read_text()
     for decision in (ROOT / "docs/decisions").glob("0*.md"):
         assert f"({decision.name})" in listed, f"docs/decisions/index.md does not list {decision.name}"
+
+
+def test_every_exit_code_is_explained() -> None:
+    codes = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
+    codes |= {found.code for found in vars(errors).values() if isinstance(found, type) and hasattr(found, "code")}
+    codes -= {errors.FAULTS_FOUND}  # from a child to its parent only
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    assert codes == {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
+
+
+def test_every_file_that_the_documents_name_exists() -> None:
+    pages = [page for page in DOCS if page.name != "MAP.md" and page.parent.name != "decisions"]  # those are history
+    for path in (ROOT / "CONTRIBUTING.md", *pages):
+        for name in re.findall(r"`((?:src|tests|benchmarks|docs)/[\w./]+)`", path.read_text()):
+            assert (ROOT / name).exists(), f"{path}: {name}"
+        for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", path.read_text()):
+            assert (ROOT / name).exists() or (ROOT / "src/lamplighter" / name).exists(), f"{path}: {name}"
 
 
 def test_the_table_of_presets_is_true() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from conftest import LONG
-from lamplighter.doctor import datasets, loading, pickling
+from doctor_context import SICK, context, examine, line_of
+from lamplighter.doctor import loading
 from lamplighter.doctor.probe import Finding
-from patients import SICK, examine, line_of, patient
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def among_the_sick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one(folder: Path, dataset: str, method: str = "fork") -> Finding:
     """The single finding of a trial with two workers."""
-    who = patient(folder, "--data.source", f"sick_datasets:{dataset}", "--data.workers", "2")
+    who = context(folder, "--data.source", f"sick_datasets:{dataset}", "--data.workers", "2")
     (found,) = {"fork": loading.by_fork, "spawn": loading.by_spawn, "forkserver": loading.by_forkserver}[method](who)
     return found
 
@@ -31,52 +31,52 @@ def one(folder: Path, dataset: str, method: str = "fork") -> Finding:
 
 
 def test_items_batch_memory_and_pickling_of_a_sound_dataset(tmp_path: Path) -> None:
-    found = list(loading.here(patient(tmp_path, "--data.source", "sick_datasets:Well")))
+    found = list(loading.here(context(tmp_path, "--data.source", "sick_datasets:Well")))
     assert [one.level for one in found] == ["ok", "ok", "ok"]
     assert found[0].figures["batch_bytes"] == 4 * 16 * 8
     assert found[1].figures["need_bytes"] == 2 * 2 * 4 * 16 * 8
 
 
 def test_an_iterable_dataset_is_taken_too(tmp_path: Path) -> None:
-    assert not examine(loading.here, patient(tmp_path, "--data.source", "sick_datasets:Stream"))
+    assert not examine(loading.here, context(tmp_path, "--data.source", "sick_datasets:Stream"))
 
 
 def test_a_function_and_a_whole_dataloader_are_taken_too() -> None:
-    assert datasets.find("sick_datasets:make").is_dataset
-    found = datasets.make(datasets.find("sick_datasets:LOADER"), 4, None)
+    assert loading.find("sick_datasets:make").is_dataset
+    found = loading.make(loading.find("sick_datasets:LOADER"), 4, None)
     assert (found.batch_size, found.workers, found.is_map, found.prefetch) == (3, 1, True, 2)
-    assert not datasets.find("streams:blocks").is_dataset
+    assert not loading.find("streams:blocks").is_dataset
 
 
 def test_a_source_of_texts_is_not_loaded_by_workers(tmp_path: Path) -> None:
-    found = list(loading.by_fork(patient(tmp_path, "--data.source", "streams:raises")))
+    found = list(loading.by_fork(context(tmp_path, "--data.source", "streams:raises")))
     assert [one.level for one in found] == ["ok"]
-    assert not examine(loading.here, patient(tmp_path, "--data.source", "streams:raises"))
+    assert not examine(loading.here, context(tmp_path, "--data.source", "streams:raises"))
 
 
 def test_an_item_that_raises_is_named_by_its_line(tmp_path: Path) -> None:
-    found = next(iter(loading.here(patient(tmp_path, "--data.source", "sick_datasets:Raises"))))
+    found = next(iter(loading.here(context(tmp_path, "--data.source", "sick_datasets:Raises"))))
     assert found.level == "fault"
     assert "item 0" in found.what
     assert found.culprit["line"] == line_of("sick_datasets.py", "raises here")
 
 
 def test_a_module_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
-    found = next(iter(loading.here(patient(tmp_path, "--data.source", "nothing_here:Data"))))
+    found = next(iter(loading.here(context(tmp_path, "--data.source", "nothing_here:Data"))))
     assert found.level == "fault"
     assert "nothing_here" in found.what
 
 
 def test_a_lambda_is_named_by_attribute_and_line(tmp_path: Path) -> None:
     """Zoo 8."""
-    found = examine(loading.here, patient(tmp_path, "--data.source", "sick_datasets:HasLambda"))["spawn_pickle"]
+    found = examine(loading.here, context(tmp_path, "--data.source", "sick_datasets:HasLambda"))["spawn_pickle"]
     assert found.culprit["attribute"] == "dataset.options['transform']"
     assert found.culprit["line"] == line_of("sick_datasets.py", "# the lambda")
 
 
 def test_a_lock_in_an_attribute_is_named_by_the_line_that_sets_it() -> None:
-    made = datasets.make(datasets.find("sick_datasets:HoldsLock"), 4, 2)
-    found = pickling.find(made.dataset)
+    made = loading.make(loading.find("sick_datasets:HoldsLock"), 4, 2)
+    found = loading.unpicklable(made.dataset)
     assert found is not None
     assert found.path == "dataset.lock"
     assert found.place is not None

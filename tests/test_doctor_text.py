@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from conftest import shared
+from doctor_context import SICK, context, examine, line_of
 from lamplighter.data.setup import obtain_tokens, open_text
-from lamplighter.doctor import sample_data, text
-from lamplighter.doctor.cache_probe import cache
-from lamplighter.doctor.probe import Patient
-from lamplighter.doctor.samples import documents
+from lamplighter.doctor import data as probes
+from lamplighter.doctor import sample_data
+from lamplighter.doctor.data import cache
+from lamplighter.doctor.documents import documents
+from lamplighter.doctor.probe import ProbeContext
 from lamplighter.readers.local import LocalFile
 from lamplighter.rundir import CACHE_NAME, identity
-from patients import SICK, examine, line_of, patient
 
 LETTER = "My dear Ned, the fog is so thick that I could not find the bridge. Number {}."
 
@@ -39,7 +40,7 @@ def letters(path: Path, count: int = 300, begin: int = 0) -> Path:
 
 def test_sound_files_are_told_with_their_speed(tmp_path: Path) -> None:
     letters(tmp_path / "a.jsonl", 3000)
-    found = list(text.files(patient(tmp_path, "--data.paths", str(tmp_path / "a.jsonl"))))
+    found = list(probes.files(context(tmp_path, "--data.paths", str(tmp_path / "a.jsonl"))))
     assert [one.level for one in found] == ["ok", "ok"]
     assert "3,000 documents" in found[0].what
     assert found[1].figures["mb_per_s"] > 0
@@ -52,7 +53,7 @@ def test_every_broken_file_is_named_and_the_others_are_still_read(tmp_path: Path
     whole = gzip.compress(letters(tmp_path / "x.jsonl").read_bytes())
     (data / "torn.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     (data / "columns.jsonl").write_text('{"body": "no text here"}\n' * 20)
-    found = list(text.files(patient(tmp_path, "--data.paths", str(data), "--data.format", "text")))
+    found = list(probes.files(context(tmp_path, "--data.paths", str(data), "--data.format", "text")))
     faults = {Path(one.culprit["path"]).name: one for one in found if one.level == "fault"}
     assert set(faults) == {"torn.jsonl.gz", "columns.jsonl"}
     assert "cut short" in faults["torn.jsonl.gz"].what
@@ -61,7 +62,7 @@ def test_every_broken_file_is_named_and_the_others_are_still_read(tmp_path: Path
 def test_a_missing_and_an_empty_file_are_faults(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     for name, words in (("empty.txt", "empty file"), ("absent.txt", "no such file")):
-        found = list(text.files(patient(tmp_path, "--data.paths", str(tmp_path / name))))
+        found = list(probes.files(context(tmp_path, "--data.paths", str(tmp_path / name))))
         assert [one.level for one in found] == ["fault"]
         assert words in found[0].what
 
@@ -71,23 +72,23 @@ def test_dirty_text_is_named_by_file_and_byte(tmp_path: Path) -> None:
     data = path.read_bytes().splitlines(keepends=True)
     data[1500] = b'{"text": "bad \xff\xfe bytes"}\n'
     path.write_bytes(b"".join(data))
-    found = examine(text.files, patient(tmp_path, "--data.paths", str(path)))["dirty_text"]
+    found = examine(probes.files, context(tmp_path, "--data.paths", str(path)))["dirty_text"]
     assert found.level == "warn"
     assert found.culprit == {"path": str(path), "byte": sum(map(len, data[:1500]))}
     much = tmp_path / "much.txt"
     much.write_bytes(b"\xff\xfe\x00bad\n" * 500)
-    assert examine(text.files, patient(tmp_path, "--data.paths", str(much)))["dirty_text"].level == "fault"
+    assert examine(probes.files, context(tmp_path, "--data.paths", str(much)))["dirty_text"].level == "fault"
 
 
 def test_a_large_file_is_read_at_its_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "WHOLE_BYTES", 10_000)
-    monkeypatch.setattr(text, "TAIL_BYTES", 4_000)
+    monkeypatch.setattr(probes, "WHOLE_BYTES", 10_000)
+    monkeypatch.setattr(probes, "TAIL_BYTES", 4_000)
     path = letters(tmp_path / "a.jsonl", 3000)
-    found = list(text.files(patient(tmp_path, "--data.paths", str(path))))
+    found = list(probes.files(context(tmp_path, "--data.paths", str(path))))
     assert "0 were read whole, of 1 the end was read" in found[0].what
     with open(path, "ab") as file:
         file.write(b'{"text": "torn' * 20)
-    assert any(one.level != "ok" for one in text.files(patient(tmp_path, "--data.paths", str(path))))
+    assert any(one.level != "ok" for one in probes.files(context(tmp_path, "--data.paths", str(path))))
 
 
 def test_a_slow_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +102,7 @@ def test_a_slow_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(LocalFile, "blocks", slowly)
     path = letters(tmp_path / "a.jsonl", 1500)
-    found = examine(text.files, patient(tmp_path, "--data.paths", str(path)))["slow_disk"]
+    found = examine(probes.files, context(tmp_path, "--data.paths", str(path)))["slow_disk"]
     assert found.culprit["path"] == str(path)
     assert 0 < found.figures["mb_per_s"] < 1
 
@@ -109,8 +110,8 @@ def test_a_slow_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_stream_that_blocks_in_next_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_data, "QUIET_S", 0.7)
     monkeypatch.chdir(SICK)
-    who = patient(tmp_path, "--data.source", "streams:blocks")
-    found = examine(text.files, who)["stream_stall"]
+    who = context(tmp_path, "--data.source", "streams:blocks")
+    found = examine(probes.files, who)["stream_stall"]
     assert found.level == "fault"
     assert found.culprit["line"] == line_of("streams.py", "the line that the doctor must name")
     assert found.culprit["item"] == 3
@@ -119,7 +120,7 @@ def test_a_stream_that_blocks_in_next_is_named_by_its_line(tmp_path: Path, monke
 
 def test_a_source_that_raises_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(SICK)
-    found = next(iter(text.files(patient(tmp_path, "--data.source", "streams:raises"))))
+    found = next(iter(probes.files(context(tmp_path, "--data.source", "streams:raises"))))
     assert found.level == "fault"
     assert found.culprit["line"] == line_of("streams.py", "raise KeyError")
 
@@ -132,18 +133,18 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     model, other = tmp_path / "model", tmp_path / "other"
     for folder, size in ((model, "300"), (other, "400")):
         words = ["--data.paths", str(path), "--tokenizer.kind", "bpe", "--tokenizer.vocab_size", size]
-        who = patient(tmp_path, *words)
+        who = context(tmp_path, *words)
         _, tokenizer = open_text(who.run, tmp_path / size)
         folder.mkdir()
         tokenizer.save(folder)
     (model / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 300}))
     words = ["--model.init_from", str(model), "--tokenizer.path", str(other), "--data.paths", str(path)]
-    found = examine(text.tokenizer, patient(tmp_path, *words))
+    found = examine(probes.tokenizer, context(tmp_path, *words))
     assert found["token_range"].level == "fault"
     assert "400 tokens" in found["token_range"].what
     assert "knows 300" in found["token_range"].what
     assert found["tokenizer_differs"].settings == {"tokenizer.path": str(model)}
-    assert not examine(text.tokenizer, patient(tmp_path, "--data.paths", str(path)))
+    assert not examine(probes.tokenizer, context(tmp_path, "--data.paths", str(path)))
 
 
 def test_the_tokenizer_of_an_earlier_run_is_taken(tmp_path: Path) -> None:
@@ -155,9 +156,9 @@ def test_the_tokenizer_of_an_earlier_run_is_taken(tmp_path: Path) -> None:
         "--tokenizer.vocab_size",
         "300",
     ]
-    who = patient(tmp_path, *words)
+    who = context(tmp_path, *words)
     open_text(who.run, who.runs_dir / CACHE_NAME)
-    found = list(text.tokenizer(who))
+    found = list(probes.tokenizer(who))
     assert [one.level for one in found] == ["ok"]
     assert "kept from before" in found[0].what
 
@@ -169,7 +170,7 @@ def test_a_tokenizer_without_an_end_is_a_fault(tmp_path: Path) -> None:
     (bad / "tokenizer.json").write_text(
         json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []})
     )
-    found = list(text.tokenizer(patient(tmp_path, "--data.paths", str(path), "--tokenizer.path", str(bad))))
+    found = list(probes.tokenizer(context(tmp_path, "--data.paths", str(path), "--tokenizer.path", str(bad))))
     assert found[0].level == "fault"
 
 
@@ -177,23 +178,23 @@ def test_a_tokenizer_without_an_end_is_a_fault(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cached(tmp_path: Path) -> tuple[Patient, Path]:
-    """A patient whose token cache is built."""
+def cached(tmp_path: Path) -> tuple[ProbeContext, Path]:
+    """A context whose token cache is built."""
     path = letters(tmp_path / "a.jsonl")
-    who = patient(tmp_path, "--data.paths", str(path), "--data.workers", "1")
+    who = context(tmp_path, "--data.paths", str(path), "--data.workers", "1")
     root = who.runs_dir / CACHE_NAME
     source, tokenizer = open_text(who.run, root)
     return who, obtain_tokens(who.run, root, source, tokenizer)[0].folder
 
 
-def test_a_sound_cache_is_read_and_left_as_it_is(cached: tuple[Patient, Path]) -> None:
+def test_a_sound_cache_is_read_and_left_as_it_is(cached: tuple[ProbeContext, Path]) -> None:
     who, _folder = cached
     before = {path: path.stat().st_mtime_ns for path in who.runs_dir.rglob("*")}
     assert not examine(cache, who)
     assert {path: path.stat().st_mtime_ns for path in who.runs_dir.rglob("*")} == before
 
 
-def test_a_shard_that_is_cut_short_or_changed_is_found(cached: tuple[Patient, Path]) -> None:
+def test_a_shard_that_is_cut_short_or_changed_is_found(cached: tuple[ProbeContext, Path]) -> None:
     who, folder = cached
     shard = next(path for path in sorted(folder.iterdir()) if path.suffix == ".bin" and "train" in path.name)
     data = shard.read_bytes()
@@ -206,7 +207,7 @@ def test_a_shard_that_is_cut_short_or_changed_is_found(cached: tuple[Patient, Pa
     assert f"{len(data) // 2:,} bytes, expected {len(data):,}" in found["shard_truncated"].what
 
 
-def test_an_id_beyond_the_vocabulary_is_found(cached: tuple[Patient, Path], tmp_path: Path) -> None:
+def test_an_id_beyond_the_vocabulary_is_found(cached: tuple[ProbeContext, Path], tmp_path: Path) -> None:
     who, folder = cached
     manifest = json.loads((folder / "manifest.json").read_text())
     shard = next(path for path in sorted(folder.iterdir()) if path.suffix == ".bin" and "train" in path.name)
@@ -223,7 +224,7 @@ def test_an_id_beyond_the_vocabulary_is_found(cached: tuple[Patient, Path], tmp_
     assert "id 60,000" in found.why
 
 
-def test_the_lock_of_a_dead_process_is_told_and_not_removed(cached: tuple[Patient, Path]) -> None:
+def test_the_lock_of_a_dead_process_is_told_and_not_removed(cached: tuple[ProbeContext, Path]) -> None:
     who, folder = cached
     lock = folder / "lock"
     lock.write_text(json.dumps({**identity(), "pid": 2**22 - 3, "pid_start": 1, "t": time.time() - 600}))
@@ -234,12 +235,12 @@ def test_the_lock_of_a_dead_process_is_told_and_not_removed(cached: tuple[Patien
     assert "dead_lock_file" not in examine(cache, who)
 
 
-def test_a_cache_of_older_text_is_never_taken_for_the_new(cached: tuple[Patient, Path], tmp_path: Path) -> None:
+def test_a_cache_of_older_text_is_never_taken_for_the_new(cached: tuple[ProbeContext, Path], tmp_path: Path) -> None:
     who, _ = cached
     letters(tmp_path / "a.jsonl", 310)
     found = examine(cache, who)["stale_cache"]
     assert "will not be used" in found.what
-    must = patient(tmp_path, "--data.paths", str(tmp_path / "a.jsonl"), "--data.cache", "require")
+    must = context(tmp_path, "--data.paths", str(tmp_path / "a.jsonl"), "--data.cache", "require")
     assert examine(cache, must)["stale_cache"].level == "fault"
 
 
@@ -248,7 +249,7 @@ def test_a_cache_of_older_text_is_never_taken_for_the_new(cached: tuple[Patient,
 
 def test_the_first_document_is_shown_as_tokens(tmp_path: Path) -> None:
     path = letters(tmp_path / "a.jsonl")
-    found = list(documents(patient(tmp_path, "--data.paths", str(path), "--data.seq_len", "64")))
+    found = list(documents(context(tmp_path, "--data.paths", str(path), "--data.seq_len", "64")))
     assert "M|y| |d|e|a|r" in found[0].what
     assert found[0].what.endswith("<|endoftext|>")
 
@@ -259,24 +260,24 @@ def test_padding_is_found_before_the_first_step_with_its_remedy(tmp_path: Path) 
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(rows))
     words = ["--data.paths", str(path), "--data.seq_len", "1024", "--data.template", "plain"]
-    found = examine(documents, patient(tmp_path, *words, "--data.packing", "windows", "--data.loss_on", "all"))
+    found = examine(documents, context(tmp_path, *words, "--data.packing", "windows", "--data.loss_on", "all"))
     waste = found["padding"]
     assert waste.level == "fault"
     assert waste.figures["padding_to_seq_len"] > 0.95
     assert waste.settings == {"data.packing": "packed"}
     assert found["loss_on_prompt"].settings == {"data.loss_on": "response"}
-    assert "padding" not in examine(documents, patient(tmp_path, *words))
+    assert "padding" not in examine(documents, context(tmp_path, *words))
 
 
 def test_an_example_shows_what_is_learned_in_brackets(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"How many lamps at {n}?", "completion": f"There are {n}."} for n in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "And now?", "completion": " "}]))
-    who = patient(tmp_path, "--data.paths", str(path), "--data.seq_len", "128", "--data.template", "plain")
+    who = context(tmp_path, "--data.paths", str(path), "--data.seq_len", "128", "--data.template", "plain")
     found = list(documents(who))
     assert "[There are 0.<|endoftext|>]" in found[0].what.replace("[ There", "[There")
     assert any(one.cause == "empty_answer" for one in found)
-    cut = examine(documents, patient(tmp_path, "--data.paths", str(path), "--data.seq_len", "16"))
+    cut = examine(documents, context(tmp_path, "--data.paths", str(path), "--data.seq_len", "16"))
     assert cut["eos_not_trained"].level == "fault"
     assert cut["eos_not_trained"].settings["data.seq_len"] >= 64
 
@@ -285,7 +286,7 @@ def test_another_template_than_the_models_own_is_a_fault(tmp_path: Path) -> None
     """System C: the prompts of another model."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"Q {n}", "completion": f"A {n}"}) + "\n" for n in range(40)))
-    who = patient(tmp_path, "--data.paths", str(path))
+    who = context(tmp_path, "--data.paths", str(path))
     model = tmp_path / "model"
     model.mkdir()
     _, tokenizer = open_text(who.run, tmp_path / "c")
@@ -296,9 +297,9 @@ def test_another_template_than_the_models_own_is_a_fault(tmp_path: Path) -> None
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": own}))
     (model / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": tokenizer.vocab_size}))
     words = ["--data.paths", str(path), "--model.init_from", str(model), "--data.seq_len", "128"]
-    found = examine(documents, patient(tmp_path, *words, "--data.template", "alpaca"))
+    found = examine(documents, context(tmp_path, *words, "--data.template", "alpaca"))
     assert found["template_differs"].level == "fault"
-    assert "template_differs" not in examine(documents, patient(tmp_path, *words))
+    assert "template_differs" not in examine(documents, context(tmp_path, *words))
 
 
 def test_overlap_repeats_and_too_many_epochs_are_found(tmp_path: Path) -> None:
@@ -310,7 +311,7 @@ def test_overlap_repeats_and_too_many_epochs_are_found(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": one}) + "\n" for one in [*texts, *texts[:30]]))
     words = ["--data.paths", str(path), "--data.val_fraction", "0.1", "--train.steps", "200000"]
-    found = examine(documents, patient(tmp_path, *words))
+    found = examine(documents, context(tmp_path, *words))
     assert found["validation_overlap"].level == "fault"
     assert found["duplicates"].figures["duplicate_share"] > 0.1
     epochs = found["many_epochs"]
@@ -321,14 +322,14 @@ def test_overlap_repeats_and_too_many_epochs_are_found(tmp_path: Path) -> None:
 
 def test_real_rows_are_well(tmp_path: Path) -> None:
     path = shared("finetune", "instruction-data-short.json")
-    who = patient(tmp_path, "--data.paths", str(path), "--data.seq_len", "512", "--data.template", "plain")
-    levels = {one.level for probe in (text.files, text.tokenizer, documents) for one in probe(who)}
+    who = context(tmp_path, "--data.paths", str(path), "--data.seq_len", "512", "--data.template", "plain")
+    levels = {one.level for probe in (probes.files, probes.tokenizer, documents) for one in probe(who)}
     assert "fault" not in levels
 
 
 def test_a_probe_writes_only_into_its_scratch(tmp_path: Path) -> None:
     path = letters(tmp_path / "a.jsonl")
-    who = patient(tmp_path, "--data.paths", str(path), "--tokenizer.kind", "bpe", "--tokenizer.vocab_size", "300")
-    for probe in (text.files, text.tokenizer, cache, documents):
+    who = context(tmp_path, "--data.paths", str(path), "--tokenizer.kind", "bpe", "--tokenizer.vocab_size", "300")
+    for probe in (probes.files, probes.tokenizer, cache, documents):
         list(probe(who))
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "scratch"]

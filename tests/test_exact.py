@@ -65,7 +65,7 @@ def kill_once(cwd: Path, run: RunDir, rng: random.Random, who: str) -> None:
     child = slot_of(run).pid
     target = slot_of(run).step + rng.randint(1, EVERY + EVERY // 2)
     if who == "save":
-        wait_for(lambda: slot_of(run).flag("saving") or slot_of(run).step >= STEPS, process=process)
+        wait_for(lambda: slot_of(run).saving or slot_of(run).step >= STEPS, process=process)
     else:
         wait_for(lambda: slot_of(run).step >= min(target, STEPS), process=process)
     at = slot_of(run)

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import threading
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 
 from conftest import shared, wait_for
 from lamplighter import report
 from lamplighter.config import Data
+from lamplighter.data.batches import BatchLayout
 from lamplighter.data.chat import example_cache, rows
 from lamplighter.data.chat.example_cache import LEARNED, ensure, open_examples
 from lamplighter.data.chat.layout import arrange
-from lamplighter.data.chat.row_source import RowSource, SetAside, find_rows
+from lamplighter.data.chat.rows import RowSource, SetAside, find_rows
 from lamplighter.data.chat.template import choose
+from lamplighter.data.sources import Opened, open_data
 from lamplighter.data.token_cache.reader import locked
 from lamplighter.data.tokenizer import byte_level, load
 from lamplighter.errors import BadConfig, BadData, InputMissing
+from lamplighter.readers.local import local_file
+from server import serving
 
 MESSAGES = {
     "messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}],
@@ -54,7 +64,7 @@ def write_lines(path: Path, found: list[Any]) -> Path:
 
 
 def source_of(*paths: Path, policy: str = "set_aside", limit: int | None = None, wanted: str = "auto") -> RowSource:
-    found = find_rows([str(path) for path in paths], wanted, "text", policy, limit)
+    found = find_rows(Data(paths=[str(path) for path in paths], format=wanted, bad_text=policy, max_documents=limit))
     assert found is not None
     return found
 
@@ -124,6 +134,76 @@ def test_places_are_lines_also_in_an_array(tmp_path: Path) -> None:
     assert aside.first == {"the answer is empty": f"{tmp_path / 'x.json'}:{line}"}
 
 
+# ---------------------------------------------------------------- from wherever text may come
+
+
+def test_torn_packed_rows_are_refused_with_file_and_byte(tmp_path: Path) -> None:
+    data = "".join(json.dumps(row) + "\n" for row in many(8000)).encode()
+    for name, packed in (("x.jsonl.zst", zstandard.compress(data)), ("x.jsonl.gz", gzip.compress(data))):
+        path = tmp_path / name
+        path.write_bytes(packed[: len(packed) // 2])
+        with pytest.raises(BadData, match="cut short") as caught:
+            ensure(tmp_path / name[-3:], source_of(path), TEMPLATE, 0.1)
+        assert str(path) in caught.value.what and f"after {len(packed) // 2:,} bytes" in caught.value.why
+        assert not list((tmp_path / name[-3:]).glob("*/examples.json"))
+        path.write_bytes(packed)
+        assert open_examples(ensure(tmp_path / name[-3:], source_of(path), TEMPLATE, 0.1)).manifest["rows"] == 8000
+
+
+def test_rows_come_over_http_packed_or_not_and_from_any_file_system(tmp_path: Path) -> None:
+    found = [(row["prompt"], row["completion"]) for row in many(300)]
+    lines = "".join(json.dumps(row) + "\n" for row in many(300)).encode()
+    table = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(many(300)), table, row_group_size=70)
+    comma = io.StringIO()
+    writer = csv.DictWriter(comma, ["prompt", "completion"])
+    writer.writeheader()
+    writer.writerows(many(300))
+    kinds = {"x.jsonl": lines, "x.jsonl.zst": zstandard.compress(lines), "x.jsonl.gz": gzip.compress(lines),
+             "x.json": json.dumps(many(300)).encode(), "x.parquet": table.getvalue(), "x.csv.gz": gzip.compress(comma.getvalue().encode())}  # fmt: skip
+    with serving() as server:
+        for name, data in kinds.items():
+            fsspec.filesystem("memory").pipe(f"/rows/{name}", data)
+            for url in (server.put(name, data)[0], f"memory://rows/{name}"):
+                source = find_rows(Data(paths=[url]))
+                assert source is not None and source.fingerprint() == source.fingerprint()
+                assert [(talk[0][1], talk[1][1]) for talk in talks(source)] == found, url
+        url, _ = server.put("torn.jsonl.gz", gzip.compress(lines)[:-100])
+        with pytest.raises(BadData, match="cut short"):
+            find_rows(Data(paths=[url]))
+
+
+def test_rows_come_from_a_dataset_and_text_of_it_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(many(40)).save_to_disk(str(tmp_path / "rows"))
+    source = find_rows(Data(paths=[f"dataset:{tmp_path / 'rows'}"]))
+    assert source is not None and len(talks(source)) == 40 and len(source.fingerprint()) == 64
+    assert open_examples(ensure(tmp_path / "cache", source, TEMPLATE, 0.1)).manifest["rows"] == 40
+    datasets.Dataset.from_list([{"text": f"text {n}"} for n in range(9)]).save_to_disk(str(tmp_path / "text"))
+    opened: Opened = {}
+    data = Data(paths=[f"dataset:{tmp_path / 'text'}"])
+    assert find_rows(data, None, opened) is None
+    assert list(open_data(data, None, opened).documents()) == [f"text {n}" for n in range(9)]
+
+
+def test_rows_that_change_while_they_are_read_are_refused(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", many(300))
+    source = source_of(path)
+    source.fingerprint()
+    write_lines(path, many(301))
+    with pytest.raises(BadData, match="changed"):
+        ensure(tmp_path / "cache", source, TEMPLATE, 0.1)
+
+
+def test_too_many_lines_that_are_no_rows_are_refused_by_the_limit(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [*many(300), *["{torn"] * 9])
+    with pytest.raises(BadData, match=r"x\.jsonl:301") as caught:
+        talks(source_of(path))
+    assert "9 of 310 lines" in caught.value.why and "data.bad_limit" in caught.value.why
+    loose = find_rows(Data(paths=[str(path)], bad_limit=0.1))
+    assert loose is not None and len(talks(loose)) == 300
+
+
 # ---------------------------------------------------------------- auto
 
 
@@ -137,18 +217,17 @@ def test_text_stays_text(tmp_path: Path) -> None:
     plain = tmp_path / "x.txt"
     plain.write_text('{"prompt": "a", "completion": "b"}')
     for path in (with_text, plain, write_lines(tmp_path / "y.jsonl", [{"body": "Once."}])):
-        assert find_rows([str(path)], "auto", "text", "set_aside", None) is None
+        assert find_rows(Data(paths=[str(path)], format="auto")) is None
     rows_ = write_lines(tmp_path / "z.jsonl", [PROMPT])
-    assert find_rows([str(rows_)], "text", "text", "set_aside", None) is None, "as asked for"
-    assert find_rows([str(with_text)], "chat", "text", "set_aside", None) is not None, "as asked for"
-    assert find_rows([], "auto", "text", "set_aside", None) is None
-    assert find_rows(["s3://bucket/x.jsonl"], "auto", "text", "set_aside", None) is None
+    assert find_rows(Data(paths=[str(rows_)], format="text")) is None, "as asked for"
+    assert find_rows(Data(paths=[str(with_text)], format="chat")) is not None, "as asked for"
+    assert find_rows(Data(paths=[], format="auto")) is None
 
 
 def test_a_folder_of_rows_may_hold_a_readme_which_is_said(tmp_path: Path, said: list[dict[str, Any]]) -> None:
     write_lines(tmp_path / "x.jsonl", [PROMPT])
     (tmp_path / "README.md").write_text("About.")
-    assert source_of(tmp_path).files == [tmp_path / "x.jsonl"]
+    assert [one.name for one in source_of(tmp_path).inputs] == [str(tmp_path / "x.jsonl")]
     assert "not read, as they hold no rows: 1 other files" in texts(said, "warning") and "README.md" in texts(
         said, "warning"
     )
@@ -156,7 +235,7 @@ def test_a_folder_of_rows_may_hold_a_readme_which_is_said(tmp_path: Path, said: 
 
 def test_a_file_that_is_broken_throughout_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "x.jsonl", ["{broken"] * 5000 + [json.dumps(PROMPT)])
-    assert rows.look(path, "text") == (None, "the rows of x.jsonl have the keys none")
+    assert rows.look_at_rows(local_file(path), "text") == (None, "the rows of x.jsonl have the keys none")
 
 
 def test_chat_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -167,7 +246,7 @@ def test_chat_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="no instruction rows"):
         source_of(tmp_path / "x.txt", wanted="chat")
     with pytest.raises(BadConfig, match=r"data\.format is chat"):
-        find_rows([], "chat", "text", "set_aside", None)
+        find_rows(Data(paths=[], format="chat"))
 
 
 def test_a_mixture_is_named_with_its_line(tmp_path: Path) -> None:
@@ -209,7 +288,7 @@ def test_rows_that_cannot_be_learned_from_are_counted_and_named(tmp_path: Path, 
         "the answer is empty": (2, f"{path}:2"),
         "the question is empty": (1, f"{path}:3"),
         "the keys are prompt, not prompt, completion": (1, f"{path}:4"),
-        "is not JSON": (1, f"{path}:5"),
+        "bad JSON": (1, f"{path}:5"),
         "is not a row": (1, f"{path}:6"),
         "the answer is not text": (1, f"{path}:7"),
         "the same as an earlier one": (1, f"{path}:8"),
@@ -402,7 +481,7 @@ def test_one_builds_and_the_others_wait_in_sight(tmp_path: Path, said: list[dict
 def test_real_files_load(name: str, kind: str, least: int, tmp_path: Path) -> None:
     path = shared("finetune", name)
     source = source_of(path, limit=2000)
-    assert source.kinds[path] == kind
+    assert source.kinds == [kind]
     found = open_examples(ensure(tmp_path, source, TEMPLATE, 0.02))
     assert found.train.examples + found.val.examples >= least
     found.check_ends(TEMPLATE.stop_id, TEMPLATE.stop)
@@ -413,9 +492,9 @@ def test_short_instructions_are_packed_with_next_to_no_padding(tmp_path: Path) -
     source = source_of(shared("finetune", "instruction-data-short.json"))
     found = open_examples(ensure(tmp_path, source, template, 0.02))
     for seq_len in (256, 1024):
-        feed = arrange(found, Data(seq_len=seq_len), 1, 8, 0, takes_segments=True)
-        assert feed.padding <= 0.05
-        batches = [feed.make(step) for step in range(1, feed.steps_for(1) + 1)]
+        feed = arrange(found, Data(seq_len=seq_len), BatchLayout(1, 8, seq_len, 0), takes_segments=True)
+        assert feed.facts.padding <= 0.05
+        batches = [feed.make(step) for step in range(1, feed.facts.steps_for(1) + 1)]
         filled, positions = (sum(batch.filled for batch in batches), sum(batch.targets.size for batch in batches))
         assert 1 - filled / positions <= 0.05
 

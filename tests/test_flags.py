@@ -17,8 +17,8 @@ from conftest import LONG, TINY, lamp, shared, slot_of, start_lamp, wait_for
 from lamplighter.config import Run
 from lamplighter.data.unigrams import entropy
 from lamplighter.rundir import RunDir, read_lines, read_record
-from lamplighter.train.anomalies import detector as boards
-from lamplighter.train.anomalies.detector import EACH_BLOCK, EACH_STEP, EXPLAINS, Board, Change, recall, replay
+from lamplighter.train.anomalies import detector as detectors
+from lamplighter.train.anomalies.detector import EACH_BLOCK, EACH_STEP, EXPLAINS, Change, Detector, recall, replay
 from lamplighter.train.anomalies.history import Facts, repeat_share
 from lamplighter.train.checkpoint import Progress
 from lamplighter.watch import redflags
@@ -69,7 +69,7 @@ def run_curve(facts: Facts, losses: list[float], **more: Any) -> list[Change]:
     records = [{"step": n, "train/loss": x, "train/lr": facts.peak_lr, "train/grad_norm": 0.5, "train/dt_ms": 10.0,
                 "train/tok_per_sec": 1e4, "train/mfu": 0.3, "train/epoch": n / 1e4, **{k: v(n) for k, v in more.items()}}
                for n, x in enumerate(losses, 1)]  # fmt: skip
-    return replay(Board(facts), records, len(losses))
+    return replay(Detector(facts), records, len(losses))
 
 
 # ---------------------------------------------------------------- recorded runs
@@ -78,16 +78,16 @@ def run_curve(facts: Facts, losses: list[float], **more: Any) -> list[Change]:
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_raises_nothing(name: str) -> None:
     facts, records = load(name)
-    assert raised(replay(Board(facts), records, facts.steps)) == []
+    assert raised(replay(Detector(facts), records, facts.steps)) == []
 
 
 @pytest.mark.parametrize(("name", "expected"), SICK.items())
 def test_a_sick_run_raises_the_right_flag_and_only_that_one(name: str, expected: tuple[str, int]) -> None:
     facts, records = load(name)
-    board = Board(facts)
-    changes = replay(board, records, facts.steps)
+    detector = Detector(facts)
+    changes = replay(detector, records, facts.steps)
     assert raised(changes) == [expected]
-    assert list(board.up) == [expected[0]], "it stands to the end"
+    assert list(detector.up) == [expected[0]], "it stands to the end"
     (change,) = changes
     assert change.verdict.evidence and any(c.isdigit() for c in change.verdict.why)
 
@@ -99,7 +99,7 @@ def test_validation_that_rises_within_the_first_pass_is_another_flag() -> None:
         {**record, "train/epoch": record["train/epoch"] / 100} if "train/epoch" in record else record
         for record in records
     ]
-    assert raised(replay(Board(facts), fresh, facts.steps)) == [("gap_grows", 800)]
+    assert raised(replay(Detector(facts), fresh, facts.steps)) == [("gap_grows", 800)]
 
 
 def test_all_recordings_are_used() -> None:
@@ -116,12 +116,12 @@ def test_a_restart_neither_forgets_nor_repeats(name: str, tmp_path: Path) -> Non
     cut = min(720, facts.steps - 20)
     lines = [{**record, "attempt": 1} for record in records if record["step"] <= cut]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    whole = Board(facts)
+    whole = Detector(facts)
     replay(whole, records, cut - 20)
     again = recall(facts, run, cut - 20)
     assert list(again.up) == list(whole.up)
-    assert list(again.memory.blocks) == list(whole.memory.blocks)
-    assert again.memory.validations == whole.memory.validations
+    assert list(again.history.blocks) == list(whole.history.blocks)
+    assert again.history.validations == whole.history.validations
     later = [record for record in records if record["step"] > cut - 20]
     assert raised(replay(again, later, facts.steps)) == raised(replay(whole, later, facts.steps)) == []
 
@@ -133,9 +133,9 @@ def test_a_flag_raised_in_lost_steps_is_shown_again_but_not_said_again(tmp_path:
     run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records if record["step"] <= 660))
     said = {"type": "verdict", "t": 1.0, "flag": True, "cause": "overfitting", "step": 650}
     run.rank_events(0).write_text(json.dumps(said) + "\n")
-    board = recall(facts, run, 600)
-    assert not board.up
-    (change,) = replay(board, [record for record in records if record["step"] > 600], 660)
+    detector = recall(facts, run, 600)
+    assert not detector.up
+    (change,) = replay(detector, [record for record in records if record["step"] > 600], 660)
     assert change.up and change.again and change.step == 650
 
 
@@ -239,10 +239,10 @@ def test_samples_that_go_round_in_circles() -> None:
     assert repeat_share(list(range(60))) == 0.0
     assert repeat_share([1, 2, 3]) is None
     assert repeat_share([*range(30), *([5, 6] * 15)]) == pytest.approx(0.5)
-    board = Board(PLAIN)
-    replay(board, [{"step": n, "train/loss": 3.0, "train/lr": 1e-3} for n in range(1, 301)], 300)
-    assert board.sampled(300, 0.9) == []
-    (change,) = board.sampled(300 + 1, 0.9)
+    detector = Detector(PLAIN)
+    replay(detector, [{"step": n, "train/loss": 3.0, "train/lr": 1e-3} for n in range(1, 301)], 300)
+    assert detector.sampled(300, 0.9) == []
+    (change,) = detector.sampled(300 + 1, 0.9)
     assert change.verdict.cause == "sample_degenerate"
 
 
@@ -394,6 +394,6 @@ def test_a_run_on_real_text_raises_none(tmp_path: Path) -> None:
 
 
 def test_the_rules_need_no_torch() -> None:
-    assert boards.__name__.startswith("lamplighter.train.anomalies")
+    assert detectors.__name__.startswith("lamplighter.train.anomalies")
     code = "import sys, lamplighter.train.anomalies.detector; sys.exit('torch' in sys.modules)"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

@@ -7,9 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamplighter.model import shape
-from lamplighter.model.chunked_loss import Blocks, head_loss
+from lamplighter.model.chunked_loss import LossBuffers, chunked_loss
 from lamplighter.model.shape import Shape, block_rows
-from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights
 from lamplighter.train.bf16 import make_it_work
 
 VOCAB = 397
@@ -60,8 +61,8 @@ def test_blocks_give_the_plain_loss_and_its_gradients(
 def test_an_upstream_factor_reaches_both_gradients() -> None:
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     targets = torch.arange(6)
-    once = torch.autograd.grad(head_loss(x[None], weight, targets[None], 1.0, Blocks()), (x, weight))
-    thrice = torch.autograd.grad(3 * head_loss(x[None], weight, targets[None], 1.0, Blocks()), (x, weight))
+    once = torch.autograd.grad(chunked_loss(x[None], weight, targets[None], 1.0, LossBuffers()), (x, weight))
+    thrice = torch.autograd.grad(3 * chunked_loss(x[None], weight, targets[None], 1.0, LossBuffers()), (x, weight))
     for one, three in zip(once, thrice, strict=True):
         torch.testing.assert_close(3 * one, three)
 
@@ -84,7 +85,7 @@ def test_bf16_is_as_near_to_fp32_as_plain_bf16(monkeypatch: pytest.MonkeyPatch) 
         # oneDNN is off: virtual machines exist that announce AMX and then die of SIGILL in its bfloat16 kernels.
         with torch.backends.mkldnn.flags(enabled=False), torch.autocast("cpu", dtype=torch.bfloat16):
             if loss_of == "blocks":
-                loss = head_loss(x, weight, targets, 1.0, Blocks())
+                loss = chunked_loss(x, weight, targets, 1.0, LossBuffers())
             else:
                 loss = next_token_loss(torch.nn.functional.linear(x, weight), targets)
             return torch.autograd.grad(loss, (x, weight))
@@ -122,8 +123,8 @@ def test_no_tensor_of_all_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch) -
 def test_rows_without_a_target_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shape, "CPU_BLOCK_BYTES", 4 * VOCAB * 64)
     blocks: list[int] = []
-    take = Blocks.take
-    monkeypatch.setattr(Blocks, "take", lambda self, rows, *more: blocks.append(rows) or take(self, rows, *more))  # type: ignore[func-returns-value]
+    take = LossBuffers.take
+    monkeypatch.setattr(LossBuffers, "take", lambda self, rows, *more: blocks.append(rows) or take(self, rows, *more))  # type: ignore[func-returns-value]
     model, (ids, targets) = model_of("gpt2", True), batch(False)
     targets[1:] = -1
     model(ids, targets_BT=targets)
@@ -157,7 +158,7 @@ def test_strips_and_blocks_change_no_bit_of_a_row(dtype: torch.dtype, monkeypatc
         monkeypatch.setattr(shape, "BLOCK_ROWS", rows)
         a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss = head_loss(a[None], w, targets[None], 0.3, Blocks())
+            loss = chunked_loss(a[None], w, targets[None], 0.3, LossBuffers())
         loss.backward()  # type: ignore[no-untyped-call]
         found.append((loss.detach(), a.grad, w.grad))
     for other in found[1:]:  # one block each: only the strips differ

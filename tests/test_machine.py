@@ -20,7 +20,7 @@ HOUR = 3600.0
 
 
 def chosen(section: Train, before: bool | None, expected_s: float, where: Machine, family: str, one: bool) -> bool:
-    found, why = choose_compile(section, before, expected_s, where, family, one)
+    found, why = choose_compile(section, where, family, before=before, expected_s=expected_s, one_shape=one)
     assert why
     return found
 
@@ -47,7 +47,7 @@ def test_what_is_asked_for_or_was_before_holds() -> None:
 def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(hardware.shutil, "which", lambda _: None)
-    found, why = choose_compile(Train(steps=10), None, HOUR, PLAIN, "llama", True)
+    found, why = choose_compile(Train(steps=10), PLAIN, "llama", before=None, expected_s=HOUR, one_shape=True)
     assert not found and "C++ compiler" in why
 
 

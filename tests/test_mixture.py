@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lamplighter import report
-from lamplighter.data.sources import Part, Source, files, open_source
+from lamplighter.data.sources import Part, Source, open_source
 from lamplighter.errors import BadConfig, BadData
+from lamplighter.readers import files as reader_files
 from test_cursors import check_every_cursor, walk
 
 
@@ -50,7 +51,7 @@ def test_shares_are_by_text_and_the_order_depends_on_nothing_else(tmp_path: Path
 
 @pytest.mark.parametrize("until", ["first", "all"])
 def test_any_cursor_of_a_mixture_goes_on(tmp_path: Path, said: list[str], until: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(files, "PART_CHARS", 50)
+    monkeypatch.setattr(reader_files, "PART_CHARS", 50)
     rng = random.Random(7)
     (tmp_path / "a.txt").write_text("|".join("word " * rng.randrange(1, 80) for _ in range(60)))
     b = write(tmp_path / "b.jsonl", "b ", [rng.randrange(1, 200) for _ in range(15)])

@@ -16,15 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lamplighter.model.shape import Family, Shape, count_parameters, flops_per_token, shape_from_hf, shape_to_hf
-from lamplighter.model.transformer import (
-    KVCache,
-    LanguageModel,
-    Transformer,
-    init_weights,
-    load_weights,
-    next_token_loss,
-    weights,
-)
+from lamplighter.model.transformer import KVCache, LanguageModel, Transformer, next_token_loss
+from lamplighter.model.weights import init_weights, load_weights, weights
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 STORIES = SHARED / "models" / "stories260K_hf_llama"

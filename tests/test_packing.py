@@ -13,17 +13,18 @@ import torch
 
 from lamplighter import report
 from lamplighter.config import Data, Run
-from lamplighter.data.batch_source import Feed, example_feed, fit
-from lamplighter.data.batches import NO_TARGET, rows_of_rank
+from lamplighter.data.batch_source import StepBatches
+from lamplighter.data.batches import NO_TARGET, BatchLayout, rows_of_rank
 from lamplighter.data.chat.example_cache import LEARNED, Examples, Side
-from lamplighter.data.chat.layout import arrange
+from lamplighter.data.chat.layout import arrange, example_batches, fit
 from lamplighter.data.chat.packing import STRATEGIES, group, pack, padding_share
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.model.build import Built
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
-from lamplighter.train.loop import _micro_loss, _micro_rows
-from lamplighter.train.validation import look
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights
+from lamplighter.train.loop import micro_batches, micro_loss
+from lamplighter.train.validation import logits_of
 
 PAD = 0
 
@@ -132,18 +133,18 @@ def test_padding_by_hand() -> None:
 # ---------------------------------------------------------------- batches
 
 
-def feed_of(lengths: Any, how: str, batch_size: int = 4, seq_len: int = 32, **more: Any) -> Feed:
+def feed_of(lengths: Any, how: str, batch_size: int = 4, seq_len: int = 32, **more: Any) -> StepBatches:
     options = {"over_length": "truncate", "learn_all": False, **more}
     sides = [fit(side, seq_len, **options) for side in (side_of(lengths), side_of([5, 9, 30, 7], "val"))]
-    return example_feed(sides[0], sides[1], how, 3, batch_size, seq_len, PAD)
+    return example_batches(sides[0], sides[1], how, BatchLayout(3, batch_size, seq_len, PAD))
 
 
 @pytest.mark.parametrize("how", ["packed", "grouped", "windows"])
 def test_every_answer_token_is_a_target_once_per_epoch(how: str) -> None:
     lengths = np.random.default_rng(0).integers(4, 33, 100)
     feed = feed_of(lengths, how, batch_size=1)
-    steps = feed.steps_for(1)
-    assert steps == feed.samples and feed.epochs(steps) == 1.0
+    steps = feed.facts.steps_for(1)
+    assert steps == feed.facts.samples and feed.facts.epochs(steps) == 1.0
     batches = [feed.make(step) for step in range(1, steps + 1)]
     targets = np.concatenate([batch.targets[batch.targets != NO_TARGET] for batch in batches])
     side = side_of(lengths)
@@ -152,7 +153,7 @@ def test_every_answer_token_is_a_target_once_per_epoch(how: str) -> None:
     assert sum(batch.real_tokens for batch in batches) == len(expected)
     assert sum(batch.filled for batch in batches) == int((lengths - 1).sum()), "padding is counted apart from prompts"
     padding = 1 - sum(batch.filled for batch in batches) / sum(batch.targets.size for batch in batches)
-    assert padding == pytest.approx(feed.padding), "what was said before the first step"
+    assert padding == pytest.approx(feed.facts.padding), "what was said before the first step"
 
 
 @pytest.mark.parametrize("how", ["packed", "grouped"])
@@ -163,14 +164,14 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(how: str) -> None:
     for step in (1, 2, 3, 17, 40):
         again = two.make(step)
         assert np.array_equal(again.inputs, ahead[step].inputs) and np.array_equal(again.targets, ahead[step].targets)
-        assert again.epoch == ahead[step].epoch == one.epochs(step)
-    assert one.fingerprint == two.fingerprint
+        assert again.epoch == ahead[step].epoch == one.facts.epochs(step)
+    assert one.facts.fingerprint == two.facts.fingerprint
 
 
 def test_grouped_batches_are_as_long_as_their_longest_rounded_up_to_a_pair() -> None:
     feed = feed_of([5] * 8 + [30] * 8, "grouped", batch_size=8)
     assert sorted(feed.make(step).inputs.shape for step in (1, 2)) == [(8, 4), (8, 30)]
-    assert feed.steps_per_epoch == 2 and feed.noun == "examples"
+    assert feed.facts.steps_per_epoch == 2 and feed.facts.noun == "examples"
 
 
 def test_ranks_share_the_segments_too() -> None:
@@ -198,7 +199,7 @@ def test_truncation_is_counted() -> None:
     prompts = fit(side_of([10, 41], prompt=20), 16, "truncate", learn_all=False)
     assert prompts.unlearnable == 2 and len(prompts) == 0
     with pytest.raises(BadData, match="no example is left"):
-        example_feed(prompts, prompts, "packed", 1, 2, 16, PAD)
+        example_batches(prompts, prompts, "packed", BatchLayout(1, 2, 16, PAD))
 
 
 # ---------------------------------------------------------------- the losses
@@ -233,10 +234,11 @@ def test_each_example_has_the_loss_that_it_has_alone(family: str, how: str) -> N
     feed = feed_of(lengths, how, batch_size=2, seq_len=48)
     by_length = dict(zip(lengths, alone, strict=True))
     seen = 0
-    for step in range(1, feed.steps_for(1) + 1):
+    for step in range(1, feed.facts.steps_for(1) + 1):
         batch = feed.make(step)
         with torch.no_grad():
-            logits = look(model, torch.from_numpy(batch.inputs), batch.segments)
+            segments = None if batch.segments is None else torch.from_numpy(batch.segments)
+            logits = logits_of(model, torch.from_numpy(batch.inputs), segments)
         total = float(next_token_loss(logits, torch.from_numpy(batch.targets)))
         for row in range(len(batch.inputs)):
             ends = np.flatnonzero(batch.targets[row] == 1)  # the end mark of each example
@@ -254,13 +256,13 @@ def test_the_training_loop_has_the_mean_of_those_losses(micro: int) -> None:
     model, lengths = small("gpt2"), [5, 9, 30, 7, 12, 3, 22, 8, 14, 40]
     alone = sum(losses_one_by_one(model, side_of(lengths)))
     feed = feed_of(lengths, "packed", batch_size=3, seq_len=48)
-    assert feed.samples == 3, "one batch is the whole epoch"
+    assert feed.facts.samples == 3, "one batch is the whole epoch"
     batch = feed.make(1)
     run = Run.model_validate({"train": {"batch_size": 3, "micro_batch": micro, "steps": 1}})
     where = SimpleNamespace(device=torch.device("cpu"), precision=nullcontext)
-    parts: Any = SimpleNamespace(run=run, machine=where, model=model)
+    context: Any = SimpleNamespace(run=run, machine=where, model=model)
     with torch.no_grad():
-        loss = sum(float(_micro_loss(parts, batch, rows)) for rows in _micro_rows(parts, batch))
+        loss = sum(float(micro_loss(context, batch, rows)) for rows in micro_batches(batch, micro))
     assert loss == pytest.approx(alone / sum(length - 2 for length in lengths), abs=1e-5)
 
 
@@ -277,8 +279,10 @@ def test_packed_without_segments_would_be_another_loss() -> None:
     feed = feed_of(lengths, "packed", batch_size=2, seq_len=48)
     batch = feed.make(1)
     ids, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
+    assert batch.segments is not None
     with torch.no_grad():
-        apart, leaking = (float(next_token_loss(look(model, ids, s), targets)) for s in (batch.segments, None))
+        segments = torch.from_numpy(batch.segments)
+        apart, leaking = (float(next_token_loss(logits_of(model, ids, s), targets)) for s in (segments, None))
     assert abs(apart - leaking) > 0.01
 
 
@@ -297,24 +301,29 @@ def verdicts(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_97_percent_padding_is_avoided_and_said_with_the_speed_up(said: list[dict[str, Any]]) -> None:
-    feed = arrange(examples_of(source_like()), Data(seq_len=1024), 1, 8, PAD, takes_segments=True)
+    feed = arrange(examples_of(source_like()), Data(seq_len=1024), BatchLayout(1, 8, 1024, PAD), takes_segments=True)
     (verdict,) = verdicts(said)
     assert (verdict["state"], verdict["cause"], verdict["action"]) == ("waste", "padding", "fallback")
     assert "is 97% padding" in verdict["why"] and "x less work" in verdict["why"]
     assert "data.packing packed was chosen by auto" in verdict["next"]
-    assert feed.padding <= 0.05 and verdict["culprit"]["speed_up"] > 25
+    assert feed.facts.padding <= 0.05 and verdict["culprit"]["speed_up"] > 25
     assert any("nothing is cut" in str(event.get("text")) for event in said)
 
 
 def test_a_forced_waste_is_a_verdict_with_the_remedy(said: list[dict[str, Any]]) -> None:
-    feed = arrange(examples_of(source_like()), Data(seq_len=1024, packing="windows"), 1, 8, PAD, takes_segments=True)
+    feed = arrange(
+        examples_of(source_like()),
+        Data(seq_len=1024, packing="windows"),
+        BatchLayout(1, 8, 1024, PAD),
+        takes_segments=True,
+    )
     (verdict,) = verdicts(said)
     assert (verdict["state"], verdict["cause"], verdict["action"]) == ("waste", "padding", "none")
-    assert verdict["next"] == "--data.packing packed" and feed.padding > 0.96
+    assert verdict["next"] == "--data.packing packed" and feed.facts.padding > 0.96
 
 
 def test_windows_that_fit_badly_get_another_length(said: list[dict[str, Any]]) -> None:
-    arrange(examples_of([131] * 64), Data(seq_len=256), 1, 8, PAD, takes_segments=True)
+    arrange(examples_of([131] * 64), Data(seq_len=256), BatchLayout(1, 8, 256, PAD), takes_segments=True)
     (verdict,) = verdicts(said)
     assert "fill windows of 256 badly" in verdict["why"] and verdict["next"].startswith("--data.seq_len ")
     length = int(verdict["next"].split()[1])
@@ -322,17 +331,17 @@ def test_windows_that_fit_badly_get_another_length(said: list[dict[str, Any]]) -
 
 
 def test_examples_that_are_all_cut_never_end(said: list[dict[str, Any]]) -> None:
-    arrange(examples_of([40] * 20), Data(seq_len=16), 1, 4, PAD, takes_segments=True)
+    arrange(examples_of([40] * 20), Data(seq_len=16), BatchLayout(1, 4, 16, PAD), takes_segments=True)
     assert [v["cause"] for v in verdicts(said) if v["state"] == "broken"] == ["eos_not_trained"]
     assert any("20 (100.0%) are cut, 460 tokens lost" in str(event.get("text")) for event in said)
 
 
 def test_a_model_without_segments_gets_batches_of_like_length(said: list[dict[str, Any]]) -> None:
     examples = examples_of(source_like(200))
-    assert arrange(examples, Data(), 1, 8, PAD, takes_segments=False).noun == "examples"
+    assert arrange(examples, Data(), BatchLayout(1, 8, 256, PAD), takes_segments=False).facts.noun == "examples"
     assert any("forward has no segments_BT" in str(event.get("text")) for event in said)
     with pytest.raises(BadConfig, match="packed cannot be used") as error:
-        arrange(examples, Data(packing="packed"), 1, 8, PAD, takes_segments=False)
+        arrange(examples, Data(packing="packed"), BatchLayout(1, 8, 256, PAD), takes_segments=False)
     assert "grouped" in error.value.next
 
     class Own(torch.nn.Module):

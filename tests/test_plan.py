@@ -14,17 +14,15 @@ import pytest
 from conftest import clean_env, lamp
 from lamplighter.config import resolve
 from lamplighter.errors import UsageError
+from lamplighter.gpus import TABLE, Device, Rates, find, of_card
 from lamplighter.model.shape import Shape
-from lamplighter.plan import devices, sanity
-from lamplighter.plan.alternatives import completed, largest_micro_batch
-from lamplighter.plan.charts import curve, draw
-from lamplighter.plan.estimate import Measured, Plan, as_json, make, sure_reasons
-from lamplighter.plan.job import Job, Text, job_of, shape_of
+from lamplighter.plan import devices, estimate
+from lamplighter.plan.estimate import Plan, completed, largest_micro_batch, make, sure_reasons
+from lamplighter.plan.job import Job, Measured, Text, job_of, shape_of
 from lamplighter.plan.memory import GIB, memory
-from lamplighter.plan.render import short, table, tell
+from lamplighter.plan.render import as_json, curve, draw, short, table, tell
 from lamplighter.plan.speed import again_flops, step_seconds, total_flops
 from lamplighter.procs import cgroup
-from lamplighter.train.gpus import TABLE, Device, Rates, find, of_card
 
 SMALL = Shape("gpt2", 30_000, 512, 12, 768, 12)
 SLM = Job(SMALL, 512, 36, 18, 60_000, "bf16")
@@ -127,7 +125,7 @@ def test_the_time_of_a_processor_is_summed_up_from_its_rates() -> None:
 
 
 def warned(job: Job, device: Device | None = None) -> str:
-    return "\n".join(sanity.warnings(make(job, device or find("l4"))))
+    return "\n".join(estimate.warnings(make(job, device or find("l4"))))
 
 
 def from_words(*words: str, text: Text | None = None) -> Job:
@@ -207,9 +205,10 @@ def test_the_words_say_every_figure() -> None:
 
 
 def test_json_has_what_scripts_need() -> None:
-    found = json.loads(json.dumps(as_json(completed(make(LONG, find("t4"))), ["x"])))
+    plan = completed(make(LONG, find("t4")))
+    found = json.loads(json.dumps(as_json(plan)))
     wanted = {"go", "params", "tokens", "flops", "hours", "usd", "memory_gib", "logits_gib", "reasons"}
-    assert wanted <= set(found) and found["go"] is False and found["warnings"] == ["x"]
+    assert wanted <= set(found) and found["go"] is False and found["warnings"] == estimate.warnings(plan)
     assert found["logits_gib"] == pytest.approx(16 * 8192 * 128_000 * 12 / GIB)
     assert found["memory_parts_gib"]["held"] == found["logits_held_gib"] == found["logits_gib"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,13 +10,16 @@ import pytest
 import torch
 
 from lamplighter.config import resolve
+from lamplighter.gpus import Device, find
 from lamplighter.model.recompute import recompute_blocks
 from lamplighter.model.shape import Shape, matmul_parameters_per_layer
-from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights
+from lamplighter.plan import dry_run
 from lamplighter.plan.job import Job
 from lamplighter.plan.memory import layer_bytes, memory
+from lamplighter.procs import child
 from lamplighter.train.bf16 import make_it_work
-from lamplighter.train.gpus import Device, find
 
 B, T, V = 2, 64, 90
 NO_BF16 = 3
@@ -110,13 +112,7 @@ def test_the_peak_on_paper_is_near_the_peak_of_a_real_process() -> None:
              "train.batch_size": "8", "train.dtype": "fp32", "train.threads": "1"}  # fmt: skip
     run = resolve(None, None, {name: [value] for name, value in words.items()}).run
     request = {"run": run.model_dump(), "vocab_size": 8000, "micro_batch": 8, "warm_up": 1, "rounds": 1, "seconds": 60}
-    told = subprocess.run(
-        [sys.executable, "-m", "lamplighter.plan.dry_run_child", json.dumps(request)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    real = json.loads(told[-1])
+    real = child.run(dry_run.STEPS, request).records[-1]
     job = Job(Shape("gpt2", 8000, 256, 4, 256, 4), 256, 8, 8, 10)
     assert real["fits"] and real["parameters"] == job.params and real["step_s"] > 0
     assert memory(job, CPU).training == pytest.approx(real["peak_bytes"], rel=0.25)

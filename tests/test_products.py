@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lamplighter.model import attention, products
+from lamplighter.model import cpu
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import GPT2Layer, LlamaLayer, Transformer, init_weights, sight, turn_of
+from lamplighter.model.transformer import GPT2Layer, LlamaLayer, Transformer, attention_context, rotary_cos_sin
+from lamplighter.model.weights import init_weights
 
 Way = Callable[[Tensor, Tensor], Tensor]
 
@@ -19,7 +20,7 @@ Way = Callable[[Tensor, Tensor], Tensor]
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(products.THREADS)
+    torch.set_num_threads(cpu.SPLIT_THREADS)
     yield
     torch.set_num_threads(before)
 
@@ -33,13 +34,13 @@ def numbers(*size: int, seed: int = 1) -> Tensor:
 def test_each_product_is_what_it_says(tokens: int, rows: int, columns: int) -> None:
     weight, x_NC, x_NR = numbers(rows, columns), numbers(tokens, columns, seed=2), numbers(tokens, rows, seed=3)
     near = {"rtol": 1e-5, "atol": 1e-4}
-    torch.testing.assert_close(products.across(x_NC, weight).double(), x_NC.double() @ weight.double().t(), **near)
-    torch.testing.assert_close(products.along(x_NR, weight).double(), x_NR.double() @ weight.double(), **near)
+    torch.testing.assert_close(cpu.split_matmul_t(x_NC, weight).double(), x_NC.double() @ weight.double().t(), **near)
+    torch.testing.assert_close(cpu.split_matmul(x_NR, weight).double(), x_NR.double() @ weight.double(), **near)
     gradient = x_NR.double().t() @ x_NC.double()
-    torch.testing.assert_close(products.outer(x_NR, x_NC).double(), gradient, **near)
-    begun = products.add_outer(torch.full((rows, columns), float("nan")), x_NR, x_NC, 0.5, first=True)
+    torch.testing.assert_close(cpu.split_outer(x_NR, x_NC).double(), gradient, **near)
+    begun = cpu.add_split_outer(torch.full((rows, columns), float("nan")), x_NR, x_NC, 0.5, first=True)
     torch.testing.assert_close(begun.double(), gradient / 2, **near)
-    products.add_outer(begun, x_NR, x_NC, 0.5, first=False)
+    cpu.add_split_outer(begun, x_NR, x_NC, 0.5, first=False)
     torch.testing.assert_close(begun.double(), gradient, **near)
 
 
@@ -50,10 +51,10 @@ def test_a_layer_has_torchs_gradients(stored: str, learns_input: bool) -> None:
     ours: Way
     theirs: Way
     if stored == "out, in":
-        weight, ours, theirs = numbers(48, 32), products.linear, functional.linear
+        weight, ours, theirs = numbers(48, 32), cpu.linear, functional.linear
     else:
         weight = numbers(32, 48)
-        ours, theirs = (lambda x, w: products.turned(x, w, bias)), (lambda x, w: functional.linear(x, w.t(), bias))
+        ours, theirs = (lambda x, w: cpu.linear_t(x, w, bias)), (lambda x, w: functional.linear(x, w.t(), bias))
     x, upstream = numbers(2, 33, 32, seed=2), numbers(2, 33, 48, seed=3)
 
     def there_and_back(way: Way) -> list[Tensor]:
@@ -63,7 +64,7 @@ def test_a_layer_has_torchs_gradients(stored: str, learns_input: bool) -> None:
         inputs += [given] if learns_input else []
         return [made.detach(), *torch.autograd.grad(made, inputs, upstream)]
 
-    assert products.suits(66, weight.requires_grad_())
+    assert cpu.suits_split(66, weight.requires_grad_())
     for mine, other in zip(there_and_back(ours), there_and_back(theirs), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=2e-5)
 
@@ -79,14 +80,12 @@ def test_a_small_step_has_the_loss_and_gradients_of_torchs_products(
     targets = ids.roll(-1, 1)
     targets[:, ::5] = -1
     used: list[str] = []
-    for name in ("across", "along", "add_outer"):
-        plain = getattr(products, name)
-        monkeypatch.setattr(
-            products, name, lambda *a, plain=plain, name=name, **k: (used.append(name), plain(*a, **k))[1]
-        )
+    for name in ("split_matmul_t", "split_matmul", "add_split_outer"):
+        plain = getattr(cpu, name)
+        monkeypatch.setattr(cpu, name, lambda *a, plain=plain, name=name, **k: (used.append(name), plain(*a, **k))[1])
     found, wanted = {}, {}
-    for gradients, few in ((found, products.FEW), (wanted, 0)):
-        monkeypatch.setattr(products, "FEW", few)
+    for gradients, few in ((found, cpu.FEW_TOKENS), (wanted, 0)):
+        monkeypatch.setattr(cpu, "FEW_TOKENS", few)
         before = len(used)
         loss = model(ids, targets_BT=targets, scale=1 / 7)
         loss.backward()
@@ -94,25 +93,27 @@ def test_a_small_step_has_the_loss_and_gradients_of_torchs_products(
         gradients |= {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
     layers = 2 * (4 if family == "gpt2" else 7)
-    assert [used.count(name) for name in ("across", "along", "add_outer")] == [layers + (vocab % 2 == 0)] * 3
+    assert [used.count(name) for name in ("split_matmul_t", "split_matmul", "add_split_outer")] == [
+        layers + (vocab % 2 == 0)
+    ] * 3
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=2e-5, atol=2e-6, msg=name)
 
 
 def test_what_was_not_measured_is_left_to_torch() -> None:
     weight = numbers(48, 32).requires_grad_()
-    assert products.suits(products.FEW, weight)
-    assert not products.suits(products.FEW + 1, weight)
-    assert not products.suits(8, weight.detach())
-    assert not products.suits(8, numbers(47, 32).requires_grad_())
-    assert not products.suits(8, weight.double())
-    assert not products.suits(8, weight.t())
+    assert cpu.suits_split(cpu.FEW_TOKENS, weight)
+    assert not cpu.suits_split(cpu.FEW_TOKENS + 1, weight)
+    assert not cpu.suits_split(8, weight.detach())
+    assert not cpu.suits_split(8, numbers(47, 32).requires_grad_())
+    assert not cpu.suits_split(8, weight.double())
+    assert not cpu.suits_split(8, weight.t())
     with torch.no_grad():
-        assert not products.suits(8, weight)
+        assert not cpu.suits_split(8, weight)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not products.suits(8, weight)
+        assert not cpu.suits_split(8, weight)
     torch.set_num_threads(1)
-    assert not products.suits(8, weight)
+    assert not cpu.suits_split(8, weight)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -126,15 +127,15 @@ def test_a_compiled_block_has_neither_our_products_nor_our_attention(
     model = Transformer(Shape(family, 50, 16, 1, 32, 2))  # type: ignore[arg-type]
     init_weights(model, 3)
     x = numbers(2, 8, 32).requires_grad_()
-    seen = sight(torch.zeros(2, 8, dtype=torch.long), None, None)
+    seen = attention_context(torch.zeros(2, 8, dtype=torch.long), None, None)
     layer: GPT2Layer | LlamaLayer
     layer = model.transformer.h[0] if family == "gpt2" else model.model.layers[0]
-    more = () if family == "gpt2" else (turn_of(seen.places, 16, 10_000.0),)
+    more = () if family == "gpt2" else (rotary_cos_sin(seen.positions, 16, 10_000.0),)
     with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         plain = layer(x, seen, *more)
-        monkeypatch.setattr(products, "across", never)
-        monkeypatch.setattr(products, "along", never)
-        monkeypatch.setattr(attention, "mix", never)
+        monkeypatch.setattr(cpu, "split_matmul_t", never)
+        monkeypatch.setattr(cpu, "split_matmul", never)
+        monkeypatch.setattr(cpu, "attention_forward", never)
         with pytest.raises(AssertionError, match="the compiler's"):
             layer(x, seen, *more)
         layer.compile(dynamic=False, backend="eager")

@@ -13,7 +13,8 @@ from conftest import LONG, TINY, lamp, losses_of
 from lamplighter.errors import BadConfig
 from lamplighter.model.recompute import Again, blocks_of, recompute_blocks
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, init_weights, next_token_loss
+from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.weights import init_weights
 from lamplighter.rundir import RunDir
 from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.compiled import Compiled

@@ -20,8 +20,9 @@ import pytest
 import zstandard
 
 from lamplighter import report
-from lamplighter.data.sources import Source, files, open_source
+from lamplighter.data.sources import Source, open_source
 from lamplighter.errors import BadData, InputMissing, LampError
+from lamplighter.readers import files as reader_files
 from lamplighter.readers import remote
 from server import Handler, Served, Server, serving
 from test_cursors import check_every_cursor, walk
@@ -69,7 +70,7 @@ def fails(kind: type[LampError], *urls: str, **options: Any) -> LampError:
 
 
 def test_every_kind_is_read_from_a_server_and_any_cursor_goes_on(server: Server, monkeypatch: Any) -> None:
-    monkeypatch.setattr(files, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(reader_files, "BLOCK_BYTES", 5000)
     rows = ROWS[:300]
     lines = "".join(json.dumps({"text": row}) + "\n" for row in rows).encode()
     table = io.BytesIO()
@@ -98,6 +99,13 @@ def test_a_cursor_asks_for_the_exact_byte(server: Server) -> None:
     assert served.requests[1]["Range"] == f"bytes={cursors[2000]['at']}-"
     assert all(request["Accept-Encoding"] == "identity" for request in served.requests)
     assert not any("Authorization" in request for request in served.requests)
+
+
+@pytest.mark.parametrize("shift", [1, -1, 17, remote.OVERLAP_BYTES - 60_000])
+def test_a_server_that_goes_on_at_another_byte_than_it_says_is_refused(server: Server, shift: int) -> None:
+    url, _ = server.put("a.jsonl", LINES, drops=[60_000], shift=shift)
+    error = fails(BadData, url)
+    assert "not the same when it is asked for again" in error.what and "wrong byte" in error.why
 
 
 def test_local_and_remote_stand_side_by_side(server: Server, tmp_path: Path) -> None:
@@ -169,7 +177,7 @@ def test_a_stalled_server_is_named_and_asked_again(server: Server, said: Said) -
         "socket idle" in said.verdicts[1].why and url in said.verdicts[1].why and "byte 60,000" in said.verdicts[1].why
     )
     assert f"{url}, byte 60,000" in items, "while the read waits, its place can be seen"
-    assert served.requests[-1]["Range"] == "bytes=60000-"
+    assert served.requests[-1]["Range"] == f"bytes={60_000 - remote.OVERLAP_BYTES}-", "some bytes again, to compare"
     assert served.requests[-1]["If-Range"] == '"one"'
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lamplighter.procs import stacks
-from lamplighter.report import read_slot
 from lamplighter.rundir import RunDir, read_lines
+from lamplighter.slot import read_slot
 
 
 def start_child(folder: Path, body: str) -> subprocess.Popen[bytes]:
@@ -47,7 +47,7 @@ def test_the_slot_shows_the_innermost_phase_and_its_count(tmp_path: Path) -> Non
     try:
         slot = wait_for(lambda: (s := read_slot(RunDir(tmp_path).slot(0))) and s.done == 40 and s)
         assert slot.phase == "train > save"
-        assert (slot.total, slot.unit, slot.item, slot.pid) == (100, "B", "model.safetensors", child.pid)
+        assert (slot.total, slot.unit, slot.phase_item, slot.pid) == (100, "B", "model.safetensors", child.pid)
     finally:
         child.kill()
         child.wait()
@@ -90,7 +90,7 @@ def test_the_listener_answers_with_the_stacks_of_all_threads(tmp_path: Path) -> 
     try:
         run = RunDir(tmp_path)
         wait_for(lambda: (s := read_slot(run.slot(0))) and s.phase == "waiting")
-        taken = stacks.take(run, 0, child.pid)
+        taken = stacks.take(run.slot(0), child.pid, ours=True)
         assert taken is not None
         assert taken.source == "listener"
         names = {thread.name for thread in taken.threads}
@@ -118,7 +118,7 @@ def test_without_ptrace_stacks_are_still_had(tmp_path: Path, monkeypatch: pytest
         run = RunDir(tmp_path)
         wait_for(lambda: (s := read_slot(run.slot(0))) and s.phase == "waiting")
         time.sleep(0.2)
-        taken = stacks.take(run, 0, child.pid)
+        taken = stacks.take(run.slot(0), child.pid, ours=True)
         assert taken is not None
         assert taken.source == ("listener" if where == "in Python" else "signal")
         assert "busy" in [frame.func for frame in taken.threads[0].frames]

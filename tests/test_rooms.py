@@ -9,26 +9,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "lamplighter"
-LAYER0 = {"config", "report", "rundir", "errors"}
+LAYER0 = {"config", "report", "rundir", "errors", "slot", "gpus", "schedule"}
 ALLOWED = {
     "config": {"errors"},
-    "report": {"errors", "rundir", "procs"},
+    "report": {"errors", "rundir", "procs", "slot"},
     "rundir": {"errors", "procs"},
     "errors": set(),
+    "slot": set(),
+    "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share
+    "schedule": {"config"},
     "procs": {"errors"},
     "readers": LAYER0,
     "data": LAYER0 | {"procs", "readers"},
     "clean": LAYER0 | {"procs", "readers"},
     "model": LAYER0,
     "train": LAYER0 | {"procs", "readers", "data", "model"},
-    "plan": LAYER0 | {"procs", "data", "model", "train"},
+    "plan": LAYER0 | {"procs", "model.shape"},
     "doctor": LAYER0 | {"procs", "readers", "data", "model", "train", "plan"},
     "watch": LAYER0 | {"procs"},
     "commands": LAYER0 | {"procs", "readers", "data", "clean", "model", "train", "watch", "plan", "doctor"},
     "__main__": {"commands"},
 }
 TORCH_FREE = [*(f"commands.{path.stem}" for path in (SRC / "commands").glob("[!_]*.py")), "watch.supervisor", "watch.live", "readers", "data.sources", "data.tokenizer",
-              "data.token_cache.reader", "data.batches", "data.corpus", "data.chat.layout", "data.chat", "model.shape"]  # fmt: skip
+              "data.token_cache.reader", "plan.render", "plan.dry_run", "procs.child", "data.batches", "data.corpus", "data.chat.layout", "data.chat", "model.shape"]  # fmt: skip
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "misc", "core", "manager"}
 
 
@@ -64,7 +67,8 @@ class House:
                 found.append(f"{module}: {room} is not a room of the house")
             for name, line in self.imports_of(module) if room in allowed else ():
                 other = _room(name) if name.startswith("lamplighter.") else ""
-                if other in allowed and other not in allowed[room] | {room}:
+                may = any(f"{name}.".startswith(f"lamplighter.{one}.") for one in allowed[room] | {room})
+                if other in allowed and not may:
                     found.append(f"{module}:{line} imports {name}")
         return sorted(set(found))
 
@@ -134,6 +138,15 @@ def test_the_parent_and_the_data_room_never_load_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_only_procs_knows_where_the_kernel_keeps_its_processes() -> None:
+    """The agent is injected into other people's processes and can import nothing of ours."""
+    for module, tree in HOUSE.trees.items():
+        if _room(module) == "procs" or module.startswith("lamplighter.watch.agent."):
+            continue
+        paths = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and str(n.value).startswith("/proc/")]
+        assert not paths, f"{module}:{paths[0].lineno} reads {paths[0].value!r}"
+
+
 def _house(folder: Path, files: dict[str, str]) -> House:
     for name, text in files.items():
         path = folder / "lamplighter" / name
@@ -165,7 +178,7 @@ def test_a_cycle_through_a_parent_package_is_caught(tmp_path: Path) -> None:
     assert not _house(tmp_path / "sound", {"a/x.py": "", "b/y.py": "from lamplighter.a import x\n"}).cycle()
 
 
-AGENT = sorted((SRC / "watch" / "agent").rglob("*.py"))
+AGENT = sorted([SRC / "slot.py", *(SRC / "watch" / "agent").rglob("*.py")])
 
 
 def test_the_agent_lives_on_the_standard_library_alone() -> None:
@@ -181,8 +194,9 @@ def test_the_agent_lives_on_the_standard_library_alone() -> None:
 
 
 def test_the_agent_loads_nothing_that_costs_a_start() -> None:
-    path = next(path for path in AGENT if path.stem == "bootstrap")
-    code = f"import sys; __file__ = {str(path)!r}; exec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec')); print(*sys.modules)"
+    door = next(path for path in AGENT if path.stem == "sitecustomize")
+    load = f"d = {{'__file__': {str(door)!r}}}; exec(open({str(door)!r}).read(), d); d['_load']('slot'); d['_load']('bootstrap')"
+    code = f"import sys; {load}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
     assert "mmap" in loaded.split()
     heavy = {"signal", "struct", "threading", "json", "ctypes", "logging", "typing", "enum", "re"}

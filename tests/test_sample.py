@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lamplighter.model import decode
-from lamplighter.model.decode import Decoder, can_decode
-from lamplighter.model.generate import stream
+from lamplighter.model import cpu
+from lamplighter.model.generate import Decoder, can_decode, stream
 from lamplighter.model.shape import Shape, shape_from_hf
-from lamplighter.model.transformer import KVCache, Transformer, init_weights, load_weights
+from lamplighter.model.transformer import KVCache, Transformer
+from lamplighter.model.weights import init_weights, load_weights
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 STORIES = SHARED / "models" / "stories260K_hf_llama"
@@ -287,28 +287,28 @@ def test_a_few_rows_part_by_part_are_the_same_product(rows: int, inner: int, mon
     parts: list[int] = []
     real = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: (parts.append(len(a)), real(a, b))[1])
-    found = decode.product_and_bias(x, bias, weight)
+    found = cpu.decode_linear_t(x, bias, weight)
     torch.testing.assert_close(found, torch.addmm(bias, x, weight), rtol=1e-4, atol=1e-4)
-    assert parts == ([decode.PARTS] if rows <= decode.FEW_ROWS and inner % decode.PARTS == 0 else [])
-    assert not decode.in_pieces(weight.bfloat16()) and not decode.in_pieces(weight[:, :500])
+    assert parts == ([cpu.DECODE_PARTS] if rows <= cpu.FEW_ROWS and inner % cpu.DECODE_PARTS == 0 else [])
+    assert not cpu._in_pieces(weight.bfloat16()) and not cpu._in_pieces(weight[:, :500])
 
 
 @pytest.mark.parametrize("words", [64, 67])
 def test_one_row_in_pieces_is_the_same_product(words: int) -> None:
     rng = torch.Generator().manual_seed(3)
     row, weight = torch.randn(1, 24, generator=rng), torch.randn(words, 24, generator=rng)
-    torch.testing.assert_close(decode.one_row(row, weight), torch.nn.functional.linear(row, weight))
+    torch.testing.assert_close(cpu._one_row(row, weight), torch.nn.functional.linear(row, weight))
 
 
 def test_a_large_weight_is_given_in_pieces_and_a_small_one_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    real = decode.one_row
-    monkeypatch.setattr(decode, "one_row", lambda row, weight: asked.append(len(weight)) or real(row, weight))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(decode, "LARGE", 40 * 8)
+    real = cpu._one_row
+    monkeypatch.setattr(cpu, "_one_row", lambda row, weight: asked.append(len(weight)) or real(row, weight))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(cpu, "LARGE_WEIGHT", 40 * 8)
     for words in (39, 40):
-        decode.product(torch.ones(1, 8), torch.ones(words, 8))
-        decode.product(torch.ones(2, 8), torch.ones(words, 8))
-        decode.product(torch.ones(1, 8).bfloat16(), torch.ones(words, 8).bfloat16())
+        cpu.decode_linear(torch.ones(1, 8), torch.ones(words, 8))
+        cpu.decode_linear(torch.ones(2, 8), torch.ones(words, 8))
+        cpu.decode_linear(torch.ones(1, 8).bfloat16(), torch.ones(words, 8).bfloat16())
     assert asked == [40]
 
 
@@ -317,13 +317,13 @@ def test_a_wrapped_part_or_a_hook_is_not_decoded_past(family: str) -> None:
     model = Transformer(Shape(family, 60, 16, 2, 32, 4))  # type: ignore[arg-type]
     init_weights(model, 1)
     mlp = model.transformer.h[0].mlp if family == "gpt2" else model.model.layers[0].mlp
-    assert decode.can_decode(model)
+    assert can_decode(model)
     handle = mlp.register_forward_hook(lambda *_: None)
-    assert not decode.can_decode(model)
+    assert not can_decode(model)
     handle.remove()
     name = "c_proj" if family == "gpt2" else "down_proj"
     inner = getattr(mlp, name)
     setattr(mlp, name, torch.nn.Sequential(inner))
-    assert not decode.can_decode(model)
+    assert not can_decode(model)
     setattr(mlp, name, inner)
-    assert decode.can_decode(model)
+    assert can_decode(model)

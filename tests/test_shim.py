@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ import pytest
 
 import lamplighter
 from conftest import STARTED, clean_env, shared, wait_for
+from lamplighter.procs import stacks as procs_stacks
 from lamplighter.procs.stacks import Stacks, ThreadStack
-from lamplighter.watch.agent import PATH, bootstrap, environment
-from lamplighter.watch.agent_slot import ProcSlot, ask_stacks, read_all, read_procslot
+from lamplighter.slot import AT, MAGIC, SLOT_BYTES, TEXTS, Slot, read_slot
+from lamplighter.watch.agent import PATH, environment
+from lamplighter.watch.process_tree import read_slots as read_all
 
 SRC = Path(lamplighter.__file__).parents[1]
 PYTHONS = sorted((Path.home() / ".pyenv" / "versions").glob("*/bin/python"))
@@ -72,13 +73,17 @@ def numbers(thread: ThreadStack) -> dict[str, int]:
     return next((dict(frame.numbers) for frame in thread.frames if frame.numbers), {})
 
 
+def ask_stacks(slots: Path, pid: int, deadline_s: float) -> Stacks | None:
+    return procs_stacks.ask(slots / f"p{pid}.slot", deadline_s)
+
+
 def ask(slots: Path, pid: int, deadline_s: float = 5.0) -> Stacks:
     stacks = ask_stacks(slots, pid, deadline_s)
     assert stacks is not None, "nobody answered"
     return stacks
 
 
-def the_only(slots: Path) -> ProcSlot:
+def the_only(slots: Path) -> Slot:
     (slot,) = read_all(slots).values()
     return slot
 
@@ -87,14 +92,13 @@ def the_only(slots: Path) -> ProcSlot:
 
 
 def test_the_reader_knows_every_field_of_the_slot() -> None:
-    assert [field.name for field in fields(ProcSlot)] == [*bootstrap.NUMBERS, *bootstrap.TEXTS]
-    last_number = max(at for at, _ in bootstrap.NUMBERS.values()) + 8
-    assert last_number <= min(at for at, _ in bootstrap.TEXTS.values())
-    assert max(at + size for at, size in bootstrap.TEXTS.values()) <= bootstrap.SLOT_BYTES
+    assert list(Slot.__annotations__) == [*AT, *TEXTS]
+    assert 8 * max(AT.values()) + 8 <= min(at for at, _ in TEXTS.values())
+    assert max(at + size for at, size in TEXTS.values()) <= SLOT_BYTES
 
 
 def test_importing_the_inside_does_nothing() -> None:
-    code = "import sys, gc; n = len(sys.meta_path), len(gc.callbacks), sys.excepthook; import lamplighter.watch.agent.bootstrap as i;"
+    code = "import sys, gc; n = len(sys.meta_path), len(gc.callbacks), sys.excepthook; import lamplighter.slot; sys.modules['_lamplighter_slot'] = lamplighter.slot; import lamplighter.watch.agent.bootstrap as i;"
     code += "sys.exit(n != (len(sys.meta_path), len(gc.callbacks), sys.excepthook) or i.slot.get('pid') != 0)"
     assert subprocess.run([sys.executable, "-c", code], check=False, env=bare(PYTHONPATH=str(SRC))).returncode == 0
 
@@ -377,7 +381,7 @@ def test_the_stack_of_a_sleeping_process(slots: Path) -> None:
     wait_for(lambda: process.pid in read_all(slots))
     stacks = wait_for(lambda: (got := ask(slots, process.pid)).threads[0].frames[0].func == "nap" and got)
     (main,) = stacks.threads
-    assert stacks.source == "shim"
+    assert stacks.source == "listener"
     assert [(frame.file, frame.line, frame.func) for frame in main.frames] == [
         (str(path), 4, "nap"), (str(path), 5, "<module>"),
     ]  # fmt: skip
@@ -498,7 +502,7 @@ def test_steps_and_fetches_are_counted_exactly(slots: Path) -> None:
     done = run(slots, script(slots.parent, TRAIN))
     slot = the_only(slots)
     assert is_silent_success(done)
-    assert (slot.steps, slot.optimizers, slot.fetches, slot.items) == (21, 2, 20, 20)
+    assert (slot.step, slot.optimizers, slot.fetches, slot.items) == (21, 2, 20, 20)
     assert (slot.loader_len, slot.loader_workers, slot.wait_worker, slot.worker) == (10, 0, -1, -1)
     assert (slot.in_fetch, slot.in_item, slot.item) == (0, 0, "36..39")
     assert slot.hello_ns < slot.step_first_ns < slot.step_ns < time.monotonic_ns()
@@ -604,7 +608,7 @@ def test_compiling_is_seen_to_start_and_to_end(slots: Path) -> None:
     assert slot.compiles >= 4
     assert slot.recompiles >= 1
     assert slot.compile_since_ns > slot.hello_ns
-    assert slot.steps == 3
+    assert slot.step == 3
 
 
 def test_collectives_of_two_ranks_with_their_lines(slots: Path) -> None:
@@ -819,8 +823,8 @@ def test_a_hugging_face_trainer_is_counted_exactly(slots: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     seen, steps, left = json.loads(done.stdout.rpartition("SEEN ")[2])
-    slot = next(slot for slot in read_all(slots).values() if slot.steps)
-    assert slot.steps == 12
+    slot = next(slot for slot in read_all(slots).values() if slot.step)
+    assert slot.step == 12
     assert slot.fetches >= 24
     assert ["train", "evaluate"] in seen
     assert ["train", "save"] in seen
@@ -858,7 +862,7 @@ def test_the_price_of_a_start_and_of_a_step(slots: Path, record_property: Any) -
 
 
 def test_a_slot_that_is_not_one_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "p1.slot").write_bytes(b"x" * bootstrap.SLOT_BYTES)
-    (tmp_path / "p2.slot").write_bytes(bootstrap.MAGIC)
+    (tmp_path / "p1.slot").write_bytes(b"x" * SLOT_BYTES)
+    (tmp_path / "p2.slot").write_bytes(MAGIC)
     assert read_all(tmp_path) == {}
-    assert read_procslot(tmp_path / "p3.slot") is None
+    assert read_slot(tmp_path / "p3.slot") is None

@@ -18,7 +18,11 @@ from tokenizers import pre_tokenizers
 
 from lamplighter import report
 from lamplighter.data.sources import EmbeddedCorpus, Part, files, open_source
+from lamplighter.data.split import Settings
+from lamplighter.data.token_cache.reader import ensure, open_tokens
+from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
+from lamplighter.readers import files as reader_files
 from lamplighter.readers import local
 from test_cursors import joined
 
@@ -103,10 +107,10 @@ def test_a_long_text_comes_in_parts_that_depend_on_nothing_else(tmp_path: Path, 
     texts = [" ".join(rng.choice(words) for _ in range(n)) for n in (3000, 1, 70, 900)] + ["x" * 5000, "y" * 1000]
     path = write(tmp_path / "a.txt", "<sep> ".join(texts))
     lines = write(tmp_path / "a.jsonl", "".join(json.dumps({"text": t}) + "\n" for t in texts))
-    monkeypatch.setattr(files, "PART_CHARS", 500)
+    monkeypatch.setattr(reader_files, "PART_CHARS", 500)
     seen = []
     for block in (17, 1000, 1 << 20):
-        monkeypatch.setattr(files, "BLOCK_BYTES", block)
+        monkeypatch.setattr(reader_files, "BLOCK_BYTES", block)
         seen.append(read(path, separator="<sep> "))
         assert read(lines) == seen[0]
         assert [isinstance(t, Part) for t in seen[-1]] == [isinstance(t, Part) for t in seen[0]]
@@ -191,7 +195,7 @@ def test_empty_files(tmp_path: Path, monkeypatch: Any) -> None:
 def test_bytes_that_are_not_text_are_named_with_their_place(tmp_path: Path, monkeypatch: Any) -> None:
     good = "good line é\n".encode() * 1000
     for block in (64, 1 << 18):
-        monkeypatch.setattr(files, "BLOCK_BYTES", block)
+        monkeypatch.setattr(reader_files, "BLOCK_BYTES", block)
         for bad, why in ((b"caf\xe9 noir", "not UTF-8"), (b"caf\x00 noir", "NUL")):
             path = write(tmp_path / "a.txt", good + bad + good)
             error = fails(BadData, path, bad_text="refuse")
@@ -216,7 +220,7 @@ def test_a_few_bad_lines_are_set_aside_and_counted(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(report, "warn", lambda text, **_: warned.append(text))
     monkeypatch.setattr(report, "verdict", verdicts.append)
     for block in (64, 1 << 18):
-        monkeypatch.setattr(files, "BLOCK_BYTES", block)
+        monkeypatch.setattr(reader_files, "BLOCK_BYTES", block)
         good = [f"good line é {n}\r\n".encode() for n in range(6000)]
         dirty = [
             *good[:100],
@@ -240,9 +244,45 @@ def test_a_few_bad_lines_are_set_aside_and_counted(tmp_path: Path, monkeypatch: 
         warned.clear()
 
 
+def test_the_limit_on_bad_lines_is_of_the_corpus_with_a_floor_and_a_setting(tmp_path: Path) -> None:
+    """One torn line in a small file of a large corpus, or three in a small corpus, are no reason to refuse it all."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(200):
+        lines = [json.dumps({"text": f"document {number} {n}"}) for n in range(60)]
+        if number in (0, 1, 50):
+            lines[20:25] = ["{torn"] * 5
+        (folder / f"{number:03}.jsonl").write_text("\n".join(lines) + "\n")
+    found = open_source([str(folder)], None, None)
+    with pytest.raises(BadData) as caught:
+        list(found.documents())
+    assert "15 of 12,200 lines" in caught.value.why and "data.bad_limit" in caught.value.why
+    assert f"{folder / '000.jsonl'}:21, byte" in caught.value.what
+    with pytest.raises(BadData, match="bad JSON"):
+        ensure(tmp_path / "cache", open_source([str(folder)], None, None), byte_level(), Settings(0.1))
+    loose = open_source([str(folder)], None, None, bad_limit=0.01)
+    assert len(list(loose.documents())) == 200 * 60 - 15
+    cache = open_tokens(ensure(tmp_path / "cache", loose, byte_level(), Settings(0.1)))
+    assert cache.train.documents + cache.val.documents == 200 * 60 - 15
+    middle = dict(walk_to(loose, 7000))
+    assert middle["bad"] == 15 and len(list(loose.documents(middle))) == 200 * 60 - 15 - 7000
+    small = write(tmp_path / "small.jsonl", '{"text": "good"}\n' * 60 + "{torn\n" * 5)
+    assert len(read(small)) == 60
+    tiny = write(tmp_path / "tiny.jsonl", '{"text": "good"}\n' * 3 + "{torn\n")
+    assert "1 of 5 lines" in fails(BadData, tiny).why
+
+
+def walk_to(source: Any, count: int) -> Any:
+    """The cursor after so many texts."""
+    texts = source.documents()
+    for _ in range(count):
+        next(texts)
+    return source.position().cursor
+
+
 def test_a_long_line_with_a_bad_byte_loses_only_a_piece(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(files, "LINE_BYTES", 1000)
-    monkeypatch.setattr(files, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(reader_files, "LINE_BYTES", 1000)
+    monkeypatch.setattr(reader_files, "BLOCK_BYTES", 512)
     long = ("日本é" * 20_000).encode()
     path = write(tmp_path / "a.txt", long)
     assert "".join(read(path)) == long.decode()
@@ -439,7 +479,7 @@ def test_only_the_first_texts_are_read() -> None:
 def test_the_first_documents_come_with_all_their_parts(tmp_path: Path, monkeypatch: Any) -> None:
     from lamplighter.data.sources import First
 
-    monkeypatch.setattr(files, "PART_CHARS", 20)
+    monkeypatch.setattr(reader_files, "PART_CHARS", 20)
     path = write(tmp_path / "a.txt", "|".join(f"{n} " + "fog " * 30 for n in range(9)))
     whole = open_source([str(path)], None, "|")
     first = First(whole, 3)

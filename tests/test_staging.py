@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from conftest import LONG, TINY, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_json, read_lines, verify_manifest
 from lamplighter.train import async_save
-from lamplighter.train.async_save import Flight, Staging, choose
+from lamplighter.train.async_save import AsyncSaver, PendingSave, choose
 
 GIB = 1 << 30
 
@@ -33,13 +33,13 @@ def state(size: int, value: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((size, 64), value), "b": torch.full((), value), "half": torch.full((5,), value).bfloat16()}
 
 
-def finish(flight: Flight) -> None:
-    assert flight.done.wait(60)
-    assert flight.error is None
+def finish(save: PendingSave) -> None:
+    assert save.done.wait(60)
+    assert save.error is None
 
 
 def test_the_copy_is_of_its_step_though_the_optimizer_comes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that lags behind, and weights that change as soon as they may: would fail if `hold_back` did not wait."""
+    """A copy that lags behind, and weights that change as soon as they may: would fail if `wait_for_copy` did not wait."""
     slow = np.copyto
 
     def lagging(target: np.ndarray, source: np.ndarray) -> None:
@@ -47,31 +47,31 @@ def test_the_copy_is_of_its_step_though_the_optimizer_comes_at_once(monkeypatch:
         slow(target, source)
 
     monkeypatch.setattr(async_save.np, "copyto", lagging)
-    live, moments, kept = state(1000, 1.0), state(500, 1.0), Staging()
+    live, moments, kept = state(1000, 1.0), state(500, 1.0), AsyncSaver()
     for number in range(1, 4):
         seen: dict[str, torch.Tensor] = {}
-        flight = Flight(number, 0, for_loop=True)
+        save = PendingSave(number, 0, for_loop=True)
 
         def write(model: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor], seen: dict = seen) -> None:
             time.sleep(0.05)  # the weights have long changed
             seen |= {f"m.{name}": tensor.clone() for name, tensor in model.items()}
             seen |= {f"o.{name}": tensor.clone() for name, tensor in optimizer.items()}
 
-        kept.take(flight, live, moments, set(), write)
-        assert not flight.copied.is_set(), "the loop is not held up by the copy"
-        kept.hold_back(flight)
+        kept.begin(save, live, moments, set(), write)
+        assert not save.copied.is_set(), "the loop is not held up by the copy"
+        kept.wait_for_copy(save)
         for tensor in [*live.values(), *moments.values()]:
             tensor.fill_(number + 1.0)  # in place, as an optimizer does
-        finish(flight)
+        finish(save)
         assert len(seen) == 6
         assert all(bool((tensor == float(number)).all()) for tensor in seen.values())
 
 
 def test_buffers_that_a_forward_pass_may_change_are_copied_before_it() -> None:
-    live, kept, flight = (
+    live, kept, save = (
         {"weight": torch.ones(4), "running_mean": torch.ones(4)},
-        Staging(),
-        Flight(1, 0, for_loop=True),
+        AsyncSaver(),
+        PendingSave(1, 0, for_loop=True),
     )
     may_go_on, seen = threading.Event(), {}
 
@@ -79,21 +79,21 @@ def test_buffers_that_a_forward_pass_may_change_are_copied_before_it() -> None:
         may_go_on.wait(30)
         seen.update({name: tensor.clone() for name, tensor in model.items()})
 
-    kept.take(flight, live, {}, {"running_mean"}, write)
+    kept.begin(save, live, {}, {"running_mean"}, write)
     live["running_mean"].fill_(2.0)  # the next forward pass
     may_go_on.set()
-    finish(flight)
+    finish(save)
     assert seen["running_mean"].tolist() == [1.0] * 4
 
 
 def test_the_memory_is_allocated_once_and_used_again() -> None:
-    live, kept, places = state(100_000, 1.0), Staging(), set()
+    live, kept, places = state(100_000, 1.0), AsyncSaver(), set()
     for number in range(22):
         if number == 2:
             before = psutil.Process().memory_info().rss
-        flight = Flight(number, 0, for_loop=True)
-        kept.take(flight, live, {"x": live["a"]}, set(), lambda model, optimizer: None)
-        finish(flight)
+        save = PendingSave(number, 0, for_loop=True)
+        kept.begin(save, live, {"x": live["a"]}, set(), lambda model, optimizer: None)
+        finish(save)
         places.add(tuple(t.data_ptr() for part in (kept.model, kept.optimizer) for t in part.values()))
     assert len(places) == 1
     assert psutil.Process().memory_info().rss - before < live["a"].nbytes / 2, "20 saves cost no memory"
@@ -105,11 +105,11 @@ def test_an_error_of_the_copy_lets_the_optimizer_go_and_is_kept(monkeypatch: pyt
         raise MemoryError("no memory for the copy")
 
     monkeypatch.setattr(async_save.np, "copyto", broken)
-    flight, kept = Flight(1, 0, for_loop=True), Staging()
-    kept.take(flight, state(4, 1.0), {}, set(), lambda model, optimizer: None)
-    kept.hold_back(flight)
-    assert flight.done.wait(30)
-    assert isinstance(flight.error, MemoryError)
+    save, kept = PendingSave(1, 0, for_loop=True), AsyncSaver()
+    kept.begin(save, state(4, 1.0), {}, set(), lambda model, optimizer: None)
+    kept.wait_for_copy(save)
+    assert save.done.wait(30)
+    assert isinstance(save.error, MemoryError)
 
 
 def test_staging_is_chosen_by_the_memory_that_is_free_and_says_why() -> None:
@@ -242,7 +242,7 @@ def test_kills_while_a_write_is_under_way_change_nothing(tmp_path: Path) -> None
 def _writing(run: RunDir, killed: set[int], least: int) -> int:
     """The process, while it writes a save (and has made steps since the last kill)."""
     slot = slot_of(run)
-    return slot.pid if slot.flag("saving") and slot.step > least and slot.pid not in killed else 0
+    return slot.pid if slot.saving and slot.step > least and slot.pid not in killed else 0
 
 
 @LONG
@@ -250,7 +250,7 @@ def test_requests_while_a_write_is_under_way_get_the_newest_step(tmp_path: Path)
     write_model(tmp_path, SLOW + "\ndef before(model):\n    time.sleep(0.02)\n")
     run = RunDir(tmp_path / "runs" / "r")
     going = start_lamp(*words_for("r", 5000, 1000, "--save.every_s", "0.5"), cwd=tmp_path)
-    wait_for(lambda: slot_of(run).flag("saving"), 90, going)
+    wait_for(lambda: slot_of(run).saving, 90, going)
     asked = slot_of(run).step
     said = lamp("save", "r", cwd=tmp_path)
     assert said.returncode == 0, said.stderr
@@ -258,7 +258,7 @@ def test_requests_while_a_write_is_under_way_get_the_newest_step(tmp_path: Path)
     assert safe >= asked
     assert going.poll() is None
     at = slot_of(run).durable_step
-    wait_for(lambda: slot_of(run).flag("saving") and slot_of(run).step > at, 90, going)
+    wait_for(lambda: slot_of(run).saving and slot_of(run).step > at, 90, going)
     going.send_signal(signal.SIGINT)
     assert going.wait(60) == 75, (tmp_path / "out.txt").read_text()[-2000:]
     status = read_json(run.status)

@@ -14,8 +14,9 @@ import pytest
 
 from conftest import lamp, shared
 from lamplighter import report
+from lamplighter.config import Data
 from lamplighter.data.chat import example_cache
-from lamplighter.data.chat.row_source import find_rows
+from lamplighter.data.chat.rows import find_rows
 from lamplighter.data.chat.template import choose
 from lamplighter.data.sources import EmbeddedCorpus, Position
 from lamplighter.data.sources.files import FileSource, find_files
@@ -250,7 +251,7 @@ def test_a_test_set_of_rows_is_held_against_rows(tmp_path: Path) -> None:
     fresh = {"prompt": "Never asked before, in no row?", "completion": f"Never said before: {words(77, 30)}"}
     test.write_text("\n".join([json.dumps(fresh), json.dumps({"prompt": json.loads(lines[4])["instruction"],
                     "completion": json.loads(lines[4])["output"]})]) + "\n")  # fmt: skip
-    sources = [find_rows([str(path)], "auto", "text", "set_aside", None) for path in (train, test)]
+    sources = [find_rows(Data(paths=[str(path)], format="auto")) for path in (train, test)]
     assert sources[0] is not None and sources[1] is not None
     held = HeldBack("test", sources[1])
     found = count_rows(sources[0], choose("chatml", byte_level()), "", Request(512, 8, 0.1), held).test_set
@@ -389,7 +390,7 @@ def test_the_command_counts_rows_with_their_template(tmp_path: Path) -> None:
 
 def test_the_examples_are_those_of_training(tmp_path: Path) -> None:
     path = rows_file(tmp_path / "rows.jsonl")
-    source = find_rows([str(path)], "auto", "text", "set_aside", None)
+    source = find_rows(Data(paths=[str(path)], format="auto"))
     assert source is not None
     template = choose("chatml", byte_level())
     found = count_rows(source, template, "", Request(512, 8, 0.1), None)
@@ -455,7 +456,7 @@ def test_the_web_sample_has_the_figures_that_are_known_of_it() -> None:
 def test_the_famous_padding_is_measured() -> None:
     path = shared("finetune", "instruction-data-short.json")
     tokenizer = load(shared("tokenizers", "gpt2"))
-    source = find_rows([str(path)], "auto", "text", "set_aside", None)
+    source = find_rows(Data(paths=[str(path)], format="auto"))
     assert source is not None
     found = count_rows(source, choose("plain", tokenizer), "gpt2", Request(2048, 16, 0.02), None)
     assert found.counts.documents == 1100 and found.lengths.p95 < 64

@@ -15,7 +15,7 @@ import pytest
 from lamplighter.data.batches import NO_TARGET, Batch
 from lamplighter.data.sources import Cursor, EmbeddedCorpus, Position, open_source
 from lamplighter.data.split import Division
-from lamplighter.data.stream import AsItComes, ChunkStream, Filler, Live, Settings, State, load_state
+from lamplighter.data.stream import AsItComes, Filler, Settings, State, StreamBatches, load_state
 from lamplighter.data.stream_split import Stretch, hold_back
 from lamplighter.data.tokenizer import Tokenizer, byte_level
 from lamplighter.errors import BadData
@@ -45,10 +45,16 @@ def filler(source: Any = None, tokenizer: Tokenizer | None = None, **changes: An
     return Filler(source or Counted(), tokenizer or byte_level(), ALL, Settings(**given))
 
 
-def take(stream: ChunkStream, steps: int, first: int = 1, state: State | None = None) -> list[Batch]:
+def opened(filler: Filler, step: int = 1, state: dict[str, Any] | None = None) -> StreamBatches:
+    source = StreamBatches(filler, Stretch(np.zeros(0, np.uint32), 0, 0))
+    source.start(step, state)
+    return source
+
+
+def take(stream: StreamBatches, steps: int, first: int = 1) -> list[Batch]:
     found = []
     for step in range(first, first + steps):
-        batch = stream.next(step, state or State())
+        batch = stream.next(step)
         if batch is None:
             break
         found.append(batch)
@@ -56,7 +62,7 @@ def take(stream: ChunkStream, steps: int, first: int = 1, state: State | None = 
 
 
 def all_of(one: Filler, limit: int = 10_000) -> list[Batch]:
-    stream = ChunkStream(one, 1, State())
+    stream = opened(one)
     try:
         return take(stream, limit)
     finally:
@@ -106,56 +112,56 @@ def test_chunks_do_not_depend_on_how_the_texts_are_gathered(monkeypatch: Any) ->
 @pytest.mark.parametrize("chunk_tokens", [1024, 4000, 1_000_000])
 def test_from_the_state_after_any_step_everything_is_the_same_again(chunk_tokens: int) -> None:
     """Also where a batch is larger than a chunk, and where an epoch is smaller than one."""
-    one = ChunkStream(filler(chunk_tokens=chunk_tokens, batch_size=9), 1, State())
-    batches, states = [], [State()]
+    one = opened(filler(chunk_tokens=chunk_tokens, batch_size=9))
+    batches, states = [], [State().dump()]
     for step in range(1, 200):
-        batch = one.next(step, State())
+        batch = one.next(step)
         assert batch is not None
         batches.append(batch)
-        states.append(one.state_after(step))
+        states.append(one.state(step))
     one.close()
     assert batches[-1].epoch > 1, "the source was read more than once"
     for step in (1, 2, 3, 50, 99, 120, 150, 180, 198):
-        saved = load_state(json.loads(json.dumps(states[step].dump())))
-        assert saved == states[step]
+        saved = json.loads(json.dumps(states[step]))
+        assert load_state(saved) == load_state(states[step])
         source = Counted()
-        again = ChunkStream(filler(source, chunk_tokens=chunk_tokens, batch_size=9), step + 1, saved)
+        again = opened(filler(source, chunk_tokens=chunk_tokens, batch_size=9), step + 1, saved)
         for truth in batches[step : step + 30]:
-            batch = again.next(truth.step, saved)
+            batch = again.next(truth.step)
             assert batch is not None and equal(batch, truth) and abs(batch.epoch - truth.epoch) < 0.02
         again.close()
-        assert source.starts[0] == states[step].cursor, "it went to the place at once"
+        assert source.starts[0] == states[step]["cursor"], "it went to the place at once"
 
 
 def test_a_resume_reads_one_chunk_again_not_the_whole_stream() -> None:
     first = Counted(2000)
-    one = ChunkStream(filler(first, chunk_tokens=8000), 1, State())
+    one = opened(filler(first, chunk_tokens=8000))
     take(one, 800)
-    state = one.state_after(800)
+    state = one.state(800)
     one.close()
-    assert state.document > 100
+    assert state["document"] > 100
     source = Counted(2000)
-    again = ChunkStream(filler(source, chunk_tokens=8000), 801, state)
-    assert again.next(801, state) is not None
+    again = opened(filler(source, chunk_tokens=8000), 801, state)
+    assert again.next(801) is not None
     again.close()
-    assert source.starts == [{"document": state.document}]
+    assert source.starts == [{"document": state["document"]}]
 
 
 def test_a_changed_source_is_refused_at_resume() -> None:
-    one = ChunkStream(filler(Counted()), 1, State())
+    one = opened(filler(Counted()))
     take(one, 70)
-    state = one.state_after(70)
+    state = one.state(70)
     one.close()
-    assert state.digest
-    again = ChunkStream(filler(Counted(other=state.document + 1)), 71, state)
+    assert state["digest"]
+    again = opened(filler(Counted(other=state["document"] + 1)), 71, state)
     with pytest.raises(BadData, match="no longer what it was"):
-        again.next(71, state)
+        again.next(71)
     again.close()
 
 
 def test_the_end_is_an_epoch_or_a_stop() -> None:
     stops = all_of(filler(repeat=False))
-    stream = ChunkStream(filler(repeat=True), 1, State())
+    stream = opened(filler(repeat=True))
     more = take(stream, 2 * len(stops))
     stream.close()
     assert len(more) == 2 * len(stops)
@@ -170,29 +176,30 @@ def test_max_chunks_ends_it() -> None:
 
 
 def test_an_error_of_the_source_comes_after_what_was_read_before_it() -> None:
-    stream = ChunkStream(filler(Counted(broken_at=40)), 1, State())
+    stream = opened(filler(Counted(broken_at=40)))
     got = 0
     with pytest.raises(ConnectionError, match="the line is dead"):
         for step in range(1, 10_000):
-            assert stream.next(step, State()) is not None
+            assert stream.next(step) is not None
             got += 1
     assert got > 50
 
 
 def test_a_roll_back_goes_to_the_state_that_it_is_given() -> None:
-    stream = ChunkStream(filler(), 1, State())
+    stream = opened(filler())
     first = take(stream, 30)
-    state = stream.state_after(10)
+    state = stream.state(10)
     more = take(stream, 120, 31)
     assert more
-    back = [stream.next(step, state) for step in range(11, 31)]
+    stream.start(11, state)
+    back = [stream.next(step) for step in range(11, 31)]
     assert all(b is not None and equal(a, b) for a, b in zip(first[10:], back, strict=True))
     stream.close()
 
 
 def test_one_chunk_is_filled_ahead_and_no_more() -> None:
     source = Counted(5000)
-    stream = ChunkStream(filler(source, chunk_tokens=8000), 1, State())
+    stream = opened(filler(source, chunk_tokens=8000))
     take(stream, 2)
     deadline = threading.Event()
     for _ in range(50):
@@ -206,9 +213,9 @@ def test_one_chunk_is_filled_ahead_and_no_more() -> None:
 
 def test_nothing_but_validation_text_is_refused() -> None:
     nothing = Filler(Counted(5), byte_level(), Division("documents", (1 << 64) - 1, 0), Settings(1, 4, 32, 4000))
-    stream = ChunkStream(nothing, 1, State())
+    stream = opened(nothing)
     with pytest.raises(BadData, match="no text to train on"):
-        stream.next(1, State())
+        stream.next(1)
 
 
 # ---------------------------------------------------------------- what is held back
@@ -273,10 +280,10 @@ def test_the_place_is_named_while_next_blocks() -> None:
             gate.set()
         real(phase, done, item)
 
-    stream = ChunkStream(filler(Blocking()), 1, State())
+    stream = opened(filler(Blocking()))
     report.Phase.set = spy  # type: ignore[method-assign]
     try:
-        assert stream.next(1, State()) is not None
+        assert stream.next(1) is not None
     finally:
         report.Phase.set = real  # type: ignore[method-assign]
         stream.close()
@@ -300,7 +307,7 @@ def test_a_file_that_grew_by_a_line_is_another_stream(tmp_path: Path) -> None:
         path.write_text('{"text": "the same words each time"}\n' * count)
         source = open_source([str(path)], None, None)
         filler = Filler(source, byte_level(), ALL, Settings(1, 4, 32, 4000))
-        names.append(Live(filler, Stretch(np.zeros(0, np.uint32), 0, 0)).name)
+        names.append(StreamBatches(filler, Stretch(np.zeros(0, np.uint32), 0, 0)).describe().name)
     assert names[0] != names[1]
 
 
@@ -310,8 +317,8 @@ def test_a_tiny_source_does_not_flood_the_console(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
     tiny = Filler(Counted(1), byte_level(), ALL, Settings(1, 64, 32, 4000))
-    stream = ChunkStream(tiny, 1, State())
+    stream = opened(tiny)
     for step in range(1, 40):
-        stream.next(step, State())
+        stream.next(step)
     stream.close()
     assert "epoch 2 begins" in said[0] and len(said) < 30

@@ -117,7 +117,7 @@ def test_bad_parquet_rows(tmp_path: Path, warned: list[str]) -> None:
     assert texts == [f"row {n}" for n in range(4000) if n not in (10, 2000, 3999)]
     assert "3 of 4,000 rows" in warned[-1]
     error = fails(BadData, tmp_path / "a.parquet", bad_text="refuse")
-    assert "row 11 (row group 1)" in error.what and "null" in error.why
+    assert "a.parquet, row 11" in error.what and "null" in error.why
 
 
 def test_only_the_column_is_read_and_memory_stays_small(tmp_path: Path) -> None:

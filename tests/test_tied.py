@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamplighter.model import tied_embedding
+from lamplighter.model import cpu
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, init_weights
+from lamplighter.model.transformer import Transformer
+from lamplighter.model.weights import init_weights
 
 VOCAB = 53
 
@@ -43,7 +44,7 @@ def gradients(model: Transformer) -> dict[str, Tensor]:
 def test_it_is_the_gradient_that_autograd_adds_up(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(family)
     ours = gradients(model)
-    monkeypatch.setattr(tied_embedding, "tie_for", lambda _: None)
+    monkeypatch.setattr(cpu, "tie_for", lambda _: None)
     wanted = gradients(model)
     assert ours.keys() == wanted.keys()
     for name, gradient in wanted.items():
@@ -83,10 +84,10 @@ def test_the_same_graph_is_not_gone_through_twice() -> None:
 
 def test_a_frozen_matrix_and_a_look_without_learning_are_left_to_torch() -> None:
     model = model_of("llama")
-    assert tied_embedding.tie_for(model.head_weight()) is not None
-    assert tied_embedding.tie_for(model.head_weight().detach()) is None
+    assert cpu.tie_for(model.head_weight()) is not None
+    assert cpu.tie_for(model.head_weight().detach()) is None
     with torch.no_grad():
-        assert tied_embedding.tie_for(model.head_weight()) is None
+        assert cpu.tie_for(model.head_weight()) is None
     model.head_weight().requires_grad_(False)
     ids, targets = next(batches())
     model(ids, targets_BT=targets).backward()

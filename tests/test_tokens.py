@@ -25,6 +25,7 @@ from lamplighter.data.token_cache import builder, ranges, writer
 from lamplighter.data.token_cache.reader import Settings, Split, Tokens, ensure, open_tokens
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
+from lamplighter.readers import files as reader_files
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -173,7 +174,7 @@ def test_too_little_to_divide_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("many", [False, True])
 def test_a_document_in_parts_is_one_document(tmp_path: Path, monkeypatch: Any, many: bool) -> None:
-    monkeypatch.setattr(files, "PART_CHARS", 5000)
+    monkeypatch.setattr(reader_files, "PART_CHARS", 5000)
     monkeypatch.setattr(ranges, "PART_BYTES", 5000)
     path = tmp_path / "long.txt"
     texts = ["\n".join(letters(60, seed)) for seed in range(3)] + (letters(200) if many else [])
@@ -610,7 +611,7 @@ def test_the_watcher_sees_what_is_waited_for(tmp_path: Path) -> None:
 def test_a_users_fault_passes_through_and_can_be_mended(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows = [json.dumps({"text": text}) for text in letters(400)]
-    path.write_text("\n".join([*rows, '{"text": 7}']))
+    path.write_text("\n".join([*rows, *['{"text": 7}'] * 9]))
     tokenizer = byte_level()
     with pytest.raises(LampError, match="401"):
         ensure(tmp_path / "cache", open_source([str(path)], None, None), tokenizer, Settings(0.1, 0, 5000))

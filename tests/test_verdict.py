@@ -14,7 +14,8 @@ import pytest
 
 from lamplighter.procs.procfs import ProcessLook, ThreadLook, look_closely
 from lamplighter.procs.stacks import OURS, Frame, Stacks, ThreadStack
-from lamplighter.report import FLAGS, Slot, Verdict
+from lamplighter.report import Verdict
+from lamplighter.slot import Slot
 from lamplighter.watch.diagnosis import Finding, enclosing_loop, judge
 from lamplighter.watch.evidence import Observation, from_json, to_json
 from lamplighter.watch.resources import disk_verdict, memory_verdict
@@ -39,10 +40,10 @@ def user_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def moment(at: float, *, state: str = "S", cpu_s: float = 0.0, read: int = 0, syscall: str = "", flags: int = 0,
+def moment(at: float, *, state: str = "S", cpu_s: float = 0.0, read: int = 0, syscall: str = "", compiling: int = 0, collecting: int = 0,
            span: str = "compute", children: tuple[ProcessLook, ...] = (), starved_ns: int = 0, cpu_ns: int = 0,
            waits_on: str = "") -> Observation:  # fmt: skip
-    slot = Slot(pid=7, phase="train", span=span, tick_ns=0, flags=flags, step=9)
+    slot = Slot(pid=7, phase="train", span=span, tick_ns=0, compiling=compiling, collecting=collecting, step=9)
     thread = ThreadLook(7, state, cpu_ns, starved_ns, "", syscall)
     main = ProcessLook(7, state, cpu_s, 10**8, 1, "python", "", syscall, read, 0, 0, waits_on, (thread,))
     return Observation(at, slot, (main, *children))
@@ -63,16 +64,14 @@ def cause(window: list[Observation], stacks: list[Stacks], usual_s: float = 0.0)
 def test_the_catalogue(user_file: str) -> None:
     here = [stack_at(user_file, 3)] * 2
     calm = [moment(2.0), moment(4.0)]
-    compiling_flag = 1 << 8 * FLAGS.index("compiling")
-    gc_flag = 1 << 8 * FLAGS.index("collecting garbage")
     compiler = ProcessLook(8, "R", 1.0, 0, 1, "cc1plus")
     busy = [moment(2.0, state="R"), moment(4.0, state="R", cpu_s=2.0, cpu_ns=2 * 10**9)]
     assert cause([moment(2, state="T"), moment(4, state="T")], here) == ("stuck", "stopped", False)
     assert cause([moment(2, state="D"), moment(4, state="D")], here) == ("stuck", "d_state", False)
     assert cause([moment(2, state="D"), moment(4, state="D", read=10**6)], here) == ("slow", "slow_disk", False)
-    assert cause([moment(2), moment(4, flags=compiling_flag)], []) == ("slow", "compile_slow", False)
+    assert cause([moment(2), moment(4, compiling=1)], []) == ("slow", "compile_slow", False)
     assert cause([moment(2), moment(4, children=(compiler,))], here) == ("slow", "compile_slow", False)
-    assert cause([moment(2), moment(4, flags=gc_flag)], here) == ("slow", "gc", False)
+    assert cause([moment(2), moment(4, collecting=1)], here) == ("slow", "gc", False)
     assert cause([moment(2), moment(4, read=80_000, waits_on="/data/x")], here) == ("slow", "slow_disk", False)
     assert cause(busy, here) == ("slow", "python_loop", False)
     assert cause(busy, [stack_at(user_file, 5)] * 2) == ("slow", "livelock", False)

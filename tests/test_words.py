@@ -10,8 +10,8 @@ import pytest
 
 from lamplighter.procs.procfs import ProcessLook
 from lamplighter.procs.stacks import Frame, ThreadStack, culprit
-from lamplighter.report import Slot
 from lamplighter.rundir import RunDir
+from lamplighter.slot import Slot
 from lamplighter.watch.console import Console
 from lamplighter.watch.observe import Tail
 from lamplighter.watch.status import Status, clean, duration, line, sparkline, tell

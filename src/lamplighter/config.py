@@ -86,6 +86,12 @@ class Data(Section):
     bad_text: Literal["set_aside", "refuse"] = _value(
         "set_aside", "lines that are not text (bad UTF-8, NUL, bad JSON): set aside and counted, or refused"
     )
+    bad_limit: float = _value(
+        0.001,
+        "the share of all lines that may be set aside before the corpus is refused; 5 lines of a small corpus always may",
+        ge=0,
+        le=1,
+    )
     max_documents: int | None = _value(None, "read only so many documents", ge=2)
     cache: Literal["auto", "require", "rebuild"] = _value("auto", "use, insist on, or rebuild the token cache")
     embedded_documents: int = _value(20_000, "size of the embedded corpus, in documents", ge=200, le=10_000_000)

@@ -12,126 +12,21 @@ import faulthandler
 import gc
 import json
 import math
-import mmap
 import os
 import signal
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, BinaryIO
 
+from lamplighter import slot as slots
 from lamplighter.errors import STOPPED_EARLY
 from lamplighter.procs.procfs import pid_start
 from lamplighter.rundir import LineFile, RunDir, write_atomic
-
-# ---------------------------------------------------------------- the slot: one page of mapped memory
-
-SLOT_BYTES = 4096
-MAGIC = b"LAMPSLT1"
-NUMBERS = {  # name -> (offset, struct code); 8 bytes each, so a reader never sees half a number
-    "pid": (8, "Q"),
-    "pid_start": (16, "Q"),
-    "phase_since_ns": (24, "q"),
-    "tick_ns": (32, "q"),
-    "ticks": (40, "Q"),
-    "done": (48, "d"),
-    "total": (56, "d"),
-    "step": (64, "Q"),
-    "steps": (72, "Q"),
-    "tokens": (80, "Q"),
-    "durable_step": (88, "Q"),
-    "dropped": (96, "Q"),
-    "flags": (104, "Q"),
-    "loss": (112, "d"),
-    "tokens_per_s": (120, "d"),
-    "span_since_ns": (128, "q"),
-    "mfu": (144, "d"),
-    "answered_bytes": (152, "Q"),
-    "planned_step_s": (160, "d"),
-}
-TEXTS = {"phase": (256, 128), "span": (384, 64), "unit": (448, 32), "item": (512, 256), "last_words": (1024, 1024)}
-LOCALS = 12
-ANSWER_OVERHEAD_BYTES = 16384  # the request, and the pages that a small file makes dirty
-FLAGS_AT = NUMBERS["flags"][0]  # one byte each, so that no thread can undo another's
-FLAGS = ("saving", "compiling", "collecting garbage", "stopping", "waiting for a person", "writing the result")
-
-
-@dataclass(frozen=True)
-class Slot:
-    """What one look at a slot shows."""
-
-    pid: int = 0
-    pid_start: int = 0
-    phase_since_ns: int = 0
-    tick_ns: int = 0
-    ticks: int = 0
-    done: float = 0.0
-    total: float = -1.0
-    step: int = 0
-    steps: int = 0
-    tokens: int = 0
-    durable_step: int = 0
-    dropped: int = 0
-    flags: int = 0
-    loss: float = math.nan
-    tokens_per_s: float = 0.0
-    span_since_ns: int = 0
-    mfu: float = 0.0
-    answered_bytes: int = 0  # moved by the listener itself: no sign of work
-    planned_step_s: float = 0.0  # what a step should take, by the plan
-    phase: str = ""
-    span: str = ""
-    unit: str = ""
-    item: str = ""
-    last_words: str = ""
-
-    def flag(self, name: str) -> bool:
-        return bool(self.flags >> 8 * FLAGS.index(name) & 1)
-
-
-def read_slot(path: Path) -> Slot | None:
-    """One look; None where there is no slot yet."""
-    try:
-        page = path.read_bytes()
-    except OSError:
-        return None
-    if len(page) < SLOT_BYTES or page[:8] != MAGIC:
-        return None
-    values: dict[str, Any] = {name: struct.unpack_from("=" + code, page, at)[0] for name, (at, code) in NUMBERS.items()}
-    for name, (at, size) in TEXTS.items():
-        values[name] = page[at : at + size].split(b"\0", 1)[0].decode("utf-8", "replace")
-    return Slot(**values)
-
-
-class _SlotWriter:
-    """Writes numbers and short texts into the page."""
-
-    def __init__(self, path: Path | None) -> None:
-        if path is None:
-            self.page: mmap.mmap | bytearray = bytearray(SLOT_BYTES)
-        else:
-            with open(path, "w+b") as file:
-                file.write(bytes(SLOT_BYTES))  # real blocks: a hole in a full file system would be a bus error later
-                file.flush()
-                self.page = mmap.mmap(file.fileno(), SLOT_BYTES)
-        self._pack = {name: (struct.Struct("=" + code).pack_into, at) for name, (at, code) in NUMBERS.items()}
-        self.set("total", -1.0)
-        self.set("loss", math.nan)
-        self.page[:8] = MAGIC
-
-    def set(self, name: str, value: float) -> None:
-        pack, at = self._pack[name]
-        pack(self.page, at, value)
-
-    def text(self, name: str, value: str) -> None:
-        at, size = TEXTS[name]
-        self.page[at : at + size] = value.encode("utf-8", "replace")[: size - 1].ljust(size, b"\0")
-
 
 # ---------------------------------------------------------------- state of this process's reporting
 
@@ -143,7 +38,7 @@ class _Reporter:
         self.run: RunDir | None = None
         self.rank = 0
         self.attempt = 1
-        self.slot = _SlotWriter(None)
+        self.slot = slots.SlotWriter()
         self.owner = threading.get_ident()
         self.stack: list[Phase | _Span] = []
         self.ledger: dict[str, float] = {}
@@ -157,7 +52,6 @@ class _Reporter:
         self.on_stop: Callable[[], None] | None = None
         self.on_save: Callable[[], object] | None = None
         self.result_fd = -1
-        self.answered_bytes = 0
         self.dump: BinaryIO | None = None
 
     # -- writing
@@ -175,9 +69,6 @@ class _Reporter:
 
     def event(self, type: str, **fields: Any) -> None:
         self.write(self.events, {"type": type, "t": time.time(), **fields})
-
-    def set_flag(self, name: str, on: bool) -> None:
-        self.slot.page[FLAGS_AT + FLAGS.index(name)] = on
 
     # -- time: every moment belongs to the innermost phase or span
 
@@ -254,7 +145,7 @@ class Phase:
         r.slot.set("done", done)
         _count_tick()
         if item is not None:
-            r.slot.text("item", item)
+            r.slot.text("phase_item", item)
 
     def _path(self) -> str:
         """Where it is; a phase of another thread is beside whatever the main one is in."""
@@ -265,7 +156,7 @@ class Phase:
         slot.text("phase", _path())
         slot.text("span", "")
         slot.text("unit", self.unit)
-        slot.text("item", "")
+        slot.text("phase_item", "")
         slot.set("done", self.done)
         slot.set("total", -1.0 if self.total is None else float(self.total))
         slot.set("phase_since_ns", int(self.started * 1e9))
@@ -345,7 +236,7 @@ def event(type: str, **fields: Any) -> None:
 
 def last_words(lines: list[str], code: int, cause: str = "", why: str = "", next: str = "") -> None:
     """An error for people: as an event, and in the slot in case the disk is full; as a verdict where it has a name."""
-    _reporter.slot.text("last_words", "\n".join(lines))
+    _reporter.slot.text("error", "\n".join(lines))
     _reporter.event("error", lines=lines, code=code)
     if cause:  # in the words of the error, so it is not said twice
         _reporter.event("verdict", said=True, **asdict(Verdict("broken", cause, why, next, "stop")))
@@ -371,8 +262,8 @@ def verdict(found: Verdict, **more: Any) -> None:
 
 
 def flag(name: str, on: bool) -> None:
-    """Raise or lower one of FLAGS in the slot."""
-    _reporter.set_flag(name, on)
+    """Raise or lower a state of the slot: saving, compiling, prompting, printing."""
+    _reporter.slot.set(name, int(on))
 
 
 def number(**values: float) -> None:
@@ -434,9 +325,10 @@ def start(run: RunDir, rank: int = 0, attempt: int = 1, result_fd: int = -1) -> 
     r = _reporter
     r.run, r.rank, r.attempt, r.result_fd = run, rank, attempt, result_fd
     r.owner = threading.get_ident()
-    r.slot = _SlotWriter(run.slot(rank))
-    r.slot.set("pid", os.getpid())
-    r.slot.set("pid_start", pid_start(os.getpid()))
+    hello = slots.SlotWriter()
+    for name, value in (("pid", os.getpid()), ("pid_start", pid_start(os.getpid())), ("hello_ns", time.monotonic_ns())):
+        hello.set(name, value)
+    r.slot = hello.publish(str(run.slot(rank).with_suffix("")))
     r.events = LineFile(run.rank_events(rank))
     if rank == 0:
         r.metrics = LineFile(run.metrics)
@@ -445,7 +337,7 @@ def start(run: RunDir, rank: int = 0, attempt: int = 1, result_fd: int = -1) -> 
     gc.callbacks.append(_on_gc)
     if threading.current_thread() is threading.main_thread():
         # The last resort for stacks: one thread only, never all_threads, which crashes healthy processes.
-        r.dump = open(run.stack_dump(rank), "wb")
+        r.dump = open(run.slot(rank).with_suffix(".dump"), "wb")
         faulthandler.register(signal.SIGURG, file=r.dump, all_threads=False, chain=False)
     _listen(run.fifo(rank))
 
@@ -465,7 +357,7 @@ def leave(code: int) -> None:
 
 def _on_gc(when: str, info: dict[str, int]) -> None:
     if info["generation"] == 2:
-        _reporter.set_flag("collecting garbage", when == "start")
+        _reporter.slot.set("collecting", int(when == "start"))
 
 
 # ---------------------------------------------------------------- the thread that answers
@@ -526,18 +418,10 @@ def _ask_stop(reason: str) -> None:
         return
     r.stop_reason = reason
     r.stop_event.set()
-    r.set_flag("stopping", True)
+    r.slot.set("stopping", 1)
     r.event("stopping", reason=reason)
     action = r.on_stop or (lambda: leave(STOPPED_EARLY))
     threading.Thread(target=action, name="lamp-stopper", daemon=True).start()
-
-
-def _whole_numbers(frame: FrameType) -> dict[str, int]:
-    """The int locals of a frame that is not a library's: loop counters. No other values: they are the user's data."""
-    if any(part in frame.f_code.co_filename for part in ("/lib/python3", "site-packages", "<frozen")):
-        return {}
-    found = {name: value for name, value in frame.f_locals.items() if type(value) is int and abs(value) < 1 << 62}
-    return dict(list(found.items())[:LOCALS])
 
 
 def write_stacks(number: int) -> None:
@@ -545,24 +429,7 @@ def write_stacks(number: int) -> None:
     r = _reporter
     if r.run is None:
         return
-    me = threading.get_ident()
-    known = {thread.ident: thread for thread in threading.enumerate()}
-    threads: list[dict[str, Any]] = []
-    for ident, frame in sys._current_frames().items():
-        if ident == me:
-            continue
-        thread = known.get(ident)
-        frames = []
-        walk = frame
-        while walk is not None:
-            frames.append([walk.f_code.co_filename, walk.f_lineno, walk.f_code.co_name, _whole_numbers(walk)])
-            walk = walk.f_back  # type: ignore[assignment]
-        name = thread.name if thread else "?"
-        threads.append(
-            {"name": name, "tid": thread.native_id if thread else None, "main": ident == r.owner, "frames": frames}
-        )
-    threads.sort(key=lambda item: not item["main"])
-    answer = json.dumps({"id": number, "threads": threads})
-    r.answered_bytes += len(answer) + ANSWER_OVERHEAD_BYTES
-    r.slot.set("answered_bytes", r.answered_bytes)
-    write_atomic(r.run.stack_answer(r.rank), answer, durable=False)
+    answer = f'{{"id": {number}, "threads": {slots.stacks_as_json(r.owner)}}}'
+    r.slot.add("answers")
+    r.slot.add("answered_bytes", len(answer))
+    write_atomic(r.run.slot(r.rank).with_suffix(".stacks.json"), answer, durable=False)

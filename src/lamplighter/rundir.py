@@ -95,12 +95,6 @@ class RunDir:
     def fifo(self, rank: int) -> Path:
         return self.slots / f"rank{rank}.ask"
 
-    def stack_answer(self, rank: int) -> Path:
-        return self.slots / f"rank{rank}.stacks.json"
-
-    def stack_dump(self, rank: int) -> Path:
-        return self.slots / f"rank{rank}.dump"
-
     def create(self) -> None:
         """Make the folder and its sub-folders, or say why that is impossible."""
         try:

@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass, field
 from xml.parsers import expat
 
-from lamplighter.clean.types import Piece
+from lamplighter.clean.rules import Piece
 
 INDENT, SHORT = 0.025, 0.12  # of the width of a block: a line that begins a paragraph, a line that ends one
 

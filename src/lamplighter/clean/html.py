@@ -13,7 +13,7 @@ from collections.abc import Callable
 from xml.parsers import expat
 
 from lamplighter.clean import alto, tei
-from lamplighter.clean.types import BadMarkup, Piece
+from lamplighter.clean.rules import BadMarkup, Piece
 
 _NAMED = re.compile(rb"&([A-Za-z][A-Za-z0-9]*);")
 _XML_OWN = {b"amp", b"lt", b"gt", b"quot", b"apos"}

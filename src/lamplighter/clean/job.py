@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,14 +24,16 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.clean import dedup, worker
-from lamplighter.clean.inputs import Item, find_items
-from lamplighter.clean.rules import Ledger, Rejected, Rules
+from lamplighter.clean.documents import Item, find_items
+from lamplighter.clean.rules import Rejected, Rules
+from lamplighter.clean.worker import Batch, Counts
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, ChildLost, UsageError
 from lamplighter.procs import pool
 from lamplighter.procs.lock import open_lock, try_lock
 from lamplighter.rundir import free_bytes, fsync_folder, hash_file, human_bytes, read_record, write_json
 
 PARTS, LOG = "parts", "log"
+UNREAD = ("unreadable", "cut_short", "unknown_kind", "not_text", "changed", "bad_xml", "unknown_xml")
 REJECTED, MANIFEST, REPORT = "rejected.log", "manifest.log", "report.log"
 
 
@@ -41,18 +42,15 @@ class Totals:
     """What came of it all; nothing in here depends on time or on the number of workers."""
 
     files: int = 0
-    documents: int = 0
-    kept: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
-    languages: Counter[str] = field(default_factory=Counter)
-    ledger: Ledger = field(default_factory=Ledger)
+    counts: Counts = field(default_factory=Counts)
 
     def as_json(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in ("files", "documents", "kept", "bytes_in", "bytes_out")}
-        rejected, languages = dict(sorted(self.rejected.items())), dict(self.languages.most_common())
-        return {**plain, "rejected": rejected, "languages": languages, "rules": self.ledger.as_json()}
+        counts, sizes = self.counts, {"bytes_in": self.bytes_in, "bytes_out": self.bytes_out}
+        rejected, languages = dict(sorted(counts.rejected.items())), dict(counts.languages.most_common())
+        plain = {"files": self.files, "documents": counts.documents, "kept": counts.kept, **sizes}
+        return {**plain, "rejected": rejected, "languages": languages, "rules": counts.ledger.as_json()}
 
 
 @dataclass(frozen=True)
@@ -72,15 +70,19 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
         raise UsageError(f"{out} is both input and output", "what is there would be replaced", "choose another --out")
     items, refused = find_items(paths, out)
     if dry or out is None:
-        return Outcome(_try(items, refused, rules, workers), [], time.monotonic() - started)
+        totals = _try(items, refused, rules, workers)
+        _warn_of_unread(totals)
+        return Outcome(totals.as_json(), [], time.monotonic() - started)
     lock = _prepare(out, items)
     try:
         known = _finished(out, items, refused, rules)
         if known is not None:
             return Outcome(known["totals"], list(known["shards"]), time.monotonic() - started, found=True)
-        _say_what_is_reused(out, items, rules)
-        totals = _clean(out, items, refused, rules, workers)
-        shards = _write(out, items, refused, rules, totals)
+        batches = worker.batches_of(items, str(out / PARTS), rules)
+        _say_what_is_reused(out, batches)
+        totals = _clean(batches, refused, workers)
+        shards = _write(out, batches, refused, rules, totals)
+        _warn_of_unread(totals)
     except OSError as error:
         raise _cannot_write(out, error) from error
     finally:
@@ -128,7 +130,7 @@ def _cannot_write(out: Path, error: OSError) -> CannotWrite:
 def _identity(items: list[Item], refused: list[Rejected], rules: Rules) -> dict[str, Any]:
     return {
         "rules": rules.fingerprint(),
-        "items": [[item.path, item.start, item.end, list(item.mark)] for item in items],
+        "items": [item.identity() for item in items],
         "refused": [[one.place, one.reason] for one in refused],
     }
 
@@ -156,12 +158,12 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def _say_what_is_reused(out: Path, items: list[Item], rules: Rules) -> None:
-    names = {item.name for item in items}
+def _say_what_is_reused(out: Path, batches: list[Batch]) -> None:
+    names = {batch.name for batch in batches}
     done = list((out / PARTS).glob("*.done"))
-    usable = sum(worker.is_done(out / PARTS, item, rules.fingerprint()) for item in items)
+    usable = sum(worker.is_done(out / PARTS, batch) for batch in batches)
     if usable:
-        report.note(f"{usable:,} of {len(items):,} parts are there from an earlier run")
+        report.note(f"{usable:,} of {len(batches):,} parts are there from an earlier run")
     if stale := len(done) - usable:
         report.note(f"{stale:,} parts of an earlier run are not used: the rules or their files changed")
     for path in done:
@@ -169,46 +171,54 @@ def _say_what_is_reused(out: Path, items: list[Item], rules: Rules) -> None:
             worker.remove(out / PARTS, path.stem)
 
 
+def _warn_of_unread(totals: Totals) -> None:
+    """Files that could not be read, or not to their end, are named: a short corpus should surprise nobody."""
+    counts = totals.counts
+    if unread := {reason: counts.rejected[reason] for reason in UNREAD if counts.rejected[reason]}:
+        words = ", ".join(f"{reason} {count:,}" for reason, count in unread.items())
+        place, why = counts.first[next(iter(unread))]
+        report.warn(
+            f"not read, or not to the end: {words}; the first one is {place}: {why}", count=sum(unread.values())
+        )
+
+
 # ---------------------------------------------------------------- items to parts
 
 
-def _clean(out: Path, items: list[Item], refused: list[Rejected], rules: Rules, workers: int) -> Totals:
-    totals = _begin(items, refused)
-    total = sum(item.size for item in items)
-    folder = str(out / PARTS)
-    work = [worker.Work(folder, item, rules) for item in items]
-    with report.phase("clean", total=total, unit="B") as p:
-        for summary in _each(work, workers, p):
-            _add(totals, summary)
+def _clean(batches: list[Batch], refused: list[Rejected], workers: int) -> Totals:
+    totals = _begin([item for batch in batches for item in batch.items], refused)
+    with report.phase("clean", total=totals.bytes_in, unit="B") as p:
+        for summary in _each(batches, workers, p):
+            totals.counts.add(summary)
     return totals
 
 
 def _begin(items: list[Item], refused: list[Rejected]) -> Totals:
     totals = Totals(files=len({item.path for item in items}), bytes_in=sum(item.size for item in items))
-    totals.rejected.update(one.reason for one in refused)
+    for one in refused:
+        totals.counts.reject(one)
     return totals
 
 
-def _each(work: list[worker.Work], workers: int, p: report.Phase) -> Iterator[dict[str, Any]]:
+def _each(batches: list[Batch], workers: int, p: report.Phase) -> Iterator[dict[str, Any]]:
     """The summary of each part, in order; the phase hears of every block that any worker has read."""
-    workers = min(workers, len(work)) or 1
+    workers = min(workers, len(batches)) or 1
     if workers <= 1:
         counter: Any = _Here(p)
     else:
         counter = multiprocessing.get_context("spawn").RawValue("q", 0)  # no lock: a lost count is only late news
-    waiting = {"item": work[0].item.path if work else ""}
+    waiting = {"item": batches[0].path if batches else ""}
 
     def meanwhile() -> None:
         if workers > 1:
             p.set(counter.value, waiting["item"])
 
-    def name(one: worker.Work) -> str:
-        return one.item.path
-
     try:
-        results = pool.each(worker.make, work, workers, name, worker.begin, (counter,), tick=meanwhile)
+        results = pool.each(
+            worker.make, batches, workers, lambda one: one.path, worker.begin, (counter,), tick=meanwhile
+        )
         for number, (_, summary) in enumerate(results, 1):
-            waiting["item"] = work[min(number, len(work) - 1)].item.path
+            waiting["item"] = batches[min(number, len(batches) - 1)].path
             meanwhile()
             yield summary
     except ChildLost as error:
@@ -225,31 +235,21 @@ class _Here:
         self.phase.tick(count, item)
 
 
-def _add(totals: Totals, summary: dict[str, Any]) -> None:
-    totals.documents += summary["documents"]
-    totals.rejected.update(summary["rejected"])
-    totals.languages.update(summary["languages"])
-    totals.ledger.merge(summary["ledger"])
-
-
-def _try(items: list[Item], refused: list[Rejected], rules: Rules, workers: int) -> dict[str, Any]:
+def _try(items: list[Item], refused: list[Rejected], rules: Rules, workers: int) -> Totals:
     """The same without a trace on the disk."""
     totals = _begin(items, refused)
-    work = [worker.Work("", item, rules) for item in items]
     records: list[bytes] = []
-    kept = 0
     with report.phase("try", total=totals.bytes_in, unit="B") as p:
-        for summary in _each(work, workers, p):
-            _add(totals, summary)
-            kept += summary["kept"]
+        for summary in _each(worker.batches_of(items, "", rules), workers, p):
+            totals.counts.add(summary)
             totals.bytes_out += summary["bytes_out"]
             records.append(summary["prints"])
-    totals.documents += len(refused)
+    totals.counts.documents += len(refused)
     twins = _twins(np.frombuffer(b"".join(records), dtype=dedup.RECORD), rules)
     for twin in twins.values():
-        totals.rejected["duplicate" if twin.likeness == 1.0 else "near_duplicate"] += 1
-    totals.kept = kept - len(twins)
-    return totals.as_json()
+        totals.counts.rejected["duplicate" if twin.likeness == 1.0 else "near_duplicate"] += 1
+    totals.counts.kept -= len(twins)
+    return totals
 
 
 # ---------------------------------------------------------------- parts to shards
@@ -262,14 +262,14 @@ def _twins(records: Any, rules: Rules) -> dict[int, dedup.Twin]:
         return dedup.find(records, rules.near, p.tick)
 
 
-def _write(out: Path, items: list[Item], refused: list[Rejected], rules: Rules, totals: Totals) -> list[str]:
+def _write(out: Path, batches: list[Batch], refused: list[Rejected], rules: Rules, totals: Totals) -> list[str]:
     """Shards, log and manifest, from the parts alone; the parts go last."""
     folder = out / PARTS
     (out / LOG / MANIFEST).unlink(missing_ok=True)  # from here on the old output is not the last word
     prints = folder / "all.prints"
     with open(prints, "wb") as file:
-        for item in items:
-            file.write((folder / f"{item.name}.prints").read_bytes())
+        for batch in batches:
+            file.write((folder / f"{batch.name}.prints").read_bytes())
     size = prints.stat().st_size
     records = np.memmap(prints, dtype=dedup.RECORD, mode="r") if size else np.zeros(0, dtype=dedup.RECORD)
     twins = _twins(records, rules)
@@ -277,17 +277,17 @@ def _write(out: Path, items: list[Item], refused: list[Rejected], rules: Rules, 
     shards = _Shards(out, int(rules.shard_mb * 1e6))
     places: dict[int, str] = {}
     wanted = {twin.first for twin in twins.values()}
-    total = sum((folder / f"{item.name}.part").stat().st_size for item in items)
+    total = sum((folder / f"{batch.name}.part").stat().st_size for batch in batches)
     rejected_path = out / LOG / f".{REJECTED}.tmp"
     number = 0
     with report.phase("write", total=total, unit="B") as p, open(rejected_path, "w", encoding="utf-8") as log:
         for one in refused:
             _log(log, asdict(one))
-        for item in items:
-            p.tick(0, item.path)
-            with open(folder / f"{item.name}.rejected", encoding="utf-8") as file:
+        for batch in batches:
+            p.tick(0, batch.path)
+            with open(folder / f"{batch.name}.rejected", encoding="utf-8") as file:
                 shutil.copyfileobj(file, log)
-            with open(folder / f"{item.name}.part", "rb") as lines:
+            with open(folder / f"{batch.name}.part", "rb") as lines:
                 for line in lines:
                     if number in wanted:
                         places[number] = _source(line)
@@ -300,9 +300,10 @@ def _write(out: Path, items: list[Item], refused: list[Rejected], rules: Rules, 
         log.flush()
         os.fsync(log.fileno())
     names = shards.close()
-    totals.documents += len(refused)
-    totals.kept, totals.bytes_out = shards.documents, shards.bytes
+    totals.counts.documents += len(refused)
+    totals.counts.kept, totals.bytes_out = shards.documents, shards.bytes
     rejected_path.replace(out / LOG / REJECTED)
+    items = [item for batch in batches for item in batch.items]
     _finish(out, items, refused, rules, totals, names)
     return names
 
@@ -317,7 +318,7 @@ def _log(log: IO[str], record: dict[str, Any]) -> None:
 
 def _log_twin(log: IO[str], line: bytes, twin: dedup.Twin, first: str, totals: Totals) -> None:
     reason = "duplicate" if twin.likeness == 1.0 else "near_duplicate"
-    totals.rejected[reason] += 1
+    totals.counts.rejected[reason] += 1
     found = json.loads(line)
     why = f"the same as {first}" if twin.likeness == 1.0 else f"{twin.likeness:.0%} like {first}"
     _log(log, asdict(Rejected(found["source"], reason, why, {"likeness": twin.likeness}, found["text"][:160])))
@@ -380,9 +381,11 @@ def _finish(
     sizes = {name: _size(out / name) for name in made}
     manifest = {**_identity(items, refused, rules), "settings": asdict(rules), "shards": names, "sizes": sizes, "sha256": hashes, "totals": totals.as_json()}  # fmt: skip
     write_json(out / LOG / MANIFEST, manifest)
-    for path in (out / PARTS).iterdir():
-        if path.name != "lock":
-            path.unlink()
+    with report.phase("remove the parts", unit="files") as p:
+        for path in (out / PARTS).iterdir():
+            if path.name != "lock":
+                path.unlink()
+                p.tick(1, path.name)
 
 
 def refuse_nothing(outcome: Outcome, out: Path | None) -> None:

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-VERSION = 2  # raise it with any change that gives other output: old parts are then not used again
+VERSION = 3  # raise it with any change that gives other output: old parts are then not used again
 SNIPPET_CHARS = 160
 EXAMPLES = 3
 
@@ -31,6 +31,7 @@ class Rules:
     separator: str = ""
     max_document_mb: float = 64.0
     shard_mb: float = 256.0
+    bad_files: str = "set_aside"  # a file that cannot be read or is cut short: left out and counted, or "refuse"
 
     def fingerprint(self) -> str:
         """Changes with every rule and with the version of the code."""
@@ -60,6 +61,23 @@ class Rejected:
     why: str
     scores: dict[str, float] = field(default_factory=dict)
     head: str = ""
+
+
+class BadMarkup(ValueError):
+    """Markup that cannot be read: where, and why."""
+
+    def __init__(self, reason: str, why: str, line: int = 0, column: int = 0) -> None:
+        super().__init__(why)
+        self.reason, self.why, self.line, self.column = reason, why, line, column
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One document of a file; `part` is its place within it."""
+
+    text: str
+    part: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

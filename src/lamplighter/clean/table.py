@@ -33,6 +33,8 @@ MEANINGS = {
     "mets": "METS: a list of files",
     "unknown_xml": "XML of an unknown kind",
     "unreadable": "cannot be read",
+    "unknown_kind": "neither text nor a table of texts",
+    "bad_row": "rows that cannot be read",
     "cut_short": "packed file, torn or damaged",
     "changed": "changed while it was read",
     "error": "an error in cleaning it",

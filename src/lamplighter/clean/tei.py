@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from xml.parsers import expat
 
-from lamplighter.clean.types import Piece
+from lamplighter.clean.rules import Piece
 
 SKIPPED = {"teiheader", "interp", "interpgrp", "xptr", "join", "fw", "figdesc", "corr", "reg", "expan", "index", "anchor", "facsimile", "standoff"}  # fmt: skip
 BLOCKS = {"p", "head", "lg", "sp", "list", "table", "quote", "opener", "closer", "trailer", "byline", "epigraph", "front", "body", "back", "titlepage", "floatingtext", "argument", "salute", "signed", "dateline", "ab", "figure", "text"}  # fmt: skip

@@ -1,6 +1,6 @@
-"""One item to its part: the clean documents, their records for the duplicate search, the rejected, and a marker at the end.
+"""Some items to one part: the clean documents, their records for the duplicate search, the rejected, and a marker at the end.
 
-In:  an item and the rules, in a worker process.
+In:  a batch of items and the rules, in a worker process.
 Out: four files with one name, of which the marker is written last; a small summary for the main process.
 """
 
@@ -11,7 +11,9 @@ import json
 import os
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,23 +21,91 @@ from pydantic_core import to_json
 
 from lamplighter.clean.dedup import record_of
 from lamplighter.clean.document import Clean, clean_document
-from lamplighter.clean.inputs import Item, mark_of
-from lamplighter.clean.raw_documents import documents
+from lamplighter.clean.documents import Item, documents
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules, snippet
 from lamplighter.errors import LampError
+from lamplighter.readers.local import Mark, mark_of
 from lamplighter.rundir import read_record, write_json
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
 _counter: Any = None
+PARTS = 512  # about so many of them, whatever the number of files
+LEAST_BYTES, MOST_BYTES = 8 << 20, 256 << 20  # of one part
+
+
+@dataclass
+class Counts:
+    """What came of some items."""
+
+    documents: int = 0
+    kept: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    first: dict[str, list[str]] = field(default_factory=dict)
+    """Of each reason, the first place and why."""
+    languages: Counter[str] = field(default_factory=Counter)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def reject(self, one: Rejected) -> None:
+        self.rejected[one.reason] += 1
+        self.first.setdefault(one.reason, [one.place, one.why])
+
+    def add(self, other: dict[str, Any]) -> None:
+        self.documents += other["documents"]
+        self.kept += other["kept"]
+        self.rejected.update(other["rejected"])
+        self.first = {**other["first"], **self.first}
+        self.languages.update(other["languages"])
+        self.ledger.merge(other["ledger"])
+
+    def as_json(self) -> dict[str, Any]:
+        plain = {"documents": self.documents, "kept": self.kept, "first": self.first}
+        return {
+            **plain,
+            "rejected": dict(self.rejected),
+            "languages": dict(self.languages),
+            "ledger": self.ledger.as_json(),
+        }
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a worker is given; without a folder nothing is written."""
+class Batch:
+    """What a worker is given: neighbouring items that make one part; without a folder nothing is written."""
 
     folder: str
-    item: Item
+    items: tuple[Item, ...]
     rules: Rules
+
+    @cached_property
+    def name(self) -> str:
+        """Of its part: the same items give the same name in every run."""
+        places = "\0".join(f"{item.path}\0{item.start}\0{item.end}" for item in self.items)
+        return sha256(places.encode()).hexdigest()[:20]
+
+    @property
+    def size(self) -> int:
+        return sum(item.size for item in self.items)
+
+    @property
+    def path(self) -> str:
+        return self.items[0].path
+
+    def identity(self) -> list[Any]:
+        return [item.identity() for item in self.items]
+
+
+def batches_of(items: list[Item], folder: str, rules: Rules) -> list[Batch]:
+    """Neighbours together, so that there are some hundreds of parts however many files there are."""
+    most_bytes = min(max(LEAST_BYTES, sum(item.size for item in items) // PARTS), MOST_BYTES)
+    most_items = -(-len(items) // PARTS)
+    batches: list[list[Item]] = []
+    size = 0
+    for item in items:
+        if not batches or len(batches[-1]) >= most_items or size + item.size > most_bytes:
+            batches.append([])
+            size = 0
+        batches[-1].append(item)
+        size += item.size
+    return [Batch(folder, tuple(batch), rules) for batch in batches]
 
 
 def begin(counter: Any) -> None:
@@ -51,9 +121,9 @@ def _tick(count: int, item: str) -> None:
         _counter.value += count
 
 
-def is_done(folder: Path, item: Item, rules: str) -> bool:
-    marker = read_record(folder / f"{item.name}.done")
-    return marker.get("rules") == rules and marker.get("mark") == list(item.mark) and marker.get("path") == item.path
+def is_done(folder: Path, batch: Batch) -> bool:
+    marker = read_record(folder / f"{batch.name}.done")
+    return marker.get("rules") == batch.rules.fingerprint() and marker.get("items") == batch.identity()
 
 
 def remove(folder: Path, name: str) -> None:
@@ -61,64 +131,74 @@ def remove(folder: Path, name: str) -> None:
         (folder / f"{name}.{ending}").unlink(missing_ok=True)
 
 
-def make(work: Work) -> dict[str, Any]:
+def make(batch: Batch) -> dict[str, Any]:
     """Make the part, unless it is there."""
-    item, rules = work.item, work.rules
-    if not work.folder:
+    if not batch.folder:
         kept, records = io.BytesIO(), io.BytesIO()
-        summary = _work(item, rules, kept, records, io.StringIO())
+        summary = _work(batch, kept, records, io.StringIO())
         return {**summary, "bytes_out": kept.tell(), "prints": records.getvalue()}
-    folder = Path(work.folder)
-    if is_done(folder, item, rules.fingerprint()):
-        _tick(item.size, item.path)
-        return dict(read_record(folder / f"{item.name}.done")["summary"])
-    remove(folder, item.name)
-    paths = [folder / f"{item.name}.{ending}" for ending in ("part", "prints", "rejected")]
+    folder = Path(batch.folder)
+    if is_done(folder, batch):
+        _tick(batch.size, batch.path)
+        return dict(read_record(folder / f"{batch.name}.done")["summary"])
+    remove(folder, batch.name)
+    paths = [folder / f"{batch.name}.{ending}" for ending in ("part", "prints", "rejected")]
     temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
     with open(temporary[0], "wb") as text, open(temporary[1], "wb") as prints, open(temporary[2], "w", encoding="utf-8") as log:  # fmt: skip
-        summary = _work(item, rules, text, prints, log)
+        summary = _work(batch, text, prints, log)
         for file in (text, prints, log):
             file.flush()
             os.fsync(file.fileno())
     for one, path in zip(temporary, paths, strict=True):
         one.replace(path)
-    marker = {"rules": rules.fingerprint(), "path": item.path, "mark": list(item.mark), "summary": summary}
-    write_json(folder / f"{item.name}.done", marker)
+    marker = {"rules": batch.rules.fingerprint(), "items": batch.identity(), "summary": summary}
+    write_json(folder / f"{batch.name}.done", marker)
     return summary
 
 
-def _work(item: Item, rules: Rules, text: IO[bytes], prints: IO[bytes], log: IO[str]) -> dict[str, Any]:
-    """Every document of the item; a file that changed meanwhile is left out as a whole."""
-    ledger, rejected, languages = Ledger(), Counter[str](), Counter[str]()
-    kept = found = 0
+def _work(batch: Batch, text: IO[bytes], prints: IO[bytes], log: IO[str]) -> dict[str, Any]:
+    """Every document of the items, in order."""
+    counts = Counts()
+    for item in batch.items:
+        _add_item(item, batch.rules, counts, (text, prints, log))
+    return counts.as_json()
+
+
+def _add_item(item: Item, rules: Rules, counts: Counts, files: tuple[IO[bytes], IO[bytes], IO[str]]) -> None:
+    """The documents of one item; a file that changed meanwhile is left out as a whole."""
+    text, prints, log = files
+    streams: list[IO[Any]] = [*files]
+    before = [file.tell() for file in streams]
+    own = Counts()
     for raw in documents(item, rules, lambda count: _tick(count, item.path)):
-        result = raw if isinstance(raw, Rejected) else _guarded(raw, rules, ledger)
-        found += not (isinstance(raw, Rejected) and raw.reason == "bad_line")
+        result = raw if isinstance(raw, Rejected) else _guarded(raw, rules, own.ledger)
+        own.documents += not (isinstance(raw, Rejected) and raw.reason == "bad_line")
         if isinstance(result, Rejected):
-            rejected[result.reason] += 1
+            own.reject(result)
             log.write(_JSON.encode(asdict(result)) + "\n")
             continue
-        kept += 1
+        own.kept += 1
         if result.language:
-            languages[result.language] += 1
+            own.languages[result.language] += 1
         text.write(_line(result))
         if not rules.keep_duplicates:
             prints.write(record_of(result.words, bool(rules.near)))
-    if _mark_now(item) != item.mark:
-        for file in (text, prints, log):
-            file.seek(0)
+    if _mark_now(item) != item.file.mark:
+        for file, place in zip(streams, before, strict=True):
+            file.seek(place)
             file.truncate()
-        why = "it changed while it was read: run it again when nobody writes to it"
-        log.write(json.dumps(asdict(Rejected(item.path, "changed", why))) + "\n")
-        return {"documents": 1, "kept": 0, "rejected": {"changed": 1}, "languages": {}, "ledger": Ledger().as_json()}
-    return {"documents": found, "kept": kept, "rejected": dict(rejected), "languages": dict(languages), "ledger": ledger.as_json()}  # fmt: skip
+        own = Counts(documents=1)
+        changed = Rejected(item.path, "changed", "it changed while it was read: run it again when nobody writes to it")
+        own.reject(changed)
+        log.write(_JSON.encode(asdict(changed)) + "\n")
+    counts.add(own.as_json())
 
 
-def _mark_now(item: Item) -> tuple[int, ...]:
+def _mark_now(item: Item) -> Mark | None:
     try:
-        return mark_of(item.path)
-    except OSError:
-        return ()
+        return mark_of(item.file.path.stat())
+    except OSError:  # gone meanwhile: then it has changed
+        return None
 
 
 def _guarded(raw: Raw, rules: Rules, ledger: Ledger) -> Clean | Rejected:

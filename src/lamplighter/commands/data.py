@@ -76,7 +76,7 @@ def stats_child(folder: RunDir, request: dict[str, Any]) -> int:
     with report.phase("import"):
         from lamplighter.config import load_dump
         from lamplighter.data import stats, tokenizer_training
-        from lamplighter.data.chat.row_source import RowSource
+        from lamplighter.data.chat.rows import RowSource
         from lamplighter.data.stats import chat_stats, overlap
     run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
     wanted = stats.Request(
@@ -142,6 +142,7 @@ def _clean_flags(
     separator: str = "",
     max_document_mb: float = 64.0,
     shard_mb: float = 256.0,
+    bad_files: Literal["set_aside", "refuse"] = "set_aside",
     json: bool = False,
 ) -> None:
     """How to clean."""

@@ -8,6 +8,8 @@ Out: a table, JSON, or the settings with the advice applied; 0 where no fault wa
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import report
 from lamplighter.commands.arguments import many, parse
 from lamplighter.errors import CRASHED, DONE, FAULTS_FOUND, STOPPED_EARLY, BadConfig, InputMissing, UsageError
+from lamplighter.procs import prctl, procfs
 from lamplighter.rundir import RunDir
 
 if TYPE_CHECKING:
-    from lamplighter.doctor.findings import Chart
+    from lamplighter.doctor.findings import Report
 
 
 def _doctor_flags(
@@ -35,7 +38,7 @@ def _doctor_flags(
 
 
 def doctor(words: list[str]) -> int:
-    """The rounds. Settings that cannot be read are a finding; a word that is no flag is an error, as everywhere."""
+    """Every probe. Settings that cannot be read are a finding; a word that is no flag is an error, as everywhere."""
     from lamplighter.commands.session import session
     from lamplighter.config import Resolved, dump, parse_overrides, resolve
 
@@ -69,23 +72,22 @@ def doctor(words: list[str]) -> int:
 
 
 def doctor_child(folder: RunDir, request: dict[str, Any]) -> int:
-    """Every chosen probe; a failure of one never ends the rounds."""
+    """Every chosen probe; a failure of one never ends the others."""
     began = time.monotonic()
     with report.phase("import"):
-        from lamplighter.doctor import findings, runner
-        from lamplighter.doctor import stages as rounds
-    stages = rounds.choose(request["only"], readable=not request["unread"])
-    case = runner.Case(folder.config, request["preset"], Path(request["runs_dir"]), folder.path / "scratch")
-    runner.adopt_orphans()
+        from lamplighter.doctor import findings, probe, runner
+    probes = probe.choose(request["only"], readable=not request["unread"])
+    config = runner.ProbeConfig(folder.config, request["preset"], Path(request["runs_dir"]), folder.path / "scratch")
+    prctl.adopt_orphans()
     report.when_asked(_stop, None)
-    visits = [_unread(request["unread"])] if request["unread"] else []
-    with report.phase("doctor", total=len(stages), unit="probes") as phase:
-        for number, stage in enumerate(stages):
-            seen = runner.visit(stage, case, lambda text, n=number, name=stage.name: phase.set(n, f"{name}: {text}"))  # type: ignore[misc]
+    results = [_unread(request["unread"])] if request["unread"] else []
+    with report.phase("doctor", total=len(probes), unit="probes") as phase:
+        for number, one in enumerate(probes):
+            seen = runner.run(one, config, lambda text, n=number, name=one.name: phase.set(n, f"{name}: {text}"))  # type: ignore[misc]
             phase.set(number + 1)
-            report.note(f"{findings.worst(seen):<5}  {stage.name}  ({seen.seconds:.1f} s)")
-            visits.append(seen)
-    whole = findings.Chart(tuple(visits), time.monotonic() - began)
+            report.note(f"{findings.worst(seen):<5}  {one.name}  ({seen.seconds:.1f} s)")
+            results.append(seen)
+    whole = findings.Report(tuple(results), time.monotonic() - began)
     if request["print_config"]:
         _print_config(folder, whole, request)
     else:
@@ -95,25 +97,23 @@ def doctor_child(folder: RunDir, request: dict[str, Any]) -> int:
 
 def _unread(error: dict[str, str]) -> Any:
     """The settings could not be read: that is a finding, and nothing of a run is looked at in its stead."""
-    from lamplighter.doctor.probe import Finding, Stage
-    from lamplighter.doctor.runner import Visit
+    from lamplighter.doctor.probe import Finding, Probe
+    from lamplighter.doctor.runner import ProbeResult
 
     fault = Finding("fault", error["what"], error["why"], error["next"], "bad_config")
     rest = Finding("warn", "the probes of the run were not made: its settings cannot be read", "", "mend that first")
-    return Visit(Stage("settings / readable", "", 0.0), (fault, rest), 0.0)
+    return ProbeResult(Probe("settings / readable", "", 0.0), (fault, rest), 0.0)
 
 
 def _stop() -> None:
     """Asked to stop: the probe that is going on, and what it started, end before us."""
-    import psutil
-
-    for one in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            one.kill()
+    for pid in procfs.tree(os.getpid())[1:]:
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, signal.SIGKILL)
     report.leave(STOPPED_EARLY)
 
 
-def _print_config(folder: RunDir, whole: Chart, request: dict[str, Any]) -> None:
+def _print_config(folder: RunDir, whole: Report, request: dict[str, Any]) -> None:
     """The settings with each advice that can be followed, said where it came from."""
     from lamplighter.config import Resolved, dump, load_dump, with_change
     from lamplighter.doctor.findings import advice

@@ -127,9 +127,9 @@ def _prompts(tty: bool) -> Iterator[str]:
     while True:
         if tty:
             report.result("\n> ")
-        report.flag("waiting for a person", True)
+        report.flag("prompting", True)
         line = sys.stdin.readline()
-        report.flag("waiting for a person", False)
+        report.flag("prompting", False)
         if not line:
             return
         yield line.rstrip("\n")
@@ -234,11 +234,11 @@ def _stream_one(
             made.append(token)
             yield token
 
-    report.flag("writing the result", True)
+    report.flag("printing", True)
     with report.phase("generate", total=max_tokens, unit="tokens") as phase:
         for piece in tokenizer.decode_stream(ids()):
             report.result(piece)
-    report.flag("writing the result", False)
+    report.flag("printing", False)
     report.result("\n")
     return made
 

@@ -114,7 +114,8 @@ stats    documents, true tokens, lengths, padding of each strategy, duplicates, 
   --near-documents N    look for near duplicates among at most so many documents (default 50000; 0: do not)
   --out DIR             where stats.json, stats.txt and lengths.svg go (default: RUNS-DIR/.stats/NAME)
 clean    raw files to clean documents (JSONL), with every rejected one in a log (docs/cleaning.md has every rule)
-           files, folders, patterns: .txt .md .jsonl .json .xml (TEI, ALTO) .html, also .gz .zst; any encoding
+           files, folders, patterns: .txt .md .jsonl .json .xml (TEI, ALTO) .html, also .gz .zst; any encoding;
+           .csv .tsv .parquet where they are named outright (column --text-key)
            takes off Project Gutenberg's headers, licences, credits and notes; joins wrapped lines; never rewrites a word
            --dry-run           write nothing; show what would change, before and after
            --out DIR           clean-00000.jsonl ... for lamp train --data.paths DIR, and log/
@@ -126,6 +127,7 @@ clean    raw files to clean documents (JSONL), with every rejected one in a log 
            --keep-duplicates   --keep-lines (do not join)   --split auto|div|file (TEI)
            --text-key text     --separator TEXT (documents within a text file)
            --max-document-mb 64   --shard-mb 256
+           --bad-files refuse  end with 65 at a file that cannot be read or is cut short (default: left out, counted, named)
 prepare  the tokenizer and the token cache that `lamp train` with the same settings would make
 """,
     "tokenizer": """\

@@ -9,7 +9,9 @@ Out: the arithmetic on stdout (or JSON); 0 for go, 77 for no-go. On paper it hap
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+import math
+import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +19,21 @@ from lamplighter import report
 from lamplighter.commands import write
 from lamplighter.commands.arguments import parse
 from lamplighter.errors import RefusedByPlan, UsageError
+from lamplighter.procs import procfs
 from lamplighter.rundir import CACHE_NAME, RunDir, cannot_write, free_bytes, human_bytes, write_atomic
 
 if TYPE_CHECKING:
+    import torch
+
     from lamplighter.config import Run
-    from lamplighter.data.batch_source import Feed
+    from lamplighter.data.batch_source import DataFacts
+    from lamplighter.gpus import Device
     from lamplighter.model.build import Built
     from lamplighter.plan.estimate import Plan
-    from lamplighter.plan.job import Job
-    from lamplighter.plan.request import Known
-    from lamplighter.train.gpus import Device
+    from lamplighter.plan.job import Job, Known
+    from lamplighter.procs.child import Say
     from lamplighter.train.hardware import Machine
+    from lamplighter.train.optimizers import Optimizer
 
 QUICK_S = 0.1  # to measure how fast numbers move: every start pays it
 LONG_H = 0.25  # from here on many epochs are worth a warning at the start of a run
@@ -52,12 +58,13 @@ def _plan_flags(
 def plan(words: list[str]) -> int:
     """On paper here; with text to count or steps to try, in a child."""
     from lamplighter.config import dump, parse_overrides, resolve
-    from lamplighter.plan import request as paper
+    from lamplighter.plan import render
+    from lamplighter.plan.job import is_own
 
     rest, overrides = parse_overrides(words)
     flags = parse("plan", _plan_flags, rest)
     resolved = resolve(flags["preset"], flags["run_yaml"], overrides)
-    wish = paper.Wish(
+    wanted = render.PlanRequest(
         on=flags["on"],
         mfu=flags["mfu"],
         what_if=flags["what_if"],
@@ -65,16 +72,16 @@ def plan(words: list[str]) -> int:
         runs_dir=str(flags["runs_dir"]),
     )
     tries = flags["measure"] or flags["fit"]
-    if tries and wish.on:
+    if tries and wanted.on:
         why = "a few real steps can only be made on this machine"
         raise UsageError("--measure and --fit do not go with --on", why, "leave one of them out")
     data = resolved.run.data
-    if tries or data.paths or data.source or paper.is_own(resolved.run):
+    if tries or data.paths or data.source or is_own(resolved.run):
         from lamplighter.commands.session import session
 
-        request = {"wish": asdict(wish), "measure": flags["measure"], "fit": flags["fit"]}
+        request = {"wanted": asdict(wanted), "measure": flags["measure"], "fit": flags["fit"]}
         return session("plan", request, config=dump(resolved))
-    text, code = paper.page(resolved.run, wish)
+    text, code = render.page(resolved.run, wanted)
     write(1, text)
     return code
 
@@ -86,15 +93,16 @@ def plan_child(folder: RunDir, request: dict[str, Any]) -> int:
     """Count or estimate the text, try a few steps where that is wished for, then the same arithmetic as on paper."""
     with report.phase("import"):
         from lamplighter.config import load_dump
-        from lamplighter.plan import request as paper
-    run, wish = load_dump(folder.config), paper.Wish(**request["wish"])
-    known = paper.Known()
+        from lamplighter.plan import render
+        from lamplighter.plan.job import Known
+    run, wanted = load_dump(folder.config), render.PlanRequest(**request["wanted"])
+    known = Known()
     if (run.data.paths or run.data.source) and not run.data.stream:
-        known = _look_at_text(run, Path(wish.runs_dir) / CACHE_NAME, folder.path)
+        known = _look_at_text(run, Path(wanted.runs_dir) / CACHE_NAME, folder.path)
     if request["measure"] or request["fit"]:
         known = _try_steps(run, known, request["fit"])
     with report.phase("plan"):
-        text, code = paper.page(run, wish, known)
+        text, code = render.page(run, wanted, known)
     report.result(text)
     return code
 
@@ -102,8 +110,7 @@ def plan_child(folder: RunDir, request: dict[str, Any]) -> int:
 def _look_at_text(run: Run, cache: Path, scratch: Path) -> Known:
     from lamplighter.data import token_estimate
     from lamplighter.data.setup import open_source
-    from lamplighter.plan.job import Text
-    from lamplighter.plan.request import Known
+    from lamplighter.plan.job import Known, Text
 
     source = open_source(run, cache if cache.is_dir() else scratch / CACHE_NAME)
     found = token_estimate.look(run, source, cache)
@@ -127,8 +134,8 @@ def _try_steps(run: Run, known: Known, fit: bool) -> Known:
 
 def _device_of(told: dict[str, Any]) -> Device | None:
     """The GPU on which the steps were tried; None for the processor, which is measured anyway."""
+    from lamplighter.gpus import Device
     from lamplighter.plan.devices import host_room
-    from lamplighter.train.gpus import Device
 
     if told.get("on_cpu", True):
         return None
@@ -143,7 +150,7 @@ def plan_run(
     run: Run,
     folder: RunDir,
     where: Machine,
-    feed: Feed,
+    data: DataFacts,
     *,
     vocab_size: int,
     steps: int,
@@ -155,17 +162,16 @@ def plan_run(
 
     `built` is a model of one's own, whose size only its code knows.
     """
-    from lamplighter.plan import render as told
-    from lamplighter.plan.alternatives import completed
-    from lamplighter.plan.estimate import make, sure_reasons
+    from lamplighter.plan import render
+    from lamplighter.plan.estimate import completed, make, sure_reasons
     from lamplighter.train import guard
 
-    job = _job(run, where, feed, vocab_size=vocab_size, steps=steps, built=built)
+    job = _job(run, where, data, vocab_size=vocab_size, steps=steps, built=built)
     made = make(job, _device(where), free_bytes(folder.path))
     sure = [reason for reason in sure_reasons(made) if not (resumes and reason.startswith(("time", "money")))]
     refused = completed(replace(made, reasons=tuple(sure)))
     _keep(folder, completed(made))
-    for line in told.short(made):
+    for line in render.short(made):
         report.note(line)
     report.number(planned_step_s=made.step_s)
     force = bool(request.get("force"))
@@ -178,20 +184,20 @@ def plan_run(
         )
     for reason in dict.fromkeys([*sure, *(r for r in made.reasons if r.startswith(("memory", "money", "time")))]):
         report.warn(f"the plan says no: {reason}" + (" (going on: --force)" if sure else ""))
-    _warn(run, made, feed)
+    _warn(run, made, data)
     guard.refuse_long_runs(run, request.get("preset"), made.hours * 3600, steps, force)
     _check_disk(run, folder, made)
     return made.hours * 3600
 
 
-def _job(run: Run, where: Machine, feed: Feed, *, vocab_size: int, steps: int, built: Built | None) -> Job:
+def _job(run: Run, where: Machine, data: DataFacts, *, vocab_size: int, steps: int, built: Built | None) -> Job:
     from lamplighter.plan.job import Text, job_of, shape_of
 
-    tokens = round(feed.samples * feed.positions_per_step / run.train.batch_size * (1 - feed.padding))
+    tokens = round(data.samples * data.positions_per_step / run.train.batch_size * (1 - data.padding))
     text = None
-    if feed.samples:
-        text = Text(tokens, "counted", True, feed.held.targets, feed.padding, feed.samples, feed.noun)
-    rows = feed.positions_per_step / run.train.batch_size
+    if data.samples:
+        text = Text(tokens, "counted", True, data.held_out.targets, data.padding, data.samples, data.noun)
+    rows = data.positions_per_step / run.train.batch_size
     return job_of(
         run,
         shape_of(run, vocab_size),
@@ -200,7 +206,7 @@ def _job(run: Run, where: Machine, feed: Feed, *, vocab_size: int, steps: int, b
         text,
         own_params=built.parameters if built is not None else None,
         tokenizer_vocab=vocab_size,
-        segments=bool(feed.fingerprint) and not feed.whole_batches and run.data.packing != "windows",
+        segments=bool(data.fingerprint) and not data.whole_batches and run.data.packing != "windows",
         row_tokens=None if round(rows) == run.data.seq_len else rows,
     )
 
@@ -209,8 +215,8 @@ def _device(where: Machine) -> Device:
     """The machine as it is: torch's own numbers of a GPU, measured rates of a processor."""
     import torch
 
+    from lamplighter.gpus import Device, Rates
     from lamplighter.plan import devices
-    from lamplighter.train.gpus import Device, Rates
 
     if where.device.type == "cuda":
         free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(where.device))
@@ -222,28 +228,24 @@ def _device(where: Machine) -> Device:
 
 def _keep(folder: RunDir, made: Plan) -> None:
     """The whole page in the run's folder."""
-    from lamplighter.plan import render as told
-    from lamplighter.plan import sanity
-    from lamplighter.plan.estimate import as_json
+    from lamplighter.plan import render
 
     try:
-        write_atomic(folder.path / "plan.txt", "\n".join([*told.tell(made), ""]), durable=False)
-        write_atomic(
-            folder.path / "plan.json", json.dumps(as_json(made, sanity.warnings(made)), indent=1), durable=False
-        )
+        write_atomic(folder.path / "plan.txt", "\n".join([*render.tell(made), ""]), durable=False)
+        write_atomic(folder.path / "plan.json", json.dumps(render.as_json(made), indent=1), durable=False)
     except OSError as error:
         raise cannot_write(folder.path / "plan.txt", error) from error
 
 
-def _warn(run: Run, made: Plan, feed: Feed) -> None:
+def _warn(run: Run, made: Plan, data: DataFacts) -> None:
     """What is odd enough to be said before the first step; the rest is on the page."""
-    from lamplighter.plan import sanity
+    from lamplighter.plan import estimate
 
-    if feed.padding > sanity.MUCH_PADDING and feed.noun == "windows" and not feed.fingerprint:
+    if data.padding > estimate.MUCH_PADDING and data.noun == "windows" and not data.fingerprint:
         report.warn(
-            f"{feed.padding:.0%} of each pass is padding: data.seq_len {run.data.seq_len} is longer than the data"
+            f"{data.padding:.0%} of each pass is padding: data.seq_len {run.data.seq_len} is longer than the data"
         )
-    for found in sanity.check(made):
+    for found in estimate.check(made):
         if found.warns and found.name in ("epochs", "saves") and made.hours > LONG_H:
             report.warn(f"{found.name}: {found.text}")
 
@@ -260,3 +262,152 @@ def _check_disk(run: Run, folder: RunDir, made: Plan) -> None:
         report.warn(f"{human_bytes(room)} are free; {run.save.keep} checkpoints and a spare need {human_bytes(wanted)}")
     if not 0 < run.save.every_steps < made.job.steps and not run.save.every_s:
         report.warn("no save is due before the end: a crash would cost everything; set save.every_s 600")
+
+
+# ---------------------------------------------------------------- a few real steps, in a process of its own
+#
+# The process is the first that the kernel takes when memory ends, and on a CPU it may not take more than it was given
+# (RLIMIT_AS): so a trial that does not fit ends itself, and nothing else on the machine.
+
+
+@dataclass(frozen=True)
+class Took:
+    """Seconds that have passed, and seconds that all threads have worked: on a shared machine they differ."""
+
+    wall_s: float
+    cpu_s: float
+
+
+class Clock:
+    """Two clocks, started together."""
+
+    def __init__(self) -> None:
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def took(self) -> Took:
+        return Took(time.perf_counter() - self.wall, time.process_time() - self.cpu)
+
+
+def real_steps(request: dict[str, Any], say: Say) -> None:
+    """Build, step, tell; the last record says whether it fitted, how long a step takes, and the peak."""
+    say(doing="importing torch")
+    import torch
+
+    try:
+        say(**_steps(request, say))
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        say(fits=False, why=_first_line(error))
+    except RuntimeError as error:
+        if "allocate memory" not in str(error) and "not enough memory" not in str(error):
+            raise
+        say(fits=False, why=_first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+
+
+def _steps(request: dict[str, Any], say: Say) -> dict[str, Any]:
+    """The model as the run would build it, and rounds of at most two micro-batches and one optimizer step."""
+    import torch
+
+    from lamplighter.config import Run
+    from lamplighter.model.build import build
+    from lamplighter.model.recompute import recompute_blocks
+    from lamplighter.plan.job import known_shape
+    from lamplighter.procs.child import limit_own_memory
+    from lamplighter.train import hardware, optimizers
+
+    run = Run.model_validate(request["run"])
+    where = hardware.detect(run.train, shape=known_shape(run))
+    if where.device.type == "cpu" and request.get("bytes"):
+        limit_own_memory(int(request["bytes"]))
+    say(doing="building the model")
+    built = build(run.model, request["vocab_size"], run.data.seq_len, 0, run.train.seed)
+    if run.train.recompute:
+        recompute_blocks(built.model)
+    model = built.model.to(where.device)
+    model.train()
+    optimizer = optimizers.make_optimizer(model, run.train)
+    rows, warm_up, rounds = int(request["micro_batch"]), int(request["warm_up"]), int(request["rounds"])
+    accumulation = math.ceil(run.train.batch_size / rows)
+    micros: list[Took] = []
+    ends: list[Took] = []
+    until = time.perf_counter() + float(request["seconds"])
+    for number in range(warm_up + rounds):
+        for _ in range(min(2, accumulation)):
+            whole = run.train.loss == "whole"
+            micros.append(_micro_batch(model, where, rows, run.data.seq_len, request["vocab_size"], whole))
+            say(doing=f"step {number + 1} of {warm_up + rounds}", seconds=round(micros[-1].wall_s, 4))
+        ends.append(_optimizer_step(optimizer, run.train.grad_clip, where))
+        if time.perf_counter() > until and number >= 1:
+            break
+    first = min(warm_up, len(ends) - 1)
+    micro, end = _middle(micros[min(2, accumulation) * first :]), _middle(ends[first:])
+    return {
+        "fits": True,
+        "micro_batch": rows,
+        "steps": len(ends),
+        "micro_s": micro.wall_s,
+        "optimizer_s": end.wall_s,
+        "step_s": accumulation * micro.wall_s + end.wall_s,
+        "step_cpu_s": (accumulation * micro.cpu_s + end.cpu_s) / where.threads,
+        "peak_bytes": _peak_bytes(where),
+        "parameters": built.parameters,
+        "dtype": where.dtype_name,
+        "device": where.name,
+        "on_cpu": where.device.type == "cpu",
+        "peak_flops": where.peak_flops,
+        "memory_bytes": None
+        if where.device.type == "cpu"
+        else torch.cuda.get_device_properties(where.device).total_memory,
+    }
+
+
+def _micro_batch(model: torch.nn.Module, where: Machine, rows: int, length: int, vocabulary: int, whole: bool) -> Took:
+    """Forward and backward as the loop does them."""
+    import torch
+
+    ids = torch.randint(0, vocabulary, (rows, length)).to(where.device)
+    clock = Clock()
+    _loss(model, where, ids, whole).backward()  # type: ignore[no-untyped-call]
+    _wait(where)
+    return clock.took()
+
+
+def _loss(model: torch.nn.Module, where: Machine, ids: torch.Tensor, whole: bool) -> torch.Tensor:
+    """In a function of its own, as in the loop: the logits are let go before the backward pass."""
+    from lamplighter.train import validation
+
+    with where.precision():
+        return validation.token_loss(model, ids, ids, whole=whole, scale=1 / ids.numel())
+
+
+def _optimizer_step(optimizer: Optimizer, clip: float, where: Machine) -> Took:
+    from lamplighter.train.optimizers import clip_factor
+
+    clock = Clock()
+    optimizer.step(0.0, clip_factor(float(optimizer.grad_norm()), clip))
+    optimizer.zero_grad()
+    _wait(where)
+    return clock.took()
+
+
+def _wait(where: Machine) -> None:
+    import torch
+
+    if where.device.type == "cuda":
+        torch.cuda.synchronize(where.device)
+
+
+def _middle(times: list[Took]) -> Took:
+    return sorted(times, key=lambda took: took.wall_s)[len(times) // 2]
+
+
+def _peak_bytes(where: Machine) -> int:
+    """Of the device: what torch took at most; of a CPU, the resident memory of this process at its highest."""
+    import torch
+
+    if where.device.type == "cuda":
+        return int(torch.cuda.max_memory_reserved(where.device))
+    return procfs.own_peak()

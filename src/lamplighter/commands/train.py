@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
 from lamplighter.commands import write
 from lamplighter.commands.arguments import parse
-from lamplighter.data.setup import choose_template, obtain_tokens, open_feed, open_rows, open_text
+from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
 from lamplighter.errors import DONE, BadConfig, LampError, UsageError
 from lamplighter.rundir import (
     CACHE_NAME,
@@ -34,16 +35,13 @@ from lamplighter.rundir import (
 
 if TYPE_CHECKING:
     from lamplighter.config import Resolved, Run
-    from lamplighter.data.batch_source import Feed
-    from lamplighter.data.batches import TokenStream
-    from lamplighter.data.chat.example_cache import Examples
-    from lamplighter.data.sources import Source
-    from lamplighter.data.stream import Live
-    from lamplighter.data.token_cache.reader import Tokens
+    from lamplighter.data.batch_source import DataFacts
+    from lamplighter.data.chat.template import ChatTemplate
     from lamplighter.data.tokenizer import Tokenizer
     from lamplighter.model.build import Built
-    from lamplighter.train.state import Parts
-    from lamplighter.train.validation import Floor
+    from lamplighter.train.hardware import Machine
+    from lamplighter.train.state import RunContext, TrainState
+    from lamplighter.train.validation import EntropyBound
     from lamplighter.watch.console import Console
 
 
@@ -230,52 +228,48 @@ def train_child(folder: RunDir, request: dict[str, Any]) -> int:
         from lamplighter.config import load_dump
 
         run = load_dump(folder.config)
-    parts = prepare(run, folder, request)
+    context, state = prepare(run, folder, request)
     from lamplighter.train.loop import training  # loaded by prepare, after the data
 
-    with training(parts) as steps:
+    with training(context, state) as steps:
         for _ in steps:
             pass
-    final = parts.folder.checkpoints / f"checkpoint-{parts.progress.step}"
-    report.event("finished", step=parts.progress.step, path=str(final), tokens=parts.progress.tokens)
+    final = folder.checkpoints / f"checkpoint-{state.progress.step}"
+    report.event("finished", step=state.progress.step, path=str(final), tokens=state.progress.tokens)
     return DONE
 
 
-def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
+def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunContext, TrainState]:
     """The start-up phases: data, tokenizer, cache, import (torch), plan, model, resume."""
-    from lamplighter.data.stream import Live
-
     cache = folder.path.parent / CACHE_NAME
     source, tokenizer = open_text(run, cache)
-    chat = choose_template(run, source, tokenizer)
-    tokens: Tokens | Examples | Live
-    if run.data.stream:
-        tokens = _open_live(run, folder, source, tokenizer)
-    else:
-        tokens = _open_tokens(run, cache, source, tokenizer) if chat is None else open_rows(run, cache, source, chat)
+    text = OpenedText(source, tokenizer, choose_template(run, source, tokenizer))
+    lay_out = open_batches(run, folder.path, cache, text)
     with report.phase("import"):  # after the data: what is wrong with it is found without paying for torch
         from lamplighter.commands.plan import plan_run
         from lamplighter.model.recompute import recompute_blocks
         from lamplighter.plan.job import family_of, is_own, known_shape
         from lamplighter.train import checkpoint, guard, hardware, loop, optimizers  # noqa: F401
-        from lamplighter.train.state import Parts
+        from lamplighter.train.state import RunContext, TrainState
     with report.phase("plan"):
         found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
-        where = hardware.detect(run.train, dict(_state_of(found).get("machine", {})), known_shape(run))
+        before = _state_of(found)
+        where = hardware.detect(run.train, dict(before.get("machine", {})), known_shape(run))
         for reason in where.reasons:
             report.note(reason)
     own = None
     if is_own(run):  # only its own code knows its size: built first, planned then
         with report.phase("model"):
             own = _build_model(run, tokenizer)
-    feed = open_feed(run, tokens, tokenizer, own is None or own.takes_segments)
-    steps = _count_steps(run, feed)
+    batches = lay_out(own is None or own.takes_segments)
+    data = batches.describe()
+    steps = _count_steps(run, data)
     with report.phase("plan"):
         expected_s = plan_run(
             run,
             folder,
             where,
-            feed,
+            data,
             vocab_size=tokenizer.vocab_size,
             steps=steps,
             built=own,
@@ -286,67 +280,52 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> Parts:
         built = own or _build_model(run, tokenizer)
         if run.train.recompute:
             report.note(f"activations of {recompute_blocks(built.model)} blocks are computed again (train.recompute)")
-        if not isinstance(tokens, Live):
-            tokens.check_ids(built.vocab_size)
+        batches.check_ids(built.vocab_size)
         built.model.to(where.device)
         optimizer = optimizers.make_optimizer(built.model, run.train)
-    facts = {"machine": where.facts(), "cache": _name_of(tokens), "seed": run.train.seed, "steps": steps}
-    if feed.fingerprint:
-        facts["packing"] = feed.fingerprint
-    if chat is not None:
-        facts["chat"] = chat.fingerprint()
-    before = _state_of(found).get("compiled")
     compiled, why = hardware.choose_compile(
-        run.train, before, expected_s, where, family_of(run), not feed.whole_batches
+        run.train,
+        where,
+        family_of(run),
+        before=before.get("compiled"),
+        expected_s=expected_s,
+        one_shape=not data.whole_batches,
     )
     if compiled and request.get("eager"):
         compiled, why = False, "compiling did not work out in an earlier attempt"
-    facts["compiled"] = compiled
     report.note(f"{'compiled' if compiled else 'not compiled'}: {why}")
     schedule = optimizers.schedule(run.train, steps)
-    parts = Parts(run, folder, where, built, optimizer, schedule, tokens, feed, tokenizer, steps, facts, chat=chat)
+    context = RunContext(
+        run=run,
+        folder=folder,
+        machine=where,
+        built=built,
+        optimizer=optimizer,
+        schedule=schedule,
+        source=batches,
+        tokenizer=tokenizer,
+        chat=text.chat,
+        recorded=_recorded(run, where, data, steps, text.chat),
+    )
+    state = TrainState(steps, compiled)
     guard.explain_schedule(schedule)
     if found is not None:
         with report.phase("resume"):
-            _resume(parts, found)
+            _resume(context, state, found)
     if run.data.source is None and not run.data.paths:
         with report.phase("floor"):
-            parts.floor = _floor(parts)
-    return parts
+            context = replace(context, entropy_bound=_entropy_bound(context))
+    return context, state
 
 
-def _open_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -> Tokens:
-    return obtain_tokens(run, cache, source, tokenizer)[0]
-
-
-def _open_live(run: Run, folder: RunDir, source: Source, tokenizer: Tokenizer) -> Live:
-    """A stream: the validation side is decided by its first documents, once; the rest is read as it is needed."""
-    from lamplighter.data.chat.row_source import RowSource
-    from lamplighter.data.stream import Filler, Live, Settings
-    from lamplighter.data.stream_split import hold_back
-
-    data, train = run.data, run.train
-    if isinstance(source, RowSource):
-        why = "instruction rows are packed by their lengths, which must all be known before"
-        raise BadConfig("data.stream is for text", why, "--data.stream false (rows are small), or --data.format text")
-    with report.phase("hold back"):
-        place, sample = folder.path / "stream", min(1 << 22, max(1 << 18, 4 * data.tokens_per_chunk))
-        division, held = hold_back(place, source, tokenizer, data.val_fraction, sample)
-    report.note(
-        f"streaming {source}: chunks of {data.tokens_per_chunk:,} tokens; {held.documents:,} documents,"
-        f" {len(held):,} tokens are held back to validate on, and later ones of that side are never trained on"
-    )
-    settings = Settings(
-        train.seed, train.batch_size, data.seq_len, data.tokens_per_chunk, data.max_chunks, data.at_end == "repeat"
-    )
-    return Live(Filler(source, tokenizer, division, settings), held)
-
-
-def _name_of(tokens: Tokens | Examples | Live) -> str:
-    """What may not change between two starts of a run."""
-    from lamplighter.data.stream import Live
-
-    return tokens.name if isinstance(tokens, Live) else tokens.folder.name
+def _recorded(run: Run, where: Machine, data: DataFacts, steps: int, chat: ChatTemplate | None) -> dict[str, Any]:
+    """What every checkpoint says of the run: compared at resume."""
+    recorded = {"machine": where.facts(), "cache": data.name, "seed": run.train.seed, "steps": steps}
+    if data.fingerprint:
+        recorded["packing"] = data.fingerprint
+    if chat is not None:
+        recorded["chat"] = chat.fingerprint()
+    return recorded
 
 
 def _build_model(run: Run, tokenizer: Tokenizer) -> Built:
@@ -361,86 +340,86 @@ def _state_of(found: Path | None) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def _count_steps(run: Run, feed: Feed) -> int:
+def _count_steps(run: Run, data: DataFacts) -> int:
     """train.steps, or the epochs in optimizer steps."""
     if run.train.steps is not None:
         return run.train.steps
-    if not feed.samples:
+    if not data.samples:
         assert run.data.max_chunks is not None
         total = run.data.max_chunks * run.data.tokens_per_chunk
-        steps = max(1, math.ceil(total / feed.positions_per_step))
+        steps = max(1, math.ceil(total / data.positions_per_step))
         report.note(f"{run.data.max_chunks:,} chunks of {run.data.tokens_per_chunk:,} tokens: {steps:,} steps")
         return steps
     assert run.train.epochs is not None
-    steps = feed.steps_for(run.train.epochs)
+    steps = data.steps_for(run.train.epochs)
     report.note(
-        f"{run.train.epochs:g} epochs of {feed.samples:,} {feed.noun} in batches of {run.train.batch_size}: {steps:,} steps"
+        f"{run.train.epochs:g} epochs of {data.samples:,} {data.noun} in batches of {run.train.batch_size}: {steps:,} steps"
     )
     return steps
 
 
-def _resume(parts: Parts, found: Path) -> None:
+def _resume(context: RunContext, state: TrainState, found: Path) -> None:
     """Weights, optimizer and counters of the checkpoint; what differs from then is named."""
-    from lamplighter.model.transformer import load_weights
+    from lamplighter.model.weights import load_weights
     from lamplighter.train import checkpoint
 
-    progress, tensors, facts = checkpoint.load_state(found)
-    if facts.get("cache") not in (None, _name_of(parts.tokens)):
+    progress, tensors, before = checkpoint.load_state(found)
+    now, root = context.recorded, context.folder.checkpoints
+    if before.get("cache") not in (None, now["cache"]):
         raise BadConfig(
             f"the data or the tokenizer changed since {found.name}",
-            f"token cache then {facts['cache']}, now {_name_of(parts.tokens)}",
+            f"token cache then {before['cache']}, now {now['cache']}",
             "put the old data back, or begin anew with --resume never",
         )
-    if facts.get("packing") != parts.facts.get("packing"):
-        why = f"packing then {facts.get('packing')}, now {parts.facts.get('packing')}"
+    if before.get("packing") != now.get("packing"):
+        why = f"packing then {before.get('packing')}, now {now.get('packing')}"
         advice = "another version of numpy? use that of then, or begin anew with --resume never"
         raise BadConfig(f"examples are packed otherwise than in {found.name}", why, advice)
-    load_weights(parts.model, found)
-    parts.optimizer.load_state_tensors(tensors)
-    best = checkpoint.best_of(parts.folder.checkpoints)
+    load_weights(context.model, found)
+    context.optimizer.load_state_tensors(tensors)
+    best = checkpoint.best_of(root)
     if best is not None and best[0] <= progress.step:
         progress = progress.scored(*best)
-    parts.progress = progress
-    for name, value in parts.machine.facts().items():
-        if facts.get("machine", {}).get(name, value) != value:
-            then = facts["machine"][name]
+    state.progress = progress
+    for name, value in context.machine.facts().items():
+        if before.get("machine", {}).get(name, value) != value:
+            then = before["machine"][name]
             report.warn(f"{name} was {then}, is {value}: from step {progress.step + 1} on no longer bit-identical")
-    if facts.get("compiled", parts.facts["compiled"]) != parts.facts["compiled"]:
-        then, now = ("compiled", "uncompiled") if facts["compiled"] else ("uncompiled", "compiled")
-        report.warn(f"it was {then}, is {now}: from step {progress.step + 1} on no longer bit-identical")
-    if facts.get("steps") not in (None, parts.steps):
+    if before.get("compiled", state.compiled) != state.compiled:
+        then, is_now = ("compiled", "uncompiled") if before["compiled"] else ("uncompiled", "compiled")
+        report.warn(f"it was {then}, is {is_now}: from step {progress.step + 1} on no longer bit-identical")
+    if before.get("steps") not in (None, state.steps):
         report.warn(
-            f"the run was planned for {facts['steps']} steps, now {parts.steps}: the schedule changes from here"
+            f"the run was planned for {before['steps']} steps, now {state.steps}: the schedule changes from here"
         )
-    moved = checkpoint.go_back(parts.folder.checkpoints, progress)
+    moved = checkpoint.go_back(root, progress)
     if moved:
         report.note(f"set aside (not deleted): {', '.join(moved)}")
     report.note(f"resumed from {found.name}: step {progress.step + 1} is next")
-    records = read_last_lines(parts.folder.metrics)
+    records = read_last_lines(context.folder.metrics)
     reached = max((r["step"] for r in records if "train/loss" in r and isinstance(r.get("step"), int)), default=0)
     report.event("resumed", step=progress.step, path=str(found), redone_steps=max(0, reached - progress.step))
 
 
-def _floor(parts: Parts) -> Floor | None:
+def _entropy_bound(context: RunContext) -> EntropyBound | None:
     """The embedded corpus knows its own probability: the loss that no model can beat on these very documents."""
     from lamplighter.data import corpus
-    from lamplighter.data.chat.example_cache import Examples
-    from lamplighter.train.validation import Floor
+    from lamplighter.train.validation import EntropyBound
 
-    assert not isinstance(parts.tokens, Examples)
-    split: TokenStream = parts.tokens.val
-    starts = [*split.document_starts().tolist(), len(split)]
+    text = context.data.held_out.text
+    assert text is not None, "the embedded corpus is text"
+    starts = [*text.document_starts().tolist(), len(text)]
     nats = [
-        corpus.nats(parts.tokenizer.decode(split.read(start, stop - 1))) for start, stop in itertools.pairwise(starts)
+        corpus.nats(context.tokenizer.decode(text.read(start, stop - 1))) for start, stop in itertools.pairwise(starts)
     ]
     if len(nats) < 2:
         return None
     mean = sum(nats) / len(nats)
     error = math.sqrt(sum((one - mean) ** 2 for one in nats) / (len(nats) - 1) / len(nats))
-    floor = Floor(mean, error, sum(nats) / (len(split) - 1), len(nats))
-    report.event("floor", nats_per_document=mean, standard_error=error, nats_per_token=floor.nats_per_token)
+    bound = EntropyBound(mean, error, sum(nats) / (len(text) - 1), len(nats))
+    report.event("floor", nats_per_document=mean, standard_error=error, nats_per_token=bound.nats_per_token)
     report.note(
-        f"the floor: {mean:.1f} nats per document ({floor.nats_per_token:.3f} per token) over {len(nats)} validation"
+        f"the floor: {mean:.1f} nats per document ({bound.nats_per_token:.3f} per token) over {len(nats)} validation"
         f" documents, from the grammar itself; no model can do better"
     )
-    return floor
+    return bound

@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ _CONSTANTS = [np.uint64(number * 0xD1342543DE82EF95 & (1 << 64) - 1) for number 
 ROUNDS = list(zip(_CONSTANTS[::2], _CONSTANTS[1::2], strict=True))
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
+T = TypeVar("T")
 
 
 class TokenStream(Protocol):
@@ -68,6 +69,16 @@ class Batch:
     @property
     def filled(self) -> int:
         return self.real_tokens if self.filled_tokens is None else self.filled_tokens
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How samples become the batch of a step."""
+
+    seed: int
+    batch_size: int
+    seq_len: int
+    pad_id: int
 
 
 # ---------------------------------------------------------------- the order
@@ -129,6 +140,10 @@ def count_windows(tokens: int, seq_len: int) -> int:
     return max(0, -(-(tokens - 1) // seq_len))
 
 
+def count_targets(targets: Int64s) -> int:
+    return int((targets != NO_TARGET).sum())
+
+
 def _windows(split: TokenStream, windows: Int64s, seq_len: int, pad_id: int) -> tuple[Int64s, Int64s]:
     starts = windows * seq_len
     whole = starts + seq_len + 1 <= len(split)
@@ -145,15 +160,15 @@ def _windows(split: TokenStream, windows: Int64s, seq_len: int, pad_id: int) -> 
     return inputs, targets
 
 
-def make_batch(split: TokenStream, seed: int, step: int, batch_size: int, seq_len: int, pad_id: int) -> Batch:
+def make_batch(split: TokenStream, layout: BatchLayout, step: int) -> Batch:
     """The batch of a step (steps count from 1), over all ranks."""
-    windows = count_windows(len(split), seq_len)
+    windows = count_windows(len(split), layout.seq_len)
     if not windows:
         raise ValueError(f"the {split.name} split has no tokens")
-    samples = order(seed, (step - 1) * batch_size, step * batch_size, windows)
-    inputs, targets = _windows(split, samples, seq_len, pad_id)
-    real = int((targets != NO_TARGET).sum())
-    return Batch(step, inputs, targets, None, samples, step * batch_size / windows, real)
+    last = step * layout.batch_size
+    samples = order(layout.seed, last - layout.batch_size, last, windows)
+    inputs, targets = _windows(split, samples, layout.seq_len, layout.pad_id)
+    return Batch(step, inputs, targets, None, samples, epoch=last / windows, real_tokens=count_targets(targets))
 
 
 def rows_of_rank(batch: Batch, rank: int, world: int) -> Batch:
@@ -167,7 +182,7 @@ def rows_of_rank(batch: Batch, rank: int, world: int) -> Batch:
         targets=targets,
         segments=segments,
         samples=batch.samples[begin:end],
-        real_tokens=int((targets != NO_TARGET).sum()),
+        real_tokens=count_targets(targets),
     )
 
 
@@ -181,75 +196,72 @@ def validation_batches(
     for step, begin in enumerate(range(0, count, batch_size), 1):
         samples = chosen[begin : begin + batch_size]
         inputs, targets = _windows(split, samples, seq_len, pad_id)
-        real = int((targets != NO_TARGET).sum())
-        yield Batch(step, inputs, targets, None, samples, min(1.0, (begin + len(samples)) / count), real)
+        done = min(1.0, (begin + len(samples)) / count)
+        yield Batch(step, inputs, targets, None, samples, epoch=done, real_tokens=count_targets(targets))
 
 
 # ---------------------------------------------------------------- fetched ahead
 
 
-class BatchStream:
-    """A thread makes the next few batches while a step runs; any step may be asked for next."""
+class Prefetcher(Generic[T]):
+    """A thread that runs an iterator ahead of its reader, by at most `depth` items. The only one in the package.
 
-    def __init__(self, make: Callable[[int], Batch], first_step: int = 1, depth: int = 3) -> None:
-        self._make = make
-        self._depth = depth
-        self._ready: deque[Batch] = deque()
-        self._wanted = first_step  # the step that the thread makes next
+    What the iterator raises is raised to the reader, after the items that came before it.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int, name: str) -> None:
+        self._items, self._depth = items, depth
+        self._ready: deque[T] = deque()
         self._error: Exception | None = None
-        self._closed = False
+        self._ended = self._closed = False
         self._change = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name="lamp-batches", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def next(self, step: int) -> Batch:
-        """The batch of `step`; waits where it is not made yet; raises what the thread met."""
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether `next` would return (or raise) at once, after waiting for that at most so long."""
         with self._change:
-            expected = self._ready[0].step if self._ready else self._wanted
-            if step != expected and self._error is None:
-                self._ready.clear()
-                self._wanted = step
-                self._change.notify_all()
-            while not self._ready and self._error is None and not self._closed:
-                self._change.wait()
+            return self._change.wait_for(lambda: bool(self._ready) or self._ended or self._closed, timeout_s)
+
+    def next(self) -> T | None:
+        """The next item; None after the last one."""
+        self.wait(None)
+        with self._change:
             if self._ready:
                 self._change.notify_all()
                 return self._ready.popleft()
             if self._error is not None:
                 raise self._error
-            raise RuntimeError("the batch stream is closed")
+            if self._closed:
+                raise RuntimeError("the prefetcher is closed")
+            return None
 
-    def _work(self) -> None:
-        while True:
-            with self._change:
-                while len(self._ready) >= self._depth and not self._closed:
-                    self._change.wait()
-                if self._closed:
-                    return
-                step = self._wanted
-            try:
-                batch = self._make(step)
-            except Exception as error:  # noqa: BLE001 (goes to whoever asks next)
-                with self._change:
-                    self._error = error
-                    self._change.notify_all()
-                return
-            with self._change:
-                if step == self._wanted:  # else another step was asked for meanwhile
-                    self._ready.append(batch)
-                    self._wanted = step + 1
-                    self._change.notify_all()
-
-    def close(self) -> None:
-        """End the thread; a second call does nothing."""
+    def close(self, join_s: float | None = 5.0) -> None:
+        """End the thread after the item it is working on, and wait for that (None: however long it takes)."""
         with self._change:
             self._closed = True
             self._ready.clear()
             self._change.notify_all()
-        self._thread.join(timeout=5)
+        self._thread.join(join_s)
 
-    def __enter__(self) -> BatchStream:
-        return self
+    def _run(self) -> None:
+        while self._has_room():
+            try:
+                item = next(self._items)
+            except StopIteration:
+                break
+            except Exception as error:  # noqa: BLE001 (raised to the reader)
+                self._error = error
+                break
+            with self._change:
+                if not self._closed:
+                    self._ready.append(item)
+                    self._change.notify_all()
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _has_room(self) -> bool:
+        with self._change:
+            self._change.wait_for(lambda: len(self._ready) < self._depth or self._closed)
+            return not self._closed

@@ -6,6 +6,8 @@ Out: each of the things that training reads from, made if need be; every step un
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +16,23 @@ from lamplighter.errors import BadConfig
 
 if TYPE_CHECKING:
     from lamplighter.config import Run
-    from lamplighter.data.batch_source import Feed
+    from lamplighter.data.batch_source import BatchSource
+    from lamplighter.data.batches import BatchLayout
     from lamplighter.data.chat.example_cache import Examples
     from lamplighter.data.chat.template import ChatTemplate
     from lamplighter.data.sources import Source
-    from lamplighter.data.stream import Live
+    from lamplighter.data.stream import StreamBatches
     from lamplighter.data.token_cache.reader import Tokens
     from lamplighter.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class OpenedText:
+    """What is opened before the model is known."""
+
+    source: Source
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None  # None: plain text
 
 
 def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
@@ -33,12 +45,13 @@ def open_text(run: Run, cache: Path) -> tuple[Source, Tokenizer]:
 def open_source(run: Run, cache: Path) -> Source:
     """The source of documents that the configuration asks for."""
     from lamplighter.data import sources
-    from lamplighter.data.chat.row_source import find_rows
+    from lamplighter.data.chat.rows import find_rows
 
     data = run.data
     with report.phase("data"):
         cache.mkdir(parents=True, exist_ok=True)
-        rows = find_rows(data.paths, data.format, data.text_key, data.bad_text, data.max_documents)
+        opened: sources.Opened = {}
+        rows = find_rows(data, cache / "file_hashes.json", opened)
         if rows is not None and data.weights:
             why = "weights mix text; of instruction rows every one is learned, in an order of its own"
             raise BadConfig("data.weights is set, and the data is instruction rows", why, "leave data.weights out")
@@ -48,7 +61,7 @@ def open_source(run: Run, cache: Path) -> Source:
             report.note(f"no data given: the embedded corpus, {data.embedded_documents:,} letters and diary entries")
             source = sources.EmbeddedCorpus(0, data.embedded_documents)
         else:
-            source = sources.open_data(data, cache / "file_hashes.json")
+            source = sources.open_data(data, cache / "file_hashes.json", opened)
         if rows is None and data.max_documents is not None:
             source = sources.First(source, data.max_documents)
     return source
@@ -80,7 +93,7 @@ def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -
 
     with report.phase("cache"):
         settings = Settings(run.data.val_fraction)
-        found, is_new = tokens.obtain(cache, source, tokenizer, settings, run.data.cache, run.data.workers)
+        found, is_new = tokens.obtain(cache, source, tokenizer, settings, mode=run.data.cache, workers=run.data.workers)
     share = len(found.val) / max(1, len(found.val) + len(found.train))
     if share > 0.1 and share > 2 * run.data.val_fraction:
         report.warn(
@@ -97,7 +110,7 @@ def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -
 def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a run on instruction rows; None where it learns from text."""
     from lamplighter.data.chat import template_file
-    from lamplighter.data.chat.row_source import RowSource
+    from lamplighter.data.chat.rows import RowSource
     from lamplighter.data.chat.template import choose
 
     if not isinstance(source, RowSource):
@@ -119,31 +132,70 @@ def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTempl
 def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Examples:
     """The examples of a run on instruction rows, made if need be and kept in the cache."""
     from lamplighter.data.chat import example_cache
-    from lamplighter.data.chat.row_source import RowSource
+    from lamplighter.data.chat.rows import RowSource
 
     assert isinstance(source, RowSource)
     with report.phase("cache"):
-        folder = example_cache.ensure(cache, source, chat, run.data.val_fraction, run.data.cache, run.data.workers)
+        folder = example_cache.ensure(
+            cache, source, chat, run.data.val_fraction, mode=run.data.cache, workers=run.data.workers
+        )
         found = example_cache.open_examples(folder)
         found.tell()
         found.check_ends(chat.stop_id, chat.stop)
     return found
 
 
-def open_feed(run: Run, tokens: Tokens | Examples | Live, tokenizer: Tokenizer, takes_segments: bool) -> Feed:
-    """Where the loop's batches come from."""
-    from lamplighter.data.batch_source import live_feed, text_feed
-    from lamplighter.data.chat.example_cache import Examples
-    from lamplighter.data.chat.layout import arrange
-    from lamplighter.data.stream import Live
+def open_stream(run: Run, folder: Path, source: Source, tokenizer: Tokenizer) -> StreamBatches:
+    """Documents as they arrive: what is held out is decided by the first of them, once, and kept in the run's folder."""
+    from lamplighter.data.stream import Filler, Settings, StreamBatches
+    from lamplighter.data.stream_split import hold_back
 
-    seq_len, train, pad = run.data.seq_len, run.train, tokenizer.end_of_text
-    if isinstance(tokens, Live):
-        return live_feed(tokens, train.batch_size, seq_len, pad)
-    if not isinstance(tokens, Examples):
-        return text_feed(tokens.train, tokens.val, train.seed, train.batch_size, seq_len, pad)
+    data, train = run.data, run.train
+    with report.phase("hold back"):
+        sample_bytes = min(1 << 22, max(1 << 18, 4 * data.tokens_per_chunk))
+        division, held = hold_back(folder / "stream", source, tokenizer, data.val_fraction, sample_bytes)
+    report.note(
+        f"streaming {source}: chunks of {data.tokens_per_chunk:,} tokens; {held.documents:,} documents,"
+        f" {len(held):,} tokens are held back to validate on, and later ones of that side are never trained on"
+    )
+    settings = Settings(
+        train.seed,
+        train.batch_size,
+        data.seq_len,
+        data.tokens_per_chunk,
+        max_chunks=data.max_chunks,
+        repeat=data.at_end == "repeat",
+    )
+    return StreamBatches(Filler(source, tokenizer, division, settings), held)
+
+
+def open_batches(run: Run, folder: Path, cache: Path, text: OpenedText) -> Callable[[bool], BatchSource]:
+    """Open the data of a run, made if need be. What is returned lays it out in batches, as soon as it is known whether the
+    model keeps packed examples apart (takes segments). `folder` is the run's own.
+    """
+    from lamplighter.data.batch_source import text_batches
+    from lamplighter.data.batches import BatchLayout
+
+    if run.data.stream:
+        if text.chat is not None:
+            why = "instruction rows are packed by their lengths, which must all be known before"
+            next = "--data.stream false (rows are small), or --data.format text"
+            raise BadConfig("data.stream is for text", why, next)
+        stream = open_stream(run, folder, text.source, text.tokenizer)
+        return lambda _: stream
+    layout = BatchLayout(run.train.seed, run.train.batch_size, run.data.seq_len, text.tokenizer.end_of_text)
+    if text.chat is not None:
+        examples = open_rows(run, cache, text.source, text.chat)
+        return lambda takes_segments: _lay_out_rows(run, examples, layout, takes_segments)
+    tokens, _ = obtain_tokens(run, cache, text.source, text.tokenizer)
+    return lambda _: text_batches(tokens.train, tokens.val, layout, tokens.folder.name, tokens.check_ids)
+
+
+def _lay_out_rows(run: Run, examples: Examples, layout: BatchLayout, takes_segments: bool) -> BatchSource:
+    from lamplighter.data.chat.layout import arrange
+
     with report.phase("packing"):
-        feed = arrange(tokens, run.data, train.seed, train.batch_size, pad, takes_segments)
-    if run.train.compile is True and feed.whole_batches:
+        found = arrange(examples, run.data, layout, takes_segments)
+    if run.train.compile is True and found.facts.whole_batches:
         report.warn("every new length of a batch is compiled anew with data.packing grouped; packed has one length")
-    return feed
+    return found

@@ -20,21 +20,25 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from lamplighter import report
-from lamplighter.data.batches import NO_TARGET, Batch, permute
+from lamplighter.data.batch_source import DataFacts, held_out_windows
+from lamplighter.data.batches import NO_TARGET, Batch, Prefetcher, count_targets, permute, validation_batches
 from lamplighter.data.sources import Cursor, Part, Position, Source
 from lamplighter.data.split import Divider, Division, Pieces
 from lamplighter.data.stream_split import Stretch
 from lamplighter.data.token_cache.ranges import Stretch as Texts
 from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.data.unigrams import unigram_loss
 from lamplighter.errors import BadData
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 LOOK_EVERY_S = 0.2
+CHUNKS_AHEAD = 1
 FIRST_BYTES, BATCH_BYTES = 1 << 12, 1 << 18  # of text that is encoded at once: little at first, so that it is seen
 BATCH_S = 0.5  # a slow source: what has come is encoded after this time
 
@@ -268,12 +272,19 @@ class AsItComes:
         return self.source.documents(start)
 
 
-@dataclass(frozen=True)
-class Live:
-    """Documents that are trained on as they arrive, and those that are held back."""
+# ---------------------------------------------------------------- batches
 
-    filler: Filler
-    val: Stretch
+
+class StreamBatches:
+    """A BatchSource over a Filler: the next chunk is filled while one is trained on; batches are cut by the reader."""
+
+    def __init__(self, filler: Filler, held_out: Stretch) -> None:
+        self.filler, self.settings, self.held_out = filler, filler.settings, held_out
+        self._lock = threading.Lock()  # the checkpointer asks for the state from a thread of its own
+        self._chunks: deque[Chunk] = deque()  # those that the next batch may need
+        self._before = State()  # where the oldest of them begins
+        self._step = 1
+        self._ahead: Prefetcher[Chunk] | None = None
 
     @property
     def name(self) -> str:
@@ -282,97 +293,98 @@ class Live:
         parts = f"{source} {source.total_bytes()} {self.filler.tokenizer.fingerprint()} {self.filler.division}"
         return f"stream-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
+    def describe(self) -> DataFacts:
+        return self._facts
 
-# ---------------------------------------------------------------- batches
+    @cached_property
+    def _facts(self) -> DataFacts:
+        """No padding but at the end of an epoch; how many windows there will be is not known."""
+        settings = self.settings
+        return DataFacts(
+            name=self.name,
+            samples=0,
+            noun="windows",
+            batch_size=settings.batch_size,
+            positions_per_step=settings.batch_size * settings.seq_len,
+            padding=0.0,
+            held_out=held_out_windows(self.held_out, settings.seq_len),
+            unigram_loss=unigram_loss(self.held_out),
+        )
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Nothing is stored: every id comes from the run's own tokenizer."""
 
-class ChunkStream:
-    """A thread fills the next chunk while one is trained on; batches are cut from chunks in the caller's thread."""
-
-    def __init__(self, filler: Filler, step: int, state: State) -> None:
-        self.filler, self.settings = filler, filler.settings
-        self._change = threading.Condition()
-        self._begin(step, state)
-
-    def _begin(self, step: int, state: State) -> None:
-        self._step, self._state = step, state
-        self._chunks: deque[Chunk] = deque()
-        self._error: Exception | None = None
-        self._over = False
-        self._wanted = 0
+    def start(self, step: int, state: dict[str, Any] | None) -> None:
+        if self._ahead is not None:
+            with report.phase("wait for the reader"):  # of the same source: two of them would mix up its position
+                self.close(join_s=None)
+        with self._lock:
+            self._step, self._before = step, load_state(state)
+            self._chunks.clear()
         self.filler.stop.clear()
-        self._thread = threading.Thread(target=self._work, args=(state,), name="lamp-stream", daemon=True)
-        self._thread.start()
+        self._ahead = Prefetcher(self.filler.chunks(self._before), CHUNKS_AHEAD, "lamp-stream")
 
-    def next(self, step: int, state: State) -> Batch | None:
-        """The batch of `step`, which begins at or after `state`; None after the end of the data."""
-        if step != self._step:  # a roll-back
-            with report.phase("wait for the reader"):
-                self.close()
-                self._thread.join()
-            self._begin(step, state)
+    def next(self, step: int) -> Batch | None:
+        assert self._ahead is not None and step == self._step, "start comes first, then one step after the other"
         first = (step - 1) * self.settings.batch_size
         last = first + self.settings.batch_size
-        self._drop_before(first, last)
-        while not self._reaches(last):
-            self._wait(last)
-        with self._change:
-            chunks = list(self._chunks)
-        batch = self._cut(step, first, last, chunks)
+        self._drop_before(first)
+        while not (self._chunks and self._chunks[-1].end.sample >= last):
+            self._show_until_filled(self._ahead)
+            if (chunk := self._ahead.next()) is None:
+                break
+            with self._lock:
+                self._chunks.append(chunk)
+        batch = self._cut(step, first, last)
         if batch is not None:
             self._step = step + 1
         return batch
 
-    def state_after(self, step: int) -> State:
-        """Where to begin again after `step` steps: the chunk that holds the next sample."""
+    def state(self, step: int) -> dict[str, Any]:
+        """Where the chunk begins that holds the next sample."""
         sample = step * self.settings.batch_size
-        with self._change:
+        with self._lock:
             for chunk in self._chunks:
                 if chunk.begin.sample <= sample < chunk.end.sample:
-                    return chunk.begin
-            return self._chunks[-1].end if self._chunks else self._state
+                    return chunk.begin.dump()
+            return (self._chunks[-1].end if self._chunks else self._before).dump()
 
-    def close(self) -> None:
-        """End the thread at its next text; a second call does nothing."""
-        with self._change:
-            self.filler.stop.set()
-            self._change.notify_all()
+    def validation(self, rows: int, limit: int | None) -> Iterator[Batch]:
+        pad_id = self.filler.tokenizer.end_of_text
+        return validation_batches(self.held_out, self.settings.seq_len, rows, pad_id, limit)
 
-    # -- in the caller's thread
+    def close(self, join_s: float | None = 0.0) -> None:
+        """End the thread at its next text, without waiting: a dead remote source may hold it for long."""
+        self.filler.stop.set()
+        if self._ahead is not None:
+            self._ahead.close(join_s)
 
-    def _reaches(self, last: int) -> bool:
-        with self._change:
-            if self._error is not None and not (self._chunks and self._chunks[-1].end.sample >= last):
-                raise self._error
-            return self._over or bool(self._chunks and self._chunks[-1].end.sample >= last)
-
-    def _drop_before(self, sample: int, wanted: int) -> None:
-        with self._change:
-            self._wanted = wanted
-            while self._chunks and self._chunks[0].end.sample <= sample:
+    def _drop_before(self, sample: int) -> None:
+        while self._chunks and self._chunks[0].end.sample <= sample:
+            with self._lock:
                 gone = self._chunks.popleft()
-                self._state = gone.end
-                if gone.end.epoch > gone.begin.epoch:
-                    _declare(gone)
-            self._change.notify_all()
+                self._before = gone.end
+            if gone.end.epoch > gone.begin.epoch:
+                _declare(gone)
 
-    def _wait(self, last: int) -> None:
+    def _show_until_filled(self, ahead: Prefetcher[Chunk]) -> None:
         """Say what is being gathered until it is there; the place being read is shown while it blocks."""
+        if ahead.wait(0):
+            return
         now, shown = self.filler.now, ("", 0)
         with report.phase(f"fill chunk {now.chunk}", total=self.settings.chunk_tokens, unit="tokens") as phase:
-            while not self._reaches(last):
+            while True:
                 there = (now.words(self.filler.source.position().item), now.tokens)
                 if there != shown:
                     phase.set(now.tokens, there[0])
                     shown = there
-                with self._change:
-                    if not self._over and self._error is None:
-                        self._change.wait(LOOK_EVERY_S)
+                if ahead.wait(LOOK_EVERY_S):
+                    return
 
-    def _cut(self, step: int, first: int, last: int, chunks: list[Chunk]) -> Batch | None:
+    def _cut(self, step: int, first: int, last: int) -> Batch | None:
         parts = []
         T, pad = self.settings.seq_len, self.filler.tokenizer.end_of_text
-        for chunk in chunks:
+        for chunk in self._chunks:
             low, high = max(first, chunk.begin.sample), min(last, chunk.end.sample)
             if low < high:
                 places = np.arange(low, high, dtype=np.int64) - chunk.begin.sample
@@ -381,27 +393,9 @@ class ChunkStream:
         if not parts:
             return None
         inputs, targets, samples = (np.concatenate([part[n] for part in parts]) for n in range(3))
-        here = next(chunk.begin for chunk in chunks if first < chunk.end.sample)
-        return Batch(step, inputs, targets, None, samples, here.epoch + here.share, int((targets != NO_TARGET).sum()))
-
-    # -- in its own thread
-
-    def _work(self, state: State) -> None:
-        found: Exception | None = None
-        try:
-            for chunk in self.filler.chunks(state):
-                with self._change:
-                    self._chunks.append(chunk)
-                    self._change.notify_all()
-                    while chunk.begin.sample >= self._wanted and not self.filler.stop.is_set():
-                        self._change.wait()  # one chunk ahead is enough
-        except Stopped:
-            return
-        except Exception as error:  # noqa: BLE001 (goes to whoever asks next)
-            found = error
-        with self._change:
-            self._error, self._over = found, found is None
-            self._change.notify_all()
+        here = next(chunk.begin for chunk in self._chunks if first < chunk.end.sample)
+        epoch = here.epoch + here.share
+        return Batch(step, inputs, targets, None, samples, epoch=epoch, real_tokens=count_targets(targets))
 
 
 def _declare(chunk: Chunk) -> None:

@@ -25,7 +25,7 @@ from lamplighter.data import tokenizer_training
 from lamplighter.data.chat import example_cache
 from lamplighter.data.chat.layout import WORDS
 from lamplighter.data.chat.packing import padding_share
-from lamplighter.data.chat.row_source import RowSource, SetAside
+from lamplighter.data.chat.rows import RowSource, SetAside
 from lamplighter.data.chat.template import ChatTemplate, Encoded, choose
 from lamplighter.data.sampling import Sample, take
 from lamplighter.data.sources import Source
@@ -73,14 +73,11 @@ def look(run: Run, source: Source, cache: Path) -> Outlook:
 
 def _unknown_bytes(source: Source, cache: Path) -> int:
     """Of the files, those that would have to be hashed to know whether their cache is there."""
-    files = source.files if isinstance(source, RowSource) else None
-    if isinstance(source, FileSource):
-        local = source.local_files()
-        files = None if local is None else [file.path for file in local]
+    files = source.local_files() if isinstance(source, FileSource | RowSource) else None
     if files is None:
         return source.total_bytes() or 0
     known = read_record(cache / "file_hashes.json")
-    return sum(path.stat().st_size for path in files if str(path.absolute()) not in known)
+    return sum(file.size for file in files if str(file.path.absolute()) not in known)
 
 
 def _ready_tokenizer(run: Run, source: Source, cache: Path | None) -> Tokenizer | None:
@@ -151,7 +148,7 @@ def _look_at_rows(run: Run, source: RowSource, tokenizer: Tokenizer | None, cach
         return _rows(run, train, 1.0, val, f"counted: examples {folder.name}", True, tokenizer.vocab_size)
     lengths, share = _sample_rows(source, template)
     val = round(int(lengths.sum()) / share * run.data.val_fraction)
-    how = f"estimated: the first {len(lengths):,} examples, {share:.1%} of {human_bytes(source.total_bytes())}, with the template"
+    how = f"estimated: the first {len(lengths):,} examples, {share:.1%} of {human_bytes(source.total_bytes() or 0)}, with the template"
     return _rows(run, lengths, share / (1 - run.data.val_fraction), val, how, False, tokenizer.vocab_size)
 
 
@@ -159,7 +156,7 @@ def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[np.ndarray[
     """The lengths of the first examples, and the share of the rows that they are."""
     with report.phase("estimate tokens", total=ROWS, unit="examples") as p:
         read = list(islice(source.conversations(SetAside(source.policy, quiet=True), template.between), ROWS + 1))
-        share = 1.0 if len(read) <= ROWS else source.position().bytes_done / max(1, source.total_bytes())
+        share = 1.0 if len(read) <= ROWS else source.position().bytes_done / max(1, source.total_bytes() or 0)
         encoded = template.encode([messages for messages, _ in read[:ROWS]])
         p.tick(len(read))
     lengths = [len(one.ids) for one in encoded if isinstance(one, Encoded)]

@@ -6,35 +6,23 @@ Out: nats per token of a guess by frequency, from a sample spread over the whole
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from lamplighter.data.batches import Int64s, TokenStream
-from lamplighter.data.chat.example_cache import LEARNED, Examples
-from lamplighter.data.stream import Live
-from lamplighter.data.token_cache.reader import Tokens
 
 SAMPLE_TOKENS = 1 << 20
 STRETCHES = 64
 LEAST_TOKENS = 2_000  # of fewer the estimate says nothing
 
 
-@dataclass(frozen=True)
-class Unigrams:
-    """The best that a model without any context can do."""
-
-    nats: float
-    tokens: int
+def unigram_loss(text: TokenStream) -> float | None:
+    """Of a stream of text; None where there are too few tokens to count."""
+    return loss_of(_spread(text))
 
 
-def count(tokens: Tokens | Examples | Live, learn_all: bool) -> Unigrams | None:
-    """None where there are too few tokens to count."""
-    if isinstance(tokens, Examples):
-        ids = _learned(tokens, learn_all)
-    else:
-        ids = _spread(tokens.val if isinstance(tokens, Live) else tokens.train)
-    return Unigrams(entropy(ids), len(ids)) if len(ids) >= LEAST_TOKENS else None
+def loss_of(ids: Int64s) -> float | None:
+    """Of a sample of tokens."""
+    return entropy(ids) if len(ids) >= LEAST_TOKENS else None
 
 
 def entropy(ids: Int64s) -> float:
@@ -52,12 +40,3 @@ def _spread(stream: TokenStream) -> Int64s:
         return np.asarray(stream.read(0, len(stream)), np.int64)
     starts = (np.arange(STRETCHES) * (len(stream) - size) // (STRETCHES - 1)).tolist()
     return np.concatenate([np.asarray(stream.read(start, start + size), np.int64) for start in starts])
-
-
-def _learned(examples: Examples, learn_all: bool) -> Int64s:
-    """Of instruction rows those tokens count that are learned."""
-    tokens = examples.train.tokens
-    every = max(1, len(tokens) // (4 * SAMPLE_TOKENS))
-    some = np.asarray(tokens[::every])
-    kept = some if learn_all else some[some >= LEARNED]
-    return (kept & ~LEARNED).astype(np.int64)

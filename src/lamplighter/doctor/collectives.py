@@ -7,40 +7,36 @@ Out: Findings that name the rank that did not arrive, the owner of a port, the a
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
-import select
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import psutil
 
-from lamplighter.doctor.probe import Finding, Patient, Stage
+from lamplighter.doctor.probe import Finding, ProbeContext
 from lamplighter.doctor.runner import patience
-from lamplighter.rundir import parse_record
+from lamplighter.procs import procfs
+from lamplighter.procs.child import Child, Say
 
-STAGES = (
-    Stage("collectives / address and port", "lamplighter.doctor.collectives:address_and_port", 30.0),
-    Stage("collectives / two ranks", "lamplighter.doctor.collectives:two_ranks", 90.0),
-)
 ACTS = ("start", "import", "rendezvous", "all-reduce", "barrier", "broadcast", "end")
 ACT_S = 12.0
 IMPORT_S = 40.0
 REACH_S = 3.0
+NUMBERS = 1 << 16
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 # ---------------------------------------------------------------- addresses
 
 
-def address_and_port(patient: Patient) -> Iterator[Finding]:
+def address_and_port(context: ProbeContext) -> Iterator[Finding]:
     """What the environment says about where ranks meet, and whether it leads anywhere."""
     yield from _interfaces()
-    patient.now("resolving the host's name")
+    context.now("resolving the host's name")
     yield from _hostname()
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address and not port:
@@ -53,7 +49,7 @@ def address_and_port(patient: Patient) -> Iterator[Finding]:
         yield Finding("fault", f"MASTER_PORT is {port}, which is no port", "", "export MASTER_PORT=29500", "no_peer")
         return
     if address:
-        patient.now(f"resolving {address}")
+        context.now(f"resolving {address}")
         yield from judge_master(address, int(port) if port else None)
 
 
@@ -171,18 +167,16 @@ class Rank:
     """One of the two, and how far it has come."""
 
     number: int
-    process: subprocess.Popen[bytes]
-    words: int
+    child: Child
     at: str = "start"
     since: float = field(default_factory=time.monotonic)
     done: bool = False
     error: str = ""
-    pending: bytes = b""
 
 
-def two_ranks(patient: Patient) -> Iterator[Finding]:
+def two_ranks(context: ProbeContext) -> Iterator[Finding]:
     """On the loopback address by a free port; then where the environment says, if that is here and the port is free."""
-    yield from trial("127.0.0.1", free_port(), patient.now)
+    yield from trial("127.0.0.1", free_port(), context.now)
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65_536):
         return
@@ -194,7 +188,7 @@ def two_ranks(patient: Patient) -> Iterator[Finding]:
     if not here or not _is_free(int(port)):
         yield Finding("ok", f"not tried at {address}:{port}: it is not free, or not here")
         return
-    yield from trial(address, int(port), patient.now)
+    yield from trial(address, int(port), context.now)
 
 
 def trial(address: str, port: int, now: Callable[[str], None], act_s: float = ACT_S) -> Iterator[Finding]:
@@ -213,36 +207,19 @@ def trial(address: str, port: int, now: Callable[[str], None], act_s: float = AC
                 return
     finally:
         for rank in ranks:
-            rank.process.kill()
-            rank.process.wait()
-            os.close(rank.words)
+            rank.child.end()
     took = time.monotonic() - started
     yield Finding("ok", f"two ranks met at {address}:{port}: all-reduce, barrier and broadcast are right ({took:.1f} s)", figures={"seconds": took})  # fmt: skip
 
 
 def _start(number: int, address: str, port: int, act_s: float) -> Rank:
-    reading, writing = os.pipe()
-    request = {"rank": number, "ranks": 2, "address": address, "port": port, "act_s": 3 * act_s, "fd": writing}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lamplighter.doctor.rank_child", json.dumps(request)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[writing],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    os.close(writing)
-    return Rank(number, process, reading)
+    request = {"rank": number, "ranks": 2, "address": address, "port": port, "act_s": 3 * act_s}
+    alone = {"OMP_NUM_THREADS": "1", "RANK": str(number)}
+    return Rank(number, Child("lamplighter.doctor.collectives:one_rank", request, alone))
 
 
-def _listen(rank: Rank) -> None:
-    ready, _, _ = select.select([rank.words], [], [], 0.05)
-    if not ready:
-        return
-    data = os.read(rank.words, 1 << 16)
-    if not data:
-        time.sleep(0.05)  # it has ended; its code says how
-    *lines, rank.pending = (rank.pending + data).split(b"\n")
-    for line in lines:
-        record = parse_record(line) or {}
+def _listen(rank: Rank, wait_s: float = 0.05) -> None:
+    for record in rank.child.listen(wait_s):
         if "at" in record:
             rank.at, rank.since = str(record["at"]), time.monotonic()
         rank.done = rank.done or bool(record.get("done"))
@@ -253,15 +230,19 @@ def _judge(ranks: list[Rank], address: str, port: int, act_s: float, import_s: f
     """The rank that failed, died, or did not arrive; None while all goes well."""
     place = f"{address}:{port}"
     for rank in ranks:
-        code = rank.process.poll()
+        ended = rank.child.has_ended()
         if rank.error:
             return Finding("fault", f"rank {rank.number} failed in {rank.at} at {place}: {rank.error}", _other(ranks, rank), "check GLOO_SOCKET_IFNAME, /etc/hosts and the firewall of this machine",
                            "no_peer", {"rank": rank.number})  # fmt: skip
-        if code is not None and not rank.done:
+        if ended and not rank.done:
             _listen(rank)
             if not rank.done and not rank.error:
-                how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
-                return Finding("fault", f"rank {rank.number} {how} in {rank.at}", _other(ranks, rank), "its last words are above", "rank_sigkill", {"rank": rank.number})  # fmt: skip
+                rank.child.end()
+                how, code = rank.child.outcome(), rank.child.process.returncode
+                left = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
+                why = f"{_other(ranks, rank)}; its last words: {how.last_line or 'none'}"
+                advice = "lamp watch -- CMD keeps the evidence of such a death"
+                return Finding("fault", f"rank {rank.number} {left} in {rank.at}", why, advice, "rank_sigkill", {"rank": rank.number})  # fmt: skip
     last = min(ranks, key=lambda rank: ACTS.index(rank.at))
     other = ranks[1 - last.number]
     alone = other.at != last.at  # one waits for the other: how long it waits counts, not how long the other is at it
@@ -269,7 +250,7 @@ def _judge(ranks: list[Rank], address: str, port: int, act_s: float, import_s: f
     limit = import_s if other.at in ("start", "import") else act_s
     if waited < limit or last.done:
         return None
-    state = psutil.Process(last.process.pid).status()
+    state = procfs.look(last.child.pid).words
     if alone:
         what = f"rank {last.number} did not arrive at {other.at}: it is at {last.at}, and rank {other.number} has waited for {waited:.0f} s"
     else:
@@ -280,10 +261,50 @@ def _judge(ranks: list[Rank], address: str, port: int, act_s: float, import_s: f
         f"the process of rank {last.number} is {state}",
         "check GLOO_SOCKET_IFNAME and the firewall; lamp watch -- torchrun ... names it in your own run",
         "rank_late" if alone else "no_peer",
-        {"rank": last.number, "act": other.at, "pid": last.process.pid},
+        {"rank": last.number, "act": other.at, "pid": last.child.pid},
     )
 
 
 def _other(ranks: list[Rank], rank: Rank) -> str:
     other = ranks[1 - rank.number]
     return f"rank {other.number} was at {other.at}"
+
+
+PR_SET_PDEATHSIG = 1
+
+
+# ---------------------------------------------------------------- inside a rank
+
+
+def one_rank(request: dict[str, Any], say: Say) -> None:
+    """One record before and after each act: rendezvous, all-reduce, barrier, broadcast; each result is checked."""
+    rank, ranks = request["rank"], request["ranks"]
+    say(at="import")
+    import torch
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=request["act_s"])
+    act = "import"
+    try:
+        say(at=(act := "rendezvous"))
+        address, port = request["address"], request["port"]
+        store = dist.TCPStore(address, port, ranks, is_master=rank == 0, timeout=limit)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+        say(at=(act := "all-reduce"))
+        numbers = torch.full((NUMBERS,), float(rank + 1))
+        dist.all_reduce(numbers)
+        if not bool((numbers == ranks * (ranks + 1) / 2).all()):
+            raise ArithmeticError(f"1 + 2 gave {numbers[0].item()}")
+        say(at=(act := "barrier"))
+        dist.barrier()
+        say(at=(act := "broadcast"))
+        sent = torch.arange(NUMBERS) if rank == 0 else torch.zeros(NUMBERS, dtype=torch.int64)
+        dist.broadcast(sent, src=0)
+        if not torch.equal(sent, torch.arange(NUMBERS)):
+            raise ArithmeticError("what arrived is not what was sent")
+        say(at=(act := "end"))
+        dist.barrier()  # rank 0 keeps the store: it may not leave before the other has done
+    except Exception as error:  # noqa: BLE001  whatever it is, it is told
+        say(failed=act, error=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    else:
+        say(done=True)

@@ -1,6 +1,6 @@
-"""The chart: all findings as a table for people, as JSON for scripts, and as advice on the settings.
+"""The report: all findings as a table for people, as JSON for scripts, and as advice on the settings.
 
-In:  Visits.
+In:  ProbeResults.
 Out: text; 'ok' means that no fault was found (warnings do not count).
 """
 
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lamplighter.doctor.probe import Finding
-from lamplighter.doctor.runner import Visit
+from lamplighter.doctor.runner import ProbeResult
 
 SHOWN = {"ok": "ok", "warn": "warn", "fault": "FAULT"}
 WEIGHT = {"ok": 0, "warn": 1, "fault": 2}
@@ -22,18 +22,18 @@ STRANGE = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160))}
 
 
 @dataclass(frozen=True)
-class Chart:
+class Report:
     """A whole examination."""
 
-    visits: tuple[Visit, ...]
+    results: tuple[ProbeResult, ...]
     seconds: float
 
     def findings(self, *levels: str) -> Iterator[tuple[str, Finding]]:
         """(probe, finding), in the order they were made."""
-        for visit in self.visits:
-            for finding in visit.findings:
+        for result in self.results:
+            for finding in result.findings:
                 if not levels or finding.level in levels:
-                    yield visit.stage.name, finding
+                    yield result.probe.name, finding
 
     @property
     def ok(self) -> bool:
@@ -49,15 +49,15 @@ class Advice:
     probe: str
 
 
-def worst(visit: Visit) -> str:
-    return SHOWN[max((finding.level for finding in visit.findings), key=lambda level: WEIGHT[level], default="ok")]
+def worst(result: ProbeResult) -> str:
+    return SHOWN[max((finding.level for finding in result.findings), key=lambda level: WEIGHT[level], default="ok")]
 
 
-def advice(chart: Chart) -> dict[str, Advice]:
+def advice(report: Report) -> dict[str, Advice]:
     """By field. Where two probes advise on one field, a fault counts more than a warning, a later one more than an earlier."""
     found: dict[str, Advice] = {}
     for level in ("ok", "warn", "fault"):
-        for probe, finding in chart.findings(level):
+        for probe, finding in report.findings(level):
             for name, value in finding.settings.items():
                 found[name] = Advice(value, _one_line(finding.what), probe)
     return found
@@ -66,23 +66,23 @@ def advice(chart: Chart) -> dict[str, Advice]:
 # ---------------------------------------------------------------- for people
 
 
-def table(chart: Chart) -> str:
+def table(report: Report) -> str:
     """One row a finding, then verdict / why / next of each that is not as it should be."""
-    wide = max([len(visit.stage.name) for visit in chart.visits], default=5)
+    wide = max([len(result.probe.name) for result in report.results], default=5)
     rows = []
-    for visit in chart.visits:
-        name = visit.stage.name
-        by_weight = sorted(visit.findings, key=lambda finding: -WEIGHT[finding.level])
+    for result in report.results:
+        name = result.probe.name
+        by_weight = sorted(result.findings, key=lambda finding: -WEIGHT[finding.level])
         for finding in by_weight[:MOST_ROWS]:
             rows.append(f"{name:<{wide}}  {SHOWN[finding.level]:<5}  {_one_line(finding.what)}")
             name = ""
         if len(by_weight) > MOST_ROWS:
             rows.append(f"{'':<{wide}}  {'':<5}  and {len(by_weight) - MOST_ROWS} more (--json has all)")
-    return "\n".join([*rows, *_details(chart), "", _sum(chart), ""])
+    return "\n".join([*rows, *_details(report), "", _sum(report), ""])
 
 
-def _details(chart: Chart) -> Iterator[str]:
-    for probe, finding in [*chart.findings("fault"), *chart.findings("warn")]:
+def _details(report: Report) -> Iterator[str]:
+    for probe, finding in [*report.findings("fault"), *report.findings("warn")]:
         yield ""
         yield f"{SHOWN[finding.level]}: {probe}"
         yield f"  verdict  {_one_line(finding.what)}"
@@ -92,10 +92,10 @@ def _details(chart: Chart) -> Iterator[str]:
             yield f"  next     {_one_line(finding.next)}"
 
 
-def _sum(chart: Chart) -> str:
-    faults, warnings = len(list(chart.findings("fault"))), len(list(chart.findings("warn")))
-    counted = f"{_count(faults, 'fault')}, {_count(warnings, 'warning')} by {_count(len(chart.visits), 'probe')} in {chart.seconds:.0f} s"
-    if advice(chart):
+def _sum(report: Report) -> str:
+    faults, warnings = len(list(report.findings("fault"))), len(list(report.findings("warn")))
+    counted = f"{_count(faults, 'fault')}, {_count(warnings, 'warning')} by {_count(len(report.results), 'probe')} in {report.seconds:.0f} s"
+    if advice(report):
         return f"{counted}; next: the same words with --print-config give a run.yaml with this advice applied"
     return f"{counted}; next: lamp train with the same words" if not faults else counted
 
@@ -111,16 +111,16 @@ def _one_line(text: str) -> str:
 # ---------------------------------------------------------------- for scripts
 
 
-def as_json(chart: Chart) -> str:
+def as_json(report: Report) -> str:
     """Stable keys: ok, seconds, probes, findings, advice."""
     record = {
-        "ok": chart.ok,
-        "seconds": round(chart.seconds, 2),
+        "ok": report.ok,
+        "seconds": round(report.seconds, 2),
         "probes": [
-            {"probe": v.stage.name, "seconds": round(v.seconds, 2), "level": worst(v).lower()} for v in chart.visits
+            {"probe": v.probe.name, "seconds": round(v.seconds, 2), "level": worst(v).lower()} for v in report.results
         ],
-        "findings": [{"probe": probe, **asdict(finding)} for probe, finding in chart.findings()],
-        "advice": {name: asdict(one) for name, one in advice(chart).items()},
+        "findings": [{"probe": probe, **asdict(finding)} for probe, finding in report.findings()],
+        "advice": {name: asdict(one) for name, one in advice(report).items()},
     }
     return json.dumps(_finite(record), indent=1, default=str, allow_nan=False) + "\n"
 

@@ -1,27 +1,33 @@
 """Loading probes: a user's own Dataset in this process, then with workers by fork, spawn and forkserver, each with a deadline.
 
-In:  a Patient whose data.source is "module:name".
+In:  a ProbeContext whose data.source is "module:name".
 Out: Findings: items per second, or what hangs, dies or cannot be pickled, with file:line, worker and item.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import pickle
 import re
 import shutil
+import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from lamplighter.doctor import datasets, pickling
-from lamplighter.doctor.code_owner import Place, innermost
-from lamplighter.doctor.datasets import Loading
-from lamplighter.doctor.probe import Finding, Level, Patient, Stage
-from lamplighter.doctor.sample_data import as_finding, failed
-from lamplighter.doctor.trials import Outcome, attempt
-from lamplighter.errors import LampError
+from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding, failed
+from lamplighter.errors import BadConfig, LampError
+from lamplighter.procs import child, stacks
+from lamplighter.procs.child import Outcome
+from lamplighter.procs.stacks import Frame
 from lamplighter.rundir import human_bytes, read_lines, read_record, write_json
 
 SHM = Path("/dev/shm")
@@ -32,26 +38,91 @@ ASLEEP_TIMES = 4  # a crowded machine lets a sleeping worker's thread wait that 
 ITEMS_S = 5.0
 SLOW_TIMES = 4  # as long as an item takes in this process
 SHM_SHARE = 0.8
+DEEP = 4  # levels of an object that are searched for what cannot be pickled
 
-STAGES = [
-    Stage("loading / in this process", "lamplighter.doctor.loading:here", 60),
-    Stage("loading / workers by fork", "lamplighter.doctor.loading:by_fork", 90),
-    Stage("loading / workers by spawn", "lamplighter.doctor.loading:by_spawn", 90),
-    Stage("loading / workers by forkserver", "lamplighter.doctor.loading:by_forkserver", 90),
-]
+
+# ---------------------------------------------------------------- whose dataset
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the name stands for."""
+
+    name: str
+    target: Any
+    is_dataset: bool
+    """A torch Dataset or DataLoader, rather than texts for lamp train."""
+
+
+def find(name: str) -> Own:
+    """Import it, with the current folder on the path; a function that is no generator is called, to see what it makes."""
+    module_name, _, attribute = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    module = importlib.import_module(module_name)
+    if not hasattr(module, attribute):
+        raise BadConfig(f"no {attribute} in module {module_name}", f"looked in {module.__file__}", "check data.source")
+    target = getattr(module, attribute)
+    if inspect.isfunction(target) and not inspect.isgeneratorfunction(target) and _is_torch(made := target()):
+        target = made
+    return Own(name, target, _is_torch(target))
+
+
+def _is_torch(target: Any) -> bool:
+    """Only a module that has loaded torch can hold a Dataset of it; a map-style class without torch counts too."""
+    torch = sys.modules.get("torch.utils.data")
+    kinds = (torch.Dataset, torch.DataLoader) if torch is not None else ()
+    if isinstance(target, type):
+        return issubclass(target, kinds) or (not hasattr(target, "documents") and _is_map(target))
+    return isinstance(target, kinds) or (not isinstance(target, (list, tuple, str)) and _is_map(target))
+
+
+def _is_map(target: Any) -> bool:
+    return hasattr(target, "__getitem__") and hasattr(target, "__len__") and not hasattr(target, "__class_getitem__")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A dataset and how its user loads it."""
+
+    dataset: Any
+    batch_size: int
+    collate: Callable[[list[Any]], Any] | None
+    workers: int
+    prefetch: int
+    is_map: bool
+
+    def options(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "collate_fn": self.collate}
+
+
+def make(own: Own, batch_size: int, workers: int | None) -> Loading:
+    """The instance: a class is called without arguments; a DataLoader brings its own settings."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    target = own.target
+    found = target() if isinstance(target, type) else target
+    if isinstance(found, DataLoader):
+        dataset, is_map = found.dataset, not isinstance(found.dataset, IterableDataset)
+        count = workers or found.num_workers or 2
+        size = found.batch_size or batch_size
+        return Loading(dataset, size, found.collate_fn, count, found.prefetch_factor or 2, is_map)
+    is_map = not isinstance(found, IterableDataset) and hasattr(found, "__getitem__")
+    return Loading(found, batch_size, None, workers or 2, 2, is_map)
 
 
 # ---------------------------------------------------------------- in this process
 
 
-def here(patient: Patient) -> Iterator[Finding]:
+def here(context: ProbeContext) -> Iterator[Finding]:
     """One item, one batch; then whether it could be sent to a worker, and what the workers would need."""
-    name = patient.run.data.source
+    name = context.run.data.source
     if name is None:
         yield Finding("ok", "no Dataset of your own: batches are mapped memory and one thread, nothing is forked")
         return
     try:
-        own = datasets.find(name)
+        own = find(name)
     except LampError as error:
         yield as_finding(error)
         return
@@ -64,29 +135,29 @@ def here(patient: Patient) -> Iterator[Finding]:
         )
         return
     try:
-        loading = datasets.make(own, _batch_size(patient), patient.run.data.workers)
+        loading = make(own, _batch_size(context), context.run.data.workers)
     except Exception as error:  # noqa: BLE001 (the user's own code)
         yield failed(error, f"{name} cannot be made")
         return
-    yield from _items(loading, name, patient)
+    yield from _items(loading, name, context)
 
 
-def _batch_size(patient: Patient) -> int:
-    train = patient.run.train
+def _batch_size(context: ProbeContext) -> int:
+    train = context.run.train
     return train.micro_batch or train.batch_size
 
 
-def _items(loading: Loading, name: str, patient: Patient) -> Iterator[Finding]:
+def _items(loading: Loading, name: str, context: ProbeContext) -> Iterator[Finding]:
     from torch.utils.data import default_collate
 
     began, number = time.monotonic(), 0
     items: list[Any] = []
-    patient.now(f"item 0 of {name}")
+    context.now(f"item 0 of {name}")
     stream = iter(loading.dataset) if not loading.is_map else None
     total = len(loading.dataset) if loading.is_map else None
     try:
         while len(items) < loading.batch_size and (total is None or number < total):
-            patient.now(f"item {number} of {name}")
+            context.now(f"item {number} of {name}")
             items.append(next(stream) if stream is not None else loading.dataset[number])
             number += 1
             if time.monotonic() - began > ITEMS_S:
@@ -101,7 +172,7 @@ def _items(loading: Loading, name: str, patient: Patient) -> Iterator[Finding]:
         yield Finding("fault", f"{name} has no items", f"its length is {total}", "check what it reads")
         return
     rate = len(items) / max(1e-6, seconds)
-    write_json(patient.scratch / "items.json", {"item_s": seconds / len(items)}, durable=False)
+    write_json(context.scratch / "items.json", {"item_s": seconds / len(items)}, durable=False)
     try:
         batch = (loading.collate or default_collate)(items)
     except Exception as error:  # noqa: BLE001 (items of different sizes, or of kinds that do not stack)
@@ -156,9 +227,9 @@ def picklable(loading: Loading, name: str) -> Finding:
     """What spawn and forkserver have to send to a worker."""
     parts = [(loading.dataset, "dataset"), (loading.collate, "collate_fn")]
     for value, path in parts:
-        found = pickling.find(value, path)
+        found = unpicklable(value, path)
         if found is not None:
-            where = f", made at {found.place}" if found.place else ""
+            where = f", made at {found.place.place}" if found.place else ""
             return Finding(
                 "warn",
                 f"{found.path} cannot be pickled: it is {found.kind}{where}",
@@ -173,40 +244,46 @@ def picklable(loading: Loading, name: str) -> Finding:
 # ---------------------------------------------------------------- with workers
 
 
-def by_fork(patient: Patient) -> Iterator[Finding]:
+def by_fork(context: ProbeContext) -> Iterator[Finding]:
     """Workers as copies of the process: quick, and every held lock is copied held."""
-    yield from _with_workers(patient, "fork")
+    yield from _with_workers(context, "fork")
 
 
-def by_spawn(patient: Patient) -> Iterator[Finding]:
+def by_spawn(context: ProbeContext) -> Iterator[Finding]:
     """Workers as new processes: everything is imported and sent anew."""
-    yield from _with_workers(patient, "spawn")
+    yield from _with_workers(context, "spawn")
 
 
-def by_forkserver(patient: Patient) -> Iterator[Finding]:
+def by_forkserver(context: ProbeContext) -> Iterator[Finding]:
     """Workers as copies of a clean process."""
-    yield from _with_workers(patient, "forkserver")
+    yield from _with_workers(context, "forkserver")
 
 
-def _with_workers(patient: Patient, method: str) -> Iterator[Finding]:
-    name = patient.run.data.source
+def _with_workers(context: ProbeContext, method: str) -> Iterator[Finding]:
+    name = context.run.data.source
     try:
-        if name is None or not datasets.find(name).is_dataset:
+        if name is None or not find(name).is_dataset:
             yield Finding("ok", "nothing is loaded by workers here")
             return
     except Exception as error:  # noqa: BLE001 (told in full by the probe before)
         yield Finding("warn", f"not tried: {name} cannot be imported", str(error))
         return
-    folder = patient.scratch / f"loading-{method}"
+    folder = context.scratch / f"loading-{method}"
     folder.mkdir(parents=True, exist_ok=True)
     watch = folder / f"workers-{time.monotonic_ns()}.jsonl"
     request = {
-        "name": name, "method": method, "workers": patient.run.data.workers, "batch_size": _batch_size(patient),
+        "name": name, "method": method, "workers": context.run.data.workers, "batch_size": _batch_size(context),
         "watch": str(watch),
     }  # fmt: skip
-    item_s = read_record(patient.scratch / "items.json").get("item_s", 0.0)
+    item_s = read_record(context.scratch / "items.json").get("item_s", 0.0)
     watcher = _Watcher(watch, max(QUIET_S, SLOW_TIMES * item_s))
-    done = attempt("lamplighter.doctor.workers:load", request, folder, START_S, patient.now, watcher.is_stuck)
+    done = child.run(
+        "lamplighter.doctor.workers:load",
+        request,
+        deadline_s=START_S,
+        on_record=lambda record: context.now(str(record.get("now", ""))),
+        is_stuck=watcher.is_stuck,
+    )
     yield judge(name, method, done, watcher)
 
 
@@ -268,9 +345,9 @@ def judge(name: str, method: str, done: Outcome, watcher: _Watcher) -> Finding:
     count = next((record["workers"] for record in done.records if "workers" in record), 0)
     if error is not None:
         return _raised(name, method, error, watcher)
-    if done.code is None:
+    if done.ended_for:
         return _hung(name, method, done, watcher, len(batches))
-    if done.code != 0 or not batches:
+    if done.code != 0 or done.error or not batches:
         return _died(name, method, done, watcher)
     last = batches[-1]
     rate = (last["batch"] - 1) / last["seconds"] if last["seconds"] > 0 and last["batch"] > 1 else 0.0
@@ -285,11 +362,12 @@ def judge(name: str, method: str, done: Outcome, watcher: _Watcher) -> Finding:
 def _hung(name: str, method: str, done: Outcome, watcher: _Watcher, batches: int) -> Finding:
     stuck = watcher.found
     if stuck is None:
-        place = innermost([p for _, stack in done.stacks.get(done.pid, []) for p in stack])
+        taken = done.stacks.get(done.pid)
+        place = stacks.line_to_name(taken.main) if taken else None
         return Finding(
             "fault",
-            f"workers by {method} gave {batches} batches and then nothing: {done.ended()}",
-            f"the loader stands at {place}" if place else "its stack could not be read",
+            f"workers by {method} gave {batches} batches and then nothing: {done.how()}",
+            f"the loader stands at {place.place}" if place else "its stack could not be read",
             "--data.workers 1, or no workers",
             "worker_hang",
             {"method": method, **(place.fields() if place else {})},
@@ -303,7 +381,7 @@ def _hung(name: str, method: str, done: Outcome, watcher: _Watcher, batches: int
         "method": method,
         **(place.fields() if place else {}),
     }
-    stands = f"at {place}, item {item}, for {stuck['for_s']:.0f} s"
+    stands = f"at {place.place if place else None}, item {item}, for {stuck['for_s']:.0f} s"
     if stuck["silent_s"] > SILENT_S:
         return Finding(
             "fault",
@@ -345,13 +423,13 @@ def _inherited(worker: int, stuck: dict[str, Any], stands: str, culprit: dict[st
     )
 
 
-def _place(stuck: dict[str, Any], done: Outcome) -> Place | None:
+def _place(stuck: dict[str, Any], done: Outcome) -> Frame | None:
     """By py-spy where the worker could not speak for itself."""
     if stuck["silent_s"] > SILENT_S:
-        for thread, stack in done.stacks.get(stuck["pid"], []):
-            if thread == "MainThread" or thread.endswith("MainThread"):
-                return innermost(stack)
-    return Place(**stuck["place"]) if stuck["place"] else None
+        taken = done.stacks.get(stuck["pid"])
+        if taken is not None and taken.threads[0].name.endswith("MainThread"):
+            return stacks.line_to_name(taken.main)
+    return Frame(**stuck["place"]) if stuck["place"] else None
 
 
 def _raised(name: str, method: str, error: dict[str, Any], watcher: _Watcher) -> Finding:
@@ -391,10 +469,10 @@ def _pickle_level(method: str) -> Level:
 
 def _raised_line(message: str) -> dict[str, Any]:
     places = [
-        Place(file, int(line), func)
+        Frame(file, int(line), func)
         for file, line, func in re.findall(r'File "([^"]+)", line (\d+), in (\S+)', message)
     ]
-    place = innermost(reversed(places))
+    place = stacks.line_to_name(reversed(places))
     return place.fields() if place else {}
 
 
@@ -426,7 +504,80 @@ def _ended_worker(method: str, ended: dict[str, int], watcher: _Watcher) -> Find
 
 
 def _died(name: str, method: str, done: Outcome, watcher: _Watcher) -> Finding:
-    lines = [line for line in done.last_words.splitlines() if line.strip()]
-    culprit = {"method": method, **_raised_line(done.last_words)}
-    what = f"loading {name} by {method} {done.ended()} before the first batch"
+    lines = [line for line in done.output.splitlines() if line.strip()]
+    culprit = {"method": method, **_raised_line(done.output)}
+    what = f"loading {name} by {method} {done.how()} before the first batch"
     return Finding("fault", what, lines[-1] if lines else "", "see the traceback in the scratch folder", "", culprit)
+
+
+# ---------------------------------------------------------------- what cannot be sent to a worker
+
+
+@dataclass(frozen=True)
+class Unpicklable:
+    """The innermost part that fails."""
+
+    path: str
+    kind: str
+    error: str
+    place: Frame | None
+
+
+def unpicklable(value: Any, path: str = "dataset") -> Unpicklable | None:
+    """None where all of it can be sent to another process."""
+    error = _error(value)
+    return None if error is None else _innermost(value, path, error, None, DEEP)
+
+
+def _error(value: Any) -> str | None:
+    try:
+        ForkingPickler.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _innermost(value: Any, path: str, error: str, owner: tuple[Any, str] | None, depth: int) -> Unpicklable:
+    for name, part in _parts(value) if depth else ():
+        if (inner := _error(part)) is not None:
+            is_attribute = not isinstance(value, (dict, list, tuple))
+            step = f".{name}" if is_attribute else f"[{name!r}]"
+            attribute = (value, name) if is_attribute else owner
+            return _innermost(part, path + step, inner, attribute, depth - 1)
+    return Unpicklable(path, _kind(value), error, _defined(value, owner))
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return list(value.items())[:1000]
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value[:1000]))
+    return list(vars(value).items()) if hasattr(value, "__dict__") and not inspect.isroutine(value) else []
+
+
+def _kind(value: Any) -> str:
+    if getattr(value, "__name__", "") == "<lambda>":
+        return "a lambda"
+    if inspect.isfunction(value):
+        return f"the function {value.__qualname__}"
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _defined(value: Any, owner: tuple[Any, str] | None) -> Frame | None:
+    """A function knows its line; of anything else, the line of its owner's class that sets it."""
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        return Frame(code.co_filename, code.co_firstlineno, code.co_name)
+    if owner is None:
+        return None
+    kind, name = type(owner[0]), owner[1]
+    try:
+        lines, first = inspect.getsourcelines(kind)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+        file = inspect.getsourcefile(kind) or "?"
+    except (OSError, TypeError, SyntaxError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
+            return Frame(file, first + node.lineno - 1, f"{kind.__name__}.{name}")
+    return Frame(file, first, kind.__name__)

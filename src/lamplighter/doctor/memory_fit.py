@@ -1,6 +1,6 @@
 """Model probes: whether bf16 works and is worth it, and whether the longest micro-batch fits into memory.
 
-In:  a Patient.
+In:  a ProbeContext.
 Out: Findings with both times, both losses; peak and available memory, measured or from smaller batches, and said which.
 """
 
@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import psutil
 import torch
 
 from lamplighter.data.batches import NO_TARGET, Batch
-from lamplighter.doctor.model_fixture import Bed, lay_down, quick_rows, seconds_of
-from lamplighter.doctor.probe import Finding, Patient
+from lamplighter.doctor.model_fixture import ModelFixture, fixtures, quick_rows, seconds_of
+from lamplighter.doctor.probe import Finding, ProbeContext
+from lamplighter.gpus import Device
 from lamplighter.model.transformer import Transformer
 from lamplighter.plan.job import job_of
 from lamplighter.plan.memory import GIB
 from lamplighter.plan.memory import memory as memory_of
+from lamplighter.procs import procfs
 from lamplighter.rundir import human_bytes
 from lamplighter.train import bf16, optimizers
-from lamplighter.train.gpus import Device
 
 MEMORY_S = 20.0  # so long the longest micro-batch may take for real
 MARGIN = 0.92  # of the available memory
@@ -35,35 +35,35 @@ WORTH = 1.1
 # ---------------------------------------------------------------- precision
 
 
-def precision(patient: Patient) -> Iterator[Finding]:
+def precision(context: ProbeContext) -> Iterator[Finding]:
     """bf16 against fp32: does it work, is it faster, does it give the same loss."""
-    wanted = patient.run.train.dtype
-    is_cpu = patient.run.train.device == "cpu" or not torch.cuda.is_available()
+    wanted = context.run.train.dtype
+    is_cpu = context.run.train.device == "cpu" or not torch.cuda.is_available()
     if is_cpu and not bf16.cpu_has_it():
         yield _no_bf16(wanted, "the CPU has no bf16 instructions: each product would be emulated")
         return
-    patient.now("bf16 in a process that may die")
+    context.now("bf16 in a process that may die")
     if is_cpu and not bf16.make_it_work():  # before the first product: a fork after it would hang
         yield _no_bf16(wanted, "bf16 crashes on this CPU: a trial process died")
         return
     if not is_cpu and not torch.cuda.is_bf16_supported():
         yield _no_bf16(wanted, "the GPU has no bf16")
         return
-    for found in lay_down(patient):
+    for found in fixtures(context):
         if not isinstance(found, Finding):  # those are told by the first model probe
-            yield _compare(found, patient)
+            yield _compare(found, context)
 
 
-def _compare(bed: Bed, patient: Patient) -> Finding:
-    wanted = bed.run.train.dtype
-    patient.now("one step in fp32 and in bf16")
-    batch, words = quick_rows(bed)
+def _compare(fixture: ModelFixture, context: ProbeContext) -> Finding:
+    wanted = fixture.run.train.dtype
+    context.now("one step in fp32 and in bf16")
+    batch, words = quick_rows(fixture)
     spent = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        seconds_of(bed, batch, dtype)
-        spent[name] = min(seconds_of(bed, batch, dtype) for _ in range(2))
+        seconds_of(fixture, batch, dtype)
+        spent[name] = min(seconds_of(fixture, batch, dtype) for _ in range(2))
     with torch.no_grad():
-        loss = {"fp32": float(bed.loss(batch, torch.float32)), "bf16": float(bed.loss(batch, torch.bfloat16))}
+        loss = {"fp32": float(fixture.loss(batch, torch.float32)), "bf16": float(fixture.loss(batch, torch.bfloat16))}
     gain = spent["fp32"] / spent["bf16"]
     what = f"bf16 {spent['bf16'] * 1000:,.0f} ms against fp32 {spent['fp32'] * 1000:,.0f} ms: {gain:.2f} x"
     why = f"forward and backward of {words}; loss {loss['bf16']:.4f} against {loss['fp32']:.4f}"
@@ -88,70 +88,76 @@ def _no_bf16(wanted: str, why: str) -> Finding:
 # ---------------------------------------------------------------- memory
 
 
-def memory(patient: Patient) -> Iterator[Finding]:
+def memory(context: ProbeContext) -> Iterator[Finding]:
     """The longest micro-batch, for real where that is quick and safe; else from smaller ones."""
-    for found in lay_down(patient, quick_dtype=False):
+    for found in fixtures(context, quick_dtype=False):
         if isinstance(found, Finding):
             continue
-        yield _longest(found, patient)
+        yield _longest(found, context)
 
 
-def _available(bed: Bed) -> int:
-    if bed.machine.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(bed.machine.device)[0])
-    return int(psutil.virtual_memory().available) + psutil.Process().memory_info().rss
+def _available(fixture: ModelFixture) -> int:
+    if fixture.machine.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(fixture.machine.device)[0])
+    return procfs.memory_available() + procfs.own_memory()[0]
 
 
-def _longest(bed: Bed, patient: Patient) -> Finding:
-    have, wanted = _available(bed), bed.rows
-    paper = _on_paper(bed, have)
+def _longest(fixture: ModelFixture, context: ProbeContext) -> Finding:
+    have, wanted = _available(fixture), fixture.rows
+    paper = _on_paper(fixture, have)
     sums = f"by arithmetic {human_bytes(paper)}" if paper else "of a model of your own there is no arithmetic"
     if paper and paper > MARGIN * have:
-        return _too_much(bed, paper, have, f"{sums}: weights, gradients, optimizer, activations and logits; not tried")
+        return _too_much(
+            fixture, paper, have, f"{sums}: weights, gradients, optimizer, activations and logits; not tried"
+        )
     peaks: dict[int, int] = {}
     rows, spent = 1, 0.0
     while True:
-        patient.now(f"{rows} x {bed.run.data.seq_len} tokens, the memory of a step")
+        context.now(f"{rows} x {fixture.run.data.seq_len} tokens, the memory of a step")
         began = time.monotonic()
-        peaks[rows] = _peak(bed, rows)
+        peaks[rows] = _peak(fixture, rows)
         spent = time.monotonic() - began
         if rows == wanted:
-            return _told(bed, peaks[rows], have, f"measured on the whole micro-batch of {wanted}; {sums}")
+            return _told(fixture, peaks[rows], have, f"measured on the whole micro-batch of {wanted}; {sums}")
         each = (peaks[rows] - peaks[rows // 2]) / (rows - rows // 2) if rows > 1 else 0.0
         guess = int(peaks[rows] + each * (wanted - rows))
         if rows > 1 and (guess > MARGIN * have or spent * 2 > MEMORY_S):
             why = f"from {rows // 2} and {rows} rows, {human_bytes(int(each))} a row; {sums}"
-            return _too_much(bed, guess, have, why) if guess > MARGIN * have else _told(bed, guess, have, why)
+            return _too_much(fixture, guess, have, why) if guess > MARGIN * have else _told(fixture, guess, have, why)
         rows = min(2 * rows, wanted)
 
 
-def _on_paper(bed: Bed, have: int) -> int:
+def _on_paper(fixture: ModelFixture, have: int) -> int:
     """The plan's arithmetic, which knows the built-in families."""
-    if not isinstance(bed.model, Transformer):
+    if not isinstance(fixture.model, Transformer):
         return 0
-    shape = replace(bed.model.shape, layers=bed.run.model.layers) if not bed.run.model.init_from else bed.model.shape
-    job = job_of(bed.run, shape, bed.run.train.steps or 1, bed.machine.dtype_name)
-    name = "cpu" if bed.machine.device.type == "cpu" else bed.machine.name
-    device = Device(name, have / GIB, None, bed.machine.peak_flops)
+    shape = (
+        replace(fixture.model.shape, layers=fixture.run.model.layers)
+        if not fixture.run.model.init_from
+        else fixture.model.shape
+    )
+    job = job_of(fixture.run, shape, fixture.run.train.steps or 1, fixture.machine.dtype_name)
+    name = "cpu" if fixture.machine.device.type == "cpu" else fixture.machine.name
+    device = Device(name, have / GIB, None, fixture.machine.peak_flops)
     return memory_of(job, device).training
 
 
-def _peak(bed: Bed, rows: int) -> int:
+def _peak(fixture: ModelFixture, rows: int) -> int:
     """Of one step of so many rows: the device's own count, or how high the resident memory rose."""
-    optimizer = optimizers.make_optimizer(bed.model, bed.run.train)
-    batch = bed.piece(rows)
+    optimizer = optimizers.make_optimizer(fixture.model, fixture.run.train)
+    batch = fixture.piece(rows)
     if len(batch.inputs) < rows:  # the data has fewer: repeat them
         batch = _repeated(batch, rows)
-    cuda = bed.machine.device.type == "cuda"
+    cuda = fixture.machine.device.type == "cuda"
     if cuda:
-        torch.cuda.reset_peak_memory_stats(bed.machine.device)
+        torch.cuda.reset_peak_memory_stats(fixture.machine.device)
     watch = _Highest()
     with watch:
-        bed.loss(batch).backward()  # type: ignore[no-untyped-call]
+        fixture.loss(batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step(1e-9)
         optimizer.zero_grad()
-        bed.wait()
-    return int(torch.cuda.max_memory_allocated(bed.machine.device)) if cuda else watch.highest
+        fixture.wait()
+    return int(torch.cuda.max_memory_allocated(fixture.machine.device)) if cuda else watch.highest
 
 
 def _repeated(batch: Batch, rows: int) -> Batch:
@@ -171,29 +177,28 @@ class _Highest:
         return self
 
     def _look_on(self) -> None:
-        process = psutil.Process()
         while not self._over.wait(0.002):
-            self.highest = max(self.highest, process.memory_info().rss)
+            self.highest = max(self.highest, procfs.own_memory()[0])
 
     def __exit__(self, *_: object) -> None:
-        self.highest = max(self.highest, psutil.Process().memory_info().rss)
+        self.highest = max(self.highest, procfs.own_memory()[0])
         self._over.set()
         self._thread.join()
 
 
-def _told(bed: Bed, peak: int, have: int, why: str) -> Finding:
-    what = f"the longest micro-batch, {bed.rows} x {bed.run.data.seq_len} tokens, takes {human_bytes(peak)} of {human_bytes(have)}"
+def _told(fixture: ModelFixture, peak: int, have: int, why: str) -> Finding:
+    what = f"the longest micro-batch, {fixture.rows} x {fixture.run.data.seq_len} tokens, takes {human_bytes(peak)} of {human_bytes(have)}"
     return Finding("ok", what, why, figures={"peak_bytes": float(peak), "available_bytes": float(have)})
 
 
-def _too_much(bed: Bed, need: int, have: int, why: str) -> Finding:
-    smaller = max(1, bed.rows // 2 ** max(1, math.ceil(math.log2(need / (MARGIN * have)))))
+def _too_much(fixture: ModelFixture, need: int, have: int, why: str) -> Finding:
+    smaller = max(1, fixture.rows // 2 ** max(1, math.ceil(math.log2(need / (MARGIN * have)))))
     return Finding(
         "fault",
-        f"the longest micro-batch, {bed.rows} x {bed.run.data.seq_len} tokens, needs {human_bytes(need)};"
+        f"the longest micro-batch, {fixture.rows} x {fixture.run.data.seq_len} tokens, needs {human_bytes(need)};"
         f" {human_bytes(have)} are available",
         why,
-        f"--train.micro_batch {smaller} (the batch of {bed.run.train.batch_size} stays)",
+        f"--train.micro_batch {smaller} (the batch of {fixture.run.train.batch_size} stays)",
         "rss_oom",
         settings={"train.micro_batch": smaller},
         figures={"peak_bytes": float(need), "available_bytes": float(have)},

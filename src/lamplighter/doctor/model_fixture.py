@@ -1,7 +1,7 @@
 """What the model probes examine: the run's own model on this machine, with real batches of its own data.
 
-In:  a Patient.
-Out: a Bed: model, machine, batches that are small enough for a quick look; how small, and of what, is said.
+In:  a ProbeContext.
+Out: a ModelFixture: model, machine, batches that are small enough for a quick look; how small, and of what, is said.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
-import psutil
 import torch
 
 from lamplighter.config import Model, Run
 from lamplighter.data.batches import NO_TARGET, Batch
-from lamplighter.data.setup import choose_template, obtain_tokens, open_feed, open_rows, open_text
-from lamplighter.doctor.probe import Finding, Patient
-from lamplighter.doctor.sample_data import NoSample, as_finding, failed, take
+from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
+from lamplighter.doctor.probe import Finding, ProbeContext, as_finding, failed
+from lamplighter.doctor.sample_data import NoSample, take
 from lamplighter.errors import LampError
 from lamplighter.model.build import Built, build
 from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.plan.job import known_shape
+from lamplighter.procs import procfs
 from lamplighter.rundir import human_bytes
 from lamplighter.train import hardware as machines
 from lamplighter.train import validation
@@ -35,8 +35,8 @@ SHORT = 32  # positions of the first, careful look
 
 
 @dataclass
-class Bed:
-    """The patient's model, ready to be examined."""
+class ModelFixture:
+    """The context's model, ready to be examined."""
 
     run: Run
     machine: Machine
@@ -66,15 +66,13 @@ class Bed:
         segments = None if batch.segments is None else batch.segments[:rows, :end].copy()
         inputs = batch.inputs[:rows, :end].copy()
         real = int((targets != NO_TARGET).sum())
-        return Batch(1, inputs, targets, segments, batch.samples[:rows], 0.0, real)
+        return Batch(1, inputs, targets, segments, batch.samples[:rows], epoch=0.0, real_tokens=real)
 
     def loss(self, batch: Batch, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The mean loss of a batch, as in training."""
-        device = self.machine.device
-        ids, targets = (torch.from_numpy(part).to(device) for part in (batch.inputs, batch.targets))
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=(dtype or self.machine.dtype) == torch.bfloat16):
-            whole = self.run.train.loss == "whole"
-            return validation.nats(self.model, ids, targets, batch.segments, whole, 1 / batch.real_tokens)
+        machine = replace(self.machine, dtype=dtype or self.machine.dtype)
+        whole, scale = self.run.train.loss == "whole", 1 / batch.real_tokens
+        return validation.batch_loss(self.model, batch, machine, whole=whole, scale=scale)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """In fp32, for comparing."""
@@ -87,21 +85,21 @@ class Bed:
             torch.cuda.synchronize(self.machine.device)
 
 
-def prepare(patient: Patient, quick_dtype: bool = True) -> Bed:
+def prepare(context: ProbeContext, quick_dtype: bool = True) -> ModelFixture:
     """Build the model as training would; a LampError where that fails."""
     remarks: list[Finding] = []
-    patient.now("the data")
+    context.now("the data")
     made: tuple[Any, Any, Any, int] | None = None
     try:
-        made = _data(patient)
+        made = _data(context)
     except NoSample as error:
-        remarks.append(_random_ids(patient.run, str(error)))
+        remarks.append(_random_ids(context.run, str(error)))
     except LampError as error:
-        remarks.append(_random_ids(patient.run, as_finding(error).what))
-    run = patient.run
+        remarks.append(_random_ids(context.run, as_finding(error).what))
+    run = context.run
     vocab = made[3] if made else run.tokenizer.vocab_size if run.tokenizer.kind == "bpe" else 257
     end = made[0].end_of_text if made else 0
-    patient.now("the model")
+    context.now("the model")
     section = run.train.model_copy(update={"dtype": "fp32"}) if quick_dtype and run.train.dtype == "auto" else run.train
     where = machines.detect(section, shape=known_shape(run))
     section_of_model, fewer = _layers_that_fit(run, vocab)
@@ -110,16 +108,18 @@ def prepare(patient: Patient, quick_dtype: bool = True) -> Bed:
     built.model.to(where.device)
     built.model.train()
     if made is None:
-        return Bed(run, where, built, _made_up(run, built.vocab_size), "random ids", remarks)
-    tokenizer, tokens, sample, _ = made
-    feed = open_feed(sample.run, tokens, tokenizer, built.takes_segments)
-    assert callable(feed.make)
-    return Bed(run, where, built, feed.make(1), f"a batch out of {sample.words}", remarks)
+        return ModelFixture(run, where, built, _made_up(run, built.vocab_size), "random ids", remarks)
+    _, lay_out, sample, _ = made
+    source = lay_out(built.takes_segments)
+    source.start(1, None)
+    batch = source.next(1)
+    source.close()
+    return ModelFixture(run, where, built, batch, f"a batch out of {sample.words}", remarks)
 
 
 def available_bytes() -> int:
     """Of memory, for a model that is still to be built."""
-    return int(psutil.virtual_memory().available)
+    return procfs.memory_available()
 
 
 def _layers_that_fit(run: Run, vocab: int) -> tuple[Model, list[Finding]]:
@@ -143,19 +143,16 @@ def _layers_that_fit(run: Run, vocab: int) -> tuple[Model, list[Finding]]:
     return section.model_copy(update={"layers": layers}), [Finding("warn", what, why, "lamp plan", "rss_oom")]
 
 
-def _data(patient: Patient) -> tuple[Any, Any, Any, int]:
-    """Tokenizer, tokens and sample; and the vocabulary that the model will have."""
-    sample = take(patient)
+def _data(context: ProbeContext) -> tuple[Any, Any, Any, int]:
+    """The tokenizer, what lays the data out in batches, the sample; and the vocabulary that the model will have."""
+    sample = take(context)
     source, tokenizer = open_text(sample.run, sample.cache)
     template = choose_template(sample.run, source, tokenizer)
     few = sample.run.model_copy(update={"data": sample.run.data.model_copy(update={"workers": 1, "cache": "auto"})})
-    if template is None:
-        tokens: Any = obtain_tokens(few, sample.cache, source, tokenizer)[0]
-    else:
-        tokens = open_rows(few, sample.cache, source, template)
-    section = patient.run.tokenizer
-    is_trained = section.path is None and patient.run.model.init_from is None and section.kind == "bpe"
-    return tokenizer, tokens, sample, max(tokenizer.vocab_size, section.vocab_size if is_trained else 0)
+    lay_out = open_batches(few, sample.cache, sample.cache, OpenedText(source, tokenizer, template))
+    section = context.run.tokenizer
+    is_trained = section.path is None and context.run.model.init_from is None and section.kind == "bpe"
+    return tokenizer, lay_out, sample, max(tokenizer.vocab_size, section.vocab_size if is_trained else 0)
 
 
 def _random_ids(run: Run, why: str) -> Finding:
@@ -169,18 +166,18 @@ def _made_up(run: Run, vocab_size: int) -> Batch:
     return Batch(1, ids[:, :-1].copy(), ids[:, 1:].copy(), None, samples, 0.0, size[0] * run.data.seq_len)
 
 
-def lay_down(patient: Patient, quick_dtype: bool = True) -> Iterator[Bed | Finding]:
-    """The bed, after what was met while making it; no bed where the model cannot be built."""
+def fixtures(context: ProbeContext, quick_dtype: bool = True) -> Iterator[ModelFixture | Finding]:
+    """The fixture, after what was met while making it; no fixture where the model cannot be built."""
     try:
-        bed = prepare(patient, quick_dtype)
+        fixture = prepare(context, quick_dtype)
     except LampError as error:
         yield as_finding(error)
         return
     except (RuntimeError, TypeError, ValueError, AttributeError, ImportError) as error:  # the user's own model
         yield failed(error, "the model cannot be built")
         return
-    yield from bed.remarks
-    yield bed
+    yield from fixture.remarks
+    yield fixture
 
 
 def hangs_on_nothing() -> Finding:
@@ -193,30 +190,30 @@ def hangs_on_nothing() -> Finding:
 # ---------------------------------------------------------------- how much can be looked at quickly
 
 
-def seconds_of(bed: Bed, batch: Batch, dtype: torch.dtype | None = None) -> float:
+def seconds_of(fixture: ModelFixture, batch: Batch, dtype: torch.dtype | None = None) -> float:
     """One forward and backward."""
     began = time.perf_counter()
-    bed.loss(batch, dtype).backward()  # type: ignore[no-untyped-call]
-    bed.wait()
+    fixture.loss(batch, dtype).backward()  # type: ignore[no-untyped-call]
+    fixture.wait()
     spent = time.perf_counter() - began
-    bed.model.zero_grad(set_to_none=True)
+    fixture.model.zero_grad(set_to_none=True)
     return spent
 
 
-def quick_rows(bed: Bed) -> tuple[Batch, str]:
+def quick_rows(fixture: ModelFixture) -> tuple[Batch, str]:
     """As much of the micro-batch as takes about STEP_S: shorter rows of a slow model, else whole rows, found by doubling."""
-    whole = bed.batch.inputs.shape[1]
+    whole = fixture.batch.inputs.shape[1]
     length = min(whole, 2 * SHORT)
-    spent = min(seconds_of(bed, bed.piece(1, length)) for _ in range(2))  # the first one allocates
+    spent = min(seconds_of(fixture, fixture.piece(1, length)) for _ in range(2))  # the first one allocates
     fits = int(length * STEP_S / max(1e-9, spent))
     length = whole if fits >= whole else max(SHORT, fits)
-    rows, batch = 1, bed.piece(1, length)
-    spent = seconds_of(bed, batch)
-    most = min(bed.rows, len(bed.batch.inputs))
+    rows, batch = 1, fixture.piece(1, length)
+    spent = seconds_of(fixture, batch)
+    most = min(fixture.rows, len(fixture.batch.inputs))
     while rows < most and spent * 2 < STEP_S:
         rows = min(2 * rows, most)
-        batch = bed.piece(rows, length)
-        spent = seconds_of(bed, batch)
-    if (rows, length) == (bed.rows, whole):
+        batch = fixture.piece(rows, length)
+        spent = seconds_of(fixture, batch)
+    if (rows, length) == (fixture.rows, whole):
         return batch, f"{rows} x {length} tokens, the whole micro-batch"
-    return batch, f"{rows} x {length} tokens of the micro-batch of {bed.rows} x {whole}"
+    return batch, f"{rows} x {length} tokens of the micro-batch of {fixture.rows} x {whole}"

@@ -1,17 +1,20 @@
-"""What a probe gets and what it gives: a Patient, and Findings in the form verdict / why / next.
+"""What a probe gets and what it gives, and the table of all probes: from the machine to the model, then the ranks.
 
 In:  the resolved run, where its runs live, and a folder to scratch in.
-Out: Findings that go over a pipe as one JSON line each; `now` says what the probe is at, for the live line.
+Out: Findings in the form verdict / why / next, each one JSON record; `now` says what the probe is at, for the live line.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from lamplighter.config import Run
+from lamplighter.errors import LampError, UsageError
+from lamplighter.procs import stacks
 
 Level = Literal["ok", "warn", "fault"]
 
@@ -31,7 +34,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Patient:
+class ProbeContext:
     """What a probe may look at. It changes nothing outside `scratch`."""
 
     run: Run
@@ -41,13 +44,84 @@ class Patient:
     now: Callable[[str], None] = print  # the live line
 
 
-Probe = Callable[[Patient], Iterator[Finding]]
+ProbeFunction = Callable[[ProbeContext], Iterator[Finding]]
+
+
+def as_finding(error: LampError, level: Level = "fault", cause: str = "") -> Finding:
+    """An error of another room, as a finding."""
+    return Finding(level, error.what, error.why, error.next, cause or error.cause)
+
+
+def failed(error: BaseException, what: str, advice: str = "mend that line") -> Finding:
+    """The finding for the user's own code that raises."""
+    frame = stacks.users_line(frames := stacks.frames_of_error(error)) or next(iter(frames), None)
+    why = f"{type(error).__name__}: {error}" + (f", raised at {frame.place}" if frame else "")
+    return Finding("fault", what, why, advice, "", frame.fields() if frame else {})
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One probe, run in a child of its own with a deadline."""
+class Probe:
+    """One question, answered in a child of its own with a deadline."""
 
     name: str  # "data / ids in range"
     function: str  # "lamplighter.doctor.data:ids_in_range"
     deadline_s: float
+
+
+def _probe(name: str, function: str, deadline_s: float) -> Probe:
+    return Probe(name, f"lamplighter.doctor.{function}", deadline_s)
+
+
+MACHINE = (
+    _probe("environment / torch and driver", "system:torch_and_driver", 90),
+    _probe("environment / packages", "system:packages", 90),
+    _probe("environment / clock and language", "system:clock_and_language", 20),
+    _probe("environment / processors", "system:processors", 20),
+    _probe("environment / limits", "system:limits", 20),
+    _probe("environment / tracing", "system:tracing", 30),
+    _probe("environment / leftovers", "system:leftovers", 30),
+)
+RUN = (
+    _probe("settings / plan", "settings:planned", 60),
+    _probe("settings / schedule and saves", "settings:schedule_and_saves", 60),
+    _probe("settings / threads", "settings:threads", 20),
+    _probe("settings / disk", "settings:disk", 60),
+    _probe("data / files", "data:files", 40),
+    _probe("data / tokenizer", "data:tokenizer", 40),
+    _probe("data / cache", "data:cache", 40),
+    _probe("data / documents", "documents:documents", 40),
+    _probe("loading / in this process", "loading:here", 60),
+    _probe("loading / workers by fork", "loading:by_fork", 90),
+    _probe("loading / workers by spawn", "loading:by_spawn", 90),
+    _probe("loading / workers by forkserver", "loading:by_forkserver", 90),
+    _probe("model / one step", "model:one_step", 90),
+    _probe("model / learning", "model:learning", 90),
+    _probe("model / precision", "memory_fit:precision", 60),
+    _probe("model / memory", "memory_fit:memory", 90),
+    _probe("model / compile", "model:compiling", 90),
+)
+RANKS = (
+    _probe("collectives / address and port", "collectives:address_and_port", 30),
+    _probe("collectives / two ranks", "collectives:two_ranks", 90),
+)
+ALL = (*MACHINE, *RUN, *RANKS)
+
+
+def choose(only: list[str], readable: bool) -> tuple[Probe, ...]:
+    """All, or those whose name holds one of the words; without readable settings those of the machine alone."""
+    for word in only:
+        if not any(_fits(probe, word) for probe in ALL):
+            raise _nothing_like(word)
+    probes = ALL if readable else (*MACHINE, *RANKS)
+    return tuple(probe for probe in probes if not only or any(_fits(probe, word) for word in only))
+
+
+def _fits(probe: Probe, word: str) -> bool:
+    return word.lower().strip() in probe.name.lower()
+
+
+def _nothing_like(word: str) -> UsageError:
+    names = [probe.name for probe in ALL]
+    near = difflib.get_close_matches(word, sorted({part for name in names for part in name.split()}), 1, 0.5)
+    why = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
+    return UsageError(f"no probe is called {word}", why, "lamp doctor --only environment collectives")

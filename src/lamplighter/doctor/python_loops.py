@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lamplighter.doctor.code_owner import Place, is_users
+from lamplighter.procs import stacks
+from lamplighter.procs.stacks import Frame
 
 SAMPLE_S = 0.001
 LOOK_S = 0.6
@@ -28,7 +29,7 @@ PER_TOKEN = 0.9  # a line counts as run for each token from so many times per ad
 class HotLoop:
     """A line that runs for every token."""
 
-    place: Place  # the loop
+    place: Frame  # the loop
     runs: float  # in one forward pass, per token
     share: float  # of the time of a forward pass
 
@@ -40,7 +41,7 @@ class Counting:
         self.lines: Counter[tuple[str, int, str]] = Counter()
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._line if is_users(frame.f_code.co_filename) else None
+        return self._line if stacks.is_users(frame.f_code.co_filename) else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
@@ -74,7 +75,7 @@ class Sampling:
             while frame is not None:
                 seen.add((frame.f_code.co_filename, frame.f_lineno))
                 frame = frame.f_back
-            self.on_stack.update(place for place in seen if is_users(place[0]))
+            self.on_stack.update(place for place in seen if stacks.is_users(place[0]))
 
     def of(self, work: Callable[[], object], seconds: float = LOOK_S) -> Sampling:
         """While `work` is done again and again."""
@@ -111,7 +112,7 @@ def find(forward: Callable[[int], object], short: int, long: int) -> HotLoop | N
         inside = _lines_of_loop(file, head) or {line for line, _ in body}
         hits = sum(sampled.on_stack[file, line] for line in inside)
         share = min(1.0, hits / max(1, sampled.samples))
-        found = HotLoop(Place(file, head, func), max(per for _, per in body), share)
+        found = HotLoop(Frame(file, head, func), max(per for _, per in body), share)
         best = found if best is None or found.share > best.share else best
     return best
 

@@ -1,50 +1,36 @@
-"""The ward: each probe in a child process of its own, with a deadline, and a word about how it ended.
+"""Runs each probe in a child process of its own, with a deadline, and says how it ended.
 
-In:  a Stage, and the Case that all stages share.
-Out: a Visit: what was found, in how many seconds. A probe that hangs, dies, raises or eats the memory is a finding too.
-
-Only what a probe started is ever killed: its process group, and what of its descendants was left to us. Where it hangs it is
-asked for its stack first (faulthandler on SIGURG, one thread: that works while C code holds the GIL).
+In:  a Probe, and the ProbeConfig that all probes of one examination share.
+Out: a ProbeResult: what was found, in how many seconds. A probe that hangs, dies, raises or eats the memory is a finding too.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import json
+import importlib
 import os
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from lamplighter.doctor.code_owner import Place
-from lamplighter.doctor.probe import Finding, Stage
-from lamplighter.doctor.user_frame import culprit, frames_in, guilty
+from lamplighter.config import load_dump
+from lamplighter.doctor.probe import Finding, Probe, ProbeContext, ProbeFunction, as_finding
+from lamplighter.errors import LampError
+from lamplighter.procs import child, procfs, stacks
+from lamplighter.procs.child import Outcome, Say
 from lamplighter.procs.pool import usable_cores
-from lamplighter.rundir import human_bytes, parse_record
+from lamplighter.procs.stacks import Frame
+from lamplighter.rundir import human_bytes
 
-PR_SET_CHILD_SUBREAPER = 36
-LOOK_EVERY_S = 0.1
-WEIGH_EVERY_S = 0.4
-STACK_S = 1.5  # for the stack to be written
-LEAVE_S = 1.0  # for its own children to end with it
 MOST_FINDINGS = 200
-MOST_LINE = 1 << 20
-MOST_OUTPUT = 1 << 15
 MEMORY_SHARE = 0.85  # of what is free at the start
 MOST_PATIENCE = 4.0
 
 
 @dataclass(frozen=True)
-class Case:
+class ProbeConfig:
     """What all probes of one examination share."""
 
     config: Path
@@ -55,39 +41,12 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Visit:
-    """One stage, looked at."""
+class ProbeResult:
+    """One probe, run."""
 
-    stage: Stage
+    probe: Probe
     findings: tuple[Finding, ...]
     seconds: float
-
-
-@dataclass
-class _Probe:
-    """A probe's process while it lives, and what it has said."""
-
-    process: subprocess.Popen[bytes]
-    words: int  # the descriptor that it answers on
-    stack: Path
-    before: set[psutil.Process]
-    oom_before: int
-    findings: list[Finding] = field(default_factory=list)
-    left_out: int = 0
-    unreadable: int = 0
-    now: str = "starting"
-    death: dict[str, Any] = field(default_factory=dict)
-    done: bool = False
-    pending: bytes = b""
-    output: bytes = b""
-    peak_bytes: int = 0
-    open: list[int] = field(default_factory=list)  # the descriptors that have not come to their end
-
-
-def adopt_orphans() -> None:
-    """Processes that lose their parent below us come to us, so that none can get away."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def patience() -> float:
@@ -95,76 +54,63 @@ def patience() -> float:
     return min(MOST_PATIENCE, max(1.0, os.getloadavg()[0] / usable_cores()))
 
 
-def visit(stage: Stage, case: Case, tell: Callable[[str], None] = lambda _: None) -> Visit:
+class _Heard:
+    """What a probe has said so far."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.left_out = 0
+        self.now = "starting"
+
+    def record(self, record: dict[str, Any]) -> None:
+        if "now" in record:
+            self.now = str(record["now"])
+        elif len(self.findings) < MOST_FINDINGS or record["finding"]["level"] == "fault":
+            self.findings.append(Finding(**record["finding"]))
+        else:
+            self.left_out += 1
+
+
+def run(probe: Probe, config: ProbeConfig, tell: Callable[[str], None] = lambda _: None) -> ProbeResult:
     """One probe from its start to its end, whatever that is; `tell` gets the live line ten times a second."""
-    started, deadline_s = time.monotonic(), stage.deadline_s * patience()
-    most = case.memory_bytes or int(MEMORY_SHARE * psutil.virtual_memory().available)
+    started, deadline_s, heard = time.monotonic(), probe.deadline_s * patience(), _Heard()
+    most = config.memory_bytes or int(MEMORY_SHARE * procfs.memory_available())
+    request = {**{name: value and str(value) for name, value in asdict(config).items()}, "function": probe.function}
     try:
-        probe = _start(stage, case)
-    except OSError as error:  # no more processes, files or memory to be had: that is a finding too
-        return Visit(stage, (_not_started(error),), time.monotonic() - started)
-    weighed, last = 0.0, None
-    try:
-        while last is None:
-            _listen(probe, LOOK_EVERY_S)
-            if not probe.open:
-                time.sleep(LOOK_EVERY_S)  # it has closed everything, and lives on
-            spent = time.monotonic() - started
-            tell(f"{probe.now} ({spent:.0f} s of at most {deadline_s:.0f})")
-            if spent - weighed > WEIGH_EVERY_S:
-                weighed, probe.peak_bytes = spent, max(probe.peak_bytes, _weigh(probe))
-            if _has_ended(probe):
-                _let_children_leave(probe)
-                last = []
-            elif probe.peak_bytes > most:
-                last = [_too_heavy(probe, most)]
-            elif spent > deadline_s:
-                last = [_too_late(probe, spent, tell)]
-    finally:
-        _end(probe)
-    _listen(probe, 0)
-    os.close(probe.words)
-    if probe.process.stdout is not None:
-        probe.process.stdout.close()
-    last = last or _how_it_ended(probe)
-    return Visit(stage, tuple(probe.findings + _about_its_words(probe) + last), time.monotonic() - started)
-
-
-def _start(stage: Stage, case: Case) -> _Probe:
-    case.scratch.mkdir(parents=True, exist_ok=True)
-    stack = case.scratch / "stack.txt"
-    stack.unlink(missing_ok=True)
-    reading, writing = os.pipe()
-    request = {
-        "function": stage.function,
-        "config": str(case.config),
-        "preset": case.preset,
-        "runs_dir": str(case.runs_dir),
-        "scratch": str(case.scratch),
-        "stack": str(stack),
-        "fd": writing,
-        "parent": os.getpid(),
-    }
-    before, oom_before = set(psutil.Process().children(recursive=True)), _oom_kills()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lamplighter.doctor", json.dumps(request)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=[writing],
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        config.scratch.mkdir(parents=True, exist_ok=True)
+        outcome = child.run(
+            "lamplighter.doctor.runner:examine",
+            request,
+            deadline_s=deadline_s,
+            memory_bytes=most,
+            on_record=heard.record,
+            on_tick=lambda spent: tell(f"{heard.now} ({spent:.0f} s of at most {deadline_s:.0f})"),
         )
-    except OSError:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
-    assert process.stdout is not None
-    os.set_blocking(reading, False)
-    os.set_blocking(process.stdout.fileno(), False)
-    return _Probe(process, reading, stack, before, oom_before, open=[reading, process.stdout.fileno()])
+    except OSError as error:  # no more processes, files or memory to be had: that is a finding too
+        return ProbeResult(probe, (_not_started(error),), time.monotonic() - started)
+    last = _how_it_ended(outcome, heard, most)
+    return ProbeResult(probe, (*heard.findings, *_about_its_words(outcome, heard), *last), time.monotonic() - started)
+
+
+def examine(request: dict[str, Any], say: Say) -> None:
+    """In the child: one JSON record for each finding, and for what the probe is at."""
+    context = ProbeContext(
+        load_dump(Path(request["config"])),
+        request["preset"],
+        Path(request["runs_dir"]),
+        Path(request["scratch"]),
+        lambda text: say(now=text),
+    )
+    module, _, name = request["function"].partition(":")
+    function: ProbeFunction = getattr(importlib.import_module(module), name)
+    try:
+        for finding in function(context):
+            say(finding=asdict(finding))
+    except LampError as error:
+        say(finding=asdict(as_finding(error)))
+
+
+# ---------------------------------------------------------------- how it ended, as findings
 
 
 def _not_started(error: OSError) -> Finding:
@@ -173,185 +119,72 @@ def _not_started(error: OSError) -> Finding:
     return Finding("fault", what, why, "lamp doctor --only limits; ulimit -a", "not_started")
 
 
-def _oom_kills() -> int:
-    """How many processes the kernel has killed for memory since boot; 0 where it does not count."""
-    with contextlib.suppress(OSError):
-        for row in Path("/proc/vmstat").read_text().splitlines():
-            if row.startswith("oom_kill "):
-                return int(row.split()[1])
-    return 0
-
-
-# ---------------------------------------------------------------- while it lives
-
-
-def _listen(probe: _Probe, wait_s: float) -> None:
-    """What it says, as it comes; of what it prints the end is kept, however much it is."""
-    ready, _, _ = select.select(probe.open, [], [], wait_s)
-    for fd in ready:
-        data, at_end = _read(fd)
-        if at_end:
-            probe.open.remove(fd)
-        if fd != probe.words:
-            probe.output = (probe.output + data)[-MOST_OUTPUT:]
-            continue
-        *lines, probe.pending = (probe.pending + data).split(b"\n")
-        for line in lines:
-            _hear(probe, line)
-        if len(probe.pending) > MOST_LINE:
-            probe.pending, probe.unreadable = b"", probe.unreadable + 1
-
-
-def _read(fd: int) -> tuple[bytes, bool]:
-    """All that is there now, at most a few megabytes; and whether that was the end of it."""
-    parts: list[bytes] = []
-    with contextlib.suppress(BlockingIOError):
-        while len(parts) < 64:
-            parts.append(os.read(fd, 1 << 16))
-            if not parts[-1]:
-                return b"".join(parts), True
-    return b"".join(parts), False
-
-
-def _hear(probe: _Probe, line: bytes) -> None:
-    record = parse_record(line) if len(line) <= MOST_LINE else None
-    if record is None:
-        probe.unreadable += 1
-    elif "now" in record:
-        probe.now = str(record["now"])
-    elif "finding" in record:
-        if len(probe.findings) < MOST_FINDINGS or record["finding"]["level"] == "fault":
-            probe.findings.append(Finding(**record["finding"]))
-        else:
-            probe.left_out += 1
-    elif "died" in record:
-        probe.death = record
-    else:
-        probe.done = True
-
-
-def _has_ended(probe: _Probe) -> bool:
-    """Without taking its number away yet: while it is ours, its process group cannot be anybody else's."""
-    return os.waitid(os.P_PID, probe.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _descendants(probe: _Probe) -> list[psutil.Process]:
-    """Whatever came below us since the probe was started, the probe itself left out."""
-    now = psutil.Process().children(recursive=True)
-    return [one for one in now if one not in probe.before and one.pid != probe.process.pid]
-
-
-def _weigh(probe: _Probe) -> int:
-    """Resident bytes of the probe and all that it started."""
-    total = 0
-    for one in [psutil.Process(probe.process.pid), *_descendants(probe)]:
-        with contextlib.suppress(psutil.Error):
-            total += one.memory_info().rss
-    return total
-
-
-# ---------------------------------------------------------------- its end
-
-
-def _let_children_leave(probe: _Probe) -> None:
-    """Helpers of its own (a resource tracker, loader workers) notice by themselves that it is gone."""
-    until = time.monotonic() + LEAVE_S
-    while time.monotonic() < until and any(_lives(one) for one in _descendants(probe)):
-        time.sleep(0.02)
-
-
-def _lives(one: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(one.status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def _end(probe: _Probe) -> None:
-    """The probe and all that it started, and nothing else."""
-    for _ in range(50):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(probe.process.pid, signal.SIGKILL)
-        left = _descendants(probe)
-        for one in left:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-        if not any(_lives(one) for one in left):
-            break
-        time.sleep(0.02)
-    probe.process.wait()
-    for one in _descendants(probe):
-        with contextlib.suppress(psutil.Error, ChildProcessError):
-            os.waitpid(one.pid, os.WNOHANG)
-
-
-def _too_heavy(probe: _Probe, most: int) -> Finding:
-    what = f"out of memory: {human_bytes(probe.peak_bytes)} were taken while {probe.now}, {human_bytes(most)} may be"
-    why = "more would have brought the machine down, so the probe was ended"
-    frames = frames_in(_ask_for_stack(probe))
-    return Finding("fault", _with_place(what, frames), why, "a smaller train.micro_batch, data.seq_len or model; fewer workers", "rss_oom",
-                   culprit(frames), figures={"bytes": probe.peak_bytes})  # fmt: skip
-
-
-def _too_late(probe: _Probe, spent: float, tell: Callable[[str], None]) -> Finding:
-    """Beyond its deadline: where it is, from its own stack."""
-    tell(f"{probe.now}: beyond its deadline, its stack is being taken")
-    state = psutil.Process(probe.process.pid).status()
-    frames = frames_in(_ask_for_stack(probe))
-    what = _with_place(f"no answer in {spent:.0f} s, {state}, while {probe.now}", frames)
-    inside = frames[0] if frames and frames[0] != guilty(frames) else None
-    why = f"inside {inside}" if inside else "" if frames else "its stack could not be read"
-    words = "look at that line; lamp watch -- CMD names what a whole script waits for"
-    return Finding("fault", what, why, words, "hang", {"pid": probe.process.pid, **culprit(frames)})
-
-
-def _with_place(what: str, frames: list[Place]) -> str:
-    found = culprit(frames)
-    return f"{what}, at {found['file']}:{found['line']} in {found['func']}" if found else what
-
-
-def _ask_for_stack(probe: _Probe) -> str:
-    """SIGURG is ignored by a process that has not registered it yet. Read until it grows no more."""
-    os.kill(probe.process.pid, signal.SIGURG)
-    until, before, text = time.monotonic() + STACK_S, "", ""
-    while time.monotonic() < until and not (text and text == before):
-        time.sleep(0.05)
-        before, text = text, probe.stack.read_text(errors="replace") if probe.stack.exists() else ""
-    return text
-
-
-def _how_it_ended(probe: _Probe) -> list[Finding]:
+def _how_it_ended(outcome: Outcome, heard: _Heard, most: int) -> list[Finding]:
     """Nothing to say about a probe that came to its end."""
-    code = probe.process.returncode
-    said = probe.output.decode(errors="replace").strip().splitlines()
-    last = f"its last words: {said[-1][:300]}" if said else "it said nothing"
-    if probe.death:
-        where = probe.death.get("culprit") or {}
-        place = f", at {where['file']}:{where['line']} in {where['func']}" if where else ""
-        first = str(probe.death["died"]).splitlines()[0][:400]
-        why = f"while {probe.now}; the whole: {' | '.join(said[-3:])[:600]}" if said else f"while {probe.now}"
-        missing = first.startswith("ModuleNotFoundError")
-        remedy = "install it, or check PYTHONPATH" if missing else "mend what that line does"
-        return [Finding("fault", f"{first}{place}", why, remedy, "raised", where)]
-    if code < 0:
-        name = signal.Signals(-code).name
-        by_kernel = -code == signal.SIGKILL and _oom_kills() > probe.oom_before
-        memory = "; the kernel killed a process for memory meanwhile" if by_kernel else ""
-        what = f"killed by {name} (signal {-code}) while {probe.now}"
-        figures = {"peak_bytes": float(probe.peak_bytes)}
-        return [Finding("fault", what, f"{last}{memory}", "lamp watch -- CMD keeps the evidence of such a death", "rss_oom" if by_kernel else "killed", {"pid": probe.process.pid}, figures=figures)]  # fmt: skip
-    if not probe.done:
-        what = f"left with exit code {code} before its end, while {probe.now}"
-        return [Finding("fault", what, last, "something called os._exit; a library, or your own code", "exit", {"pid": probe.process.pid})]  # fmt: skip
-    return [] if probe.findings or probe.unreadable else [Finding("ok", "nothing amiss")]
+    if outcome.ended_for == "memory":
+        return [_too_heavy(outcome, heard, most)]
+    if outcome.ended_for:
+        return [_too_late(outcome, heard)]
+    if outcome.error:
+        return [_raised(outcome, heard)]
+    pid, last = {"pid": outcome.pid}, outcome.last_line
+    last = f"its last words: {last[:300]}" if last else "it said nothing"
+    if outcome.code < 0:
+        name = signal.Signals(-outcome.code).name
+        what = f"killed by {name} (signal {-outcome.code}) while {heard.now}"
+        why = last + ("; the kernel killed a process for memory meanwhile" if outcome.out_of_memory else "")
+        cause = "rss_oom" if outcome.out_of_memory else "killed"
+        advice = "lamp watch -- CMD keeps the evidence of such a death"
+        return [Finding("fault", what, why, advice, cause, pid, figures={"peak_bytes": float(outcome.peak_bytes)})]
+    if not outcome.done:
+        what = f"left with exit code {outcome.code} before its end, while {heard.now}"
+        return [Finding("fault", what, last, "something called os._exit; a library, or your own code", "exit", pid)]
+    return [] if heard.findings or outcome.unreadable else [Finding("ok", "nothing amiss")]
 
 
-def _about_its_words(probe: _Probe) -> list[Finding]:
+def _frames(outcome: Outcome) -> list[Frame]:
+    taken = outcome.stacks.get(outcome.pid)
+    return list(taken.main) if taken else []
+
+
+def _with_place(what: str, frames: list[Frame]) -> str:
+    found = stacks.line_to_name(frames)
+    return f"{what}, at {found}" if found else what
+
+
+def _too_heavy(outcome: Outcome, heard: _Heard, most: int) -> Finding:
+    taken, frames = human_bytes(outcome.peak_bytes), _frames(outcome)
+    what = _with_place(f"out of memory: {taken} were taken while {heard.now}, {human_bytes(most)} may be", frames)
+    why = "more would have brought the machine down, so the probe was ended"
+    advice = "a smaller train.micro_batch, data.seq_len or model; fewer workers"
+    where, figures = stacks.culprit_fields(frames), {"bytes": float(outcome.peak_bytes)}
+    return Finding("fault", what, why, advice, "rss_oom", where, figures=figures)
+
+
+def _too_late(outcome: Outcome, heard: _Heard) -> Finding:
+    """Beyond its deadline: where it was, from its own stack."""
+    frames = _frames(outcome)
+    what = _with_place(f"no answer in {outcome.seconds:.0f} s, {outcome.state}, while {heard.now}", frames)
+    inside = frames[0] if frames and frames[0] != stacks.line_to_name(frames) else None
+    why = f"inside {inside.place}" if inside else "" if frames else "its stack could not be read"
+    words = "look at that line; lamp watch -- CMD names what a whole script waits for"
+    return Finding("fault", what, why, words, "hang", {"pid": outcome.pid, **stacks.culprit_fields(frames)})
+
+
+def _raised(outcome: Outcome, heard: _Heard) -> Finding:
+    frames, said = list(outcome.frames), outcome.output.strip().splitlines()
+    first = outcome.error.splitlines()[0][:400]
+    why = f"while {heard.now}; the whole: {' | '.join(said[-3:])[:600]}" if said else f"while {heard.now}"
+    missing = first.startswith("ModuleNotFoundError")
+    remedy = "install it, or check PYTHONPATH" if missing else "mend what that line does"
+    return Finding("fault", _with_place(first, frames), why, remedy, "raised", stacks.culprit_fields(frames))
+
+
+def _about_its_words(outcome: Outcome, heard: _Heard) -> list[Finding]:
     found = []
-    if probe.left_out:
-        found.append(Finding("warn", f"{probe.left_out:,} more findings like these were left out"))
-    if probe.unreadable:
-        why = "what they would have said is not known"
-        found.append(
-            Finding("fault", f"{probe.unreadable:,} lines of the probe could not be read", why, cause="garbled")
-        )
+    if heard.left_out:
+        found.append(Finding("warn", f"{heard.left_out:,} more findings like these were left out"))
+    if outcome.unreadable:
+        what = f"{outcome.unreadable:,} lines of the probe could not be read"
+        found.append(Finding("fault", what, "what they would have said is not known", cause="garbled"))
     return found

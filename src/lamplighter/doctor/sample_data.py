@@ -1,6 +1,6 @@
 """The text that probes look at: the first documents of the run's own source, read once, with an eye on a source that blocks.
 
-In:  a Patient.
+In:  a ProbeContext.
 Out: a Sample, kept in its scratch folder: the same run on a small file of its own documents, and how much of what it is.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,14 +21,14 @@ import psutil
 
 from lamplighter.config import Run
 from lamplighter.data import tokenizer_training
-from lamplighter.data.chat import rows
-from lamplighter.data.chat.row_source import RowSource
+from lamplighter.data.chat.rows import RowSource
 from lamplighter.data.setup import open_source
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import FileSource, Part
-from lamplighter.doctor.code_owner import Place, place_of, raised_at
-from lamplighter.doctor.probe import Finding, Level, Patient
+from lamplighter.doctor.probe import Finding, ProbeContext, as_finding, failed
 from lamplighter.errors import LampError
+from lamplighter.procs import stacks
+from lamplighter.procs.stacks import Frame
 from lamplighter.rundir import CACHE_NAME, human_bytes, read_record, write_json
 
 DOCUMENTS, BYTES, ROWS = 2000, 4_000_000, 2000
@@ -43,11 +44,6 @@ class NoSample(Exception):
     def __init__(self, found: Finding) -> None:
         super().__init__(found.what)
         self.found = found
-
-
-def as_finding(error: LampError, level: Level = "fault", cause: str = "") -> Finding:
-    """An error of another room, as a finding."""
-    return Finding(level, error.what, error.why, error.next, cause or error.cause)
 
 
 @dataclass(frozen=True)
@@ -67,28 +63,28 @@ class Sample:
         return isinstance(self.source, RowSource)
 
 
-def own_cache(patient: Patient) -> Path:
+def own_cache(context: ProbeContext) -> Path:
     """A cache folder in the scratch, with what the real one remembers of file hashes; the real one is never written."""
-    folder = patient.scratch / CACHE_NAME
+    folder = context.scratch / CACHE_NAME
     folder.mkdir(parents=True, exist_ok=True)
-    known = patient.runs_dir / CACHE_NAME / "file_hashes.json"
+    known = context.runs_dir / CACHE_NAME / "file_hashes.json"
     if known.is_file() and not (folder / known.name).exists():
         shutil.copy(known, folder / known.name)
     return folder
 
 
-def take(patient: Patient) -> Sample:
+def take(context: ProbeContext) -> Sample:
     """The sample, made once; NoSample where the data cannot be read."""
-    cache, record = own_cache(patient), patient.scratch / "sample.json"
+    cache, record = own_cache(context), context.scratch / "sample.json"
     known = read_record(record)
     if not known:
         try:
-            source = open_source(patient.run, cache)
-            known = {**_read(patient, source), "tokenizer": _quick_tokenizer(patient, source)}
+            source = open_source(context.run, cache)
+            known = {**_read(context, source), "tokenizer": _quick_tokenizer(context, source)}
         except LampError as error:
             raise NoSample(as_finding(error)) from error
         write_json(record, known, durable=False)
-    whole = patient.run
+    whole = context.run
     changed = {name: getattr(whole, name).model_copy(update=known[name]) for name in ("data", "tokenizer")}
     run = whole.model_copy(update=changed)
     try:
@@ -97,33 +93,33 @@ def take(patient: Patient) -> Sample:
         raise NoSample(as_finding(error)) from error
 
 
-def kept_tokenizer(patient: Patient, source: Source) -> Path | None:
+def kept_tokenizer(context: ProbeContext, source: Source) -> Path | None:
     """The one that an earlier run trained on this very text, if there is one; nothing is trained for a look."""
-    section, root = patient.run.tokenizer, patient.runs_dir / CACHE_NAME
+    section, root = context.run.tokenizer, context.runs_dir / CACHE_NAME
     if not any(root.glob("tokenizer-*")):
         return None
-    if (source.total_bytes() or 0) > FINGERPRINT_BYTES and not (own_cache(patient) / "file_hashes.json").exists():
+    if (source.total_bytes() or 0) > FINGERPRINT_BYTES and not (own_cache(context) / "file_hashes.json").exists():
         return None
-    patient.now("fingerprint of the text")
+    context.now("fingerprint of the text")
     folder = root / f"tokenizer-{tokenizer_training.key_of(source, section.vocab_size, section.sample_mb)}"
     return folder if (folder / "tokenizer.json").exists() else None
 
 
-def _quick_tokenizer(patient: Patient, source: Source) -> dict[str, Any]:
+def _quick_tokenizer(context: ProbeContext, source: Source) -> dict[str, Any]:
     """Changes to the tokenizer section: the kept one, or a small vocabulary that is trained in a second."""
-    section = patient.run.tokenizer
-    if section.path or patient.run.model.init_from or section.kind == "bytes":
+    section = context.run.tokenizer
+    if section.path or context.run.model.init_from or section.kind == "bytes":
         return {}
-    if kept := kept_tokenizer(patient, source):
+    if kept := kept_tokenizer(context, source):
         return {"path": str(kept)}
     return {"vocab_size": min(section.vocab_size, QUICK_VOCABULARY)}
 
 
-def _read(patient: Patient, source: Source) -> dict[str, Any]:
+def _read(context: ProbeContext, source: Source) -> dict[str, Any]:
     """What take() remembers: the changes to the data section, words, how large a share it is."""
     if isinstance(source, RowSource):
-        return _read_rows(patient, source)
-    reading = read_some(source, patient.now)
+        return _read_rows(context, source)
+    reading = read_some(source, context.now)
     if reading.blocked:
         raise NoSample(blocked(reading, source))
     if isinstance(reading.error, LampError) and not reading.texts:
@@ -132,7 +128,7 @@ def _read(patient: Patient, source: Source) -> dict[str, Any]:
         raise NoSample(failed(reading.error, f"{source} failed after {len(reading.texts):,} documents"))
     if not reading.texts:
         raise NoSample(Finding("fault", f"no text in {source}", "it gave no document that holds text"))
-    path = patient.scratch / "sample.jsonl"
+    path = context.scratch / "sample.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in reading.texts))
     data: dict[str, Any] = {
         "paths": [str(path)], "source": None, "stream": False, "weights": [], "text_key": "text", "format": "text",
@@ -143,14 +139,12 @@ def _read(patient: Patient, source: Source) -> dict[str, Any]:
     return {"data": data, "words": f"{words}, {size}, of {source}", "share": _share(source, reading)}
 
 
-def _read_rows(patient: Patient, source: RowSource) -> dict[str, Any]:
-    limit = min(ROWS, patient.run.data.max_documents or ROWS)
-    done = [0]
-    found = rows.rows(source.files, lambda *_: None, lambda at, _: done.__setitem__(0, at))
-    count = sum(1 for _ in islice(found, limit + 1))
+def _read_rows(context: ProbeContext, source: RowSource) -> dict[str, Any]:
+    limit = min(ROWS, context.run.data.max_documents or ROWS)
+    count = sum(1 for _ in islice(source.rows(source.bad_records(quiet=True)), limit + 1))
     if count <= limit:
         return {"data": {}, "words": f"all {count:,} rows of {source}", "share": 1.0}
-    share = max(1e-9, done[0] / max(1, source.total_bytes()))
+    share = max(1e-9, source.position().bytes_done / max(1, source.total_bytes() or 0))
     return {
         "data": {"max_documents": limit},
         "words": f"the first {limit:,} rows of {source}",
@@ -181,7 +175,7 @@ class Reading:
     error: Exception | None = None
     seconds: float = 0.0
     blocked: bool = False
-    place: Place | None = None
+    place: Frame | None = None
     asleep: bool = False
 
 
@@ -229,7 +223,7 @@ def _read_on(source: Source, reading: Reading, documents: int, most_bytes: int, 
 def _look(reading: Reading, thread: threading.Thread, quiet_s: float) -> Reading:
     """Where it stands, and whether it computes."""
     reading.blocked, reading.seconds = True, quiet_s
-    reading.place = place_of(thread)
+    reading.place = stacks.line_to_name(stacks.frames_of(sys._current_frames().get(thread.ident or 0)))
     before = _cpu_s(thread.native_id)
     time.sleep(0.3)
     reading.asleep = _cpu_s(thread.native_id) - before < 0.05
@@ -241,18 +235,11 @@ def _cpu_s(thread: int | None) -> float:
     return float(found[0].user_time + found[0].system_time) if found else 0.0
 
 
-def failed(error: BaseException, what: str, advice: str = "mend that line") -> Finding:
-    """The finding for the user's own code that raises."""
-    place = raised_at(error)
-    why = f"{type(error).__name__}: {error}" + (f", raised at {place}" if place else "")
-    return Finding("fault", what, why, advice, "", place.fields() if place else {})
-
-
 def blocked(reading: Reading, source: Source) -> Finding:
     """The finding for a source that gives nothing."""
     count, place = len(reading.texts), reading.place
     state = "it sleeps there, waiting for something" if reading.asleep else "it computes there"
-    what = f"{source} gave {count:,} documents, then nothing for {reading.seconds:.0f} s: it stands at {place}"
+    what = f"{source} gave {count:,} documents, then nothing for {reading.seconds:.0f} s: it stands at {place.place if place else None}"
     shown = f" ({place.text})" if place is not None and place.text else ""
     return Finding(
         "fault",

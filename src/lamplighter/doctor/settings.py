@@ -1,35 +1,97 @@
-"""Probes of the settings alone: the plan's verdict, saves, warm-up, threads. Nothing is trained.
+"""Probes of the settings and the disk: the plan's verdict, saves, warm-up, threads; room and speed where runs are kept.
 
-In:  the run, the plan's figures, the cores.
-Out: Findings, with the fields that would be changed.
+In:  the run; the plan's figures, by `lamp plan` itself (one arithmetic for both); the cores; the runs folder.
+Out: Findings, with the fields that would be changed. The only file that is written has no name: it is gone whatever happens.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from lamplighter.config import parse_overrides
-from lamplighter.doctor.limits import memory_left
-from lamplighter.doctor.plan_probe import NOT_PLANNED, Paper, plan
-from lamplighter.doctor.probe import Finding, Patient, Stage
-from lamplighter.errors import BadConfig, LampError
+from lamplighter.config import OPTIMIZERS, OptimizerKind, Resolved, dump, parse_overrides
+from lamplighter.doctor.probe import Finding, ProbeContext
+from lamplighter.doctor.runner import patience
+from lamplighter.doctor.system import memory_left
+from lamplighter.errors import BadConfig, LampError, RefusedByPlan
 from lamplighter.procs import cgroup
 from lamplighter.procs.pool import usable_cores
+from lamplighter.rundir import NETWORK_FILE_SYSTEMS, file_system, free_bytes, human_bytes, write_atomic
 
-STAGES = (
-    Stage("settings / plan", "lamplighter.doctor.settings:planned", 60.0),
-    Stage("settings / schedule and saves", "lamplighter.doctor.settings:schedule_and_saves", 60.0),
-    Stage("settings / threads", "lamplighter.doctor.settings:threads", 20.0),
-)
+PLAN_S = 45.0
+NOT_PLANNED = "the data must be counted for it, and that takes longer than a probe may (lamp plan, lamp data stats)"
+
+
+@dataclass(frozen=True)
+class Paper:
+    """The plan's figures, as --json gives them."""
+
+    figures: dict[str, Any]
+    optimizer: OptimizerKind = OPTIMIZERS["adamw"]
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.optimizer.checkpoint_bytes * int(self.figures["params"])
+
+    @property
+    def seconds(self) -> float:
+        return 3600.0 * float(self.figures["hours"])
+
+
+def plan(context: ProbeContext) -> Paper | None:
+    """`lamp plan --json` of the very settings, on the device that it chooses by itself."""
+    known = context.scratch / "paper.json"  # of an earlier probe of this examination
+    if known.exists():
+        return Paper(json.loads(known.read_text()), context.run.train.optimizer)
+    file = context.scratch / "paper.yaml"
+    file.write_text(dump(Resolved(context.run)))
+    try:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "lamplighter.commands",
+                "plan",
+                str(file),
+                "--json",
+                "--runs-dir",
+                str(context.runs_dir),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=PLAN_S * patience(),
+            check=False,
+            env={name: value for name, value in os.environ.items() if not name.startswith("LAMP_")},
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    if done.returncode in (0, RefusedByPlan.code):
+        write_atomic(known, done.stdout)
+        return Paper(json.loads(done.stdout), context.run.train.optimizer)
+    if context.run.train.steps is None:
+        return None
+    said = dict(line.split(":", 1) for line in done.stderr.splitlines() if ":" in line)
+    what, why, advice = (said.get(name, "").strip() for name in ("error", "why", "next"))
+    raise BadConfig(what or f"lamp plan left with {done.returncode}", why or done.stderr[-300:], advice)
+
+
 GIB = 1 << 30
 
 
-def planned(patient: Patient) -> Iterator[Finding]:
+def planned(context: ProbeContext) -> Iterator[Finding]:
     """Memory, time, money and disk, as `lamp plan` sees them."""
-    patient.now("planning on paper")
-    paper = plan(patient)
+    context.now("planning on paper")
+    paper = plan(context)
     if paper is None:
         yield Finding("ok", f"not planned on paper: {NOT_PLANNED}")
         return
@@ -41,7 +103,7 @@ def planned(patient: Patient) -> Iterator[Finding]:
     for warning in figures["warnings"]:
         if not str(warning).startswith("warm-up"):  # the next probe says it, with the setting
             yield Finding("warn", str(warning), "from lamp plan", "lamp plan shows the whole")
-    budget = patient.run.budget
+    budget = context.run.budget
     if budget.usd_per_hour is not None and budget.usd is None and budget.hours is None:
         yield Finding(
             "warn",
@@ -84,14 +146,14 @@ def _span(seconds: float) -> str:
     )
 
 
-def schedule_and_saves(patient: Patient) -> Iterator[Finding]:
+def schedule_and_saves(context: ProbeContext) -> Iterator[Finding]:
     """A toy on a long run, no save before the end, a warm-up that takes most of it."""
-    patient.now("importing torch")
+    context.now("importing torch")
     from lamplighter.train import guard
 
-    run = patient.run
+    run = context.run
     try:
-        paper: Paper | None = plan(patient)
+        paper: Paper | None = plan(context)
     except LampError:
         paper = None  # said by the stage before
     steps = run.train.steps or (int(paper.figures["steps"]) if paper else None)
@@ -100,7 +162,7 @@ def schedule_and_saves(patient: Patient) -> Iterator[Finding]:
         return
     if paper is not None:
         try:
-            guard.refuse_long_runs(run, patient.preset, paper.seconds, steps, force=False)
+            guard.refuse_long_runs(run, context.preset, paper.seconds, steps, force=False)
         except BadConfig as error:
             saves = {"save.every_s": 600.0} if "save" in error.what else {}
             yield Finding("fault", error.what, error.why, error.next, "toy" if not saves else "no_save", settings=saves)
@@ -124,9 +186,9 @@ def judge_warmup(warmup: int, steps: int, most: float) -> Iterator[Finding]:
         yield Finding("ok", f"warm-up {warmup:,} of {steps:,} steps ({share:.1%})", figures={"share": share})
 
 
-def threads(patient: Patient) -> Iterator[Finding]:
+def threads(context: ProbeContext) -> Iterator[Finding]:
     """Threads and workers against the cores that may be used."""
-    run, quota = patient.run, cgroup.core_quota()
+    run, quota = context.run, cgroup.core_quota()
     cores = usable_cores() if quota is None else max(1, min(usable_cores(), int(quota)))
     wanted, workers = run.train.threads, run.data.workers
     if wanted is not None and wanted > cores:
@@ -137,3 +199,109 @@ def threads(patient: Patient) -> Iterator[Finding]:
                       f"--data.workers {cores}", "oversubscribed", settings={"data.workers": cores})  # fmt: skip
     if (wanted or 0) <= cores and (workers or 0) <= 2 * cores:
         yield Finding("ok", f"{wanted or cores} threads, {workers or cores} workers, {cores} cores")
+
+
+BLOCK = 4 << 20
+MOST_BYTES = 64 << 20
+MOST_S = 3.0
+FEW_INODES = 5_000
+SLOW_SHARE = 0.1  # of the time between two saves
+CHECKPOINT_SPARE = 1.1
+
+
+def disk(context: ProbeContext) -> Iterator[Finding]:
+    """Room, inodes, kind, speed."""
+    where = nearest(context.runs_dir)
+    context.now("planning what will be written")
+    try:
+        paper = plan(context)
+    except LampError:
+        paper = None  # the probe of the plan says why
+    yield from judge_room(context, paper, where, free_bytes(where))
+    kind = file_system(where)
+    if kind.startswith(NETWORK_FILE_SYSTEMS) or kind.startswith("fuse"):
+        yield Finding("warn", f"{where} is on {kind}, a file system over a network or in user space", "a save waits for it; locks and mapped memory behave otherwise there",
+                      "--runs-dir on a local disk, and copy checkpoints later", "", {"path": str(where)})  # fmt: skip
+    context.now(f"writing to {where}")
+    try:
+        written, read = measure(where)
+    except OSError as error:
+        yield Finding("fault", f"cannot write to {where}: {error.strerror}", f"tried {human_bytes(MOST_BYTES)} in a file without a name",
+                      "free some space, or another place with --runs-dir", "disk_full" if error.errno == 28 else "cannot_write", {"path": str(where)})  # fmt: skip
+        return
+    yield judge_speed(context, paper, where, written, read)
+
+
+def nearest(folder: Path) -> Path:
+    """The folder, or the first above it that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def judge_room(context: ProbeContext, paper: Paper | None, where: Path, free: int) -> Iterator[Finding]:
+    """What the run writes against what is free."""
+    room = os.statvfs(where)
+    if room.f_files and room.f_favail < FEW_INODES:
+        yield Finding("fault" if room.f_favail < 100 else "warn", f"{room.f_favail:,} more files can be made on {where} (inodes)", "space may be free all the same",
+                      "remove folders of many small files", "disk_full", {"path": str(where)})  # fmt: skip
+    if paper is None:
+        yield Finding("ok", f"{human_bytes(free)} are free in {where}", figures={"free_bytes": free})
+        return
+    save, keep = paper.checkpoint_bytes, context.run.save.keep
+    need = save * (keep + 2)
+    sums = f"{keep} kept, the best and one being written, {human_bytes(save)} each"
+    figures = {"free_bytes": float(free), "need_bytes": float(need)}
+    if free < save * CHECKPOINT_SPARE:
+        yield Finding("fault", f"not even one checkpoint fits: {human_bytes(save)} are needed, {human_bytes(free)} are free in {where}", "the first save would fail",
+                      "free some space, or another place with --runs-dir", "disk_full", {"path": str(where)}, figures=figures)  # fmt: skip
+    elif free < need:
+        fits = max(1, int(free / save) - 2)
+        advice = {"save.keep": fits} if fits < keep else {}
+        yield Finding("warn", f"{human_bytes(need)} are needed for checkpoints, {human_bytes(free)} are free in {where}", sums,
+                      f"--save.keep {fits}, or another place with --runs-dir", "disk_full", {"path": str(where)}, advice, figures)  # fmt: skip
+    else:
+        yield Finding("ok", f"{human_bytes(free)} are free in {where}, {human_bytes(need)} are needed ({sums})", figures=figures)  # fmt: skip
+
+
+@contextmanager
+def _nameless(where: Path) -> Iterator[int]:
+    """A file that nobody else can see, and that is gone when we are."""
+    with tempfile.TemporaryFile(dir=where, prefix=".lamp-doctor-") as file:
+        yield file.fileno()
+
+
+def measure(where: Path) -> tuple[float, float]:
+    """Bytes a second, written through to the disk and read back, over at most 64 MB or 3 s each."""
+    block = os.urandom(BLOCK)  # some file systems compress
+    with _nameless(where) as fd:
+        started, done = time.perf_counter(), 0
+        while done < MOST_BYTES and time.perf_counter() - started < MOST_S:
+            view = memoryview(block)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fsync(fd)
+            done += BLOCK
+        written = done / (time.perf_counter() - started)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what is kept in memory would be read from there
+        os.lseek(fd, 0, os.SEEK_SET)
+        started, done = time.perf_counter(), 0
+        while time.perf_counter() - started < MOST_S and (data := os.read(fd, BLOCK)):
+            done += len(data)
+    return written, done / max(1e-6, time.perf_counter() - started)
+
+
+def judge_speed(context: ProbeContext, paper: Paper | None, where: Path, written: float, read: float) -> Finding:
+    """What a save takes, against how often one is due."""
+    speeds = f"{human_bytes(written)}/s written through, {human_bytes(read)}/s read in {where}"
+    figures = {"write_bytes_per_s": written, "read_bytes_per_s": read}
+    if paper is None:
+        return Finding("ok", speeds, figures=figures)
+    takes, every = paper.checkpoint_bytes / written, context.run.save.every_s
+    figures["checkpoint_s"] = takes
+    if every and takes > SLOW_SHARE * every:
+        longer = float(round(takes / SLOW_SHARE, -1))
+        return Finding("warn", f"a checkpoint takes about {takes:.0f} s: {speeds}", f"one is due every {every:.0f} s, so {takes / every:.0%} of the time the disk is at it",
+                       f"--save.every_s {longer:.0f}, or --runs-dir on a faster disk", "slow_disk", {"path": str(where)}, {"save.every_s": longer}, figures)  # fmt: skip
+    return Finding("ok", f"{speeds}; a checkpoint takes about {takes:.1f} s", figures=figures)

@@ -7,6 +7,7 @@ Out: records: batches as they come; each worker's item and, again and again, whe
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from lamplighter.doctor import datasets
-from lamplighter.doctor.code_owner import innermost, is_users, stack_of
-from lamplighter.doctor.trials import Said
+from lamplighter.doctor.loading import find, make
+from lamplighter.procs import stacks
+from lamplighter.procs.child import Say
 
 BATCHES = 12
 LOOK_S = 0.25
@@ -85,12 +86,12 @@ def _look(path: str) -> None:
     """One line: worker, item, place, locks named in that line which are held."""
     info = get_worker_info()
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = stack_of(frame)
-    place = innermost(stack)
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    place = stacks.line_to_name(stacks.frames_of(frame))
+    while frame is not None and not stacks.is_users(frame.f_code.co_filename):
         frame = frame.f_back
     locks = [] if frame is None or place is None else _locks(frame.f_locals, frame.f_globals, place.text)
-    Said(path).write(
+    _write(
+        path,
         worker=info.id if info else 0,
         pid=os.getpid(),
         item=_items.get("item"),
@@ -100,6 +101,15 @@ def _look(path: str) -> None:
         in_users_code=frame is not None,
         t=time.monotonic(),
     )
+
+
+def _write(path: str, **record: Any) -> None:
+    """One line of JSON; each worker appends whole lines."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, json.dumps(record, default=str).encode() + b"\n")
+    finally:
+        os.close(fd)
 
 
 def _locks(local: dict[str, Any], around: dict[str, Any], line: str) -> list[str]:
@@ -116,11 +126,11 @@ def _locks(local: dict[str, Any], around: dict[str, Any], line: str) -> list[str
     return found
 
 
-def load(request: dict[str, Any], said: Said) -> None:
+def load(request: dict[str, Any], say: Say) -> None:
     """Batches with workers, for a few seconds."""
     torch.set_num_threads(1)
-    said.write(now=f"importing {request['name']}")
-    own = datasets.make(datasets.find(request["name"]), request["batch_size"], request["workers"])
+    say(now=f"importing {request['name']}")
+    own = make(find(request["name"]), request["batch_size"], request["workers"])
     kind = Watched if own.is_map else WatchedStream
     dataset = kind(own.dataset, request["watch"])
     options = own.options()
@@ -132,7 +142,7 @@ def load(request: dict[str, Any], said: Said) -> None:
         prefetch_factor=own.prefetch,
         **options,
     )
-    said.write(now=f"starting {own.workers} workers by {request['method']}", workers=own.workers, threads=_threads())
+    say(now=f"starting {own.workers} workers by {request['method']}", workers=own.workers, threads=_threads())
     began = time.monotonic()
     batches: Any = None
     try:
@@ -141,16 +151,16 @@ def load(request: dict[str, Any], said: Said) -> None:
         for number, _ in enumerate(batches, 1):
             first = first or time.monotonic()
             spent = time.monotonic() - first
-            said.write(now=f"batch {number} by {request['method']}", batch=number, seconds=spent, start_s=first - began)
+            say(now=f"batch {number} by {request['method']}", batch=number, seconds=spent, start_s=first - began)
             if number >= BATCHES or spent > MOST_S:
                 break
     except Exception as error:  # noqa: BLE001 (it is what this trial is about)
         time.sleep(0.1)  # a dead worker's code is known a moment later
-        said.write(error=type(error).__name__, message=str(error)[-2000:], ended=_ended(batches))
+        say(error=type(error).__name__, message=str(error)[-2000:], ended=_ended(batches))
     else:
-        said.write(done=True)
+        say(done=True)
     with contextlib.suppress(ValueError):
-        said.write(threads=_threads())
+        say(threads=_threads())
     os._exit(0)  # the workers are daemons of this process; nobody waits for those that hang
 
 
@@ -159,8 +169,8 @@ def _threads() -> list[dict[str, Any]]:
     main = threading.main_thread().ident
     found = []
     for thread in threading.enumerate():
-        place = innermost(stack_of(sys._current_frames().get(thread.ident or 0)))
-        if thread.ident != main and place is not None and is_users(place.file):
+        place = stacks.line_to_name(stacks.frames_of(sys._current_frames().get(thread.ident or 0)))
+        if thread.ident != main and place is not None and stacks.is_users(place.file):
             found.append({"name": thread.name, **place.fields(), "text": place.text})
     return found
 

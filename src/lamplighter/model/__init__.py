@@ -3,6 +3,6 @@
 In:  token ids (torch tensors) and a Shape.
 Out: logits, a loss, the tensors to store, sampled ids.
 
-`shape` is arithmetic without torch; `transformer` is the network; `sample` is generation. Nothing is imported here,
-because the parent process reads `lamplighter.model.shape` and must never pay for torch.
+`shape` is arithmetic without torch; `transformer` is the network, `cpu` has faster kernels for it, `generate` samples. Nothing is
+imported here, because the parent process reads `lamplighter.model.shape` and must never pay for torch.
 """

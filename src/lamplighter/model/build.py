@@ -18,7 +18,8 @@ import torch
 from lamplighter.config import Model
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.model.shape import Shape, flops_per_token, shape_from_hf, shape_to_hf
-from lamplighter.model.transformer import Transformer, init_weights, load_weights
+from lamplighter.model.transformer import Transformer
+from lamplighter.model.weights import init_weights, load_weights
 from lamplighter.rundir import read_json
 
 OWN_TYPE = "lamplighter-own"

@@ -1,28 +1,35 @@
-"""The last matrix and the loss in one, a few rows at a time: the logits of a whole batch never exist.
+"""The last matrix and the loss in one, a chunk of rows at a time: the logits of a whole batch never exist.
 
-In:  the last layer's output, the [V, C] matrix, the targets.
-Out: the sum of nats, and both gradients, worked out on the way: what stays in memory is one block of logits, used again.
+In:  the last layer's output, the [V, C] matrix of the head, the targets.
+Out: the sum of cross entropy, and both gradients.
 
-A batch of 8 x 256 tokens and 30,000 words has 245 MB of logits, and plain cross entropy holds three such tensors and has
-them mapped anew in every step. Rows without a target (prompts, padding) are left out before the matrix.
+Why. A batch of 8 x 256 tokens and 30,000 words has 245 MB of logits. Plain cross entropy holds three tensors of that size (the
+logits, their log-softmax, its gradient) and has them mapped anew in every step.
+
+How. For a chunk of rows: logits = x W', their loss, and at once their gradient, softmax minus one at the target, which
+overwrites the logits. From it come the chunk's rows of dx and its share of dW. So one chunk of logits is all that exists at
+a time, in a buffer that is kept between steps, and the backward pass only hands over dx and dW, which the forward pass
+has already made. The price: the gradient is made also where nobody asks for it later, and can be used once.
+
+In bf16 the softmax is worked out in float32, a strip of the chunk at a time, small enough for a CPU's caches. Rows without
+a target (prompts, padding) are left out before the matrix.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lamplighter.model import products, shape
-from lamplighter.model.tied_embedding import Tie
+from lamplighter.model import cpu, shape
 
 STRIP_WORDS = 1024  # of the matrix's gradient, converted together
 
 
-class Blocks:
-    """The memory for one block of logits, taken once and kept between steps."""
+class LossBuffers:
+    """The memory for one chunk of logits, allocated once and kept between steps."""
 
     def __init__(self) -> None:
         self._kept: dict[torch.dtype, Tensor] = {}
@@ -34,69 +41,73 @@ class Blocks:
         return kept[:rows]
 
 
-def head_loss(
-    x_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, scale: float, blocks: Blocks, tie: Tie | None = None
+class _Settings(NamedTuple):
+    scale: float
+    dtype: torch.dtype  # of the products: autocast's where it is on
+    buffers: LossBuffers
+    split: bool  # cpu.py's split products
+    tie: cpu.TiedGradient | None
+
+
+def chunked_loss(
+    x_BTC: Tensor,
+    weight_VC: Tensor,
+    targets_BT: Tensor,
+    scale: float,
+    buffers: LossBuffers,
+    *,
+    tie: cpu.TiedGradient | None = None,
 ) -> Tensor:
-    """`scale` times the sum of cross entropy in nats over targets >= 0, in float32. With a tie, the gradient of the matrix
+    """`scale` times the sum of cross entropy (nats) over targets >= 0, in float32. With a tie, the gradient of the matrix
     goes through it instead of through autograd.
     """
     x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
     counted_N = targets_N >= 0
     if not bool(counted_N.all()):
-        places = counted_N.nonzero().squeeze(1)
-        x_NC, targets_N = x_NC.index_select(0, places), targets_N.index_select(0, places)
-    kind = x_NC.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_NC.dtype
-    by_threads = products.suits(len(x_NC), weight_VC)
-    with torch.autocast(kind, enabled=False):
-        loss: Tensor = _HeadLoss.apply(x_NC, weight_VC, targets_N, scale, dtype, blocks, by_threads, tie)  # type: ignore[no-untyped-call]
+        kept = counted_N.nonzero().squeeze(1)
+        x_NC, targets_N = x_NC.index_select(0, kept), targets_N.index_select(0, kept)
+    device = x_NC.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_NC.dtype
+    settings = _Settings(scale, dtype, buffers, cpu.suits_split(len(x_NC), weight_VC), tie)
+    with torch.autocast(device, enabled=False):
+        loss: Tensor = _ChunkedLoss.apply(x_NC, weight_VC, targets_N, settings)  # type: ignore[no-untyped-call]
     return loss
 
 
-class _HeadLoss(torch.autograd.Function):
-    """Gradients are worked out in the forward pass, block by block; the backward pass hands them over."""
+class _ChunkedLoss(torch.autograd.Function):
+    """Gradients are worked out in the forward pass, chunk by chunk; the backward pass hands them over."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_NC: Tensor,
-        weight_VC: Tensor,
-        targets_N: Tensor,
-        scale: float,
-        dtype: torch.dtype,
-        blocks: Blocks,
-        by_threads: bool,
-        tie: Tie | None,
-    ) -> Tensor:
-        ctx.tie = tie
+    def forward(ctx: Any, x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, settings: _Settings) -> Tensor:
+        scale, dtype, buffers, split, ctx.tie = settings
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         weight = weight_VC.to(dtype)
         dx_NC = torch.empty_like(x_NC) if wants_x else None
         dweight_VC = torch.empty_like(weight_VC) if wants_weight else None
         if dweight_VC is not None and not len(x_NC):
             dweight_VC.zero_()
-        nats_N1 = torch.empty(len(x_NC), 1, dtype=torch.float32, device=x_NC.device)
+        loss_N1 = torch.empty(len(x_NC), 1, dtype=torch.float32, device=x_NC.device)
         rows = min(shape.block_rows(weight_VC.shape[0], x_NC.device.type), max(1, len(x_NC)))
         for start in range(0, len(x_NC), rows):
             here = slice(start, start + rows)
             x_RC, targets_R1 = x_NC[here].to(dtype), targets_N[here, None]
-            block_RV = blocks.take(rows, weight, dtype)[: len(x_RC)]
-            if by_threads:
-                products.across(x_RC, weight, out_NR=block_RV)
+            chunk_RV = buffers.take(rows, weight, dtype)[: len(x_RC)]
+            if split:
+                cpu.split_matmul_t(x_RC, weight, out_NR=chunk_RV)
             else:
-                torch.mm(x_RC, weight.t(), out=block_RV)
+                torch.mm(x_RC, weight.t(), out=chunk_RV)
             strip = shape.strip_rows(rows, x_NC.device.type)
             for top in range(0, len(x_RC), strip):
                 part = slice(top, top + strip)
-                nats_N1[here][part] = _to_gradient(block_RV[part], targets_R1[part], blocks, wants_x or wants_weight)
+                loss_N1[here][part] = _to_gradient(chunk_RV[part], targets_R1[part], buffers, wants_x or wants_weight)
             if dx_NC is not None:
-                dx_NC[here] = products.along(block_RV, weight) if by_threads else block_RV @ weight
-            if dweight_VC is not None and by_threads:
-                products.add_outer(dweight_VC, block_RV, x_RC, scale, first=start == 0)
+                dx_NC[here] = cpu.split_matmul(chunk_RV, weight) if split else chunk_RV @ weight
+            if dweight_VC is not None and split:
+                cpu.add_split_outer(dweight_VC, chunk_RV, x_RC, scale, first=start == 0)
             elif dweight_VC is not None:
-                _add_product(dweight_VC, block_RV, x_RC, scale, first=start == 0)
+                _add_product(dweight_VC, chunk_RV, x_RC, scale, first=start == 0)
         ctx.save_for_backward(None if dx_NC is None else dx_NC.mul_(scale), dweight_VC)
-        return nats_N1.sum() * scale
+        return loss_N1.sum() * scale
 
     @staticmethod
     @once_differentiable
@@ -106,25 +117,25 @@ class _HeadLoss(torch.autograd.Function):
             dx_NC, dweight_VC = (None if part is None else part * upstream for part in (dx_NC, dweight_VC))
         if ctx.tie is not None:
             ctx.tie.gradient_VC, dweight_VC = dweight_VC, None
-        return dx_NC, dweight_VC, None, None, None, None, None, None
+        return dx_NC, dweight_VC, None, None
 
 
-def _to_gradient(block_SV: Tensor, targets_S1: Tensor, blocks: Blocks, wanted: bool) -> Tensor:
-    """The nats of a strip of logits; the strip itself becomes its gradient, in float32 in between.
+def _to_gradient(chunk_SV: Tensor, targets_S1: Tensor, buffers: LossBuffers, wanted: bool) -> Tensor:
+    """The loss of a strip of logits; the strip itself becomes its gradient, in float32 in between.
 
     One pass of softmax gives both: its largest probability is 1 / the sum of exp(logit - largest logit).
     """
-    wide_SV = block_SV
-    if block_SV.dtype != torch.float32:
-        wide_SV = blocks.take(len(block_SV), block_SV[0], torch.float32).copy_(block_SV)
-    nats_S1 = wide_SV.amax(-1, keepdim=True) - wide_SV.gather(1, targets_S1)
+    wide_SV = chunk_SV
+    if chunk_SV.dtype != torch.float32:
+        wide_SV = buffers.take(len(chunk_SV), chunk_SV[0], torch.float32).copy_(chunk_SV)
+    loss_S1 = wide_SV.amax(-1, keepdim=True) - wide_SV.gather(1, targets_S1)
     torch.ops.aten._softmax.out(wide_SV, -1, False, out=wide_SV)
-    nats_S1 -= wide_SV.amax(-1, keepdim=True).log_()
+    loss_S1 -= wide_SV.amax(-1, keepdim=True).log_()
     if wanted:  # the probabilities, less one at the target, are the gradient
-        wide_SV.scatter_add_(1, targets_S1, torch.full_like(nats_S1, -1.0))
-        if wide_SV is not block_SV:
-            block_SV.copy_(wide_SV)
-    return nats_S1
+        wide_SV.scatter_add_(1, targets_S1, torch.full_like(loss_S1, -1.0))
+        if wide_SV is not chunk_SV:
+            chunk_SV.copy_(wide_SV)
+    return loss_S1
 
 
 def _add_product(dweight_VC: Tensor, gradient_RV: Tensor, x_RC: Tensor, scale: float, first: bool) -> None:

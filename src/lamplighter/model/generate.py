@@ -3,19 +3,22 @@
 In:  a model, the ids of a prompt, how to choose.
 Out: per step, one id for each sample.
 
-Tensors carry their axes as a suffix: B batch (one row per sample), T time, V vocabulary, K the candidates kept of V.
+Tensors carry their axes as a suffix: B batch (one row per sample), T time, S time in the cache, V vocabulary, K the candidates
+kept of V, C width, H heads, D head width, G query heads that share a key head, I and O inputs and outputs of a product.
 """
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from lamplighter.model.decode import Decoder, can_decode
-from lamplighter.model.transformer import KVCache, Transformer
+from lamplighter.model.cpu import decode_linear, decode_linear_t, is_bare, untouched
+from lamplighter.model.transformer import GPT2Layer, KVCache, LlamaLayer, RMSNorm, Transformer, rotary_cos_sin
 
 LIKELY = 512  # how many of the likeliest tokens are looked at before all are sorted for top_p
 
@@ -71,7 +74,7 @@ def stream(
         text = [stop_id]
     check_ids(model, [*text, *([] if stop_id is None else [stop_id])])
     generators = [sample_generator(seed, index) for index in range(samples)]
-    return run(model, text, max_tokens, choice, generators, stop_id, window)
+    return run(model, text, max_tokens, choice, generators, stop_id=stop_id, window=window)
 
 
 def run(
@@ -80,6 +83,7 @@ def run(
     max_tokens: int,
     choice: Choice,
     generators: list[torch.Generator],
+    *,
     stop_id: int | None,
     window: int,
 ) -> Iterator[list[int | None]]:
@@ -211,3 +215,142 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+# --- one more token for each row ---------------------------------------------------------------------------------------
+#
+# The same network as transformer.py, laid out for a single new token. Transformer.forward serves any number of tokens; for one
+# of them most of its time goes into calls and copies, not into products. Here the weights are taken out of the modules once
+# (nothing is copied), a token has no time axis, and keys and values that several heads share are never repeated.
+
+
+class GPT2Weights(NamedTuple):
+    """Of one layer, in the order of use."""
+
+    norm_1: tuple[Tensor, Tensor]
+    c_attn: tuple[Tensor, Tensor]  # bias, weight [I, O]
+    c_proj: tuple[Tensor, Tensor]
+    norm_2: tuple[Tensor, Tensor]
+    c_fc: tuple[Tensor, Tensor]
+    c_out: tuple[Tensor, Tensor]
+
+
+class LlamaWeights(NamedTuple):
+    """Of one layer, in the order of use; every weight [O, I]."""
+
+    norm_1: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    norm_2: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+def can_decode(model: nn.Module) -> bool:
+    """Whether every module is transformer.py's own, and nobody hooked, wrapped or replaced any of them."""
+    if type(model) is not Transformer:
+        return False
+    gpt2 = model.shape.family == "gpt2"
+    layers = model.transformer.h if gpt2 else model.model.layers
+    body: nn.Module = model.transformer if gpt2 else model.model
+    ends = [part for part in body.children() if part is not layers]
+    plain = all(type(part) in (nn.Embedding, nn.LayerNorm, RMSNorm) and is_bare(part) for part in ends)
+    return plain and is_bare(body) and all(untouched(layer) for layer in layers)
+
+
+class Decoder:
+    """A model and its cache, one token at a time. `step` moves the cache's position."""
+
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
+        self.shape, self.cache, self.head_VC = model.shape, cache, model.head_weight().detach()
+        if model.shape.family == "gpt2":
+            body = model.transformer
+            self.embedding, self.positions = body.wte.weight.detach(), body.wpe.weight.detach()
+            self.last_norm = norm_of(body.ln_f)
+            self.gpt2 = [gpt2_weights(layer) for layer in body.h]
+        else:
+            self.embedding = model.model.embed_tokens.weight.detach()
+            self.end_norm = model.model.norm.weight.detach()
+            self.llama = [llama_weights(layer) for layer in model.model.layers]
+            every_S = torch.arange(cache.length, device=self.embedding.device)
+            cos, sin = rotary_cos_sin(every_S, model.shape.head_width, model.shape.rope_theta)
+            half = model.shape.head_width // 2
+            self.cos_SD, self.sin_SD = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+
+    @torch.inference_mode()
+    def step(self, ids_B: Tensor) -> Tensor:
+        """Logits [B, V] after one more id per row."""
+        if self.cache.position >= self.cache.length:
+            raise ValueError(f"one more token does not fit the cache's {self.cache.length}")
+        x_BC = self.gpt2_step(ids_B) if self.shape.family == "gpt2" else self.llama_step(ids_B)
+        self.cache.position += 1
+        return decode_linear(x_BC, self.head_VC)
+
+    def gpt2_step(self, ids_B: Tensor) -> Tensor:
+        shape, size = self.shape, (self.shape.width,)
+        B, heads = len(ids_B), (len(ids_B), 3, shape.kv_heads, shape.head_width)
+        x_BC = self.embedding[ids_B] + self.positions[self.cache.position]
+        for layer, part in enumerate(self.gpt2):
+            normed_BC = functional.layer_norm(x_BC, size, *part.norm_1, shape.norm_eps)
+            qkv_B3HD = decode_linear_t(normed_BC, *part.c_attn).view(heads)
+            mixed_BC = self.attend(layer, qkv_B3HD[:, 0], qkv_B3HD[:, 1:]).view(B, -1)
+            x_BC = x_BC + decode_linear_t(mixed_BC, *part.c_proj)
+            normed_BC = functional.layer_norm(x_BC, size, *part.norm_2, shape.norm_eps)
+            inner_BM = functional.gelu(decode_linear_t(normed_BC, *part.c_fc), approximate="tanh")
+            x_BC = x_BC + decode_linear_t(inner_BM, *part.c_out)
+        return functional.layer_norm(x_BC, size, *self.last_norm, shape.norm_eps)
+
+    def llama_step(self, ids_B: Tensor) -> Tensor:
+        shape, B = self.shape, len(ids_B)
+        cos_D, sin_D = self.cos_SD[self.cache.position], self.sin_SD[self.cache.position]
+        heads, kv_heads = (B, shape.heads, shape.head_width), (B, shape.kv_heads, shape.head_width)
+        x_BC = self.embedding[ids_B]
+        for layer, part in enumerate(self.llama):
+            normed_BC = rms_norm(x_BC, part.norm_1, shape.norm_eps)
+            q_BHD, k_BKD = decode_linear(normed_BC, part.q).view(heads), decode_linear(normed_BC, part.k).view(kv_heads)
+            qk = torch.cat((q_BHD, k_BKD), dim=1)  # rotated together
+            first, second = qk.chunk(2, dim=-1)
+            qk = (qk * cos_D + torch.cat((second, first), dim=-1) * sin_D).type_as(x_BC)
+            v_BKD = decode_linear(normed_BC, part.v).view(kv_heads)
+            kv_B2KD = torch.stack((qk[:, shape.heads :], v_BKD), dim=1)
+            mixed_BC = self.attend(layer, qk[:, : shape.heads], kv_B2KD).reshape(B, -1)
+            x_BC = x_BC + decode_linear(mixed_BC, part.o)
+            normed_BC = rms_norm(x_BC, part.norm_2, shape.norm_eps)
+            inner_BM = functional.silu(decode_linear(normed_BC, part.gate)) * decode_linear(normed_BC, part.up)
+            x_BC = x_BC + decode_linear(inner_BM, part.down)
+        return rms_norm(x_BC, self.end_norm, shape.norm_eps)
+
+    def attend(self, layer: int, q_BHD: Tensor, kv_B2KD: Tensor) -> Tensor:
+        """Store the new key and value, and attend to all so far; heads that share a key are rows of one query matrix."""
+        cache_B2KSD, position = self.cache.stored[layer], self.cache.position
+        cache_B2KSD.select(3, position).copy_(kv_B2KD)
+        k_BKSD, v_BKSD = cache_B2KSD.narrow(3, 0, position + 1).unbind(1)
+        q_BKGD = q_BHD.view(len(q_BHD), self.shape.kv_heads, -1, self.shape.head_width)
+        return functional.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD)
+
+
+def rms_norm(x_BC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    return weight_C * functional.rms_norm(x_BC.float(), weight_C.shape, None, eps).type_as(x_BC)
+
+
+def norm_of(norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    return norm.weight.detach(), norm.bias.detach()
+
+
+def gpt2_weights(layer: nn.Module) -> GPT2Weights:
+    assert isinstance(layer, GPT2Layer)
+    products = (layer.attn.c_attn, layer.attn.c_proj, layer.mlp.c_fc, layer.mlp.c_proj)
+    attn, proj, fc, out = ((part.bias.detach(), part.weight.detach()) for part in products)
+    return GPT2Weights(
+        norm_1=norm_of(layer.ln_1), c_attn=attn, c_proj=proj, norm_2=norm_of(layer.ln_2), c_fc=fc, c_out=out
+    )
+
+
+def llama_weights(layer: nn.Module) -> LlamaWeights:
+    assert isinstance(layer, LlamaLayer)
+    attn, mlp = layer.self_attn, layer.mlp
+    parts = (layer.input_layernorm, attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, layer.post_attention_layernorm)
+    return LlamaWeights(*(part.weight.detach() for part in (*parts, mlp.gate_proj, mlp.up_proj, mlp.down_proj)))

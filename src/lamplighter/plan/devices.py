@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 
+from lamplighter import gpus
 from lamplighter.errors import UsageError
-from lamplighter.procs import cgroup
+from lamplighter.gpus import Device, Rates
+from lamplighter.procs import cgroup, procfs
 from lamplighter.procs.pool import usable_cores
 from lamplighter.rundir import free_bytes
-from lamplighter.train import gpus
-from lamplighter.train.gpus import Device, Rates
 
 GIB = 1 << 30
 GEMM_S, COPY_S = 0.2, 0.25
@@ -45,14 +44,14 @@ class Room:
 
 def host_room() -> Room:
     """The least of what is free, what the container allows, and what this process may map."""
-    rooms = [Room(psutil.virtual_memory().available, "free memory")]
+    rooms = [Room(procfs.memory_available(), "free memory")]
     rooms += [room for room in (_group_room(), _limit_room()) if room is not None]
     return min(rooms, key=lambda room: room.bytes)
 
 
 def host_total() -> Room:
     """What exists, whoever has it now: the memory of the machine, or what the container or ulimit allows of it."""
-    rooms = [Room(psutil.virtual_memory().total, "memory")]
+    rooms = [Room(procfs.memory_total(), "memory")]
     rooms += [room for room in (_group_room(total=True), _limit_room()) if room is not None]
     return min(rooms, key=lambda room: room.bytes)
 

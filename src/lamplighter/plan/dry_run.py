@@ -6,10 +6,6 @@ Out: Measured: seconds of a step and the peak of memory, or that it does not fit
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +13,11 @@ from lamplighter import report
 from lamplighter.config import Run
 from lamplighter.errors import ChildLost
 from lamplighter.plan.devices import host_room
-from lamplighter.plan.estimate import Measured
+from lamplighter.plan.job import Measured
 from lamplighter.plan.memory import GIB
+from lamplighter.procs import child
 
+STEPS = "lamplighter.commands.plan:real_steps"  # by name: it needs torch, and runs in a process of its own
 WARM_UP, ROUNDS, SECONDS = 2, 5, 20.0
 SPARE = 0.95  # of what is free: others live here too
 MOST_TRIES = 12
@@ -45,22 +43,21 @@ def attempt(run: Run, vocab_size: int, micro_batch: int, rounds: int = ROUNDS, w
         "bytes": int(host_room().bytes * SPARE),
     }
     told: dict[str, Any] = {}
-    with report.phase(f"try micro-batch {micro_batch}") as phase, tempfile.TemporaryFile("w+") as errors:
-        words = [sys.executable, "-m", "lamplighter.plan.dry_run_child", json.dumps(request)]
-        child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True)
-        assert child.stdout is not None
-        for line in child.stdout:
-            told = json.loads(line)
-            phase.tick(1, str(told.get("doing", "")))
-        code = child.wait()
-        errors.seek(0)
-        last = (errors.read().strip().splitlines() or [""])[-1]
+    with report.phase(f"try micro-batch {micro_batch}") as phase:
+
+        def hear(record: dict[str, Any]) -> None:
+            told.clear()
+            told.update(record)
+            phase.tick(1, str(record.get("doing", "")))
+
+        ended = child.run(STEPS, request, on_record=hear)
+    last = ended.last_line
     if "fits" in told:
         return Trial(_measured(told, micro_batch), told)
-    if code == -9 or "allocate" in last or "MemoryError" in last:
-        why = "the kernel ended it for memory" if code == -9 else last[:200]
+    if ended.code == -9 or "allocate" in last or "MemoryError" in last:
+        why = "the kernel ended it for memory" if ended.code == -9 else last[:200]
         return Trial(_measured({"fits": False, "why": why}, micro_batch), told)
-    why = f"it ended with {code}: {last[:200]}" if last else f"it ended with {code}"
+    why = f"it {ended.how()}" + (f": {last[:200]}" if last and not ended.error else "")
     raise ChildLost("a few steps on trial did not work", why, "lamp train --test tries the whole path, small")
 
 

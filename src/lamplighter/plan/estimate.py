@@ -1,36 +1,24 @@
-"""Memory, time, money and disk before they are spent: go or no-go, with the reasons. No torch.
+"""Memory, time, money and disk before they are spent: go or no-go, what would make it go, and settings that are odd. No torch.
 
 In:  a Job (what is to be trained) and a Device (on what); what was measured, where something was.
-Out: a Plan: every figure, and what speaks against it. The changes that would make it go are in changes.py.
+Out: a Plan: every figure, what speaks against it, and the cheapest changes that would make it go (first those that leave the
+     result as it is, then shorter runs, then smaller models); Checks: a line for each setting that was looked at.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from lamplighter.plan.job import Job
+from lamplighter.gpus import Device
+from lamplighter.model.shape import count_parameters
+from lamplighter.plan.job import Job, Measured
 from lamplighter.plan.memory import GIB, Memory, host_gib, memory
 from lamplighter.plan.speed import least_hours, step_seconds, total_flops
-from lamplighter.train.gpus import Device
 
 SPARE = 0.92  # of the memory that may be planned for
 TOKEN_BYTES = 2
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a few real steps took, in a process of their own."""
-
-    step_s: float
-    peak_gib: float
-    micro_batch: int
-    steps: int
-    dtype: str
-    fits: bool = True
-    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -179,47 +167,231 @@ def sure_reasons(plan: Plan) -> list[str]:
     return [*found, *_time_against(plan, least_hours(plan.job, plan.device))]
 
 
-# ---------------------------------------------------------------- as JSON
+MOST_CHANGES = 4
 
 
-def as_json(plan: Plan, warnings: list[str]) -> dict[str, Any]:
-    """Stable keys, for scripts."""
-    job, parts = plan.job, plan.memory
-    return {
-        "go": plan.go,
-        "device": str(plan.device),
-        "dtype": job.dtype,
-        "params": plan.params,
-        "tokens": job.tokens,
-        "tokens_per_param": job.tokens / plan.params,
-        "data_tokens": job.text.tokens if job.text else None,
-        "data_tokens_how": job.text.how if job.text else None,
-        "padding": job.text.padding if job.text else None,
-        "steps": job.steps,
-        "epochs": job.epochs,
-        "flops": plan.flops,
-        "flops_per_token": job.flops_per_token,
-        "step_s": plan.step_s,
-        "mfu": plan.mfu,
-        "hours": plan.hours,
-        "usd": plan.usd,
-        "memory_gib": parts.peak_gib,
-        "memory_parts_gib": {
-            name: value / GIB
-            for name, value in asdict(parts).items()
-            if type(value) is int and value and name != "logits"
-        },
-        "memory_there_gib": plan.device.memory_gib,
-        "logits_gib": parts.logits / GIB,  # as a whole; what is there at once:
-        "logits_held_gib": parts.held / GIB,
-        "host_gib": host_gib(job, plan.device),
-        "disk_gib": plan.disk_bytes / GIB,
-        "crash_costs_h": plan.between_saves_h,
-        "crash_costs_usd": plan.between_saves_h * job.usd_per_hour if job.usd_per_hour is not None else None,
-        "micro_batch": job.micro_batch,
-        "largest_micro_batch": plan.largest,
-        "measured": asdict(plan.measured) if plan.measured else None,
-        "reasons": list(plan.reasons),
-        "warnings": warnings,
-        "changes": [asdict(change) for change in plan.changes],
-    }
+@dataclass(frozen=True)
+class Option:
+    """A job that differs a little, and in what."""
+
+    settings: str
+    what: str
+    job: Job
+
+
+def completed(plan: Plan) -> Plan:
+    """With what would help, where it is needed."""
+    return replace(plan, changes=tuple(_changes(plan))) if plan.reasons else plan
+
+
+def _changes(plan: Plan) -> Iterator[Change]:
+    found = 0
+    for option in _options(plan.job, plan.device):
+        made = make(option.job, plan.device, plan.free_disk)
+        if made.go and found < MOST_CHANGES:
+            found += 1
+            yield Change(option.settings, option.what, made.hours, made.usd, made.memory.peak_gib)
+
+
+def _options(job: Job, device: Device) -> Iterator[Option]:
+    """Ordered by what they change: nothing of the result, then the length of the run, then the model."""
+    for_memory = list(_for_memory(job, device))
+    yield from for_memory
+    for base in [Option("", "", job), *for_memory[:1]]:
+        for change in (_fewer_steps, _smaller_model, _shorter_window):
+            for option in change(base.job, device):
+                if make(option.job, device).go:
+                    both = f"{base.settings} {option.settings}".strip()
+                    words = f"{base.what}, and {option.what}" if base.what else option.what
+                    yield Option(both, words, option.job)
+                    break
+
+
+def fits(job: Job, device: Device) -> bool:
+    return memory(job, device).peak_gib <= device.memory_gib * SPARE
+
+
+def largest_micro_batch(job: Job, device: Device) -> int | None:
+    """On paper; None where not even one row fits."""
+    low, high = 0, job.batch_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(replace(job, micro_batch=middle), device) else (low, middle - 1)
+    return low or None
+
+
+def _for_memory(job: Job, device: Device) -> Iterator[Option]:
+    """Batch and learning rate untouched, and the losses too: smaller pieces, or activations computed again."""
+    if fits(job, device):
+        return
+    blocks = ""
+    if job.whole_logits and not job.own_params:
+        job, blocks = replace(job, whole_logits=False), "--train.loss blocks "
+        if fits(job, device):
+            yield Option(blocks.strip(), "logits a few rows at a time", job)
+            return
+    if (size := largest_micro_batch(job, device)) is not None:
+        size = _even(size, job.batch_size)
+        words = f"micro-batch {size}, the same batch of {job.batch_size}"
+        yield Option(f"{blocks}--train.micro_batch {size}", words, replace(job, micro_batch=size))
+    if job.recompute or job.own_params:
+        return
+    again = replace(job, recompute=True)
+    slower = step_seconds(again, device) / step_seconds(job, device) - 1
+    words = f"activations computed again (the same losses, {slower:.0%} more time)"
+    if fits(again, device):
+        yield Option(f"{blocks}--train.recompute true", words, again)
+    elif (size := largest_micro_batch(again, device)) is not None:
+        size = _even(size, job.batch_size)
+        settings = f"{blocks}--train.recompute true --train.micro_batch {size}"
+        yield Option(settings, f"{words}, micro-batch {size}", replace(again, micro_batch=size))
+
+
+def _even(size: int, batch_size: int) -> int:
+    """The smallest piece that needs no more pieces: 5 of 16 are four pieces, and so are 4."""
+    return math.ceil(batch_size / math.ceil(batch_size / size))
+
+
+def _fewer_steps(job: Job, device: Device) -> Iterator[Option]:
+    took, limit = step_seconds(job, device) * job.steps / 3600, job.limit_hours
+    steps = int(job.steps * limit / took * 0.98) if took and limit < math.inf else 0
+    if 1 <= steps < job.steps:
+        yield Option(f"--train.steps {steps}", f"{steps / job.steps:.1%} of the steps", replace(job, steps=steps))
+
+
+def _shorter_window(job: Job, _: Device) -> Iterator[Option]:
+    """As many windows, each shorter: less text in all."""
+    length = job.seq_len // 2
+    while length >= 128:
+        shorter = replace(job, seq_len=length, row_tokens=None, shape=replace(job.shape, positions=length))
+        yield Option(f"--data.seq_len {length}", f"windows of {length} tokens", shorter)
+        length //= 2
+
+
+def _smaller_model(job: Job, _: Device) -> Iterator[Option]:
+    if job.own_params:
+        return
+    shape = job.shape
+    for layers in range(shape.layers - 1, 0, -1):
+        unit = 2 * shape.heads
+        width = max(unit, round(shape.width * layers / shape.layers / unit) * unit)
+        mlp = max(8, round(shape.mlp_width * width / shape.width))
+        smaller = replace(shape, layers=layers, width=width, mlp_width=mlp)
+        settings = f"--model.layers {layers} --model.width {width}"
+        params = count_parameters(smaller) / 1e6
+        yield Option(settings, f"a model of {params:,.0f}M parameters", replace(job, shape=smaller))
+
+
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
+WARMUP_SHARE = 0.30
+MANY_EPOCHS = 5
+MUCH_PADDING = 0.20
+DEAR_CRASH = 0.05  # of the whole run
+LITTLE_VALIDATION = 10_000  # tokens
+MUCH_VALIDATION = 0.20  # of the time
+UNUSED_ROWS = 0.10
+
+
+# ---------------------------------------------------------------- odd settings
+
+
+@dataclass(frozen=True)
+class Check:
+    """One setting, looked at."""
+
+    name: str
+    text: str
+    warns: bool = False
+
+
+def check(plan: Plan) -> list[Check]:
+    return [*_rate(plan), *_saves(plan), *_validation(plan), *_data(plan), *_vocabulary(plan), *_size(plan)]
+
+
+def warnings(plan: Plan) -> list[str]:
+    return [f"{found.name}: {found.text}" for found in check(plan) if found.warns]
+
+
+def _rate(plan: Plan) -> Iterator[Check]:
+    job, rate = plan.job, plan.job.rate
+    if rate is None:
+        return
+    share = rate.warmup / job.steps
+    unit = f"{rate.warmup:,} of {job.steps:,} optimizer steps = {share:.0%} of the run"
+    micro = f" (not micro-batches: {job.accumulation} of them make a step)" if job.accumulation > 1 else ""
+    if share > 1:
+        never = f"{unit}{micro}: the peak rate would never be reached; --train.warmup_steps {max(1, job.steps // 20)}"
+        yield Check("warm-up", never, True)
+    elif share > WARMUP_SHARE:
+        advice = f"under 10 % is usual: --train.warmup_steps {max(1, job.steps // 20)}"
+        yield Check("warm-up", f"{unit}{micro}; {advice}", True)
+    else:
+        yield Check("warm-up", unit)
+    last = rate.lr_at(job.steps)
+    how = f"{rate.shape}, from {rate.peak:.2e} to {last:.2e} at step {job.steps:,}, which is the last"
+    yield Check("schedule", how if rate.shape != "constant" else f"constant at {rate.peak:.2e}: it never falls")
+
+
+def _saves(plan: Plan) -> Iterator[Check]:
+    job, hours = plan.job, plan.between_saves_h
+    due = [f"every {job.save_every_steps:,} steps"] if job.save_every_steps else []
+    due += [f"every {job.save_every_s:g} s"] if job.save_every_s else []
+    lost = f"{hours * 60:,.1f} min" if hours < 2 else f"{hours:,.1f} h"
+    cost = f"${hours * job.usd_per_hour:,.2f}" if job.usd_per_hour is not None else lost
+    none = hours >= plan.hours and plan.hours > 1 / 6
+    words = f"{' or '.join(due) or 'only at the end'}: a crash can cost {cost}"
+    dear = none or (hours > DEAR_CRASH * plan.hours and plan.hours > 2)
+    yield Check("saves", words + (" (save.every_s 600 would be ten minutes)" if dear else ""), dear)
+
+
+def _validation(plan: Plan) -> Iterator[Check]:
+    job = plan.job
+    if job.text is None or job.text.val_tokens is None:
+        return
+    held = job.text.val_tokens
+    windows = -(-held // job.seq_len)
+    used = min(windows, job.eval_windows) if job.eval_windows else windows
+    tokens = min(held, used * job.seq_len)
+    times = job.steps // job.eval_every_steps if job.eval_every_steps else 1
+    share = times * tokens / 3 / max(1, job.tokens)  # a forward pass alone is a third of the work
+    words = f"{tokens:,} of {held:,} tokens, {max(1, times):,} times: {share:.1%} of the work"
+    if not held:
+        yield Check("validation", "nothing is held back: nobody will know whether it learns (data.val_fraction)", True)
+    elif held < LITTLE_VALIDATION:
+        yield Check("validation", f"{words}; so few tokens are a coarse measure (data.val_fraction)", True)
+    elif share > MUCH_VALIDATION:
+        yield Check("validation", f"{words}; fewer eval.windows, or a larger eval.every_steps", True)
+    else:
+        yield Check("validation", words)
+
+
+def _data(plan: Plan) -> Iterator[Check]:
+    job = plan.job
+    if job.epochs is not None and job.text is not None:
+        words = f"{job.epochs:.1f} over {job.text.tokens:,} tokens"
+        many = job.epochs > MANY_EPOCHS
+        advice = f"; 1 to 4 are usual: --train.epochs 3 is {job.steps * 3 / job.epochs:,.0f} steps" if many else ""
+        yield Check("epochs", words + advice, many)
+    if job.text is not None and job.text.padding > MUCH_PADDING:
+        words = f"{job.text.padding:.0%} of the positions that are computed are padding"
+        yield Check("padding", f"{words}: a smaller data.seq_len, or --data.packing packed", True)
+    elif job.text is not None:
+        yield Check("padding", f"{job.text.padding:.1%} of the positions")
+
+
+def _vocabulary(plan: Plan) -> Iterator[Check]:
+    known, given = plan.job.shape.vocab_size, plan.job.tokenizer_vocab
+    if given is None:
+        return
+    words = f"the tokenizer has {given:,} tokens, the model {known:,}"
+    if given < known * (1 - UNUSED_ROWS):
+        yield Check("vocabulary", f"{words}: {1 - given / known:.0%} of the embedding is never used", True)
+    else:
+        yield Check("vocabulary", words)
+
+
+def _size(plan: Plan) -> Iterator[Check]:
+    ratio = plan.job.tokens / plan.params
+    words = f"{ratio:.1f} tokens per parameter; about {TOKENS_PER_PARAMETER} is balanced (Hoffmann et al. 2022, arXiv:2203.15556)"
+    few = ratio < TOKENS_PER_PARAMETER / 10
+    yield Check("balance", words + ("; more text, or a smaller model" if few else ""), few)

@@ -13,9 +13,10 @@ from typing import Any
 
 from lamplighter.config import OPTIMIZERS, OptimizerKind, Run
 from lamplighter.errors import BadConfig
+from lamplighter.gpus import Device
 from lamplighter.model.shape import Shape, count_parameters, flops_per_token, shape_from_hf
 from lamplighter.rundir import read_json
-from lamplighter.train.schedule import Schedule, schedule
+from lamplighter.schedule import Schedule, schedule
 
 BYTES_VOCABULARY = 257
 
@@ -31,6 +32,33 @@ class Text:
     padding: float = 0.0  # of the positions that are computed
     samples: int | None = None  # windows or examples of an epoch, where they are known
     noun: str = "windows"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a few real steps took, in a process of their own."""
+
+    step_s: float
+    peak_gib: float
+    micro_batch: int
+    steps: int
+    dtype: str
+    fits: bool = True
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known beyond the settings."""
+
+    text: Text | None = None
+    vocab_size: int | None = None  # of the tokenizer
+    measured: Measured | None = None
+    largest: int | None = None
+    own_params: int | None = None
+    segments: bool = False
+    row_tokens: float | None = None
+    device: Device | None = None  # on which steps were tried
 
 
 @dataclass(frozen=True)
@@ -195,3 +223,26 @@ def vocabulary(run: Run) -> int:
     vocab = content["model"]["vocab"]
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
     return 1 + int(max([*ids, *(token["id"] for token in content.get("added_tokens", []))]))
+
+
+def job_on(run: Run, device: Device, known: Known) -> Job:
+    """A run on a device; without data its tokens are steps x batch x length."""
+    if is_own(run) and known.own_params is None:
+        what = f"model.family {run.model.family} cannot be planned on paper"
+        raise BadConfig(what, "only its own code knows its size", "lamp plan --measure builds and tries it")
+    wanted = run.train.dtype
+    dtype = device.dtype if wanted == "auto" or not (device.bf16_flops or device.is_cpu) else wanted
+    if known.measured is not None and known.measured.fits:
+        dtype = known.measured.dtype
+    has = known.vocab_size or vocabulary(run)
+    return job_of(
+        run,
+        shape_of(run, has),
+        count_steps(run, known.text),
+        dtype,
+        known.text,
+        tokenizer_vocab=has,
+        own_params=known.own_params,
+        segments=known.segments,
+        row_tokens=known.row_tokens,
+    )

@@ -7,7 +7,7 @@ What one layer keeps of one token for the backward pass, as this package's own t
 MLP, H heads, T length; counted with torch's hooks, see tests/test_plan_memory.py): gpt2 8C + 2M numbers, llama 10C + 4M; bf16
 keeps the residual stream in fp32. With train.recompute a layer keeps its input alone, and one layer at a time is whole.
 Logits as a whole: 12 bytes a number (log-softmax, its gradient, the gradient of the logits; in fp32 also under bf16). In blocks
-(train.loss, model/head.py): one block, and the gradients of the head, which are ready before the backward pass. Gradients and
+(train.loss, model/chunked_loss.py): one block, and the gradients of the head, which are ready before the backward pass. Gradients and
 activations are not at their largest together, unless gradients of an earlier micro-batch are being added up.
 """
 
@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lamplighter.config import GRADIENT_BYTES, WEIGHT_BYTES
+from lamplighter.gpus import Device
 from lamplighter.model.shape import Shape, block_rows, keeps_shares, matmul_parameters_per_layer
 from lamplighter.plan.job import Job
-from lamplighter.train.gpus import Device
 
 GIB = 1 << 30
 GPU_OWN_GIB = 0.8  # context, kernels and the allocator's spare
@@ -86,7 +86,7 @@ def layer_bytes(shape: Shape, dtype: str, on_cpu: bool = True, segments: bool = 
     """What one layer keeps of one token for the backward pass, without copies of the weights."""
     C, M, H, T = shape.width, shape.mlp_width, shape.heads, seq_len
     number = 4 if dtype == "fp32" else 2
-    by_hand = on_cpu and dtype == "bf16" and not shape.dropout  # model/by_hand.py
+    by_hand = on_cpu and dtype == "bf16" and not shape.dropout  # model/cpu.py, fused layers
     if shape.family == "gpt2":
         kept = 32 * C + 8 * M if dtype == "fp32" else 20 * C + 4 * M
         noise = 2 * C  # after attention and after the MLP
@@ -121,7 +121,7 @@ def memory(job: Job, device: Device) -> Memory:
     kept = shape.layers * (tokens * shape.width * 4 if job.recompute else each)
     head = 2 * shape.vocab_size * shape.width if job.dtype == "bf16" else 0
     cast = head + (0 if job.recompute else shape.layers * copies)
-    one_gradient = on_cpu and shape.tie_embeddings and not job.whole_logits  # model/tied.py
+    one_gradient = on_cpu and shape.tie_embeddings and not job.whole_logits  # model/cpu.py, tied gradient
     return Memory(
         weights=WEIGHT_BYTES * job.params,
         gradients=GRADIENT_BYTES * job.params,

@@ -1,19 +1,138 @@
-"""A plan in words: the arithmetic line by line, go or no-go, and what would make it go.
+"""A plan as it is asked for and told: on paper, in words line by line, as JSON, as a table; its curves as characters.
 
-In:  a Plan (or several, for a what-if table).
-Out: lines for people: the whole page, a few lines for the start of a run, a table; no torch, no colours.
+In:  a Run and a PlanRequest (device, MFU, table, JSON), and what is known of the text; a Plan, or several for a what-if table.
+Out: the page or JSON and the exit code; a few lines for the start of a run. No torch, no colours.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lamplighter import gpus
+from lamplighter.config import Run, preset_names, resolve
+from lamplighter.errors import DONE, RefusedByPlan
+from lamplighter.gpus import Device
 from lamplighter.model.shape import matmul_parameters_per_layer
-from lamplighter.plan import charts, sanity
-from lamplighter.plan.estimate import Plan, cache_bytes, checkpoint_bytes
+from lamplighter.plan import devices
+from lamplighter.plan.estimate import Plan, cache_bytes, check, checkpoint_bytes, completed, make, warnings
+from lamplighter.plan.job import Known, job_on
 from lamplighter.plan.memory import GIB, LOGIT_BYTES, host_gib
 from lamplighter.plan.speed import again_flops
 
+WHAT_IF = ("t4", "l4", "a10", "rtx3090", "rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100-80gb")
+PRESETS_ON = "a100-80gb"
 WIDE = 12
 SHORT_WARNINGS = 3
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What was asked for."""
+
+    on: str | None = None
+    mfu: float | None = None
+    what_if: bool = False
+    as_json: bool = False
+    runs_dir: str = "runs"
+
+
+def plan_of(run: Run, device: Device, free_disk: int | None, known: Known) -> Plan:
+    made = make(job_on(run, device, known), device, free_disk, known.measured)
+    return replace(completed(made), largest=known.largest)
+
+
+def page(run: Run, request: PlanRequest, known: Known | None = None) -> tuple[str, int]:
+    """What to say, and the exit code."""
+    known = known or Known()
+    room = devices.free_disk(Path(request.runs_dir)) if not request.on else None  # elsewhere there are other disks
+    device = known.device or devices.choose(request.on, request.mfu, run.train.threads, run.train.device)
+    found = plan_of(run, device, room, known)
+    code = DONE if found.go else RefusedByPlan.code
+    if request.as_json:
+        record = as_json(found)
+        if request.what_if:
+            record["what_if"] = [{"run": name, **as_json(row)} for name, row in _what_if(run, request, known)]
+        return json.dumps(record, indent=1) + "\n", code
+    lines = tell(found)
+    if request.what_if:
+        lines += ["", *table(_what_if(run, request, known))]
+    return "\n".join([*lines, _next(found), ""]), code
+
+
+def _next(found: Plan) -> str:
+    if found.go:
+        return "next: lamp train with the same words"
+    return "next: one of the changes above, or --on another device; lamp train --force insists"
+
+
+def _what_if(run: Run, request: PlanRequest, known: Known) -> list[tuple[str, Plan]]:
+    """The same run on other devices, and the presets on one of them."""
+    on_paper = replace(known, measured=None, largest=None, device=None)
+    rows = [("this run", make(job_on(run, d, on_paper), d)) for d in (_named(name, request) for name in WHAT_IF)]
+    device = _named(PRESETS_ON, request)
+    for name in preset_names():
+        if name != "demo":
+            other = resolve(name).run.model_copy(update={"budget": run.budget})
+            rows.append((f"{name}", make(job_on(other, device, Known()), device)))
+    return rows
+
+
+def _named(name: str, request: PlanRequest) -> Device:
+    device = gpus.find(name)
+    return replace(device, mfu=request.mfu) if request.mfu else device
+
+
+# ---------------------------------------------------------------- as JSON
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Stable keys, for scripts."""
+    job, parts = plan.job, plan.memory
+    return {
+        "go": plan.go,
+        "device": str(plan.device),
+        "dtype": job.dtype,
+        "params": plan.params,
+        "tokens": job.tokens,
+        "tokens_per_param": job.tokens / plan.params,
+        "data_tokens": job.text.tokens if job.text else None,
+        "data_tokens_how": job.text.how if job.text else None,
+        "padding": job.text.padding if job.text else None,
+        "steps": job.steps,
+        "epochs": job.epochs,
+        "flops": plan.flops,
+        "flops_per_token": job.flops_per_token,
+        "step_s": plan.step_s,
+        "mfu": plan.mfu,
+        "hours": plan.hours,
+        "usd": plan.usd,
+        "memory_gib": parts.peak_gib,
+        "memory_parts_gib": {
+            name: value / GIB
+            for name, value in asdict(parts).items()
+            if type(value) is int and value and name != "logits"
+        },
+        "memory_there_gib": plan.device.memory_gib,
+        "logits_gib": parts.logits / GIB,  # as a whole; what is there at once:
+        "logits_held_gib": parts.held / GIB,
+        "host_gib": host_gib(job, plan.device),
+        "disk_gib": plan.disk_bytes / GIB,
+        "crash_costs_h": plan.between_saves_h,
+        "crash_costs_usd": plan.between_saves_h * job.usd_per_hour if job.usd_per_hour is not None else None,
+        "micro_batch": job.micro_batch,
+        "largest_micro_batch": plan.largest,
+        "measured": asdict(plan.measured) if plan.measured else None,
+        "reasons": list(plan.reasons),
+        "warnings": warnings(plan),
+        "changes": [asdict(change) for change in plan.changes],
+    }
+
+
+# ---------------------------------------------------------------- in words
 
 
 def _line(name: str, text: str) -> str:
@@ -43,7 +162,7 @@ def tell(plan: Plan) -> list[str]:
         *_memory(plan),
         *_disk(plan),
         *_sanity(plan),
-        *charts.draw(plan),
+        *draw(plan),
         *verdict(plan),
     ]
 
@@ -157,7 +276,7 @@ def _disk(plan: Plan) -> list[str]:
 
 
 def _sanity(plan: Plan) -> list[str]:
-    return [_line(found.name, ("WARNING  " if found.warns else "") + found.text) for found in sanity.check(plan)]
+    return [_line(found.name, ("WARNING  " if found.warns else "") + found.text) for found in check(plan)]
 
 
 def verdict(plan: Plan) -> list[str]:
@@ -207,3 +326,58 @@ def table(plans: list[tuple[str, Plan]]) -> list[str]:
             f"{plan.memory.held / GIB:>8.1f}{span(plan.hours):>12}{usd:>10}  {why}"
         )
     return lines
+
+
+CURVE_WIDE, CURVE_HIGH = 56, 4  # in characters; each is 2 x 4 dots
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character, by column and row
+
+
+# ---------------------------------------------------------------- curves of characters
+
+
+def curve(values: Sequence[float], top: float, high: int = CURVE_HIGH) -> list[str]:
+    """Two values to a character, `top` at the upper edge."""
+    wide = -(-len(values) // 2)
+    cells = [[0] * wide for _ in range(high)]
+    last: int | None = None
+    for x, value in enumerate(values):
+        y = min(4 * high - 1, max(0, round((1 - value / top) * (4 * high - 1)) if top > 0 else 4 * high - 1))
+        for row in range(min(y, last if last is not None else y), max(y, last if last is not None else y) + 1):
+            cells[row // 4][x // 2] |= DOTS[x % 2][row % 4]
+        last = y
+    return ["".join(chr(0x2800 + cell) for cell in row) for row in cells]
+
+
+def draw(plan: Plan) -> list[str]:
+    """The rate, and what is spent by when; the budget is a line where there is one."""
+    job = plan.job
+    lines: list[str] = []
+    if job.rate is not None:
+        rate = job.rate
+        lines += _picture("learning rate", _sampled(rate.lr_at, job.steps), rate.peak, f"{rate.peak:.1e}", job.steps)
+    if job.usd_per_hour is not None and plan.usd:
+        price = plan.usd / job.steps
+        top = max(plan.usd, job.budget_usd or 0.0)
+        lines += _picture("spending", _sampled(lambda step: price * step, job.steps), top, f"${top:,.2f}", job.steps)
+        if job.budget_usd is not None:
+            lines.append(f"{'':<14}{_budget_words(job.budget_usd, plan.usd, job.steps)}")
+    return lines
+
+
+def _sampled(at: Callable[[int], float], steps: int) -> list[float]:
+    return [at(max(1, round(steps * (x + 1) / (2 * CURVE_WIDE)))) for x in range(2 * CURVE_WIDE)]
+
+
+def _picture(name: str, values: list[float], top: float, most: str, steps: int) -> list[str]:
+    rows = curve(values, top)
+    marks = [most, *[""] * (len(rows) - 2), "0"]
+    names = [name, *[""] * (len(rows) - 1)]
+    lines = [f"  {n:<13}{mark:>9} ┤{row}" for n, mark, row in zip(names, marks, rows, strict=True)]
+    foot = f"{steps:,} steps"
+    return [*lines, f"{'':<24} └1{foot:>{CURVE_WIDE - 1}}"]
+
+
+def _budget_words(budget: float, usd: float, steps: int) -> str:
+    if usd <= budget:
+        return f"the budget of ${budget:,.2f} is not reached; ${budget - usd:,.2f} are left"
+    return f"the budget of ${budget:,.2f} ends at step {int(steps * budget / usd):,}, {budget / usd:.0%} of the run"

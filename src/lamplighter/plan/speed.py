@@ -6,10 +6,10 @@ Out: FLOPs, seconds of a step, and the least that can be hoped for.
 
 from __future__ import annotations
 
+from lamplighter.gpus import Device, Rates
 from lamplighter.model.shape import matmul_parameters_per_layer
 from lamplighter.plan.job import Job
 from lamplighter.plan.memory import layer_bytes
-from lamplighter.train.gpus import Device, Rates
 
 BEST_GPU_MFU, BEST_CPU_MFU = 0.6, 0.8  # nobody does better: what needs more than this cannot be
 

@@ -77,6 +77,8 @@ class Outcome:
         """Its end, in words."""
         if self.ended_for:
             return f"had not ended after {self.seconds:.0f} s"
+        if self.error:
+            return f"raised {self.error.splitlines()[0][:200]}"
         return f"was killed by signal {-self.code}" if self.code < 0 else f"ended with code {self.code}"
 
 
@@ -112,8 +114,9 @@ def run(
         else:
             child.let_children_leave()
     finally:
+        heard = len(child.records)
         child.end()
-    for record in child.listen(0):
+    for record in child.records[heard:]:
         on_record(record)
     return child.outcome(ended_for)
 
@@ -239,7 +242,9 @@ class Child:
             time.sleep(0.02)
 
     def end(self) -> None:
-        """It and all that it started, and nothing else."""
+        """It and all that it started, and nothing else; what it had still to say is heard."""
+        if self.pid not in Child.living:
+            return  # its number may be somebody else's by now
         for _ in range(50):
             with contextlib.suppress(ProcessLookupError):  # it has ended by itself
                 os.killpg(self.pid, signal.SIGKILL)
@@ -256,13 +261,13 @@ class Child:
                 os.waitpid(pid, os.WNOHANG)
         Child.living.discard(self.pid)
         self.dump.unlink(missing_ok=True)
-
-    def outcome(self, ended_for: End = "") -> Outcome:
-        """All that is known about it; after `end`."""
         self.listen(0)
         os.close(self.words)
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+    def outcome(self, ended_for: End = "") -> Outcome:
+        """All that is known about it; after `end`."""
         end, code = self.end_record, self.process.returncode
         return Outcome(
             self.records,

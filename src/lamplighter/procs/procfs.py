@@ -215,6 +215,11 @@ def own_peak() -> int:
     return by_psutil.own_peak() if BY_PSUTIL else _table("/proc/self/status").get("VmHWM", 0) * 1024
 
 
+def own_descriptor(fd: int) -> str:
+    """A path by which a file of ours can be opened once more, with a position and flags of its own."""
+    return f"/proc/self/fd/{fd}"
+
+
 def die_first() -> None:
     """Where memory ends, the kernel takes this process before any other one."""
     try:
@@ -253,6 +258,11 @@ def memory_left() -> int:
 def memory_available() -> int:
     """Bytes of the machine that can still be had."""
     return by_psutil.memory_available() if BY_PSUTIL else _table("/proc/meminfo").get("MemAvailable", 0) * 1024
+
+
+def memory_total() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
 
 
 def trace_scope() -> str:

@@ -1,6 +1,6 @@
 """The stacks of a process, and whose lines they are: asked from its listening thread, taken by py-spy, or dumped on a signal.
 
-In:  a pid, and the files of its listening thread where it has one; a traceback; what faulthandler wrote.
+In:  a pid, and its slot, beside which its listening thread has its FIFO; a traceback; what faulthandler wrote.
 Out: Stacks, main thread first; frames, innermost first, and the one to name: the user's, else ours, else the innermost.
 """
 
@@ -19,9 +19,10 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from lamplighter.procs.procfs import TGKILL, catches, look
 
@@ -42,14 +43,6 @@ OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 PROGRAMS = re.compile(r"/bin/[^/]+$")  # torchrun, accelerate: launchers, not the user's code
 OUR_THREADS = ("lamp-listener", "lamp-batches", "lamp-saver", "lamp-stopper", "lamp-writer")
 DEPTH = 12  # frames that a finding keeps
-
-
-class Listener(Protocol):
-    """Where a process of ours hears requests and leaves its answers; a run folder is one."""
-
-    def fifo(self, rank: int) -> Path: ...
-    def stack_answer(self, rank: int) -> Path: ...
-    def stack_dump(self, rank: int) -> Path: ...
 
 
 @dataclass(frozen=True)
@@ -118,48 +111,60 @@ class Stacks:
 # ---------------------------------------------------------------- taking them
 
 
-def take(run: Listener, rank: int, pid: int) -> Stacks | None:
-    """Ask the listening thread; if it is silent (GIL held in C, or stopped), py-spy with a deadline."""
+def take(slot: Path, pid: int, ours: bool) -> Stacks | None:
+    """Ask the process's own listening thread; if it is silent (GIL held in C, stopped, none there), py-spy with a deadline.
+
+    `ours`: a process of ours, whose SIGURG is free for the last resort.
+    """
     state, asked = look(pid).state, False
     if state not in "TtDZX":
-        asked = send(run, rank, f"stacks {(number := time.monotonic_ns())}")
-        answered = _answer(run.stack_answer(rank), number) if asked else None
+        number = time.monotonic_ns()
+        asked = send(slot, f"stacks {number}")
+        answered = _answer(slot, number, SAMPLER_DEADLINE_S) if asked else None
         if answered is not None:
             return answered
-    found = by_pyspy(pid, nonblocking=state in "TtD", sampler_silent=asked or state in "TtD")
-    return found or (by_signal(run.stack_dump(rank), pid) if state in "RS" else None)
+    silent = asked or (ours and state in "TtD")
+    found = by_pyspy(pid, nonblocking=state in "TtD", sampler_silent=silent)
+    return found or (by_signal(slot.with_suffix(".dump"), pid) if ours and state in "RS" else None)
 
 
-def _answer(path: Path, number: int) -> Stacks | None:
-    deadline = time.monotonic() + SAMPLER_DEADLINE_S
-    while time.monotonic() < deadline:
+def ask(slot: Path, deadline_s: float) -> Stacks | None:
+    """The process's own word on its threads. None: nobody listens there, or nobody answers (GIL held in C, state T or D)."""
+    number = time.monotonic_ns()
+    return _answer(slot, number, deadline_s) if send(slot, f"stacks {number}") else None
+
+
+def _answer(slot: Path, number: int, deadline_s: float) -> Stacks | None:
+    deadline = time.monotonic() + deadline_s
+    while True:
+        late = time.monotonic() >= deadline  # one look more after the last sleep
         try:
-            answer = json.loads(path.read_bytes())
+            answer = json.loads(slot.with_suffix(".stacks.json").read_bytes())
         except (OSError, ValueError):  # not written yet
             answer = None
-        if answer is not None and answer["id"] == number:
+        if isinstance(answer, dict) and answer.get("id") == number:
             threads = tuple(
-                ThreadStack(item["name"], tuple(Frame(*frame) for frame in item["frames"]))
+                ThreadStack(item["name"], tuple(Frame(*frame) for frame in item["frames"]), tid=item["tid"])
                 for item in answer["threads"]
             )
             return Stacks(threads, "listener", at=time.monotonic())
+        if late:
+            return None
         time.sleep(0.002)
-    return None
 
 
-def send(run: Listener, rank: int, request: str) -> bool:
-    """Put a line into the child's FIFO; False if nobody has it open."""
+def send(slot: Path, request: str) -> bool:
+    """Put a line into the FIFO of the process behind a slot; False if nobody has it open, or it is full."""
     try:
-        fd = os.open(run.fifo(rank), os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
+        fd = os.open(slot.with_suffix(".ask"), os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # nobody listens: it has not opened it yet, or is gone
         return False
     try:
-        os.write(fd, request.encode() + b"\n")
-    except OSError:
+        return os.write(fd, request.encode() + b"\n") > 0
+    except OSError:  # full, because nobody reads
         return False
     finally:
         os.close(fd)
-    return True
 
 
 def by_signal(dump: Path, pid: int, deadline_s: float = SIGNAL_DEADLINE_S) -> Stacks | None:
@@ -250,14 +255,15 @@ def is_library(frame: Frame) -> bool:
     return any(part in frame.file for part in LIBRARY_PARTS) and not is_ours(frame)
 
 
-def is_users(frame: Frame) -> bool:
+@lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
     """Neither Python's, nor an installed library's or program's, nor ours."""
-    return not is_library(frame) and not is_ours(frame) and not PROGRAMS.search(frame.file)
+    return not any(part in file for part in LIBRARY_PARTS) and not file.startswith(OURS) and not PROGRAMS.search(file)
 
 
 def users_line(frames: Iterable[Frame]) -> Frame | None:
     """The innermost frame of the user's code."""
-    return next((frame for frame in frames if is_users(frame)), None)
+    return next((frame for frame in frames if is_users(frame.file)), None)
 
 
 def users_frame(stack: ThreadStack) -> Frame | None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from lamplighter import report
 from lamplighter.errors import BadData
-from lamplighter.readers.cursor import Cursor
 
 PACKED_SUFFIXES = {".gz", ".zst"}
 OUT_BYTES = 1 << 18
@@ -24,7 +23,7 @@ ZSTD_IN_BYTES = 1 << 10  # unpacks to 32 MB at the very most: one byte, repeated
 class Unpacked:
     """One reading of a packed file."""
 
-    def __init__(self, raw: Callable[[int], Iterator[bytes]], name: str, start: Cursor) -> None:
+    def __init__(self, raw: Callable[[int], Iterator[bytes]], name: str, start: dict[str, Any]) -> None:
         self.raw, self.name = raw, name
         self.gz = name.lower().endswith(".gz")
         self.members: list[tuple[int, int]] = [tuple(start.get("member", (0, 0)))]
@@ -48,7 +47,7 @@ class Unpacked:
             raise BadData(f"shorter than it was: {self.name}", f"{over:,} unpacked bytes are missing", "put it back")
         return b""
 
-    def note(self, at: int) -> Cursor:
+    def note(self, at: int) -> dict[str, Any]:
         """What a cursor at an unpacked offset adds: the last member before it."""
         member = self.members[bisect_right(self.members, at, key=lambda pair: pair[1]) - 1]
         return {"member": list(member)} if member[0] else {}
@@ -98,16 +97,21 @@ class Unpacked:
 
 
 def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Small pieces joined, large ones cut."""
+    """Small pieces joined, large ones cut; what came before a tear is handed on before the tear is told."""
     held: list[bytes] = []
     size = 0
-    for piece in pieces:
-        held.append(piece)
-        size += len(piece)
-        if size >= OUT_BYTES:
-            whole = b"".join(held)
-            held, size = [], 0
-            for begin in range(0, len(whole), OUT_BYTES):
-                yield whole[begin : begin + OUT_BYTES]
+    try:
+        for piece in pieces:
+            held.append(piece)
+            size += len(piece)
+            if size >= OUT_BYTES:
+                whole = b"".join(held)
+                held, size = [], 0
+                for begin in range(0, len(whole), OUT_BYTES):
+                    yield whole[begin : begin + OUT_BYTES]
+    except BadData:
+        if size:
+            yield b"".join(held)
+        raise
     if size:
         yield b"".join(held)

@@ -1,7 +1,7 @@
-"""JSON: an object on each line, or one array of objects; each text with the place after it.
+"""JSON: an object on each line, or one array of objects; each record with its place and the cursor after it.
 
-In:  a Reading.
-Out: (text, place) in order. Memory holds one line or one element, not the file.
+In:  an OpenFile.
+Out: Records in order. Memory holds one line or one element, not the file.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 
 from lamplighter.errors import BadData
 from lamplighter.readers.local import suffix_of
-from lamplighter.readers.reader import Found, Reading, fault_in, in_parts, is_whole, not_text, text_of
+from lamplighter.readers.records import OpenFile, Record, check_text, fault_in, not_text, text_of
 
 ELEMENT_CHARS = 1 << 28  # one element of an array is held whole, as one JSON line is
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 
 
-def read_json(r: Reading) -> Found:
-    """The texts under a key; in a .json file, an array is told from lines by its first character."""
-    if "row" in r.start:
-        return _array(r, r.blocks(r.at))
-    blocks = r.blocks(r.at)
-    if r.at == 0 and suffix_of(r.name) == ".json":
+def read_json(file: OpenFile) -> Iterator[Record]:
+    """The objects of a file; in a .json file, an array is told from lines by its first character."""
+    if "row" in file.start:
+        return _array(file, file.blocks(file.at))
+    blocks = file.blocks(file.at)
+    if file.at == 0 and suffix_of(file.name) == ".json":
         head, blocks = _peek(blocks)
-        if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            return _array(r, blocks)
-    return _json_lines(r, blocks)
+        if _begins_array(head):
+            return _array(file, blocks)
+    return _json_lines(file, blocks)
 
 
 def starts_array(path: Path) -> bool:
@@ -40,7 +40,10 @@ def starts_array(path: Path) -> bool:
     if suffix_of(path) != ".json":
         return False
     with open(path, "rb") as file:
-        head, _ = _peek(iter(lambda: file.read(4096), b""))
+        return _begins_array(_peek(iter(lambda: file.read(4096), b""))[0])
+
+
+def _begins_array(head: bytes) -> bool:
     return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
@@ -53,43 +56,56 @@ def _peek(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
     return b"".join(seen), chain(seen, blocks)
 
 
-def _json_lines(r: Reading, blocks: Iterator[bytes]) -> Found:
-    number, skipped = r.line, int(r.start.get("part", 0))
-    for number, at, line, ends in _lines(blocks, r.at, r.line):
+def _json_lines(file: OpenFile, blocks: Iterator[bytes]) -> Iterator[Record]:
+    number = file.line
+    for number, at, line, size in lines_of(blocks, file.at, file.line, file.longest):
         if not line or line.isspace():
             continue
+        ends = size > len(line)
         try:
-            text = json_text(line, r.name, number, at, r.key)
+            if size > len(line) + 1:
+                why = f"a line of {size:,} bytes; the limit is {file.longest:,}"
+                raise BadData(f"too long: {file.name}:{number}, byte {at:,}", why, "cut it, or raise the limit")
+            value = json_value(line, file.name, number, at)
         except BadData as error:
-            r.dirt.set_aside(number, at, error)
+            file.bad.set_aside(number, at, error)
             continue
-        after = r.place(at + len(line) + ends, number + ends)
-        if len(text) > 2 * r.part_chars:
-            yield from in_parts(text, r.part_chars, skipped, r.place(at, number), after)
-        elif text:
-            yield text, after
-        skipped = 0
-    r.dirt.end(number)
+        yield Record(value, number, at, file.cursor(at, number), file.cursor(at + size, number + ends))
+    file.bad.end(number)
 
 
-def _lines(blocks: Iterator[bytes], at: int, number: int) -> Iterator[tuple[int, int, bytes, int]]:
-    """(number, byte offset, line, 1 where a newline ends it); a line is joined once, however long."""
-    parts = [b""]
+def lines_of(
+    blocks: Iterator[bytes], at: int, number: int, longest: int | None = None
+) -> Iterator[tuple[int, int, bytes, int]]:
+    """(number, byte offset, line, its size with the newline); a line is joined once, however long.
+
+    Of one that is longer than `longest` the beginning is kept alone, so its size tells it from a whole one.
+    """
+    parts, size = [b""], 0
     for block in blocks:
         first, *others = block.split(b"\n")
-        parts.append(first)
+        if longest is None or size <= longest:
+            parts.append(first)
+        size += len(first)
         for other in others:
-            line = b"".join(parts)
-            yield number, at, line, 1
-            number, at, parts = number + 1, at + len(line) + 1, [other]
-    yield number, at, b"".join(parts), 0
+            yield number, at, _whole_line(parts, size, longest), size + 1
+            number, at, parts, size = number + 1, at + size + 1, [other], len(other)
+    if longest is not None and size > longest:
+        yield number, at, b"".join(parts)[:longest], size + 2  # as no newline ends it
+    else:
+        yield number, at, b"".join(parts), size
 
 
-def json_text(raw: bytes, name: str | Path, number: int, at: int, key: str) -> str:
-    """The text of one line; `number` and `at` are its place, for the error."""
+def _whole_line(parts: list[bytes], size: int, longest: int | None) -> bytes:
+    line = b"".join(parts)
+    return line if longest is None or size <= longest else line[:longest]
+
+
+def json_value(raw: bytes, name: str | Path, number: int, at: int) -> Any:
+    """The value on one line; `number` and `at` are its place, for the error."""
     try:
         line = raw.decode()
-        record = json.loads(line.removeprefix("\ufeff") if number == 1 else line)
+        return json.loads(line.removeprefix("\ufeff") if number == 1 else line)
     except UnicodeDecodeError:
         raise _bad_bytes(raw, name, number, at) from None
     except (ValueError, RecursionError) as error:
@@ -99,11 +115,16 @@ def json_text(raw: bytes, name: str | Path, number: int, at: int, key: str) -> s
         if number == 1 and raw.strip() in (b"{", b"["):
             why += "; wanted: an object on each line, or one array of objects in a file that ends in .json"
         raise BadData(f"bad JSON: {name}:{number}, byte {at:,}", why, "mend or remove the line") from error
-    text = record.get(key) if isinstance(record, dict) else None
+
+
+def json_text(raw: bytes, name: str | Path, number: int, at: int, key: str) -> str:
+    """The text under a key of the object on one line."""
+    value = json_value(raw, name, number, at)
+    text = value.get(key) if isinstance(value, dict) else None
     if not isinstance(text, str):
-        text = text_of(record, key, f"{name}:{number}, byte {at:,}")
-    if not text.isascii() and not is_whole(text):
-        raise _half_pair(f"{name}:{number}, byte {at:,}")
+        text = text_of(value, key, f"{name}:{number}, byte {at:,}")
+    if not text.isascii():
+        check_text(text, f"{name}:{number}, byte {at:,}", nul_is_text=True)
     return text
 
 
@@ -112,50 +133,36 @@ def _bad_bytes(raw: bytes, name: str | Path, number: int, at: int) -> BadData:
     return not_text(name, number, at + fault[0], fault[1], raw)
 
 
-def _half_pair(where: str) -> BadData:
-    return BadData(f"not text: {where}", "half of a surrogate pair in a \\u escape", "mend or remove the line")
-
-
 # ---------------------------------------------------------------- one JSON array
 
 
-def _array(r: Reading, blocks: Iterator[bytes]) -> Found:
+def _array(file: OpenFile, blocks: Iterator[bytes]) -> Iterator[Record]:
     """The elements of one array, each decoded as soon as it is whole: memory holds one element, not the file."""
-    row, skipped = int(r.start.get("row", 0)), int(r.start.get("part", 0))
-    elements = _Elements(r, blocks)
-    for record in elements.records(row):
+    row = int(file.start.get("row", 0))
+    elements = _Elements(file, blocks)
+    for value in elements.values(row):
         row += 1
-        where = f"{r.name}:{elements.line_before}, byte {elements.before:,}"
-        before = r.place(elements.before_comma, elements.line_comma) | {"row": row - 1}
-        try:
-            text = text_of(record, r.key, where)
-            if not is_whole(text):
-                why = "bytes that are not UTF-8, or half of a surrogate pair"
-                raise BadData(f"not text: {where}", why, "mend or remove the element")
-        except BadData as error:
-            r.dirt.set_aside(elements.line_before, elements.before, error, row)
-            continue
-        after = r.place(elements.at, elements.line) | {"row": row}
-        yield from in_parts(text, r.part_chars, skipped, before, after)
-        skipped = 0
-    r.dirt.end(row)
+        before = file.cursor(elements.before_comma, elements.line_comma) | {"row": row - 1}
+        after = file.cursor(elements.at, elements.line) | {"row": row}
+        yield Record(value, elements.line_before, elements.before, before, after)
+    file.bad.end(row)
 
 
 class _Elements:
     """The elements of a JSON array out of a stream of bytes, with the place of each."""
 
-    def __init__(self, r: Reading, blocks: Iterator[bytes]) -> None:
-        self.r, self.blocks = r, blocks
+    def __init__(self, file: OpenFile, blocks: Iterator[bytes]) -> None:
+        self.file, self.blocks = file, blocks
         self.decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")  # a bad byte spoils one element only
         self.text, self.index, self.ended = "", 0, False
-        self.at, self.line = r.at, r.line  # of self.index
+        self.at, self.line = file.at, file.line  # of self.index
         self.before = self.before_comma = self.at
         self.line_before = self.line_comma = self.line
 
-    def records(self, row: int) -> Iterator[Any]:
+    def values(self, row: int) -> Iterator[Any]:
         """Every element; after it `at` and `line` are behind it, `before` and `line_before` in front."""
         first = row == 0
-        if "row" not in self.r.start:
+        if "row" not in self.file.start:
             if self._next_character() == "\ufeff":
                 self._move(self.index + 1)
             self._next_character()
@@ -190,7 +197,7 @@ class _Elements:
                 if at_end:
                     return ""
                 raise BadData(
-                    f"cut short: {self.r.name}",
+                    f"cut short: {self.file.name}",
                     f"the JSON array does not end (line {self.line}, byte {self.at:,})",
                     "fetch or write the file again",
                 )
@@ -234,7 +241,7 @@ class _Elements:
         self.index = index
 
     def _bad(self, why: str) -> BadData:
-        what = f"bad JSON: {self.r.name}:{self.line}, byte {self.at:,}"
+        what = f"bad JSON: {self.file.name}:{self.line}, byte {self.at:,}"
         return BadData(
             what, f"{why}; the file is one JSON array", "mend the file; JSON lines (.jsonl) lose only a line"
         )

@@ -166,6 +166,19 @@ def _matches(pattern: str) -> list[LocalFile]:
     return files
 
 
+def matching_files(pattern: str, suffixes: set[str]) -> tuple[list[Path], list[Path]]:
+    """(the files that a path, folder or pattern names, other files in the folder); of a folder only those that end so."""
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        inside = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("."))
+        chosen = [one for one in inside if suffix_of(one) in suffixes]
+        return chosen, [one for one in inside if suffix_of(one) not in suffixes]
+    if path.is_file():
+        return [path], []
+    names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 (absolute ones too)
+    return [Path(name) for name in names if Path(name).is_file()], []
+
+
 def _in_folder(folder: Path) -> list[LocalFile]:
     files, others = [], Counter[str]()
     with report.phase("find files", unit="files") as p:

@@ -27,6 +27,9 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 30.0
 FIRST_CONTACT_S = 20.0  # a server that was never reached is given up sooner than one that was
 SAME_PLACE = 3  # an orderly end at the same byte, so often: the file ends there, whatever was announced
 VERDICTS = 5  # of one cause and one file; later ones are warnings only
+OVERLAP_BYTES = (
+    1 << 10
+)  # asked for again after a fault, and compared: a server may answer from another byte than it says
 WINDOW_BYTES = 1 << 21  # of a file that is read here and there
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 Result = TypeVar("Result")
@@ -161,20 +164,25 @@ class RemoteFile:
         end = self.size if stop is None else stop
         retries = Retries(self.name, host_of(self.url), self.retry_s)
         ended_at = Counter[int]()
+        tail = b""  # the last bytes that were handed on
         while end is None or at < end:
             try:
                 tell(f"{self.name}, byte {at:,}", at)
-                stream = self.opener.open(at, stop, self.facts, retries.patience_s)
+                stream = self.opener.open(at - len(tail), stop, self.facts, retries.patience_s)
                 try:
-                    over = at - stream.at
-                    if over:
+                    over, again = at - stream.at, b""
+                    if over > len(tail):
                         self._start_over(at, stop)
                     while block := stream.read(size):
                         if over:
                             tell(f"{self.name}, passing over to byte {at:,}", at - over)
+                            again = (again + block[:over])[-OVERLAP_BYTES:]
                             block, over = block[over:], max(0, over - len(block))
+                            if not over and not again.endswith(tail):
+                                raise self._other_bytes(at)
                         if block:
                             at += len(block)
+                            tail = (tail + block)[-OVERLAP_BYTES:]
                             retries.progress()
                             tell(f"{self.name}, byte {at:,}", at)
                             yield block
@@ -192,6 +200,13 @@ class RemoteFile:
                         f"cut short: {self.name}", why, "the file on the server is damaged; put it there again"
                     ) from lost
                 retries.again(lost, at, tell)
+
+    def _other_bytes(self, at: int) -> BadData:
+        why = (
+            f"asked again from byte {at - OVERLAP_BYTES if at > OVERLAP_BYTES else 0:,} on, {host_of(self.url)} sends other"
+            " bytes than before: its answer begins at the wrong byte, or the file has changed"
+        )
+        return BadData(f"{self.name} is not the same when it is asked for again", why, "fetch it first: curl -O")
 
     def _start_over(self, at: int, stop: int | None) -> None:
         if stop is not None:

@@ -1,7 +1,7 @@
-"""Tables: CSV, TSV and Parquet; one column of texts, each text with the place after it.
+"""Tables: CSV, TSV and Parquet; each row with its place and the cursor after it.
 
-In:  a Reading, and for Parquet the file itself; the column by its name, dotted for one inside a struct; "*" for whole rows.
-Out: (text, place) in order. Memory holds some rows, not the file. A bad row is set aside and counted, or refused.
+In:  an OpenFile, and for Parquet the file itself; the column by its name, dotted for one inside a struct; "*" for all of them.
+Out: Records in order. Memory holds some rows, not the file. A bad row is set aside and counted, or refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
 from lamplighter.errors import BadData, InputMissing
-from lamplighter.readers.cursor import Cursor
 from lamplighter.readers.local import LocalFile, Tell, suffix_of
-from lamplighter.readers.reader import Found, Reading, in_parts, is_whole, text_of
+from lamplighter.readers.records import Cursor, OpenFile, Record
 
 if TYPE_CHECKING:
     from lamplighter.readers.remote import RemoteFile
@@ -88,25 +86,23 @@ class _Header:
     columns: list[str]
     delimiter: str
 
-    def row(self, fields: list[str], key: str, where: str) -> str:
+    def row(self, fields: list[str], where: str) -> dict[str, str]:
         if len(fields) != len(self.columns):
             why = f"{len(fields)} fields, but the header has {len(self.columns)}"
             raise BadData(
                 f"bad row: {where}", why, "mend or remove the row; a text with commas or newlines needs quotes"
             )
-        if key == "*":
-            return json.dumps(dict(zip(self.columns, fields, strict=True)), ensure_ascii=False)
-        return fields[self.columns.index(key)]
+        return dict(zip(self.columns, fields, strict=True))
 
 
-def read_csv(r: Reading) -> Found:
-    """The texts of one column; the first row names the columns, a quoted field may hold newlines."""
+def read_csv(r: OpenFile) -> Iterator[Record]:
+    """The rows; the first row names the columns, a quoted field may hold newlines."""
     csv.field_size_limit(ROW_BYTES)
     lines = _Lines(r.blocks(r.at), r.at, r.line)
     header = _Header(*r.start["header"]) if "header" in r.start else _header(r, lines)
     known = {"header": [header.columns, header.delimiter]}
     rows = csv.reader(lines, delimiter=header.delimiter, strict=True)
-    row, skipped = int(r.start.get("row", 0)), int(r.start.get("part", 0))
+    row = int(r.start.get("row", 0))
     while True:
         before, lines.row_at = (lines.at, lines.line), lines.at
         where = f"{r.name}:{lines.line}, byte {lines.at:,}"
@@ -117,35 +113,24 @@ def read_csv(r: Reading) -> Found:
             if not fields:
                 continue
             row += 1
-            text = _checked(header.row(fields, r.key, where), where)
+            value = header.row(fields, where)
         except csv.Error as error:
             if lines.at - before[0] > ROW_BYTES:
                 raise BadData(f"bad row: {where}", str(error), "mend the file") from error
             row += 1
             wrong = BadData(f"bad row: {where}", str(error), "mend the quotes, or remove the row")
-            r.dirt.set_aside(before[1], before[0], wrong, row)
+            r.bad.set_aside(before[1], before[0], wrong)
             rows = csv.reader(lines, delimiter=header.delimiter, strict=True)
             continue
         except BadData as error:
-            r.dirt.set_aside(before[1], before[0], error, row)
+            r.bad.set_aside(before[1], before[0], error)
             continue
-        after = r.place(lines.at, lines.line) | {"row": row} | known
-        yield from in_parts(text, r.part_chars, skipped, r.place(*before) | {"row": row - 1} | known, after)
-        skipped = 0
-    r.dirt.end(row)
+        after = r.cursor(lines.at, lines.line) | {"row": row} | known
+        yield Record(value, before[1], before[0], r.cursor(*before) | {"row": row - 1} | known, after)
+    r.bad.end(row)
 
 
-def _checked(text: str, where: str) -> str:
-    if "\0" in text:
-        raise BadData(f"not text: {where}", "a NUL byte", "mend or remove the row")
-    if not text.isascii() and not is_whole(text):
-        raise BadData(
-            f"not text: {where}", "not UTF-8", "mend or remove the row; if it is Latin-1, convert it with iconv"
-        )
-    return text
-
-
-def _header(r: Reading, lines: _Lines) -> _Header:
+def _header(r: OpenFile, lines: _Lines) -> _Header:
     """The first row. Another delimiter than the ending says is taken where only that one gives the column, and said."""
     usual = "\t" if suffix_of(r.name) == ".tsv" else ","
     taken: list[str] = []
@@ -175,8 +160,8 @@ def _header(r: Reading, lines: _Lines) -> _Header:
 # ---------------------------------------------------------------- Parquet
 
 
-def read_parquet(r: Reading, item: LocalFile | RemoteFile, tell: Tell) -> Found:
-    """The texts of one column, row group by row group; only that column is read."""
+def read_parquet(r: OpenFile, item: LocalFile | RemoteFile, tell: Tell) -> Iterator[Record]:
+    """The rows, row group by row group; where one column is asked for, only that one is read."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -199,32 +184,31 @@ def read_parquet(r: Reading, item: LocalFile | RemoteFile, tell: Tell) -> Found:
         raise BadData(f"damaged: {r.name}", " ".join(str(error).split())[:300], "fetch or write it again") from error
 
 
-def _groups(r: Reading, parquet: Any, size: int, tell: Tell) -> Found:
+def _groups(r: OpenFile, parquet: Any, size: int, tell: Tell) -> Iterator[Record]:
     column = _column(r, parquet.schema_arrow)
     group, row = int(r.start.get("group", 0)), int(r.start.get("row", 0))
     before = sum(parquet.metadata.row_group(number).num_rows for number in range(group))
     total, groups = max(1, parquet.metadata.num_rows), parquet.num_row_groups
-    skipped = int(r.start.get("part", 0))
+    r.bad.end_at = total
     for number in range(group, groups):
         words = f"{r.name}, row group {number + 1} of {groups}"
-        for at, text in _rows(r, parquet, column, number, row, before):
+        for at, value in _rows(r, parquet, column, number, row):
             if at % BATCH_ROWS == 0:
                 tell(words, size * (before + at) // total)
-            after: Cursor = {"file": r.file, "group": number, "row": at + 1}
-            if r.dirt.bad:
-                after["bad"] = r.dirt.bad
-            if len(text) > 2 * r.part_chars:
-                yield from in_parts(text, r.part_chars, skipped, {**after, "row": at}, after)
-            elif text:
-                yield text, after
-            skipped = 0
+            if isinstance(value, BadData):
+                r.bad.set_aside(before + at + 1, before + at, value)
+                continue
+            after: Cursor = {"file": r.number, "group": number, "row": at + 1}
+            if r.bad.count:
+                after["bad"] = r.bad.count
+            yield Record(value, before + at + 1, before + at, {**after, "row": at}, after)
         before += parquet.metadata.row_group(number).num_rows
         row = 0
         tell(words, size * before // total)
-    r.dirt.end(parquet.metadata.num_rows)
+    r.bad.end(parquet.metadata.num_rows)
 
 
-def _column(r: Reading, schema: Any) -> list[str] | None:
+def _column(r: OpenFile, schema: Any) -> list[str] | None:
     """The column to read; None for all of them. A dotted name goes into a struct."""
     import pyarrow.types as types
 
@@ -249,61 +233,43 @@ def _column(r: Reading, schema: Any) -> list[str] | None:
 
 
 def _rows(
-    r: Reading, parquet: Any, column: list[str] | None, group: int, start: int, before: int
-) -> Iterator[tuple[int, str]]:
-    """(row of the group, text) from a row on."""
+    r: OpenFile, parquet: Any, column: list[str] | None, group: int, start: int
+) -> Iterator[tuple[int, dict[str, Any] | BadData]]:
+    """(row of the group, its columns or why they cannot be read) from a row on."""
     at = 0
     for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=column, use_threads=False):
-        if at + batch.num_rows <= start:
-            at += batch.num_rows
-            continue
-        for value in _values(batch, r.key):
-            if at >= start:
-                if isinstance(value, str) and "\0" not in value:
-                    yield at, value
-                elif (text := _odd_text(r, value, group, before + at)) is not None:
-                    yield at, text
-            at += 1
+        if at + batch.num_rows > start:
+            values = _whole_rows(batch, r.name) if column is None else _column_values(batch, r.key)
+            for number, value in enumerate(values):
+                if at + number >= start:
+                    yield at + number, value
+        at += batch.num_rows
 
 
-def _values(batch: Any, key: str) -> list[Any]:
-    """One value for each row: a text, or bytes where they may not be one; a dict for a whole row."""
+def _column_values(batch: Any, key: str) -> Iterator[dict[str, Any]]:
+    """One value for each row: a text, or bytes where they may not be one."""
     import pyarrow
 
-    if key == "*":
-        return list(batch.to_pylist())
     array = batch.column(0)
     while pyarrow.types.is_struct(array.type):
         array = array.flatten()[0]  # one leaf was read, so there is one field; a null struct gives nulls
     if pyarrow.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     try:
-        return list(array.to_pylist())
+        values = array.to_pylist()
     except UnicodeDecodeError:
         wide = pyarrow.types.is_large_string(array.type)
-        return list(array.cast(pyarrow.large_binary() if wide else pyarrow.binary()).to_pylist())
+        values = array.cast(pyarrow.large_binary() if wide else pyarrow.binary()).to_pylist()
+    return ({key: value} for value in values)
 
 
-def _odd_text(r: Reading, value: Any, group: int, row: int) -> str | None:
-    """What is no plain text: bytes or a row that may be one; else it is set aside."""
+def _whole_rows(batch: Any, name: str) -> Iterator[dict[str, Any] | BadData]:
+    """Every column of each row; one that is not UTF-8 spoils its own row only."""
     try:
-        return _text(value, r.key, f"{r.name}, row {row + 1:,} (row group {group + 1})")
-    except BadData as error:
-        r.dirt.set_aside(row + 1, row, error)
-        return None
-
-
-def _text(value: Any, key: str, where: str) -> str:
-    if isinstance(value, dict):
-        return text_of(value, key, where)
-    if value is None:
-        raise BadData(f"no text: {where}", f'"{key}" is null', "mend or remove the row")
-    if isinstance(value, bytes):
-        try:
-            value = value.decode()
-        except UnicodeDecodeError as error:
-            why = f"not UTF-8: {error.reason} {value[error.start]:#04x} at byte {error.start} of the text"
-            raise BadData(f"not text: {where}", why, "mend or remove the row") from error
-    if "\0" in value:
-        raise BadData(f"not text: {where}", "a NUL byte", "mend or remove the row")
-    return str(value)
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for number in range(batch.num_rows):
+            try:
+                yield batch.slice(number, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield BadData(f"not text: {name}", f"not UTF-8: {error.reason}", "mend or remove the row")

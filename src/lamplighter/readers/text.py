@@ -1,6 +1,6 @@
 """Plain text: documents by a separator, or the whole file as one; each text with the place after it.
 
-In:  a Reading.
+In:  an OpenFile.
 Out: (text, place) in order: the same however the bytes arrive and wherever the reading began. Memory does not grow with
      a document or a line.
 """
@@ -14,8 +14,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from lamplighter.readers.cursor import Cursor, Part, cut_after, cut_all
-from lamplighter.readers.reader import Found, Reading, fault_in, not_text
+from lamplighter.readers.records import Cursor, OpenFile, Part, Texts, cut_after, cut_all, fault_in, not_text
 
 SEARCH_BYTES = 1 << 22
 
@@ -31,10 +30,10 @@ class Chunk(NamedTuple):
     long: bool  # a piece of a line that was cut
 
 
-def read_text(r: Reading) -> Found:
+def read_text(r: OpenFile) -> Texts:
     """The documents of a plain text, in Parts where they are long."""
     separator = r.separator or ""
-    held = _Held(separator, r.file)
+    held = _Held(separator, r.number)
     for chunk in _chunks(r):
         held.add(chunk)
         if separator:
@@ -42,7 +41,7 @@ def read_text(r: Reading) -> Found:
         if held.chars > 2 * r.part_chars + len(separator):
             yield from held.parts(r.part_chars, len(separator))
     yield from held.rest(r.part_chars)
-    r.dirt.end(held.here[3])
+    r.bad.end(held.here[3])
 
 
 Mark = tuple[int, int, int, int, int, bool]  # character and byte of the held text; at, line, bad, long in the file
@@ -66,7 +65,7 @@ class _Held:
             self.raws.append(chunk.raw)
         self.chars, self.bytes = self.chars + len(chunk.text), self.bytes + len(chunk.raw)
 
-    def documents(self, size: int) -> Found:
+    def documents(self, size: int) -> Texts:
         """Every document whose separator is here."""
         text = self._text()
         if self.separator not in text:
@@ -88,14 +87,14 @@ class _Held:
         move(char, byte)
         self._drop(rest)
 
-    def parts(self, size: int, spare: int) -> Found:
+    def parts(self, size: int, spare: int) -> Texts:
         """What can be cut off the front of a long document."""
         while (cut := cut_after(self._text(), size, spare)) is not None:
             piece, after = Part(self._text()[:cut]), self._move(cut, None)
             self._drop(self._text()[cut:])
             yield piece, after
 
-    def rest(self, size: int) -> Found:
+    def rest(self, size: int) -> Texts:
         """The last document, which ends with the file."""
         *pieces, last = cut_all(self._text(), size)
         char = 0
@@ -140,7 +139,7 @@ class _Held:
         self.marks = deque((mark[0] - char, mark[1] - byte, *mark[2:]) for mark in self.marks)
 
 
-def _chunks(r: Reading) -> Iterator[Chunk]:
+def _chunks(r: OpenFile) -> Iterator[Chunk]:
     """The lines that are text; a byte-order mark is dropped, a line that is not text is set aside; then an empty one."""
     head, at, line, long = b"", r.at, r.line, bool(r.start.get("long"))
     for piece, goes_on in _pieces(r.blocks(at), at, r.line_bytes, long):
@@ -149,14 +148,14 @@ def _chunks(r: Reading) -> Iterator[Chunk]:
         if text is None:
             yield from _good_lines(piece, at, line, long or goes_on, head, r)
         elif at == 0 and text.startswith("\ufeff"):
-            yield Chunk(text[1:], piece[3:], 3, line, r.dirt.bad, goes_on)
+            yield Chunk(text[1:], piece[3:], 3, line, r.bad.count, goes_on)
         else:
-            yield Chunk(text, piece, at, line, r.dirt.bad, long or goes_on)
-        at, line, long = at + len(piece), line + _newlines(piece), goes_on
-    yield Chunk("", b"", at, line, r.dirt.bad, False)
+            yield Chunk(text, piece, at, line, r.bad.count, long or goes_on)
+        at, line, long = at + len(piece), line + count_newlines(piece), goes_on
+    yield Chunk("", b"", at, line, r.bad.count, False)
 
 
-def _newlines(piece: bytes) -> int:
+def count_newlines(piece: bytes) -> int:
     """As bytes.count, at a third of its cost."""
     return int(np.count_nonzero(np.frombuffer(piece, np.uint8) == 10))
 
@@ -168,16 +167,16 @@ def _decoded(piece: bytes) -> str | None:
         return None
 
 
-def _good_lines(piece: bytes, at: int, line: int, long: bool, head: bytes, r: Reading) -> Iterator[Chunk]:
+def _good_lines(piece: bytes, at: int, line: int, long: bool, head: bytes, r: OpenFile) -> Iterator[Chunk]:
     """The runs of lines of a piece that are text."""
-    begin, first, bad = 0, line, r.dirt.bad  # of the run: in the piece, its line, the bad lines before it
+    begin, first, bad = 0, line, r.bad.count  # of the run: in the piece, its line, the bad lines before it
     end = 0
     for raw in whole_lines(piece):
         if (fault := fault_in(raw)) is not None:
             yield from _run(piece[begin:end], at + begin, first, bad, long)
             error = not_text(r.name, line, at + end + fault[0], fault[1], head)
-            r.dirt.set_aside(line, at + end + fault[0], error)
-            begin, first, bad = end + len(raw), line + 1, r.dirt.bad
+            r.bad.set_aside(line, at + end + fault[0], error)
+            begin, first, bad = end + len(raw), line + 1, r.bad.count
         end, line = end + len(raw), line + 1
     yield from _run(piece[begin:], at + begin, first, bad, long)
 
@@ -284,5 +283,5 @@ def _count(file: BinaryIO, begin: int, stop: int) -> int:
     file.seek(begin)
     count = 0
     while begin < stop and (block := file.read(min(1 << 20, stop - begin))):
-        count, begin = count + _newlines(block), begin + len(block)
+        count, begin = count + count_newlines(block), begin + len(block)
     return count

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from lamplighter.model import cpu
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import attend
 from lamplighter.procs import procfs
@@ -92,7 +93,7 @@ def make_it_work() -> bool:
     """
     if _survives(_trial):
         return True
-    if tiles.missing() and _survives(_describe_tiles):
+    if "amx_tiles" in cpu.enabled and tiles.missing() and _survives(_describe_tiles):
         _describe_tiles()
         return True
     os.environ[ISA_LIMIT] = "AVX512_CORE_BF16"  # read by the library at its first product, which is still to come

@@ -93,11 +93,13 @@ def newest_first(root: Path) -> list[Path]:
 # ---------------------------------------------------------------- saving
 
 
-def save(root: Path, progress: Progress, contents: Contents, keep: int, protect: set[int], phase: report.Phase) -> Path:
+def save(
+    root: Path, progress: Progress, contents: Contents, phase: report.Phase, *, keep: int, protect: set[int]
+) -> Path:
     """Write checkpoint-N whole, then make room. On a full disk: prune, try once more, else CannotWrite."""
     final = root / f"{PREFIX}{progress.step}"
     try:
-        _save_with_room(root, final, progress, contents, protect, phase)
+        _save_with_room(final, progress, contents, phase, protect)
         write_json(root / "latest.json", {"step": progress.step, "path": final.name, "t": time.time()})
     except OSError as error:
         raise cannot_write(final, error) from error
@@ -106,8 +108,9 @@ def save(root: Path, progress: Progress, contents: Contents, keep: int, protect:
 
 
 def _save_with_room(
-    root: Path, final: Path, progress: Progress, contents: Contents, protect: set[int], phase: report.Phase
+    final: Path, progress: Progress, contents: Contents, phase: report.Phase, protect: set[int]
 ) -> None:
+    root = final.parent
     need = int(contents.bytes * SPARE)
     if free_bytes(root) < need:
         prune(root, 1, protect)

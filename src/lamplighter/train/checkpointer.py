@@ -1,166 +1,177 @@
-"""Makes steps durable: for the loop, for a request, or for a stop while the loop is busy in a long call.
+"""Makes steps durable: for the loop, on request, or for a stop while the loop is busy in a long call.
 
-In:  the parts of a run; which step is due.
-Out: checkpoints, written beside the steps (staging) or while they wait; the durable step; what went wrong, told to the loop.
+In:  a RunContext, the TrainState; which step is due.
+Out: checkpoints, written beside the steps (async_save) or while they wait; the durable step; failures, reported to the loop.
+
+Who may do what. The weights are constant outside of `optimizer_update`, so any thread may save the last completed step
+while it holds `lock`. There is one save at a time (`pending`); the next one waits for it, so that a step that is due is
+saved and never passed over. Nobody waits for a write while holding the lock, because the write needs it at its end:
+`alone` waits first and then takes the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 
 from lamplighter import report
-from lamplighter.data.batches import BatchStream
-from lamplighter.data.stream import ChunkStream
+from lamplighter.data.chat.template import ChatTemplate
+from lamplighter.data.chat.template_file import keep as keep_template
+from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import STOPPED_EARLY, CannotWrite, LampError
-from lamplighter.model.transformer import stored_tensors, weights
+from lamplighter.model.weights import stored_tensors, weights
 from lamplighter.procs import procfs
 from lamplighter.train import async_save, checkpoint, guard
-from lamplighter.train.async_save import Flight, Staging, Tensors
+from lamplighter.train.async_save import AsyncSaver, PendingSave, Tensors
 from lamplighter.train.checkpoint import Contents, Progress
-from lamplighter.train.state import Parts
+from lamplighter.train.state import RunContext, TrainState
 
 STOP_PATIENCE_S = 1.0  # how long a stop waits for the step to end by itself before it saves from beside it
 LOOK_S = 0.1
 LONG_WAIT_S = 1.0  # a wait for the save before that is worth a word
 
 
-class Keeper:
-    """One save at a time. The second one waits for the first: a step that is due is saved, never passed over.
+class Checkpointer:
+    """The saves of one run."""
 
-    State is constant outside `changing`, so another thread may save the last completed step whenever it holds the lock.
-    Nobody waits for a write with the lock in hand: the write needs it at its end.
-    """
-
-    def __init__(self, parts: Parts, stream: BatchStream | ChunkStream) -> None:
-        self.parts, self.stream = parts, stream
+    def __init__(self, context: RunContext, state: TrainState) -> None:
+        self.context, self.state = context, state
+        self.tokenizer_files = TokenizerFiles(context.tokenizer, context.chat)
         self.lock = threading.RLock()
-        self.durable = parts.progress.step
-        self.protect = {parts.progress.step} if parts.progress.step else set[int]()
+        self.durable = state.progress.step
+        self.protect = {state.progress.step} if state.progress.step else set[int]()
         self.saved_at = time.monotonic()
         self.save_s = 0.0
         self.stopped = threading.Event()
-        self.in_step = False  # weights are neither before nor after
-        self.staging: Staging | None = None
+        self.in_update = False  # the weights are neither those before the step nor those after it
+        self.async_saver: AsyncSaver | None = None
         self.chosen = False
-        self.flight: Flight | None = None
+        self.pending: PendingSave | None = None
         self.best: Progress | None = None  # to be marked when it is durable
         self.saving, self.counting = 0, threading.Lock()  # threads that save or wait to
         self.said_slow = False
 
     def due(self, step: int) -> bool:
         """By steps, by time since the last one was durable, and at the end."""
-        section = self.parts.run.save
+        section = self.context.run.save
         by_steps = section.every_steps > 0 and step % section.every_steps == 0
-        resting = self.flight is None or not self.flight.in_the_air
-        by_time = section.every_s > 0 and resting and time.monotonic() - self.saved_at >= section.every_s
-        return by_steps or by_time or step == self.parts.steps
+        idle = self.pending is None or not self.pending.in_progress
+        by_time = section.every_s > 0 and idle and time.monotonic() - self.saved_at >= section.every_s
+        return by_steps or by_time or step == self.state.steps
 
     # ---------------------------------------------------------------- for the loop
 
-    def begin(self, for_loop: bool = True) -> Flight | None:
+    def begin(self, for_loop: bool = True) -> PendingSave | None:
         """Start to make the last completed step durable, and let the steps go on; None if it is durable already."""
-        started, going = time.monotonic(), self.flight
-        if going is not None and going.in_the_air and going.step == self.parts.progress.step:
-            going.for_loop |= for_loop
-            return going
+        started, current = time.monotonic(), self.pending
+        if current is not None and current.in_progress and current.step == self.state.progress.step:
+            current.for_loop |= for_loop
+            return current
         with self._saving(), self.alone() as waited_s:
-            flight = None if self._untold() else self._new_flight(for_loop)
-            if flight is None:
+            save = None if self._unreported() else self._new_save(for_loop)
+            if save is None:
                 return None
-            self._say_slow(waited_s)
-            if self._staged(flight):
-                self._take_off(flight)
+            self._warn_if_slow(waited_s)
+            if self._is_async(save):
+                self._start_async(save)
             else:
-                self._write_now(flight)
-            flight.blocked_s += time.monotonic() - started if for_loop else 0.0
-            return flight
+                self._write_now(save)
+            save.blocked_s += time.monotonic() - started if for_loop else 0.0
+            return save
 
     def save(self) -> report.Verdict | None:
         """Make the last completed step durable before anything else; a verdict if its weights are not finite."""
         with self._saving(), self.alone():
-            before = self._untold()
+            before = self._unreported()
             if before is not None:
-                before.told = True
+                before.reported = True
                 if before.bad:
                     return before.bad
-            flight = self._new_flight(for_loop=True)
-            if flight is None:
+            save = self._new_save(for_loop=True)
+            if save is None:
                 return None
-            self._write_now(flight)
-            flight.told = True
-            if flight.error:
-                raise flight.error
+            self._write_now(save)
+            save.reported = True
+            if save.error:
+                raise save.error
             if before is not None and before.error:
-                report.warn(f"the save of step {before.step} failed ({before.error}); step {flight.step} is saved now")
-            return flight.bad
+                report.warn(f"the save of step {before.step} failed ({before.error}); step {save.step} is saved now")
+            return save.bad
 
-    def trouble(self, wait: bool = False) -> Flight | None:
-        """The save that was begun, if it is known by now that its weights are not finite; raises what stopped it."""
+    def save_or_report(self) -> None:
+        """`save`, where there is nothing left to do about bad weights but to say so."""
+        if bad := self.save():
+            report.verdict(bad)
+
+    def failure(self, wait: bool = False) -> PendingSave | None:
+        """The last save, if it is known by now that its weights are not finite; raises what kept it from being written."""
         if wait:
             self.wait()
-        flight = self._untold()
-        if flight is None:
+        save = self._unreported()
+        if save is None:
             return None
-        flight.told = True
-        if flight.error:
-            raise flight.error
-        return flight
+        save.reported = True
+        if save.error:
+            raise save.error
+        return save
 
     @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """The one place where weights change; what is left of a copy comes first. Left by an error, they are neither."""
+    def optimizer_update(self) -> Iterator[None]:
+        """The one place where weights change, after what is left of a copy. Left by an error, they are half-changed."""
         with self.lock:
-            if self.flight is not None and self.staging is not None and not self.flight.copied.is_set():
+            if self.pending is not None and self.async_saver is not None and not self.pending.copied.is_set():
                 started = time.monotonic()
                 with report.span("save"):
-                    self.staging.hold_back(self.flight)
-                self.flight.blocked_s += time.monotonic() - started
-            self.in_step = True
+                    self.async_saver.wait_for_copy(self.pending)
+                self.pending.blocked_s += time.monotonic() - started
+            self.in_update = True
             yield
-            self.in_step = False
+            self.in_update = False
 
     def keep_best(self) -> None:
         """This step has the best score: save it, and mark it as soon as it is durable."""
         with self.lock:
-            self.best = self.parts.progress
+            self.best = self.state.progress
         self.begin()
         with self.lock:
             self._mark_best()
 
-    def went_back(self) -> None:
+    def rolled_back(self) -> None:
         """The newest step is an older one again."""
-        self.durable = self.parts.progress.step
+        self.durable = self.state.progress.step
         self.protect = {self.durable}
         self.best = None
         report.number(step=self.durable, durable_step=self.durable)
 
     def wait(self) -> None:
-        """Until the save under way is over, however it ends."""
-        flight = self.flight
-        if flight is None or not flight.in_the_air:
+        """Until the pending save is over, however it ends."""
+        save = self.pending
+        if save is None or not save.in_progress:
             return
-        with report.phase("save", total=flight.bytes, unit="B") as phase:
-            while not flight.done.wait(LOOK_S):
-                its = flight.phase
+        with report.phase("save", total=save.bytes, unit="B") as phase:
+            while not save.done.wait(LOOK_S):
+                its = save.phase
                 if its is not None and (its.done, its.item) != (phase.done, phase.item):
                     phase.set(its.done, its.item)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[float]:
-        """The lock, with no save under way; gives the seconds that this took."""
+        """The lock, with no save in progress; gives the seconds that this took."""
         started = time.monotonic()
         while True:
             self.wait()
             with self.lock:
-                if self.flight is None or not self.flight.in_the_air:
+                if self.pending is None or not self.pending.in_progress:
                     yield time.monotonic() - started
                     return
 
-    # ---------------------------------------------------------------- for others
+    # ---------------------------------------------------------------- on request, in threads of their own
 
     def stop(self) -> None:
         """Asked to stop: let the loop do it; if it is busy for longer, save from here and leave."""
@@ -170,123 +181,117 @@ class Keeper:
             if self.stopped.is_set():
                 return
             try:
-                bad = self.save()
+                self.save_or_report()
             except LampError as error:
                 report.last_words(error.lines(), error.code)
                 report.leave(CannotWrite.code)
                 return
-            if bad:
-                report.verdict(bad)
             report.leave(STOPPED_EARLY)
 
     def save_for_others(self) -> None:
-        """Asked to save, in a thread of its own: what goes wrong is said, and the loop goes on."""
-        flight = self.begin(for_loop=False)
-        if flight is None:
+        """Asked to save: what goes wrong is said, and the loop goes on."""
+        save = self.begin(for_loop=False)
+        if save is None:
             return
-        flight.done.wait()
-        if flight.for_loop:  # it was under way already, and the loop hears of it
+        save.done.wait()
+        if save.for_loop:  # it was in progress already, and the loop hears of it
             return
-        if isinstance(flight.error, LampError):
-            report.last_words(flight.error.lines(), flight.error.code)
-        elif flight.error:
-            raise flight.error
-        if flight.bad:
-            report.verdict(flight.bad)
+        if isinstance(save.error, LampError):
+            report.last_words(save.error.lines(), save.error.code)
+        elif save.error:
+            raise save.error
+        if save.bad:
+            report.verdict(save.bad)
 
     # ---------------------------------------------------------------- one save
 
-    def _untold(self) -> Flight | None:
-        """A save of the loop's that went wrong, and the loop does not know it yet."""
-        flight = self.flight
-        if flight is None or flight.in_the_air or flight.told or not flight.for_loop:
+    def _unreported(self) -> PendingSave | None:
+        """A save of the loop's that failed, and the loop does not know it yet."""
+        save = self.pending
+        if save is None or save.in_progress or save.reported or not save.for_loop:
             return None
-        return flight if flight.bad or flight.error else None
+        return save if save.bad or save.error else None
 
-    def _new_flight(self, for_loop: bool) -> Flight | None:
-        step = self.parts.progress.step
+    def _new_save(self, for_loop: bool) -> PendingSave | None:
+        step = self.state.progress.step
         if step in (self.durable, 0):
             return None
-        if self.in_step:
+        if self.in_update:
             report.warn("the optimizer was interrupted in the middle of a step: its half-changed weights are not saved")
             return None
-        tensors = [*stored_tensors(self.parts.model).values(), *self.parts.optimizer.state_tensors().values()]
-        return Flight(step, sum(tensor.nbytes for tensor in tensors), for_loop)
+        tensors = [*stored_tensors(self.context.model).values(), *self.context.optimizer.state_tensors().values()]
+        return PendingSave(step, sum(tensor.nbytes for tensor in tensors), for_loop)
 
-    def _staged(self, flight: Flight) -> bool:
-        """Decided at the first save, when a step has shown what it needs."""
+    def _is_async(self, save: PendingSave) -> bool:
+        """Decided at the first save, when a step has shown what memory it needs."""
         if not self.chosen:
             self.chosen = True
-            wanted, why = async_save.choose(self.parts.run.save.staged, flight.bytes, procfs.memory_left())
-            self.staging = Staging() if wanted else None
+            wanted, why = async_save.choose(self.context.run.save.staged, save.bytes, procfs.memory_left())
+            self.async_saver = AsyncSaver() if wanted else None
             report.note(why)
-        return self.staging is not None
+        return self.async_saver is not None
 
-    def _take_off(self, flight: Flight) -> None:
+    def _start_async(self, save: PendingSave) -> None:
         """Copy and write beside the steps."""
-        assert self.staging is not None
-        flight.staged = True
-        model, progress = stored_tensors(self.parts.model), self._progress()
-        buffers = model.keys() - {name for name, _ in self.parts.model.named_parameters()}
+        assert self.async_saver is not None
+        save.is_async = True
+        model, progress = stored_tensors(self.context.model), self._progress()
+        buffers = model.keys() - {name for name, _ in self.context.model.named_parameters()}
 
         def write(kept_model: Tensors, kept_optimizer: Tensors) -> None:
             with self._saving():
-                self._write(flight, progress, self._contents(kept_model, kept_optimizer))
+                self._write(save, progress, self._contents(kept_model, kept_optimizer))
 
-        self.flight = flight
-        self.staging.take(flight, model, self.parts.optimizer.state_tensors(), set(buffers), write)
+        self.pending = save
+        self.async_saver.begin(save, model, self.context.optimizer.state_tensors(), set(buffers), write)
 
-    def _write_now(self, flight: Flight) -> None:
-        """From the live tensors, with the lock in hand: the steps wait."""
-        flight.copied.set()
-        self.flight = flight
+    def _write_now(self, save: PendingSave) -> None:
+        """From the live tensors, while holding the lock: the steps wait."""
+        save.copied.set()
+        self.pending = save
         try:
-            self._write(
-                flight,
-                self._progress(),
-                self._contents(weights(self.parts.model), self.parts.optimizer.state_tensors()),
-            )
+            contents = self._contents(weights(self.context.model), self.context.optimizer.state_tensors())
+            self._write(save, self._progress(), contents)
         except LampError as error:
-            flight.error = error
+            save.error = error
         finally:
-            flight.done.set()
+            save.done.set()
 
-    def _write(self, flight: Flight, progress: Progress, contents: Contents) -> None:
-        """Look, write, tell. Only now the step is durable."""
-        flight.bad = guard.check_weights(progress.step, checkpoint.first_not_finite(contents.model))
-        if flight.bad:
+    def _write(self, save: PendingSave, progress: Progress, contents: Contents) -> None:
+        """Check, write, report. Only then is the step durable."""
+        save.bad = guard.check_weights(progress.step, checkpoint.first_not_finite(contents.model))
+        if save.bad:
             return
-        root, keep = self.parts.folder.checkpoints, self.parts.run.save.keep
+        root, keep = self.context.folder.checkpoints, self.context.run.save.keep
         with report.phase("save", total=contents.bytes, unit="B") as phase:
-            flight.phase = phase
-            path = checkpoint.save(root, progress, contents, keep, self.protect, phase)
+            save.phase = phase
+            path = checkpoint.save(root, progress, contents, phase, keep=keep, protect=self.protect)
         with self.lock:
             self.durable, self.saved_at = progress.step, time.monotonic()
-            self.save_s = self.saved_at - flight.started
+            self.save_s = self.saved_at - save.started
         report.number(durable_step=progress.step)
         told = {"step": progress.step, "path": str(path), "bytes": contents.bytes, "seconds": self.save_s}
-        report.event("checkpoint", **told, blocked_s=flight.blocked_s if flight.staged else self.save_s)
+        report.event("checkpoint", **told, blocked_s=save.blocked_s if save.is_async else self.save_s)
         with self.lock:
             self._mark_best()
 
     def _mark_best(self) -> None:
         if self.best is not None and self.best.best_step == self.durable:
-            checkpoint.mark_best(self.parts.folder.checkpoints, self.best)
+            checkpoint.mark_best(self.context.folder.checkpoints, self.best)
             self.best = None
 
     def _progress(self) -> Progress:
-        progress = self.parts.progress
-        if isinstance(self.stream, ChunkStream):
-            return replace(progress, stream=self.stream.state_after(progress.step).dump())
-        return progress
+        """The counters, with what the batches need to go on from there."""
+        progress = self.state.progress
+        return replace(progress, stream=self.context.source.state(progress.step))
 
     def _contents(self, model: Tensors, optimizer: Tensors) -> Contents:
-        parts = self.parts
-        return Contents(model, optimizer, parts.built.config, parts.save_tokenizer, dict(parts.facts))
+        recorded = {**self.context.recorded, "compiled": self.state.compiled}
+        return Contents(model, optimizer, self.context.built.config, self.tokenizer_files.save, recorded)
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        """The flag that gives a stop its time: up while anybody saves or waits to."""
+        """The flag that gives a stop its time: up while any thread saves or waits to."""
         self._count(1)
         try:
             yield
@@ -298,7 +303,7 @@ class Keeper:
             self.saving += change
             report.flag("saving", self.saving > 0)
 
-    def _say_slow(self, waited_s: float) -> None:
+    def _warn_if_slow(self, waited_s: float) -> None:
         """Once: saves take longer than the time between them."""
         if waited_s > LONG_WAIT_S and not self.said_slow:
             self.said_slow = True
@@ -306,3 +311,23 @@ class Keeper:
                 f"a save takes {self.save_s:.1f} s, longer than the time between two saves: the steps waited"
                 f" {waited_s:.1f} s for the one before; raise save.every_steps, or use a faster disk"
             )
+
+
+class TokenizerFiles:
+    """The tokenizer, and a chat model's template, as they go into each checkpoint."""
+
+    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplate | None = None) -> None:
+        self.tokenizer, self.chat = tokenizer, chat
+
+    def save(self, folder: Path) -> None:
+        for name, data in self._files.items():
+            (folder / name).write_bytes(data)
+        if self.chat is not None:
+            keep_template(self.chat, folder)
+
+    @cached_property
+    def _files(self) -> dict[str, bytes]:
+        """Made once: a large vocabulary takes a while to serialise, and steps would compete with that for the GIL."""
+        with tempfile.TemporaryDirectory() as place:
+            self.tokenizer.save(Path(place))
+            return {path.name: path.read_bytes() for path in sorted(Path(place).iterdir())}

@@ -1,4 +1,4 @@
-"""Verdicts on numbers that cannot wait: non-finite, warm-up, long runs, budget. Pure functions; trends are in flags/.
+"""Verdicts on numbers that cannot wait: non-finite, warm-up, long runs, budget. Pure functions; trends are in anomalies/.
 
 In:  losses, gradient norms, the schedule, the money.
 Out: verdicts in the form of every other verdict (state, cause, why, next, action); the loop acts on them.
@@ -12,11 +12,11 @@ from lamplighter import report
 from lamplighter.config import Budget, Run
 from lamplighter.errors import BadConfig
 from lamplighter.report import Verdict
-from lamplighter.train.schedule import Schedule
+from lamplighter.schedule import Schedule
 
 LONG_RUN_S = 2 * 3600
 WARMUP_SHARE = 0.30
-SKIPS, SKIP_WINDOW = 3, 100  # so many bad batches within so many steps are weather
+SKIPS, SKIP_WINDOW = 3, 100  # so many bad batches within so many steps are skipped before it is rolled back
 
 
 def check_finite(step: int, loss: float, grad_norm: float, samples: list[int], module: str = "") -> Verdict | None:
@@ -31,8 +31,8 @@ def check_finite(step: int, loss: float, grad_norm: float, samples: list[int], m
         f"{what} at step {step} (windows {_some(samples)}{first}); the weights were not touched",
         "look at that data; lower train.lr; resume goes on from the last good checkpoint",
         "stop",
-        (f"loss {loss}", f"grad_norm {grad_norm}"),
-        {"step": step, "item": samples[:8], "module": module},
+        evidence=(f"loss {loss}", f"grad_norm {grad_norm}"),
+        culprit={"step": step, "item": samples[:8], "module": module},
     )
 
 

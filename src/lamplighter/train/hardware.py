@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from lamplighter import gpus
 from lamplighter.config import Train
 from lamplighter.errors import BadConfig
 from lamplighter.model.shape import Shape
 from lamplighter.procs import procfs
 from lamplighter.procs.pool import usable_cores
-from lamplighter.train import bf16, gpus
+from lamplighter.train import bf16
 
 FAMILIES = ("gpt2", "llama")
 COMPILE_COSTS_S = 60.0  # half a minute, and it should be worth the trouble
@@ -86,11 +87,11 @@ def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     peak, how = _peak(device, dtype, name)
     reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {'bf16' if dtype == torch.bfloat16 else 'fp32'}: {how}")
-    return Machine(device, dtype, threads, name, peak, tuple(reasons))
+    return Machine(device, dtype, threads, name, peak_flops=peak, reasons=tuple(reasons))
 
 
 def choose_compile(
-    section: Train, before: bool | None, expected_s: float, where: Machine, family: str, one_shape: bool
+    section: Train, where: Machine, family: str, *, before: bool | None, expected_s: float, one_shape: bool
 ) -> tuple[bool, str]:
     """Whether to compile the blocks, and why; a resumed run keeps what it had."""
     if section.compile != "auto":

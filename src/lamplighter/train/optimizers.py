@@ -16,8 +16,8 @@ import torch
 from torch.optim.adamw import adamw as fused_adamw
 
 from lamplighter.config import Train
-from lamplighter.train.schedule import Schedule as Schedule
-from lamplighter.train.schedule import schedule as schedule
+from lamplighter.schedule import Schedule as Schedule
+from lamplighter.schedule import schedule as schedule
 
 EPS = 1e-8
 KINDS = ("step", "exp_avg", "exp_avg_sq")

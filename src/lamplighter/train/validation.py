@@ -1,7 +1,7 @@
-"""Validation during a run: nats per token, per document and bits per byte, beside the floor where one is known.
+"""The loss of a batch, and validation during a run: loss per token, per document and bits per byte.
 
-In:  the model, the feed's validation batches.
-Out: a Score; every validation token is predicted exactly once.
+In:  the model, a BatchSource.
+Out: a loss to learn from; a Score, beside the entropy bound where one is known. Every held-out token is predicted exactly once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from lamplighter import report
-from lamplighter.data.batch_source import Feed
-from lamplighter.data.batches import Int64s
+from lamplighter.data.batch_source import BatchSource
+from lamplighter.data.batches import Batch
 from lamplighter.model.transformer import Transformer, next_token_loss
 from lamplighter.train.hardware import Machine
 
 
 @dataclass(frozen=True)
-class Floor:
-    """What no model can beat: the mean over the very documents that are validated on."""
+class EntropyBound:
+    """What no model can beat: the entropy of the very documents that are validated on."""
 
     nats_per_document: float
     standard_error: float
@@ -30,7 +30,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class Score:
-    """Loss over the validation windows that were used."""
+    """Loss over the held-out windows that were used."""
 
     loss: float  # nats per token
     tokens: int
@@ -49,60 +49,72 @@ class Score:
     def nats_per_document(self) -> float | None:
         return self.loss * self.tokens / self.documents if self.whole and self.documents else None
 
-    def words(self, floor: Floor | None, bpb: float) -> str:
+    def words(self, bound: EntropyBound | None, bpb: float) -> str:
         text = f"loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, {bpb:.3f} bits per byte"
         each = self.nats_per_document
-        if floor is not None and each is not None:
-            over = each / floor.nats_per_document - 1
-            text += f"; {each:.1f} nats per document, the floor is {floor.nats_per_document:.1f} ({over:+.1%})"
+        if bound is not None and each is not None:
+            over = each / bound.nats_per_document - 1
+            text += f"; {each:.1f} nats per document, the floor is {bound.nats_per_document:.1f} ({over:+.1%})"
         return text
 
 
-def look(model: torch.nn.Module, ids: torch.Tensor, segments: Int64s | None, rows: slice = slice(None)) -> torch.Tensor:
-    """The logits of some rows; packed examples do not see each other."""
-    apart = {} if segments is None else {"segments_BT": torch.from_numpy(segments[rows]).to(ids.device)}
-    logits: torch.Tensor = model(ids, **apart)
+def logits_of(model: torch.nn.Module, ids: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
+    """With segments, packed examples do not see each other."""
+    logits: torch.Tensor = model(ids) if segments is None else model(ids, segments_BT=segments)
     return logits
 
 
-def nats(
+def token_loss(
     model: torch.nn.Module,
     ids: torch.Tensor,
     targets: torch.Tensor,
-    segments: Int64s | None,
-    whole: bool,
+    segments: torch.Tensor | None = None,
+    *,
+    whole: bool = False,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """`scale` times the sum of cross entropy (nats) over the targets: a few rows of logits at a time, or all as a whole."""
+    if whole or not isinstance(model, Transformer):
+        return next_token_loss(logits_of(model, ids, segments), targets) * scale
+    loss: torch.Tensor = model(ids, segments_BT=segments, targets_BT=targets, scale=scale)
+    return loss
+
+
+def batch_loss(
+    model: torch.nn.Module,
+    batch: Batch,
+    machine: Machine,
+    *,
+    whole: bool = False,
     scale: float = 1.0,
     rows: slice = slice(None),
 ) -> torch.Tensor:
-    """`scale` times the sum of nats over the targets: a few rows of logits at a time, or all of them as a whole."""
-    if whole or not isinstance(model, Transformer):
-        return next_token_loss(look(model, ids, segments, rows), targets) * scale
-    apart = None if segments is None else torch.from_numpy(segments[rows]).to(ids.device)
-    loss: torch.Tensor = model(ids, segments_BT=apart, targets_BT=targets, scale=scale)
-    return loss
+    """token_loss of some rows of a batch, on the run's device and in its precision."""
+    device = machine.device
+    ids = torch.from_numpy(batch.inputs[rows]).to(device, non_blocking=True)
+    targets = torch.from_numpy(batch.targets[rows]).to(device, non_blocking=True)
+    segments = None if batch.segments is None else torch.from_numpy(batch.segments[rows]).to(device)
+    with machine.precision():
+        return token_loss(model, ids, targets, segments, whole=whole, scale=scale)
 
 
 @torch.no_grad()
 def validate(
-    model: torch.nn.Module, feed: Feed, machine: Machine, batch: int, windows: int, whole: bool = False
+    model: torch.nn.Module, source: BatchSource, machine: Machine, *, rows: int, windows: int, whole: bool = False
 ) -> Score:
-    """Score what is held back, in order; `windows` 0 = all."""
-    limit = windows or None
-    total = feed.held.samples
-    used = min(total, limit) if limit else total
+    """Score what is held out, in order, so many rows at a time; `windows` 0 = all."""
+    data, limit = source.describe(), windows or None
+    held_out = data.held_out
+    used = min(held_out.samples, limit) if limit else held_out.samples
     was_training = model.training
     model.eval()
-    found, tokens = 0.0, 0
+    total, tokens = 0.0, 0
     try:
-        with report.phase("evaluate", total=used, unit=feed.noun) as phase:
-            for piece in feed.validation(batch, limit):
-                ids = torch.from_numpy(piece.inputs).to(machine.device)
-                targets = torch.from_numpy(piece.targets).to(machine.device)
-                with machine.precision():
-                    found += float(nats(model, ids, targets, piece.segments, whole))
-                tokens += piece.real_tokens
-                phase.tick(len(piece.inputs))
+        with report.phase("evaluate", total=used, unit=data.noun) as phase:
+            for batch in source.validation(rows, limit):
+                total += float(batch_loss(model, batch, machine, whole=whole))
+                tokens += batch.real_tokens
+                phase.tick(len(batch.inputs))
     finally:
         model.train(was_training)
-    held = feed.held
-    return Score(found / max(1, tokens), tokens, used == total, held.documents, held.text_bytes)
+    return Score(total / max(1, tokens), tokens, used == held_out.samples, held_out.documents, held_out.text_bytes)

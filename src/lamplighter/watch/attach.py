@@ -26,11 +26,11 @@ from lamplighter.procs import procfs, stacks
 from lamplighter.procs.stacks import Stacks
 from lamplighter.report import Verdict
 from lamplighter.rundir import LineFile, RunDir, identity, open_lines, read_lines, read_record, write_json
-from lamplighter.watch import agent, agent_slot, time_report, tree_diagnosis
+from lamplighter.watch import agent, time_report, tree_diagnosis
 from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
 from lamplighter.watch.diagnosis import Finding
 from lamplighter.watch.notify import Notifier
-from lamplighter.watch.process_tree import Process, ProcessTree, Snapshot
+from lamplighter.watch.process_tree import Process, ProcessTree, Snapshot, read_slots
 from lamplighter.watch.progress import Progress
 from lamplighter.watch.resources import memory_verdict
 from lamplighter.watch.restart_policy import RestartPolicy
@@ -220,7 +220,7 @@ class Attendant:
         for process in fresh[:MOST_STACKS]:
             self.warmed.add(process.pid)
             threading.Thread(
-                target=agent_slot.ask_stacks, args=(self.run.slots, process.pid, WARM_S), name="lamp-warm", daemon=True
+                target=stacks.ask, args=(slot_path(self.run.slots, process.pid), WARM_S), name="lamp-warm", daemon=True
             ).start()
             self.warm_until = snapshot.at + 2 * LOOK_EVERY_S
         return snapshot.at < self.warm_until
@@ -285,7 +285,7 @@ class Attendant:
         count = process.slot.recompiles - self.recompiles[0][1]
         if count >= STORM:
             self.warned.add("storm")
-            taken = agent_slot.ask_stacks(self.run.slots, process.pid, stacks.SAMPLER_DEADLINE_S)
+            taken = stacks.ask(slot_path(self.run.slots, process.pid), stacks.SAMPLER_DEADLINE_S)
             frame = stacks.users_frame(taken.threads[0]) if taken and taken.threads else None
             seconds = snapshot.at - self.recompiles[0][0]
             self.say_verdict(tree_diagnosis.storm_verdict(process, count, seconds, frame))
@@ -436,7 +436,7 @@ class Attendant:
 
     def _say_error(self) -> None:
         """An uncaught exception, in the words of the process that had it."""
-        slots = agent_slot.read_all(self.run.slots)
+        slots = read_slots(self.run.slots)
         failed = [slot for slot in slots.values() if slot.error]
         if self.child.returncode == 0 or self.stop_reason or not failed or self.died:
             return
@@ -487,21 +487,14 @@ def take_all(slots: Path, processes: tuple[Process, ...]) -> dict[int, Stacks]:
     """Every Python process: its own word, else py-spy with a deadline."""
     found = {}
     for process in [m for m in processes if m.slot is not None or procfs.is_python(m.pid)][:MOST_STACKS]:
-        taken = take(slots, process)
+        taken = stacks.take(slot_path(slots, process.pid), process.pid, ours=False)
         if taken is not None:
             found[process.pid] = taken
     return found
 
 
-def take(slots: Path, process: Process) -> Stacks | None:
-    """Its answering thread; where that is silent (GIL held, stopped, no shim), py-spy."""
-    state, asked = procfs.look(process.pid).state, False
-    if process.slot is not None and state not in "TtDZX":
-        asked = True
-        answer = agent_slot.ask_stacks(slots, process.pid, stacks.SAMPLER_DEADLINE_S)
-        if answer is not None:
-            return answer
-    return stacks.by_pyspy(process.pid, nonblocking=state in "TtD", sampler_silent=asked)
+def slot_path(slots: Path, pid: int) -> Path:
+    return slots / f"p{pid}.slot"
 
 
 def explain(line: str, snapshot: Snapshot, taken: dict[int, Stacks], finding: Finding | None) -> str:

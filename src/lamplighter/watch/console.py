@@ -114,9 +114,7 @@ class Console:
         now = time.monotonic()
         self._watch_reader()
         slot = picture.slot
-        if slot is not None and (
-            slot.flag("waiting for a person") or (slot.flag("writing the result") and picture.quiet_s < 1.5)
-        ):
+        if slot is not None and (slot.prompting or (slot.printing and picture.quiet_s < 1.5)):
             self.last_line = now
             return
         if self.display is not None and not self.stream.broken:

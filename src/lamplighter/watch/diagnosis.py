@@ -157,7 +157,7 @@ def uninterruptible(evidence: Evidence) -> Finding | None:
 
 
 def compiling(evidence: Evidence) -> Finding | None:
-    if not evidence.last.slot.flag("compiling") and not evidence.last.compilers:
+    if not evidence.last.slot.compiling and not evidence.last.compilers:
         return None
     if evidence.seconds > 0.9 and evidence.cpu_share < BUSY and evidence.bytes_per_s <= 0:
         return _compile_asleep(evidence)
@@ -179,7 +179,7 @@ def _compile_asleep(evidence: Evidence) -> Finding:
 
 
 def collecting(evidence: Evidence) -> Finding | None:
-    if not evidence.last.slot.flag("collecting garbage"):
+    if not evidence.last.slot.collecting:
         return None
     return _finding(
         evidence, "slow", "gc", f"Python collects garbage, {evidence.words()}", "wait; gc.freeze() after loading helps"
@@ -194,7 +194,7 @@ def moving_slowly(evidence: Evidence) -> Finding | None:
         return _finding(
             evidence, "slow", "io", f"{evidence.bytes_per_s / 1e6:.1f} MB/s are moved, {evidence.words()}", "wait"
         )
-    path = evidence.last.main.waits_on or evidence.last.slot.item
+    path = evidence.last.main.waits_on or evidence.last.slot.phase_item
     where = f" at {evidence.frame.short}" if evidence.frame else ""
     why = f"input-bound: {evidence.bytes_per_s / 1e6:.3f} MB/s from {path or 'a file'}{where}; the process waits {1 - evidence.cpu_share:.0%} of the time"
     return _finding(evidence, "slow", "slow_disk", why, "copy the data to a faster disk", path=path)

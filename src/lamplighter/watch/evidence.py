@@ -13,7 +13,9 @@ from typing import Any
 
 from lamplighter.procs.procfs import COMPILERS, SYSCALLS_X86_64, ProcessLook, ThreadLook
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack
-from lamplighter.report import Slot
+from lamplighter.slot import Slot
+
+ANSWER_OVERHEAD_BYTES = 16384  # the request, and the pages that a small file makes dirty
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Observation:
     @property
     def moved_bytes(self) -> int:
         """By any means, less what our own questions have moved."""
-        return sum(process.moved_bytes for process in self.tree) - self.slot.answered_bytes
+        asked = self.slot.answered_bytes + ANSWER_OVERHEAD_BYTES * self.slot.answers
+        return sum(process.moved_bytes for process in self.tree) - asked
 
     @property
     def compilers(self) -> list[ProcessLook]:
@@ -50,7 +53,7 @@ def to_json(window: Sequence[Observation], captures: Sequence[Stacks], usual_s: 
     """First and last look are what the rules compare."""
     kept = [window[0], window[-1]] if len(window) > 1 else list(window)
     record = {"usual_s": usual_s, "window": [asdict(one) for one in kept], "stacks": [asdict(one) for one in captures]}
-    return json.dumps(record, indent=1)
+    return json.dumps(record, indent=1, default=Slot.told)
 
 
 def from_json(text: str) -> tuple[list[Observation], list[Stacks], float]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from lamplighter.config import Budget
 from lamplighter.procs import procfs
-from lamplighter.report import Slot, read_slot
 from lamplighter.rundir import RunDir, parse_record, read_last_lines
+from lamplighter.slot import Slot, read_slot
 from lamplighter.watch import redflags
 from lamplighter.watch.stall import StallDetector
 from lamplighter.watch.status import Status

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lamplighter.procs import procfs
 from lamplighter.procs.procfs import ProcessLook
-from lamplighter.watch.agent_slot import ProcSlot, read_procslot
+from lamplighter.slot import Slot, read_slot
 
 PIDFD_GET_INFO = 0xC040FF0B  # Linux 6.15 and later
 PIDFD_INFO_EXIT = 8
@@ -33,7 +33,7 @@ class Process:
     """One process of the family."""
 
     look: ProcessLook
-    slot: ProcSlot | None = None
+    slot: Slot | None = None
     ppid: int = 0
 
     @property
@@ -63,7 +63,7 @@ class Exit:
 
     pid: int
     code: int | None
-    slot: ProcSlot | None
+    slot: Slot | None
     at: float
     out_of_memory: bool = False
 
@@ -85,9 +85,15 @@ class Snapshot:
         return next((process for process in self.processes if process.pid == pid), None)
 
 
-def work_of(slot: ProcSlot) -> tuple[float, ...]:
+def work_of(slot: Slot) -> tuple[float, ...]:
     """All that moves when work gets done."""
-    return (slot.steps, slot.fetches, slot.items, slot.coll_seq, slot.bar_n, slot.done, slot.compiles)
+    return (slot.step, slot.fetches, slot.items, slot.coll_seq, slot.bar_n, slot.done, slot.compiles)
+
+
+def read_slots(folder: Path) -> dict[int, Slot]:
+    """Every watched process that ever said hello, by pid; `pid_start` tells whether it is still the same one."""
+    found = (read_slot(path) for path in folder.glob("p*.slot"))
+    return {slot.pid: slot for slot in found if slot is not None}
 
 
 class ProcessTree:
@@ -99,7 +105,7 @@ class ProcessTree:
         self.counted_at = 0.0
         self.pidfds: dict[int, int] = {}
         self.born: dict[int, float] = {}
-        self.seen: dict[int, ProcSlot] = {}
+        self.seen: dict[int, Slot] = {}
         self.counted: dict[int, tuple[float, ...]] = {}
         self.output_bytes = -1
         self.worked_at = time.monotonic()
@@ -126,8 +132,8 @@ class ProcessTree:
             self.output_bytes, self.worked_at = output_bytes, now
         return Snapshot(now, tuple(processes), self.worked_at, tuple(self.lost))
 
-    def _slot(self, pid: int, now: float) -> ProcSlot | None:
-        slot = read_procslot(self.slots / f"p{pid}.slot")
+    def _slot(self, pid: int, now: float) -> Slot | None:
+        slot = read_slot(self.slots / f"p{pid}.slot")
         if slot is None:
             if now - self.born.get(pid, now) > HELLO_S and procfs.is_python(pid):
                 self.without_shim.add(pid)
@@ -153,7 +159,7 @@ class ProcessTree:
             pid = int(name[1:-5]) if name.startswith("p") and name.endswith(".slot") and name[1:-5].isdecimal() else 0
             if pid and pid not in self.born and pid not in self.gone and not procfs.exists(pid):
                 self.gone.add(pid)
-                self.lost.append(Exit(pid, None, read_procslot(self.slots / name), now))
+                self.lost.append(Exit(pid, None, read_slot(self.slots / name), now))
 
     def _bury(self, now: float) -> None:
         """Who has ended since the last look, with the exit code where the kernel still tells it."""
@@ -172,7 +178,7 @@ class ProcessTree:
             self.born.pop(pid, None)
             self.gone.add(pid)
             self.without_shim.discard(pid)
-            slot = read_procslot(self.slots / f"p{pid}.slot") or self.seen.get(pid)
+            slot = read_slot(self.slots / f"p{pid}.slot") or self.seen.get(pid)
             self.lost.append(Exit(pid, code, slot, now, oom > self.oom and code == -9))
         self.oom = oom
 

@@ -35,14 +35,14 @@ class Progress:
         """One more snapshot."""
         self.peak_bytes = max(self.peak_bytes, sum(m.look.rss_bytes for m in snapshot.processes))
         self.counts = self.counts or any(
-            m.slot and (m.slot.steps or m.slot.fetches or m.slot.bar_n or m.slot.done) for m in snapshot.processes
+            m.slot and (m.slot.step or m.slot.fetches or m.slot.bar_n or m.slot.done) for m in snapshot.processes
         )
         self._charge(snapshot)
         leader = self._leader(snapshot)
         if leader is None or leader.slot is None:
             return
         slot = leader.slot
-        self.steps, self.loaders = max(self.steps, slot.steps), slot.loader_workers
+        self.steps, self.loaders = max(self.steps, slot.step), slot.loader_workers
         done, total, unit = _count(leader)
         if unit != self.unit:
             self.unit = unit
@@ -120,7 +120,7 @@ class Progress:
 def _worth(process: Process) -> tuple[int, int, int, int]:
     slot = process.slot
     assert slot is not None
-    return (slot.steps, int(slot.done > 0 or bool(slot.phase)), slot.bar_n + slot.fetches, -process.pid)
+    return (slot.step, int(slot.done > 0 or bool(slot.phase)), slot.bar_n + slot.fetches, -process.pid)
 
 
 def _count(process: Process) -> tuple[float, float, str]:
@@ -130,9 +130,9 @@ def _count(process: Process) -> tuple[float, float, str]:
     if slot.phase and slot.done:
         return slot.done, slot.total, clean(f"{slot.phase} {slot.unit}".strip())
     if slot.bar_n and slot.bar_total > 0:
-        return slot.bar_n, slot.bar_total, clean(slot.bar.rstrip(": ")) or ("step" if slot.steps else "bar")
-    if slot.steps:
-        return slot.steps, -1, "step"
+        return slot.bar_n, slot.bar_total, clean(slot.bar.rstrip(": ")) or ("step" if slot.step else "bar")
+    if slot.step:
+        return slot.step, -1, "step"
     if slot.bar_n:
         return slot.bar_n, -1, clean(slot.bar.rstrip(": ")) or "bar"
     return (slot.fetches, slot.loader_len, "batch") if slot.fetches else (0, -1, "")

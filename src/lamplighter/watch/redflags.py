@@ -1,6 +1,6 @@
 """Red flags as a reader sees them: which stand now, and which were up when, from the events of a run.
 
-In:  verdicts with `flag`, "well again" and "flags" events of train/flags.
+In:  verdicts with `flag`, "well again" and "flags" events of train/anomalies.
 Out: the flags that stand, words for them, and the section of report.md.
 """
 

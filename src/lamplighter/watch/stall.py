@@ -12,8 +12,8 @@ from collections import deque
 from pathlib import Path
 
 from lamplighter.procs import procfs, stacks
-from lamplighter.report import Slot
 from lamplighter.rundir import RunDir
+from lamplighter.slot import Slot
 from lamplighter.watch.diagnosis import Finding, judge
 from lamplighter.watch.evidence import Observation, to_json
 
@@ -52,15 +52,15 @@ class StallDetector:
         if slot.ticks != self.ticks:
             self._learn(slot)
         self.gap_s = max(0.0, now - slot.tick_ns / 1e9)
-        if slot.flag("waiting for a person") or self.gap_s < CLOSE_LOOK_S:
+        if slot.prompting or self.gap_s < CLOSE_LOOK_S:
             return self.gap_s
         self._watch_closely(slot, now)
         halted = all(any(process.state in "TtD" for process in seen.tree) for seen in list(self.window)[-2:])
         if not halted and self.gap_s < self._patience_s(slot, phase_usual_s):
             return self.gap_s
-        if not slot.flag("compiling"):
+        if not slot.compiling:
             self._capture_when_due(slot)
-        if self.captures or slot.flag("compiling") or self.gap_s > WITHOUT_STACKS_S:
+        if self.captures or slot.compiling or self.gap_s > WITHOUT_STACKS_S:
             self.finding = judge(list(self.window), self.captures, self.usual_gap_s.get(self.phase, 0.0))
         return self.gap_s
 
@@ -106,7 +106,7 @@ class StallDetector:
 
     def _capture(self, slot: Slot) -> None:
         """In a thread of its own: py-spy may take its two seconds, and the console must not wait."""
-        taken = stacks.take(self.run, 0, slot.pid)
+        taken = stacks.take(self.run.slot(0), slot.pid, ours=True)
         if taken is not None and taken.threads and self.ticks == slot.ticks:
             self.captures = [*self.captures[-1:], taken]
             keep(self.run, taken, slot)

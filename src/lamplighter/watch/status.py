@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamplighter.procs.procfs import ProcessLook
-from lamplighter.report import Slot
 from lamplighter.rundir import human_bytes
+from lamplighter.slot import Slot
 
 BARS = "▁▂▃▄▅▆▇█"
 Flag = dict[str, Any]  # a red flag that stands: cause, state, why, next, step
@@ -161,8 +161,8 @@ def _phase_words(picture: Status, slot: Slot) -> list[str]:
         parts.append(f"{amount(picture.rate, slot.unit)}/s")
     if picture.eta_s is not None:
         parts.append(f"{duration(picture.eta_s)} left")
-    if slot.item:
-        parts.append(clean(slot.item))
+    if slot.phase_item:
+        parts.append(clean(slot.phase_item))
     usual = f" (last time {duration(picture.usual_s)})" if picture.usual_s is not None else ""
     parts.append(f"for {duration(_phase_age(slot))}{usual}")
     if slot.done and picture.quiet_s > 2:

@@ -33,7 +33,7 @@ from lamplighter.errors import (
     RefusedByPlan,
 )
 from lamplighter.procs import prctl, procfs, stacks
-from lamplighter.report import Verdict, read_slot
+from lamplighter.report import Verdict
 from lamplighter.rundir import (
     LineFile,
     RunDir,
@@ -45,6 +45,7 @@ from lamplighter.rundir import (
     read_record,
     write_json,
 )
+from lamplighter.slot import read_slot
 from lamplighter.watch import redflags, spawn, time_report
 from lamplighter.watch.console import Console
 from lamplighter.watch.notify import Notifier
@@ -169,7 +170,7 @@ class Supervisor:
         name = signal.Signals(-code).name
         memory = procfs.oom_kills() > self.oom_before
         slot = self.observer.picture.slot
-        compiling = slot is not None and slot.flag("compiling")
+        compiling = slot is not None and bool(slot.compiling)
         decision = self.order.recovery.dead(f"killed by {name}", step, durable, compiling)
         why = f"the process was killed by {name} (signal {-code}) at step {step}" + (
             ", out of memory" if memory else ""
@@ -330,7 +331,7 @@ class Supervisor:
 
     def _ask_save(self, step: int, deadline_s: float = 2.0) -> int:
         """Ask the saver thread, which works even while the main thread is stuck; the step that is safe then."""
-        stacks.send(self.run, 0, "save")
+        stacks.send(self.run.slot(0), "save")
         deadline = time.monotonic() + deadline_s
         durable = 0
         while time.monotonic() < deadline and durable < step:
@@ -369,7 +370,7 @@ class Supervisor:
         if self.stop_reason:
             return
         self.stop_reason, self.stop_at = reason, time.monotonic()
-        stacks.send(self.run, 0, f"stop {reason}")
+        stacks.send(self.run.slot(0), f"stop {reason}")
         self.console.say(f"stopping ({reason}): saving the last completed step; Ctrl+C again leaves at once", "bold")
 
     def _stopping_words(self) -> str:
@@ -382,9 +383,9 @@ class Supervisor:
             return
         waited = time.monotonic() - self.stop_at
         slot = self.observer.picture.slot
-        if slot is None or not slot.flag("stopping"):  # it had not opened its FIFO yet when it was asked
-            stacks.send(self.run, 0, f"stop {self.stop_reason}")
-        if self.leave_now or (waited > self.order.grace_s and not (slot and slot.flag("saving") and self._can_save())):
+        if slot is None or not slot.stopping:  # it had not opened its FIFO yet when it was asked
+            stacks.send(self.run.slot(0), f"stop {self.stop_reason}")
+        if self.leave_now or (waited > self.order.grace_s and not (slot and slot.saving and self._can_save())):
             _, durable = self._where_it_stands()
             why = "left at once" if self.leave_now else f"no answer in {waited:.0f} s"
             self.console.say(f"{why}: the process is killed; step {durable} is safe", "bold")
@@ -425,7 +426,7 @@ class Supervisor:
             else:
                 slot = self.observer.picture.slot
                 answer["step"] = slot.step if slot else 0
-                answer["asked"] = stacks.send(self.run, 0, "save")
+                answer["asked"] = stacks.send(self.run.slot(0), "save")
             self._answer(path.with_suffix(".answer"), answer)
 
     def _answer_why(self, target: Path) -> None:
@@ -450,7 +451,7 @@ class Supervisor:
             f"process {process.pid}: {process.words}, {process.threads} threads, {process.rss_bytes / 1e9:.2f} GB"
         )
         lines += redflags.tell(picture.flags)
-        taken = stacks.take(self.run, 0, slot.pid)
+        taken = stacks.take(self.run.slot(0), slot.pid, ours=True)
         if taken is None:
             lines.append("stacks: could not be read (the process is gone, stopped, or may not be traced)")
         else:
@@ -512,8 +513,8 @@ class Supervisor:
         self._kill_all()
         self._hear()
         slot = self.observer.picture.slot
-        if slot is not None and slot.last_words and not self.error_heard:
-            for told in slot.last_words.splitlines():  # the event was lost: a full disk
+        if slot is not None and slot.error and not self.error_heard:
+            for told in slot.error.splitlines():  # the event was lost: a full disk
                 self.console.say(told, "bold red")
         self.event("child_end", code=child_code, attempt=self.attempt)
         code, outcome = self._judge(child_code)

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from lamplighter.procs import prctl
+from lamplighter.procs import prctl, procfs
 from lamplighter.watch import pty_proxy
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _lay(fd: int) -> _Line:
 
 def _open_anew(fd: int) -> int:
     """The same terminal with a file description of our own: non-blocking there must not mean non-blocking for others."""
-    paths = [f"/proc/self/fd/{fd}"]
+    paths = [procfs.own_descriptor(fd)]
     with contextlib.suppress(OSError):
         os.tcgetpgrp(fd)  # it is the terminal of our session, so it is known by this name too
         paths.append("/dev/tty")
@@ -369,7 +369,7 @@ def _ends_within_a_line(fd: int) -> bool:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or not status.st_size:
             return False
-        with open(f"/proc/self/fd/{fd}", "rb") as file:
+        with open(procfs.own_descriptor(fd), "rb") as file:
             return os.pread(file.fileno(), 1, status.st_size - 1) != b"\n"
     except OSError:
         return False

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, own_frames, users_frame
-from lamplighter.report import FLAGS, Slot, Verdict
-from lamplighter.watch.agent_slot import ProcSlot
+from lamplighter.report import Verdict
+from lamplighter.slot import Slot
 from lamplighter.watch.diagnosis import BUSY, Finding, text_of_wait
 from lamplighter.watch.diagnosis import judge as judge_one
 from lamplighter.watch.evidence import Observation
@@ -135,7 +135,7 @@ def ranks_of(snapshot: Snapshot) -> list[Process]:
 
 
 def _weight(process: Process) -> int:
-    return process.slot.coll_seq + process.slot.steps + process.slot.in_coll if process.slot else 0
+    return process.slot.coll_seq + process.slot.step + process.slot.in_coll if process.slot else 0
 
 
 def late_rank(sample: GroupSample) -> Finding | None:
@@ -168,8 +168,8 @@ def _uneven(sample: GroupSample, one: Process, ahead: Process) -> Finding:
     """One waits in the backward pass (a collective inside C++), the other has gone on: they make different numbers of steps."""
     assert one.slot is not None and ahead.slot is not None
     why = (
-        f"rank {ahead.rank} has left its loop after {ahead.slot.steps} steps and waits in {ahead.slot.coll} at"
-        f" {_short(ahead.slot.coll_at)}; rank {one.rank} is in the backward pass of step {one.slot.steps + 1}{sample.at(one)}"
+        f"rank {ahead.rank} has left its loop after {ahead.slot.step} steps and waits in {ahead.slot.coll} at"
+        f" {_short(ahead.slot.coll_at)}; rank {one.rank} is in the backward pass of step {one.slot.step + 1}{sample.at(one)}"
         f" and waits for it: the ranks have different numbers of batches, {sample.words()}"
     )
     advice = "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"
@@ -396,22 +396,18 @@ def _observation(snapshot: Snapshot, pid: int) -> Observation | None:
     process = snapshot.process(pid)
     if process is None:
         return None
-    slot, flags = process.slot, 0
-    if any(m.slot and m.slot.compiling for m in snapshot.processes):
-        flags |= 1 << 8 * FLAGS.index("compiling")
-    if slot is not None and slot.collecting:
-        flags |= 1 << 8 * FLAGS.index("collecting garbage")
-    answered = sum(m.slot.answered_bytes + 16384 * m.slot.answers for m in snapshot.processes if m.slot)
-    phase = slot.phase if slot and slot.phase else "script"
-    worked = slot is not None and slot.steps + slot.fetches + slot.bar_n > 0
+    slot = process.slot
+    worked = slot is not None and slot.step + slot.fetches + slot.bar_n > 0
     made = Slot(
         step=int(worked),
         pid=pid,
-        phase=phase,
+        phase=slot.phase if slot and slot.phase else "script",
         span="compute",
-        flags=flags,
+        compiling=int(any(m.slot and m.slot.compiling for m in snapshot.processes)),
+        collecting=slot.collecting if slot else 0,
         tick_ns=int(snapshot.worked_at * 1e9),
-        answered_bytes=answered,
+        answers=sum(m.slot.answers for m in snapshot.processes if m.slot),
+        answered_bytes=sum(m.slot.answered_bytes for m in snapshot.processes if m.slot),
     )
     others = tuple(m.look for m in snapshot.processes if m.pid != pid)
     return Observation(snapshot.at, made, (process.look, *others))
@@ -456,7 +452,7 @@ def death_verdict(lost: Exit) -> Verdict | None:
         culprit |= {"worker": slot.worker, "item": slot.item}
         why = f"worker {slot.worker} (process {lost.pid}) {how_it_ended(lost)} at item {slot.item}"
         return Verdict("dead", cause, why, _advice(cause), "none", (), culprit)
-    why = f"rank {slot.rank} (process {lost.pid}) {how_it_ended(lost)} after {slot.steps} steps, collective {slot.coll_seq}"
+    why = f"rank {slot.rank} (process {lost.pid}) {how_it_ended(lost)} after {slot.step} steps, collective {slot.coll_seq}"
     cause = "rank_sigkill" if lost.code == -9 else "rank_exit"
     return Verdict(
         "dead", cause, why, "look at what that rank printed last", "none", (), {**culprit, "rank": slot.rank}
@@ -466,7 +462,7 @@ def death_verdict(lost: Exit) -> Verdict | None:
 WORKER_ERROR = re.compile(r"(?:Caught (\w+) in DataLoader worker process (\d+))")
 
 
-def error_verdict(slot: ProcSlot, slots: Mapping[int, ProcSlot]) -> Verdict:
+def error_verdict(slot: Slot, slots: Mapping[int, Slot]) -> Verdict:
     """An uncaught exception: named by what it says, and by whom it happened to."""
     text, cause = slot.error, "exception"
     culprit: dict[str, object] = {"pid": slot.pid}

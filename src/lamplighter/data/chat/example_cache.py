@@ -24,8 +24,7 @@ from typing import IO, Any, Literal
 import numpy as np
 
 from lamplighter import report
-from lamplighter.data.chat.row_source import RowSource, SetAside
-from lamplighter.data.chat.rows import Message
+from lamplighter.data.chat.rows import Message, RowSource, SetAside
 from lamplighter.data.chat.template import ChatTemplate, Encoded, Refused
 from lamplighter.data.sources.files import digest
 from lamplighter.data.token_cache.reader import locked
@@ -165,7 +164,7 @@ class _Builder:
                 self._store(chunk, encoded, out)
                 progress = {"bytes": self.source.position().bytes_done, "texts": self.rows, "item": chunk[-1][1]}
                 write_json(self.folder / "progress.json", {**progress, "total_bytes": self.total_bytes}, durable=False)
-            p.set(self.total_bytes)
+            p.set(self.total_bytes or self.source.position().bytes_done)
 
     def _chunks(self, p: report.Phase) -> Iterator[list[Conversation]]:
         stream = self.source.conversations(self.aside, self.template.between)
@@ -185,9 +184,9 @@ class _Builder:
             self.ends_taken += any(a is not b for a, b in zip(cleaned, messages, strict=True))
             mark = hash_of(cleaned)
             if not all(message["content"].strip() for message in cleaned):
-                self.aside.met(place, "the answer is empty")
+                self.aside.add(place, "the answer is empty")
             elif mark in self.seen:
-                self.aside.met(place, "the same as an earlier one")
+                self.aside.add(place, "the same as an earlier one")
             else:
                 self.rows += 1
                 self.seen.add(mark)
@@ -230,7 +229,7 @@ def _build(
 ) -> None:
     began = time.monotonic()
     builder = _Builder(folder, source, template)
-    builder.make(workers if builder.total_bytes > MANY_BYTES else 1)
+    builder.make(1 if (builder.total_bytes or 0) <= MANY_BYTES else workers)
     aside = builder.aside
     if not builder.rows:
         raise BadData(f"no example in {source}", _reasons(aside) or "it has no rows", "check data.paths")

@@ -1,192 +1,53 @@
-"""Instruction rows: files of questions and answers become conversations, each with its place; what is not one is named.
+"""Instruction rows: files and datasets of questions and answers become conversations; what is not one is named.
 
-In:  .jsonl, .json (lines or one array), .csv, .tsv and .parquet files (the first kinds also packed by gzip or zstd).
-Out: (row, "file:line"); which kind of rows a file holds; a row as a list of messages, or the reason why it is none.
+In:  the entries of data.paths: files here or elsewhere (JSON, CSV, Parquet; packed or not) and datasets.
+Out: a RowSource: conversations to learn from, each with its place; as a Source, their texts (to train a tokenizer on).
 
-Kinds, found by their keys: `messages` (or `conversations` with from and value), prompt with completion, instruction with
-output (and input, system, history), instruction with instances.
+Kinds of rows, known by their keys: `messages` (or `conversations` with from and value), prompt with completion, instruction
+with output (and input, system, history), instruction with instances.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from importlib import import_module
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lamplighter.errors import BadData, InputMissing
-from lamplighter.rundir import human_bytes
+from lamplighter import report
+from lamplighter.data.sources import Opened, is_named, is_own
+from lamplighter.data.sources.hub import HubSource, open_dataset
+from lamplighter.errors import BadConfig, BadData, InputMissing
+from lamplighter.readers.bad_records import LIMIT, SOON, BadInReading, BadRecords
+from lamplighter.readers.files import Item, has_records, read_records, unpacked_bytes
+from lamplighter.readers.local import LocalFile, Tell, kind_of, local_file, matching_files, suffix_of
+from lamplighter.readers.records import Cursor, Position, Record, digest
+from lamplighter.readers.remote import as_local, find_remote, is_url
+from lamplighter.rundir import hash_file, human_bytes
 
-LINES, ARRAY, TABLE, COLUMNS = {".jsonl", ".ndjson"}, {".json"}, {".csv", ".tsv"}, {".parquet"}
-SUFFIXES = LINES | ARRAY | TABLE | COLUMNS
-PACKED = {".gz", ".zst"}
+if TYPE_CHECKING:
+    from lamplighter.config import Data
+
+RULES = 1  # changes when the same rows give other conversations
+EVENTS = 100  # for single rows
+LOOK_ROWS = 20
+SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
             "model": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "function": "tool",
             "observation": "tool"}  # fmt: skip
-TABLE_BATCH = 1024
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant" | "tool", "content": text}"""
 Row = dict[str, Any]
-Bad = Callable[[str, BadData], None]
-"""Is told of a row that cannot be read, with its place; raises where that is the policy."""
-Show = Callable[[int, str], None]
-"""Is told how many bytes are behind, and what is being read now."""
-
-
-def suffix_of(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
-
-
-# ---------------------------------------------------------------- rows of files
-
-
-def rows(paths: Iterable[Path], bad: Bad, show: Show = lambda done, place: None) -> Iterator[tuple[Row, str]]:
-    """Every row of the files in order, with the place where it stands."""
-    done = 0
-    for path in paths:
-        show(done, str(path))
-        for row, place, at in _rows_of(path, bad):
-            show(done + at, place)
-            yield row, place
-        done += path.stat().st_size
-
-
-def _rows_of(path: Path, bad: Bad) -> Iterator[tuple[Row, str, int]]:
-    """(row, place, about how many bytes of the file are behind it)."""
-    suffix = suffix_of(path)
-    try:
-        if suffix in COLUMNS:
-            yield from _columns(path)
-        elif suffix in TABLE:
-            yield from _table(path, bad)
-        elif suffix in ARRAY and _first_letter(path) == b"[":
-            yield from _array(path, bad)
-        else:
-            yield from _lines(path, bad)
-    except OSError as error:
-        raise InputMissing(f"cannot read {path}", error.strerror or str(error), "check the file") from error
-
-
-def _open(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    if path.suffix == ".zst":
-        import zstandard
-
-        return io.BufferedReader(zstandard.open(path, "rb"))
-    return open(path, "rb")
-
-
-def _first_letter(path: Path) -> bytes:
-    with _open(path) as file:
-        head: bytes = file.read(4096)
-    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-
-
-def _lines(path: Path, bad: Bad) -> Iterator[tuple[Row, str, int]]:
-    at = 0
-    with _open(path) as file:
-        for number, raw in enumerate(file, 1):
-            place, at = f"{path}:{number}", at + len(raw)
-            if raw.strip():
-                try:
-                    row = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
-                except ValueError as error:
-                    bad(place, _not_json(place, error))
-                    continue
-                if isinstance(row, dict):
-                    yield row, place, at
-                else:
-                    bad(place, _no_object(place, row))
-
-
-def _array(path: Path, bad: Bad) -> Iterator[tuple[Row, str, int]]:
-    """One element after the other, so that each has its line and its share of the file."""
-    with _open(path) as file:
-        data = file.read()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise BadData(f"{path}:{line} is not UTF-8 text", str(error), "save it as UTF-8") from error
-    decoder = json.JSONDecoder()
-    at, line, counted, scale = _skip(text, text.index("[") + 1), 1, 0, len(data) / max(1, len(text))
-    while text[at : at + 1] != "]":
-        line, counted = line + text.count("\n", counted, at), at
-        place = f"{path}:{line}"
-        try:
-            row, end = decoder.raw_decode(text, at)
-        except ValueError as error:
-            raise _not_json(place, error) from error
-        at = _skip(text, end)
-        if isinstance(row, dict):
-            yield row, place, int(at * scale)
-        else:
-            bad(place, _no_object(place, row))
-        if text[at : at + 1] == ",":
-            at = _skip(text, at + 1)
-        elif text[at : at + 1] != "]":
-            raise BadData(f"{place} is not JSON", "the array does not go on with , or ]", "mend or save the file again")
-
-
-def _skip(text: str, at: int) -> int:
-    while text[at : at + 1] in (" ", "\n", "\r", "\t"):
-        at += 1
-    return at
-
-
-def _table(path: Path, bad: Bad) -> Iterator[tuple[Row, str, int]]:
-    csv.field_size_limit(sys.maxsize)
-    with _open(path) as file:
-        lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
-        reader = csv.DictReader(lines, delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True)
-        begin, size = 2, path.stat().st_size
-        try:
-            for row in reader:
-                place = f"{path}:{begin}"
-                if None in row or None in row.values():
-                    bad(place, BadData(f"{place} has another number of columns than line 1", "", "mend that line"))
-                else:
-                    at = file.tell() if path.suffix not in PACKED else 0
-                    yield {name: value for name, value in row.items() if value != ""}, place, min(size, at)
-                begin = reader.line_num + 1
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise BadData(f"{path}:{begin} is not CSV", str(error), "save it again as UTF-8 CSV") from error
-
-
-def _columns(path: Path) -> Iterator[tuple[Row, str, int]]:
-    try:
-        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise InputMissing(f"cannot read {path}", str(error), "pip install 'lamplighter[data]'") from error
-    try:
-        file = parquet.ParquetFile(path)
-        number, total, size = 0, max(1, file.metadata.num_rows), path.stat().st_size
-        for batch in file.iter_batches(TABLE_BATCH):
-            for row in batch.to_pylist():
-                number += 1
-                yield row, f"{path}:{number}", size * number // total
-    except pyarrow.ArrowException as error:
-        raise BadData(f"{path} is not a readable Parquet file", str(error), "fetch or save it again") from error
-
-
-def _not_json(place: str, error: ValueError) -> BadData:
-    return BadData(f"{place} is not JSON", str(error), "mend that line")
-
-
-def _no_object(place: str, row: object) -> BadData:
-    return BadData(f"{place} is not a row", f"it is a {type(row).__name__}, wanted an object with keys", "mend it")
+RowInput = Item | HubSource
 
 
 # ---------------------------------------------------------------- which kind a row is
 
 
-def kind_of(row: Row) -> str | None:
+def kind_of_row(row: Row) -> str | None:
     """The kind of instruction row that these keys make; None for any other row."""
     if isinstance(row.get("messages"), list | str) or isinstance(row.get("conversations"), list | str):
         return "messages"
@@ -209,42 +70,6 @@ KIND_WORDS = {
     "instruction": "instruction, input, output",
     "prompt": "prompt, completion",
 }
-
-
-def look(path: Path, text_key: str, count: int = 20) -> tuple[str | None, str]:
-    """(kind or None for text, why), by the first rows of a file."""
-    if suffix_of(path) not in SUFFIXES:
-        return None, f"{path.name} is a file of text"
-    found: list[tuple[str | None, str, Row]] = []
-    try:
-        for row, place in rows([path], _Enough().bad):
-            found.append((kind_of(row), place, row))
-            if len(found) >= count:
-                break
-    except _Enough:
-        pass
-    kinds = {kind for kind, _, _ in found if kind}
-    if not kinds or any(text_key in row for _, _, row in found[:1]):
-        keys = ", ".join(found[0][2]) if found else ""
-        return None, f"the rows of {path.name} have the keys {keys or 'none'}"
-    if len(kinds) > 1:
-        first, other = found[0], next(item for item in found if item[0] not in (None, found[0][0]))
-        raise mixture(other[1], other[0], first[0])
-    kind = kinds.pop()
-    return kind, f"the rows of {path.name} have {KIND_WORDS[kind]}"
-
-
-class _Enough(Exception):
-    """So many broken rows that looking on is of no use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def bad(self, place: str, error: BadData) -> None:
-        self.count += 1
-        if self.count >= 100:
-            raise self
 
 
 def mixture(place: str, kind: str | None, first: str | None) -> BadData:
@@ -346,6 +171,237 @@ def complete(messages: list[Message]) -> list[Message]:
     return kept
 
 
-def words_of(paths: list[Path]) -> str:
-    size = sum(path.stat().st_size for path in paths)
-    return f"{paths[0]}{f' and {len(paths) - 1} more files' if len(paths) > 1 else ''}, {human_bytes(size)}"
+# ---------------------------------------------------------------- the source
+
+
+@dataclass
+class SetAside:
+    """Rows that are not learned from: counted by reason, the first place of each kept; or refused, by policy."""
+
+    policy: str = "set_aside"
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+    quiet: bool = False
+
+    def add(self, place: str, reason: str) -> None:
+        if self.policy == "refuse":
+            advice = "mend it, or set such rows aside: --data.bad_text set_aside"
+            raise BadData(f"{place} cannot be learned from", reason, advice)
+        self.counts[reason] += 1
+        self.first.setdefault(reason, place)
+        if not self.quiet and self.counts.total() <= EVENTS:
+            report.event("set_aside", path=place.rpartition(":")[0], line=place.rpartition(":")[2], why=reason)
+
+    def add_unread(self, bad: BadRecords) -> None:
+        """What could not even be read as a row; its events are told already."""
+        for one in bad.listed:
+            reason = str(one["error"][0]).partition(":")[0]
+            self.counts[reason] += 1
+            self.first.setdefault(reason, f"{one['path']}:{one['line']}")
+
+
+class RowSource:
+    """Files and datasets of instruction rows."""
+
+    def __init__(
+        self, inputs: list[RowInput], kinds: list[str], policy: str, limit: int | None = None, bad_limit: float = LIMIT
+    ) -> None:
+        self.inputs, self.kinds, self.policy, self.limit, self.bad_limit = inputs, kinds, policy, limit, bad_limit
+        self._position = Position(name_of(inputs[0]), 0)
+        self._fingerprint = ""
+
+    def __str__(self) -> str:
+        first = f"the first {self.limit:,} rows of " if self.limit else ""
+        others = f" and {len(self.inputs) - 1} more files" if len(self.inputs) > 1 else ""
+        total = self.total_bytes()
+        return f"{first}{name_of(self.inputs[0])}{others}, {'size unknown' if total is None else human_bytes(total)}"
+
+    def local_files(self) -> list[LocalFile] | None:
+        """Its files; None where one of them is elsewhere."""
+        local = [one for one in self.inputs if isinstance(one, LocalFile)]
+        return local if len(local) == len(self.inputs) else None
+
+    def fingerprint(self) -> str:
+        """The content of every file in order (of remote ones: address, size and mark; of datasets: their revision)."""
+        if not self._fingerprint:
+            marks = []
+            with report.phase("hash files", total=self.total_bytes(), unit="B") as p:
+                for one, kind in zip(self.inputs, self.kinds, strict=True):
+                    p.tick(0, name_of(one))
+                    marks.append([*_identity(one, p.tick), kind])
+            self._fingerprint = digest(["rows", RULES, marks, self.policy, self.limit])
+        return self._fingerprint
+
+    def total_bytes(self) -> int | None:
+        sizes = [one.size for one in self.inputs]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+    def position(self) -> Position:
+        return self._position
+
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        """What was said in each conversation."""
+        some = False
+        for messages, _ in self.conversations(SetAside(self.policy, quiet=True)):
+            some = True
+            yield "\n".join(message["content"] for message in messages)
+        if not some:
+            raise BadData(f"no example in {self}", "no row has a question and an answer", "check data.paths")
+
+    def bad_records(self, quiet: bool = False) -> BadRecords:
+        """To count the lines that are no rows at all."""
+        sizes = [one.size if isinstance(one, HubSource) else unpacked_bytes(one) for one in self.inputs]
+        whole = None if None in sizes else sum(size or 0 for size in sizes)
+        return BadRecords(self.policy, self.bad_limit, whole, quiet)
+
+    def rows(self, bad: BadRecords, aside: SetAside | None = None) -> Iterator[tuple[Row, str, str]]:
+        """(row, kind of its file, place) of every row in order; a value that is no row goes to `aside`."""
+        done, reading = 0, bad.begin()
+        for one, kind in zip(self.inputs, self.kinds, strict=True):
+
+            def tell(name: str, at: int, done: int = done) -> None:
+                self._position = Position(name, done + at)
+
+            name = name_of(one)
+            tell(name, 0)
+            for record in _records(one, reading, tell):
+                place = f"{name}:{record.line}"
+                self._position = Position(place, self._position.bytes_done)
+                if isinstance(record.value, dict):
+                    yield record.value, kind, place
+                elif aside is not None:
+                    aside.add(place, "is not a row")
+            done += one.size or 0
+            self._position = Position(self._position.item, done)
+        reading.end()
+
+    def conversations(self, aside: SetAside, between: str = "\n\n") -> Iterator[tuple[list[Message], str]]:
+        """Each complete conversation with its place; the others go to `aside`."""
+        bad = self.bad_records(aside.quiet)
+        for row, kind, place in islice(self.rows(bad, aside), self.limit):
+            if (here := kind_of_row(row)) not in (kind, None):
+                raise mixture(place, here, kind)
+            try:
+                if here is None:
+                    raise NotAnExample(f"the keys are {', '.join(row) or 'none'}, not {KIND_WORDS[kind]}")
+                for messages in conversations(row, kind, between):
+                    yield complete(messages), place
+            except NotAnExample as error:
+                aside.add(place, str(error))
+        aside.add_unread(bad)
+
+
+def name_of(one: RowInput) -> str:
+    return f"dataset {one.name}" if isinstance(one, HubSource) else one.name
+
+
+def _identity(one: RowInput, tick: Callable[[int], None]) -> list[Any]:
+    if isinstance(one, HubSource):
+        return [one.marks, "dataset"]
+    if not isinstance(one, LocalFile):
+        return [one.identity(), suffix_of(one.name)]
+    with one.open(lambda *_: None) as opened:
+        content = hash_file(one.path, tick)
+        one.check(opened.fileno(), "while it was read")
+    return [content, suffix_of(one.name)]
+
+
+def _records(one: RowInput, bad: BadInReading, tell: Tell) -> Iterator[Record]:
+    if isinstance(one, HubSource):
+        for record in one.records(bad):
+            tell(f"dataset {one.name}", one.position().bytes_done)
+            yield record
+        return
+    is_csv = kind_of(one.name) in ("csv", "tsv")
+    for record in read_records(one, bad, tell):
+        if is_csv:  # a cell cannot be left out: an empty one stands for no value
+            yield record._replace(value={name: value for name, value in record.value.items() if value != ""})
+        else:
+            yield record
+
+
+# ---------------------------------------------------------------- rows or text?
+
+
+def find_rows(data: Data, hash_store: Path | None = None, opened: Opened | None = None) -> RowSource | None:
+    """The instruction rows that data.paths names; None where it names text, by data.format or by the first rows.
+
+    `opened` keeps what was opened elsewhere than on this machine, so that it is not asked for twice.
+    """
+    wanted = data.format
+    if wanted == "text" or not data.paths or any(is_own(entry) for entry in data.paths):
+        if wanted == "chat":
+            why = "instruction rows are read from files and datasets"
+            raise BadConfig("data.format is chat", why, "set data.paths")
+        return None
+    inputs, others = _row_inputs(data, hash_store, opened if opened is not None else {})
+    if not inputs:
+        if wanted == "chat":
+            why = f"no file there ends in {' '.join(sorted(SUFFIXES))}"
+            raise InputMissing("no instruction rows in data.paths", why, "name other files")
+        return None
+    kinds: list[str] = []
+    words = ""
+    with report.phase("look at the rows", total=len(inputs), unit="files") as p:
+        for one in inputs:
+            p.tick(0, name_of(one))
+            kind, why = look_at_rows(one, data.text_key if wanted == "auto" else "")
+            p.tick()
+            if kind is None and wanted == "auto" and not kinds:
+                return None
+            if kind is None:
+                why = f"{why}; wanted: {'; or '.join(KIND_WORDS.values())}"
+                advice = "take it out of data.paths, or --data.format text"
+                raise BadData(f"{name_of(one)} holds no instruction rows", why, advice)
+            words = words or why
+            kinds.append(kind)
+    report.note(f"instruction data (data.format {wanted}): {words}; --data.format text reads it as plain text")
+    if others:
+        report.warn(f"not read, as they hold no rows: {len(others)} other files, the first one {others[0]}")
+    return RowSource(inputs, kinds, data.bad_text, data.max_documents, data.bad_limit)
+
+
+def _row_inputs(data: Data, hash_store: Path | None, opened: Opened) -> tuple[list[RowInput], list[Path]]:
+    """(what may hold rows, other files in the folders); nothing where an entry names a file of another kind outright."""
+    inputs: list[RowInput] = []
+    others: list[Path] = []
+    for entry in data.paths:
+        if is_named(entry):
+            name = entry.partition(":")[2]
+            bad = BadRecords(data.bad_text, data.bad_limit)
+            hub = open_dataset(name, data.dataset_config, data.dataset_split, "*", hash_store, bad)
+            opened[entry] = hub
+            inputs.append(hub)
+            continue
+        if is_url(entry) and not entry.startswith("file://"):
+            opened[entry] = remote = find_remote(entry, data.retry_s)
+            matches: list[Item] = [*remote]
+        else:
+            paths, more = matching_files(as_local(entry) if is_url(entry) else entry, SUFFIXES)
+            matches = [local_file(path) for path in paths if path.stat().st_size]
+            others += more
+        if not matches or not all(has_records(one) for one in matches):
+            return [], []
+        inputs += matches
+    return list({name_of(one): one for one in inputs}.values()), others
+
+
+def look_at_rows(one: RowInput, text_key: str) -> tuple[str | None, str]:
+    """(kind of row, or None for text; why), by the first rows of a file or dataset."""
+    reading = BadRecords(quiet=True).begin()
+    first: list[tuple[str, Row]] = []
+    try:
+        for record in islice(_records(one, reading, lambda *_: None), LOOK_ROWS):
+            if isinstance(record.value, dict):
+                first.append((f"{name_of(one)}:{record.line}", record.value))
+    except BadData:
+        if reading.count < SOON:  # else these are no rows, and looking on is of no use
+            raise
+    short = Path(one.name).name
+    rows = [(kind, place) for place, row in first if (kind := kind_of_row(row))]
+    if not rows or text_key in first[0][1]:
+        keys = ", ".join(first[0][1]) if first else ""
+        return None, f"the rows of {short} have the keys {keys or 'none'}"
+    if other := next((row for row in rows if row[0] != rows[0][0]), None):
+        raise mixture(other[1], other[0], rows[0][0])
+    return rows[0][0], f"the rows of {short} have {KIND_WORDS[rows[0][0]]}"

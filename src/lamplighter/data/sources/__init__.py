@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lamplighter import report
 from lamplighter.data.sources.files import Cursor, FileSource, Part, Position, digest, find_items, skip
-from lamplighter.data.sources.hub import open_dataset
+from lamplighter.data.sources.hub import HubSource, open_dataset
 from lamplighter.data.sources.mixture import Chain, Mixture, check_weights
 from lamplighter.errors import BadConfig, BadData
+from lamplighter.readers.bad_records import LIMIT, BadRecords
 from lamplighter.readers.http import shown
-from lamplighter.readers.remote import is_url
+from lamplighter.readers.remote import RemoteFile, is_url
 
 if TYPE_CHECKING:
     from lamplighter.config import Data
@@ -38,6 +39,10 @@ __all__ = [
     "open_source",
     "own_source",
 ]
+
+
+Opened = dict[str, list[RemoteFile] | HubSource]
+"""What entries of data.paths were opened already, to see whether they hold rows: not asked for a second time."""
 
 
 class Source(Protocol):
@@ -87,6 +92,8 @@ def open_source(
     dataset_config: str | None = None,
     dataset_split: str = "train",
     retry_s: float = 600.0,
+    bad_limit: float = LIMIT,
+    opened: Opened | None = None,
 ) -> Source:
     """The documents that the configuration asks for; the embedded corpus where it asks for none."""
     if paths and source:
@@ -99,25 +106,32 @@ def open_source(
     if not paths:
         return EmbeddedCorpus()
 
+    known = opened or {}
+    remote = {entry: files for entry, files in known.items() if isinstance(files, list)}
+
     def open_entries(entries: list[str]) -> Source:
         kind, _, name = entries[0].partition(":")
+        if isinstance(hub := known.get(entries[0]), HubSource):
+            return hub.narrowed(text_key)
         if kind == "dataset":
-            return open_dataset(name, dataset_config, dataset_split, text_key, hash_store, bad_text)
+            return open_dataset(
+                name, dataset_config, dataset_split, text_key, hash_store, BadRecords(bad_text, bad_limit)
+            )
         if kind == "source":
             return own_source(name)
-        return FileSource(find_items(entries, retry_s), separator, text_key, hash_store, bad_text)
+        return FileSource(find_items(entries, retry_s, remote), separator, text_key, hash_store, bad_text, bad_limit)
 
     if weights:
         check_weights(list(weights), paths)
         return Mixture(
             [open_entries([entry]) for entry in paths], list(weights), mix_until, [shown_entry(p) for p in paths]
         )
-    groups = [list(group) for _, group in groupby(paths, lambda entry: entry if _is_named(entry) else "")]
+    groups = [list(group) for _, group in groupby(paths, lambda entry: entry if is_named(entry) else "")]
     found = [open_entries(group) for group in groups]
     return found[0] if len(found) == 1 else Chain(found)
 
 
-def open_data(data: Data, hash_store: Path | None = None) -> Source:
+def open_data(data: Data, hash_store: Path | None = None, opened: Opened | None = None) -> Source:
     """The same, out of the section `data` of a run."""
     return open_source(
         data.paths,
@@ -131,11 +145,18 @@ def open_data(data: Data, hash_store: Path | None = None) -> Source:
         dataset_config=data.dataset_config,
         dataset_split=data.dataset_split,
         retry_s=data.retry_s,
+        bad_limit=data.bad_limit,
+        opened=opened,
     )
 
 
-def _is_named(entry: str) -> bool:
+def is_named(entry: str) -> bool:
+    """Whether an entry of data.paths names a dataset or a source of the user's own, not a file."""
     return entry.startswith(("dataset:", "source:"))
+
+
+def is_own(entry: str) -> bool:
+    return entry.startswith("source:")
 
 
 def shown_entry(entry: str) -> str:

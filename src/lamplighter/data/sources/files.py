@@ -8,19 +8,17 @@ Out: texts in a fixed order. Nothing is repaired in silence: a line that is not 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from lamplighter import report
 from lamplighter.errors import BadData
-from lamplighter.readers.bad_records import Dirt
-from lamplighter.readers.compression import Unpacked
-from lamplighter.readers.cursor import Cursor, Part, Position, cut_after, cut_all, digest, skip
-from lamplighter.readers.lines import read_json, starts_array
+from lamplighter.readers.bad_records import LIMIT, BadInReading, BadRecords
+from lamplighter.readers.files import PART_CHARS, Item, TextFormat, find_items, read_texts, unpacked_bytes
+from lamplighter.readers.lines import starts_array
 from lamplighter.readers.local import LocalFile, Tell, find_files, hash_files, is_packed, kind_of, local_file
-from lamplighter.readers.reader import Found, Reading
-from lamplighter.readers.remote import RemoteFile, as_local, find_remote, is_url
-from lamplighter.readers.tables import read_csv, read_parquet
-from lamplighter.readers.text import find_start, read_text
+from lamplighter.readers.records import Cursor, Part, Position, Texts, cut_after, cut_all, digest, skip
+from lamplighter.readers.text import find_start
 from lamplighter.rundir import human_bytes
 
 __all__ = [
@@ -36,26 +34,6 @@ __all__ = [
     "skip",
 ]
 
-BLOCK_BYTES = 1 << 18
-PACKED_BLOCK_BYTES = 1 << 16  # unpacks to more
-PART_CHARS = 1 << 20
-LINE_BYTES = 1 << 20  # a longer line is decoded in pieces
-Item = LocalFile | RemoteFile
-
-
-def find_items(entries: list[str], retry_s: float = 600.0) -> list[Item]:
-    """The files that paths, folders, patterns and URLs name, in the order of the entries."""
-    found: list[Item] = []
-    local: list[str] = []
-    for entry in entries:
-        if is_url(entry) and not entry.startswith("file://"):
-            found += find_files(local) if local else []
-            found += find_remote(entry, retry_s)
-            local = []
-        else:
-            local.append(as_local(entry) if is_url(entry) else entry)
-    return [*found, *(find_files(local) if local else [])]
-
 
 class FileSource:
     """Text, JSON, CSV and Parquet files, packed or not, one after the other."""
@@ -67,10 +45,13 @@ class FileSource:
         text_key: str = "text",
         hash_store: Path | None = None,
         bad_text: str = "set_aside",
+        bad_limit: float = LIMIT,
     ) -> None:
         self.items: list[Item] = [local_file(file) if isinstance(file, Path) else file for file in files]
         self.separator, self.text_key, self.hash_store = separator, text_key, hash_store
-        self.dirt = Dirt(bad_text)
+        sizes = [unpacked_bytes(item) for item in self.items]
+        self.bad = BadRecords(bad_text, bad_limit, None if None in sizes else sum(size or 0 for size in sizes))
+        self._before = [0, *accumulate(item.size or 0 for item in self.items)]  # bytes of the files before each
         self._fingerprint = ""
         self._here = (self.items[0].name, 0)
         self._cursor: Cursor = {}
@@ -86,8 +67,7 @@ class FileSource:
         return local if len(local) == len(self.items) else None
 
     def total_bytes(self) -> int | None:
-        sizes = [item.size for item in self.items]
-        return None if None in sizes else sum(size or 0 for size in sizes)
+        return None if self.bad.size is None else self._before[-1]
 
     def position(self) -> Position:
         item, done = self._here
@@ -96,7 +76,7 @@ class FileSource:
     def bytes_behind(self) -> int:
         """As position().bytes_done, without what is read ahead of the latest text (known of files that are not packed)."""
         number, at = self._cursor.get("file", 0), self._cursor.get("at")
-        before = sum(item.size or 0 for item in self.items[:number])
+        before = self._before[number]
         return max(before, self._here[1]) if at is None or is_packed(self.items[number].name) else before + int(at)
 
     def fingerprint(self) -> str:
@@ -112,7 +92,7 @@ class FileSource:
             if len(local) < len(self.items):
                 count = len(self.items) - len(local)
                 report.note(f"{count} remote files count as changed when address, size, ETag or date change")
-            self._fingerprint = digest([content, self.separator, self.text_key, PART_CHARS, self.dirt.policy])
+            self._fingerprint = digest([content, self.separator, self.text_key, PART_CHARS, self.bad.policy])
         return self._fingerprint
 
     def documents(self, start: Cursor | None = None) -> Iterator[str]:
@@ -125,37 +105,36 @@ class FileSource:
         return self._read(self._cursor)
 
     def _read(self, start: Cursor) -> Iterator[str]:
-        done = 0
-        some = bool(start)
-        for number, item in enumerate(self.items):
-            if number >= start.get("file", 0):
+        first, some = int(start.get("file", 0)), bool(start)
+        bad = self.bad.begin(int(start.get("bad", 0)))
+        for number in range(first, len(self.items)):
 
-                def tell(name: str, at: int, done: int = done) -> None:
-                    self._here = (name, done + at)
+            def tell(name: str, at: int, done: int = self._before[number]) -> None:
+                self._here = (name, done + at)
 
-                inside = start if number == start.get("file") else None
-                for text, place in self.texts(number, inside, tell):
-                    self._cursor = place
-                    some = True
-                    yield text
-            done += item.size or 0
-            self._here = (item.name, done)
+            for text, after in self.texts(number, start if number == first else None, tell, bad):
+                self._cursor = after
+                some = True
+                yield text
+            self._here = (self.items[number].name, self._before[number + 1])
+        whole = self._before[-1]
+        bad.end((whole - self._before[first]) / whole if whole else 1.0)
         if not some:
             advice = "check data.paths, data.separator and data.text_key"
             raise BadData(f"no text in {self}", "every document is empty", advice)
 
-    def texts(self, file: int, start: Cursor | None = None, tell: Tell = lambda *_: None) -> Found:
-        """The texts of one file after a place in it, each with the cursor after it; the source's position stays."""
-        item, start = self.items[file], start or {}
-        kind, packed = kind_of(item.name), is_packed(item.name)
-        dirt = self.dirt.file(item.name, start.get("bad", 0), "lines" if kind in ("text", "json", "") else "rows")
-        unpacked = Unpacked(lambda at: item.blocks(at, PACKED_BLOCK_BYTES, tell), item.name, start) if packed else None
-        blocks = unpacked.blocks if unpacked else lambda at: item.blocks(at, BLOCK_BYTES, tell)
-        reading = Reading(file, item.name, blocks, start, dirt, self.text_key, self.separator, PART_CHARS, LINE_BYTES)
-        if kind == "parquet":
-            return read_parquet(reading, item, tell)
-        found = {"json": read_json, "csv": read_csv, "tsv": read_csv}.get(kind, read_text)(reading)
-        return ((text, place | unpacked.note(place["at"])) for text, place in found) if unpacked else found
+    def texts(
+        self,
+        file: int,
+        start: Cursor | None = None,
+        tell: Tell = lambda *_: None,
+        bad: BadInReading | None = None,
+    ) -> Texts:
+        """The texts of one file after a cursor in it, each with the cursor after it; the source's position stays."""
+        form = TextFormat(self.separator, self.text_key)
+        if bad is None:
+            bad = self.bad.begin(int((start or {}).get("bad", 0)))
+        return read_texts(self.items[file], form, bad, tell, start, file)
 
     def cursor_at(self, file: int, byte: int, after: Cursor | None = None) -> Cursor | None:
         """The first place at or after a byte of one file where a text begins: to read a file in stretches, side by side.

@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 
 from lamplighter import report
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
-from lamplighter.readers.bad_records import Dirt
-from lamplighter.readers.cursor import Cursor, Position, digest
+from lamplighter.readers.bad_records import BadInReading, BadRecords
 from lamplighter.readers.local import hash_files, local_file
-from lamplighter.readers.reader import in_parts, is_whole, text_of
+from lamplighter.readers.records import Cursor, Position, Record, check_text, digest, in_parts, text_of
 from lamplighter.readers.tables import no_column
 
 REACH_S = 8.0
@@ -34,11 +33,11 @@ Result = TypeVar("Result")
 class HubSource:
     """The rows of one split, as texts."""
 
-    def __init__(self, name: str, dataset: Any, key: str, marks: list[Any], size: int | None, bad_text: str) -> None:
+    def __init__(self, name: str, dataset: Any, key: str, marks: list[Any], size: int | None, bad: BadRecords) -> None:
         self.name, self.dataset, self.key, self.marks, self.size = name, dataset, key, marks, size
         self.indexed = hasattr(dataset, "num_rows") and hasattr(dataset, "__len__")
         self.first_state = None if self.indexed else dataset.state_dict()
-        self.dirt = Dirt(bad_text)
+        self.bad = bad
         self._row = self._done = 0
         self._cursor: Cursor = {}
 
@@ -46,7 +45,7 @@ class HubSource:
         return f"dataset {self.name}" + (f", {len(self.dataset):,} rows" if self.indexed else ", streamed")
 
     def fingerprint(self) -> str:
-        return digest(["dataset", self.marks, self.key, self.dirt.policy, PART_CHARS])
+        return digest(["dataset", self.marks, self.key, self.bad.policy, PART_CHARS])
 
     def total_bytes(self) -> int | None:
         return self.size
@@ -61,24 +60,22 @@ class HubSource:
         return self._read(start)
 
     def _read(self, start: Cursor) -> Iterator[str]:
-        dirt = self.dirt.file(f"dataset {self.name}", start.get("bad", 0), "rows")
+        reading = self.bad.begin(int(start.get("bad", 0)))
+        bad = reading.file(f"dataset {self.name}", None, "rows")
         skipped, some = int(start.get("part", 0)), bool(start)
         for number, record, place in self._rows(start):
             where = f"dataset {self.name}, row {number + 1:,}"
             try:
                 text = text_of(record, self.key, where)
-                if "\0" in text or not (text.isascii() or is_whole(text)):
-                    raise BadData(
-                        f"not text: {where}", "a NUL byte, or half of a surrogate pair", "mend or remove the row"
-                    )
+                check_text(text, where)
             except BadData as error:
-                dirt.set_aside(number + 1, number, error)
+                bad.set_aside(number + 1, number, error)
                 self._row = number + 1
                 continue
             done = self._done + len(text)
             if self.indexed and self.size:
                 done = self.size * (number + 1) // max(1, len(self.dataset))
-            extra = {**({"bad": dirt.bad} if dirt.bad else {}), "bytes": done}
+            extra = {**({"bad": bad.count} if bad.count else {}), "bytes": done}
             before, after = place | extra | {"row": number}, place | extra | {"row": number + 1}
             if "over" in place:
                 after["over"] = place["over"] + 1
@@ -86,9 +83,24 @@ class HubSource:
                 self._cursor, some = cursor, True
                 yield piece
             self._row, self._done, skipped = number + 1, done, 0
-        dirt.end(self._row)
+        bad.end(self._row)
+        reading.end()
         if not some:
             raise BadData(f"no text in {self}", "every document is empty", "check data.text_key")
+
+    def narrowed(self, key: str) -> HubSource:
+        """The same dataset, of which only the column of the texts is read."""
+        return _made(self.name, self.dataset, key, self.marks, self.size, self.bad)
+
+    def records(self, bad: BadInReading) -> Iterator[Record]:
+        """The rows, whole."""
+        self._row, number = 0, -1
+        for number, value, cursor in self._rows({}):
+            self._row = number + 1
+            if self.indexed and self.size:
+                self._done = self.size * (number + 1) // max(1, len(self.dataset))
+            yield Record(value, number + 1, number, cursor, cursor)
+        bad.lines += number + 1
 
     def _rows(self, start: Cursor) -> Iterator[tuple[int, Any, Cursor]]:
         """(number, row, what a cursor needs to come back to just before it)."""
@@ -131,10 +143,10 @@ class HubSource:
 
 
 def open_dataset(
-    name: str, config: str | None, split: str, key: str, hash_store: Path | None = None, bad_text: str = "set_aside"
+    name: str, config: str | None, split: str, key: str, hash_store: Path | None = None, bad: BadRecords | None = None
 ) -> HubSource:
     """The dataset of "dataset:NAME"."""
-    folder = Path(name).expanduser()
+    folder, bad = Path(name).expanduser(), bad or BadRecords()
     if not name:
         why = "nothing stands behind dataset:"
         raise BadConfig("data.paths names no dataset", why, "dataset:/path/to/folder, or a name on the hub")
@@ -147,8 +159,8 @@ def open_dataset(
         datasets = _datasets(name)
         p.tick(0, name)
         if folder.is_dir():
-            return _open_folder(datasets, folder, config, split, key, hash_store, bad_text)
-        return _open_hub(datasets, name, config, split, key, bad_text, p)
+            return _open_folder(datasets, folder, config, split, key, hash_store, bad)
+        return _open_hub(datasets, name, config, split, key, bad, p)
 
 
 def _datasets(name: str) -> Any:
@@ -164,7 +176,7 @@ def _datasets(name: str) -> Any:
 
 
 def _open_folder(
-    datasets: Any, folder: Path, config: str | None, split: str, key: str, hash_store: Path | None, bad_text: str
+    datasets: Any, folder: Path, config: str | None, split: str, key: str, hash_store: Path | None, bad: BadRecords
 ) -> HubSource:
     """A folder; its rows are read in place, nothing is copied and nobody is asked."""
     with _offline(datasets):
@@ -186,11 +198,11 @@ def _open_folder(
         config,
         split,
     ]
-    return _made(str(folder), found, key, marks, sum(file.size for file in local), bad_text)
+    return _made(str(folder), found, key, marks, sum(file.size for file in local), bad)
 
 
 def _open_hub(
-    datasets: Any, name: str, config: str | None, split: str, key: str, bad_text: str, p: report.Phase
+    datasets: Any, name: str, config: str | None, split: str, key: str, bad: BadRecords, p: report.Phase
 ) -> HubSource:
     """A name on the hub, streamed; where the hub cannot be reached, the copy in the cache of `datasets`, or an error."""
     import huggingface_hub
@@ -210,7 +222,7 @@ def _open_hub(
         report.warn(f"{host.hostname} cannot be reached ({fault}): the copy of {name} on this machine is read")
     report.note(f"dataset {name}, split {split}: counts as changed when its revision changes ({revision})")
     info = (found.info.splits or {}).get(split) if found.info else None
-    return _made(name, found, key, [name, config, split, revision], getattr(info, "num_bytes", None), bad_text)
+    return _made(name, found, key, [name, config, split, revision], getattr(info, "num_bytes", None), bad)
 
 
 def _streamed(datasets: Any, name: str, config: str | None, split: str) -> tuple[Any, str]:
@@ -240,14 +252,14 @@ def _tried(load: Callable[[], Result], name: str) -> Result:
         ) from error
 
 
-def _made(name: str, dataset: Any, key: str, marks: list[Any], size: int | None, bad_text: str) -> HubSource:
+def _made(name: str, dataset: Any, key: str, marks: list[Any], size: int | None, bad: BadRecords) -> HubSource:
     columns = list(dataset.column_names or [])
     if columns and key != "*":
         top = key if key in columns else key.split(".")[0]
         if top not in columns:
             raise no_column(f"dataset {name}", key, columns)
         dataset = dataset.select_columns([top])
-    return HubSource(name, dataset, key, marks, size, bad_text)
+    return HubSource(name, dataset, key, marks, size, bad)
 
 
 def _no_split(name: str, split: str, known: list[str]) -> BadConfig:

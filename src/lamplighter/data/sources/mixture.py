@@ -13,7 +13,7 @@ from typing import Protocol
 from lamplighter import report
 from lamplighter.data.sources.files import FileSource
 from lamplighter.errors import BadConfig, BadData
-from lamplighter.readers.cursor import Cursor, Part, Position, digest
+from lamplighter.readers.records import Cursor, Part, Position, digest
 
 
 class Inner(Protocol):

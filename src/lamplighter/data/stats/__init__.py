@@ -43,6 +43,7 @@ from lamplighter.data.stats.overlap import (
 from lamplighter.data.stats.row_faults import Quality
 from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.readers.bad_records import BadRecords
 
 FORMAT = 1
 NEAR_DOCUMENTS = 50_000
@@ -144,17 +145,17 @@ def count_text(source: Source, tokenizer: Tokenizer, path: str, request: Request
     about = About(str(source), "text", "", str(tokenizer), path, sampled, time.monotonic() - started)
     duplicates = find_duplicates(tally, reason)
     apart = compare_sides(tally, found, why_not, reason)
-    return conclude(about, request, tally, _dirt(source), duplicates, apart, _tested(tally, test, reason))
+    return conclude(about, request, tally, _set_aside(source), duplicates, apart, _tested(tally, test, reason))
 
 
 def _tested(tally: Tally, test: TestGrams | None, reason: str) -> TestSet | None:
     return compare_test(tally, test, reason) if test is not None else None
 
 
-def _dirt(source: Source) -> dict[str, int]:
+def _set_aside(source: Source) -> dict[str, int]:
     """Lines that the source has set aside, by reason."""
-    dirt = getattr(source, "dirt", None) or getattr(getattr(source, "source", None), "dirt", None)
-    return dict(dirt.reasons) if dirt is not None else {}
+    bad = getattr(source, "bad", None) or getattr(getattr(source, "source", None), "bad", None)
+    return dict(bad.reasons) if isinstance(bad, BadRecords) else {}
 
 
 @dataclass(frozen=True)

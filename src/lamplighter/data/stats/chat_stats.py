@@ -6,6 +6,7 @@ Out: the same Stats as for text, with a Quality of the rows.
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections import Counter
@@ -15,8 +16,7 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.chat import example_cache, rows
-from lamplighter.data.chat.row_source import RowSource
-from lamplighter.data.chat.rows import Message, NotAnExample
+from lamplighter.data.chat.rows import Message, NotAnExample, RowSource
 from lamplighter.data.chat.template import ChatTemplate, Refused
 from lamplighter.data.sampling import Quota
 from lamplighter.data.stats import About, Request, Stats, conclude, minhash
@@ -24,6 +24,7 @@ from lamplighter.data.stats.collect import SHOWN, Tally
 from lamplighter.data.stats.overlap import Sides, TestGrams, compare_test, find_duplicates, no_near, pair_of
 from lamplighter.data.stats.row_faults import EXAMPLES, Inspector, Row
 from lamplighter.errors import BadData
+from lamplighter.readers.bad_records import BadRecords
 from lamplighter.rundir import human_bytes
 
 CHUNK = 256  # rows that are rendered and encoded together
@@ -71,31 +72,26 @@ class _Counter:
 
     def read(self, request: Request) -> str:
         """Every row, or a sample; says how much of what, '' for all."""
-        total, kinds = self.source.total_bytes(), {str(path): kind for path, kind in self.source.kinds.items()}
+        total, bad = self.source.total_bytes(), BadRecords(self.source.policy, math.inf, quiet=True)
         quota = Quota(total, request.sample_bytes) if request.sample_bytes else None
         done, left_out, number = 0, 0, 0
         with report.phase("count", total=quota.end if quota else total, unit="B") as p:
-
-            def show(at: int, place: str) -> None:
-                nonlocal done
-                done = at
-                p.set(at, place)
-
-            def bad(place: str, error: BadData) -> None:
-                self.set_aside(place, (error.why or error.what).split(":")[0])
-
-            for row, place in rows.rows(self.source.files, bad, show):
+            for row, kind, place in self.source.rows(bad):
+                done = self.source.position().bytes_done
+                p.set(done, place)
                 if (quota and quota.is_over(done)) or (self.source.limit is not None and number >= self.source.limit):
                     break
                 number += 1
                 if quota and not quota.wants(done):
                     left_out += 1
                     continue
-                size = self.add(row, kinds[place.rpartition(":")[0]], place, request.seq_len)
+                size = self.add(row, kind, place, request.seq_len)
                 if quota:
                     quota.kept += size
             self.flush(request.seq_len)
-            p.set(done)
+            p.set(self.source.position().bytes_done)
+        for one in bad.listed:
+            self.set_aside(f"{one['path']}:{one['line']}", str(one["error"][1]).split(":")[0])
         if quota is None or not left_out:
             return ""
         return f"a sample of {human_bytes(quota.kept)} in {number - left_out:,} of {number:,} rows, spread over {self.source}"
@@ -104,9 +100,9 @@ class _Counter:
         """The conversations of one row; returns how many bytes of text they hold."""
         size = 0
         try:
-            if rows.kind_of(row) not in (kind, None):
+            if rows.kind_of_row(row) not in (kind, None):
                 raise NotAnExample("it is a row of another kind than those before it")
-            if rows.kind_of(row) is None and not {"instruction", "prompt", "messages"} & set(row):
+            if rows.kind_of_row(row) is None and not {"instruction", "prompt", "messages"} & set(row):
                 raise NotAnExample(f"it has not the keys {rows.KIND_WORDS[kind]}")
             for messages in rows.conversations(row, kind, self.template.between):
                 size += sum(len(message["content"]) for message in messages)

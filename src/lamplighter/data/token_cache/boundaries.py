@@ -14,7 +14,7 @@ import re
 
 from lamplighter.errors import BadData
 from lamplighter.readers.local import LocalFile, unreadable
-from lamplighter.readers.reader import fault_in
+from lamplighter.readers.records import fault_in
 
 NEAR = 1 << 16  # so far ahead a good place is looked for
 LINE_BYTES = 1 << 20  # a longer line is judged in pieces

@@ -31,16 +31,16 @@ from lamplighter.data.sources.files import FileSource
 from lamplighter.data.split import Division, Look, Settings, decide, look_for
 from lamplighter.data.token_cache import partition
 from lamplighter.data.token_cache import writer as shards
-from lamplighter.data.token_cache.boundaries import Opened
 from lamplighter.data.token_cache.encoder import renewed
 from lamplighter.data.token_cache.partition import Plan, Unit
-from lamplighter.data.token_cache.ranges import PART_BYTES, Faults, Span, Stretch
+from lamplighter.data.token_cache.ranges import PART_BYTES, Stretch
 from lamplighter.data.token_cache.writer import SIDES, Job, Record, UnitWriter, full, hash_first, sync_file
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, CannotWrite
 from lamplighter.procs.pool import TICK_S, each
 from lamplighter.procs.procfs import boot_id
-from lamplighter.readers.bad_records import FileDirt
+from lamplighter.readers.bad_records import SOON, BadInFile, BadRecords
+from lamplighter.readers.files import unpacked_bytes
 from lamplighter.rundir import (
     free_bytes,
     human_bytes,
@@ -106,13 +106,13 @@ class Builder:
                 p.set(found.documents, item)
                 self.say(bytes_done, total, item)
 
-            bad = Faults(plan.how.bad_text if plan else "set_aside")
+            bad = plan.how.bad_records() if plan else BadRecords(quiet=True)
             read = partition.look(plan, found, show, bad) if plan else _look_at_texts(source, found, show)
         try:
             self.division = decide(found, self.settings, source)
         except BadData as error:
-            if bad.found:  # too little text is left because of this
-                raise BadData(*bad.found[0]["error"]) from error
+            if bad.listed:  # too little text is left because of this
+                raise BadData(*bad.listed[0]["error"]) from error
             raise
         self.need_bytes = self._estimate(found, total, read)
         self._check_room(self.need_bytes)
@@ -129,7 +129,7 @@ class Builder:
         self.division, self.need_bytes = Division(**head["division"]), head["need_bytes"]
         for path in sorted(self.folder.glob("unit-*.json")):
             record = read_json(path)
-            if isinstance(record, dict) and self._is_whole(record):
+            if isinstance(record, dict) and isinstance(record.get("lines"), list) and self._is_whole(record):
                 self.synced.append(self.threads.submit(self._sync, record))
                 self.records[record["unit"]] = record
         half = read_record(self.folder / "open.json")
@@ -198,8 +198,8 @@ class Builder:
         behind = np.frombuffer(memoryview(cells), np.uint64)
         for unit in plan.units:
             behind[unit.number] = unit.bytes if unit.number in self.records else 0
-        verdicts = _Verdicts(source, plan)
-        verdicts.add(self.records)
+        bad_lines = _BadLines(source, plan)
+        bad_lines.add(self.records)
         with report.phase("tokenise", total=total, unit="B") as p:
 
             def tick() -> None:
@@ -222,7 +222,7 @@ class Builder:
             for unit, record in made:
                 self._commit(record)
                 behind[unit.number] = unit.bytes
-                verdicts.add(self.records)
+                bad_lines.add(self.records)
                 tick()
 
     def _commit(self, record: Record) -> None:
@@ -293,7 +293,7 @@ class Builder:
 
     def _keep(self, writer: UnitWriter, is_full: bool, place: dict[str, Any]) -> None:
         if is_full:
-            self._commit({**writer.close(), "faults": [], "lines": {}, **place})
+            self._commit({**writer.close(), "faults": [], "lines": [], **place})
             (self.folder / "open.json").unlink(missing_ok=True)
         else:
             self._write("open.json", {**writer.record(), **place, "boot_id": boot_id()}, durable=False)
@@ -369,34 +369,49 @@ def _look_at_texts(source: Source, found: Look, show: Show) -> int:
     return source.position().bytes_done
 
 
-class _Verdicts:
-    """Bad lines, as the units tell of them, put to the policy in the order of the files."""
+class _BadLines:
+    """Bad lines, as the units list them, put to the policy in the order of the files."""
 
     def __init__(self, source: FileSource, plan: Plan) -> None:
-        self.source, self.units = source, plan.units
-        self.next = 0
-        self.dirt: dict[str, FileDirt] = {}
+        self.units, self.total = plan.units, plan.total_bytes()
+        self.reading = source.bad.begin()
+        self.files: dict[str, BadInFile] = {}
+        self.next = self.bytes = 0
+        self.path, self.lines = "", 0  # of the file that the latest unit ended in
 
     def add(self, records: dict[int, Record]) -> None:
         """Judge all units up to the first that is missing."""
         while self.next < len(self.units) and self.next in records:
             self._judge(self.units[self.next], records[self.next])
             self.next += 1
+            is_last = self.next == len(self.units)
+            if is_last or self.reading.count >= SOON:
+                self.reading.check((self.reading.lines + self.lines) * self.total / max(1, self.bytes))
 
     def _judge(self, unit: Unit, record: Record) -> None:
+        spans = {span.path: span for span in unit.spans}
         for fault in record["faults"]:
             path = fault["path"]
-            self.dirt.setdefault(path, self.source.dirt.file(path))
-            self.dirt[path].set_aside(fault["line"], fault["at"], BadData(*fault["error"]))
-        for span in unit.spans:
-            if span.path in self.dirt and span.stop == span.size:
-                self.dirt[span.path].end(record["lines"].get(span.path) or _count_lines(span))
+            if path not in self.files:
+                self.files[path] = self.reading.file(path, unpacked_bytes(spans[path].file))
+            self.files[path].set_aside(fault["line"], fault["at"], BadData(*fault["error"]))
+        self.reading.count += record.get("bad", 0) - len(record["faults"])  # more than are listed
+        for span, lines in zip(unit.spans, record["lines"], strict=False):
+            self.lines = lines + (self.lines if span.path == self.path else 0)
+            self.path = span.path
+            if span.stop == span.size:
+                self._end(span.kind)
+        self.bytes += unit.bytes
 
-
-def _count_lines(span: Span) -> int:
-    with report.phase("count lines", total=span.size, unit="B") as p, Opened(span.file) as file:
-        p.tick(0, span.path)
-        return file.line_at(span.size)
+    def _end(self, kind: str) -> None:
+        """The file is read; the last line of a text may have no newline, so it is counted on its own."""
+        lines = self.lines + (kind != "file")
+        bad = self.files.pop(self.path, None)
+        if bad is not None:
+            bad.end(lines)
+        else:
+            self.reading.lines += lines
+        self.lines = 0
 
 
 # ---------------------------------------------------------------- the door

@@ -19,7 +19,8 @@ from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import FileSource
 from lamplighter.data.split import MB, Look, Settings
 from lamplighter.data.token_cache import ranges
-from lamplighter.data.token_cache.ranges import Faults, Reading, Span, read
+from lamplighter.data.token_cache.ranges import Reading, Span, read
+from lamplighter.readers.bad_records import BadRecords
 from lamplighter.readers.local import LocalFile, is_packed, kind_of, suffix_of
 
 LEAST_BYTES, USUAL_BYTES = 4 * MB, 64 * MB
@@ -99,7 +100,7 @@ def plan(source: Source, settings: Settings) -> Plan | None:
             groups.append([])
         weight = 0
     units = [Unit(number, tuple(spans)) for number, spans in enumerate(filter(None, groups))]
-    how = Reading(source.separator, source.text_key, source.dirt.policy, min(ranges.PART_BYTES, size))
+    how = Reading(source.separator, source.text_key, source.bad.policy, min(ranges.PART_BYTES, size))
     return Plan(units, how)
 
 
@@ -112,9 +113,9 @@ def _span_kind(file: LocalFile) -> str:
     return "text" if kind in ("text", "") else "file"
 
 
-def look(plan: Plan, found: Look, show: Callable[[int, str], None], faults: Faults) -> int:
+def look(plan: Plan, found: Look, show: Callable[[int, str], None], bad: BadRecords) -> int:
     """Read the first documents of the plan; how many bytes were read for it."""
-    done = 0
+    done, reading = 0, bad.begin()
     for span in (span for unit in plan.units for span in unit.spans):
         is_document = span.kind == "text" and not plan.how.separator
         if is_document and found.has_sample():
@@ -122,7 +123,7 @@ def look(plan: Plan, found: Look, show: Callable[[int, str], None], faults: Faul
             continue
         show(done, str(span))
         behind = 0
-        for stretch, behind in read(span, plan.how, faults):
+        for stretch, behind in read(span, plan.how, reading):
             found.add(stretch)
             show(done + behind, str(span))
             if found.is_enough():

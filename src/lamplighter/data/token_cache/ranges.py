@@ -1,7 +1,7 @@
 """Stretches of files as bytes of text: what a worker reads of its unit, the same documents as FileSource finds.
 
 In:  a Span: a file, or a range of bytes of it that was wanted without looking (units.py).
-Out: Stretches of about a megabyte, documents as bytes; lines that are not text, as Faults for the one who decides.
+Out: Stretches of about a megabyte, documents as bytes; lines that are not text, listed for the one who decides.
 
 A wanted range is moved to where documents may be parted: a line's end (JSON lines), a separator, or a good place inside
 a text that is one long document. Neighbours move their common border to the same place, so nothing is lost or doubled.
@@ -10,22 +10,21 @@ a text that is one long document. Neighbours move their common border to the sam
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from lamplighter.data.sources.files import FileSource, Part
 from lamplighter.data.token_cache.boundaries import LINE_BYTES, Opened, cut_after
 from lamplighter.errors import BadData
+from lamplighter.readers.bad_records import BadInFile, BadInReading, BadRecords
+from lamplighter.readers.files import TextFormat, read_texts
 from lamplighter.readers.lines import json_text
 from lamplighter.readers.local import LocalFile
-from lamplighter.readers.reader import fault_in, not_text
-from lamplighter.readers.text import whole_lines
+from lamplighter.readers.records import Part, fault_in, not_text
+from lamplighter.readers.text import count_newlines, whole_lines
 
 PART_BYTES = 1 << 20
 CHECK_BYTES = 1 << 16  # decoded at a time, so that it stays in the processor's cache
-MOST_FAULTS = 20_000  # of one unit; a file of more is no dirty text
 BOM = codecs.BOM_UTF8
 
 
@@ -60,6 +59,10 @@ class Reading:
     bad_text: str
     part_bytes: int = PART_BYTES
 
+    def bad_records(self) -> BadRecords:
+        """For a worker: bad lines are only listed; whether they are too many is decided over the corpus."""
+        return BadRecords(self.bad_text, math.inf, quiet=True)
+
 
 @dataclass(frozen=True)
 class Stretch:
@@ -71,36 +74,6 @@ class Stretch:
 
 
 # ---------------------------------------------------------------- what is not text
-
-
-@dataclass
-class Faults:
-    """Stands in for a Dirt in a worker: bad lines are only listed; whether they are too many is decided over the file."""
-
-    policy: str
-    found: list[dict[str, Any]] = field(default_factory=list)
-    lines: dict[str, int] = field(default_factory=dict)
-    path: str = ""
-    bad: int = 0  # in this file
-
-    def file(self, path: str | Path, bad: int = 0, unit: str = "lines") -> Faults:
-        """Begin one reading of one file; `unit` is for those who tell people."""
-        self.path, self.bad = str(path), bad
-        return self
-
-    def set_aside(self, line: int, at: int, error: BadData, count: int | None = None) -> None:
-        """List a bad line; `count` is for those who decide as they go."""
-        if self.policy == "refuse":
-            raise error
-        if len(self.found) >= MOST_FAULTS:
-            raise BadData(error.what, f"{error.why} (so in over {MOST_FAULTS:,} lines)", error.next)
-        self.bad += 1
-        self.found.append({"path": self.path, "line": line, "at": at, "error": [error.what, error.why, error.next]})
-
-    def end(self, lines: int) -> None:
-        """A file that was read as a whole knows its lines; of others they are counted where somebody asks."""
-        if self.found and self.found[-1]["path"] == self.path:
-            self.lines[self.path] = lines
 
 
 def is_text(data: bytes) -> bool:
@@ -118,8 +91,9 @@ def is_text(data: bytes) -> bool:
     return True
 
 
-def _clean(data: bytes, file: Opened, at: int, faults: Faults) -> bytes:
+def _clean(data: bytes, file: Opened, at: int, bad: BadInFile) -> bytes:
     """The lines of these bytes that are text; they lie at `at` in the file."""
+    bad.reading.lines += count_newlines(data)
     if is_text(data):
         return data.removeprefix(BOM) if at == 0 else data
     head, good = file.read(0, 4), []
@@ -128,7 +102,7 @@ def _clean(data: bytes, file: Opened, at: int, faults: Faults) -> bytes:
             good.append(raw.removeprefix(BOM) if at == 0 else raw)
         else:
             line, place = file.line_at(at), at + fault[0]
-            faults.set_aside(line, place, not_text(file.path, line, place, fault[1], head))
+            bad.set_aside(line, place, not_text(file.path, line, place, fault[1], head))
         at += len(raw)
     return b"".join(good)
 
@@ -136,30 +110,30 @@ def _clean(data: bytes, file: Opened, at: int, faults: Faults) -> bytes:
 # ---------------------------------------------------------------- reading
 
 
-def read(span: Span, how: Reading, faults: Faults) -> Iterator[tuple[Stretch, int]]:
+def read(span: Span, how: Reading, bad: BadInReading) -> Iterator[tuple[Stretch, int]]:
     """The stretches of a span, each with how many of the span's bytes are behind it."""
     if span.kind == "file":
-        yield from _whole_file(span, how, faults)
+        yield from _whole_file(span, how, bad)
         return
-    faults.file(span.path)
+    in_file = bad.file(span.path)
     with Opened(span.file) as file:
         if span.kind == "json":
-            stretches = _json_lines(file, span, how, faults)
+            stretches = _json_lines(file, span, how, in_file)
         elif how.separator:
-            stretches = _separated(file, span, how, how.separator.encode(), faults)
+            stretches = _separated(file, span, how, how.separator.encode(), in_file)
         else:
-            stretches = _one_text(file, span, how, faults)
+            stretches = _one_text(file, span, how, in_file)
         for stretch, at in stretches:
             yield stretch, min(at, span.stop) - span.start
 
 
-def _one_text(file: Opened, span: Span, how: Reading, faults: Faults) -> Iterator[tuple[Stretch, int]]:
+def _one_text(file: Opened, span: Span, how: Reading, bad: BadInFile) -> Iterator[tuple[Stretch, int]]:
     """A file that is one document, in parts."""
     at = file.cut_text(span.start)
     for wanted in range(span.start, span.stop, how.part_bytes):
         end = file.cut_text(min(span.stop, wanted + how.part_bytes))
         if end > at:
-            data = _clean(file.read(at, end), file, at, faults)
+            data = _clean(file.read(at, end), file, at, bad)
             yield Stretch([data], at > 0, end < file.size), end
         at = end
 
@@ -167,24 +141,24 @@ def _one_text(file: Opened, span: Span, how: Reading, faults: Faults) -> Iterato
 def first_part(span: Span, how: Reading) -> bytes:
     """The beginning of the document that a later span goes on with."""
     with Opened(span.file) as file:
-        return _clean(file.read(0, file.cut_text(how.part_bytes)), file, 0, Faults("set_aside"))
+        return _clean(file.read(0, file.cut_text(how.part_bytes)), file, 0, how.bad_records().begin().file(span.path))
 
 
 def part_before(span: Span, how: Reading) -> bytes:
     """The last part before a span of a document that goes on in it."""
     with Opened(span.file) as file:
         begin, end = file.cut_text(span.start - how.part_bytes), file.cut_text(span.start)
-        return _clean(file.read(begin, end), file, begin, Faults("set_aside"))
+        return _clean(file.read(begin, end), file, begin, how.bad_records().begin().file(span.path))
 
 
 def _separated(
-    file: Opened, span: Span, how: Reading, separator: bytes, faults: Faults
+    file: Opened, span: Span, how: Reading, separator: bytes, bad: BadInFile
 ) -> Iterator[tuple[Stretch, int]]:
     """The documents between separators."""
     begin, stop = file.cut_separator(span.start, separator), file.cut_separator(span.stop, separator)
     rest, opened = b"", False
     for data, at in _lines(file, begin, stop):
-        *docs, rest = (rest + _clean(data, file, at, faults)).split(separator)
+        *docs, rest = (rest + _clean(data, file, at, bad)).split(separator)
         long = len(rest) > 2 * how.part_bytes + len(separator)
         if docs:
             yield from _in_parts(docs, opened, how.part_bytes, at + len(data))
@@ -214,7 +188,7 @@ def _lines(file: Opened, at: int, stop: int) -> Iterator[tuple[bytes, int]]:
             at, held = at + end, held[end:]
 
 
-def _json_lines(file: Opened, span: Span, how: Reading, faults: Faults) -> Iterator[tuple[Stretch, int]]:
+def _json_lines(file: Opened, span: Span, how: Reading, bad: BadInFile) -> Iterator[tuple[Stretch, int]]:
     begin, stop = file.cut_line(span.start), file.cut_line(span.stop) if span.stop < file.size else file.size
     at, parts = begin, []  # a line is joined once, however long
     while at < stop:
@@ -224,18 +198,19 @@ def _json_lines(file: Opened, span: Span, how: Reading, faults: Faults) -> Itera
         if end:
             data = b"".join(parts)
             parts = []
-            docs = _texts_of(data, at + end - len(data), file, how, faults)
+            docs = _texts_of(data, at + end - len(data), file, how, bad)
             at += end
             yield from _in_parts(docs, False, how.part_bytes, at)
         else:
             at += len(block)
 
 
-def _texts_of(data: bytes, at: int, file: Opened, how: Reading, faults: Faults) -> list[bytes]:
+def _texts_of(data: bytes, at: int, file: Opened, how: Reading, bad: BadInFile) -> list[bytes]:
     """The texts of whole lines, fast; where a line is not as it should be, each on its own, with its place."""
     from pydantic_core import from_json
 
     key = how.text_key
+    bad.reading.lines += count_newlines(data)
     try:
         if b"\0" not in data:
             lines = data.split(b"\n")
@@ -253,7 +228,7 @@ def _texts_of(data: bytes, at: int, file: Opened, how: Reading, faults: Faults) 
                 try:
                     json_text(raw, file.path, line, at, key)
                 except BadData as error:
-                    faults.set_aside(line, at, error)
+                    bad.set_aside(line, at, error)
         at += len(raw) + 1
     return docs
 
@@ -277,16 +252,16 @@ def _in_parts(docs: list[bytes], opened: bool, size: int, at: int) -> Iterator[t
         yield Stretch(docs[begin:], opened), at
 
 
-def _whole_file(span: Span, how: Reading, faults: Faults) -> Iterator[tuple[Stretch, int]]:
-    """Packed files and other kinds: as FileSource reads them."""
-    source = FileSource([span.file], how.separator, how.text_key, None, how.bad_text)
-    source.dirt = faults  # type: ignore[assignment]
-    try:
-        for stretch in gathered(source.documents(), PART_BYTES):
-            yield stretch, source.position().bytes_done
-    except BadData as error:
-        if not error.what.startswith("no text in"):  # one file of many may be empty
-            raise
+def _whole_file(span: Span, how: Reading, bad: BadInReading) -> Iterator[tuple[Stretch, int]]:
+    """Packed files and other kinds, from beginning to end."""
+    behind = [0]
+
+    def tell(_: str, at: int) -> None:
+        behind[0] = at
+
+    texts = read_texts(span.file, TextFormat(how.separator, how.text_key), bad, tell)
+    for stretch in gathered((text for text, _ in texts), PART_BYTES):
+        yield stretch, behind[0]
 
 
 def gathered(texts: Iterator[str], size: int) -> Iterator[Stretch]:

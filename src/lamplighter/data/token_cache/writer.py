@@ -23,7 +23,7 @@ from lamplighter.data.split import Divider, Division, Pieces
 from lamplighter.data.token_cache import ranges
 from lamplighter.data.token_cache.encoder import Encoder, Ids, Recipe, make_encoder, renewed
 from lamplighter.data.token_cache.partition import Unit
-from lamplighter.data.token_cache.ranges import Faults, Reading, Stretch
+from lamplighter.data.token_cache.ranges import Reading, Stretch
 from lamplighter.errors import BadData, CannotWrite
 from lamplighter.rundir import cannot_write, free_bytes, human_bytes
 
@@ -275,18 +275,22 @@ def make_unit(unit: Unit) -> Record:
     """Read, divide, encode and write one unit."""
     assert _worker is not None
     job, how = _worker.job, _worker.how
-    faults = Faults(how.bad_text)
+    bad = how.bad_records()
+    reading = bad.begin()
+    lines: list[int] = []  # of each span
     _worker.encoder = renewed(_worker.encoder, _worker.recipe)
     writer = UnitWriter(job, _worker.encoder, unit.number, _open_side(unit, how, job.division))
     done = 0
     with writer:
         for span in unit.spans:
-            for stretch, behind in ranges.read(span, how, faults):
+            before = reading.lines
+            for stretch, behind in ranges.read(span, how, reading):
                 writer.add(stretch)
                 _worker.tell(unit.number, done + behind)
             done += span.stop - span.start
+            lines.append(reading.lines - before)
             _worker.tell(unit.number, done)
-        return {**writer.close(), "faults": faults.found, "lines": faults.lines}
+        return {**writer.close(), "faults": bad.listed, "bad": reading.count, "lines": lines}
 
 
 def _open_side(unit: Unit, how: Reading, division: Division) -> bool | None:

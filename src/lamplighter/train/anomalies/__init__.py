@@ -1,4 +1,4 @@
 """Red flags: what a watchful person would see in the curves of a run, seen while it runs.
 
-`memory` keeps what was measured, `learning`, `validation` and `speed` are the rules (pure), `board` says each flag once.
+`history` keeps what was measured, `learning` and `throughput` are the rules (pure functions), `detector` says each flag once.
 """

@@ -13,10 +13,10 @@ from typing import Any
 from lamplighter import report
 from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir, read_last_lines
-from lamplighter.train.anomalies import generalisation, learning, throughput
-from lamplighter.train.anomalies.history import Facts, Memory
+from lamplighter.train.anomalies import learning, throughput
+from lamplighter.train.anomalies.history import Facts, History
 
-Rule = Callable[[Memory], Verdict | None]
+Rule = Callable[[History], Verdict | None]
 RECALL_BYTES = 1 << 26  # some 150,000 steps
 WELL_BLOCKS = 5  # a flag comes down after so long without its cause,
 LONG_STEPS, LONG_SHARE = 200, 0.1  # and is said again only after it was well for this long
@@ -28,15 +28,15 @@ EACH_BLOCK: dict[str, Rule] = {
     "too_good": learning.too_good,
     "loss_rising": learning.loss_rising,
     "gradients_explode": learning.gradients_explode,
-    "overfitting": generalisation.overfitting,
-    "gap_grows": generalisation.gap_grows,
+    "overfitting": learning.overfitting,
+    "gap_grows": learning.gap_grows,
     "no_context": learning.no_context,
     "gradients_vanish": learning.gradients_vanish,
     "clipped_always": learning.clipped_always,
     "above_band": learning.above_band,
     "plateau": learning.plateau,
-    "data_repeats": generalisation.data_repeats,
-    "sample_degenerate": generalisation.degenerate_samples,
+    "data_repeats": learning.data_repeats,
+    "sample_degenerate": learning.degenerate_samples,
     "data_wait": throughput.data_wait,
     "step_time_grows": throughput.step_time_grows,
     "throughput_collapsed": throughput.throughput_collapsed,
@@ -79,11 +79,11 @@ class Change:
     again: bool = False  # it came back soon, or was said before a restart: shown, not said
 
 
-class Board:
-    """The flags of one run."""
+class Detector:
+    """The red flags of one run."""
 
     def __init__(self, facts: Facts, said_before: Mapping[str, int] | None = None) -> None:
-        self.memory = Memory(facts)
+        self.history = History(facts)
         self.up: dict[str, Standing] = {}
         self.down_at: dict[str, int] = {}
         self.said_before = dict(said_before or {})  # cause -> the last step at which it was said, then lost in a kill
@@ -92,29 +92,29 @@ class Board:
 
     def step(self, step: int, values: Mapping[str, float | None]) -> list[Change]:
         """After an optimizer step."""
-        if self.memory.add(step, values):
+        if self.history.add(step, values):
             return self._look(EACH_STEP) + self._look(EACH_BLOCK)
-        low, spiking = self.memory.low_rates >= learning.LR_STEPS, self.memory.spiking
+        low, spiking = self.history.low_rates >= learning.LR_STEPS, self.history.spiking
         if (low and "lr_zero" not in self.up) or (spiking and "loss_spike" not in self.up):
             return self._look(EACH_STEP)
         return []
 
     def validated(self, step: int, loss: float | None) -> list[Change]:
-        self.memory.validated(step, loss)
-        return self._look(EACH_BLOCK) if self.memory.blocks else []
+        self.history.validated(step, loss)
+        return self._look(EACH_BLOCK) if self.history.blocks else []
 
     def sampled(self, step: int, repeat: float | None) -> list[Change]:
-        self.memory.sampled(step, repeat)
-        return self._look({"sample_degenerate": generalisation.degenerate_samples})
+        self.history.sampled(step, repeat)
+        return self._look({"sample_degenerate": learning.degenerate_samples})
 
     def _look(self, rules: Mapping[str, Rule]) -> list[Change]:
         return [change for cause, rule in rules.items() if (change := self._judge(cause, rule))]
 
     def _judge(self, cause: str, rule: Rule) -> Change | None:
-        now, standing = self.memory.step, self.up.get(cause)
+        now, standing = self.history.step, self.up.get(cause)
         if standing is None and any(cause in EXPLAINS.get(other, ()) for other in self.up):
             return None
-        verdict = rule(self.memory)
+        verdict = rule(self.history)
         if verdict is not None and standing is None:
             self.up[cause] = Standing(verdict, now, now)
             soon = cause in self.down_at and now - self.down_at[cause] < self.long
@@ -146,7 +146,7 @@ def announce(changes: Iterable[Change]) -> None:
 # ---------------------------------------------------------------- after a restart
 
 
-def replay(board: Board, records: Iterable[Mapping[str, Any]], last_step: int) -> list[Change]:
+def replay(detector: Detector, records: Iterable[Mapping[str, Any]], last_step: int) -> list[Change]:
     """What the records of a run would have raised, up to a step; of a step that was done twice, the last record counts."""
     steps: dict[int, Mapping[str, Any]] = {}
     looks: dict[int, Mapping[str, Any]] = {}
@@ -161,26 +161,26 @@ def replay(board: Board, records: Iterable[Mapping[str, Any]], last_step: int) -
     changes: list[Change] = []
     for step in sorted(steps.keys() | looks.keys()):
         if step in steps:
-            changes += board.step(step, steps[step])
+            changes += detector.step(step, steps[step])
         if "eval/val_loss" in looks.get(step, {}):
-            changes += board.validated(step, looks[step]["eval/val_loss"])
+            changes += detector.validated(step, looks[step]["eval/val_loss"])
         if "eval/sample_repeat" in looks.get(step, {}):
-            changes += board.sampled(step, looks[step]["eval/sample_repeat"])
+            changes += detector.sampled(step, looks[step]["eval/sample_repeat"])
     return changes
 
 
-def recall(facts: Facts, folder: RunDir, last_step: int) -> Board:
-    """The board as it stood after a step, from metrics.jsonl: a restart neither forgets nor repeats."""
+def recall(facts: Facts, folder: RunDir, last_step: int) -> Detector:
+    """The detector as it stood after a step, from metrics.jsonl: a restart neither forgets nor repeats."""
     if not last_step:
-        return Board(facts)
+        return Detector(facts)
     said: dict[str, int] = {}
     for event in read_last_lines(folder.rank_events(0)):
         if event.get("type") == "verdict" and event.get("flag") and int(event.get("step", 0)) > last_step:
             said[event["cause"]] = max(said.get(event["cause"], 0), int(event["step"]))
-    board = Board(facts, said)
-    replay(board, read_last_lines(folder.metrics, RECALL_BYTES), last_step)
-    report.event("flags", standing=[standing_record(one) for one in board.up.values()])
-    return board
+    detector = Detector(facts, said)
+    replay(detector, read_last_lines(folder.metrics, RECALL_BYTES), last_step)
+    report.event("flags", standing=[standing_record(one) for one in detector.up.values()])
+    return detector
 
 
 def standing_record(one: Standing) -> dict[str, Any]:

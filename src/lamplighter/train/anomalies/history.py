@@ -2,7 +2,7 @@
 
 In:  the record of each step, by the field's names (from the loop, or read back after a restart).
 Out: medians and spreads of blocks; a few numbers that change with every step. No clock and no random number is used:
-     the same records make the same memory.
+     the same records make the same history.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def spread_of(values: Sequence[float], middle: float) -> float:
 
 
 @dataclass
-class Memory:
+class History:
     """All that is remembered of a run; `add` is called once per step, `validated` and `sampled` now and then."""
 
     facts: Facts
@@ -177,8 +177,7 @@ class Memory:
         losses = [x for row in rows if (x := row.get("train/loss")) is not None and math.isfinite(x)]
         if not losses:
             return False
-        middle = median(losses)
-        self.blocks.append(_block(self.facts, self.step, rows, losses, middle, self.ram_gb))
+        self.blocks.append(_block(self.facts, self.step, rows, losses, self.ram_gb))
         if len(self.recent) >= RECENT and not self.spiking:  # a spike is no measure for the next one
             usual = median(self.recent)
             self.usual = (usual, spread_of(self.recent, usual))
@@ -186,15 +185,13 @@ class Memory:
         return True
 
 
-def _block(
-    facts: Facts, step: int, rows: list[Mapping[str, float | None]], losses: list[float], middle: float, ram: float
-) -> Block:
+def _block(facts: Facts, step: int, rows: list[Mapping[str, float | None]], losses: list[float], ram: float) -> Block:
     def column(name: str) -> list[float]:
         return [float(x) for row in rows if (x := row.get(name)) is not None]
 
     norms, times, waits = column("train/grad_norm"), column("train/dt_ms"), column("train/data_wait_ms")
     hard = 5 * facts.grad_clip if facts.grad_clip else math.inf
-    whole = sum(times)
+    whole, middle = sum(times), median(losses)
     return Block(
         first=step - len(rows) + 1,
         last=step,

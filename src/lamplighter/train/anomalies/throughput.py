@@ -1,9 +1,9 @@
 """Rules on time: waiting for data, padding, steps that grow slower, a collapse, a device that idles. Pure functions.
 
-In:  the Memory of a run (its seconds are those of the records, not of a clock).
+In:  the History of a run (its seconds are those of the records, not of a clock).
 Out: a Verdict while a rule holds, None while it does not.
 
-Each needs minutes of evidence: a neighbour who takes the machine for a moment is weather.
+Each needs minutes of evidence: another process that takes the machine for a moment is no anomaly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import median, median_low
 
 from lamplighter.report import Verdict
-from lamplighter.train.anomalies.history import Block, Memory
+from lamplighter.train.anomalies.history import Block, History
 
 LEAST_STEPS = 60
 WAIT_SHARE, WAIT_S, WAIT_STEP_S = 0.30, 60.0, 0.02  # less than that a step is the changing of threads
@@ -35,9 +35,9 @@ MFU_LEAST = {
 }  # of models from so many parameters on; with matrix tiles (AMX) 10 to 25 % is usual
 
 
-def data_wait(memory: Memory) -> Verdict | None:
+def data_wait(history: History) -> Verdict | None:
     """The device waits for batches."""
-    blocks = memory.last(LEAST_STEPS, WAIT_S)
+    blocks = history.last(LEAST_STEPS, WAIT_S)
     if not blocks:
         return None
     whole = sum(block.seconds for block in blocks)
@@ -53,9 +53,9 @@ def data_wait(memory: Memory) -> Verdict | None:
     )
 
 
-def padding(memory: Memory) -> Verdict | None:
+def padding(history: History) -> Verdict | None:
     """More than half of what is computed is filler."""
-    blocks = memory.last(LEAST_STEPS)
+    blocks = history.last(LEAST_STEPS)
     if not blocks:
         return None
     share = sum(block.padding for block in blocks) / len(blocks)
@@ -70,9 +70,9 @@ def padding(memory: Memory) -> Verdict | None:
     )
 
 
-def step_time_grows(memory: Memory) -> Verdict | None:
+def step_time_grows(history: History) -> Verdict | None:
     """Each stretch is slower than the one before it: something accumulates."""
-    every = list(memory.blocks)
+    every = list(history.blocks)
     found = [some for some in (every[-GROWTH_LOOK:], _thinned(every)) if _grows(some)]
     if not found:
         return None
@@ -103,14 +103,14 @@ def step_time_grows(memory: Memory) -> Verdict | None:
     )
 
 
-def throughput_collapsed(memory: Memory) -> Verdict | None:
+def throughput_collapsed(history: History) -> Verdict | None:
     """For minutes far below what this very run could do."""
-    blocks = memory.last(LEAST_STEPS, COLLAPSE_S)
-    if not blocks or len(memory.blocks) <= len(blocks) + 2:
+    blocks = history.last(LEAST_STEPS, COLLAPSE_S)
+    if not blocks or len(history.blocks) <= len(blocks) + 2:
         return None
-    rates = sorted(block.tokens_per_s for block in memory.blocks)
+    rates = sorted(block.tokens_per_s for block in history.blocks)
     best, now = rates[int(0.9 * (len(rates) - 1))], median(block.tokens_per_s for block in blocks)
-    best = max(best, median(block.tokens_per_s for block in list(memory.blocks)[: -len(blocks)]))
+    best = max(best, median(block.tokens_per_s for block in list(history.blocks)[: -len(blocks)]))
     if now > COLLAPSE * best:
         return None
     return Verdict(
@@ -122,11 +122,11 @@ def throughput_collapsed(memory: Memory) -> Verdict | None:
     )
 
 
-def mfu_low(memory: Memory) -> Verdict | None:
+def mfu_low(history: History) -> Verdict | None:
     """The device idles; said only of models that are large enough to fill one."""
-    facts = memory.facts
+    facts = history.facts
     parameters, least = MFU_LEAST.get(facts.device, (math.inf, 0.0))
-    blocks = memory.last(LEAST_STEPS, MFU_S) if facts.parameters >= parameters else []
+    blocks = history.last(LEAST_STEPS, MFU_S) if facts.parameters >= parameters else []
     if not blocks:
         return None
     now = median(block.mfu for block in blocks)

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from types import CodeType, ModuleType
     from typing import Any
 
-    from lamplighter.watch.agent import bootstrap as inside
+    from lamplighter import slot as layout
+    from lamplighter.watch.agent import bootstrap
 else:
-    inside = sys.modules.get("_lamplighter_bootstrap")
+    bootstrap, layout = sys.modules.get("_lamplighter_bootstrap"), sys.modules.get("_lamplighter_slot")
 
 # ---------------------------------------------------------------- wrapping
 
@@ -31,7 +32,7 @@ def _bracket(owner: Any, name: str, begin: Callable[..., Any], end: Callable[...
     function = owner.__dict__.get(name)
     if function is None or hasattr(function, "_lamplighter"):
         return
-    begin, end = inside.quiet(begin), inside.quiet(end) if end is not None else None
+    begin, end = bootstrap.never_raises(begin), bootstrap.never_raises(end) if end is not None else None
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -61,8 +62,8 @@ _optimizers: set[int] = set()
 
 
 def _on_step(optimizer: object, args: object, kwargs: object) -> None:
-    slot, now = inside.slot, monotonic_ns()
-    slot.add("steps")
+    slot, now = bootstrap.slot, monotonic_ns()
+    slot.add("step")
     slot.set("step_ns", now)
     if id(optimizer) not in _optimizers:
         if not slot.get("step_first_ns"):
@@ -85,7 +86,7 @@ _last_loader = 0
 
 def _fetch_begins(args: tuple[Any, ...], kwargs: object) -> tuple[int, int, int]:
     global _last_loader
-    slot, iterator, now = inside.slot, args[0], monotonic_ns()
+    slot, iterator, now = bootstrap.slot, args[0], monotonic_ns()
     outer = (now, slot.get("in_fetch"), slot.get("fetch_since_ns"))
     if id(iterator) != _last_loader:
         _last_loader = id(iterator)
@@ -102,7 +103,7 @@ def _fetch_begins(args: tuple[Any, ...], kwargs: object) -> tuple[int, int, int]
 
 
 def _fetch_ends(begun: tuple[int, int, int], args: object, worked: bool) -> None:
-    slot, (started, outer, since) = inside.slot, begun
+    slot, (started, outer, since) = bootstrap.slot, begun
     slot.set("in_fetch", outer)
     slot.set("fetch_since_ns", since if outer else started)
     if worked:
@@ -131,7 +132,7 @@ def _item_text(index: object, running: int) -> str:
 
 
 def _item_begins(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    slot = inside.slot
+    slot = bootstrap.slot
     running = slot.get("items")
     if running == 0:
         info = getattr(sys.modules.get("torch.utils.data._utils.worker"), "_worker_info", None)
@@ -144,16 +145,14 @@ def _item_begins(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 
 def _item_ends(begun: object, args: object, worked: bool) -> None:
-    slot = inside.slot
+    slot = bootstrap.slot
     slot.set("in_item", 0)
     kind, error, trace = sys.exc_info()
     if worked:
         slot.add("items")
     elif kind is not None and error is not None and kind is not StopIteration and not slot.get("failed"):
         slot.set("failed", 1)
-        at, size = inside.TEXTS["item"]
-        item = bytes(slot.page[at : at + size]).split(b"\0", 1)[0].decode("utf-8", "replace")
-        inside.note_error(kind, error, trace, f"item {item}: ")
+        bootstrap.note_error(kind, error, trace, f"item {slot.get_text('item')}: ")
 
 
 def _watch_fetchers(module: ModuleType) -> None:
@@ -200,9 +199,9 @@ def _collective_begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, An
     if ident in _in_collective:
         return 0
     _in_collective.add(ident)
-    slot = inside.slot
+    slot = bootstrap.slot
     slot.text("coll", name + _tensor_text((*args, *kwargs.values())))
-    slot.text("coll_at", inside.place(inside.users_frame(sys._getframe(1))))
+    slot.text("coll_at", layout.place(layout.users_frame(sys._getframe(1))))
     if name != "init_process_group":
         slot.add("coll_seq")
     slot.set("coll_since_ns", monotonic_ns())
@@ -212,7 +211,7 @@ def _collective_begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 def _collective_ends(begun: int, args: object, worked: bool) -> None:
     if begun:
-        inside.slot.set("in_coll", 0)
+        bootstrap.slot.set("in_coll", 0)
         _in_collective.discard(begun)
 
 
@@ -220,8 +219,8 @@ def _watch_collectives(module: ModuleType) -> None:
     def joined(begun: int, args: object, worked: bool) -> None:
         _collective_ends(begun, args, worked)
         if worked:  # ranks that were not started by a launcher have no RANK in their environment
-            inside.slot.set("rank", module.get_rank())
-            inside.slot.set("world", module.get_world_size())
+            bootstrap.slot.set("rank", module.get_rank())
+            bootstrap.slot.set("world", module.get_world_size())
 
     for name in (*COLLECTIVES, "init_process_group"):
 
@@ -235,7 +234,7 @@ def _watch_collectives(module: ModuleType) -> None:
 
 
 def _on_compile_start(*args: Any) -> None:
-    slot = inside.slot
+    slot = bootstrap.slot
     text = str(getattr(args[0], "compile_id", "")) if args else ""
     slot.text("compile_id", text)
     again = text.rpartition("/")[2].partition("_")[0]
@@ -247,15 +246,15 @@ def _on_compile_start(*args: Any) -> None:
 
 
 def _on_compile_end(*args: object) -> None:
-    inside.slot.set("compiling", 0)
+    bootstrap.slot.set("compiling", 0)
 
 
 def _watch_compiler(module: ModuleType) -> None:
     handler = module.callback_handler
 
     def register(*_: object) -> None:
-        handler.register_start_callback(inside.quiet(_on_compile_start))
-        handler.register_end_callback(inside.quiet(_on_compile_end))
+        handler.register_start_callback(bootstrap.never_raises(_on_compile_start))
+        handler.register_end_callback(bootstrap.never_raises(_on_compile_end))
 
     register()
     _bracket(type(handler), "clear", _nothing, register)  # torch._dynamo.reset() forgets all callbacks
@@ -275,7 +274,7 @@ def _note_bar(begun: object, args: tuple[Any, ...], worked: object = True) -> No
     count = int(bar.n)
     if (id(bar), count) == _last_bar:
         return
-    slot = inside.slot
+    slot = bootstrap.slot
     if id(bar) != _last_bar[0]:
         slot.set("bar_total", int(bar.total) if bar.total is not None else -1)
         slot.text("bar", str(getattr(bar, "desc", "") or "").rstrip(": "))
@@ -357,13 +356,13 @@ def _find_unpicklable(value: object, words: str, depth: int, deadline: float) ->
 
 
 def _pickling_ends(begun: object, args: tuple[Any, ...], worked: bool) -> None:
-    if worked or inside.named_error:
+    if worked or bootstrap.named_error:
         return
     error = id(sys.exc_info()[1])
     found = _find_unpicklable(args[0], "", 5, monotonic() + _LONGEST_SEARCH_S)
     if found:
-        inside.slot.text("error", found)
-        inside.named_error = error
+        bootstrap.slot.text("error", found)
+        bootstrap.named_error = error
 
 
 def _watch_pickling(module: ModuleType) -> None:
@@ -389,5 +388,5 @@ def _forget() -> None:
     _last_loader, _last_bar = 0, (0, -1)
 
 
-if inside is not None:
-    inside.forgets.append(_forget)
+if bootstrap is not None:
+    bootstrap.forgets.append(_forget)

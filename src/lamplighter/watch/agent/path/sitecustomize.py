@@ -1,4 +1,4 @@
-"""The door of the shim: Python runs this file at its start because the watcher put its folder first on PYTHONPATH.
+"""The door of the agent: Python runs this file at its start because the watcher put its folder first on PYTHONPATH.
 
 In:  LAMP_WATCH, the folder of the slots.
 Out: the counters of bootstrap.py are in place; then the user's own sitecustomize runs, as it would have without us.
@@ -19,7 +19,9 @@ def _load(name):
     import _frozen_importlib
     import _frozen_importlib_external as external
 
-    path = os.path.join(os.path.dirname(HERE), name + ".py")
+    agent = os.path.dirname(HERE)
+    folder = os.path.dirname(os.path.dirname(agent)) if name == "slot" else agent  # our own processes use the slot too
+    path = os.path.join(folder, name + ".py")
     before = sys.dont_write_bytecode, sys.pycache_prefix
     try:
         if not os.path.exists(external.cache_from_source(path)):
@@ -36,6 +38,7 @@ def _load(name):
 def _install():
     if sys.version_info < (3, 9) or not os.path.isdir(FOLDER) or "_lamplighter_bootstrap" in sys.modules:
         return
+    _load("slot")
     _load("bootstrap").install(_load)
 
 

@@ -1,6 +1,6 @@
 """Data probe: the first documents as the model will see them, and what the lengths, repeats and sides of the data cost.
 
-In:  a Patient.
+In:  a ProbeContext.
 Out: Findings: text, tokens and loss mask; over-length, padding, duplicates, overlap with validation, epochs.
 """
 
@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from lamplighter.data.chat.row_source import RowSource, SetAside
+from lamplighter.data.chat.rows import RowSource, SetAside
 from lamplighter.data.chat.template import ChatTemplate, Refused, around, own_template
 from lamplighter.data.setup import choose_template, open_text
 from lamplighter.data.stats import Request, Stats, chat_stats, count_text
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.tokenizer_training import escaped
-from lamplighter.doctor.probe import Finding, Level, Patient
-from lamplighter.doctor.sample_data import NoSample, Sample, as_finding, take
+from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding
+from lamplighter.doctor.sample_data import NoSample, Sample, take
 from lamplighter.errors import LampError
 from lamplighter.rundir import read_record
 
@@ -32,10 +32,10 @@ STRATEGY = {"auto": "packed", "packed": "packed", "grouped": "grouped", "windows
 FAULTY = ("empty", "no_answer", "no_prompt")
 
 
-def documents(patient: Patient) -> Iterator[Finding]:
+def documents(context: ProbeContext) -> Iterator[Finding]:
     """What comes out of the tokenizer, the template and the window."""
     try:
-        sample = take(patient)
+        sample = take(context)
         source, tokenizer = open_text(sample.run, sample.cache)
         template = choose_template(sample.run, source, tokenizer)
     except NoSample as error:
@@ -44,13 +44,13 @@ def documents(patient: Patient) -> Iterator[Finding]:
     except LampError as error:
         yield as_finding(error)
         return
-    patient.now("the first documents as the model sees them")
+    context.now("the first documents as the model sees them")
     if template is not None and isinstance(source, RowSource):
         yield from _first_rows(source, template)
-        yield from _template(patient, template)
+        yield from _template(context, template)
     else:
         yield _first_text(next(iter(source.documents())), tokenizer)
-    patient.now(f"lengths, padding and repeats of {sample.words}")
+    context.now(f"lengths, padding and repeats of {sample.words}")
     data = sample.run.data
     request = Request(data.seq_len, sample.run.train.batch_size, data.val_fraction, None, NEAR_DOCUMENTS)
     try:
@@ -61,11 +61,11 @@ def documents(patient: Patient) -> Iterator[Finding]:
     except LampError as error:
         yield as_finding(error)
         return
-    yield from _lengths(stats, patient, sample)
-    yield from _padding(stats, patient)
+    yield from _lengths(stats, context, sample)
+    yield from _padding(stats, context)
     yield from _repeats(stats, sample)
-    yield from _loss(stats, patient)
-    yield from _epochs(stats, patient, sample)
+    yield from _loss(stats, context)
+    yield from _epochs(stats, context, sample)
 
 
 # ---------------------------------------------------------------- as the model sees them
@@ -111,9 +111,9 @@ def _first_rows(source: RowSource, template: ChatTemplate) -> Iterator[Finding]:
         )
 
 
-def _template(patient: Patient, template: ChatTemplate) -> Iterator[Finding]:
+def _template(context: ProbeContext, template: ChatTemplate) -> Iterator[Finding]:
     """A model that is given has been trained with a template of its own."""
-    folder, own = patient.run.model.init_from, own_template(template.tokenizer.files)
+    folder, own = context.run.model.init_from, own_template(template.tokenizer.files)
     if folder is not None and own is not None and own != template.text:
         yield Finding(
             "fault",
@@ -136,7 +136,7 @@ def _template(patient: Patient, template: ChatTemplate) -> Iterator[Finding]:
 # ---------------------------------------------------------------- lengths and padding
 
 
-def _lengths(stats: Stats, patient: Patient, sample: Sample) -> Iterator[Finding]:
+def _lengths(stats: Stats, context: ProbeContext, sample: Sample) -> Iterator[Finding]:
     window, facts = stats.window, stats.lengths
     words = (
         f"{facts.count:,} {'examples' if stats.kind == 'chat' else 'documents'}, p50 {facts.p50:,}, p95 {facts.p95:,},"
@@ -147,9 +147,9 @@ def _lengths(stats: Stats, patient: Patient, sample: Sample) -> Iterator[Finding
         kept = "" if stats.kind == "chat" else "; longer ones go on in the next window, nothing is cut"
         yield Finding("ok", f"lengths: {words}{kept}", sample.words, figures=figures)
         return
-    share, policy = window.over / max(1, facts.count), patient.run.data.over_length
+    share, policy = window.over / max(1, facts.count), context.run.data.over_length
     level: Level = "fault" if share > MUCH else "warn"
-    most = _positions(patient)
+    most = _positions(context)
     best = min(most or 1 << 20, max(32, 1 << (facts.longest - 1).bit_length()))
     longer: dict[str, Any] = {"data.seq_len": best} if best > window.seq_len else {"data.over_length": "drop"}
     setting, value = next(iter(longer.items()))
@@ -165,17 +165,17 @@ def _lengths(stats: Stats, patient: Patient, sample: Sample) -> Iterator[Finding
     )
 
 
-def _positions(patient: Patient) -> int | None:
+def _positions(context: ProbeContext) -> int | None:
     """The longest window that a given model can take; None where it is still to be made."""
-    folder = patient.run.model.init_from
+    folder = context.run.model.init_from
     config = read_record(Path(folder) / "config.json") if folder else {}
     most = config.get("n_positions") or config.get("max_position_embeddings")
     return most if isinstance(most, int) else None
 
 
-def _padding(stats: Stats, patient: Patient) -> Iterator[Finding]:
+def _padding(stats: Stats, context: ProbeContext) -> Iterator[Finding]:
     """Of the strategy that is set, against the others; and the setting that makes the difference."""
-    data = patient.run.data
+    data = context.run.data
     shares = {one.strategy: one for one in stats.padding}
     name = "windows" if stats.kind == "text" else STRATEGY[data.packing]
     now, best = shares[name], min(stats.padding, key=lambda one: one.share)
@@ -250,13 +250,13 @@ def _repeats(stats: Stats, sample: Sample) -> Iterator[Finding]:
         yield Finding("fault", sides.reason, "", "--data.val_fraction 0, or more data")
 
 
-def _loss(stats: Stats, patient: Patient) -> Iterator[Finding]:
+def _loss(stats: Stats, context: ProbeContext) -> Iterator[Finding]:
     """What the rows leave to be learned."""
     counts = stats.counts
     if stats.kind != "chat" or counts.learned_tokens is None:
         return
     asked = 1 - counts.learned_tokens / max(1, counts.tokens)
-    if patient.run.data.loss_on == "all":
+    if context.run.data.loss_on == "all":
         yield Finding(
             "warn",
             f"the loss is taken on the prompt too: {asked:.0%} of the tokens are questions and template",
@@ -281,9 +281,9 @@ def _loss(stats: Stats, patient: Patient) -> Iterator[Finding]:
             )
 
 
-def _epochs(stats: Stats, patient: Patient, sample: Sample) -> Iterator[Finding]:
+def _epochs(stats: Stats, context: ProbeContext, sample: Sample) -> Iterator[Finding]:
     """How often the run would see each token, by the true tokens of the sample."""
-    train, data = patient.run.train, patient.run.data
+    train, data = context.run.train, context.run.data
     if train.steps is None:
         if train.epochs is not None and train.epochs > MANY_EPOCHS:
             yield _many(train.epochs, f"train.epochs is {train.epochs:g}", {"train.epochs": 3})

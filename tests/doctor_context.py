@@ -1,4 +1,4 @@
-"""What the doctor's tests share: a patient out of dotted settings, and its findings by cause."""
+"""What the doctor's tests share: a context out of dotted settings, and its findings by cause."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 
 from conftest import TINY
 from lamplighter.config import parse_overrides, resolve
-from lamplighter.doctor.probe import Finding, Patient
+from lamplighter.doctor.probe import Finding, ProbeContext
 
 SICK = Path(__file__).parent / "sick"
 
 
-def patient(folder: Path, *words: str) -> Patient:
+def context(folder: Path, *words: str) -> ProbeContext:
     """A tiny run with some settings changed; its scratch is in `folder`."""
     resolved = resolve(None, None, parse_overrides([*TINY, *words])[1])
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
-    return Patient(resolved.run, None, folder / "runs", scratch, lambda _: None)
+    return ProbeContext(resolved.run, None, folder / "runs", scratch, lambda _: None)
 
 
-def examine(probe: Callable[[Patient], Iterator[Finding]], who: Patient) -> dict[str, Finding]:
+def examine(probe: Callable[[ProbeContext], Iterator[Finding]], who: ProbeContext) -> dict[str, Finding]:
     """Its findings that are not ok, by cause."""
     return {found.cause or found.what: found for found in probe(who) if found.level != "ok"}
 

@@ -1,7 +1,7 @@
-"""What a file is (text, JSON lines, HTML, TEI, ALTO, METS) and in which encoding: by its bytes first, by its name after.
+"""The text in the bytes of a file: its encoding by a mark, by its bytes or by what it declares; bad lines named.
 
-In:  a name and bytes.
-Out: a kind; a text, with every line that cannot be decoded named by line and byte.
+In:  bytes.
+Out: a text, with every line that cannot be decoded named by line and byte.
 """
 
 from __future__ import annotations
@@ -9,14 +9,9 @@ from __future__ import annotations
 import codecs
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from lamplighter.readers.reader import fault_in
+from lamplighter.readers.records import fault_in
 
-TEXT_SUFFIXES = {".txt", ".text", ".md"}
-JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
-MARKUP_SUFFIXES = {".xml", ".html", ".htm", ".xhtml", ".tei", ".alto"}
-PACKED_SUFFIXES = {".gz", ".zst"}
 BAD_SHARE = 0.01  # of the lines: from there on it is not a text with a few bad lines
 
 _MARKS = (
@@ -28,8 +23,6 @@ _MARKS = (
 )
 _BINARY = (b"%PDF", b"PK\x03\x04", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"\x7fELF", b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")  # fmt: skip
 _DECLARED = re.compile(rb"<\?xml[^>]{0,200}?encoding\s*=\s*[\"']([A-Za-z0-9._-]+)[\"']|<meta[^>]{0,300}?charset\s*=\s*[\"']?([A-Za-z0-9._-]+)", re.I)  # fmt: skip
-_HTML = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*(?:<!doctype\s+html|<html[\s>])", re.I | re.S)
-_XML = re.compile(rb"\s*<\?xml\s|\s*<(?:TEI|alto|mets)[.:\s>]", re.I)
 _HIGH_ONLY = bytes(32 if byte < 128 else byte for byte in range(256))
 RUNS = 5000  # of high bytes that are looked at
 
@@ -51,27 +44,6 @@ class Decoded:
     encoding: str
     bad: tuple[BadLine, ...] = field(default=())
     refused: str = ""
-
-
-def suffix_of(path: Path) -> str:
-    """The ending that says what is inside, without .gz or .zst."""
-    return (Path(path.stem).suffix if path.suffix.lower() in PACKED_SUFFIXES else path.suffix).lower()
-
-
-def is_known(path: Path) -> bool:
-    return suffix_of(path) in TEXT_SUFFIXES | JSON_SUFFIXES | MARKUP_SUFFIXES
-
-
-def kind_of(path: Path, head: bytes) -> str:
-    """'json', 'xml', 'html' or 'text'. A name may lie: a page saved as .txt is still a page."""
-    suffix = suffix_of(path)
-    if suffix in JSON_SUFFIXES:
-        return "json"
-    if _HTML.match(head[:4096]) or suffix in (".html", ".htm"):
-        return "html"
-    if suffix in MARKUP_SUFFIXES or _XML.match(head[:4096]):
-        return "xml"
-    return "text"
 
 
 def declared_encoding(head: bytes) -> str:

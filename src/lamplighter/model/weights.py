@@ -1,0 +1,131 @@
+"""The tensors of a model: made from a seed, stored, and loaded from safetensors under Hugging Face's own names.
+
+In:  a model; a seed, or a folder of safetensors.
+Out: initial weights, the tensors to store, weights loaded in place.
+"""
+
+import json
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from lamplighter.model.transformer import INIT_STD, Transformer
+
+RESIDUAL_PROJECTIONS = ("c_proj.weight", "o_proj.weight", "down_proj.weight")
+# Constants that older transformers stored beside the weights; they are computed, not trained.
+COMPUTED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+@torch.no_grad()
+def init_weights(model: Transformer, seed: int) -> None:
+    """GPT-2's scheme, in place: normal(0, 0.02), residual projections smaller by sqrt(2 * layers), norms 1, biases 0.
+
+    Drawn on the CPU in float32 by a generator of its own, so the same seed gives the same weights on every device,
+    whatever else drew random numbers. Also fills a model built on the meta device and moved by to_empty.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    residual_std = INIT_STD / math.sqrt(2 * model.shape.layers)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        std = residual_std if name.endswith(RESIDUAL_PROJECTIONS) else INIT_STD
+        parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+
+# --- on disk -------------------------------------------------------------------------------------------------------
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors to store, contiguous; one that is used under several names is there once, under its first."""
+    return {name: tensor.contiguous() for name, tensor in stored_tensors(model).items()}
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    first_names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in first_names}
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Copy a folder's safetensors into the model's own tensors, in place. Nothing is touched unless everything fits.
+
+    A missing file is a FileNotFoundError; a damaged file, or tensors that do not fit, a ValueError that names them.
+    """
+    targets = stored_tensors(model)
+    with ExitStack() as open_files:
+        found: dict[str, tuple[Any, str]] = {}  # our name -> the open file, and the name in it
+        for path in weight_files(folder):
+            file = open_files.enter_context(open_safetensors(path))
+            names = [name for name in sorted(file.keys()) if not is_computed(model, name)]
+            found |= {own_name(model, name): (file, name) for name in names}
+        problems = tied_head_problems(model, found) + misfits(targets, found)
+        if problems:
+            more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise ValueError(f"the weights in {folder} do not fit this model:\n  " + "\n  ".join(problems[:5]) + more)
+        for name, target in targets.items():
+            file, stored = found[name]
+            target.copy_(file.get_tensor(stored))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        paths = [folder / "model.safetensors"]
+    else:
+        paths = [folder / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"no {path.name} in {folder}; weights are read from safetensors, never from pickles"
+            )
+    return paths
+
+
+def open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
+def is_computed(model: nn.Module, stored: str) -> bool:
+    return isinstance(model, Transformer) and stored.endswith(COMPUTED)
+
+
+def own_name(model: nn.Module, stored: str) -> str:
+    """GPT-2's original files lack the "transformer." that came later."""
+    bare = not stored.startswith(("transformer.", "lm_head."))
+    is_gpt2 = isinstance(model, Transformer) and model.shape.family == "gpt2"
+    return f"transformer.{stored}" if bare and is_gpt2 else stored
+
+
+def tied_head_problems(model: nn.Module, found: dict[str, tuple[Any, str]]) -> list[str]:
+    """A tied head may be stored as well; then it must be the embedding. It is taken out of what was found."""
+    if not (isinstance(model, Transformer) and model.shape.tie_embeddings and "lm_head.weight" in found):
+        return []
+    embedding = "transformer.wte.weight" if model.shape.family == "gpt2" else "model.embed_tokens.weight"
+    head_file, head_name = found.pop("lm_head.weight")
+    if embedding not in found:
+        return []  # reported as missing
+    file, name = found[embedding]
+    if torch.equal(head_file.get_tensor(head_name), file.get_tensor(name)):
+        return []
+    return [f"lm_head.weight differs from {embedding}, although the config ties them"]
+
+
+def misfits(targets: dict[str, Tensor], found: dict[str, tuple[Any, str]]) -> list[str]:
+    missing = [f"{name} is missing" for name in targets if name not in found]
+    unexpected = [f"{name} is unexpected" for name in found if name not in targets]
+    misshapen = []
+    for name in targets.keys() & found.keys():
+        file, stored = found[name]
+        here, there = list(targets[name].shape), list(file.get_slice(stored).get_shape())
+        if here != there:
+            misshapen.append(f"{name} is {there} in the file, {here} in the model")
+    return missing + unexpected + sorted(misshapen)

@@ -1,0 +1,331 @@
+"""What a process tells about itself from inside: its slot (mapped memory that the watcher reads) and its own stacks.
+
+In:  counters and short texts of a process that reports: ours (report.py), or a watched one (watch/agent).
+Out: one page per process, `<name>.slot`, written by SlotWriter and read by `read_slot`; the stacks of all threads as JSON.
+
+The class Slot is the only description of the layout; the offsets follow from its fields. The agent loads this file into
+somebody else's Python, so: standard library only, Python 3.9 on, no import that costs a start-up (no struct, json, typing,
+dataclasses).
+"""
+
+from __future__ import annotations
+
+import _thread
+import mmap
+import os
+import sys
+
+TYPE_CHECKING = False  # `typing` costs a millisecond of every start-up
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import FrameType
+    from typing import Any
+
+# ---------------------------------------------------------------- the layout
+
+
+class Slot:
+    """One look at a process's slot. Times are monotonic nanoseconds; -1 is unknown; states such as `in_fetch` are 0 or 1."""
+
+    # who it is
+    pid: int = 0
+    pid_start: int = 0
+    ppid: int = 0
+    forked: int = 0
+    hello_ns: int = 0
+    rank: int = -1
+    world: int = 0
+    # how far it is
+    ticks: int = 0
+    tick_ns: int = 0
+    step: int = 0
+    steps: int = 0  # how many there will be
+    step_ns: int = 0
+    step_first_ns: int = 0
+    optimizers: int = 0
+    tokens: int = 0
+    durable_step: int = 0
+    phase_since_ns: int = 0
+    span_since_ns: int = 0
+    # a data loader: in the process that asks, and in the one that reads
+    fetches: int = 0
+    in_fetch: int = 0
+    fetch_since_ns: int = 0
+    fetch_wait_ns: int = 0
+    loader_workers: int = 0
+    wait_worker: int = -1
+    loader_len: int = -1
+    items: int = 0
+    in_item: int = 0
+    item_since_ns: int = 0
+    worker: int = -1
+    # collectives, the compiler, progress bars, garbage
+    coll_seq: int = 0
+    in_coll: int = 0
+    coll_since_ns: int = 0
+    compiles: int = 0
+    compiling: int = 0
+    compile_since_ns: int = 0
+    recompiles: int = 0
+    bar_n: int = 0
+    bar_total: int = -1
+    bar_ns: int = 0
+    collecting: int = 0
+    gc_since_ns: int = 0
+    # what else it is doing
+    saving: int = 0
+    stopping: int = 0
+    prompting: int = 0  # a person is asked, and may take any time
+    printing: int = 0  # the result appears on the screen by itself
+    # what we caused ourselves, and how it ended
+    answers: int = 0
+    answered_bytes: int = 0  # written by the answering thread: no sign of work
+    dropped: int = 0  # lines that a full disk did not take
+    failed: int = 0
+    closing: int = 0  # 1 + the exit code, said at the very end: without it, an exit code proves nothing
+    # numbers with a fraction
+    done: float = 0.0
+    total: float = -1.0
+    loss: float = float("nan")
+    tokens_per_s: float = 0.0
+    mfu: float = 0.0
+    planned_step_s: float = 0.0  # what a step should take, by the plan
+    # texts; their sizes are in TEXT_BYTES
+    phase: str = ""
+    span: str = ""
+    unit: str = ""
+    phase_item: str = ""
+    item: str = ""  # what a loader's worker has in hand
+    coll: str = ""
+    coll_at: str = ""
+    compile_id: str = ""
+    bar: str = ""
+    error: str = ""  # its last words
+    forked_beside: str = ""  # where the other threads of the parent were at the fork
+    python: str = ""
+    argv: str = ""
+
+    def __init__(self, **values: object) -> None:
+        self.__dict__.update(values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slot) and self.told() == other.told()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def told(self) -> dict[str, Any]:
+        """The fields that differ from an untouched slot."""
+        found = {name: getattr(self, name) for name in Slot.__annotations__}
+        return {name: value for name, value in found.items() if value == value and value != getattr(Slot, name)}
+
+    def closed_with(self, code: int) -> bool:
+        """Whether the process itself said, as its last word, that it leaves with this code."""
+        return self.closing == code + 1
+
+
+SLOT_BYTES = 4096
+MAGIC = b"LAMPSLT2"
+TEXT_BYTES = {
+    "phase": 128, "span": 64, "unit": 32, "phase_item": 256, "item": 128, "coll": 128, "coll_at": 256, "compile_id": 32,
+    "bar": 128, "error": 1024, "forked_beside": 512, "python": 32, "argv": 256,
+}  # fmt: skip
+_NUMBERS = [name for name, kind in Slot.__annotations__.items() if kind != "str"]
+REALS = frozenset(name for name, kind in Slot.__annotations__.items() if kind == "float")
+AT = {name: 2 + place for place, name in enumerate(_NUMBERS)}  # in words of 8 bytes: a reader never sees half a number
+TEXTS: dict[str, tuple[int, int]] = {}  # name -> (offset, bytes)
+_at = 1024
+for _name, _size in TEXT_BYTES.items():
+    TEXTS[_name] = (_at, _size)
+    _at += _size
+
+
+class SlotWriter:
+    """Writes numbers and short texts into the page."""
+
+    __slots__ = ("page", "reals", "wholes")
+
+    def __init__(self, page: mmap.mmap | bytearray | None = None) -> None:
+        """Without a page: an untouched slot in memory that nobody reads."""
+        self.page = page if page is not None else bytearray(SLOT_BYTES)
+        view = memoryview(self.page)
+        self.wholes, self.reals = view.cast("q"), view.cast("d")
+        if page is None:
+            for name in _NUMBERS:
+                self.set(name, getattr(Slot, name))
+
+    def set(self, name: str, value: float) -> None:
+        if name in REALS:
+            self.reals[AT[name]] = value
+        else:
+            self.wholes[AT[name]] = value  # type: ignore[call-overload]
+
+    def add(self, name: str, value: int = 1) -> None:
+        self.wholes[AT[name]] += value
+
+    def get(self, name: str) -> int:
+        return self.wholes[AT[name]]
+
+    def text(self, name: str, value: str) -> None:
+        at, size = TEXTS[name]
+        self.page[at : at + size] = value.encode("utf-8", "replace")[: size - 1].ljust(size, b"\0")
+
+    def get_text(self, name: str) -> str:
+        return _text_at(bytes(self.page[:]), name)
+
+    def publish(self, stem: str) -> SlotWriter:
+        """The same slot as a file, `<stem>.slot`, with whatever was written so far."""
+        self.page[:8] = MAGIC
+        return SlotWriter(map_file(stem, ".slot", bytes(self.page[:])))
+
+
+def map_file(stem: str, ending: str, content: bytes) -> mmap.mmap:
+    """Written whole, then named: nobody sees half of it. Real blocks: a hole on a full disk is a bus error later."""
+    fd = os.open(stem + ".new", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        if os.write(fd, content) != len(content):
+            raise OSError(28, "the disk is full", stem + ending)
+        page = mmap.mmap(fd, len(content))
+    finally:
+        os.close(fd)
+    os.rename(stem + ".new", stem + ending)
+    return page
+
+
+def read_slot(path: str | os.PathLike[str]) -> Slot | None:
+    """One look; None where there is no slot yet, or something else in its place."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:  # not there yet
+        return None
+    try:
+        page = os.read(fd, SLOT_BYTES + 1)
+    except OSError:  # a folder, or a pipe without a writer
+        return None
+    finally:
+        os.close(fd)
+    if len(page) != SLOT_BYTES or page[:8] != MAGIC:
+        return None
+    view = memoryview(page)
+    wholes, reals = view.cast("q"), view.cast("d")
+    values: dict[str, Any] = {name: (reals if name in REALS else wholes)[at] for name, at in AT.items()}
+    for name in TEXTS:
+        values[name] = _text_at(page, name)
+    return Slot(**values)
+
+
+def _text_at(page: bytes, name: str) -> str:
+    at, size = TEXTS[name]
+    return page[at : at + size].split(b"\0", 1)[0].decode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------- whose line it is
+
+USERS, LIBRARY, HIDDEN = 0, 1, 2
+hidden_folders = ["<frozen", sys.prefix + "/bin/"]  # the agent adds its own
+_kinds: dict[str, int] = {}
+
+
+def kind_of(file: str) -> int:
+    """Whose file this is: the user's, some library's, or of no interest (Python, torch, the agent)."""
+    kind = _kinds.get(file)
+    if kind is None:
+        if "/site-packages/" in file or "/dist-packages/" in file:
+            kind = HIDDEN if "/torch/" in file else LIBRARY
+        elif "/lib/python3" in file or "/lib64/python3" in file or file.startswith(tuple(hidden_folders)):
+            kind = HIDDEN
+        else:
+            kind = LIBRARY if file.startswith("<") else USERS
+        _kinds[file] = kind
+    return kind
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's code; else of a library; else the innermost."""
+    second = None
+    walk = frame
+    while walk is not None:
+        kind = kind_of(walk.f_code.co_filename)
+        if kind == USERS:
+            return walk
+        if kind == LIBRARY and second is None:
+            second = walk
+        walk = walk.f_back
+    return second or frame
+
+
+def place(frame: FrameType | None) -> str:
+    return f"{frame.f_code.co_filename[-200:]}:{frame.f_lineno}" if frame is not None else ""
+
+
+# ---------------------------------------------------------------- the stacks of this process, as JSON
+# Written by hand: an import in the answering thread could hold a lock while the script forks.
+
+_ESCAPES = {**{code: f"\\u{code:04x}" for code in range(32)}, ord('"'): '\\"', ord("\\"): "\\\\"}
+_DEEPEST = 256
+_SNAPSHOT_WORDS = {"locals", "vars", "eval", "exec", "dir"}
+
+
+def stacks_as_json(main_ident: int) -> str:
+    """`[{"name":, "tid":, "frames": [[file, line, func, {counters}], ...]}, ...]`: main thread first, without this one.
+
+    The frames are let go on return: they hold the user's variables.
+    """
+    threading = sys.modules.get("threading")
+    known = dict(getattr(threading, "_active", {}))
+    frames = sys._current_frames()
+    frames.pop(_thread.get_ident(), None)
+    idents = sorted(frames, key=lambda ident: ident != main_ident)
+    threads = [_thread_as_json(frames[ident], known.get(ident), ident == main_ident) for ident in idents]
+    return "[" + ",".join(threads) + "]"
+
+
+def _thread_as_json(frame: FrameType, thread: Any, is_main: bool) -> str:
+    name = str(thread.name) if thread is not None else "MainThread" if is_main else "?"
+    tid = getattr(thread, "native_id", None) or (os.getpid() if is_main else "null")
+    return f'{{"name":{_quote(name)},"tid":{tid},"frames":{_frames_as_json(frame)}}}'
+
+
+def _frames_as_json(frame: FrameType) -> str:
+    """Innermost first; the innermost frame of the user's code carries its counters."""
+    users = users_frame(frame)
+    counted = users is not None and kind_of(users.f_code.co_filename) != HIDDEN
+    rows: list[str] = []
+    walk: FrameType | None = frame
+    while walk is not None and len(rows) < _DEEPEST:
+        numbers = _whole_numbers(walk) if counted and walk is users else {}
+        values = ",".join(f"{_quote(name)}:{int(value)}" for name, value in numbers.items())
+        rows.append(f"[{_quote(walk.f_code.co_filename)},{walk.f_lineno},{_quote(walk.f_code.co_name)},{{{values}}}]")
+        walk = walk.f_back
+    return "[" + ",".join(rows) + "]"
+
+
+def _quote(text: str) -> str:
+    return '"' + text.translate(_ESCAPES) + '"'
+
+
+def _whole_numbers(frame: FrameType) -> dict[str, int]:
+    """The integers among a frame's variables, at most 12: enough to see a loop advance, and no data of the user's.
+
+    Up to Python 3.12 `f_locals` of a function is a copy that stays with the frame. It would keep the user's tensors
+    alive, so it is emptied again; and frames where the script or a debugger may hold that same copy are left alone.
+    """
+    code = frame.f_code
+    in_function = bool(code.co_flags & 1)
+    copies = in_function and sys.version_info < (3, 13)
+    if copies and (
+        frame.f_trace is not None
+        or frame.f_lineno == code.co_firstlineno
+        or not _SNAPSHOT_WORDS.isdisjoint(code.co_names)
+    ):
+        return {}
+    values: Mapping[str, Any] = frame.f_locals
+    if not in_function and values is not frame.f_globals:
+        return {}
+    found: dict[str, int] = {}
+    for name in code.co_varnames + code.co_cellvars if in_function else code.co_names:
+        value: Any = values.get(name)
+        if type(value) in (int, bool) and abs(value) < 1 << 63 and len(found) < 12:
+            found[name] = value
+    if copies:
+        values.clear()  # type: ignore[attr-defined]
+    return found
