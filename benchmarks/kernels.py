@@ -55,7 +55,7 @@ import numpy, torch
 from lamplighter.config import Train
 from lamplighter.model.build import load_folder
 from lamplighter.train import bf16, hardware, optimizers
-from lamplighter.train.validation import token_loss
+from lamplighter.model.transformer import token_loss
 from pathlib import Path
 
 def answer(ask):

@@ -35,12 +35,11 @@ from lamplighter.data.chat.layout import Fitted, example_batches, fit, lay_out
 from lamplighter.data.chat.packing import Packing
 from lamplighter.model import cpu
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, next_token_loss
+from lamplighter.model.transformer import Transformer, next_token_loss, token_loss
 from lamplighter.model.weights import init_weights
 from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.hardware import kept_memory
 from lamplighter.train.optimizers import Optimizer, clip_factor, make_optimizer
-from lamplighter.train.validation import logits_of, token_loss
 from lamplighter.watch.spawn import threads_wait
 
 CLIP = 1.0
@@ -71,7 +70,7 @@ def dynamic(fitted: Fitted, batch_size: int) -> Callable[[int], Batch]:
 def plain_step(model: Transformer, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
     """As a script does it: logits of every position, and the loss of those that have a target."""
     segments = None if batch.segments is None else torch.from_numpy(batch.segments)
-    logits = logits_of(model, torch.from_numpy(batch.inputs), segments)
+    logits = model(torch.from_numpy(batch.inputs), segments_BT=segments)
     loss = next_token_loss(logits, torch.from_numpy(batch.targets)) / batch.real_tokens
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

@@ -34,7 +34,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from lamplighter.config import Run, Train
+from lamplighter.config import Train, validated
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, next_token_loss
 from lamplighter.model.weights import init_weights, load_weights, stored_tensors
@@ -89,7 +89,7 @@ class Way:
 
 def ours(job: Job, folder: Path) -> Way:
     """The trainer's own checkpointer, with its hashes, its fsync and its rename."""
-    run = Run.model_validate({"train": {"steps": 10**6}, "save": {"staged": True, "keep": 1}})
+    run = validated({"train": {"steps": 10**6}, "save": {"staged": True, "keep": 1}})
     built = SimpleNamespace(config={"model_type": "gpt2"})
     source = SimpleNamespace(state=lambda step: None)
     context: Any = SimpleNamespace(

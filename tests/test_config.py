@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lamplighter import config
-from lamplighter.config import drift, dump, load_dump, parse_overrides, resolve
+from lamplighter.config import drift, dump, load_dump, names, parse_overrides, resolve
 from lamplighter.errors import BadConfig, InputMissing, LampError, UsageError
 
 
@@ -64,7 +64,7 @@ def test_an_unknown_field_on_the_command_line_names_the_nearest(flag: str, meant
      ("output_dir", "--runs-dir")],
 )  # fmt: skip
 def test_names_of_other_trainers_are_understood(name: str, meant: str) -> None:
-    assert config.nearest(name) == meant
+    assert names.nearest(name) == meant
 
 
 def test_an_unknown_key_in_yaml_is_an_error_with_its_line(tmp_path: Path) -> None:

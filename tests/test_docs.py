@@ -17,7 +17,8 @@ import zstandard
 from conftest import TINY, lamp, slot_of, start_lamp, wait_for
 from lamplighter import commands as cli
 from lamplighter import errors
-from lamplighter.config import nearest, preset_names, resolve
+from lamplighter.config import preset_names, resolve
+from lamplighter.config.names import nearest
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.rundir import RunDir

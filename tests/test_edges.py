@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from conftest import LAMP, STARTED, TINY, Command, Finished, clean_env, lamp, losses_of, slot_of, start_lamp, wait_for
-from lamplighter.config import BadConfig, parse_overrides, resolve
+from lamplighter.config import parse_overrides, resolve
+from lamplighter.errors import BadConfig
 from lamplighter.rundir import LineFile, RunDir, is_running, read_json, read_lines
 
 QUICK = [*TINY, "--train.steps", "8", "--save.every_steps", "2"]
@@ -42,15 +43,15 @@ def test_a_damaged_checkpoint_with_a_high_number_does_not_cost_a_good_one(tmp_pa
 def test_an_error_inside_the_optimizer_saves_nothing_half_done(tmp_path: Path) -> None:
     (tmp_path / "boom.py").write_text(
         "import torch\n"
-        "from lamplighter.train import optimizers as optim\n"
-        "real, calls = optim.fused_adamw, 0\n"
+        "from lamplighter.train import optimizers\n"
+        "real, calls = optimizers.fused_adamw, 0\n"
         "def adamw(*given, **named):\n"
         "    global calls\n"
         "    real(*given, **named)\n"
         "    calls += 1\n"
         "    if calls == 6:\n"
         "        raise RuntimeError('out of memory in the optimizer')\n"
-        "optim.fused_adamw = adamw\n"
+        "optimizers.fused_adamw = adamw\n"
         "class Model(torch.nn.Module):\n"
         "    def __init__(self, vocab_size, width, **_):\n"
         "        super().__init__()\n"

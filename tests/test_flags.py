@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from conftest import LONG, TINY, lamp, shared, slot_of, start_lamp, wait_for
-from lamplighter.config import Run
+from lamplighter.config import validated
 from lamplighter.data.unigrams import entropy
 from lamplighter.rundir import RunDir, read_lines, read_record
 from lamplighter.train.anomalies import detector as detectors
@@ -361,8 +361,8 @@ def test_patience_ends_a_run_exactly_over_a_kill_and_more_of_it_goes_on(tmp_path
 
 def test_patience_without_validations_is_refused() -> None:
     with pytest.raises(ValueError, match="patience counts validations"):
-        Run.model_validate({"eval": {"patience": 3, "every_steps": 0}})
-    assert Run.model_validate({"eval": {"patience": 3}}).eval.patience == 3
+        validated({"eval": {"patience": 3, "every_steps": 0}})
+    assert validated({"eval": {"patience": 3}}).eval.patience == 3
 
 
 def test_a_validation_counts_once() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from lamplighter.config import Budget, Run
+from lamplighter.config import Budget, Run, validated
 from lamplighter.errors import BadConfig
 from lamplighter.train import guard
 from lamplighter.train.optimizers import schedule
@@ -23,14 +24,14 @@ def test_non_finite_numbers_name_the_step_and_the_samples(loss: float, norm: flo
 
 
 def test_long_runs_need_saves_and_no_toys() -> None:
-    run = Run.model_validate({"save": {"every_steps": 0, "every_s": 0}})
+    run = validated({"save": {"every_steps": 0, "every_s": 0}})
     with pytest.raises(BadConfig, match="no save"):
-        guard.refuse_long_runs(run, None, 3 * 3600, 10_000, force=False)
-    guard.refuse_long_runs(run, None, 3 * 3600, 10_000, force=True)
-    guard.refuse_long_runs(run, None, 3600, 10_000, force=False)
+        guard.refuse_long_runs(run.save, None, 3 * 3600, 10_000, force=False)
+    guard.refuse_long_runs(run.save, None, 3 * 3600, 10_000, force=True)
+    guard.refuse_long_runs(run.save, None, 3600, 10_000, force=False)
     with pytest.raises(BadConfig, match="toy"):
-        guard.refuse_long_runs(Run(), "demo", 3 * 3600, 10_000, force=False)
-    guard.refuse_long_runs(Run(), "slm", 3 * 3600, 10_000, force=False)
+        guard.refuse_long_runs(Run().save, "demo", 3 * 3600, 10_000, force=False)
+    guard.refuse_long_runs(Run().save, "slm", 3 * 3600, 10_000, force=False)
 
 
 def test_the_budget_leaves_time_for_the_save() -> None:
@@ -43,11 +44,11 @@ def test_the_budget_leaves_time_for_the_save() -> None:
 
 
 def test_the_rate_is_a_pure_function_of_the_optimizer_step() -> None:
-    plan = schedule(Run().train.model_copy(update={"lr": 1e-3, "warmup_steps": 10}), 110)
+    plan = schedule(replace(Run().train, lr=1e-3, warmup_steps=10), 110)
     assert plan.lr_at(1) == pytest.approx(1e-4)
     assert plan.lr_at(10) == pytest.approx(1e-3)
     assert plan.lr_at(60) == pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))
     assert plan.lr_at(110) == pytest.approx(1e-4)
     assert all(plan.lr_at(n) > plan.lr_at(n + 1) for n in range(10, 110))
-    constant = schedule(Run().train.model_copy(update={"schedule": "constant", "warmup_steps": 0}), 50)
+    constant = schedule(replace(Run().train, schedule="constant", warmup_steps=0), 50)
     assert {constant.lr_at(n) for n in range(1, 51)} == {3e-4}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lamplighter import report
-from lamplighter.config import Data, Run
+from lamplighter.config import Data, validated
 from lamplighter.data.batch_source import StepBatches
 from lamplighter.data.batches import NO_TARGET, BatchLayout, rows_of_rank
 from lamplighter.data.chat.example_cache import LEARNED, Examples, Side
@@ -24,7 +24,6 @@ from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, next_token_loss
 from lamplighter.model.weights import init_weights
 from lamplighter.train.loop import micro_batches, micro_loss
-from lamplighter.train.validation import logits_of
 
 PAD = 0
 
@@ -238,7 +237,7 @@ def test_each_example_has_the_loss_that_it_has_alone(family: str, how: str) -> N
         batch = feed.make(step)
         with torch.no_grad():
             segments = None if batch.segments is None else torch.from_numpy(batch.segments)
-            logits = logits_of(model, torch.from_numpy(batch.inputs), segments)
+            logits = model(torch.from_numpy(batch.inputs), segments_BT=segments)
         total = float(next_token_loss(logits, torch.from_numpy(batch.targets)))
         for row in range(len(batch.inputs)):
             ends = np.flatnonzero(batch.targets[row] == 1)  # the end mark of each example
@@ -258,7 +257,7 @@ def test_the_training_loop_has_the_mean_of_those_losses(micro: int) -> None:
     feed = feed_of(lengths, "packed", batch_size=3, seq_len=48)
     assert feed.facts.samples == 3, "one batch is the whole epoch"
     batch = feed.make(1)
-    run = Run.model_validate({"train": {"batch_size": 3, "micro_batch": micro, "steps": 1}})
+    run = validated({"train": {"batch_size": 3, "micro_batch": micro, "steps": 1}})
     where = SimpleNamespace(device=torch.device("cpu"), precision=nullcontext)
     context: Any = SimpleNamespace(run=run, machine=where, model=model)
     with torch.no_grad():
@@ -282,7 +281,7 @@ def test_packed_without_segments_would_be_another_loss() -> None:
     assert batch.segments is not None
     with torch.no_grad():
         segments = torch.from_numpy(batch.segments)
-        apart, leaking = (float(next_token_loss(logits_of(model, ids, s), targets)) for s in (segments, None))
+        apart, leaking = (float(next_token_loss(model(ids, segments_BT=s), targets)) for s in (segments, None))
     assert abs(apart - leaking) > 0.01
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -111,7 +111,7 @@ def test_the_peak_on_paper_is_near_the_peak_of_a_real_process() -> None:
     words = {"model.layers": "4", "model.width": "256", "model.heads": "4", "tokenizer.vocab_size": "8000",
              "train.batch_size": "8", "train.dtype": "fp32", "train.threads": "1"}  # fmt: skip
     run = resolve(None, None, {name: [value] for name, value in words.items()}).run
-    request = {"run": run.model_dump(), "vocab_size": 8000, "micro_batch": 8, "warm_up": 1, "rounds": 1, "seconds": 60}
+    request = {"run": asdict(run), "vocab_size": 8000, "micro_batch": 8, "warm_up": 1, "rounds": 1, "seconds": 60}
     real = child.run(dry_run.STEPS, request).records[-1]
     job = Job(Shape("gpt2", 8000, 256, 4, 256, 4), 256, 8, 8, 10)
     assert real["fits"] and real["parameters"] == job.params and real["step_s"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from conftest import LONG, TINY, lamp, losses_of
 from lamplighter.errors import BadConfig
-from lamplighter.model.recompute import Again, blocks_of, recompute_blocks
+from lamplighter.model.recompute import RecomputedForward, blocks_of, recompute_blocks
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, next_token_loss
 from lamplighter.model.weights import init_weights
@@ -32,7 +33,7 @@ def steps_of(family: str, again: bool, dtype: str = "fp32", packed: bool = False
         assert recompute_blocks(model) == 3
     if compiled:
         torch._dynamo.reset()
-        Compiled(model).begin()
+        Compiled(model).compile(Path(tempfile.gettempdir()) / "lamp-compiled")
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     found = []
     for step in range(3):
@@ -76,7 +77,7 @@ def test_other_random_numbers_would_be_noticed() -> None:
     init_weights(model, 1)
     recompute_blocks(model)
     wrapped = [block.forward for block in blocks_of(model)]
-    assert all(isinstance(forward, Again) for forward in wrapped)
+    assert all(isinstance(forward, RecomputedForward) for forward in wrapped)
     ids = torch.randint(0, 100, (2, 24))
     seed_step(1, 1, 0)
     first = model(ids).detach()

@@ -11,7 +11,7 @@ from pathlib import Path
 SRC = Path(__file__).parents[1] / "src" / "lamplighter"
 LAYER0 = {"config", "report", "rundir", "errors", "slot", "gpus", "schedule"}
 ALLOWED = {
-    "config": {"errors"},
+    "config": {"errors", "rundir"},
     "report": {"errors", "rundir", "procs", "slot"},
     "rundir": {"errors", "procs"},
     "errors": set(),

@@ -352,6 +352,7 @@ def leave(code: int) -> None:
     close()
     sys.stdout.flush()
     sys.stderr.flush()
+    _reporter.slot.set("closing", code + 1)
     os._exit(code)
 
 

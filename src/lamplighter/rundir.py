@@ -7,11 +7,10 @@ Out: paths, atomic writes, append-only line files, the lock, manifests and their
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
-import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,11 @@ from lamplighter.procs.lock import is_held, open_lock, try_lock
 from lamplighter.procs.procfs import boot_id, pid_start
 
 CACHE_NAME = ".cache"
+FORMAT = (
+    1  # of the files of a run: raised when an older version could no longer read them (a manifest keeps its `check`)
+)
+NUMERICS = 1  # of the arithmetic: raised when the same run would give other bits
+VERSIONS = {"format": FORMAT, "numerics": NUMERICS}
 HEARTBEAT_DEAD_S = 10.0
 NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "ceph", "gluster", "gpfs", "beegfs", "9p", "fuse.sshfs", "afs")
 
@@ -95,6 +99,9 @@ class RunDir:
     def fifo(self, rank: int) -> Path:
         return self.slots / f"rank{rank}.ask"
 
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / checkpoint_name(step)
+
     def create(self) -> None:
         """Make the folder and its sub-folders, or say why that is impossible."""
         try:
@@ -106,6 +113,21 @@ class RunDir:
             raise cannot_write(self.path, error) from error
 
 
+def checkpoint_name(step: int) -> str:
+    return f"checkpoint-{step}"
+
+
+def step_of(path: Path) -> int:
+    """checkpoint-500 -> 500; -1 for any other name."""
+    name, _, number = path.name.rpartition("-")
+    return int(number) if name == "checkpoint" and number.isascii() and number.isdecimal() else -1
+
+
+def newest_first(root: Path) -> list[Path]:
+    """The checkpoints in a folder, by their names."""
+    return sorted((path for path in root.glob("checkpoint-*") if step_of(path) >= 0), key=step_of, reverse=True)
+
+
 def _make_slots(slots: Path) -> None:
     """Slots are mapped memory: on a network file system they live in /dev/shm behind a link."""
     if slots.is_symlink():
@@ -113,6 +135,8 @@ def _make_slots(slots: Path) -> None:
     if not is_network_file_system(slots.parent):
         slots.mkdir(exist_ok=True)
         return
+    import hashlib
+
     digest = hashlib.sha256(str(slots.resolve()).encode()).hexdigest()[:16]
     real = Path("/dev/shm") / f"lamplighter-{os.getuid()}-{digest}"
     real.mkdir(mode=0o700, exist_ok=True)
@@ -198,10 +222,10 @@ def write_json(path: Path, value: Any, durable: bool = True) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The parsed file, or None where it is missing or not JSON (a torn file of somebody else)."""
+    """The parsed file, or None where it is missing or not JSON (a torn or hostile file of somebody else)."""
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -209,6 +233,19 @@ def read_record(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is none."""
     found = read_json(path)
     return found if isinstance(found, dict) else {}
+
+
+def number(value: object, default: float = 0.0) -> float:
+    """A finite number out of somebody's JSON; the default for anything else (true and false are no numbers)."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return default
+    return value if -sys.float_info.max <= value <= sys.float_info.max else default
+
+
+def version_of(record: Mapping[str, Any], name: str = "format") -> int:
+    """`format` or `numerics` of a record; what was written before there were such numbers counts as 1."""
+    found = record.get(name, 1)
+    return found if type(found) is int else 1
 
 
 def open_lines(path: Path) -> int:
@@ -232,7 +269,7 @@ class LineFile:
         data = (b"\n" if self.torn else b"") + line.encode("utf-8", "replace") + b"\n"
         try:
             written = os.write(self.fd, data)
-        except OSError:
+        except OSError:  # a full disk; the caller counts what is missing
             return False
         self.torn = written < len(data)
         return not self.torn
@@ -242,7 +279,7 @@ def parse_record(line: bytes | str) -> dict[str, Any] | None:
     """One line of a .jsonl file; None for a torn one (a killed writer) or anything that is no object."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # torn, or nested deeper than anything that we write
         return None
     return record if isinstance(record, dict) else None
 
@@ -264,7 +301,7 @@ def read_last_lines(path: Path, limit_bytes: int = 1 << 22) -> Iterator[dict[str
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - limit_bytes))
             lines = file.read().split(b"\n")
-    except OSError:
+    except OSError:  # not there yet: no records
         return
     for line in lines[1:] if size > limit_bytes else lines:
         if (record := parse_record(line)) is not None:
@@ -292,7 +329,10 @@ class Digest(Protocol):
 
 def hash_file(path: Path, tick: Callable[[int], None] | None = None, digest: Digest | None = None) -> str:
     """sha256 of a file unless another digest is given, in blocks; `tick` gets the bytes as they pass."""
-    digest = digest or hashlib.sha256()
+    if digest is None:
+        import hashlib
+
+        digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         block = memoryview(bytearray(1 << 20))  # one that stays in the processor's cache
         while count := file.readinto(block):
@@ -306,6 +346,7 @@ def write_manifest(folder: Path, known: Mapping[str, str] | None = None, **extra
     """List every file with its size and checksum (`known`: as it was written); written last, so its presence means 'complete'.
 
     XXH3 finds damage as surely as SHA-256 does, for a tenth of the processor's time, which a save takes from the steps.
+    The list has a checksum of its own: without it, a flipped bit in `format` would look like a newer version.
     """
     import xxhash
 
@@ -317,24 +358,70 @@ def write_manifest(folder: Path, known: Mapping[str, str] | None = None, **extra
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != "manifest.json"
     }
-    write_json(folder / "manifest.json", {**extra, "files": files})
+    manifest = {**extra, **VERSIONS, "files": files}
+    write_json(folder / "manifest.json", {**manifest, "check": _check(manifest)})
+
+
+def _check(manifest: Mapping[str, Any]) -> str:
+    """The checksum of a manifest's content, its own `check` left out."""
+    import xxhash
+
+    content = {name: value for name, value in manifest.items() if name != "check"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder; None where it is missing or damaged in any way."""
+    found = read_json(folder / "manifest.json")
+    if not isinstance(found, dict):
+        return None
+    try:
+        if {"check", *VERSIONS} & found.keys() and found.get("check") != _check(found):  # earlier versions had none
+            return None
+    except RecursionError:  # nested deeper than anything that we write
+        return None
+    files = found.get("files")
+    return found if version_of(found) > FORMAT or (files and isinstance(files, dict)) else None
+
+
+def newer_format(folder: Path) -> int | None:
+    """The format of a folder that a newer version wrote; None where this one can read it, or it is damaged."""
+    manifest = read_manifest(folder)
+    found = version_of(manifest) if manifest else FORMAT
+    return found if found > FORMAT else None
 
 
 def verify_manifest(folder: Path, deep: bool = True, tick: Callable[[int], None] | None = None) -> str | None:
-    """None if the folder is what its manifest says, else the reason in words."""
+    """None if the folder is what its manifest says, else the reason in words; damage in the manifest is a reason too."""
     if not (folder / "manifest.json").exists():
         return "manifest.json is missing (the save did not finish)"
-    manifest = read_json(folder / "manifest.json")
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or not manifest["files"]:
+    manifest = read_manifest(folder)
+    if manifest is None:
         return "manifest.json is damaged"
+    if version_of(manifest) > FORMAT:
+        return f"it has format {version_of(manifest)}, and this version reads up to format {FORMAT}"
     for name, expected in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if (size := path.stat().st_size) != expected["bytes"]:
-            return f"{name} has {size:,} bytes, expected {expected['bytes']:,}"
-        if deep and not _matches(path, expected, tick):
-            return f"{name} does not match its checksum"
+        try:
+            reason = _verify_file(folder, name, expected, tick if deep else None, deep)
+        except (OSError, ValueError) as error:  # a name that no file can have, a disk that cannot be read
+            reason = f"{name!r} cannot be read: {error}"
+        if reason:
+            return reason
+    return None
+
+
+def _verify_file(folder: Path, name: str, expected: Any, tick: Callable[[int], None] | None, deep: bool) -> str | None:
+    """The same for one file of the list."""
+    inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+    if not inside or not isinstance(expected, dict) or type(expected.get("bytes")) is not int:
+        return f"manifest.json is damaged (at {name!r})"
+    path = folder / name
+    if not path.is_file():
+        return f"{name} is missing"
+    if (size := path.stat().st_size) != expected["bytes"]:
+        return f"{name} has {size:,} bytes, expected {expected['bytes']:,}"
+    if deep and not _matches(path, expected, tick):
+        return f"{name} does not match its checksum"
     return None
 
 
@@ -352,7 +439,7 @@ def _matches(path: Path, expected: dict[str, Any], tick: Callable[[int], None] |
 def identity() -> dict[str, Any]:
     """This process, as other processes and hosts can recognise it."""
     pid = os.getpid()
-    return {"host": socket.gethostname(), "boot_id": boot_id(), "pid": pid, "pid_start": pid_start(pid)}
+    return {"host": os.uname().nodename, "boot_id": boot_id(), "pid": pid, "pid_start": pid_start(pid)}
 
 
 def is_alive(who: dict[str, Any]) -> bool:
@@ -376,7 +463,7 @@ def is_running(run: RunDir) -> bool:
 
 def _runs_elsewhere(run: RunDir) -> bool:
     status = read_record(run.status)
-    other_host = status.get("host") not in (None, socket.gethostname())
+    other_host = status.get("host") not in (None, os.uname().nodename)
     return other_host and status.get("state") == "running" and status_age_s(run) < HEARTBEAT_DEAD_S
 
 

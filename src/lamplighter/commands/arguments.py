@@ -36,7 +36,7 @@ def parse(verb: str, function: Callable[..., Any], words: list[str]) -> dict[str
         flag = flag.replace("_", "-")
         name = flags.get(flag)
         if name is None:
-            from lamplighter.config import unknown
+            from lamplighter.config.names import unknown
 
             raise unknown(flag, "", UsageError, [one for one in flags if not one.startswith("--no-")])
         if name in found:

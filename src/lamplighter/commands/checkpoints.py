@@ -7,6 +7,7 @@ Out: a table or JSON: step, losses, size, age, valid or not. The hashing happens
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,16 @@ from typing import Any
 from lamplighter import report
 from lamplighter.commands.arguments import find_run, parse
 from lamplighter.errors import DONE
-from lamplighter.rundir import RunDir, human_bytes, read_lines, read_record, verify_manifest
+from lamplighter.rundir import (
+    RunDir,
+    human_bytes,
+    newest_first,
+    number,
+    read_lines,
+    read_record,
+    step_of,
+    verify_manifest,
+)
 
 
 def _checkpoints_flags(run: str, /, *, json: bool = False, runs_dir: Path = Path("runs")) -> None:
@@ -39,15 +49,12 @@ def checkpoints_child(_: RunDir, request: dict[str, Any]) -> int:
     losses = {r.get("step"): r["eval/val_loss"] for r in read_lines(run.metrics) if "eval/val_loss" in r}
     best = read_record(run.checkpoints / "best.json").get("step")
     rows = []
-    folders = [
-        path for path in run.checkpoints.glob("checkpoint-*") if path.name[11:].isascii() and path.name[11:].isdecimal()
-    ]
-    for path in sorted(folders, key=lambda path: int(path.name.split("-")[1])):
+    for path in reversed(newest_first(run.checkpoints)):
         total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         with report.phase("verify", total=total, unit="B") as phase:
             reason = verify_manifest(path, tick=lambda n, phase=phase, path=path: phase.tick(n, path.name))  # type: ignore[misc]
         state = read_record(path / "training" / "state.json")
-        step = int(path.name.split("-")[1])
+        step = step_of(path)
         rows.append({"checkpoint": path.name, "step": step, "loss": state.get("loss"), "val_loss": losses.get(step),
                      "bytes": total, "age_s": time.time() - path.stat().st_mtime, "valid": reason is None,
                      "reason": reason, "best": step == best})  # fmt: skip
@@ -60,7 +67,8 @@ def _table(run: RunDir, rows: list[dict[str, Any]]) -> str:
         return f"no checkpoints in {run.checkpoints}\n"
     lines = [f"{'checkpoint':<20} {'loss':>8} {'val':>8} {'size':>10} {'age':>9}  state"]
     for row in rows:
-        loss, val = (f"{row[name]:.4f}" if row[name] is not None else "-" for name in ("loss", "val_loss"))
+        known = [number(row[name], math.nan) for name in ("loss", "val_loss")]
+        loss, val = ("-" if math.isnan(value) else f"{value:.4f}" for value in known)
         state = ("valid" + (", best" if row["best"] else "")) if row["valid"] else f"invalid: {row['reason']}"
         size, age = human_bytes(row["bytes"]), _hours(row["age_s"])
         lines.append(f"{row['checkpoint']:<20} {loss:>8} {val:>8} {size:>10} {age:>9}  {state}")

@@ -56,7 +56,7 @@ def main() -> int:
         lines = ["error: out of memory", "next:  a smaller train.micro_batch, data.seq_len or model"]
         report.last_words(lines, CRASHED)
         code = CRASHED
-    except Exception as crash:  # noqa: BLE001  the traceback is kept in output.log, the last line is said
+    except (Exception, SystemExit) as crash:  # noqa: BLE001  the traceback is kept in output.log, the last line is said
         if isinstance(crash, OSError) and crash.errno == errno.ENOSPC:
             full = cannot_write(folder.path, crash)
             report.last_words(full.lines(), full.code, full.cause, f"{full.what}: {full.why}", full.next)

@@ -10,8 +10,9 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lamplighter import report
 from lamplighter.commands.arguments import many, one_of, parse
@@ -21,6 +22,7 @@ from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes
 
 if TYPE_CHECKING:
     from lamplighter.config import Run
+    from lamplighter.data.chat.rows import RowSource
     from lamplighter.data.chat.template import ChatTemplate
     from lamplighter.data.sources import Source
     from lamplighter.data.stats import Stats
@@ -76,7 +78,6 @@ def stats_child(folder: RunDir, request: dict[str, Any]) -> int:
     with report.phase("import"):
         from lamplighter.config import load_dump
         from lamplighter.data import stats, tokenizer_training
-        from lamplighter.data.chat.rows import RowSource
         from lamplighter.data.stats import chat_stats, overlap
     run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
     wanted = stats.Request(
@@ -94,13 +95,13 @@ def stats_child(folder: RunDir, request: dict[str, Any]) -> int:
     source, tokenizer = open_text(run, cache)
     test = None
     if request["val"]:
-        mine = run.model_copy(update={"data": run.data.model_copy(update={"paths": request["val"], "source": None})})
+        mine = replace(run, data=replace(run.data, paths=request["val"], source=None))
         test = overlap.TestGrams(", ".join(request["val"]), open_source(mine, cache))
     made = "the bytes as they are" if run.tokenizer.kind == "bytes" else f"trained on this source, kept in {cache}"
     path = run.tokenizer.path or run.model.init_from or made
     template = choose_template(run, source, tokenizer)
-    if template is not None and isinstance(source, RowSource):
-        found = chat_stats.count_rows(source, template, path, wanted, test)
+    if template is not None:  # only rows have one
+        found = chat_stats.count_rows(cast("RowSource", source), template, path, wanted, test)
     else:
         found = stats.count_text(source, tokenizer, path, wanted, test)
     key = lambda: [source.fingerprint(), tokenizer.fingerprint(), wanted, request["val"]]  # noqa: E731

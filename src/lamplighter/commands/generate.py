@@ -6,6 +6,8 @@ Out: text on stdout as it is; the rate in a note. The model runs in a child, und
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import report
 from lamplighter.commands.arguments import find_run, parse
 from lamplighter.errors import DONE, NoCheckpoint, UsageError
-from lamplighter.rundir import RunDir
+from lamplighter.rundir import RunDir, checkpoint_name, newest_first
 
 if TYPE_CHECKING:
     from lamplighter.data.chat.rows import Message
@@ -41,6 +43,7 @@ def _generate_flags(
     raw: bool = False,
     system: str = "",
     threads: int | None = None,
+    model_family: str | None = None,
     runs_dir: Path = Path("runs"),
 ) -> None:
     """How to generate."""
@@ -50,7 +53,7 @@ def generate(words: list[str]) -> int:
     """Text from a run's checkpoint or from any model folder."""
     from lamplighter.commands.session import session
 
-    flags = parse("generate", _generate_flags, words)
+    flags = parse("generate", _generate_flags, [re.sub(r"^--model\.family(?==|$)", "--model-family", w) for w in words])
     try:
         (flags["prompt"] + flags["system"]).encode()
     except UnicodeEncodeError as error:
@@ -59,6 +62,7 @@ def generate(words: list[str]) -> int:
     folder = Path(flags["model"])
     is_folder = (folder / "config.json").is_file()
     flags["model"] = str((folder if is_folder else find_run(flags["model"], runs_dir).path).resolve())
+    flags["command"] = shlex.join(["lamp", "generate", *words])
     return session("generate", flags, interactive=flags["interactive"])
 
 
@@ -76,7 +80,7 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
     torch.set_num_threads(request["threads"] or torch.get_num_threads())
     with report.phase("model"):
         folder = choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
-        built = load_folder(folder)
+        built = load_folder(folder, request["model_family"], request["command"])
         tokenizer = tokenizers.load(folder)
         template = None if request["raw"] else template_file.of_folder(folder, tokenizer)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,14 +108,15 @@ def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
     from lamplighter.train import checkpoint
 
     if (path / "config.json").is_file():
+        checkpoint.refuse_newer(path)
         return path
     root = path / "checkpoints"
     if wanted == "best":
         best = checkpoint.best_of(root)
         if best is None:
             raise NoCheckpoint(f"{path.name} has no best checkpoint", "no validation was made", "--checkpoint latest")
-        wanted = f"{checkpoint.PREFIX}{best[0]}"
-    asked = checkpoint.newest_first(root)[:1] if wanted == "latest" else [root / wanted]
+        wanted = checkpoint_name(best[0])
+    asked = newest_first(root)[:1] if wanted == "latest" else [root / wanted]
     for folder in asked if not raw else ():
         template_file.check_folder(folder)  # before its hashes: what differs in a template is said in words
     found = checkpoint.find(root, "auto" if wanted == "latest" else wanted)

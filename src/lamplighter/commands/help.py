@@ -72,11 +72,12 @@ started without us.
     "generate": """\
 usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]
                      [--top-p P] [--seed S] [--checkpoint best|latest|checkpoint-N] [--interactive] [--runs-dir DIR]
-                     [--system TEXT] [--raw]
+                     [--system TEXT] [--raw] [--model.family MODULE:NAME]
 
 A model that was trained on instruction rows is asked by its own chat template and gives the answer alone; --system puts
 a system message before the question, --raw leaves the template out. With --interactive it remembers the conversation; an
 empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
+A model of your own is built by the code that --model.family names: a model folder never names code.
 """,
     "plan": """\
 usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE[:N]] [--mfu SHARE] [--measure] [--fit] [--what-if] [--json]

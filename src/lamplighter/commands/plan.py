@@ -114,7 +114,15 @@ def _look_at_text(run: Run, cache: Path, scratch: Path) -> Known:
 
     source = open_source(run, cache if cache.is_dir() else scratch / CACHE_NAME)
     found = token_estimate.look(run, source, cache)
-    text = Text(found.tokens, found.how, found.counted, found.val_tokens, found.padding, found.samples, found.noun)
+    text = Text(
+        found.tokens,
+        found.how,
+        found.counted,
+        val_tokens=found.val_tokens,
+        padding=found.padding,
+        samples=found.samples,
+        noun=found.noun,
+    )
     return Known(text, found.vocab_size, segments=found.segments, row_tokens=found.row_tokens)
 
 
@@ -185,7 +193,7 @@ def plan_run(
     for reason in dict.fromkeys([*sure, *(r for r in made.reasons if r.startswith(("memory", "money", "time")))]):
         report.warn(f"the plan says no: {reason}" + (" (going on: --force)" if sure else ""))
     _warn(run, made, data)
-    guard.refuse_long_runs(run, request.get("preset"), made.hours * 3600, steps, force)
+    guard.refuse_long_runs(run.save, request.get("preset"), made.hours * 3600, steps, force)
     _check_disk(run, folder, made)
     return made.hours * 3600
 
@@ -196,7 +204,8 @@ def _job(run: Run, where: Machine, data: DataFacts, *, vocab_size: int, steps: i
     tokens = round(data.samples * data.positions_per_step / run.train.batch_size * (1 - data.padding))
     text = None
     if data.samples:
-        text = Text(tokens, "counted", True, data.held_out.targets, data.padding, data.samples, data.noun)
+        held_out = data.held_out.targets
+        text = Text(tokens, "counted", True, held_out, padding=data.padding, samples=data.samples, noun=data.noun)
     rows = data.positions_per_step / run.train.batch_size
     return job_of(
         run,
@@ -311,14 +320,14 @@ def _steps(request: dict[str, Any], say: Say) -> dict[str, Any]:
     """The model as the run would build it, and rounds of at most two micro-batches and one optimizer step."""
     import torch
 
-    from lamplighter.config import Run
+    from lamplighter.config import validated
     from lamplighter.model.build import build
     from lamplighter.model.recompute import recompute_blocks
     from lamplighter.plan.job import known_shape
     from lamplighter.procs.child import limit_own_memory
     from lamplighter.train import hardware, optimizers
 
-    run = Run.model_validate(request["run"])
+    run = validated(request["run"])
     where = hardware.detect(run.train, shape=known_shape(run))
     if where.device.type == "cpu" and request.get("bytes"):
         limit_own_memory(int(request["bytes"]))
@@ -377,10 +386,10 @@ def _micro_batch(model: torch.nn.Module, where: Machine, rows: int, length: int,
 
 def _loss(model: torch.nn.Module, where: Machine, ids: torch.Tensor, whole: bool) -> torch.Tensor:
     """In a function of its own, as in the loop: the logits are let go before the backward pass."""
-    from lamplighter.train import validation
+    from lamplighter.model.transformer import token_loss
 
     with where.precision():
-        return validation.token_loss(model, ids, ids, whole=whole, scale=1 / ids.numel())
+        return token_loss(model, ids, ids, whole=whole, scale=1 / ids.numel())
 
 
 def _optimizer_step(optimizer: Optimizer, clip: float, where: Machine) -> Took:

@@ -7,16 +7,17 @@ Out: one row a run, newest first, or the same as JSON.
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 from lamplighter.commands.arguments import parse
 from lamplighter.errors import DONE
-from lamplighter.rundir import RunDir, is_running, read_record
+from lamplighter.rundir import FORMAT, RunDir, is_running, number, read_record, version_of
 from lamplighter.watch import redflags
 from lamplighter.watch.console import result
-from lamplighter.watch.status import duration
+from lamplighter.watch.status import clean, duration
 
 
 def _runs_flags(*, json: bool = False, runs_dir: Path = Path("runs")) -> None:
@@ -39,6 +40,8 @@ def list_runs(runs_dir: Path, as_json: bool) -> int:
         state = status.get("state", "unknown")
         if not running and state in ("running", "stopping"):
             state = "lost"  # killed with its parent: nobody wrote the end
+        if (found := version_of(status)) > FORMAT:
+            state = f"format {found}"  # of a newer version: only that is known
         rows.append({**status, "run": run.name, "state": state, "age_s": time.time() - path.stat().st_mtime})
     rows.sort(key=lambda row: row["age_s"])
     if as_json:
@@ -55,9 +58,9 @@ def list_runs(runs_dir: Path, as_json: bool) -> int:
 
 
 def _row(row: dict[str, Any]) -> str:
-    steps = f"{row.get('step', 0)}/{row.get('steps') or '?'}"
-    loss, val = (f"{row[name]:.3f}" if row.get(name) is not None else "-" for name in ("loss", "val_loss"))
-    spent, age = duration(row.get("spent_s", 0.0)), duration(row["age_s"])
-    safe = row.get("durable_step", 0)
+    step, steps, safe = (int(number(row.get(name))) for name in ("step", "steps", "durable_step"))
+    of, known = f"{step}/{steps or '?'}", [number(row.get(name), math.nan) for name in ("loss", "val_loss")]
+    loss, val = ("-" if math.isnan(value) else f"{value:.3f}" for value in known)
+    spent, age = duration(number(row.get("spent_s"))), duration(row["age_s"])
     flags = f"  {', '.join(redflags.recall(row))}".rstrip()
-    return f"{row['run']:<24} {row['state']:<10} {steps:>14} {safe:>8} {loss:>8} {val:>8} {spent:>9} {age + ' ago':>10}{flags}\n"
+    return f"{row['run']:<24} {clean(str(row['state'])):<10} {of:>14} {safe:>8} {loss:>8} {val:>8} {spent:>9} {age + ' ago':>10}{flags}\n"

@@ -53,5 +53,5 @@ def _forward_lines(fd: int) -> None:
             try:
                 pipe.write(line)
                 pipe.flush()
-            except BrokenPipeError:
+            except BrokenPipeError:  # the child has ended
                 return

@@ -68,9 +68,9 @@ def train_child(folder: RunDir, request: dict[str, Any]) -> int:
         Path(request["out"]),
         size,
         run.tokenizer.sample_mb,
-        tuple(request["special"]),
-        tuple(map(Path, request["compare"])),
-        request["force"],
+        special=tuple(request["special"]),
+        compare=tuple(map(Path, request["compare"])),
+        force=request["force"],
     )
     result = tokenizer_training.make(open_source(run, cache), wish, cache)
     report.result(json.dumps(result, indent=1) + "\n" if request["json"] else tokenizer_training.told(result))

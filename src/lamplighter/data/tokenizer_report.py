@@ -19,7 +19,7 @@ from lamplighter.data.sources import Source
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.tokenizer_training import escaped
 from lamplighter.errors import InputMissing
-from lamplighter.rundir import human_bytes
+from lamplighter.rundir import human_bytes, newest_first
 
 PIECES = 2000  # shown of a text; the counts are of all of it
 SPECIALS = 24
@@ -30,11 +30,11 @@ PLAIN = "\x1b[0m"
 def find(path: Path) -> Path:
     """The folder or file of the tokenizer: as given, or of a run's newest checkpoint."""
     if (path / "checkpoints").is_dir():
-        found = [entry for entry in (path / "checkpoints").glob("checkpoint-*") if (entry / "tokenizer.json").exists()]
+        found = [entry for entry in newest_first(path / "checkpoints") if (entry / "tokenizer.json").exists()]
         if not found:
             why = "it has no checkpoint with a tokenizer yet"
             raise InputMissing(f"no tokenizer in run {path}", why, "its tokenizer is in the .cache folder beside it")
-        return max(found, key=lambda entry: int(entry.name.rpartition("-")[2]) if entry.name[11:].isdecimal() else -1)
+        return found[0]
     return path
 
 

@@ -58,7 +58,7 @@ def find(name: str) -> Own:
     """Import it, with the current folder on the path; a function that is no generator is called, to see what it makes."""
     module_name, _, attribute = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
     importlib.invalidate_caches()
     module = importlib.import_module(module_name)
     if not hasattr(module, attribute):

@@ -11,12 +11,13 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lamplighter.config import Run
+from lamplighter.config import validated
 from lamplighter.data.batches import Batch
 from lamplighter.doctor import python_loops
 from lamplighter.doctor.model_fixture import (
@@ -465,7 +466,7 @@ WORTH = 1.1
 def compiling(context: ProbeContext) -> Iterator[Finding]:
     """The same step with torch.compile, in a process of its own with a deadline."""
     request = {
-        "run": context.run.model_dump(mode="json"), "runs_dir": str(context.runs_dir), "scratch": str(context.scratch),
+        "run": asdict(context.run), "runs_dir": str(context.runs_dir), "scratch": str(context.scratch),
     }  # fmt: skip
     wanted = context.run.train.compile is True
     done = child.run(
@@ -538,7 +539,7 @@ def measure_compile(request: dict[str, Any], say: Say) -> None:
     """Eager first, then the same blocks compiled as lamp train would."""
     now = lambda text: say(now=text)  # noqa: E731
     scratch = Path(request["scratch"])
-    context = ProbeContext(Run.model_validate(request["run"]), None, Path(request["runs_dir"]), scratch, now)
+    context = ProbeContext(validated(request["run"]), None, Path(request["runs_dir"]), scratch, now)
     fixture = prepare(context, quick_dtype=False)
     is_own = not isinstance(fixture.model, Transformer)
     say(now="the same step, uncompiled", own=is_own)
@@ -550,7 +551,7 @@ def measure_compile(request: dict[str, Any], say: Say) -> None:
     blocks = Compiled(fixture.model)
     began = time.monotonic()
     try:
-        blocks.begin(scratch / "compiled")
+        blocks.compile(scratch / "compiled")
         seconds_of(fixture, batch)
         compile_s = time.monotonic() - began
         say(now="the same step, compiled", own=is_own)

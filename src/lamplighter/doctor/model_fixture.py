@@ -26,8 +26,8 @@ from lamplighter.plan.job import known_shape
 from lamplighter.procs import procfs
 from lamplighter.rundir import human_bytes
 from lamplighter.train import hardware as machines
-from lamplighter.train import validation
 from lamplighter.train.hardware import Machine
+from lamplighter.train.loop import batch_loss
 
 STEP_S = 1.5  # about so long may one forward and backward of a probe take
 FITS = 0.6  # of the free memory: activations come on top
@@ -72,7 +72,7 @@ class ModelFixture:
         """The mean loss of a batch, as in training."""
         machine = replace(self.machine, dtype=dtype or self.machine.dtype)
         whole, scale = self.run.train.loss == "whole", 1 / batch.real_tokens
-        return validation.batch_loss(self.model, batch, machine, whole=whole, scale=scale)
+        return batch_loss(self.model, batch, machine, whole=whole, scale=scale)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """In fp32, for comparing."""
@@ -100,7 +100,7 @@ def prepare(context: ProbeContext, quick_dtype: bool = True) -> ModelFixture:
     vocab = made[3] if made else run.tokenizer.vocab_size if run.tokenizer.kind == "bpe" else 257
     end = made[0].end_of_text if made else 0
     context.now("the model")
-    section = run.train.model_copy(update={"dtype": "fp32"}) if quick_dtype and run.train.dtype == "auto" else run.train
+    section = replace(run.train, dtype="fp32") if quick_dtype and run.train.dtype == "auto" else run.train
     where = machines.detect(section, shape=known_shape(run))
     section_of_model, fewer = _layers_that_fit(run, vocab)
     remarks += fewer
@@ -140,7 +140,7 @@ def _layers_that_fit(run: Run, vocab: int) -> tuple[Model, list[Finding]]:
         return section, []
     what = f"the model is examined with {layers} of its {section.layers} layers"
     why = f"all of it takes {human_bytes(need)} for weights, gradients and optimizer; {human_bytes(have)} are free here"
-    return section.model_copy(update={"layers": layers}), [Finding("warn", what, why, "lamp plan", "rss_oom")]
+    return replace(section, layers=layers), [Finding("warn", what, why, "lamp plan", "rss_oom")]
 
 
 def _data(context: ProbeContext) -> tuple[Any, Any, Any, int]:
@@ -148,7 +148,7 @@ def _data(context: ProbeContext) -> tuple[Any, Any, Any, int]:
     sample = take(context)
     source, tokenizer = open_text(sample.run, sample.cache)
     template = choose_template(sample.run, source, tokenizer)
-    few = sample.run.model_copy(update={"data": sample.run.data.model_copy(update={"workers": 1, "cache": "auto"})})
+    few = replace(sample.run, data=replace(sample.run.data, workers=1, cache="auto"))
     lay_out = open_batches(few, sample.cache, sample.cache, OpenedText(source, tokenizer, template))
     section = context.run.tokenizer
     is_trained = section.path is None and context.run.model.init_from is None and section.kind == "bpe"

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,8 @@ def take(context: ProbeContext) -> Sample:
             raise NoSample(as_finding(error)) from error
         write_json(record, known, durable=False)
     whole = context.run
-    changed = {name: getattr(whole, name).model_copy(update=known[name]) for name in ("data", "tokenizer")}
-    run = whole.model_copy(update=changed)
+    changed = {name: replace(getattr(whole, name), **known[name]) for name in ("data", "tokenizer")}
+    run = replace(whole, **changed)
     try:
         return Sample(run, open_source(run, cache), known["words"], known["share"], cache)
     except LampError as error:

@@ -162,7 +162,7 @@ def schedule_and_saves(context: ProbeContext) -> Iterator[Finding]:
         return
     if paper is not None:
         try:
-            guard.refuse_long_runs(run, context.preset, paper.seconds, steps, force=False)
+            guard.refuse_long_runs(run.save, context.preset, paper.seconds, steps, force=False)
         except BadConfig as error:
             saves = {"save.every_s": 600.0} if "save" in error.what else {}
             yield Finding("fault", error.what, error.why, error.next, "toy" if not saves else "no_save", settings=saves)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from lamplighter.model.weights import init_weights, load_weights
 from lamplighter.rundir import read_json
 
 OWN_TYPE = "lamplighter-own"
+OWN_SIZES = ("vocab_size", "positions", "layers", "width", "heads")  # what the user's own function is called with
 
 
 @dataclass(frozen=True)
@@ -80,18 +83,52 @@ def build(section: Model, vocab_size: int, positions: int, end_of_text: int, see
     return Built(model, shape_to_hf(shape), vocab_size, positions)
 
 
-def load_folder(folder: Path) -> Built:
-    """The model of a checkpoint or of any Hugging Face folder of the two families, weights included."""
+def load_folder(folder: Path, family: str | None = None, command: str = "") -> Built:
+    """The model of a checkpoint or of any Hugging Face folder of the two families, weights included.
+
+    A folder never names code: a model of somebody's own is built by the `family` that the user gives. `command` is
+    what the user typed, for the advice to type it again with the name.
+    """
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise InputMissing(
             f"{folder} is not a model folder", "it has no readable config.json", "give a run, or a folder"
         )
-    if config.get("model_type") == OWN_TYPE:
-        built = _own(config["family"], config["arguments"])
+    if config.get("model_type") != OWN_TYPE:
+        if family not in (None, config.get("model_type")):
+            what = f"{folder} holds a {config.get('model_type')!r} model, not {family}"
+            raise BadConfig(what, "its config.json says so", "leave --model.family out")
+        return _load(folder, _shape(folder, config))
+    if family is None or ":" not in family:
+        raise _name_needed(folder, config.get("family"), command or f"lamp generate {shlex.quote(str(folder))}")
+    built = _own(family, _own_arguments(folder, config.get("arguments")))
+    try:
         load_weights(built.model, folder)
-        return built
-    return _load(folder, _shape(folder, config))
+    except FileNotFoundError as error:
+        raise InputMissing(f"{folder} has no weights", str(error), "expected model.safetensors") from error
+    except ValueError as error:
+        raise BadData(f"the weights in {folder} do not fit {family}", str(error), "name the code of then") from error
+    return built
+
+
+def _name_needed(folder: Path, named: object, command: str) -> BadConfig:
+    """A model of somebody's own, and the user has not said by which code; what the folder says is only repeated."""
+    plain = isinstance(named, str) and re.fullmatch(r"[\w.]+:\w+", named, re.ASCII) is not None
+    return BadConfig(
+        f"{folder} holds a model of somebody's own, and no code is ever taken from a model folder",
+        f"its config.json names {named!r}, which is not imported",
+        f"if that is code of yours: {command} --model.family {named if plain else 'module:name'}",
+    )
+
+
+def _own_arguments(folder: Path, found: object) -> dict[str, Any]:
+    """The sizes in a config.json, and nothing else that it might hand to the user's function."""
+    known = found if isinstance(found, dict) else {}
+    wrong = [name for name in OWN_SIZES if type(known.get(name)) is not int or known[name] < 1]
+    if wrong or type(known.get("dropout")) not in (int, float) or known.keys() - {*OWN_SIZES, "dropout"}:
+        why = "it should hold " + ", ".join((*OWN_SIZES, "dropout"))
+        raise BadData(f"the arguments in {folder}/config.json are damaged", why, "use an intact folder")
+    return dict(known)
 
 
 def _from_folder(folder: Path, vocab_size: int, positions: int, dropout: float) -> Built:
@@ -139,11 +176,11 @@ def _load(folder: Path, shape: Shape) -> Built:
 
 
 def _own(name: str, arguments: dict[str, Any]) -> Built:
-    """Call the user's `module:name`; the current folder is on the path."""
+    """Call the user's `module:name`; the current folder is looked into last."""
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
     try:
         make = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:

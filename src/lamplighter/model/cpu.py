@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from lamplighter.model.recompute import Again
-from lamplighter.model.shape import keeps_shares
+from lamplighter.model.recompute import RecomputedForward
+from lamplighter.model.shape import keeps_probabilities
 
 KERNELS = ("attention", "fused_layers", "split_products", "tied_gradient", "decode_pieces", "amx_tiles")
 SWITCH = (
@@ -55,7 +55,9 @@ enabled = chosen_kernels(os.environ.get(SWITCH, ""))
 
 def untouched(layer: nn.Module) -> bool:
     """Whether a layer and all of its modules are transformer.py's own, and nobody hooked, wrapped or replaced any of them."""
-    wrapped = "forward" in layer.__dict__ and not isinstance(layer.forward, Again)  # recompute's wrapper is ours
+    wrapped = "forward" in layer.__dict__ and not isinstance(
+        layer.forward, RecomputedForward
+    )  # recompute's wrapper is ours
     if wrapped or has_hooks(layer) or not _is_ours(layer):
         return False
     return all(part is layer or (_is_ours(part) and is_bare(part)) for part in layer.modules())
@@ -129,7 +131,7 @@ class _Attention(torch.autograd.Function):
 
 def attention_forward(q_GTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
     """The mixture of the values, and the probabilities that are worth keeping for the backward pass."""
-    keep = keeps_shares(q_GTD.shape[1], q_GTD.shape[2], q_GTD.element_size())
+    keep = keeps_probabilities(q_GTD.shape[1], q_GTD.shape[2], q_GTD.element_size())
     blocks = _query_blocks(q_GTD, mask)
     if len(blocks) == 1:
         probs = _probabilities(q_GTD, k_GTD, mask, 0)

@@ -1,7 +1,7 @@
-"""Memory for time: the blocks of a model keep nothing but their input, and compute the rest again for the backward pass.
+"""Activation recomputation: the blocks of a model keep nothing but their input, and compute the rest again for the backward pass.
 
 In:  a model with a list of blocks (torch.nn.ModuleList); the longest one counts.
-Out: the same model, with the same numbers to the last bit: random numbers and autocast are put back for the second time.
+Out: the same model, with the same numbers to the last bit: random state and autocast are restored for the second forward pass.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from lamplighter.errors import BadConfig
 
 
-class Again:
-    """The forward of one block, run a second time when its gradient is wanted. A compiled one is run twice as it is."""
+class RecomputedForward:
+    """The forward of one block, run again when its gradient is wanted. `forward` may be the compiled one, `plain` is not."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = self.plain = forward
@@ -34,7 +34,7 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def recompute_blocks(model: torch.nn.Module) -> int:
-    """Make every block forget; how many there are."""
+    """Make every block recompute its activations; gives how many there are."""
     blocks = blocks_of(model)
     if not blocks:
         raise BadConfig(
@@ -43,6 +43,6 @@ def recompute_blocks(model: torch.nn.Module) -> int:
             "keep the blocks in a ModuleList, or leave train.recompute out",
         )
     for block in blocks:
-        if not isinstance(block.forward, Again):
-            block.forward = Again(block.forward)
+        if not isinstance(block.forward, RecomputedForward):
+            block.forward = RecomputedForward(block.forward)
     return len(blocks)

@@ -301,6 +301,6 @@ def strip_rows(rows: int, device_type: str) -> int:
 KEPT_BYTES = 8  # a token and a unit of width: probabilities up to this size are kept, larger ones worked out again
 
 
-def keeps_shares(seq_len: int, head_width: int, number_bytes: int) -> bool:
+def keeps_probabilities(seq_len: int, head_width: int, number_bytes: int) -> bool:
     """Whether the probabilities of a layer wait for the backward pass: where they are small beside its other numbers."""
     return number_bytes * seq_len <= KEPT_BYTES * head_width

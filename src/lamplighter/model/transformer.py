@@ -361,3 +361,23 @@ def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return functional.cross_entropy(
         logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=-1, reduction="sum"
     )
+
+
+def token_loss(
+    model: nn.Module,
+    ids_BT: Tensor,
+    targets_BT: Tensor,
+    segments_BT: Tensor | None = None,
+    *,
+    whole: bool = False,
+    scale: float = 1.0,
+) -> Tensor:
+    """`scale` times that sum: a chunk of rows of logits at a time, or from all logits as a whole.
+
+    With segments, packed examples do not see each other. A model of one's own always gives its logits as a whole.
+    """
+    if isinstance(model, Transformer) and not whole:
+        loss: Tensor = model(ids_BT, segments_BT=segments_BT, targets_BT=targets_BT, scale=scale)
+        return loss
+    logits_BTV = model(ids_BT) if segments_BT is None else model(ids_BT, segments_BT=segments_BT)
+    return next_token_loss(logits_BTV, targets_BT) * scale

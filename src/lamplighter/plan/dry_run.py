@@ -6,7 +6,7 @@ Out: Measured: seconds of a step and the peak of memory, or that it does not fit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lamplighter import report
@@ -34,7 +34,7 @@ class Trial:
 def attempt(run: Run, vocab_size: int, micro_batch: int, rounds: int = ROUNDS, warm_up: int = WARM_UP) -> Trial:
     """A few steps with a micro-batch; a death by memory is an answer, any other one an error."""
     request = {
-        "run": run.model_dump(),
+        "run": asdict(run),
         "vocab_size": vocab_size,
         "micro_batch": micro_batch,
         "warm_up": warm_up,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lamplighter.config import GRADIENT_BYTES, WEIGHT_BYTES
 from lamplighter.gpus import Device
-from lamplighter.model.shape import Shape, block_rows, keeps_shares, matmul_parameters_per_layer
+from lamplighter.model.shape import Shape, block_rows, keeps_probabilities, matmul_parameters_per_layer
 from lamplighter.plan.job import Job
 
 GIB = 1 << 30
@@ -98,7 +98,7 @@ def layer_bytes(shape: Shape, dtype: str, on_cpu: bool = True, segments: bool = 
     kept += 16  # norms
     if not by_hand:
         kept += 4 * H  # the sums of attention
-    elif keeps_shares(T, shape.head_width, number):
+    elif keeps_probabilities(T, shape.head_width, number):
         kept += number * H * T
     if shape.dropout > 0:
         kept += noise * (number if on_cpu else 1)

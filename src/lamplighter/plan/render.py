@@ -76,7 +76,7 @@ def _what_if(run: Run, request: PlanRequest, known: Known) -> list[tuple[str, Pl
     device = _named(PRESETS_ON, request)
     for name in preset_names():
         if name != "demo":
-            other = resolve(name).run.model_copy(update={"budget": run.budget})
+            other = replace(resolve(name).run, budget=run.budget)
             rows.append((f"{name}", make(job_on(other, device, Known()), device)))
     return rows
 

@@ -4,7 +4,7 @@ In:  a pid.
 Out: a ProcessLook of it, its descendants, its start and end; the machine's own facts (boot, mounts, memory, processor).
 
 Only this package reads /proc. Where there is none (macOS), or with LAMP_PROCS=psutil, the same functions answer through
-psutil; BLIND then names what nobody can know there.
+psutil; `not_known` then says what nobody can know there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,6 @@ from lamplighter.procs import cgroup
 BY_PSUTIL = os.environ.get("LAMP_PROCS") == "psutil" or not os.path.exists("/proc/self/stat")  # noqa: PTH110 (half the price)
 if BY_PSUTIL:
     from lamplighter.procs import by_psutil
-BLIND: tuple[str, ...] = (
-    ("what a process waits in", "bytes it moves", "whether it waits for a core", "kills by the kernel for memory")
-    if BY_PSUTIL
-    else ()
-)
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STATES = {"R": "running", "S": "asleep", "D": "in uninterruptible sleep (disk or kernel)", "T": "stopped", "t": "traced",
@@ -94,6 +89,12 @@ class ProcessLook:
     def moved_bytes(self) -> int:
         """By any means, as far as it is known."""
         return (self.read_bytes or 0) + (self.written_bytes or 0) + (self.disk_bytes or 0)
+
+
+def not_known(seen: ProcessLook) -> str:
+    """What this system does not tell about processes, for the evidence of a verdict; empty where it tells all."""
+    blind = ("what it waits in", "bytes it moves", "whether it waits for a core", "kills by the kernel for memory")
+    return f"not known on this system: {', '.join(blind)}" if seen.read_bytes is None else ""
 
 
 def look(pid: int) -> ProcessLook:

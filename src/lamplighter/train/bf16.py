@@ -56,18 +56,18 @@ def _block(shape: Shape) -> Block:
 
 
 def block_seconds(block: Block, dtype: torch.dtype) -> float:
-    """Forward and backward, as training does it: the best within a short time, and what others take away is not counted."""
+    """Forward and backward, as training does it: the best within a short time; time that other processes took is not counted."""
     best, tries, until = float("inf"), 0, time.perf_counter() + TRIAL_S
     while tries < 2 or time.perf_counter() < until:  # the first one sets things up
         began, worked = time.perf_counter(), time.process_time()
-        _there_and_back(block, dtype)
+        _forward_backward(block, dtype)
         took = time.perf_counter() - began
         took = min(took, (time.process_time() - worked) / torch.get_num_threads() or took)
         best, tries = min(best, took), tries + 1
     return best
 
 
-def _there_and_back(block: Block, dtype: torch.dtype) -> None:
+def _forward_backward(block: Block, dtype: torch.dtype) -> None:
     x_BTC, (w_qkv, w_out, w_up, w_down), heads = block
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         q, k, v = (part.view(*x_BTC.shape[:2], heads, -1).transpose(1, 2) for part in (x_BTC @ w_qkv.t()).chunk(3, -1))

@@ -22,20 +22,25 @@ from safetensors.torch import load_file
 from lamplighter import report
 from lamplighter.errors import CannotWrite, NoCheckpoint
 from lamplighter.rundir import (
+    FORMAT,
+    VERSIONS,
     cannot_write,
+    checkpoint_name,
     free_bytes,
     fsync_folder,
     human_bytes,
     move_aside,
+    newer_format,
+    newest_first,
     read_json,
     read_record,
+    step_of,
     verify_manifest,
     write_json,
     write_manifest,
 )
 from lamplighter.train import tensorfile
 
-PREFIX = "checkpoint-"
 SPARE = 1.05  # a save needs its tensors and a little more
 
 
@@ -80,16 +85,6 @@ class Contents:
         return sum(t.numel() * t.element_size() for part in (self.model, self.optimizer) for t in part.values())
 
 
-def step_of(path: Path) -> int:
-    """checkpoint-500 -> 500; -1 for any other name."""
-    number = path.name.removeprefix(PREFIX)
-    return int(number) if path.name.startswith(PREFIX) and number.isascii() and number.isdecimal() else -1
-
-
-def newest_first(root: Path) -> list[Path]:
-    return sorted((path for path in root.glob(f"{PREFIX}*") if step_of(path) >= 0), key=step_of, reverse=True)
-
-
 # ---------------------------------------------------------------- saving
 
 
@@ -97,7 +92,7 @@ def save(
     root: Path, progress: Progress, contents: Contents, phase: report.Phase, *, keep: int, protect: set[int]
 ) -> Path:
     """Write checkpoint-N whole, then make room. On a full disk: prune, try once more, else CannotWrite."""
-    final = root / f"{PREFIX}{progress.step}"
+    final = root / checkpoint_name(progress.step)
     try:
         _save_with_room(final, progress, contents, phase, protect)
         write_json(root / "latest.json", {"step": progress.step, "path": final.name, "t": time.time()})
@@ -157,7 +152,8 @@ def _write(final: Path, progress: Progress, contents: Contents, phase: report.Ph
         eos = contents.config.get("eos_token_id")
         write_json(temporary / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
         contents.save_tokenizer(temporary)
-        write_json(temporary / "training" / "state.json", {**asdict(progress), **contents.facts, "t": time.time()})
+        state = {**VERSIONS, **asdict(progress), **contents.facts, "t": time.time()}
+        write_json(temporary / "training" / "state.json", state)
         for path in temporary.rglob("*"):
             if path.is_file():
                 _fsync(path)
@@ -232,6 +228,7 @@ def find(root: Path, wanted: str = "auto") -> Path | None:
         return path
     there = newest_first(root)
     for path in there:
+        refuse_newer(path)
         reason = _verify(path)
         if reason is None:
             return path
@@ -245,6 +242,16 @@ def find(root: Path, wanted: str = "auto") -> Path | None:
             "begin anew with --resume never (the old folder is kept), or give another with --resume PATH",
         )
     return None
+
+
+def refuse_newer(path: Path) -> None:
+    """A checkpoint of a newer version is not damaged: going on from an older one would lose its work without a word."""
+    if (found := newer_format(path)) is not None:
+        raise NoCheckpoint(
+            f"{path} has format {found}, and this version reads up to format {FORMAT}",
+            "a newer version of lamplighter saved it",
+            "use that version, or choose an older one: lamp checkpoints RUN",
+        )
 
 
 def _verify(path: Path) -> str | None:
@@ -270,7 +277,9 @@ def go_back(root: Path, progress: Progress) -> list[str]:
     """This step is the newest again: later ones are set aside, and neither latest nor best names one of them."""
     moved = set_aside_newer(root, progress.step)
     if moved:
-        write_json(root / "latest.json", {"step": progress.step, "path": f"{PREFIX}{progress.step}", "t": time.time()})
+        write_json(
+            root / "latest.json", {"step": progress.step, "path": checkpoint_name(progress.step), "t": time.time()}
+        )
     best = best_of(root)
     if best is not None and best[0] > progress.step:
         (root / "best.json").unlink(missing_ok=True)

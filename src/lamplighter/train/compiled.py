@@ -1,7 +1,7 @@
-"""Compiling the blocks of a model, counted: what is compiled when, how often anew and why, and the way back to eager.
+"""torch.compile for the blocks of a model: compiles are counted, recompiles explained, and eager is always a way back.
 
 In:  a model.
-Out: compiled blocks; the flag `compiling` while it lasts; a verdict on a storm of recompiles; errors that mean "use eager".
+Out: compiled blocks; the flag `compiling` while it lasts; a verdict where torch keeps recompiling; errors that mean "use eager".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import get_compilation_metrics
 
 from lamplighter import report
-from lamplighter.model.recompute import Again, blocks_of
+from lamplighter.model.recompute import RecomputedForward, blocks_of
 from lamplighter.report import Verdict
 
 STORM, STORM_STEPS = 3, 8  # so many compiles within so many steps
@@ -35,16 +35,16 @@ class Compiled:
         self.recent: deque[int] = deque()
         self.said = False
 
-    def begin(self, kept: Path) -> None:
+    def compile(self, cache: Path) -> None:
         """Compile each transformer block by itself (repeats to the last bit, and compiles once for all).
 
-        What is compiled is kept beside the runs, so that the next start is a warm one also on a machine that was rented anew.
+        The compiler's cache is kept beside the runs, so that the next start is a warm one also on another machine.
         """
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept.resolve()))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.resolve()))
         callback_handler.register_start_callback(self._on_start)
         callback_handler.register_end_callback(self._on_end)
         for block in self.blocks:
-            if isinstance(block.forward, Again):  # what is computed twice is compiled once
+            if isinstance(block.forward, RecomputedForward):  # a recomputed block is compiled once
                 block.forward.forward = torch.compile(block.forward.plain, dynamic=False)
             else:
                 block.compile(dynamic=False)
@@ -55,7 +55,7 @@ class Compiled:
         callback_handler.remove_end_callback(self._on_end)
         for block in self.blocks:
             block._compiled_call_impl = None  # what Module.compile has set
-            if isinstance(block.forward, Again):
+            if isinstance(block.forward, RecomputedForward):
                 block.forward.forward = block.forward.plain
         torch._dynamo.reset()
         report.flag("compiling", False)
@@ -64,7 +64,7 @@ class Compiled:
         """What was compiled so far is the first compile, not a recompile."""
         self.seen = self.compiles
 
-    def look(self, step: int) -> Verdict | None:
+    def check_recompiles(self, step: int) -> Verdict | None:
         """After a step: many compiles in few steps are said once, with the guard that failed."""
         self.recent.extend([step] * (self.compiles - self.seen))
         self.seen = self.compiles

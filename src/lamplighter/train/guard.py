@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from lamplighter import report
-from lamplighter.config import Budget, Run
+from lamplighter.config import Budget, Save
 from lamplighter.errors import BadConfig
 from lamplighter.report import Verdict
 from lamplighter.schedule import Schedule
@@ -75,13 +75,13 @@ def explain_schedule(schedule: Schedule) -> None:
         )
 
 
-def refuse_long_runs(run: Run, preset: str | None, expected_s: float, steps: int, force: bool) -> None:
+def refuse_long_runs(save: Save, preset: str | None, expected_s: float, steps: int, force: bool) -> None:
     """No save due, or a toy preset, in a run of hours: refused unless forced."""
     if expected_s < LONG_RUN_S or force:
         return
     hours = f"the run is expected to last {expected_s / 3600:.1f} hours"
-    by_steps = 0 < run.save.every_steps < steps
-    by_time = 0 < run.save.every_s < expected_s
+    by_steps = 0 < save.every_steps < steps
+    by_time = 0 < save.every_s < expected_s
     if not by_steps and not by_time:
         raise BadConfig("no save is due during this run", hours, "set save.every_s 600, or insist with --force")
     if preset == "demo":

@@ -155,7 +155,7 @@ def _peak(device: torch.device, dtype: torch.dtype, name: str) -> tuple[float, s
 
 
 def _measured_gemm(device: torch.device, dtype: torch.dtype, size: int = 1024, budget_s: float = 0.25) -> float:
-    """The best rate of a square matrix product within a short time; on a CPU what others take away is not counted."""
+    """The best rate of a square matrix product within a short time; on a CPU, time that other processes took is not counted."""
     a = torch.ones(size, size, dtype=dtype, device=device)
     a @ a
     best, until = 0.0, time.perf_counter() + budget_s
@@ -190,11 +190,14 @@ def memory_gb(device: torch.device) -> dict[str, float]:
 
 @contextlib.contextmanager
 def kept_memory(device: torch.device) -> Iterator[None]:
-    """On a CPU: freed memory stays ours while we train. By default the C library gives large pieces back to the system and
-    has them mapped and zeroed anew in every step: a sixth of the time of a bf16 step. Who has set the allocator is heard.
+    """On a CPU: freed memory stays with the process while it trains. By default the C library returns large pieces to the
+    system and has them mapped and zeroed anew in every step: a sixth of the time of a bf16 step. Settings that the user made
+    for the allocator are respected.
     """
-    said = "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ)
-    setting = _mallopt() if device.type == "cpu" and not said else None
+    user_set = "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        name.startswith("MALLOC_") for name in os.environ
+    )
+    setting = _mallopt() if device.type == "cpu" and not user_set else None
     if setting is None:
         yield
         return

@@ -18,14 +18,16 @@ from lamplighter import report
 from lamplighter.data.batches import Batch
 from lamplighter.errors import BadData, Diverged, StoppedEarly
 from lamplighter.model.generate import stream as sample_stream
+from lamplighter.model.transformer import token_loss
 from lamplighter.model.weights import load_weights, weights
 from lamplighter.rundir import CACHE_NAME, free_bytes, read_last_lines
-from lamplighter.train import checkpoint, guard, hardware, validation
+from lamplighter.train import checkpoint, guard, hardware
 from lamplighter.train.anomalies.detector import announce, recall
 from lamplighter.train.anomalies.history import Facts, repeat_share
 from lamplighter.train.checkpointer import Checkpointer
 from lamplighter.train.optimizers import clip_factor
 from lamplighter.train.state import RunContext, TrainState
+from lamplighter.train.validation import validate
 
 SYSTEM_EVERY_STEPS = 10
 SAMPLE_TEMPERATURE = 0.8
@@ -73,10 +75,28 @@ def micro_batches(batch: Batch, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(batch.inputs), size)]
 
 
+def batch_loss(
+    model: torch.nn.Module,
+    batch: Batch,
+    machine: hardware.Machine,
+    *,
+    whole: bool = False,
+    scale: float = 1.0,
+    rows: slice = slice(None),
+) -> torch.Tensor:
+    """`scale` times the summed loss of some rows of a batch, on the run's device and in its precision."""
+    device = machine.device
+    ids = torch.from_numpy(batch.inputs[rows]).to(device, non_blocking=True)
+    targets = torch.from_numpy(batch.targets[rows]).to(device, non_blocking=True)
+    segments = None if batch.segments is None else torch.from_numpy(batch.segments[rows]).to(device)
+    with machine.precision():
+        return token_loss(model, ids, targets, segments, whole=whole, scale=scale)
+
+
 def micro_loss(context: RunContext, batch: Batch, rows: slice) -> torch.Tensor:
     """The share of these rows in the mean loss over all real tokens of the step."""
     whole, scale = context.run.train.loss == "whole", 1 / batch.real_tokens
-    return validation.batch_loss(context.model, batch, context.machine, whole=whole, scale=scale, rows=rows)
+    return batch_loss(context.model, batch, context.machine, whole=whole, scale=scale, rows=rows)
 
 
 class _Loop:
@@ -197,7 +217,7 @@ class _Loop:
         self._announce_epoch(batch.step)
         if self.state.anomalies is not None:
             announce(self.state.anomalies.step(record.step, values))
-        if self.state.compiler and (verdict := self.state.compiler.look(record.step)):
+        if self.state.compiler and (verdict := self.state.compiler.check_recompiles(record.step)):
             report.verdict(verdict)
 
     def _announce_epoch(self, step: int) -> None:
@@ -226,7 +246,7 @@ class _Loop:
 
             compiler = Compiled(self.model)
             try:
-                compiler.begin(self.context.folder.path.parent / CACHE_NAME / "compiled")
+                compiler.compile(self.context.folder.path.parent / CACHE_NAME / "compiled")
                 hardware.seed_step(self.train.seed, batch.step, 0)
                 loss = micro_loss(self.context, batch, micro_batches(batch, self.rows_at_once)[0])
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -364,9 +384,13 @@ class _Loop:
 
     def _validate(self, step: int) -> None:
         context, state = self.context, self.state
-        whole, windows = self.train.loss == "whole", self.eval.windows
-        found = validation.validate(
-            self.model, context.source, context.machine, rows=self.rows_at_once, windows=windows, whole=whole
+        whole = self.train.loss == "whole"
+        found = validate(
+            self.model,
+            context.source,
+            lambda batch: batch_loss(self.model, batch, context.machine, whole=whole),
+            rows=self.rows_at_once,
+            windows=self.eval.windows,
         )
         bpb = found.bits_per_byte(context.data.held_out.targets)
         values = {"eval/val_loss": found.loss, "eval/val_ppl": found.perplexity, "eval/val_bpb": bpb, "eval/iter": step}

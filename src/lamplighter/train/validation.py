@@ -1,12 +1,13 @@
-"""The loss of a batch, and validation during a run: loss per token, per document and bits per byte.
+"""Validation during a run: loss per token, per document and bits per byte, beside the entropy bound where one is known.
 
-In:  the model, a BatchSource.
-Out: a loss to learn from; a Score, beside the entropy bound where one is known. Every held-out token is predicted exactly once.
+In:  the model, a BatchSource, the loss of a batch.
+Out: a Score; every held-out token is predicted exactly once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,6 @@ import torch
 from lamplighter import report
 from lamplighter.data.batch_source import BatchSource
 from lamplighter.data.batches import Batch
-from lamplighter.model.transformer import Transformer, next_token_loss
-from lamplighter.train.hardware import Machine
 
 
 @dataclass(frozen=True)
@@ -58,49 +57,14 @@ class Score:
         return text
 
 
-def logits_of(model: torch.nn.Module, ids: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
-    """With segments, packed examples do not see each other."""
-    logits: torch.Tensor = model(ids) if segments is None else model(ids, segments_BT=segments)
-    return logits
-
-
-def token_loss(
-    model: torch.nn.Module,
-    ids: torch.Tensor,
-    targets: torch.Tensor,
-    segments: torch.Tensor | None = None,
-    *,
-    whole: bool = False,
-    scale: float = 1.0,
-) -> torch.Tensor:
-    """`scale` times the sum of cross entropy (nats) over the targets: a few rows of logits at a time, or all as a whole."""
-    if whole or not isinstance(model, Transformer):
-        return next_token_loss(logits_of(model, ids, segments), targets) * scale
-    loss: torch.Tensor = model(ids, segments_BT=segments, targets_BT=targets, scale=scale)
-    return loss
-
-
-def batch_loss(
-    model: torch.nn.Module,
-    batch: Batch,
-    machine: Machine,
-    *,
-    whole: bool = False,
-    scale: float = 1.0,
-    rows: slice = slice(None),
-) -> torch.Tensor:
-    """token_loss of some rows of a batch, on the run's device and in its precision."""
-    device = machine.device
-    ids = torch.from_numpy(batch.inputs[rows]).to(device, non_blocking=True)
-    targets = torch.from_numpy(batch.targets[rows]).to(device, non_blocking=True)
-    segments = None if batch.segments is None else torch.from_numpy(batch.segments[rows]).to(device)
-    with machine.precision():
-        return token_loss(model, ids, targets, segments, whole=whole, scale=scale)
-
-
 @torch.no_grad()
 def validate(
-    model: torch.nn.Module, source: BatchSource, machine: Machine, *, rows: int, windows: int, whole: bool = False
+    model: torch.nn.Module,
+    source: BatchSource,
+    loss_of: Callable[[Batch], torch.Tensor],
+    *,
+    rows: int,
+    windows: int,
 ) -> Score:
     """Score what is held out, in order, so many rows at a time; `windows` 0 = all."""
     data, limit = source.describe(), windows or None
@@ -112,7 +76,7 @@ def validate(
     try:
         with report.phase("evaluate", total=used, unit=data.noun) as phase:
             for batch in source.validation(rows, limit):
-                total += float(batch_loss(model, batch, machine, whole=whole))
+                total += float(loss_of(batch))
                 tokens += batch.real_tokens
                 phase.tick(len(batch.inputs))
     finally:

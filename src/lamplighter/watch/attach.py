@@ -25,7 +25,7 @@ from lamplighter.errors import STUCK, BadConfig, InputMissing
 from lamplighter.procs import procfs, stacks
 from lamplighter.procs.stacks import Stacks
 from lamplighter.report import Verdict
-from lamplighter.rundir import LineFile, RunDir, identity, open_lines, read_lines, read_record, write_json
+from lamplighter.rundir import VERSIONS, LineFile, RunDir, identity, open_lines, read_lines, read_record, write_json
 from lamplighter.watch import agent, time_report, tree_diagnosis
 from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
 from lamplighter.watch.diagnosis import Finding
@@ -402,6 +402,7 @@ class Attendant:
         self.status_at = time.monotonic()
         snapshot = self.snapshot
         status = {
+            **VERSIONS,
             "state": state,
             "verb": "watch",
             "command": self.wish.words,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from lamplighter.procs.procfs import FUTEX, NANOSLEEP, ThreadLook
+from lamplighter.procs.procfs import FUTEX, NANOSLEEP, ThreadLook, not_known
 from lamplighter.procs.stacks import OUR_THREADS, Frame, Stacks, ThreadStack, culprit, users_frame
 from lamplighter.report import Verdict
 from lamplighter.watch.evidence import Observation
@@ -114,7 +114,7 @@ def _finding(
         where |= {"file": evidence.frame.file, "line": evidence.frame.line, "func": evidence.frame.func}
     seen = [
         f"process {evidence.last.main.words}, {evidence.cpu_share:.0%} of a core",
-        f"{evidence.bytes_per_s:,.0f} bytes/s moved",
+        not_known(evidence.last.main) or f"{evidence.bytes_per_s:,.0f} bytes/s moved",
         f"phase {evidence.last.slot.phase} {evidence.last.slot.span}".strip(),
     ]
     if evidence.last.main.wchan.strip("0"):

@@ -64,6 +64,8 @@ def _unseen(snapshot: Snapshot, taken: dict[int, Stacks]) -> list[str]:
             f"not seen: the stacks of {', '.join(map(str, blind))} (reading another process needs ptrace);"
             " try: sudo lamp why, or sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE"
         )
-    if any(not m.look.wchan.strip("0") and not m.look.syscall for m in snapshot.processes):
+    if unknown := procfs.not_known(snapshot.processes[0].look):
+        lines.append(unknown)
+    elif any(not m.look.wchan.strip("0") and not m.look.syscall for m in snapshot.processes):
         lines.append("not seen: system calls and bytes moved of a process of another user; try: sudo lamp why")
     return lines

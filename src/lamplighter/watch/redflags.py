@@ -28,7 +28,8 @@ def hear(standing: dict[str, Flag], event: dict[str, Any]) -> None:
 def recall(status: dict[str, Any]) -> dict[str, Flag]:
     """Those that a status.json names."""
     found = status.get("flags")
-    return {flag["cause"]: flag for flag in found} if isinstance(found, list) else {}
+    flags = [flag for flag in found if isinstance(flag, dict)] if isinstance(found, list) else []
+    return {str(flag.get("cause")): flag for flag in flags}
 
 
 def tell(standing: dict[str, Flag]) -> list[str]:

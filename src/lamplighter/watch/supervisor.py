@@ -30,16 +30,19 @@ from lamplighter.errors import (
     LEFT_AT_ONCE,
     STOPPED_EARLY,
     STUCK,
+    CannotWrite,
     RefusedByPlan,
 )
 from lamplighter.procs import prctl, procfs, stacks
 from lamplighter.report import Verdict
 from lamplighter.rundir import (
+    VERSIONS,
     LineFile,
     RunDir,
     cannot_write,
     free_bytes,
     identity,
+    number,
     open_lines,
     read_lines,
     read_record,
@@ -60,6 +63,7 @@ RESOURCES_EVERY_S = 2.5
 STATUS_EVERY_S = 0.9
 OUTPUT_LINES = 40
 BUDGET_BACKSTOP_S = 5.0
+NO_WORD = "it did not say that it was done; your code or a library may have called os._exit"
 OUTCOMES = {
     DONE: "finished",
     STUCK: "stuck",
@@ -97,10 +101,10 @@ class Supervisor:
         self.began = time.monotonic() - max(0.0, time.time() - order.began)
         self.attempt = 1 + sum(event.get("type") == "start" for event in read_lines(run.events))
         self.last_status = read_record(run.status)
-        self.durable_before = int(read_record(run.checkpoints / "latest.json").get("step") or 0)
+        self.durable_before = int(number(read_record(run.checkpoints / "latest.json").get("step")))
         for stale in run.ask.iterdir():  # requests to an attempt that is over
             stale.unlink(missing_ok=True)
-        self.spent_before_s = float(read_record(run.status).get("spent_s", 0.0))
+        self.spent_before_s = number(read_record(run.status).get("spent_s"))
         self.events = LineFile(run.events)
         self.observer = Observer(run, run.rank_events(0), order.budget, fresh=True)
         self.observer.picture.started = self.began
@@ -164,26 +168,43 @@ class Supervisor:
             return False
         if self.planned in ("restart", "fallback"):
             return True
-        if code >= 0 or not self.order.keeps_books:
+        if not self._lost(code) or not self.order.keeps_books:
             return False
         step, durable = self._where_it_stands()
-        name = signal.Signals(-code).name
-        memory = procfs.oom_kills() > self.oom_before
         slot = self.observer.picture.slot
         compiling = slot is not None and bool(slot.compiling)
-        decision = self.order.recovery.dead(f"killed by {name}", step, durable, compiling)
-        why = f"the process was killed by {name} (signal {-code}) at step {step}" + (
-            ", out of memory" if memory else ""
-        )
-        evidence = (f"largest seen {self.peak_bytes / 1e9:.2f} GB", f"{procfs.memory_left() / 1e9:.2f} GB free now")
+        memory = code < 0 and procfs.oom_kills() > self.oom_before
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        decision = self.order.recovery.dead(how, step, durable, compiling)
+        evidence: tuple[str, ...] = (f"its last phase was {slot.phase}",) if slot else ()
+        if code < 0:
+            why = f"the process was {how} (signal {-code}) at step {step}" + (", out of memory" if memory else "")
+            evidence = (f"largest seen {self.peak_bytes / 1e9:.2f} GB", f"{procfs.memory_left() / 1e9:.2f} GB free now")
+        else:
+            why = f"the process {how} at step {step}, in the middle of its work: {NO_WORD}"
         advice = decision.why or "run the same command again"
-        cause = "rss_oom" if memory else "killed"
+        cause = "rss_oom" if memory else "killed" if code < 0 else "exit"
         self._say_verdict(
             Verdict(
                 "dead", cause, why, advice, decision.action, evidence, {"pid": self.child.pid, "rank": 0, "step": step}
             )
         )
         return decision.action in ("restart", "fallback")
+
+    def _lost(self, code: int) -> bool:
+        """Whether the child is gone without having ended: killed, or left with a code that is not its own last word.
+
+        Success is proved: `done` needs the child's word and the last step (or an early end that it told), `stopped early`
+        needs its word, which follows the save. A crash and a disk that cannot be written need no proof.
+        """
+        if code in (CRASHED, CannotWrite.code):
+            return False
+        slot = self.observer.picture.slot
+        if code < 0 or slot is None or not slot.closed_with(code):
+            return True
+        if code == DONE and self.order.keeps_books:
+            return not (self.ended_early or slot.step >= slot.steps > 0)
+        return False
 
     def _begin_again(self) -> None:
         """The next attempt, from the durable step."""
@@ -195,7 +216,7 @@ class Supervisor:
         self.planned = ""
         self.oom_before = procfs.oom_kills()
         self.last_status = read_record(self.run.status)
-        self.durable_before = int(read_record(self.run.checkpoints / "latest.json").get("step") or 0)
+        self.durable_before = int(number(read_record(self.run.checkpoints / "latest.json").get("step")))
         self.order.request["resume"] = "auto"
         self.order.request["eager"] = self.order.recovery.eager
         self.observer.begin_again()
@@ -239,7 +260,8 @@ class Supervisor:
         output = open_lines(self.run.output)
         request = json.dumps({**self.order.request, "folder": str(self.run.path), "result_fd": self.order.result_fd})
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "lamplighter.commands.child", self.order.verb, request],
+            # -P: what lies in the current folder (a model folder, say) is not imported in a library's place
+            [sys.executable, "-P", "-m", "lamplighter.commands.child", self.order.verb, request],
             stdin=self.order.child_stdin,
             stdout=output,
             stderr=output,
@@ -469,6 +491,7 @@ class Supervisor:
         before = self.last_status
         told = slot is not None and slot.steps > 0
         status = {
+            **VERSIONS,
             "state": state,
             "verb": self.order.verb,
             "phase": slot.phase if slot else "start",
@@ -504,7 +527,7 @@ class Supervisor:
         slot = self.observer.picture.slot
         if slot is not None and slot.steps > 0:
             return slot.step, slot.durable_step
-        return max(self.durable_before, int(self.last_status.get("step") or 0)), self.durable_before
+        return max(self.durable_before, int(number(self.last_status.get("step")))), self.durable_before
 
     def _close(self) -> int:
         """The last words of the child, then ours."""
@@ -548,14 +571,19 @@ class Supervisor:
             return STUCK, f"stuck, and stopped: {self.planned_why}; {safe}"
         if self.leave_now and self.killed_by_us:
             return LEFT_AT_ONCE, f"left at once (second Ctrl+C); {safe}"
-        if self.stop_reason and child_code in (STOPPED_EARLY, -signal.SIGKILL, -signal.SIGTERM, DONE):
-            if child_code == DONE:
-                return DONE, f"finished {self.run.name} before the stop took effect"
+        lost = self._lost(child_code)
+        if self.stop_reason and child_code == DONE and not lost:
+            return DONE, f"finished {self.run.name} before the stop took effect"
+        nothing_lost = self.killed_by_us or not self.order.keeps_books or durable >= step
+        killed = child_code in (-signal.SIGKILL, -signal.SIGTERM) and nothing_lost
+        if self.stop_reason and (killed or (child_code == STOPPED_EARLY and not lost)):
             return STOPPED_EARLY, f"stopped early ({self.stop_reason}) at step {step}; {safe}"
         if child_code < 0:
             name = signal.Signals(-child_code).name
             memory = "; the kernel killed a process for memory" if procfs.oom_kills() > self.oom_before else ""
             return CHILD_LOST, f"the process was killed by {name} (signal {-child_code}){memory}; {safe}"
+        if lost:
+            return CHILD_LOST, f"the process left with exit code {child_code} in the middle: {NO_WORD}; {safe}"
         if child_code == STOPPED_EARLY:
             return STOPPED_EARLY, f"stopped early at step {step}; {safe}"
         if child_code == CRASHED:

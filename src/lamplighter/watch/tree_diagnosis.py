@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lamplighter.procs.procfs import not_known
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, own_frames, users_frame
 from lamplighter.report import Verdict
 from lamplighter.slot import Slot
@@ -94,7 +95,7 @@ def _finding(
         culprit["rank"] = process.rank
     evidence = (
         f"{process.words} {process.look.words}, {sample.cpu_share(process):.0%} of a core",
-        f"waits in {process.look.wchan}" if process.look.wchan.strip("0") else "",
+        f"waits in {process.look.wchan}" if process.look.wchan.strip("0") else not_known(process.look),
     )
     verdict = Verdict(state, cause, why, next, "none", tuple(filter(None, evidence)), {**culprit, **more})
     return Finding(replace(verdict, since_s=round(sample.last.quiet_s, 2)), provable)

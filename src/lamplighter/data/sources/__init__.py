@@ -201,7 +201,7 @@ def _find(name: str) -> tuple[ModuleType, Any]:
 
 def _import(module_name: str, name: str) -> ModuleType:
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
     importlib.invalidate_caches()
     try:
         return importlib.import_module(module_name)

@@ -1,0 +1,62 @@
+"""One Run, made of sections, and where each of its values came from.
+
+In:  a preset name, a YAML file, `--section.key value` pairs; or the config.yaml of a run.
+Out: a frozen Run and its provenance; or a three-line error with the nearest match and advice.
+
+`schema` has the fields, `resolve` lays the layers over each other, `recorded` writes and reads config.yaml, `names` knows
+what other tools call things.
+"""
+
+from lamplighter.config.recorded import Recorded, carry_over, drift, dump, load_dump, read_dump
+from lamplighter.config.resolve import Resolved, parse_overrides, preset_names, read_yaml, resolve, with_change
+from lamplighter.config.schema import (
+    GRADIENT_BYTES,
+    LENGTH,
+    OPTIMIZERS,
+    WEIGHT_BYTES,
+    Budget,
+    Data,
+    Eval,
+    FieldInfo,
+    Model,
+    OptimizerKind,
+    Run,
+    Save,
+    TokenizerSection,
+    Train,
+    Watch,
+    fields,
+    validated,
+)
+
+__all__ = [
+    "GRADIENT_BYTES",
+    "LENGTH",
+    "OPTIMIZERS",
+    "WEIGHT_BYTES",
+    "Budget",
+    "Data",
+    "Eval",
+    "FieldInfo",
+    "Model",
+    "OptimizerKind",
+    "Recorded",
+    "Resolved",
+    "Run",
+    "Save",
+    "TokenizerSection",
+    "Train",
+    "Watch",
+    "carry_over",
+    "drift",
+    "dump",
+    "fields",
+    "load_dump",
+    "parse_overrides",
+    "preset_names",
+    "read_dump",
+    "read_yaml",
+    "resolve",
+    "validated",
+    "with_change",
+]

@@ -1,0 +1,104 @@
+"""A run's own config.yaml: written at its start, understood by later versions, and the ground of a resume.
+
+In:  a resolved run; the file that this or an earlier version wrote.
+Out: YAML in which each value says where it came from; the run as it was; what a resume keeps and what it may not change.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lamplighter.config import schema
+from lamplighter.config.resolve import Resolved, flat, read_yaml, validate
+from lamplighter.config.schema import LENGTH, MAY_CHANGE, NO_MATTER, Run
+from lamplighter.rundir import VERSIONS
+
+
+def dump(resolved: Resolved) -> str:
+    """The run as YAML, each value with where it came from."""
+    import yaml
+
+    lines = [f"# preset: {resolved.preset}"] if resolved.preset else []
+    lines += [f"{name}: {number}" for name, number in VERSIONS.items()]
+    for section, values in asdict(resolved.run).items():
+        lines.append(f"{section}:")
+        for name, value in values.items():
+            text = yaml.safe_dump({name: value}, default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
+            lines.append(f"  {text:<38} # {resolved.origin.get(f'{section}.{name}', 'default')}")
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run as its config.yaml has it, with today's names."""
+
+    run: Run
+    origin: dict[str, str]
+    dropped: tuple[str, ...] = ()  # fields that no longer exist, in words
+
+
+def read_dump(path: Path) -> Recorded:
+    """What `dump` wrote, now or in an earlier version."""
+    values, dropped = dict(schema.ADDED), []
+    for name, (value, _) in read_yaml(path).items():
+        if name in schema.REMOVED:
+            dropped.append(f"{name} ({value!r} in this run) no longer exists: {schema.REMOVED[name]}")
+        else:
+            values[schema.RENAMED.get(name, name)] = value
+    return Recorded(validate(values, {}), _origins(path.read_text()), tuple(dropped))
+
+
+def _origins(text: str) -> dict[str, str]:
+    """Where each value came from, by the comment behind it."""
+    found, section = {}, ""
+    for line in text.splitlines():
+        if head := re.fullmatch(r"(\w+):\s*", line):
+            section = head[1]
+        elif field := re.fullmatch(r"  (\w+): .* # (.*)", line):
+            name = f"{section}.{field[1]}"
+            found[schema.RENAMED.get(name, name)] = field[2]
+    return found
+
+
+def load_dump(path: Path) -> Run:
+    """The run that `dump` wrote."""
+    return read_dump(path).run
+
+
+def carry_over(resolved: Resolved, before: Recorded) -> tuple[Resolved, list[str]]:
+    """At resume, what the user does not give comes from the run's own config.yaml, never from a newer default.
+
+    A preset (or --test) counts as given, but not its newer numbers: where the run has a value of the same preset, that
+    stays. Code, commands and addresses are never taken from a folder: those the user gives again. Also in words, what
+    was kept although it is not what the command alone would mean.
+    """
+    now, then = flat(resolved.run), flat(before.run)
+    ours = {name for name, origin in resolved.origin.items() if origin == "--test" or origin.startswith("preset ")}
+    given = {name for name in resolved.origin if name not in ours or before.origin.get(name) != resolved.origin[name]}
+    given |= set(LENGTH) if given & set(LENGTH) else set()
+    kept = {name: then[name] for name in now if name not in given and not _reaches_out(name, then[name])}
+    changed = {name: value for name, value in kept.items() if value != now[name]}
+    origin = {**resolved.origin, **{name: before.origin[name] for name in kept if name in before.origin}}
+    run = validate({**now, **changed}, origin) if changed else resolved.run
+    words = [f"{name} {value} (without it: {now[name]})" for name, value in changed.items()]
+    return Resolved(run, origin, resolved.preset), words
+
+
+def _reaches_out(name: str, value: Any) -> bool:
+    """Whether a value would cause an import, a command or a request."""
+    if name == "data.paths":
+        return any(":" in path for path in value)  # a URL, dataset:NAME, source:module:name
+    return (name in ("data.source", "watch.notify") and value is not None) or (name == "model.family" and ":" in value)
+
+
+def drift(old: Run, new: Run) -> list[str]:
+    """What a resume may not change, as 'train.lr: 0.001 -> 0.002'."""
+    before = flat(old)
+    return [
+        f"{name}: {before[name]} -> {value}"
+        for name, value in flat(new).items()
+        if name.split(".")[0] not in MAY_CHANGE and name not in NO_MATTER and before[name] != value
+    ]

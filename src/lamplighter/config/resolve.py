@@ -1,0 +1,343 @@
+"""A run from its layers: default < preset < YAML file < command line, and where each value came from.
+
+In:  a preset name, a YAML file, `--section.key value` pairs.
+Out: a frozen Run and its provenance; or a three-line error with the nearest match and advice.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+from lamplighter.config import schema
+from lamplighter.config.schema import LENGTH, SECTIONS, Run, fields, validated
+from lamplighter.errors import BadConfig, InputMissing, LampError, UsageError
+from lamplighter.rundir import FORMAT, VERSIONS
+
+if TYPE_CHECKING:
+    import yaml
+    from pydantic_core import ValidationError
+
+PRESETS = Path(__file__).parents[1] / "presets"
+
+
+@cache
+def _loader() -> type[yaml.SafeLoader]:
+    """YAML in which 3e-4 is a number."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+    )
+    return Loader
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run and where each of its values came from."""
+
+    run: Run
+    origin: dict[str, str] = field(default_factory=dict)
+    preset: str | None = None
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+TEXT_ENDINGS = (".txt", ".text", ".md", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".zst")
+YAML_BYTES = 1 << 20  # nobody writes so much by hand, and YAML takes minutes for it
+
+
+def _refuse_text(path: Path) -> None:
+    """A folder or a file of text where a run.yaml is wanted: a newcomer's first guess."""
+    if path.is_dir():
+        what = f"{path} is a folder, not a run.yaml"
+    elif path.suffix.lower() in TEXT_ENDINGS or (path.is_file() and path.stat().st_size > YAML_BYTES):
+        what = f"{path} is not a run.yaml"
+    else:
+        return
+    raise UsageError(what, "the word without a flag is a file of settings", f"text is named so: --data.paths '{path}'")
+
+
+def read_yaml(path: Path, label: str | None = None) -> dict[str, tuple[Any, str]]:
+    """Dotted name -> (value, 'file:line')."""
+    import yaml
+
+    _refuse_text(path)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputMissing(
+            f"cannot read {path}", str(error), "check the name; lamp train --help shows the usage"
+        ) from error
+    try:
+        root = yaml.compose(text, Loader=_loader())
+        values = yaml.load(text, Loader=_loader()) or {}
+    except yaml.YAMLError as error:
+        raise BadConfig(f"{path} is not valid YAML", " ".join(str(error).split()), "mend that line") from error
+    if not isinstance(values, dict):
+        raise BadConfig(
+            f"{path} is not a mapping of sections", f"it holds {type(values).__name__}", "begin with 'train:'"
+        )
+    found: dict[str, tuple[Any, str]] = {}
+    _refuse_duplicates([key for key, _ in root.value] if root else [], label or path.name)
+    for key_node, value_node in root.value if root else []:
+        section, where = key_node.value, f"{label or path.name}:{key_node.start_mark.line + 1}"
+        if section in VERSIONS:
+            _refuse_newer(path, str(section), values[section])
+            continue
+        if section not in SECTIONS and not _was_section(str(section)):
+            raise _unknown_section(str(section), where)
+        if values[section] is None:
+            continue
+        if not isinstance(values[section], dict):
+            raise BadConfig(
+                f"{where}: {section} is not a mapping",
+                f"it holds {values[section]!r}",
+                f"indent fields below {section}:",
+            )
+        _refuse_duplicates([inner for inner, _ in value_node.value], label or path.name)
+        for (inner, _), (name, value) in zip(value_node.value, values[section].items(), strict=True):
+            found[f"{section}.{name}"] = (value, f"{label or path.name}:{inner.start_mark.line + 1}")
+    return found
+
+
+def _refuse_newer(path: Path, name: str, found: object) -> None:
+    """`format` and `numerics` stand above the sections of a config.yaml; a later format is not for this version."""
+    if type(found) is not int:
+        raise BadConfig(
+            f"{path}: {name} is {found!r}", "it is a whole number, written by lamp", "put the old file back"
+        )
+    if name == "format" and found > FORMAT:
+        raise BadConfig(
+            f"{path} has format {found}, and this version reads up to format {FORMAT}",
+            "a newer version of lamplighter wrote it",
+            "use that version, or begin anew with --resume never (the old folder is kept)",
+            cause="newer_format",
+        )
+
+
+def _was_section(name: str) -> bool:
+    """Whether older runs had this section."""
+    return any(field.startswith(f"{name}.") for field in (*schema.RENAMED, *schema.REMOVED))
+
+
+def _refuse_duplicates(keys: list[yaml.Node], label: str) -> None:
+    """YAML lets the last of two equal keys win in silence; we do not."""
+    seen: dict[str, int] = {}
+    for key in keys:
+        line = key.start_mark.line + 1
+        if str(key.value) in seen:
+            raise BadConfig(
+                f"{key.value} stands twice ({label}:{seen[str(key.value)]} and :{line})",
+                "only one can count",
+                "take one out",
+            )
+        seen[str(key.value)] = line
+
+
+def _unknown_section(name: str, where: str) -> LampError:
+    import difflib
+
+    from lamplighter.config.names import nearest
+
+    near = difflib.get_close_matches(name, SECTIONS, 1, 0.6)
+    meant = near[0] if near else nearest(name)
+    return BadConfig(
+        f"{name} is not a section ({where})",
+        f"did you mean {meant}?" if meant else "sections: " + " ".join(SECTIONS),
+        "lamp train --help lists every field",
+    )
+
+
+def parse_overrides(words: list[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Take `--section.key value` pairs out of a command line; the rest is for the verb."""
+    rest: list[str] = []
+    found: dict[str, list[str]] = {}
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if not (word.startswith("--") and "." in word.partition("=")[0]):
+            rest.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        info = fields().get(name)
+        if info is None:
+            raise _unknown(f"--{name}", "", UsageError)
+        many = get_origin(info.annotation) is list
+        taken = [value] if equals else []
+        while words and not equals and not words[0].startswith("--") and (many or not taken):
+            taken.append(words.pop(0))
+        if not taken and (info.annotation is bool or bool in get_args(info.annotation)):
+            taken.append("true")
+        if not taken:
+            example = f"for example: --{name} {info.default}" if info.default not in (None, []) else "lamp train --help"
+            raise UsageError(f"--{name} needs a value", info.description or "", example)
+        found[name] = (
+            found.get(name, []) + taken if many else taken
+        )  # given twice: a list grows, anything else is replaced
+    return rest, found
+
+
+def _from_words(name: str, words: list[str]) -> Any:
+    """A command-line value as YAML would read it, but text stays text."""
+    info = fields()[name]
+    if get_origin(info.annotation) is list:
+        if len(words) == 1 and words[0].startswith("[") and words[0].endswith("]"):
+            import yaml
+
+            return yaml.load(words[0], Loader=_loader())
+        return words
+    word = words[-1]
+    if word.lower() in ("none", "null") and type(None) in get_args(info.annotation):
+        return None
+    return word
+
+
+def resolve(
+    preset: str | None = None,
+    file: Path | None = None,
+    overrides: dict[str, list[str]] | None = None,
+    test: bool = False,
+) -> Resolved:
+    """Lay the layers over each other and validate the result once."""
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    if preset is not None:
+        if preset not in preset_names():
+            import difflib
+
+            near = difflib.get_close_matches(preset, preset_names(), 1, 0.4)
+            hint = f"did you mean {near[0]}?" if near else "presets: " + ", ".join(preset_names())
+            raise UsageError(f"there is no preset {preset}", hint, "presets: " + ", ".join(preset_names()))
+        for name, (value, _) in read_yaml(PRESETS / f"{preset}.yaml", f"preset {preset}").items():
+            values[name], origin[name] = value, f"preset {preset}"
+    if file is not None:
+        for name, (value, where) in read_yaml(file).items():
+            if name not in fields():
+                raise _unknown(name, where, BadConfig)
+            values[name], origin[name] = value, where
+    for name, words in (overrides or {}).items():
+        values[name], origin[name] = _from_words(name, words), "command line"
+    _one_length(values, origin)
+    run = validate(values, origin)
+    return _small(run, origin, preset) if test else Resolved(run, origin, preset)
+
+
+def _one_length(values: dict[str, Any], origin: dict[str, str]) -> None:
+    """steps and epochs exclude each other: the one from the higher layer wins; without either, 2,000 steps."""
+    rank = {"default": 0, "preset": 1, "file": 2, "command line": 3}
+    given = {n: rank.get(origin[n].split(" ")[0] if origin[n].startswith("preset") else origin[n], 2)
+             for n in ("train.steps", "train.epochs") if values.get(n) is not None}  # fmt: skip
+    if len(given) == 2 and len(set(given.values())) == 2:
+        loser = min(given, key=lambda name: given[name])
+        values[loser], origin[loser] = None, "replaced by " + max(given, key=lambda name: given[name])
+    streamed = str(values.get("data.stream")).lower() in ("true", "1", "yes", "on") and values.get("data.max_chunks")
+    if not given and not streamed:
+        values["train.steps"] = 2000
+
+
+def validate(values: dict[str, Any], origin: dict[str, str]) -> Run:
+    nested: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, leaf = name.split(".", 1)
+        nested.setdefault(section, {})[leaf] = _plain_int(name, value)
+    try:
+        return validated(nested)
+    except ValueError as error:
+        from pydantic_core import ValidationError
+
+        if isinstance(error, ValidationError):
+            raise _explain(error, values, origin) from None
+        raise BadConfig(
+            str(error), "the sections do not fit together", "change one of the two and start again"
+        ) from None
+
+
+def _plain_int(name: str, value: Any) -> Any:
+    """1e4 is a whole number too."""
+    info = fields().get(name)
+    wants_int = info is not None and (info.annotation is int or int in get_args(info.annotation))
+    if wants_int and isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", value):
+        value = float(value)
+    return int(value) if wants_int and isinstance(value, float) and value.is_integer() else value
+
+
+def _explain(error: ValidationError, values: dict[str, Any], origin: dict[str, str]) -> LampError:
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"][:2])
+    message, info = first["msg"], fields().get(name)
+    if info is None:
+        return _unknown(name, origin.get(name, ""), BadConfig)
+    advice = info.advice or f"the default is {info.default}"
+    where = origin.get(name, "default")
+    return BadConfig(
+        f"{name}: {values.get(name)!r} will not do ({where})",
+        f"{message[0].lower()}{message[1:]}; {name} is: {info.description}",
+        f"{advice}; lamp train --help lists every field",
+    )
+
+
+# ---------------------------------------------------------------- changes to a run
+
+
+def _small(run: Run, origin: dict[str, str], preset: str | None) -> Resolved:
+    """--test: the real path, small, in under a minute."""
+    heads = min(run.model.heads, 4)
+    width = min(run.model.width, 256) // heads * heads
+    batch = min(run.train.batch_size, 4)
+    small: dict[str, Any] = {
+        "data.seq_len": min(run.data.seq_len, 128),
+        "data.max_documents": min(run.data.max_documents or 500, 500),
+        "data.tokens_per_chunk": min(run.data.tokens_per_chunk, 2048),
+        "data.max_chunks": None,
+        "data.embedded_documents": min(run.data.embedded_documents, 1000),
+        "data.val_fraction": max(run.data.val_fraction, 0.05) if run.data.val_fraction else 0.0,
+        "tokenizer.vocab_size": min(run.tokenizer.vocab_size, 2000),
+        "model.layers": min(run.model.layers, 2),
+        "model.width": width,
+        "model.heads": heads,
+        "model.kv_heads": None if run.model.kv_heads is None else min(run.model.kv_heads, heads // 2 or 1),
+        "model.mlp_width": None,
+        "train.steps": min(run.train.steps or 10, 10),
+        "train.epochs": None,
+        "train.batch_size": batch,
+        "train.micro_batch": min(run.train.micro_batch or batch, max(1, batch // 2)),
+        "train.warmup_steps": 2,
+        "save.every_steps": 5,
+        "eval.every_steps": 5,
+        "eval.windows": 8,
+        "eval.sample_every_steps": 10,
+        "eval.sample_tokens": min(run.eval.sample_tokens, 30),
+    }
+    values = flat(run)
+    changed = {name: "--test" for name, value in small.items() if values[name] != value}
+    origin = {**origin, **changed}
+    return Resolved(validate({**values, **small}, origin), origin, preset)
+
+
+def with_change(resolved: Resolved, name: str, value: Any, reason: str) -> Resolved:
+    """The same run with one field changed, and why; of steps and epochs the other one goes."""
+    values = flat(resolved.run)
+    changed = {name: value, **({other: None for other in LENGTH if other != name} if name in LENGTH else {})}
+    origin = {**resolved.origin, **dict.fromkeys(changed, reason)}
+    return Resolved(validate({**values, **changed}, origin), origin, resolved.preset)
+
+
+def flat(run: Run) -> dict[str, Any]:
+    """Every value by its dotted name."""
+    return {f"{section}.{name}": value for section, values in asdict(run).items() for name, value in values.items()}
+
+
+def _unknown(name: str, where: str, error: type[LampError]) -> LampError:
+    from lamplighter.config.names import unknown
+
+    return unknown(name, where, error)

@@ -1,0 +1,376 @@
+"""What a run is made of: its sections and their fields, each with default, meaning, limits and advice.
+
+In:  values by section and name, from a YAML file or a command line.
+Out: a frozen Run; ValidationError or ValueError for what cannot be.
+
+Sections are plain dataclasses, and pydantic's core checks the values: its own model classes take 80 ms to load and to build,
+at every start of `lamp` (decision 018).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+if TYPE_CHECKING:
+    from pydantic_core import SchemaValidator
+
+
+def _value(default: Any, about: str, advice: str = "", **limits: Any) -> Any:
+    """A field: its default, what it means, what to do when it is out of range."""
+    about_it = {"description": about, "advice": advice, "limits": limits}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=about_it)
+    return field(default=default, metadata=about_it)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where text comes from and how it is cut."""
+
+    paths: list[str] = _value(  # noqa: RUF009
+        [],
+        "files, folders, globs (.txt .md .jsonl .json .csv .tsv .parquet, also .gz .zst), URLs (http, s3, hf, any fsspec one),"
+        " or dataset:NAME (a Hugging Face dataset, folder or hub name); none = the embedded corpus",
+    )
+    weights: list[float] = _value([], "a mixture: the share of text that each entry of data.paths gives")  # noqa: RUF009
+    mix_until: Literal["first", "all"] = _value(
+        "first", "a mixture ends when its first source ends, or repeats the short ones until all have ended"
+    )
+    source: str | None = _value(None, 'a source of your own, "module:name"')
+    separator: str | None = _value(None, "text that stands between two documents of a .txt file")
+    text_key: str = _value("text", "the JSON key, or the CSV or Parquet column, that holds the text")
+    dataset_config: str | None = _value(None, "of dataset:NAME, which configuration")
+    dataset_split: str = _value("train", "of dataset:NAME, which split")
+    retry_s: float = _value(600.0, "how long a remote file is tried again before it counts as lost", ge=0)
+    format: Literal["auto", "text", "chat"] = _value(
+        "auto", "plain text, or instruction rows (messages; prompt, completion; instruction, input, output)"
+    )
+    template: str | None = _value(
+        None, "chat template: chatml, alpaca, plain, or a Jinja file; none = the tokenizer's own, else chatml"
+    )
+    loss_on: Literal["response", "all"] = _value(
+        "response", "of instruction rows: learn the answers only, or all of it"
+    )
+    packing: Literal["auto", "windows", "packed", "grouped"] = _value(
+        "auto",
+        "windows over the stream (text), several examples in a window, or examples of like length padded to the longest",
+    )
+    over_length: Literal["truncate", "drop", "refuse"] = _value(
+        "truncate",
+        "an example that is longer than data.seq_len: cut its end off, leave it out, or refuse; always counted",
+    )
+    stream: bool = _value(False, "train while documents arrive, without a cache of all tokens")
+    tokens_per_chunk: int = _value(
+        1_000_000, "of a stream: tokens that are gathered, shuffled and trained on together", ge=1024
+    )
+    max_chunks: int | None = _value(None, "of a stream: stop after so many chunks", ge=1)
+    at_end: Literal["repeat", "stop"] = _value("repeat", "of a stream that ends: another epoch, or the end of the run")
+    workers: int | None = _value(
+        None, "processes that tokenise or clean; none = the cores this process may use", ge=1, le=1024
+    )
+    seq_len: int = _value(256, "tokens in a window", "512 and 1024 are usual", ge=8, le=1_048_576)
+    val_fraction: float = _value(0.02, "share of documents kept for validation", "0.01 to 0.1 is usual", ge=0, le=0.5)
+    bad_text: Literal["set_aside", "refuse"] = _value(
+        "set_aside", "lines that are not text (bad UTF-8, NUL, bad JSON): set aside and counted, or refused"
+    )
+    bad_limit: float = _value(
+        0.001,
+        "the share of all lines that may be set aside before the corpus is refused; 5 lines of a small corpus always may",
+        ge=0,
+        le=1,
+    )
+    max_documents: int | None = _value(None, "read only so many documents", ge=2)
+    cache: Literal["auto", "require", "rebuild"] = _value("auto", "use, insist on, or rebuild the token cache")
+    embedded_documents: int = _value(20_000, "size of the embedded corpus, in documents", ge=200, le=10_000_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSection:
+    """How text becomes numbers."""
+
+    kind: Literal["bpe", "bytes"] = _value("bpe", "train a byte-level BPE, or use the 256 bytes")
+    path: str | None = _value(None, "a tokenizer.json, or a folder that holds one: used instead of training")
+    vocab_size: int = _value(
+        8192, "size of the trained vocabulary", "257 is the least (256 bytes + end of text)", ge=257, le=1_000_000
+    )
+    sample_mb: float = _value(50.0, "train the tokenizer on so many MB, spread over the text", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The network."""
+
+    family: str = _value("gpt2", 'gpt2, llama, or a model of your own, "module:name"')
+    layers: int = _value(6, "transformer blocks", ge=1, le=1000)
+    width: int = _value(384, "model width", ge=8, le=65_536)
+    heads: int = _value(6, "attention heads", "width must be a multiple of heads", ge=1, le=1024)
+    kv_heads: int | None = _value(None, "key/value heads (llama); none = heads", ge=1)
+    mlp_width: int | None = _value(
+        None, "hidden width of the MLP; none = 4 x width (gpt2), about 8/3 x width (llama)", ge=8
+    )
+    dropout: float = _value(0.0, "dropout rate", "0.1 is usual for small data", ge=0, lt=0.9)
+    init_from: str | None = _value(None, "start from the weights and shape of this Hugging Face folder")
+
+
+WEIGHT_BYTES = GRADIENT_BYTES = 4  # of a parameter: both are float32, also where bf16 computes
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What the plan, the doctor and a save must know of an optimizer, without torch. Bytes are per parameter."""
+
+    built_by: str  # "module:name", called with the model and the train section
+    state_bytes: int  # kept from step to step
+    moved_bytes: int  # read and written by one step, clipping included
+    split: Literal["element", "block", "matrix"]  # the smallest part that a rank can update by itself
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of a save, and of the copy in memory that an asynchronous save is written from."""
+        return WEIGHT_BYTES + self.state_bytes
+
+    @property
+    def training_bytes(self) -> int:
+        """Held on the device while training, besides activations."""
+        return WEIGHT_BYTES + GRADIENT_BYTES + self.state_bytes
+
+
+# A new optimizer is its own file and one line here (tests/test_optim.py compares the bytes with its real state).
+OPTIMIZERS = {"adamw": OptimizerKind("lamplighter.train.optimizers:adamw", 8, 36, "element")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How the model learns. Steps are optimizer steps, everywhere."""
+
+    steps: int | None = _value(None, "optimizer steps; or give train.epochs", ge=1, le=10**12)
+    epochs: float | None = _value(None, "passes over the data; or give train.steps", gt=0, le=10_000)
+    batch_size: int = _value(16, "sequences per optimizer step, over all devices", ge=1, le=1_000_000)
+    micro_batch: int | None = _value(None, "sequences that one device holds at once; none = batch_size", ge=1)
+    lr: float = _value(3e-4, "peak learning rate", "3e-4 is usual for 100M parameters, 1e-3 for 1M", gt=0, le=1)
+    min_lr_ratio: float = _value(0.1, "final rate as a share of the peak (cosine)", ge=0, le=1)
+    warmup_steps: int | None = _value(None, "optimizer steps of warm-up; none = 5 % of the run, at most 2,000", ge=0)
+    schedule: Literal["cosine", "constant"] = _value("cosine", "after warm-up")
+    weight_decay: float = _value(0.1, "on matrices only", ge=0, le=10)
+    beta1: float = _value(0.9, "AdamW", ge=0, lt=1)
+    beta2: float = _value(0.95, "AdamW", ge=0, lt=1)
+    grad_clip: float = _value(1.0, "largest gradient norm; 0 = no clipping", ge=0)
+    seed: int = _value(1, "of the order, the weights and dropout", ge=0, lt=2**31)
+    device: Literal["auto", "cpu", "cuda"] = _value("auto", "where to compute")
+    dtype: Literal["auto", "fp32", "bf16"] = _value("auto", "bf16 means autocast; weights stay fp32")
+    threads: int | None = _value(None, "CPU threads; none = the cores this process may use", ge=1, le=1024)
+    on_nonfinite: Literal["skip", "stop"] = _value(
+        "skip", "a batch with non-finite numbers: skip it (at most 3 within 100 steps), or stop"
+    )
+    compile: bool | Literal["auto"] = _value(
+        "auto", "torch.compile each block; auto: where the run is long enough to pay for it"
+    )
+    loss: Literal["blocks", "whole"] = _value(
+        "blocks", "work the loss out a few rows of logits at a time (less memory, faster), or on all logits as a whole"
+    )
+    recompute: bool = _value(False, "keep no activations of a block, compute them again for the backward pass")
+
+    @property
+    def optimizer(self) -> OptimizerKind:
+        return OPTIMIZERS["adamw"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """When the work becomes durable."""
+
+    every_steps: int = _value(500, "optimizer steps between saves; 0 = not by steps", ge=0)
+    every_s: float = _value(600.0, "seconds between saves; 0 = not by time", ge=0)
+    keep: int = _value(3, "checkpoints kept besides the best", "1 is the least", ge=1, le=10_000)
+    staged: Literal["auto"] | bool = _value(
+        "auto", "write beside the steps, from a copy in memory; auto = where memory allows"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """Looking at the model while it learns."""
+
+    every_steps: int = _value(250, "optimizer steps between validations; 0 = only at the end", ge=0)
+    windows: int = _value(200, "validation windows used; 0 = all", ge=0)
+    sample_every_steps: int = _value(250, "optimizer steps between samples; 0 = none", ge=0)
+    sample_prompt: str = _value("", "what the samples begin with; empty = the start of a document")
+    sample_tokens: int = _value(60, "length of a sample", ge=1, le=10_000)
+    patience: int = _value(0, "end the run after so many validations without a new best; 0 = never", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """How the run is looked after."""
+
+    on_stuck: Literal["recover", "report", "stop"] = _value(
+        "recover", "restart from the durable step, only say it, or stop with 70"
+    )
+    patience_s: float = _value(
+        600.0,
+        "how long a cause that cannot be proved is only named",
+        "600 is usual; never below the longest step",
+        ge=1,
+    )
+    notify: str | None = _value(
+        None, "a command (the event as JSON on its stdin) or a URL, told of stuck, dead, diverged, finished"
+    )
+    stop_grace_s: float = _value(30.0, "how long a stop may take before the process is killed", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What the run may cost; counted over all attempts."""
+
+    usd: float | None = _value(None, "stop, saved, before so many dollars are spent", gt=0)
+    usd_per_hour: float | None = _value(None, "price of the machine", gt=0)
+    hours: float | None = _value(None, "stop, saved, before so many hours have passed", gt=0)
+
+    def __post_init__(self) -> None:
+        if self.usd is not None and self.usd_per_hour is None:
+            raise ValueError("budget.usd needs budget.usd_per_hour to be counted")
+
+    def spent_usd(self, spent_s: float) -> float:
+        return spent_s / 3600 * (self.usd_per_hour or 0.0)
+
+    def left_s(self, spent_s: float) -> float:
+        """Seconds until the first limit is reached; infinite without one."""
+        limits = [self.hours * 3600] if self.hours is not None else []
+        if self.usd is not None and self.usd_per_hour is not None:
+            limits.append(self.usd / self.usd_per_hour * 3600)
+        return min(limits) - spent_s if limits else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that a run is."""
+
+    data: Data = Data()
+    tokenizer: TokenizerSection = TokenizerSection()
+    model: Model = Model()
+    train: Train = Train()
+    save: Save = Save()
+    eval: Eval = Eval()
+    watch: Watch = Watch()
+    budget: Budget = Budget()
+
+    def __post_init__(self) -> None:
+        """What must fit together."""
+        train, model, data = self.train, self.model, self.data
+        if train.steps is not None and train.epochs is not None:
+            raise ValueError("train.steps and train.epochs are both given; keep one of them")
+        if train.micro_batch is not None and train.micro_batch > train.batch_size:
+            raise ValueError(
+                f"train.micro_batch {train.micro_batch} is larger than train.batch_size {train.batch_size}"
+            )
+        if model.width % model.heads:
+            raise ValueError(f"model.width {model.width} is not a multiple of model.heads {model.heads}")
+        if model.kv_heads is not None and model.heads % model.kv_heads:
+            raise ValueError(f"model.heads {model.heads} is not a multiple of model.kv_heads {model.kv_heads}")
+        if model.family not in ("gpt2", "llama") and ":" not in model.family:
+            import difflib
+
+            near = difflib.get_close_matches(model.family, ["gpt2", "llama"], 1, 0.3)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f'model.family {model.family!r} is not gpt2, llama or "module:name"{hint}')
+        if data.stream and train.epochs is not None:
+            raise ValueError(
+                "a stream has no known length: give train.steps or data.max_chunks instead of train.epochs"
+            )
+        if data.max_chunks is not None and not data.stream:
+            raise ValueError("data.max_chunks needs data.stream true")
+        if data.weights and not data.paths:
+            raise ValueError("data.weights mixes the entries of data.paths, and there are none")
+        if self.eval.patience and not (self.eval.every_steps and data.val_fraction):
+            raise ValueError(
+                "eval.patience counts validations: it needs eval.every_steps and data.val_fraction above 0"
+            )
+        if data.paths and data.source:
+            raise ValueError("data.paths and data.source are both given; keep one of them")
+
+
+SECTIONS: dict[str, Any] = {
+    "data": Data,
+    "tokenizer": TokenizerSection,
+    "model": Model,
+    "train": Train,
+    "save": Save,
+    "eval": Eval,
+    "watch": Watch,
+    "budget": Budget,
+}
+MAY_CHANGE = ("save", "eval", "watch", "budget")  # at resume; train.steps too, with a warning
+LENGTH = ("train.steps", "train.epochs")
+NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "train.recompute", *LENGTH)
+
+# What became of the fields of older runs, so that their config.yaml is understood: whoever renames, removes or adds a
+# field of a run puts a line here (and a test beside it).
+RENAMED: dict[str, str] = {}  # name then -> name now
+REMOVED: dict[str, str] = {}  # name then -> what happens instead, in words
+ADDED: dict[str, Any] = {}  # name now -> how runs behaved before it existed, where that is not today's default
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """A field of a section, as the command line and errors speak of it."""
+
+    annotation: Any
+    default: Any
+    description: str
+    advice: str
+    limits: Mapping[str, Any]
+
+
+@cache
+def fields() -> dict[str, FieldInfo]:
+    """Every field by its dotted name."""
+    found = {}
+    for section, kind in SECTIONS.items():
+        defaults = kind()
+        for name, one in kind.__dataclass_fields__.items():
+            found[f"{section}.{name}"] = FieldInfo(one.type, getattr(defaults, name), **one.metadata)
+    return found
+
+
+def validated(values: Mapping[str, Mapping[str, Any]]) -> Run:
+    """A Run from values by section and name; text becomes numbers where a number is wanted."""
+    data = dict(values.get("data", {}))
+    if isinstance(data.get("paths"), str):
+        data["paths"] = [data["paths"]]  # one path may stand without brackets
+    checked: dict[str, dict[str, Any]] = _validator().validate_python({**values, "data": data})
+    return Run(**{section: SECTIONS[section](**given) for section, given in checked.items()})
+
+
+@cache
+def _validator() -> "SchemaValidator":
+    from pydantic_core import SchemaValidator
+
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for dotted, info in fields().items():
+        section, name = dotted.split(".")
+        sections[section][name] = _optional(_schema(info.annotation, info.limits))
+    return SchemaValidator(_typed_dict({name: _optional(_typed_dict(one)) for name, one in sections.items()}))
+
+
+def _typed_dict(fields: dict[str, Any]) -> Any:
+    return {"type": "typed-dict", "fields": fields, "extra_behavior": "forbid"}
+
+
+def _optional(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "typed-dict-field", "schema": schema, "required": False}
+
+
+def _schema(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
+    """A field's type in the words of pydantic's core."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return {"type": "literal", "expected": list(inner)}
+    if origin is list:
+        return {"type": "list", "items_schema": _schema(inner[0], {})}
+    if origin in (Union, UnionType):
+        choices = [_schema(one, limits) for one in inner if one is not NoneType]
+        one_of = choices[0] if len(choices) == 1 else {"type": "union", "choices": choices}
+        return {"type": "nullable", "schema": one_of} if NoneType in inner else one_of
+    return {"type": kind.__name__, **limits}
