@@ -1,7 +1,7 @@
 """What it costs a script to be watched, and what the watcher uses itself.
 
 In:  seconds (default 30) of a plain training loop of about 15 ms a step, with and without `lamp watch`, interleaved.
-Out: CPU microseconds a step by microbenchmark of what the shim adds, CPU share of the watcher and of the passage.
+Out: CPU microseconds a step by microbenchmark of what the agent adds, CPU share of the watcher and of the proxy.
 
 Run: .venv/bin/python benchmarks/attending.py [SECONDS]
 """
@@ -71,26 +71,26 @@ def value(text: str, word: str) -> list[float]:
 
 
 def watched(cwd: Path, words: list[str]) -> tuple[str, float, float]:
-    """(stdout, CPU share of the watcher, of the passage)."""
+    """(stdout, CPU share of the watcher, of the proxy)."""
     began = time.monotonic()
     command = [sys.executable, "-m", "lamplighter.commands", "watch", "--", *words]
     process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     time.sleep(4)  # past the start
     first, then = cpu_s(process.pid), time.monotonic()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    passage = next((int(pid) for pid in children if "passage" in Path(f"/proc/{pid}/cmdline").read_text()), 0)
-    passage_first, last, passage_last, at = cpu_s(passage) if passage else 0.0, first, 0.0, then
+    proxy = next((int(pid) for pid in children if "pty_proxy" in Path(f"/proc/{pid}/cmdline").read_text()), 0)
+    proxy_first, last, proxy_last, at = cpu_s(proxy) if proxy else 0.0, first, 0.0, then
     while process.poll() is None:
         try:
             last, at = cpu_s(process.pid), time.monotonic()
-            passage_last = cpu_s(passage) if passage else 0.0
+            proxy_last = cpu_s(proxy) if proxy else 0.0
         except OSError:
             break
         time.sleep(0.2)
     out = process.stdout.read() if process.stdout else ""
     process.wait()
     assert time.monotonic() > began
-    return out, (last - first) / (at - then), (passage_last - passage_first) / (at - then)
+    return out, (last - first) / (at - then), (proxy_last - proxy_first) / (at - then)
 
 
 def main() -> None:
@@ -110,12 +110,12 @@ def main() -> None:
             ours.append(value(watched(cwd, [sys.executable, "hook.py"])[0], "HOOK"))
         step = statistics.median(b[0] for b in ours) - statistics.median(b[0] for b in bare)
         fetch = statistics.median(b[1] for b in ours) - statistics.median(b[1] for b in bare)
-        out, watcher, passage = watched(cwd, [sys.executable, "script.py", seconds])
+        out, watcher, proxy = watched(cwd, [sys.executable, "script.py", seconds])
         steps, used = value(out, "STEPS")
         measured.say_machine()
         print(f"the script pays {step:.2f} us a step and {fetch:.2f} us a batch (CPU time, median of 3 interleaved)")
         print(f"a step of {used / steps * 1000:.1f} ms: {(step + fetch) / (used / steps * 1e6):.3%}")
-        print(f"the watcher uses {watcher:.2%} of a core, the passage {passage:.2%}; {os.cpu_count()} cores")
+        print(f"the watcher uses {watcher:.2%} of a core, the proxy {proxy:.2%}; {os.cpu_count()} cores")
     measured.keep(wanted.json, {
         "step_us": step, "batch_us": fetch, "step_percent": (step + fetch) / (used / steps * 1e4), "watcher_percent": 100 * watcher,
     })  # fmt: skip

@@ -18,11 +18,10 @@ from pathlib import Path
 
 import measured
 
-from lamplighter.clean import document, gutenberg, normalise, quality, unwrap, worker
+from lamplighter.clean import gutenberg, normalise, quality, worker
 from lamplighter.clean.dedup import record_of
 from lamplighter.clean.documents import Item, documents, find_items, kind_of_file
-from lamplighter.clean.features import words_of
-from lamplighter.clean.language import language_of
+from lamplighter.clean.quality import language_of, words_of
 from lamplighter.clean.rules import Ledger, Raw, Rules
 from lamplighter.readers.files import read_blocks
 
@@ -36,7 +35,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = given.paths or [_made_up(Path(folder))]
         items, _ = find_items(paths, None)
-        worker.make(worker.Batch("", (items[0],), Rules()))  # load the libraries
+        worker.make(worker.CleanBatch("", (items[0],), Rules()))  # load the libraries
         _by_kind(items, given.repeat)
         _by_stage(items, given.repeat)
 
@@ -50,7 +49,7 @@ def _by_kind(items: list[Item], repeat: int) -> None:
         best = float("inf")
         for _ in range(repeat):
             started = time.process_time()
-            made = worker.make(worker.Batch("", (item,), Rules()))
+            made = worker.make(worker.CleanBatch("", (item,), Rules()))
             best = min(best, time.process_time() - started)
         seconds[kind] += best
         sizes[kind] += _unpacked(item)
@@ -86,7 +85,7 @@ def _by_stage(items: list[Item], repeat: int) -> None:
     raws = [raw for item in items for raw in documents(item, rules, lambda _: None) if isinstance(raw, Raw)]
     tidy = [normalise.characters(normalise.misread(raw.text)[0])[0] for raw in raws]
     books = [normalise.blank_lines(gutenberg.strip(one).text) for one in tidy]
-    clean = [document.clean_text(raw.text, rules, Ledger())[0] for raw in raws]
+    clean = [worker.clean_text(raw.text, rules, Ledger())[0] for raw in raws]
     words = [words_of(one) for one in clean]
     size = sum(len(one.encode()) for one in clean) / 1e6
     stages = {
@@ -94,7 +93,7 @@ def _by_stage(items: list[Item], repeat: int) -> None:
         "misread encodings": lambda: [normalise.misread(raw.text) for raw in raws],
         "characters": lambda: [normalise.characters(raw.text) for raw in raws],
         "gutenberg": lambda: [gutenberg.strip(one) for one in tidy],
-        "lines": lambda: [unwrap.join(one) for one in books],
+        "lines": lambda: [normalise.join(one) for one in books],
         "quality": lambda: [quality.judge(one, words_of(one), True) for one in clean],
         "language": lambda: [language_of(one, two) for one, two in zip(clean, words, strict=True)],
         "duplicates": lambda: [record_of(one, True) for one in words],

@@ -31,8 +31,7 @@ import torch
 from lamplighter.config import Train
 from lamplighter.data.batches import Batch, BatchLayout, permute
 from lamplighter.data.chat.example_cache import LEARNED, Side
-from lamplighter.data.chat.layout import Fitted, example_batches, fit, lay_out
-from lamplighter.data.chat.packing import Packing
+from lamplighter.data.chat.packing import Fitted, Packing, example_batches, fit, lay_out
 from lamplighter.model import cpu
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, next_token_loss, token_loss
@@ -40,7 +39,7 @@ from lamplighter.model.weights import init_weights
 from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.hardware import kept_memory
 from lamplighter.train.optimizers import Optimizer, clip_factor, make_optimizer
-from lamplighter.watch.spawn import threads_wait
+from lamplighter.watch.trainer import threads_wait
 
 CLIP = 1.0
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as in a run of ours (watch/spawn.py), before torch is there
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as in a run of ours (watch/trainer.py), before torch is there
 
 import measured
 import torch

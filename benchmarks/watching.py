@@ -85,6 +85,8 @@ def main() -> None:
     from lamplighter.config import Budget
     from lamplighter.rundir import RunDir
     from lamplighter.watch.observe import Observer
+    from lamplighter.watch.process_tree import ProcessTree
+    from lamplighter.watch.stall import StallDetector
 
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder))
@@ -92,10 +94,13 @@ def main() -> None:
         os.mkfifo(run.fifo(0))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         process = subprocess.Popen([sys.executable, __file__, folder], stdout=subprocess.PIPE, env=environment)
-        observer = Observer(run, run.rank_events(0), Budget(), fresh=False)
+        observer, stall = Observer(run, [run.rank_events(0)], Budget()), StallDetector(run, ours=True)
+        tree = ProcessTree([process.pid], run.slots, {process.pid: run.slot(0)})
         began, cpu = time.perf_counter(), time.process_time()
         while process.poll() is None:
-            observer.look()
+            snapshot = tree.look(closely=False, calm=True)
+            stall.look(tree, snapshot)
+            observer.look(snapshot.processes[0].slot, snapshot.processes[0].look, snapshot.stalled_s, 0.0)
             time.sleep(0.25)
         share = (time.process_time() - cpu) / (time.perf_counter() - began)
         assert process.stdout is not None

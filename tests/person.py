@@ -35,7 +35,7 @@ with terminal.signals():
     start = time.monotonic()
     plan = folder / "words"
     words = [line.split(" ", 2) for line in plan.read_text().splitlines()] if plan.exists() else []
-    (folder / "pids").write_text(f"{child.pid} {terminal._passage.pid}")
+    (folder / "pids").write_text(f"{child.pid} {terminal._proxy.pid}")
     while child.poll() is None:
         while words and time.monotonic() - start > float(words[0][0]):
             _, kind, text = words.pop(0)
@@ -157,12 +157,12 @@ class Person:
         return [pid for pid in session_members(self.leader.pid) if pid != self.leader.pid]
 
     def pids(self) -> tuple[int, int]:
-        """The command and the passage."""
+        """The command and the proxy."""
         assert self.folder
         path = self.folder / "pids"
         wait_for(lambda: path.exists() and path.read_text().count(" ") == 1)
-        command, passage = path.read_text().split()
-        return int(command), int(passage)
+        command, proxy = path.read_text().split()
+        return int(command), int(proxy)
 
     def watcher(self) -> int:
         return int(Path(f"/proc/{self.pids()[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from lamplighter.clean.document import clean_text
 from lamplighter.clean.gutenberg import strip
 from lamplighter.clean.normalise import blank_lines
 from lamplighter.clean.rules import Ledger, Rules
+from lamplighter.clean.worker import clean_text
 
 OURS = re.compile(
     r"gutenberg|e-?text|small print|donation|pgdp|proofread|produced by|transcriber|www\.|http|ebook", re.I

@@ -141,7 +141,7 @@ def _locked(path: Path) -> bool:
     return False
 
 
-def _run(folder: Path, *paths: str, workers: int = 1, out: str = "clean", **rules: Any) -> job.Outcome:
+def _run(folder: Path, *paths: str, workers: int = 1, out: str = "clean", **rules: Any) -> job.CleanOutcome:
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -239,7 +239,7 @@ def test_a_file_that_changes_while_it_is_read_is_left_out(tmp_path: Path) -> Non
         file.write("\n\nand more")
     make_corpus(tmp_path / "other", 1)
     (other,), _ = documents.find_items([str(tmp_path / "other")], None)
-    batch = worker.Batch(str(tmp_path), (other, item, other), Rules())
+    batch = worker.CleanBatch(str(tmp_path), (other, item, other), Rules())
     summary = worker.make(batch)
     assert summary["rejected"] == {"changed": 1}
     assert summary["kept"] == 2
@@ -285,10 +285,10 @@ def test_a_part_of_other_rules_is_never_used(tmp_path: Path) -> None:
     make_corpus(tmp_path / "raw", 2)
     items, _ = documents.find_items([str(tmp_path / "raw")], None)
     for rules in (Rules(), Rules(keep_lines=True)):
-        batch = worker.Batch(str(tmp_path), (items[0],), rules)
+        batch = worker.CleanBatch(str(tmp_path), (items[0],), rules)
         worker.make(batch)
         assert worker.is_done(tmp_path, batch)
-    assert not worker.is_done(tmp_path, worker.Batch(str(tmp_path), (items[0],), Rules()))
+    assert not worker.is_done(tmp_path, worker.CleanBatch(str(tmp_path), (items[0],), Rules()))
 
 
 def test_a_dry_run_shows_examples_and_writes_nothing(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_an_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         _run(tmp_path, "raw", out="raw")
     with pytest.raises(BadData):
-        job.refuse_nothing(job.Outcome({"kept": 0, "rejected": {"empty": 2}}, [], 0.0), tmp_path)
+        job.refuse_nothing(job.CleanOutcome({"kept": 0, "rejected": {"empty": 2}}, [], 0.0), tmp_path)
 
 
 def test_what_is_not_text_in_a_folder_is_counted(tmp_path: Path, monkeypatch: Any) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from conftest import shared
 from lamplighter.clean import decode, dedup, html
-from lamplighter.clean.document import Clean, clean_document, clean_text
-from lamplighter.clean.features import words_of
+from lamplighter.clean.quality import words_of
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules
+from lamplighter.clean.worker import Clean, clean_document, clean_text
 
 # book: (the least share of characters that stays, how the work begins, how it ends)
 BOOKS = {
@@ -148,7 +148,7 @@ def test_natural_copies_are_found() -> None:
         data = zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read()
         rows += [json.loads(line)["text"] for line in data.decode().splitlines()]
     records = np.frombuffer(b"".join(dedup.record_of(words_of(text), True) for text in rows), dtype=dedup.RECORD)
-    found = dedup.find(records, 0.8, lambda _: None)
+    found = dedup.find_twins(records, 0.8, lambda _: None)
     exact = {number for number, twin in found.items() if twin.likeness == 1.0}
     seen: dict[str, int] = {}
     truth = {number for number, text in enumerate(rows) if seen.setdefault(text, number) != number}

@@ -8,13 +8,12 @@ import random
 import numpy as np
 import pytest
 
-from lamplighter.clean import decode, dedup, document, quality, worker
+from lamplighter.clean import decode, dedup, quality, worker
 from lamplighter.clean import normalise as characters
-from lamplighter.clean.document import Clean, clean_document, clean_text
-from lamplighter.clean.features import word_key, words_of
-from lamplighter.clean.language import language_of
+from lamplighter.clean.normalise import join
+from lamplighter.clean.quality import language_of, word_key, words_of
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules
-from lamplighter.clean.unwrap import join
+from lamplighter.clean.worker import Clean, clean_document, clean_text
 
 GOOD = [
     "\u201cNo,\u201d she said \u2014 \u2018never\u2019 \u2014 and the \ufb01sh\u2026 stayed; caf\u00e9, na\u00efve, \u0153uvre, \u00a310, 3\u00bd, \u00bfqu\u00e9?",
@@ -298,13 +297,13 @@ def test_copies_go_and_the_first_one_stays() -> None:
     texts = [" ".join(random.choices(names, k=300)) for _ in range(40)]
     near = texts[3].replace(texts[3].split()[100], "changed", 1)
     all_of_them = [*texts, texts[7].upper().replace(" ", "  "), near, texts[3]]
-    found = dedup.find(records(*all_of_them), 0.8, lambda _: None)
+    found = dedup.find_twins(records(*all_of_them), 0.8, lambda _: None)
     assert {number: (twin.first, twin.likeness == 1.0) for number, twin in found.items()} == {
         40: (7, True),
         41: (3, False),
         42: (3, True),
     }
-    assert set(dedup.find(records(*all_of_them), 0.0, lambda _: None)) == {40, 42}
+    assert set(dedup.find_twins(records(*all_of_them), 0.0, lambda _: None)) == {40, 42}
 
 
 def test_a_chain_of_likenesses_leads_to_the_one_that_stays() -> None:
@@ -313,7 +312,7 @@ def test_a_chain_of_likenesses_leads_to_the_one_that_stays() -> None:
     first = random.choices(names, k=400)
     second, third = [*first], [*first]
     second[50], third[300] = "one", "two"
-    found = dedup.find(records(*(" ".join(one) for one in (first, second, third))), 0.8, lambda _: None)
+    found = dedup.find_twins(records(*(" ".join(one) for one in (first, second, third))), 0.8, lambda _: None)
     assert {twin.first for twin in found.values()} == {0}
     assert set(found) == {1, 2}
 
@@ -332,6 +331,6 @@ def test_blanks_that_an_unseen_character_hid_go_too() -> None:
 
 def test_a_line_of_output_is_what_json_writes() -> None:
     text = "".join(map(chr, [*range(0x250), 0x2028, 0x201C, 0xFFFD, 0x1F56F])) + '\\"'
-    made = worker._line(document.Clean("a.txt#1", text, words_of(text), {"title": "caf\u00e9", "meta": {"n": 1}}, "en"))
+    made = worker._line(worker.Clean("a.txt#1", text, words_of(text), {"title": "caf\u00e9", "meta": {"n": 1}}, "en"))
     record = {"text": text, "source": "a.txt#1", "title": "caf\u00e9", "meta": {"n": 1}, "language": "en"}
     assert made == (json.dumps(record, ensure_ascii=False) + "\n").encode()

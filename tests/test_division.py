@@ -16,9 +16,9 @@ import pytest
 
 from lamplighter import report
 from lamplighter.data.sources import FileSource, Part, open_source
-from lamplighter.data.split import Divider, Division, Settings
-from lamplighter.data.token_cache import boundaries, builder, encoder, partition, ranges
-from lamplighter.data.token_cache.ranges import Stretch
+from lamplighter.data.split import CacheSettings, Split, Splitter
+from lamplighter.data.token_cache import builder, encoder, partition, ranges
+from lamplighter.data.token_cache.ranges import TextBlock
 from lamplighter.data.token_cache.reader import ensure, open_tokens
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadData
@@ -42,7 +42,7 @@ def by_source(source: FileSource) -> tuple[list[str], list[Any]]:
 
 def by_units(source: FileSource, unit_bytes: int) -> tuple[list[str], list[Any]]:
     """The same, unit by unit, each on its own."""
-    plan = partition.plan(source, Settings(0.1, 0, unit_bytes))
+    plan = partition.plan(source, CacheSettings(0.1, 0, unit_bytes))
     assert plan is not None
     documents, now, faults = [], b"", []
     for unit in plan.units:
@@ -94,7 +94,7 @@ def some_file(rng: random.Random, kind: str, separator: str | None) -> bytes:
 
 @pytest.mark.parametrize("kind", ["plain", "json", "\n\n", "<sep>", "a\na", "é"])
 def test_the_documents_are_the_same_however_files_are_cut(tmp_path: Path, monkeypatch: Any, kind: str) -> None:
-    monkeypatch.setattr(boundaries, "NEAR", 300)
+    monkeypatch.setattr(ranges, "NEAR", 300)
     rng = random.Random(kind)
     separator = None if kind in ("plain", "json") else kind
     cut = False
@@ -109,7 +109,7 @@ def test_the_documents_are_the_same_however_files_are_cut(tmp_path: Path, monkey
         monkeypatch.setattr(ranges, "PART_BYTES", rng.choice([40, 1000, 1 << 20]))
         unit_bytes = rng.choice([50, 333, 5000])
         assert by_units(source, unit_bytes) == expected, (number, unit_bytes)
-        plan = partition.plan(source, Settings(0.1, 0, unit_bytes))
+        plan = partition.plan(source, CacheSettings(0.1, 0, unit_bytes))
         cut = cut or (plan is not None and len(plan.units) > 5)
     assert cut
 
@@ -123,7 +123,7 @@ def test_packed_files_and_small_ones_go_together_and_large_ones_are_cut(tmp_path
     (tmp_path / "large.jsonl").write_text('{"text": "some words"}\n' * 200)
     (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(b"packed words " * 3000))
     source = open_source([str(tmp_path)], None, None)
-    plan = partition.plan(source, Settings(0.1, 0, 1000))
+    plan = partition.plan(source, CacheSettings(0.1, 0, 1000))
     assert plan is not None
     spans = [span for unit in plan.units for span in unit.spans]
     assert sum(span.stop - span.start for span in spans) == source.total_bytes()
@@ -132,11 +132,11 @@ def test_packed_files_and_small_ones_go_together_and_large_ones_are_cut(tmp_path
     assert len([span for span in spans if span.path.endswith("large.jsonl")]) == 5
     assert max(len(unit.spans) for unit in plan.units) > 4, "small files go together"
     assert by_units(source, 1000) == by_source(source)  # type: ignore[arg-type]
-    assert partition.plan(open_source([], None, None), Settings()) is None, "texts that only their source can read"
+    assert partition.plan(open_source([], None, None), CacheSettings()) is None, "texts that only their source can read"
 
 
 def stream(tmp_path: Path, name: str, source: FileSource, unit_bytes: int, val: float = 0.2) -> tuple[Any, ...]:
-    cache = open_tokens(ensure(tmp_path / name, source, byte_level(), Settings(val, 0, unit_bytes)), verify=True)
+    cache = open_tokens(ensure(tmp_path / name, source, byte_level(), CacheSettings(val, 0, unit_bytes)), verify=True)
     both = tuple(split.read(0, len(split)).tobytes() for split in (cache.train, cache.val))
     assert cache.train.documents == len(cache.train.document_starts())
     return *both, cache.manifest["divided_by"], len(cache.train.paths), cache.train.documents
@@ -162,13 +162,13 @@ def test_one_long_text_in_many_units_is_the_same_stream(tmp_path: Path, monkeypa
 
 
 def test_an_empty_part_neither_begins_nor_ends_a_document() -> None:
-    divider = Divider(Division("documents", 1 << 63, 0))
-    first = divider.pieces(Stretch([b"one", b""], open=True))
+    divider = Splitter(Split("documents", 1 << 63, 0))
+    first = divider.pieces(TextBlock([b"one", b""], open=True))
     assert first.texts == [b"one"] and divider.open_val is None and divider.empty == 0
-    second = divider.pieces(Stretch([b"begins here"], opened=True, open=True))
+    second = divider.pieces(TextBlock([b"begins here"], opened=True, open=True))
     assert second.begins.tolist() == [True] and second.ends.tolist() == [False]
-    assert divider.pieces(Stretch([b""], opened=True, open=True)).texts == []
-    last = divider.pieces(Stretch([b"", b"", b"next"], opened=True))
+    assert divider.pieces(TextBlock([b""], opened=True, open=True)).texts == []
+    last = divider.pieces(TextBlock([b"", b"", b"next"], opened=True))
     assert last.texts == [b"", b"next"] and last.begins.tolist() == [False, True] and divider.empty == 1
     assert last.val[0] == second.val[0]
 
@@ -183,7 +183,7 @@ def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: A
     lines[7], lines[4990] = b"b\0d\n", b"caf\xe9 au lait\n"
     path = tmp_path / "a.txt"
     path.write_bytes(b"".join(lines))
-    ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), Settings(0.1, 0, 5000))
+    ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), CacheSettings(0.1, 0, 5000))
     places = [sum(map(len, lines[:at])) + add for at, add in ((7, 1), (4990, 3))]
     assert told == [(8, places[0]), (4991, places[1])]
     assert warned == [f"2 of 5,001 lines of {path} set aside, as not text"]
@@ -191,11 +191,11 @@ def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: A
         lines[at] = b"caf\xe9\n"
     path.write_bytes(b"".join(lines))
     with pytest.raises(BadData, match="not text") as caught:
-        ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), Settings(0.1, 0, 5000))
+        ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), CacheSettings(0.1, 0, 5000))
     assert "of 5,001 lines" in caught.value.why and "data.bad_limit" in caught.value.why
     with pytest.raises(BadData, match=f"{path}:1, byte 3"):
         refusing = open_source([str(path)], None, None, bad_text="refuse")
-        ensure(tmp_path / "c", refusing, byte_level(), Settings(0.1, 0, 5000))
+        ensure(tmp_path / "c", refusing, byte_level(), CacheSettings(0.1, 0, 5000))
 
 
 def test_an_encoder_that_has_grown_is_made_anew(tmp_path: Path, monkeypatch: Any) -> None:
@@ -215,7 +215,7 @@ def test_the_overlap_is_found_in_any_range_of_hashes(tmp_path: Path, monkeypatch
     monkeypatch.setattr(builder, "OVERLAP_HASHES", 3)
     rng = np.random.default_rng(0)
     hashes = rng.integers(0, 1 << 64, 40, np.uint64)
-    one = builder.Builder(tmp_path, byte_level(), Settings())
+    one = builder.Builder(tmp_path, byte_level(), CacheSettings())
     for shared in (0, 39, None):
         val, train = hashes[:20], hashes[20:]
         if shared is not None:
@@ -268,7 +268,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_refused(
     path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
     _wait_for_the_clock_of_files(path)
     source = open_source([str(path)], None, None)
-    real_read, real_look = ranges.read, partition.look
+    real_read, real_look = ranges.read, partition.survey_plan
 
     def read(*args: Any) -> Any:
         if moment == "before a unit":
@@ -282,11 +282,11 @@ def test_a_file_that_changes_while_it_is_prepared_is_refused(
             yield found
 
     if moment == "after the hash":
-        monkeypatch.setattr(partition, "look", lambda *args: (change(path), real_look(*args))[1])
+        monkeypatch.setattr(partition, "survey_plan", lambda *args: (change(path), real_look(*args))[1])
     else:
         monkeypatch.setattr(ranges, "read", read if moment == "before a unit" else read_then)
     with pytest.raises(BadData, match="changed"):
-        ensure(tmp_path / "cache", source, byte_level(), Settings(0.1))
+        ensure(tmp_path / "cache", source, byte_level(), CacheSettings(0.1))
     assert not list((tmp_path / "cache").glob("*/manifest.json"))
 
 
@@ -294,9 +294,9 @@ def test_a_hard_link_to_a_file_that_is_being_read_is_no_change(tmp_path: Path, m
     path = tmp_path / "a.txt"
     path.write_text("a line of text\n" * 5000)
     source = open_source([str(path)], None, None)
-    real = partition.look
-    monkeypatch.setattr(partition, "look", lambda *args: (os.link(path, tmp_path / "backup"), real(*args))[1])
-    assert open_tokens(ensure(tmp_path / "cache", source, byte_level(), Settings(0.1))).train.tokens > 5000
+    real = partition.survey_plan
+    monkeypatch.setattr(partition, "survey_plan", lambda *args: (os.link(path, tmp_path / "backup"), real(*args))[1])
+    assert open_tokens(ensure(tmp_path / "cache", source, byte_level(), CacheSettings(0.1))).train.tokens > 5000
 
 
 def test_the_place_in_a_unit_of_many_files_is_found_without_walking_over_them(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_the_place_in_a_unit_of_many_files_is_found_without_walking_over_them(tm
     for number in range(50):
         paths.append(tmp_path / f"{number:02}.txt")
         paths[-1].write_text("x" * (number % 7 + 1))
-    plan = partition.plan(FileSource(paths), Settings(0.1))
+    plan = partition.plan(FileSource(paths), CacheSettings(0.1))
     assert plan is not None and len(plan.units) == 1
     done = 0
     for span in plan.units[0].spans:

@@ -237,3 +237,12 @@ def test_a_line_that_did_not_fit_is_closed_before_the_next_one(tmp_path: Path) -
     os.write(file.fd, b'{"half')
     assert file.write('{"b": 2}')
     assert list(read_lines(path)) == [{"a": 1}, {"b": 2}]
+
+
+def test_bad_data_is_found_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 20)
+    code, said = train(tmp_path, "--data.paths", "binary.txt")
+    assert code == 65, said
+    begun = [event["name"] for event in read_lines(RunDir(tmp_path / "runs" / "r").events) if event["type"] == "phase"]
+    assert begun[0] == "config"
+    assert "import" not in begun

@@ -23,9 +23,9 @@ from lamplighter.config import Data
 from lamplighter.data.batches import BatchLayout
 from lamplighter.data.chat import example_cache, rows
 from lamplighter.data.chat.example_cache import LEARNED, ensure, open_examples
-from lamplighter.data.chat.layout import arrange
+from lamplighter.data.chat.packing import arrange
 from lamplighter.data.chat.rows import RowSource, SetAside, find_rows
-from lamplighter.data.chat.template import choose
+from lamplighter.data.chat.template import load_template
 from lamplighter.data.sources import Opened, open_data
 from lamplighter.data.token_cache.reader import locked
 from lamplighter.data.tokenizer import byte_level, load
@@ -44,7 +44,7 @@ SHARED_GPT = {
 PROMPT = {"prompt": "Who?", "completion": "Me."}
 ALPACA = {"instruction": "Translate.", "input": "lampe", "output": "lamp", "system": "Be brief."}
 SEED = {"instruction": "Translate.", "instances": [{"input": "a", "output": "b"}, {"input": "c", "output": "d"}]}
-TEMPLATE = choose("chatml", byte_level())
+TEMPLATE = load_template("chatml", byte_level())
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_row_with_several_instances_is_several_examples(tmp_path: Path) -> Non
 
 
 def test_alpaca_keeps_its_heading_between_instruction_and_input(tmp_path: Path) -> None:
-    template = choose("alpaca", byte_level())
+    template = load_template("alpaca", byte_level())
     folder = ensure(tmp_path / "cache", source_of(write_lines(tmp_path / "x.jsonl", [ALPACA])), template, 0.0)
     text = byte_level().decode(open_examples(folder).train.ids(0))
     assert "### Instruction:\nTranslate.\n\n### Input:\nlampe\n\n### Response:\nlamp<|endoftext|>" in text
@@ -169,8 +169,10 @@ def test_rows_come_over_http_packed_or_not_and_from_any_file_system(tmp_path: Pa
                 assert source is not None and source.fingerprint() == source.fingerprint()
                 assert [(talk[0][1], talk[1][1]) for talk in talks(source)] == found, url
         url, _ = server.put("torn.jsonl.gz", gzip.compress(lines)[:-100])
+        torn = find_rows(Data(paths=[url]))
+        assert torn is not None
         with pytest.raises(BadData, match="cut short"):
-            find_rows(Data(paths=[url]))
+            talks(torn)
 
 
 def test_rows_come_from_a_dataset_and_text_of_it_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,10 +391,10 @@ def test_the_cache_is_reused_and_rejected_by_its_fingerprint(tmp_path: Path, sai
     assert "examples reused" in texts(said)
     bytes_before = (first / "examples.bin").read_bytes()
     said.clear()
-    other = ensure(root, source_of(path), choose("alpaca", byte_level()), 0.0)
+    other = ensure(root, source_of(path), load_template("alpaca", byte_level()), 0.0)
     assert other != first and "template changed (chatml -> alpaca)" in texts(said)
     tokenizer = load(shared("models", "stories260K_hf_llama"))
-    assert ensure(root, source_of(path), choose("chatml", tokenizer), 0.0) not in (first, other)
+    assert ensure(root, source_of(path), load_template("chatml", tokenizer), 0.0) not in (first, other)
     write_lines(path, many(10))
     said.clear()
     changed = ensure(root, source_of(path), TEMPLATE, 0.0)
@@ -488,7 +490,7 @@ def test_real_files_load(name: str, kind: str, least: int, tmp_path: Path) -> No
 
 
 def test_short_instructions_are_packed_with_next_to_no_padding(tmp_path: Path) -> None:
-    template = choose("chatml", load(shared("tokenizers", "gpt2")))
+    template = load_template("chatml", load(shared("tokenizers", "gpt2")))
     source = source_of(shared("finetune", "instruction-data-short.json"))
     found = open_examples(ensure(tmp_path, source, template, 0.02))
     for seq_len in (256, 1024):

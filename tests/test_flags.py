@@ -21,8 +21,7 @@ from lamplighter.train.anomalies import detector as detectors
 from lamplighter.train.anomalies.detector import EACH_BLOCK, EACH_STEP, EXPLAINS, Change, Detector, recall, replay
 from lamplighter.train.anomalies.history import Facts, repeat_share
 from lamplighter.train.checkpoint import Progress
-from lamplighter.watch import redflags
-from lamplighter.watch.status import Status, alert, tell
+from lamplighter.watch.status import Status, alert, flags_section, hear_flag, standing_flags, tell
 
 CURVES = Path(__file__).parent / "recordings" / "curves"
 HEALTHY = sorted(path.stem for path in CURVES.glob("healthy_*.json"))
@@ -264,17 +263,17 @@ def test_what_a_reader_sees_of_a_flag() -> None:
     picture = Status("r")
     event = {"type": "verdict", "t": 10.0, "flag": True, "state": "waste", "cause": "plateau", "why": "w | 1", "next": "n", "step": 40,
              "evidence": ["e"]}  # fmt: skip
-    redflags.hear(picture.flags, event)
+    hear_flag(picture.flags, event)
     assert "plateau since step 40" in alert(picture)
-    assert redflags.recall({"flags": list(picture.flags.values())}) == picture.flags
+    assert standing_flags({"flags": list(picture.flags.values())}) == picture.flags
     well = {"type": "well again", "t": 70.0, "cause": "plateau", "step": 90, "since_step": 40}
-    rows = redflags.section([event, event, well])
+    rows = flags_section([event, event, well])
     assert len([row for row in rows if "plateau" in row]) == 1
     assert "step 90, then well again (50 steps, 1:00)" in rows[-2]
     assert tell(well)[0][0].startswith("well again: plateau")
-    redflags.hear(picture.flags, well)
+    hear_flag(picture.flags, well)
     assert alert(picture) == ""
-    assert "none" in redflags.section([])
+    assert "none" in flags_section([])
 
 
 # ---------------------------------------------------------------- real runs

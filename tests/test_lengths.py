@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lamplighter.data.stats import lengths as room
-from lamplighter.data.stats.histogram import draw, svg
+from lamplighter.data.stats.lengths import draw, svg
 
 RNG = np.random.default_rng(5)
 SHORT = np.array([10] * 30 + [30] * 40 + [44] * 26 + [60] * 2 + [90, 200])

@@ -12,7 +12,7 @@ import torch
 from lamplighter.config import Train
 from lamplighter.train import bf16, hardware
 from lamplighter.train.hardware import Machine, choose_compile
-from lamplighter.watch.spawn import threads_wait
+from lamplighter.watch.trainer import threads_wait
 
 LOW = Machine(torch.device("cpu"), torch.bfloat16, 2, "a CPU", 1e11, ())
 PLAIN = replace(LOW, dtype=torch.float32)

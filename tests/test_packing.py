@@ -16,8 +16,7 @@ from lamplighter.config import Data, validated
 from lamplighter.data.batch_source import StepBatches
 from lamplighter.data.batches import NO_TARGET, BatchLayout, rows_of_rank
 from lamplighter.data.chat.example_cache import LEARNED, Examples, Side
-from lamplighter.data.chat.layout import arrange, example_batches, fit
-from lamplighter.data.chat.packing import STRATEGIES, group, pack, padding_share
+from lamplighter.data.chat.packing import STRATEGIES, arrange, example_batches, fit, group, pack, padding_share
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.model.build import Built
 from lamplighter.model.shape import Shape

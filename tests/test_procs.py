@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import conftest
 from conftest import TINY, clean_env, lamp, start_lamp, wait_for
 from lamplighter.procs import by_psutil, child, lock, procfs, stacks
 from lamplighter.rundir import RunDir, read_json, read_lines
-from lamplighter.watch.diagnosis import judge
-from lamplighter.watch.evidence import Observation
+from lamplighter.watch.evidence import GroupSample
+from lamplighter.watch.process_tree import Process, Snapshot
+from lamplighter.watch.tree_diagnosis import judge
 from test_verdict import moment, stack_at
 
 FUNCTIONS = """
@@ -128,11 +130,11 @@ def test_system_calls_have_names_on_every_machine() -> None:
 
 
 def test_a_verdict_without_proc_says_what_cannot_be_known() -> None:
-    def blind(one: Observation) -> Observation:
+    def blind(one: Snapshot) -> Snapshot:
         main = procfs.ProcessLook(7, "S", 0.0, 10**8, 1, "python", read_bytes=None, written_bytes=None, disk_bytes=None)
-        return Observation(one.at, one.slot, (main,))
+        return replace(one, processes=(Process(main, one.processes[0].slot),))
 
-    found = judge([blind(moment(2.0)), blind(moment(4.0))], [stack_at(__file__, 1)], 0.0)
+    found = judge(GroupSample(blind(moment(2.0)), blind(moment(4.0)), {7: (stack_at(__file__, 1),)}, 0.0))
     assert found is not None and found.verdict.state == "slow" and not found.provable
     assert any(word.startswith("not known on this system: what it waits in") for word in found.verdict.evidence)
 

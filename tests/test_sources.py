@@ -18,7 +18,7 @@ from tokenizers import pre_tokenizers
 
 from lamplighter import report
 from lamplighter.data.sources import EmbeddedCorpus, Part, files, open_source
-from lamplighter.data.split import Settings
+from lamplighter.data.split import CacheSettings
 from lamplighter.data.token_cache.reader import ensure, open_tokens
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
@@ -259,10 +259,10 @@ def test_the_limit_on_bad_lines_is_of_the_corpus_with_a_floor_and_a_setting(tmp_
     assert "15 of 12,200 lines" in caught.value.why and "data.bad_limit" in caught.value.why
     assert f"{folder / '000.jsonl'}:21, byte" in caught.value.what
     with pytest.raises(BadData, match="bad JSON"):
-        ensure(tmp_path / "cache", open_source([str(folder)], None, None), byte_level(), Settings(0.1))
+        ensure(tmp_path / "cache", open_source([str(folder)], None, None), byte_level(), CacheSettings(0.1))
     loose = open_source([str(folder)], None, None, bad_limit=0.01)
     assert len(list(loose.documents())) == 200 * 60 - 15
-    cache = open_tokens(ensure(tmp_path / "cache", loose, byte_level(), Settings(0.1)))
+    cache = open_tokens(ensure(tmp_path / "cache", loose, byte_level(), CacheSettings(0.1)))
     assert cache.train.documents + cache.val.documents == 200 * 60 - 15
     middle = dict(walk_to(loose, 7000))
     assert middle["bad"] == 15 and len(list(loose.documents(middle))) == 200 * 60 - 15 - 7000

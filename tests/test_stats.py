@@ -17,10 +17,10 @@ from lamplighter import report
 from lamplighter.config import Data
 from lamplighter.data.chat import example_cache
 from lamplighter.data.chat.rows import find_rows
-from lamplighter.data.chat.template import choose
+from lamplighter.data.chat.template import load_template
 from lamplighter.data.sources import EmbeddedCorpus, Position
 from lamplighter.data.sources.files import FileSource, find_files
-from lamplighter.data.split import Settings
+from lamplighter.data.split import CacheSettings
 from lamplighter.data.stats import Request, Stats, collect, count_cache, count_text, minhash
 from lamplighter.data.stats.chat_stats import count_rows
 from lamplighter.data.stats.minhash import Grams, Signer, near_pairs, normalised, signatures, word_grams
@@ -65,7 +65,7 @@ def test_the_counts_are_those_of_the_token_cache(tmp_path: Path) -> None:
     assert found.counts.characters == sum(map(len, texts))
     assert found.counts.bytes == found.counts.tokens == sum(len(text.encode()) for text in texts)
     assert found.lengths.longest == max(len(text.encode()) for text in texts) + 1
-    folder = reader.ensure(tmp_path / "cache", source, byte_level(), Settings(0.05))
+    folder = reader.ensure(tmp_path / "cache", source, byte_level(), CacheSettings(0.05))
     cache = reader.open_tokens(folder)
     assert len(cache.train) + len(cache.val) - found.counts.tokens_with_ends in (0, 2), "a side may begin with one more"
     assert (found.sides.train, found.sides.val) == (cache.train.documents, cache.val.documents)
@@ -254,7 +254,7 @@ def test_a_test_set_of_rows_is_held_against_rows(tmp_path: Path) -> None:
     sources = [find_rows(Data(paths=[str(path)], format="auto")) for path in (train, test)]
     assert sources[0] is not None and sources[1] is not None
     held = HeldBack("test", sources[1])
-    found = count_rows(sources[0], choose("chatml", byte_level()), "", Request(512, 8, 0.1), held).test_set
+    found = count_rows(sources[0], load_template("chatml", byte_level()), "", Request(512, 8, 0.1), held).test_set
     assert found is not None and (found.documents, found.exact) == (2, 1)
     assert found.exact_examples[0].first == f"{train}:5" and found.exact_examples[0].second == f"{test}:2"
 
@@ -392,7 +392,7 @@ def test_the_examples_are_those_of_training(tmp_path: Path) -> None:
     path = rows_file(tmp_path / "rows.jsonl")
     source = find_rows(Data(paths=[str(path)], format="auto"))
     assert source is not None
-    template = choose("chatml", byte_level())
+    template = load_template("chatml", byte_level())
     found = count_rows(source, template, "", Request(512, 8, 0.1), None)
     made = example_cache.open_examples(example_cache.ensure(tmp_path / "cache", source, template, 0.1))
     assert (found.sides.train, found.sides.val) == (made.train.examples, made.val.examples)
@@ -458,7 +458,7 @@ def test_the_famous_padding_is_measured() -> None:
     tokenizer = load(shared("tokenizers", "gpt2"))
     source = find_rows(Data(paths=[str(path)], format="auto"))
     assert source is not None
-    found = count_rows(source, choose("plain", tokenizer), "gpt2", Request(2048, 16, 0.02), None)
+    found = count_rows(source, load_template("plain", tokenizer), "gpt2", Request(2048, 16, 0.02), None)
     assert found.counts.documents == 1100 and found.lengths.p95 < 64
     shares = {one.strategy: one.share for one in found.padding}
     assert shares["to seq_len"] > 0.97 and shares["packed"] < 0.1

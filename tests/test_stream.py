@@ -14,13 +14,13 @@ import pytest
 
 from lamplighter.data.batches import NO_TARGET, Batch
 from lamplighter.data.sources import Cursor, EmbeddedCorpus, Position, open_source
-from lamplighter.data.split import Division
-from lamplighter.data.stream import AsItComes, Filler, Settings, State, StreamBatches, load_state
-from lamplighter.data.stream_split import Stretch, hold_back
+from lamplighter.data.split import Split
+from lamplighter.data.stream import AsItComes, Filler, State, StreamBatches, StreamSettings, load_state
+from lamplighter.data.stream_split import HeldOutTokens, hold_back
 from lamplighter.data.tokenizer import Tokenizer, byte_level
 from lamplighter.errors import BadData
 
-ALL = Division("documents", 0, 0)
+ALL = Split("documents", 0, 0)
 
 
 class Counted(EmbeddedCorpus):
@@ -42,11 +42,11 @@ class Counted(EmbeddedCorpus):
 
 def filler(source: Any = None, tokenizer: Tokenizer | None = None, **changes: Any) -> Filler:
     given = {"seed": 1, "batch_size": 4, "seq_len": 32, "chunk_tokens": 4000, **changes}
-    return Filler(source or Counted(), tokenizer or byte_level(), ALL, Settings(**given))
+    return Filler(source or Counted(), tokenizer or byte_level(), ALL, StreamSettings(**given))
 
 
 def opened(filler: Filler, step: int = 1, state: dict[str, Any] | None = None) -> StreamBatches:
-    source = StreamBatches(filler, Stretch(np.zeros(0, np.uint32), 0, 0))
+    source = StreamBatches(filler, HeldOutTokens(np.zeros(0, np.uint32), 0, 0))
     source.start(step, state)
     return source
 
@@ -212,7 +212,7 @@ def test_one_chunk_is_filled_ahead_and_no_more() -> None:
 
 
 def test_nothing_but_validation_text_is_refused() -> None:
-    nothing = Filler(Counted(5), byte_level(), Division("documents", (1 << 64) - 1, 0), Settings(1, 4, 32, 4000))
+    nothing = Filler(Counted(5), byte_level(), Split("documents", (1 << 64) - 1, 0), StreamSettings(1, 4, 32, 4000))
     stream = opened(nothing)
     with pytest.raises(BadData, match="no text to train on"):
         stream.next(1)
@@ -228,7 +228,7 @@ def test_what_is_held_back_is_never_trained_on(tmp_path: Path) -> None:
     ends = np.flatnonzero(held.ids == tokenizer.end_of_text)
     texts = {tokenizer.decode(held.ids[a + 1 : b]) for a, b in pairwise(ends)}
     assert len(texts) == held.documents and texts < set(source.documents())
-    run = Filler(source, tokenizer, division, Settings(1, 4, 64, 10_000, repeat=False))
+    run = Filler(source, tokenizer, division, StreamSettings(1, 4, 64, 10_000, repeat=False))
     trained = np.concatenate([c.tokens[:-1] for c in run.chunks(State())])
     told = tokenizer.decode(trained[trained >= 0])
     assert not any(text in told for text in texts)
@@ -306,8 +306,8 @@ def test_a_file_that_grew_by_a_line_is_another_stream(tmp_path: Path) -> None:
     for count in (30_000, 30_001):  # 1.2 MB both times
         path.write_text('{"text": "the same words each time"}\n' * count)
         source = open_source([str(path)], None, None)
-        filler = Filler(source, byte_level(), ALL, Settings(1, 4, 32, 4000))
-        names.append(StreamBatches(filler, Stretch(np.zeros(0, np.uint32), 0, 0)).describe().name)
+        filler = Filler(source, byte_level(), ALL, StreamSettings(1, 4, 32, 4000))
+        names.append(StreamBatches(filler, HeldOutTokens(np.zeros(0, np.uint32), 0, 0)).describe().name)
     assert names[0] != names[1]
 
 
@@ -316,7 +316,7 @@ def test_a_tiny_source_does_not_flood_the_console(monkeypatch: Any) -> None:
     from lamplighter import report
 
     monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
-    tiny = Filler(Counted(1), byte_level(), ALL, Settings(1, 64, 32, 4000))
+    tiny = Filler(Counted(1), byte_level(), ALL, StreamSettings(1, 64, 32, 4000))
     stream = opened(tiny)
     for step in range(1, 40):
         stream.next(step)

@@ -100,21 +100,21 @@ def test_the_end_of_the_data_is_the_end_of_the_run_where_that_is_asked_for(tmp_p
 
 def _token_counts(folder: Path) -> list[dict[str, int]]:
     """What the training side of the file holds, counted apart from the product's own chunks."""
-    from lamplighter.data.split import Division
+    from lamplighter.data.split import Split
 
     record = json.loads((folder / "runs/ends/stream/val.json").read_text())
-    division = Division(**record["division"])
+    division = Split(**record["division"])
     texts = [json.loads(line)["text"].encode() for line in (folder / "a.jsonl").read_text().splitlines()]
     assert division.by == "blocks" or len(texts) >= 100
     return [{"tokens": _train_tokens(division, text)} for text in texts]
 
 
 def _train_tokens(division: object, text: bytes) -> int:
-    from lamplighter.data.split import Divider, Division
-    from lamplighter.data.token_cache.ranges import Stretch
+    from lamplighter.data.split import Split, Splitter
+    from lamplighter.data.token_cache.ranges import TextBlock
 
-    assert isinstance(division, Division)
-    pieces = Divider(division).pieces(Stretch([text]))
+    assert isinstance(division, Split)
+    pieces = Splitter(division).pieces(TextBlock([text]))
     return sum(len(one) + 1 for one, val in zip(pieces.texts, pieces.val.tolist(), strict=True) if not val)
 
 

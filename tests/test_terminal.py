@@ -367,7 +367,7 @@ def test_a_killed_watcher_does_not_harm_a_run_into_a_file(tmp_path: Path) -> Non
     assert not (tmp_path / "output.log").exists()
 
 
-def test_a_killed_passage_is_replaced_and_no_byte_is_lost_after(tmp_path: Path) -> None:
+def test_a_killed_proxy_is_replaced_and_no_byte_is_lost_after(tmp_path: Path) -> None:
     person = python(LONG, folder=tmp_path)
     person.sees(b"step 5\r\n")
     _, carrier = person.pids()

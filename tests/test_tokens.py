@@ -22,7 +22,7 @@ from lamplighter import report
 from lamplighter.data import split as division
 from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, files, open_source
 from lamplighter.data.token_cache import builder, ranges, writer
-from lamplighter.data.token_cache.reader import Settings, Split, Tokens, ensure, open_tokens
+from lamplighter.data.token_cache.reader import Settings, Tokens, TokenStream, ensure, open_tokens
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
 from lamplighter.readers import files as reader_files
@@ -80,7 +80,7 @@ def letters(count: int, seed: int = 0) -> list[str]:
     return list(EmbeddedCorpus(seed, count).documents())
 
 
-def documents(split: Split, tokenizer: Tokenizer | None = None) -> list[str]:
+def documents(split: TokenStream, tokenizer: Tokenizer | None = None) -> list[str]:
     """The stream taken apart at its marks; checked against the index."""
     tokenizer = tokenizer or byte_level()
     ids = split.read(0, len(split))
@@ -122,7 +122,7 @@ def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
 
 
 def test_the_overlap_check_can_fire(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(division.Division, "is_val", lambda self, hashes: np.arange(len(hashes)) % 2 == 1)
+    monkeypatch.setattr(division.Split, "is_val", lambda self, hashes: np.arange(len(hashes)) % 2 == 1)
     with pytest.raises(BadData, match="validation text is also in"):
         made(tmp_path, [f"one text {n // 2}" for n in range(200)])
 
@@ -468,10 +468,10 @@ def test_one_builds_and_the_other_waits(tmp_path: Path, monkeypatch: Any, notes:
 
     def watch() -> None:
         wait_until(lambda: any(event.get("name") == "waiting for the token cache" for event in events))
-        page = report._reporter.slot.page
+        slot = report._reporter.slot
         try:
-            wait_until(lambda: b"units, at document" in bytes(page[512:768]))
-            shown.append(bytes(page[512:768]).split(b"\0")[0].decode())
+            wait_until(lambda: "units, at document" in slot.get_text("phase_item"))
+            shown.append(slot.get_text("phase_item"))
         finally:
             (tmp_path / "go").write_text("")
 
@@ -598,8 +598,8 @@ def test_the_watcher_sees_what_is_waited_for(tmp_path: Path) -> None:
     class Watched(Texts):
         def documents(self, start: Cursor | None = None) -> Iterator[str]:
             for text in super().documents(start):
-                page = bytes(report._reporter.slot.page)
-                seen.append(tuple(page[at:end].split(b"\0")[0].decode() for at, end in ((256, 384), (512, 768))))
+                slot = report._reporter.slot
+                seen.append((slot.get_text("phase"), slot.get_text("phase_item")))
                 yield text
 
     with report.phase("cache"):

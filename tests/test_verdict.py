@@ -16,11 +16,12 @@ from lamplighter.procs.procfs import ProcessLook, ThreadLook, look_closely
 from lamplighter.procs.stacks import OURS, Frame, Stacks, ThreadStack
 from lamplighter.report import Verdict
 from lamplighter.slot import Slot
-from lamplighter.watch.diagnosis import Finding, enclosing_loop, judge
-from lamplighter.watch.evidence import Observation, from_json, to_json
+from lamplighter.watch.diagnosis import Finding, enclosing_loop
+from lamplighter.watch.evidence import GroupSample, from_json, to_json
+from lamplighter.watch.process_tree import Exit, Process, Snapshot
 from lamplighter.watch.resources import disk_verdict, memory_verdict
 from lamplighter.watch.restart_policy import RestartPolicy
-from lamplighter.watch.tree_diagnosis import phase_from_stack
+from lamplighter.watch.tree_diagnosis import death_verdict, judge, phase_from_stack
 
 SOURCE = """\
 def forward(x):
@@ -42,11 +43,11 @@ def user_file(tmp_path: Path) -> str:
 
 def moment(at: float, *, state: str = "S", cpu_s: float = 0.0, read: int = 0, syscall: str = "", compiling: int = 0, collecting: int = 0,
            span: str = "compute", children: tuple[ProcessLook, ...] = (), starved_ns: int = 0, cpu_ns: int = 0,
-           waits_on: str = "") -> Observation:  # fmt: skip
+           waits_on: str = "") -> Snapshot:  # fmt: skip
     slot = Slot(pid=7, phase="train", span=span, tick_ns=0, compiling=compiling, collecting=collecting, step=9)
     thread = ThreadLook(7, state, cpu_ns, starved_ns, "", syscall)
     main = ProcessLook(7, state, cpu_s, 10**8, 1, "python", "", syscall, read, 0, 0, waits_on, (thread,))
-    return Observation(at, slot, (main, *children))
+    return Snapshot(at, (Process(main, slot), *(Process(child, None, 7) for child in children)), worked_at=0.0)
 
 
 def stack_at(
@@ -56,8 +57,8 @@ def stack_at(
     return Stacks((main, *others), "py-spy" if silent else "listener", silent)
 
 
-def cause(window: list[Observation], stacks: list[Stacks], usual_s: float = 0.0) -> tuple[str, str, bool] | None:
-    found = judge(window, stacks, usual_s)
+def cause(window: list[Snapshot], stacks: list[Stacks], usual_s: float = 0.0) -> tuple[str, str, bool] | None:
+    found = judge(GroupSample(window[0], window[-1], {7: tuple(stacks)}, usual_s))
     return (found.verdict.state, found.verdict.cause, found.provable) if found else None
 
 
@@ -168,6 +169,27 @@ def test_memory_that_grows_steadily_is_said_before_it_is_too_late() -> None:
     assert disk_verdict(10**10, 6 * 10**8) is None
 
 
+def rank(number: int, line: int, file: str, **fields: object) -> tuple[Process, Stacks]:
+    slot = Slot(pid=number + 10, rank=number, world=2, step=5, **fields)
+    return Process(ProcessLook(number + 10, "S", name="python"), slot), stack_at(file, line)
+
+
+def test_a_tree_is_judged_by_who_is_behind_and_can_be_judged_again(user_file: str) -> None:
+    behind, its_stack = rank(1, 3, user_file, coll_seq=6)
+    waits, other_stack = rank(0, 7, user_file, coll_seq=7, in_coll=1, coll="all_reduce [4]", coll_at="train.py:9")
+    exits = (Exit(99, -9, Slot(pid=99, worker=1, item="40..43"), 1.0, out_of_memory=True),)
+    first, last = (Snapshot(at, (waits, behind), worked_at=0.0, exits=exits) for at in (2.0, 4.0))
+    sample = GroupSample(first, last, {10: (other_stack,), 11: (its_stack,)}, 0.0)
+    found = judge(sample)
+    assert found is not None
+    assert (found.verdict.state, found.verdict.cause) == ("stuck", "rank_late")
+    assert (found.verdict.culprit["rank"], found.verdict.culprit["line"]) == (1, 3)
+    assert judge(from_json(to_json(sample))) == found
+    assert from_json(to_json(sample)) == sample
+    death = death_verdict(exits[0])
+    assert death is not None and death.cause == "worker_oom"
+
+
 RECORDINGS = sorted((Path(__file__).parent / "recordings").glob("*.json"))
 
 
@@ -177,8 +199,8 @@ def test_recorded_runs_are_judged_as_they_were(path: Path, tmp_path: Path) -> No
     record = json.loads(path.read_text())
     (tmp_path / "animal.py").write_text(record["source"])
     text = json.dumps(record["seen"]).replace("{folder}", str(tmp_path)).replace("{ours}/", OURS)
-    window, stacks, usual_s = from_json(text)
-    found = judge(window, stacks, usual_s)
+    sample = from_json(text)
+    found = judge(sample)
     assert found is not None
     truth = record["truth"]
     assert (found.verdict.state, found.verdict.cause, found.provable) == (
@@ -187,7 +209,7 @@ def test_recorded_runs_are_judged_as_they_were(path: Path, tmp_path: Path) -> No
         truth["provable"],
     )
     assert found.verdict.culprit["line"] == truth["line"]
-    assert from_json(to_json(window, stacks, usual_s)) == (window, stacks, usual_s)
+    assert from_json(to_json(sample)) == sample
 
 
 def test_there_are_recordings() -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from lamplighter.config import Budget
 from lamplighter.procs.procfs import ProcessLook
 from lamplighter.procs.stacks import Frame, ThreadStack, culprit
 from lamplighter.rundir import RunDir
 from lamplighter.slot import Slot
 from lamplighter.watch.console import Console
-from lamplighter.watch.observe import Tail
+from lamplighter.watch.observe import Observer, Tail
 from lamplighter.watch.status import Status, clean, duration, line, sparkline, tell
 from lamplighter.watch.time_report import read_time_report
 
@@ -71,6 +72,18 @@ def test_a_tail_hands_out_whole_lines_only(tmp_path: Path) -> None:
         assert tail.records() == [{"b": 2}]
         file.write(b'{"torn\n{"c": 3}\n')
         assert tail.records() == [{"c": 3}]
+
+
+def test_the_events_of_all_ranks_are_heard_with_their_rank(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    observer = Observer(run, [run.rank_events(rank) for rank in range(3)], Budget())
+    for rank in (2, 0):
+        run.rank_events(rank).write_text(f'{{"type": "note", "t": 1, "text": "rank {rank}"}}\n')
+    assert [(rank, event["text"]) for rank, event in observer.look(None, None, 0.0, 0.0)] == [
+        (0, "rank 0"),
+        (2, "rank 2"),
+    ]
 
 
 def test_the_culprit_is_the_users_innermost_line() -> None:

@@ -28,33 +28,33 @@ class Phase(Protocol):
 
 
 class _Watched:
-    """A phase that goes into the slot of a watched process; without a shim, one that goes nowhere."""
+    """A phase that goes into the slot of a watched process; without an agent, one that goes nowhere."""
 
-    def __init__(self, inside: Any, name: str, total: float | None, unit: str) -> None:
-        self._inside, self._begin = inside, (name, total, unit)
+    def __init__(self, agent: Any, name: str, total: float | None, unit: str) -> None:
+        self._agent, self._begin = agent, (name, total, unit)
 
     def __enter__(self) -> _Watched:
-        if self._inside is not None:
-            self._inside.phase_begin(*self._begin)
+        if self._agent is not None:
+            self._agent.phase_begin(*self._begin)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._inside is not None:
-            self._inside.phase_end()
+        if self._agent is not None:
+            self._agent.phase_end()
 
     def tick(self, n: float = 1, item: str | None = None) -> None:
-        if self._inside is not None:
-            self._inside.phase_tick(n, item)
+        if self._agent is not None:
+            self._agent.phase_tick(n, item)
 
 
 def phase(name: str, total: float | None = None, unit: str = "") -> Phase:
     """Say what the script does now and how much of it there is; use as a context manager."""
-    inside = sys.modules.get("_lamplighter_bootstrap")
+    agent = sys.modules.get("_lamplighter_bootstrap")
     report: Any = sys.modules.get("lamplighter.report")  # loaded in every process that `lamp train` starts
-    if inside is None and report is not None:
+    if agent is None and report is not None:
         reported: Phase = report.phase(name, total, unit)
         return reported
-    return _Watched(inside, name, total, unit)
+    return _Watched(agent, name, total, unit)
 
 
 def __getattr__(name: str) -> Any:

@@ -41,8 +41,8 @@ class _Reporter:
         self.slot = slots.SlotWriter()
         self.owner = threading.get_ident()
         self.stack: list[Phase | _Span] = []
-        self.ledger: dict[str, float] = {}
-        self.ledger_at = self.ledger_written = time.monotonic()
+        self.times: dict[str, float] = {}
+        self.times_at = self.times_written = time.monotonic()
         self.ticks = 0
         self.dropped = 0
         self.events: LineFile | None = None
@@ -75,14 +75,14 @@ class _Reporter:
     def charge(self) -> float:
         now = time.monotonic()
         name = self.stack[-1].name if self.stack else "other"
-        self.ledger[name] = self.ledger.get(name, 0.0) + now - self.ledger_at
-        self.ledger_at = now
+        self.times[name] = self.times.get(name, 0.0) + now - self.times_at
+        self.times_at = now
         return now
 
-    def write_ledger(self, final: bool = False) -> None:
+    def write_times(self, final: bool = False) -> None:
         self.charge()
-        self.ledger_written = self.ledger_at
-        seconds = {name: round(value, 4) for name, value in self.ledger.items()}
+        self.times_written = self.times_at
+        seconds = {name: round(value, 4) for name, value in self.times.items()}
         self.event("ledger", attempt=self.attempt, final=final, seconds=seconds)
 
 
@@ -127,7 +127,7 @@ class Phase:
             _show_innermost()
         state = "end" if error is None else "failed"
         if not r.stack and threading.get_ident() == r.owner:
-            r.write_ledger()
+            r.write_times()
         r.event(
             "phase", name=self.name, state=state, path=path, seconds=round(seconds, 4), done=self.done, unit=self.unit
         )
@@ -165,7 +165,7 @@ class Phase:
 
 
 class _Span:
-    """A short stretch inside a phase: charged in the ledger, visible in the slot, no event."""
+    """A short stretch inside a phase: charged in the time report, visible in the slot, no event."""
 
     __slots__ = ("name",)
 
@@ -284,8 +284,8 @@ def metric(step: int, values: Mapping[str, float]) -> None:
         r.slot.set("tokens_per_s", values.get("train/tok_per_sec", 0.0))
         r.slot.set("mfu", values.get("train/mfu", 0.0))
         _count_tick()
-    if time.monotonic() - r.ledger_written > 5:
-        r.write_ledger()
+    if time.monotonic() - r.times_written > 5:
+        r.write_times()
 
 
 def result(text: str) -> None:
@@ -332,7 +332,7 @@ def start(run: RunDir, rank: int = 0, attempt: int = 1, result_fd: int = -1) -> 
     r.events = LineFile(run.rank_events(rank))
     if rank == 0:
         r.metrics = LineFile(run.metrics)
-    r.ledger_at = r.ledger_written = time.monotonic()
+    r.times_at = r.times_written = time.monotonic()
     r.event("hello", pid=os.getpid(), attempt=attempt)
     gc.callbacks.append(_on_gc)
     if threading.current_thread() is threading.main_thread():
@@ -343,8 +343,8 @@ def start(run: RunDir, rank: int = 0, attempt: int = 1, result_fd: int = -1) -> 
 
 
 def close() -> None:
-    """The last ledger; nothing is buffered, so there is nothing else to flush."""
-    _reporter.write_ledger(final=True)
+    """The last times; nothing is buffered, so there is nothing else to flush."""
+    _reporter.write_times(final=True)
 
 
 def leave(code: int) -> None:

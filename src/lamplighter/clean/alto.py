@@ -10,13 +10,13 @@ import itertools
 from dataclasses import dataclass, field
 from xml.parsers import expat
 
-from lamplighter.clean.rules import Piece
+from lamplighter.clean.rules import MarkupText
 
 INDENT, SHORT = 0.025, 0.12  # of the width of a block: a line that begins a paragraph, a line that ends one
 
 
 @dataclass
-class _Line:
+class _TextLine:
     left: float
     right: float
     pieces: list[str] = field(default_factory=list)
@@ -28,11 +28,11 @@ class _Line:
 @dataclass
 class _Page:
     name: str
-    blocks: list[tuple[str, list[_Line]]] = field(default_factory=list)
+    blocks: list[tuple[str, list[_TextLine]]] = field(default_factory=list)
     spaced: bool = False
 
 
-class _Reader:
+class _AltoParser:
     """Takes the parser's events."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class _Reader:
             self.pages[-1].blocks[-1][1][-1].cut = True
         elif name == "TextLine":
             left, wide = _number(attributes, "HPOS"), _number(attributes, "WIDTH")
-            self.pages[-1].blocks[-1][1].append(_Line(left, left + wide))
+            self.pages[-1].blocks[-1][1].append(_TextLine(left, left + wide))
         elif name == "TextBlock":
             self.pages[-1].blocks.append((_value(attributes, "ID"), []))
         elif name == "Page":
@@ -86,9 +86,9 @@ def _number(attributes: list[str], name: str) -> float:
         return 0.0
 
 
-def read(data: bytes) -> list[Piece]:
+def read(data: bytes) -> list[MarkupText]:
     """The pages."""
-    reader = _Reader()
+    reader = _AltoParser()
     parser = expat.ParserCreate()
     parser.ordered_attributes = True
     parser.StartElementHandler = reader.start
@@ -98,11 +98,11 @@ def read(data: bytes) -> list[Piece]:
     for page in reader.pages:
         blocks = sorted(page.blocks, key=lambda block: places.get(block[0], len(places))) if places else page.blocks
         texts = (_block(lines, " " if not page.spaced else "") for _, lines in blocks)
-        found.append(Piece("\n\n".join(text for text in texts if text), page.name))
+        found.append(MarkupText("\n\n".join(text for text in texts if text), page.name))
     return found
 
 
-def _block(lines: list[_Line], between: str) -> str:
+def _block(lines: list[_TextLine], between: str) -> str:
     """`between`: what parts two words where the file has no spaces of its own."""
     for line in lines:
         line.text = " ".join("".join(line.pieces).replace("\0", between).split())

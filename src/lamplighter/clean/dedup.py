@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lamplighter.clean.features import Words
-from lamplighter.clean.libraries import rensa
+from lamplighter.clean.quality import Words
+from lamplighter.clean.rules import rensa
 
 PERMUTATIONS = 128
 SEED = 42
@@ -46,7 +46,7 @@ def record_of(words: Words, near: bool) -> bytes:
 
 
 def bands_for(threshold: float) -> int:
-    """How many bands find pairs at this likeness nearly always (a miss in fifty at most), with as few others as can be."""
+    """How many bands find_twins pairs at this likeness nearly always (a miss in fifty at most), with as few others as can be."""
     for bands in (4, 8, 16, 32, 64):
         rows = PERMUTATIONS // bands
         if (1 - threshold**rows) ** bands < 0.02:
@@ -54,7 +54,7 @@ def bands_for(threshold: float) -> int:
     return PERMUTATIONS
 
 
-def find(records: Array, near: float, tick: Callable[[int], None]) -> dict[int, Twin]:
+def find_twins(records: Array, near: float, tick: Callable[[int], None]) -> dict[int, Twin]:
     """The documents that go. `near` 0: exact ones only. `tick` hears of each column."""
     out = _exact(records)
     tick(1)
@@ -65,7 +65,7 @@ def find(records: Array, near: float, tick: Callable[[int], None]) -> dict[int, 
 
 
 def columns(near: float) -> int:
-    """How often `find` ticks."""
+    """How often `find_twins` ticks."""
     return 1 + (bands_for(near) if near else 0)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from lamplighter.clean import boilerplate as words
 from lamplighter.clean.boilerplate import Paragraph, paragraphs
-from lamplighter.clean.rules import Change
+from lamplighter.clean.rules import Edit
 
 HEAD_CHARS = 30_000  # a header with all its legal pages is shorter
 FRONT_CHARS = 9_000  # the pages in which credits are looked for
@@ -31,12 +31,12 @@ class Book:
     text: str
     title: str = ""
     author: str = ""
-    removed: list[Change] = field(default_factory=list)
+    removed: list[Edit] = field(default_factory=list)
     named_inside: bool = True  # whether Project Gutenberg is named far from both ends
 
     def cut(self, rule: str, start: int, end: int, instead: str = "") -> None:
         if piece := self.text[start:end].strip():
-            self.removed.append(Change(rule, piece, instead.strip()))
+            self.removed.append(Edit(rule, piece, instead.strip()))
         self.text = self.text[:start] + instead + self.text[end:]
 
 
@@ -507,7 +507,7 @@ def _inside(book: Book) -> None:
     if "[P" in book.text or "[Blank" in book.text:
         book.text, count = _PAGE.subn("", book.text)
     if count:
-        book.removed.append(Change("page numbers", f"{count} marks such as [Pg 12]", ""))
+        book.removed.append(Edit("page numbers", f"{count} marks such as [Pg 12]", ""))
     if "=" in book.text:
         book.text = _unmark(book.text, "=", _BOLD)
     notes = " ".join(change.before for change in book.removed if change.rule == "transcriber's note")
@@ -557,7 +557,7 @@ def _italics(book: Book) -> None:
             count += 1
         out.append(after)
     if count:
-        book.removed.append(Change("italics", f"{count} underscores around words", ""))
+        book.removed.append(Edit("italics", f"{count} underscores around words", ""))
         book.text = "".join(out)
 
 
@@ -576,5 +576,5 @@ def _illustrations(book: Book) -> None:
         pieces.append(book.text[at : found.start()] + book.text[found.end() : closing - 1])
         at = closing
     if pieces:
-        book.removed.append(Change("illustrations", f"{len(pieces)} tags such as [Illustration: ...]", ""))
+        book.removed.append(Edit("illustrations", f"{len(pieces)} tags such as [Illustration: ...]", ""))
         book.text = "".join(pieces) + book.text[at:]

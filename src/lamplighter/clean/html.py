@@ -13,7 +13,7 @@ from collections.abc import Callable
 from xml.parsers import expat
 
 from lamplighter.clean import alto, tei
-from lamplighter.clean.rules import BadMarkup, Piece
+from lamplighter.clean.rules import BadMarkup, MarkupText
 
 _NAMED = re.compile(rb"&([A-Za-z][A-Za-z0-9]*);")
 _XML_OWN = {b"amp", b"lt", b"gt", b"quot", b"apos"}
@@ -21,7 +21,7 @@ _ROOT = re.compile(rb"<(?:[A-Za-z_][\w.-]*:)?([A-Za-z_][\w.-]*)[\s/>]")
 _NOT_ROOT = re.compile(rb"<\?.*?\?>|<!--.*?-->|<!DOCTYPE[^>\[]*(?:\[.*?\]\s*)?>", re.S)
 
 
-def read_xml(data: bytes, split: str) -> list[Piece]:
+def read_xml(data: bytes, split: str) -> list[MarkupText]:
     """The documents of an XML file, by its root."""
     name = root_of(data)
     if name in ("tei.2", "tei", "teicorpus", "teicorpus.2", "text", "body"):
@@ -42,7 +42,7 @@ def root_of(data: bytes) -> str:
     return found.group(1).decode("ascii", "replace").lower() if found else ""
 
 
-def _parsed(data: bytes, read: Callable[[bytes], list[Piece]]) -> list[Piece]:
+def _parsed(data: bytes, read: Callable[[bytes], list[MarkupText]]) -> list[MarkupText]:
     """Read; the named characters of HTML are put in where a file uses them without saying what they are."""
     try:
         try:
@@ -55,7 +55,7 @@ def _parsed(data: bytes, read: Callable[[bytes], list[Piece]]) -> list[Piece]:
         raise BadMarkup("bad_xml", expat.ErrorString(error.code), error.lineno, error.offset + 1) from None
 
 
-def _only_check(data: bytes) -> list[Piece]:
+def _only_check(data: bytes) -> list[MarkupText]:
     expat.ParserCreate().Parse(data, True)
     return []
 
@@ -77,7 +77,7 @@ _LINES = {"br", "li", "tr", "dt", "dd", "caption", "option", "summary"}
 _TITLE = re.compile(r"<title[^>]*>(.*?)</title", re.I | re.S)
 
 
-def read_html(text: str) -> Piece:
+def read_html(text: str) -> MarkupText:
     """What a reader of the page sees, without menus, scripts and forms."""
     found = _TITLE.search(text)
     title = " ".join(html.unescape(found.group(1)).split()) if found else ""
@@ -104,7 +104,7 @@ def read_html(text: str) -> Piece:
             pieces.append(" ")
     if not hidden:
         pieces.append(text[at:])
-    return Piece(_shaped(html.unescape("".join(pieces))), "", {"title": title} if title else {})
+    return MarkupText(_shaped(html.unescape("".join(pieces))), "", {"title": title} if title else {})
 
 
 def _shaped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The whole of `lamp data clean`: items to parts (in parallel, each whole or not there), parts to shards, and the log.
+"""The whole of `lamp data clean`: items to parts (in parallel, each whole or not there), parts to shards, the log and the table.
 
 In:  paths, a folder, the rules.
 Out: DIR/clean-00000.jsonl ... for `lamp train --data.paths DIR`, and DIR/log/ with the rejected, the report and the manifest.
@@ -26,7 +26,7 @@ from lamplighter import report
 from lamplighter.clean import dedup, worker
 from lamplighter.clean.documents import Item, find_items
 from lamplighter.clean.rules import Rejected, Rules
-from lamplighter.clean.worker import Batch, Counts
+from lamplighter.clean.worker import CleanBatch, CleanCounts
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, ChildLost, UsageError
 from lamplighter.procs import pool
 from lamplighter.procs.lock import open_lock, try_lock
@@ -44,7 +44,7 @@ class Totals:
     files: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-    counts: Counts = field(default_factory=Counts)
+    counts: CleanCounts = field(default_factory=CleanCounts)
 
     def as_json(self) -> dict[str, Any]:
         counts, sizes = self.counts, {"bytes_in": self.bytes_in, "bytes_out": self.bytes_out}
@@ -54,7 +54,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CleanOutcome:
     """The totals as JSON, the files made, and whether they were there before."""
 
     totals: dict[str, Any]
@@ -63,7 +63,7 @@ class Outcome:
     found: bool = False
 
 
-def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: bool = False) -> Outcome:
+def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: bool = False) -> CleanOutcome:
     """Clean; with `dry` nothing is written, and the totals have the examples."""
     started = time.monotonic()
     if out is not None and any(Path(path).expanduser().resolve() == out.resolve() for path in paths):
@@ -72,12 +72,12 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
     if dry or out is None:
         totals = _try(items, refused, rules, workers)
         _warn_of_unread(totals)
-        return Outcome(totals.as_json(), [], time.monotonic() - started)
+        return CleanOutcome(totals.as_json(), [], time.monotonic() - started)
     lock = _prepare(out, items)
     try:
         known = _finished(out, items, refused, rules)
         if known is not None:
-            return Outcome(known["totals"], list(known["shards"]), time.monotonic() - started, found=True)
+            return CleanOutcome(known["totals"], list(known["shards"]), time.monotonic() - started, found=True)
         batches = worker.batches_of(items, str(out / PARTS), rules)
         _say_what_is_reused(out, batches)
         totals = _clean(batches, refused, workers)
@@ -87,7 +87,7 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
         raise _cannot_write(out, error) from error
     finally:
         os.close(lock)
-    return Outcome(totals.as_json(), shards, time.monotonic() - started)
+    return CleanOutcome(totals.as_json(), shards, time.monotonic() - started)
 
 
 # ---------------------------------------------------------------- before
@@ -158,7 +158,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def _say_what_is_reused(out: Path, batches: list[Batch]) -> None:
+def _say_what_is_reused(out: Path, batches: list[CleanBatch]) -> None:
     names = {batch.name for batch in batches}
     done = list((out / PARTS).glob("*.done"))
     usable = sum(worker.is_done(out / PARTS, batch) for batch in batches)
@@ -185,7 +185,7 @@ def _warn_of_unread(totals: Totals) -> None:
 # ---------------------------------------------------------------- items to parts
 
 
-def _clean(batches: list[Batch], refused: list[Rejected], workers: int) -> Totals:
+def _clean(batches: list[CleanBatch], refused: list[Rejected], workers: int) -> Totals:
     totals = _begin([item for batch in batches for item in batch.items], refused)
     with report.phase("clean", total=totals.bytes_in, unit="B") as p:
         for summary in _each(batches, workers, p):
@@ -200,7 +200,7 @@ def _begin(items: list[Item], refused: list[Rejected]) -> Totals:
     return totals
 
 
-def _each(batches: list[Batch], workers: int, p: report.Phase) -> Iterator[dict[str, Any]]:
+def _each(batches: list[CleanBatch], workers: int, p: report.Phase) -> Iterator[dict[str, Any]]:
     """The summary of each part, in order; the phase hears of every block that any worker has read."""
     workers = min(workers, len(batches)) or 1
     if workers <= 1:
@@ -259,10 +259,10 @@ def _twins(records: Any, rules: Rules) -> dict[int, dedup.Twin]:
     if rules.keep_duplicates or not len(records):
         return {}
     with report.phase("duplicates", total=dedup.columns(rules.near), unit="columns") as p:
-        return dedup.find(records, rules.near, p.tick)
+        return dedup.find_twins(records, rules.near, p.tick)
 
 
-def _write(out: Path, batches: list[Batch], refused: list[Rejected], rules: Rules, totals: Totals) -> list[str]:
+def _write(out: Path, batches: list[CleanBatch], refused: list[Rejected], rules: Rules, totals: Totals) -> list[str]:
     """Shards, log and manifest, from the parts alone; the parts go last."""
     folder = out / PARTS
     (out / LOG / MANIFEST).unlink(missing_ok=True)  # from here on the old output is not the last word
@@ -369,7 +369,7 @@ def _finish(
     out: Path, items: list[Item], refused: list[Rejected], rules: Rules, totals: Totals, names: list[str]
 ) -> None:
     """The report, then the manifest, then no more parts."""
-    from lamplighter.clean.table import table
+    from lamplighter.clean.job import table
 
     made = [*names, f"{LOG}/{REJECTED}", f"{LOG}/{REPORT}"]
     report_path = out / LOG / REPORT
@@ -388,10 +388,92 @@ def _finish(
                 p.tick(1, path.name)
 
 
-def refuse_nothing(outcome: Outcome, out: Path | None) -> None:
+def refuse_nothing(outcome: CleanOutcome, out: Path | None) -> None:
     """Nothing kept is an error: the folder would train on nothing."""
     if outcome.totals["kept"]:
         return
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in outcome.totals["rejected"].items())
     where = f"see {out / LOG / REJECTED}" if out else "look at the examples above"
     raise BadData("every document was rejected", reasons, where)
+
+
+# ---------------------------------------------------------------- the table at the end
+
+
+MEANINGS = {
+    "empty": "no text",
+    "too_short": "too few words",
+    "too_long": "over the size limit",
+    "language": "another language",
+    "letters": "too few letters",
+    "word_length": "words too short or too long",
+    "odd_symbols": "too many odd symbols",
+    "broken_words": "too many broken words",
+    "common_words": "hardly any common English word",
+    "repeated_lines": "the same lines again and again",
+    "repeated_words": "the same words again and again",
+    "distinct_words": "too few different words",
+    "duplicate": "the same as an earlier one",
+    "near_duplicate": "nearly the same as an earlier one",
+    "not_text": "cannot be decoded",
+    "bad_line": "single lines that cannot be decoded",
+    "bad_json": "not JSON",
+    "bad_xml": "not well-formed XML",
+    "no_text": "no text under the key",
+    "mets": "METS: a list of files",
+    "unknown_xml": "XML of an unknown kind",
+    "unreadable": "cannot be read",
+    "unknown_kind": "neither text nor a table of texts",
+    "bad_row": "rows that cannot be read",
+    "cut_short": "packed file, torn or damaged",
+    "changed": "changed while it was read",
+    "error": "an error in cleaning it",
+}
+
+
+def table(totals: dict[str, Any], examples: bool = False) -> str:
+    """Everything in one column of rows; with examples, what each rule did before and after."""
+    documents, kept = totals["documents"], totals["kept"]
+    rows = [
+        f"{'files':<28}{totals['files']:>12,}   {human_bytes(totals['bytes_in'])}",
+        f"{'documents':<28}{documents:>12,}",
+        f"{'kept':<28}{kept:>12,}   {human_bytes(totals['bytes_out'])}   {_share(kept, documents)}",
+    ]
+    for reason, count in sorted(totals["rejected"].items(), key=lambda row: (-row[1], row[0])):
+        unit = "lines" if reason == "bad_line" else ""
+        rows.append(f"  {'rejected ' + reason:<26}{count:>12,}   {MEANINGS.get(reason, '')} {unit}".rstrip())
+    rules = totals["rules"]
+    if rules["counts"]:
+        rows += ["", f"{'what was done':<28}{'times':>12}   characters"]
+        for rule, count in sorted(rules["counts"].items()):
+            chars = rules["chars"].get(rule, 0)
+            rows.append(f"  {rule:<26}{count:>12,}   {f'{chars:,}' if chars else ''}".rstrip())
+    if totals["languages"]:
+        named = ", ".join(f"{name} {count:,}" for name, count in list(totals["languages"].items())[:8])
+        rows += ["", f"languages: {named}"]
+    if examples:
+        rows += _examples(rules["examples"])
+    return "\n".join(rows) + "\n"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else ""
+
+
+def _examples(found: dict[str, list[list[str]]]) -> list[str]:
+    rows: list[str] = []
+    for rule in sorted(found):
+        for place, before, after in found[rule]:
+            rows += [
+                "",
+                f"{rule}: {_safe(place)}",
+                f"  - {_safe(before)}",
+                f"  + {_safe(after)}" if after else "  + (taken away)",
+            ]
+    return rows
+
+
+def _safe(text: str) -> str:
+    """Text from data, in one line, with nothing that steers a terminal."""
+    flat = text.replace("\n", "\u23ce")
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in flat)

@@ -1,21 +1,153 @@
-"""The gate: measures of a text with stated bounds; the worst of them is its quality.
+"""The words of a text as numbers, what they say about its quality, and which language it is in.
 
 In:  a text.
-Out: scores from 0 (out of bounds) to 1 (as good text is), and the name of the worst.
+Out: measures from 0 (bad) to 1 (good), the worst of which decides; a two-letter code, or "" where there is too little to tell.
 
-The measures are those of the published filters (letters, word length, symbols, repetition, small common words). Their bounds
-are set so that 17th-century spelling and the OCR of 1824 newspapers pass, and noise, menus and dumps do not.
+Everything that is asked of a text (quality, language, duplicates) is worked out from one array of word keys, made once. Small
+English words at a fifth of all words settle the language at once; everything else is asked of py3langid.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from lamplighter.clean import features
-from lamplighter.clean.features import WORDS_LOOKED_AT, Words
+from lamplighter.clean.rules import py3langid
+
+_ALNUM = bytes(byte if byte >= 128 else ord(chr(byte).lower()) if chr(byte).isalnum() else 0 for byte in range(256))
+_KINDS = bytes(
+    1 if byte >= 128 or chr(byte).isalpha() else 2 if chr(byte).isdigit() else 3 if chr(byte).isspace()
+    else 4 if chr(byte) in ".,;:!?'\"()-&/" else 5
+    for byte in range(256)
+)  # fmt: skip
+LETTER, DIGIT, BLANK, STOP, ODD = 1, 2, 3, 4, 5
+_MASKS = np.array([(1 << (8 * size)) - 1 for size in range(8)] + [(1 << 64) - 1], dtype=np.uint64)
+_SIZES = np.arange(256, dtype=np.uint64) << np.uint64(56)
+MIX = np.uint64(0x9E3779B97F4A7C15)
+STRETCHES, STRETCH = 16, 16_384
+WORDS_LOOKED_AT = 2_000
+CHUNK = 16_384
+_SHIFT = np.uint64(29)
+Array = np.ndarray
+
+
+def word_key(word: str) -> int:
+    """The number that stands for a word."""
+    data = word.encode()
+    with np.errstate(over="ignore"):
+        first = np.uint64(int.from_bytes(data[:8], "little"))
+        return int((first ^ (np.uint64(len(data)) << np.uint64(56))) * MIX)
+
+
+ENGLISH = ["the", "of", "and", "to", "a", "in", "that", "is", "was", "he", "his", "for", "it", "with", "as", "i", "be", "not", "by", "which", "had", "this", "or", "on", "but", "from", "at", "have", "my", "her", "an", "they", "we", "you", "are", "were", "all", "him", "no", "so", "said", "their", "who", "been", "them", "if", "me", "when", "there", "more", "would", "will", "our", "one", "out", "she", "your", "up", "what", "has", "do", "than", "could", "can"]  # fmt: skip
+_COMMON, _LONE = 1, 2
+_TABLE = sorted(
+    [*((word_key(word), _COMMON) for word in ENGLISH), *((word_key(one), _LONE) for one in "bcdefghjklmnpqrstuvwxyz")]
+)
+_KEYS = np.array([key for key, _ in _TABLE], dtype=np.uint64)
+_WHAT = np.array([what for _, what in _TABLE], dtype=np.uint8)
+_PLACE_BITS = np.uint64(48)
+_PLACES = np.zeros(1 << 16, dtype=np.uint8)  # by the first bits of a key, which are different for each of these words
+_PLACES[_KEYS >> _PLACE_BITS] = np.arange(len(_KEYS))
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of a text: letters and digits between anything else."""
+
+    data: bytes
+    plain: bytes  # lower case, 0 where there is no word
+
+    @cached_property
+    def spans(self) -> tuple[Array, Array]:
+        """(where each word begins, how long it is), in bytes."""
+        inside = np.frombuffer(b"\0" + self.plain + b"\0", dtype=np.uint8) != 0
+        edges = np.flatnonzero(inside[1:] != inside[:-1])
+        return edges[::2], edges[1::2] - edges[::2]
+
+    @cached_property
+    def keys(self) -> Array:
+        """One number for each word."""
+        starts, sizes = self.spans
+        padded = self.plain + b"\0" * 8
+        eight = np.ndarray(shape=(len(self.plain) + 1,), dtype="<u8", buffer=padded, strides=(1,))
+        keys: Array = eight[starts]
+        keys &= _MASKS.take(sizes, mode="clip")
+        keys ^= _SIZES.take(sizes, mode="wrap")
+        keys *= MIX
+        return keys
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """How many bytes of each kind; of a long text, in stretches spread over it."""
+        step = max(1, len(self.data) // STRETCHES)
+        some = self.data if len(self.data) <= STRETCHES * STRETCH else b"".join(self.data[at : at + STRETCH] for at in range(0, len(self.data), step))  # fmt: skip
+        kinds = np.frombuffer(some.translate(_KINDS), dtype=np.uint8)
+        if len(kinds) < CHUNK:
+            return [int(count) for count in np.bincount(kinds, minlength=6)]
+        return [int(np.count_nonzero(kinds == kind)) for kind in range(6)]
+
+    @cached_property
+    def fives(self) -> Array:
+        """One number for each run of five words; of a shorter text, one for all of it."""
+        keys = self.keys
+        size = min(5, len(keys))
+        if not size:
+            return keys
+        count = len(keys) - size + 1
+        out, shifted = keys[:count].copy(), np.empty(min(count, CHUNK), dtype=np.uint64)
+        for start in range(0, count, CHUNK):  # small enough to stay in the fast memory of a core
+            some = out[start : start + CHUNK]
+            more = shifted[: len(some)]
+            for place in range(1, size):
+                np.right_shift(some, _SHIFT, out=more)
+                some ^= more
+                some *= MIX
+                some += keys[start + place : start + place + len(some)]
+        return out
+
+    @cached_property
+    def small(self) -> tuple[float, float]:
+        """(the share of small English words, the share of lone letters), on some thousand words spread over the text."""
+        keys = self.keys
+        if not len(keys):
+            return 0.0, 0.0
+        keys = keys[:: 1 + len(keys) // WORDS_LOOKED_AT]
+        places = _PLACES.take(keys >> _PLACE_BITS)
+        what = _WHAT.take(places)
+        what *= _KEYS.take(places) == keys
+        return _share(what == _COMMON), _share(what == _LONE)
+
+
+def _share(which: Array) -> float:
+    return int(np.count_nonzero(which)) / len(which)
+
+
+def distinct(keys: Array) -> int:
+    """How many different ones."""
+    ordered = np.sort(keys)
+    return 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1])) if len(keys) else 0
+
+
+def words_of(text: str, data: bytes | None = None) -> Words:
+    """`data`: the text in UTF-8, where it is at hand."""
+    data = text.encode() if data is None else data
+    return Words(data, data.translate(_ALNUM))
+
+
+def sample(text: str, size: int, pieces: int = 4) -> str:
+    """A short text as it is; of a long one a few stretches, always the same ones."""
+    if len(text) <= size:
+        return text
+    step, part = (len(text) - size // pieces) // (pieces - 1), size // pieces
+    return "\n".join(text[number * step : number * step + part] for number in range(pieces))
+
+
+# ---------------------------------------------------------------- measures
+
 
 BYTES_LOOKED_AT = LINES_LOOKED_AT = 200_000
 # measure: (bad, good); the score is 0 at the first and 1 at the second, and goes straight between them.
@@ -34,7 +166,7 @@ REASONS = {name: name for name in BOUNDS} | {"long_words": "word_length"}
 
 
 @dataclass(frozen=True)
-class Quality:
+class TextQuality:
     """The measures as they are, the score of the worst, and which that is."""
 
     measures: dict[str, float]
@@ -43,7 +175,7 @@ class Quality:
     words: int
 
 
-def judge(text: str, words: Words, english: bool) -> Quality:
+def judge(text: str, words: Words, english: bool) -> TextQuality:
     """The measures of a text; those that need sorting are taken on its beginning."""
     found = _measures(text, words)
     if not english:
@@ -51,7 +183,7 @@ def judge(text: str, words: Words, english: bool) -> Quality:
     scores = {name: _score(value, *BOUNDS[name]) for name, value in found.items()}
     worst = min(scores, key=scores.__getitem__)
     count = len(words.spans[0])
-    return Quality({name: round(value, 4) for name, value in found.items()}, round(scores[worst], 4), worst, count)
+    return TextQuality({name: round(value, 4) for name, value in found.items()}, round(scores[worst], 4), worst, count)
 
 
 def _score(value: float, bad: float, good: float) -> float:
@@ -61,14 +193,14 @@ def _score(value: float, bad: float, good: float) -> float:
 
 def _measures(text: str, words: Words) -> dict[str, float]:
     kinds, (_, sizes) = words.kinds, words.spans
-    seen = max(1, sum(kinds) - kinds[features.BLANK])
+    seen = max(1, sum(kinds) - kinds[BLANK])
     mean = float(sizes.sum()) / max(1, len(sizes)) / _bytes_per_letter(text, words)
     common, lone = words.small
     return {
-        "letters": kinds[features.LETTER] / seen,
+        "letters": kinds[LETTER] / seen,
         "word_length": mean,
         "long_words": mean,
-        "odd_symbols": (kinds[features.ODD] + _replaced(text)) / seen,
+        "odd_symbols": (kinds[ODD] + _replaced(text)) / seen,
         "broken_words": lone + _mixed(words) if len(sizes) else 1.0,
         "common_words": common,
         "repeated_lines": _repeated_lines(text[:LINES_LOOKED_AT]),
@@ -77,8 +209,8 @@ def _measures(text: str, words: Words) -> dict[str, float]:
     }
 
 
-def _distinct(keys: features.Array) -> float:
-    return 1.0 if len(keys) < 200 else features.distinct(keys) / len(keys)
+def _distinct(keys: Array) -> float:
+    return 1.0 if len(keys) < 200 else distinct(keys) / len(keys)
 
 
 def _bytes_per_letter(text: str, words: Words) -> float:
@@ -92,7 +224,7 @@ def _replaced(text: str) -> int:
 
 def _mixed(words: Words) -> float:
     """Words in which letters and digits alternate more than once: x3k9, not 3rd or A4."""
-    if words.kinds[features.DIGIT] * 50 < words.kinds[features.LETTER]:  # too few digits for many such words
+    if words.kinds[DIGIT] * 50 < words.kinds[LETTER]:  # too few digits for many such words
         return 0.0
     plain = np.frombuffer(words.plain[:BYTES_LOOKED_AT], dtype=np.uint8)
     digit = (plain >= 48) & (plain <= 57)
@@ -122,5 +254,22 @@ def _repeated_words(words: Words) -> float:
     fives = words.fives[:WORDS_LOOKED_AT]
     if len(fives) < 25:
         return 0.0
-    tens = fives[:-5] * features.MIX + fives[5:]
-    return 1.0 - features.distinct(tens) / len(tens)
+    tens = fives[:-5] * MIX + fives[5:]
+    return 1.0 - distinct(tens) / len(tens)
+
+
+# ---------------------------------------------------------------- language
+
+
+SURELY_ENGLISH = 0.20  # Dutch and German come to a tenth at most
+SAMPLE_CHARS = 600
+LEAST_CHARS = 40
+
+
+def language_of(text: str, words: Words) -> str:
+    """The language of most of the text."""
+    if len(text) < LEAST_CHARS:
+        return ""
+    if words.small[0] >= SURELY_ENGLISH:
+        return "en"
+    return str(py3langid().classify(sample(text, SAMPLE_CHARS, 3))[0])

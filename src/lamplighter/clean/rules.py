@@ -1,4 +1,4 @@
-"""What cleaning is asked to do, and what one document has become: the values that pass between the rooms.
+"""What cleaning is asked to do, what passes between its files, and the libraries of the extra `data` that it loads at first use.
 
 In:  the flags of the command.
 Out: frozen values; a rule set has a fingerprint, so that old parts are never taken for new ones.
@@ -7,9 +7,13 @@ Out: frozen values; a rule set has a fingerprint, so that old parts are never ta
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
+
+from lamplighter.errors import InputMissing
 
 VERSION = 3  # raise it with any change that gives other output: old parts are then not used again
 SNIPPET_CHARS = 160
@@ -72,7 +76,7 @@ class BadMarkup(ValueError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class MarkupText:
     """One document of a file; `part` is its place within it."""
 
     text: str
@@ -81,7 +85,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Change:
+class Edit:
     """One thing that a rule did, shown by an example."""
 
     rule: str
@@ -97,7 +101,7 @@ class Ledger:
         self.chars: dict[str, int] = {}
         self.examples: dict[str, list[tuple[str, str, str]]] = {}
 
-    def add(self, rule: str, count: int, chars: int = 0, changes: list[Change] | None = None, place: str = "") -> None:
+    def add(self, rule: str, count: int, chars: int = 0, changes: list[Edit] | None = None, place: str = "") -> None:
         if not count:
             return
         self.counts[rule] = self.counts.get(rule, 0) + count
@@ -122,3 +126,38 @@ def snippet(text: str, size: int = SNIPPET_CHARS) -> str:
     if len(text) <= size:
         return text
     return f"{text[: size * 2 // 3]} [...] {text[-size // 3 :]}"
+
+
+# ---------------------------------------------------------------- libraries, loaded at first use
+
+
+@cache
+def _load(name: str, use: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise InputMissing(f"{name} is not installed", f"{use} needs it", "pip install 'lamplighter[data]'") from error
+
+
+def ftfy() -> Any:
+    return _load("ftfy", "mending misread encodings")
+
+
+def py3langid() -> Any:
+    return _load("py3langid", "the language check")
+
+
+def rensa() -> Any:
+    return _load("rensa", "finding near duplicates")
+
+
+@cache
+def has_language(needed: bool) -> bool:
+    """Whether the language can be told; where it must be and cannot, an error."""
+    try:
+        py3langid()
+    except InputMissing:
+        if needed:
+            raise
+        return False
+    return True

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from xml.parsers import expat
 
-from lamplighter.clean.rules import Piece
+from lamplighter.clean.rules import MarkupText
 
 SKIPPED = {"teiheader", "interp", "interpgrp", "xptr", "join", "fw", "figdesc", "corr", "reg", "expan", "index", "anchor", "facsimile", "standoff"}  # fmt: skip
 BLOCKS = {"p", "head", "lg", "sp", "list", "table", "quote", "opener", "closer", "trailer", "byline", "epigraph", "front", "body", "back", "titlepage", "floatingtext", "argument", "salute", "signed", "dateline", "ab", "figure", "text"}  # fmt: skip
@@ -37,7 +37,7 @@ class _Division:
     head: tuple[int, int] = (0, 0)
 
 
-class _Reader:
+class _TeiParser:
     """Takes the parser's events; what it keeps are pieces of text and where the divisions begin and end.
 
     Text goes from the parser straight into the list; at the end of what is skipped, its text is taken out again.
@@ -114,9 +114,9 @@ class _Reader:
             self.in_title = False
 
 
-def read(data: bytes, split: str) -> list[Piece]:
+def read(data: bytes, split: str) -> list[MarkupText]:
     """The documents. Divisions of a collection are documents each; chapters of a book are not."""
-    reader = _Reader()
+    reader = _TeiParser()
     parser = expat.ParserCreate()
     parser.ordered_attributes = True
     parser.buffer_text = True
@@ -131,7 +131,7 @@ def read(data: bytes, split: str) -> list[Piece]:
     top = _top(reader.divisions, pieces)
     kinds = {one.kind.lower() for one in top}
     if not top or split == "file" or (split == "auto" and (len(top) < 2 or kinds <= WHOLE_BOOKS)):
-        return [Piece(_shaped(pieces), "", named)]
+        return [MarkupText(_shaped(pieces), "", named)]
     ordered: list[str] = []
     at, loose = 0, []
     for one in top:
@@ -145,9 +145,9 @@ def read(data: bytes, split: str) -> list[Piece]:
     for number, (one, text) in enumerate(zip(top, texts, strict=False), 1):
         head = " ".join(_shaped(pieces[slice(*one.head)]).split()) if one.head[1] else ""
         extra = {**({"title": head} if head else named), **({"type": one.kind} if one.kind else {})}
-        found.append(Piece(text.strip(), one.name or str(number), extra))
+        found.append(MarkupText(text.strip(), one.name or str(number), extra))
     rest = texts[-1].strip()
-    return [*found, Piece(rest, "rest", named)] if rest else found
+    return [*found, MarkupText(rest, "rest", named)] if rest else found
 
 
 def _top(divisions: list[_Division], pieces: list[str]) -> list[_Division]:

@@ -1,4 +1,4 @@
-"""Some items to one part: the clean documents, their records for the duplicate search, the rejected, and a marker at the end.
+"""Some items to one part: documents cleaned by the rules, their records for the duplicate search, the rejected, a marker at the end.
 
 In:  a batch of items and the rules, in a worker process.
 Out: four files with one name, of which the marker is written last; a small summary for the main process.
@@ -19,13 +19,96 @@ from typing import IO, Any
 
 from pydantic_core import to_json
 
+from lamplighter.clean import gutenberg, normalise, quality
+from lamplighter.clean import normalise as characters
 from lamplighter.clean.dedup import record_of
-from lamplighter.clean.document import Clean, clean_document
 from lamplighter.clean.documents import Item, documents
-from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules, snippet
+from lamplighter.clean.quality import Words, language_of, words_of
+from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules, has_language, snippet
 from lamplighter.errors import LampError
 from lamplighter.readers.local import Mark, mark_of
 from lamplighter.rundir import read_record, write_json
+
+INSIDE = {"transcriber's note", "gutenberg line", "page numbers", "illustrations", "italics"}
+
+
+@dataclass(frozen=True)
+class Clean:
+    """A document as it goes out."""
+
+    place: str
+    text: str
+    words: Words
+    extra: dict[str, Any] = field(default_factory=dict)
+    language: str = ""
+    score: float = 1.0
+
+
+def clean_text(text: str, rules: Rules, ledger: Ledger | None = None, place: str = "") -> tuple[str, dict[str, str]]:
+    """(the clean text, what its own header says of it). Doing it again changes nothing."""
+    done, extra = _cleaned(text, rules, ledger if ledger is not None else Ledger(), place)
+    return done.text, extra
+
+
+def _cleaned(text: str, rules: Rules, ledger: Ledger, place: str) -> tuple[normalise.Joined, dict[str, str]]:
+    odd = characters.odd_ones(text)
+    text, changes = characters.misread(text, odd)
+    ledger.add("mojibake", len(changes), sum(len(one.before) for one in changes), changes, place)
+    text, unseen = characters.characters(text, None if changes else odd)
+    ledger.add("unseen characters", unseen, unseen)
+    book = gutenberg.strip(text)
+    for change in book.removed:
+        ledger.add(change.rule, 1, len(change.before), [change], place)
+    cut_inside = any(
+        change.rule in INSIDE for change in book.removed
+    )  # what went there may leave blanks at a line's end
+    text = characters.blank_lines(characters.trailing(book.text) if cut_inside else book.text)
+    joined = normalise.Joined(text)
+    if not rules.keep_lines:
+        joined = normalise.join(text, real_hyphens=bool(book.removed))
+        ledger.add("joined lines", joined.count, 0, list(joined.changes), place)
+        ledger.add("hyphens closed", joined.hyphens, joined.hyphens)
+    extra = {name: value for name, value in (("title", book.title), ("author", book.author)) if value}
+    return joined, extra
+
+
+def clean_document(raw: Raw, rules: Rules, ledger: Ledger) -> Clean | Rejected:
+    """Clean it, then ask whether it is worth keeping."""
+    if not raw.text or raw.text.isspace():
+        return Rejected(raw.place, "empty", "there is no text in it")
+    if len(raw.text) > rules.max_bytes:
+        why = f"{len(raw.text):,} characters; the limit is {rules.max_document_mb:g} MB (--max-document-mb)"
+        return Rejected(raw.place, "too_long", why, head=snippet(raw.text))
+    done, own = _cleaned(raw.text, rules, ledger, raw.place)
+    text = done.text
+    if not text:
+        return Rejected(raw.place, "empty", "nothing is left when the boilerplate is gone", head=snippet(raw.text))
+    words = words_of(text, done.data)
+    language = language_of(text, words) if has_language(rules.language != "any") else ""
+    found = quality.judge(text, words, english=language == "en" or rules.language == "en")
+    if reason := _refusal(found, language, rules):
+        scores = {**found.measures, "score": found.score, "words": found.words}
+        return Rejected(raw.place, reason[0], reason[1], scores, snippet(text))
+    return Clean(raw.place, text, words, {**own, **raw.extra}, language, found.score)
+
+
+def _refusal(found: quality.TextQuality, language: str, rules: Rules) -> tuple[str, str] | None:
+    if found.words < rules.min_words:
+        return "too_short", f"{found.words} words; {rules.min_words} are wanted (--min-words)"
+    wanted = {one.strip() for one in rules.language.split(",")}
+    if "any" not in wanted and language not in wanted:
+        return "language", f"{language or 'unknown'}, wanted is {rules.language} (--language)"
+    if found.score <= rules.min_quality:
+        bad, good = quality.BOUNDS[found.worst]
+        value = found.measures[found.worst]
+        return quality.REASONS[
+            found.worst
+        ], f"{found.worst} is {value:g}; good text has {good:g}, {bad:g} is out of bounds"
+    return None
+
+
+# ---------------------------------------------------------------- the parts
+
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
 _counter: Any = None
@@ -34,7 +117,7 @@ LEAST_BYTES, MOST_BYTES = 8 << 20, 256 << 20  # of one part
 
 
 @dataclass
-class Counts:
+class CleanCounts:
     """What came of some items."""
 
     documents: int = 0
@@ -68,7 +151,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Batch:
+class CleanBatch:
     """What a worker is given: neighbouring items that make one part; without a folder nothing is written."""
 
     folder: str
@@ -93,7 +176,7 @@ class Batch:
         return [item.identity() for item in self.items]
 
 
-def batches_of(items: list[Item], folder: str, rules: Rules) -> list[Batch]:
+def batches_of(items: list[Item], folder: str, rules: Rules) -> list[CleanBatch]:
     """Neighbours together, so that there are some hundreds of parts however many files there are."""
     most_bytes = min(max(LEAST_BYTES, sum(item.size for item in items) // PARTS), MOST_BYTES)
     most_items = -(-len(items) // PARTS)
@@ -105,7 +188,7 @@ def batches_of(items: list[Item], folder: str, rules: Rules) -> list[Batch]:
             size = 0
         batches[-1].append(item)
         size += item.size
-    return [Batch(folder, tuple(batch), rules) for batch in batches]
+    return [CleanBatch(folder, tuple(batch), rules) for batch in batches]
 
 
 def begin(counter: Any) -> None:
@@ -121,7 +204,7 @@ def _tick(count: int, item: str) -> None:
         _counter.value += count
 
 
-def is_done(folder: Path, batch: Batch) -> bool:
+def is_done(folder: Path, batch: CleanBatch) -> bool:
     marker = read_record(folder / f"{batch.name}.done")
     return marker.get("rules") == batch.rules.fingerprint() and marker.get("items") == batch.identity()
 
@@ -131,7 +214,7 @@ def remove(folder: Path, name: str) -> None:
         (folder / f"{name}.{ending}").unlink(missing_ok=True)
 
 
-def make(batch: Batch) -> dict[str, Any]:
+def make(batch: CleanBatch) -> dict[str, Any]:
     """Make the part, unless it is there."""
     if not batch.folder:
         kept, records = io.BytesIO(), io.BytesIO()
@@ -156,20 +239,20 @@ def make(batch: Batch) -> dict[str, Any]:
     return summary
 
 
-def _work(batch: Batch, text: IO[bytes], prints: IO[bytes], log: IO[str]) -> dict[str, Any]:
+def _work(batch: CleanBatch, text: IO[bytes], prints: IO[bytes], log: IO[str]) -> dict[str, Any]:
     """Every document of the items, in order."""
-    counts = Counts()
+    counts = CleanCounts()
     for item in batch.items:
         _add_item(item, batch.rules, counts, (text, prints, log))
     return counts.as_json()
 
 
-def _add_item(item: Item, rules: Rules, counts: Counts, files: tuple[IO[bytes], IO[bytes], IO[str]]) -> None:
+def _add_item(item: Item, rules: Rules, counts: CleanCounts, files: tuple[IO[bytes], IO[bytes], IO[str]]) -> None:
     """The documents of one item; a file that changed meanwhile is left out as a whole."""
     text, prints, log = files
     streams: list[IO[Any]] = [*files]
     before = [file.tell() for file in streams]
-    own = Counts()
+    own = CleanCounts()
     for raw in documents(item, rules, lambda count: _tick(count, item.path)):
         result = raw if isinstance(raw, Rejected) else _guarded(raw, rules, own.ledger)
         own.documents += not (isinstance(raw, Rejected) and raw.reason == "bad_line")
@@ -187,7 +270,7 @@ def _add_item(item: Item, rules: Rules, counts: Counts, files: tuple[IO[bytes], 
         for file, place in zip(streams, before, strict=True):
             file.seek(place)
             file.truncate()
-        own = Counts(documents=1)
+        own = CleanCounts(documents=1)
         changed = Rejected(item.path, "changed", "it changed while it was read: run it again when nobody writes to it")
         own.reject(changed)
         log.write(_JSON.encode(asdict(changed)) + "\n")

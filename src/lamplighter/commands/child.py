@@ -40,7 +40,10 @@ def main() -> int:
     prctl.belong_to(int(os.environ.get("LAMP_PARENT_PID", "0")))
     folder = RunDir(Path(request["folder"]))
     try:
-        report.start(folder, attempt=int(os.environ.get("LAMP_ATTEMPT", "1")), result_fd=request["result_fd"])
+        rank, attempt = (
+            int(os.environ.get(name, default)) for name, default in (("LAMP_RANK", "0"), ("LAMP_ATTEMPT", "1"))
+        )
+        report.start(folder, rank, attempt, request["result_fd"])
     except OSError as error:
         os.write(2, ("\n".join(cannot_write(folder.path, error).lines()) + "\n").encode())
         return CannotWrite.code

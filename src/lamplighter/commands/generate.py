@@ -75,14 +75,14 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
         import torch
 
         from lamplighter.data import tokenizer as tokenizers
-        from lamplighter.data.chat import template_file
+        from lamplighter.data.chat import template as templates
         from lamplighter.model.build import load_folder
     torch.set_num_threads(request["threads"] or torch.get_num_threads())
     with report.phase("model"):
         folder = choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
         built = load_folder(folder, request["model_family"], request["command"])
         tokenizer = tokenizers.load(folder)
-        template = None if request["raw"] else template_file.of_folder(folder, tokenizer)
+        template = None if request["raw"] else templates.of_folder(folder, tokenizer)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         built.model.to(device).eval()
     report.note(f"{folder}: {built.parameters:,} parameters, on {device.type}")
@@ -104,7 +104,7 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
 
 def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
     """A model folder as it is; of a run the latest valid checkpoint, the best, or the named one."""
-    from lamplighter.data.chat import template_file
+    from lamplighter.data.chat import template as templates
     from lamplighter.train import checkpoint
 
     if (path / "config.json").is_file():
@@ -118,7 +118,7 @@ def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
         wanted = checkpoint_name(best[0])
     asked = newest_first(root)[:1] if wanted == "latest" else [root / wanted]
     for folder in asked if not raw else ():
-        template_file.check_folder(folder)  # before its hashes: what differs in a template is said in words
+        templates.check_folder(folder)  # before its hashes: what differs in a template is said in words
     found = checkpoint.find(root, "auto" if wanted == "latest" else wanted)
     if found is None:
         raise NoCheckpoint(

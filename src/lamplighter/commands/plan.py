@@ -113,7 +113,7 @@ def _look_at_text(run: Run, cache: Path, scratch: Path) -> Known:
     from lamplighter.plan.job import Known, Text
 
     source = open_source(run, cache if cache.is_dir() else scratch / CACHE_NAME)
-    found = token_estimate.look(run, source, cache)
+    found = token_estimate.estimate_tokens(run, source, cache)
     text = Text(
         found.tokens,
         found.how,

@@ -15,9 +15,8 @@ from typing import Any
 from lamplighter.commands.arguments import parse
 from lamplighter.errors import DONE
 from lamplighter.rundir import FORMAT, RunDir, is_running, number, read_record, version_of
-from lamplighter.watch import redflags
 from lamplighter.watch.console import result
-from lamplighter.watch.status import clean, duration
+from lamplighter.watch.status import clean, duration, standing_flags
 
 
 def _runs_flags(*, json: bool = False, runs_dir: Path = Path("runs")) -> None:
@@ -62,5 +61,5 @@ def _row(row: dict[str, Any]) -> str:
     of, known = f"{step}/{steps or '?'}", [number(row.get(name), math.nan) for name in ("loss", "val_loss")]
     loss, val = ("-" if math.isnan(value) else f"{value:.3f}" for value in known)
     spent, age = duration(number(row.get("spent_s"))), duration(row["age_s"])
-    flags = f"  {', '.join(redflags.recall(row))}".rstrip()
+    flags = f"  {', '.join(standing_flags(row))}".rstrip()
     return f"{row['run']:<24} {clean(str(row['state'])):<10} {of:>14} {safe:>8} {loss:>8} {val:>8} {spent:>9} {age + ' ago':>10}{flags}\n"

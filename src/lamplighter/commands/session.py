@@ -18,7 +18,9 @@ from typing import Any
 from lamplighter.errors import CHILD_LOST
 from lamplighter.rundir import RunDir, write_atomic
 from lamplighter.watch.console import Console
-from lamplighter.watch.supervisor import ChildSpec, Supervisor
+from lamplighter.watch.restart_policy import RestartPolicy
+from lamplighter.watch.supervisor import Supervisor
+from lamplighter.watch.trainer import ChildSpec, Trainer
 
 
 def session(verb: str, request: dict[str, Any], interactive: bool = False, config: str | None = None) -> int:
@@ -33,9 +35,9 @@ def session(verb: str, request: dict[str, Any], interactive: bool = False, confi
     read_end, write_end = os.pipe() if interactive else (subprocess.DEVNULL, -1)
     if interactive:
         threading.Thread(target=_forward_lines, args=(write_end,), daemon=True).start()
-    order = ChildSpec(verb, request, keeps_books=False, result_fd=os.dup(1), child_stdin=read_end, grace_s=2.0)
+    spec = ChildSpec(verb, request, keeps_report=False, result_fd=os.dup(1), child_stdin=read_end, grace_s=2.0)
     try:
-        code = Supervisor(run, order, console).supervise()
+        code = Supervisor(run, Trainer(run, spec, console), RestartPolicy("report")).supervise()
         if code in (1, CHILD_LOST):
             kept = Path(tempfile.mkdtemp(prefix="lamp-crash-")) / "output.log"
             shutil.copy(run.output, kept)

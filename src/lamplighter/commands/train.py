@@ -128,22 +128,22 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         )
         request = {"resume": resume, "preset": resolved.preset, "force": flags["force"]}
         from lamplighter.watch.restart_policy import RestartPolicy  # after the first words: this takes a while
-        from lamplighter.watch.supervisor import ChildSpec, Supervisor
+        from lamplighter.watch.supervisor import Supervisor
+        from lamplighter.watch.trainer import ChildSpec, Trainer
 
         care = resolved.run.watch
-        order = ChildSpec(
+        spec = ChildSpec(
             "train",
             request,
             resume_command=_same_command(verb, words),
             budget=resolved.run.budget,
-            recovery=RestartPolicy(care.on_stuck, care.patience_s),
-            notify=care.notify,
             grace_s=care.stop_grace_s,
             began=began,
             lock_fd=lock_fd,
             verbose=flags["verbose"],
         )
-        code = Supervisor(run, order, console).supervise()
+        policy = RestartPolicy(care.on_stuck, care.patience_s)
+        code = Supervisor(run, Trainer(run, spec, console), policy, care.notify).supervise()
         if code == 0:
             _say_next(run, flags, console, read_record(run.status).get("step", 0))
         return code

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lamplighter.commands.arguments import named_run, parse
 from lamplighter.errors import DONE, AlreadyRunning, BadConfig, LampError, UsageError
-from lamplighter.rundir import RunDir, is_running, read_record, take_lock
+from lamplighter.procs import procfs
+from lamplighter.rundir import RunDir, is_running, number, read_record, take_lock
+from lamplighter.slot import read_slot
 
 if TYPE_CHECKING:
     from lamplighter.watch.console import Console
+    from lamplighter.watch.observe import Observer
 
 
 def watch(words: list[str]) -> int:
@@ -41,22 +44,25 @@ def _watch_flags(
 
 
 def _watch_command(words: list[str], command: list[str]) -> int:
-    from lamplighter.watch.attach import Attendant, WatchRequest
+    from lamplighter.watch.command import POLICIES, WatchedCommand
+    from lamplighter.watch.restart_policy import RestartPolicy
+    from lamplighter.watch.supervisor import Supervisor
     from lamplighter.watch.terminal import leave_as
 
     flags = parse("watch", _watch_flags, words)
     if not command:
         raise UsageError("nothing to watch", "no command after --", "lamp watch -- python train.py")
     run = _folder_for(command, flags["run"], flags["runs_dir"])
-    wish = WatchRequest(command, flags["on_stuck"], flags["patience_s"], flags["notify"])
-    return leave_as(Attendant(run, wish).attend())
+    policy = RestartPolicy(POLICIES[flags["on_stuck"]], flags["patience_s"])
+    target = WatchedCommand(run, command, again=flags["on_stuck"] == "restart")
+    return leave_as(Supervisor(run, target, policy, flags["notify"]).supervise())
 
 
 def _folder_for(command: list[str], wanted: str | None, runs_dir: Path) -> RunDir:
     """--run, else the script's name; a second one at the same time gets a number."""
     name = wanted or _script_name(command)
-    for number in range(1, 100):
-        run = RunDir(runs_dir / (name if number == 1 else f"{name}-{number}"))
+    for place in range(1, 100):
+        run = RunDir(runs_dir / (name if place == 1 else f"{name}-{place}"))
         if run.config.exists():
             if wanted:
                 raise BadConfig(f"{wanted} is a training run", f"in {run.path}", "choose another name with --run")
@@ -89,22 +95,21 @@ def _script_name(command: list[str]) -> str:
 def watch_run(run: RunDir) -> int:
     """Show a run until it ends; Ctrl+C leaves it alone."""
     from lamplighter.config import Budget, load_dump
-    from lamplighter.watch import redflags
     from lamplighter.watch.console import Console
     from lamplighter.watch.observe import Observer
-    from lamplighter.watch.status import tell
-    from lamplighter.watch.supervisor import LOOK_EVERY_S
+    from lamplighter.watch.stall import LOOK_EVERY_S
+    from lamplighter.watch.status import standing_flags, tell, tell_flags
 
     try:
         budget = load_dump(run.config).budget
     except LampError:  # damaged, or not written yet: the rest can be shown all the same
         budget = Budget()
     console = Console(1)
-    observer = Observer(run, run.events, budget, fresh=True)
+    observer = Observer(run, [run.events], budget)
     observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
     status = read_record(run.status)
-    observer.picture.flags = redflags.recall(status)  # those that went up before we looked
-    for text in redflags.tell(observer.picture.flags):
+    observer.status.flags = standing_flags(status)  # those that went up before we looked
+    for text in tell_flags(observer.status.flags):
         console.say(text, "bold yellow")
     if not is_running(run):
         console.say(
@@ -115,16 +120,15 @@ def watch_run(run: RunDir) -> int:
     try:
         console.say(f"watching {run.name}; Ctrl+C leaves it alone")
         if read_record(run.status).get("verb") == "watch":
-            return _follow_foreign(run, console)
+            return _watch_command_of_another(run, console)
         while True:
             alive = is_running(run)
-            spent_s = float(read_record(run.status).get("spent_s", 0.0))
-            for event in observer.look(spent_s):
+            for event in _look(observer, read_record(run.status)):
                 for text, style in tell(event):
                     console.say(text, style)
             if not alive:
                 break
-            console.show(observer.picture)
+            console.show(observer.status)
             time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
         console.say(f"left; {run.name} goes on")
@@ -137,12 +141,21 @@ def watch_run(run: RunDir) -> int:
     return DONE
 
 
-def _follow_foreign(run: RunDir, console: Console) -> int:
+def _look(observer: Observer, status: dict[str, Any]) -> list[dict[str, Any]]:
+    """The run's first rank from outside; what a stall is judged to be, the run's own supervisor says."""
+    slot = read_slot(observer.run.slot(0))
+    process = procfs.look(slot.pid) if slot is not None else None
+    stalled_s = max(0.0, time.monotonic() - slot.tick_ns / 1e9) if slot is not None else 0.0
+    observer.status.stall_words = str(status.get("stall") or "")
+    return [event for _, event in observer.look(slot, process, stalled_s, number(status.get("spent_s")))]
+
+
+def _watch_command_of_another(run: RunDir, console: Console) -> int:
     """Somebody else's command: its watcher has the words."""
     from lamplighter.watch.console import LINE_EVERY_S
     from lamplighter.watch.observe import Tail
+    from lamplighter.watch.stall import LOOK_EVERY_S
     from lamplighter.watch.status import tell
-    from lamplighter.watch.supervisor import LOOK_EVERY_S
 
     events = Tail(run.events, from_end=True)
     while is_running(run):

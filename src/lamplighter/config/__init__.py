@@ -8,7 +8,7 @@ what other tools call things.
 """
 
 from lamplighter.config.recorded import Recorded, carry_over, drift, dump, load_dump, read_dump
-from lamplighter.config.resolve import Resolved, parse_overrides, preset_names, read_yaml, resolve, with_change
+from lamplighter.config.resolve import Resolved, parse_overrides, preset_names, resolve, with_change
 from lamplighter.config.schema import (
     GRADIENT_BYTES,
     LENGTH,
@@ -17,7 +17,6 @@ from lamplighter.config.schema import (
     Budget,
     Data,
     Eval,
-    FieldInfo,
     Model,
     OptimizerKind,
     Run,
@@ -37,7 +36,6 @@ __all__ = [
     "Budget",
     "Data",
     "Eval",
-    "FieldInfo",
     "Model",
     "OptimizerKind",
     "Recorded",
@@ -55,7 +53,6 @@ __all__ = [
     "parse_overrides",
     "preset_names",
     "read_dump",
-    "read_yaml",
     "resolve",
     "validated",
     "with_change",

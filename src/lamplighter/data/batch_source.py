@@ -1,6 +1,6 @@
 """Where a training loop gets its batches from: one protocol, whatever the data is.
 
-In:  a token cache (here), instruction rows (chat/layout.py), or a live stream (stream.py).
+In:  a token cache (here), instruction rows (chat/packing.py), or a live stream (stream.py).
 Out: the batch of each step, what a checkpoint must remember of them, the validation batches, and facts about the data.
 """
 

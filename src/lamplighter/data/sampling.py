@@ -23,7 +23,7 @@ PIECE_CHARS = 1 << 15  # a longer text is sampled in pieces, cut where no pre-to
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextSample:
     """Texts that stand for a source."""
 
     texts: list[str]
@@ -86,7 +86,7 @@ class Quota:
         return None if self.end is None or not self.total else self.end / self.total
 
 
-def take(source: Source, sample_bytes: int = SAMPLE_BYTES, other_bytes: int = 0) -> Sample:
+def take(source: Source, sample_bytes: int = SAMPLE_BYTES, other_bytes: int = 0) -> TextSample:
     """Some `sample_bytes` of text, and up to `other_bytes` of the text between."""
     quota = Quota(source.total_bytes(), sample_bytes)
     kept: list[tuple[str, str]] = []
@@ -117,7 +117,7 @@ def take(source: Source, sample_bytes: int = SAMPLE_BYTES, other_bytes: int = 0)
             before = here.bytes_done
     if not quota.kept:
         raise BadData(f"no text in {source}", "every document is empty", "check data.paths")
-    return Sample(*_unzip(kept), quota.kept, *_unzip(others), read, quota.reach(ended))
+    return TextSample(*_unzip(kept), quota.kept, *_unzip(others), read, quota.reach(ended))
 
 
 def _unzip(pairs: list[tuple[str, str]]) -> tuple[list[str], list[str]]:

@@ -88,11 +88,11 @@ def _tokenizer(run: Run, cache: Path, source: Source) -> Tokenizer:
 
 def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -> tuple[Tokens, bool]:
     """The token cache, and whether it was made just now."""
-    from lamplighter.data.split import Settings
+    from lamplighter.data.split import CacheSettings
     from lamplighter.data.token_cache import reader as tokens
 
     with report.phase("cache"):
-        settings = Settings(run.data.val_fraction)
+        settings = CacheSettings(run.data.val_fraction)
         found, is_new = tokens.obtain(cache, source, tokenizer, settings, mode=run.data.cache, workers=run.data.workers)
     share = len(found.val) / max(1, len(found.val) + len(found.train))
     if share > 0.1 and share > 2 * run.data.val_fraction:
@@ -109,9 +109,9 @@ def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -
 
 def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a run on instruction rows; None where it learns from text."""
-    from lamplighter.data.chat import template_file
+    from lamplighter.data.chat import template
     from lamplighter.data.chat.rows import RowSource
-    from lamplighter.data.chat.template import choose
+    from lamplighter.data.chat.template import load_template
 
     if not isinstance(source, RowSource):
         if run.data.packing in ("packed", "grouped"):
@@ -123,9 +123,9 @@ def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTempl
         return None
     with report.phase("template"):
         if run.model.init_from is not None and run.data.template is None:
-            template_file.check_folder(Path(run.model.init_from))
-        found = choose(run.data.template, tokenizer)
-        template_file.announce(found, run.model.init_from)
+            template.check_folder(Path(run.model.init_from))
+        found = load_template(run.data.template, tokenizer)
+        template.announce(found, run.model.init_from)
     return found
 
 
@@ -147,7 +147,7 @@ def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Exam
 
 def open_stream(run: Run, folder: Path, source: Source, tokenizer: Tokenizer) -> StreamBatches:
     """Documents as they arrive: what is held out is decided by the first of them, once, and kept in the run's folder."""
-    from lamplighter.data.stream import Filler, Settings, StreamBatches
+    from lamplighter.data.stream import Filler, StreamBatches, StreamSettings
     from lamplighter.data.stream_split import hold_back
 
     data, train = run.data, run.train
@@ -158,7 +158,7 @@ def open_stream(run: Run, folder: Path, source: Source, tokenizer: Tokenizer) ->
         f"streaming {source}: chunks of {data.tokens_per_chunk:,} tokens; {held.documents:,} documents,"
         f" {len(held):,} tokens are held back to validate on, and later ones of that side are never trained on"
     )
-    settings = Settings(
+    settings = StreamSettings(
         train.seed,
         train.batch_size,
         data.seq_len,
@@ -192,7 +192,7 @@ def open_batches(run: Run, folder: Path, cache: Path, text: OpenedText) -> Calla
 
 
 def _lay_out_rows(run: Run, examples: Examples, layout: BatchLayout, takes_segments: bool) -> BatchSource:
-    from lamplighter.data.chat.layout import arrange
+    from lamplighter.data.chat.packing import arrange
 
     with report.phase("packing"):
         found = arrange(examples, run.data, layout, takes_segments)

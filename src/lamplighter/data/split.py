@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from lamplighter.data.token_cache.boundaries import cut_all
-from lamplighter.data.token_cache.ranges import Stretch
+from lamplighter.data.token_cache.ranges import TextBlock, cut_all
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.rundir import human_bytes
 
@@ -28,7 +27,7 @@ Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True)
-class Settings:
+class CacheSettings:
     """What, besides texts and tokenizer, decides the bytes of a cache."""
 
     val_fraction: float = 0.01
@@ -46,7 +45,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Division:
+class Split:
     """A text's side is decided by its hash alone, so equal texts are never on both sides."""
 
     by: str
@@ -98,10 +97,10 @@ class Extremes:
 
 
 @dataclass
-class Look:
+class Survey:
     """What the first documents tell."""
 
-    plain: Division
+    plain: Split
     documents: int = 0
     text_bytes: int = 0
     ended: bool = False
@@ -109,7 +108,7 @@ class Look:
     by_document: Extremes = field(default_factory=Extremes)
     by_block: Extremes = field(default_factory=Extremes)
 
-    def add(self, stretch: Stretch) -> None:
+    def add(self, stretch: TextBlock) -> None:
         begun = [doc for doc in stretch.docs[stretch.opened :] if doc]
         self.by_document.add(self.plain.hashes(begun))
         if self.text_bytes < SAMPLE_BYTES or self.by_block.least == self.by_block.greatest:
@@ -127,12 +126,12 @@ class Look:
         return self.text_bytes >= LOOK_BYTES or (self.documents >= LOOK_DOCUMENTS and self.has_sample())
 
 
-def look_for(settings: Settings) -> Look:
+def begin_survey(settings: CacheSettings) -> Survey:
     """An empty look."""
-    return Look(Division("documents", int(settings.val_fraction * 2**64), settings.seed))
+    return Survey(Split("documents", int(settings.val_fraction * 2**64), settings.seed))
 
 
-def decide(found: Look, settings: Settings, source: object) -> Division:
+def decide(found: Survey, settings: CacheSettings, source: object) -> Split:
     """By documents, if there are enough of them; neither side may come out empty."""
     by = "documents" if found.documents >= LOOK_DOCUMENTS else "blocks"
     hashes = found.by_document if by == "documents" else found.by_block
@@ -140,7 +139,7 @@ def decide(found: Look, settings: Settings, source: object) -> Division:
         advice = "check data.paths, data.separator and data.text_key"
         raise BadData(f"no text in {source}", "every document is empty", advice)
     if not settings.val_fraction:
-        return Division(by, 0, settings.seed)
+        return Split(by, 0, settings.seed)
     if hashes.least == hashes.greatest:
         raise BadData(
             "too little text to hold some back for validation",
@@ -148,7 +147,7 @@ def decide(found: Look, settings: Settings, source: object) -> Division:
             "add text, or train without validation: --data.val_fraction 0",
         )
     below = found.plain.below
-    return Division(
+    return Split(
         by,
         below,
         settings.seed,
@@ -172,14 +171,14 @@ class Pieces:
     hashes_val: Bools
 
 
-class Divider:
+class Splitter:
     """Stretches in, pieces out. Between stretches it remembers only the side whose document has not ended."""
 
-    def __init__(self, division: Division, open_val: bool | None = None) -> None:
+    def __init__(self, division: Split, open_val: bool | None = None) -> None:
         self.division, self.open_val = division, open_val
         self.empty = 0
 
-    def pieces(self, stretch: Stretch) -> Pieces:
+    def pieces(self, stretch: TextBlock) -> Pieces:
         docs, open_end = stretch.docs, stretch.open
         if open_end and not docs[-1]:  # nothing of it yet
             docs, open_end = docs[:-1], False

@@ -1,6 +1,6 @@
 """Training while documents arrive: chunks of tokens in the order of the source, shuffled inside, at an exact place.
 
-In:  a source, a tokenizer, a Division; the State that was saved with a step, or none.
+In:  a source, a tokenizer, a Split; the State that was saved with a step, or none.
 Out: Batch by Batch; the State after any step; the end of the data as an epoch or a stop, never as invented tokens.
 
 The stream of an epoch is one end-of-text, then every document with one end-of-text after it, as in the token cache, but
@@ -29,9 +29,9 @@ from lamplighter import report
 from lamplighter.data.batch_source import DataFacts, held_out_windows
 from lamplighter.data.batches import NO_TARGET, Batch, Prefetcher, count_targets, permute, validation_batches
 from lamplighter.data.sources import Cursor, Part, Position, Source
-from lamplighter.data.split import Divider, Division, Pieces
-from lamplighter.data.stream_split import Stretch
-from lamplighter.data.token_cache.ranges import Stretch as Texts
+from lamplighter.data.split import Pieces, Split, Splitter
+from lamplighter.data.stream_split import HeldOutTokens
+from lamplighter.data.token_cache.ranges import TextBlock as Texts
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.unigrams import unigram_loss
 from lamplighter.errors import BadData
@@ -44,7 +44,7 @@ BATCH_S = 0.5  # a slow source: what has come is encoded after this time
 
 
 @dataclass(frozen=True)
-class Settings:
+class StreamSettings:
     """What, besides source and tokenizer, decides every batch."""
 
     seed: int
@@ -128,7 +128,7 @@ class Stopped(Exception):
 class Filler:
     """Reads the source from a State on and cuts it into chunks; has no thread of its own."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, division: Division, settings: Settings) -> None:
+    def __init__(self, source: Source, tokenizer: Tokenizer, division: Split, settings: StreamSettings) -> None:
         self.source, self.tokenizer, self.division, self.settings = source, tokenizer, division, settings
         self.now = Filling()
         self.stop = threading.Event()
@@ -147,7 +147,7 @@ class Filler:
     def _epoch(self, state: State) -> Iterator[Chunk]:
         """The chunks from here to the end of the source (or the last one that was asked for)."""
         end = self.tokenizer.end_of_text
-        divider = Divider(self.division, state.open_val)
+        divider = Splitter(self.division, state.open_val)
         held = [np.array(state.carry or (end,), np.uint32)]
         begin, size, documents = state, len(held[0]), state.document
         self._show(begin, size, documents)
@@ -195,7 +195,7 @@ class Filler:
         padded[: len(tokens)] = tokens[: len(padded)]
         return Chunk(replace(begin, digest=digest), end, padded, windows)
 
-    def _texts(self, state: State, divider: Divider) -> Iterator[tuple[list[Piece], State]]:
+    def _texts(self, state: State, divider: Splitter) -> Iterator[tuple[list[Piece], State]]:
         """Each text of the source: its pieces with their tokens, and the place after it."""
         total = self.source.total_bytes()
         waiting: list[tuple[Pieces, State]] = []
@@ -278,7 +278,7 @@ class AsItComes:
 class StreamBatches:
     """A BatchSource over a Filler: the next chunk is filled while one is trained on; batches are cut by the reader."""
 
-    def __init__(self, filler: Filler, held_out: Stretch) -> None:
+    def __init__(self, filler: Filler, held_out: HeldOutTokens) -> None:
         self.filler, self.settings, self.held_out = filler, filler.settings, held_out
         self._lock = threading.Lock()  # the checkpointer asks for the state from a thread of its own
         self._chunks: deque[Chunk] = deque()  # those that the next batch may need

@@ -1,7 +1,7 @@
 """The validation side of a stream: from its first documents, decided once, kept in the run's folder.
 
 In:  a source, a tokenizer, what share to hold back.
-Out: the Division (later documents of that side are never trained on), and a Stretch of tokens to validate on.
+Out: the Split (later documents of that side are never trained on), and a HeldOutTokens of tokens to validate on.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.sources import Part, Source, watched
-from lamplighter.data.split import LOOK_DOCUMENTS, Divider, Division, Settings, decide, look_for
-from lamplighter.data.token_cache.ranges import Stretch as Texts
+from lamplighter.data.split import LOOK_DOCUMENTS, CacheSettings, Split, Splitter, begin_survey, decide
+from lamplighter.data.token_cache.ranges import TextBlock as Texts
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.rundir import read_json, write_atomic, write_json
 
@@ -26,7 +26,7 @@ NAME = "val"
 
 
 @dataclass(frozen=True)
-class Stretch:
+class HeldOutTokens:
     """Some documents as one stream of ids in memory; read like a Split of the token cache."""
 
     ids: Ids
@@ -54,14 +54,14 @@ class Stretch:
 
 def hold_back(
     folder: Path, source: Source, tokenizer: Tokenizer, fraction: float, sample_bytes: int
-) -> tuple[Division, Stretch]:
+) -> tuple[Split, HeldOutTokens]:
     """What an earlier start of this run decided; else from the first documents, and kept."""
     if not fraction:
-        return Division("documents", 0, 0), Stretch(np.zeros(0, np.uint32), 0, 0)
+        return Split("documents", 0, 0), HeldOutTokens(np.zeros(0, np.uint32), 0, 0)
     key = hashlib.sha256(f"{source} {tokenizer.fingerprint()} {fraction}".encode()).hexdigest()
     if (known := _load(folder, key)) is not None:
         return known
-    texts, division = _look(source, Settings(fraction), sample_bytes)
+    texts, division = _look(source, CacheSettings(fraction), sample_bytes)
     held = _take(division, texts, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     data = io.BytesIO()
@@ -78,7 +78,7 @@ def hold_back(
     return division, held
 
 
-def _load(folder: Path, key: str) -> tuple[Division, Stretch] | None:
+def _load(folder: Path, key: str) -> tuple[Split, HeldOutTokens] | None:
     record = read_json(folder / f"{NAME}.json")
     path = folder / f"{NAME}.npy"
     if not isinstance(record, dict) or record.get("key") != key or not path.is_file():
@@ -88,12 +88,12 @@ def _load(folder: Path, key: str) -> tuple[Division, Stretch] | None:
         report.warn(f"{path} is damaged: the validation text is taken from the source again", path=str(path))
         return None
     ids = np.load(io.BytesIO(data), allow_pickle=False)
-    return Division(**record["division"]), Stretch(ids, record["documents"], record["text_bytes"])
+    return Split(**record["division"]), HeldOutTokens(ids, record["documents"], record["text_bytes"])
 
 
-def _look(source: Source, settings: Settings, sample_bytes: int) -> tuple[list[Texts], Division]:
+def _look(source: Source, settings: CacheSettings, sample_bytes: int) -> tuple[list[Texts], Split]:
     """The first texts, and how they and all others are divided."""
-    seen, texts, opened = look_for(settings), list[Texts](), False
+    seen, texts, opened = begin_survey(settings), list[Texts](), False
     with report.phase("look at the documents", unit="documents") as p:
         for text in watched(source, lambda _, item: p.set(seen.documents, item)):
             texts.append(Texts([text.encode()], opened, isinstance(text, Part)))
@@ -104,9 +104,9 @@ def _look(source: Source, settings: Settings, sample_bytes: int) -> tuple[list[T
     return texts, decide(seen, settings, source)
 
 
-def _take(division: Division, texts: list[Texts], tokenizer: Tokenizer) -> Stretch:
+def _take(division: Split, texts: list[Texts], tokenizer: Tokenizer) -> HeldOutTokens:
     """The validation pieces of what was looked at, as one stream: end-of-text first, and after each document."""
-    divider, chosen = Divider(division), list[bytes]()
+    divider, chosen = Splitter(division), list[bytes]()
     begins, ends = 0, list[bool]()
     for pieces in map(divider.pieces, texts):
         chosen += [text for text, val in zip(pieces.texts, pieces.val.tolist(), strict=True) if val]
@@ -115,4 +115,4 @@ def _take(division: Division, texts: list[Texts], tokenizer: Tokenizer) -> Stret
     encoded = tokenizer.encode_batch([text.decode() for text in chosen])
     ids = np.insert(encoded.ids, encoded.offsets[1:][np.array(ends, bool)], tokenizer.end_of_text)
     ids = np.concatenate([np.array([tokenizer.end_of_text], ids.dtype), ids]) if chosen else ids[:0]
-    return Stretch(ids, begins, sum(map(len, chosen)))
+    return HeldOutTokens(ids, begins, sum(map(len, chosen)))

@@ -1,7 +1,7 @@
 """How many tokens a run will find in its text, before it begins: counted where a cache has them, else estimated and said so.
 
 In:  the run's source, its tokenizer section, the folder of caches.
-Out: an Outlook: tokens to train and to validate on, padding, windows; and in words where the numbers come from.
+Out: an TokenEstimate: tokens to train and to validate on, padding, windows; and in words where the numbers come from.
 
 Nothing is built and nothing is written. An estimate is: text of the source x tokens per byte of a sample spread over it. Where
 the tokenizer is still to be trained, one is trained on the sample for this and forgotten; it is measured on the sample and on text
@@ -23,14 +23,13 @@ from lamplighter.config import Run
 from lamplighter.data import tokenizer as tokenizers
 from lamplighter.data import tokenizer_training
 from lamplighter.data.chat import example_cache
-from lamplighter.data.chat.layout import WORDS
-from lamplighter.data.chat.packing import padding_share
+from lamplighter.data.chat.packing import WORDS, padding_share
 from lamplighter.data.chat.rows import RowSource, SetAside
-from lamplighter.data.chat.template import ChatTemplate, Encoded, choose
-from lamplighter.data.sampling import Sample, take
+from lamplighter.data.chat.template import ChatTemplate, EncodedExample, load_template
+from lamplighter.data.sampling import TextSample, take
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import FileSource
-from lamplighter.data.split import Settings
+from lamplighter.data.split import CacheSettings
 from lamplighter.data.token_cache import reader as tokens
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.rundir import human_bytes, read_record
@@ -42,7 +41,7 @@ PACKINGS = {"packed": "packed", "grouped": "grouped", "windows": "to seq_len", "
 
 
 @dataclass(frozen=True)
-class Outlook:
+class TokenEstimate:
     """What a run will find."""
 
     tokens: int
@@ -57,14 +56,14 @@ class Outlook:
     segments: bool = False
 
 
-def look(run: Run, source: Source, cache: Path) -> Outlook:
+def estimate_tokens(run: Run, source: Source, cache: Path) -> TokenEstimate:
     """Counted or estimated."""
     may_hash = cache.is_dir() and _unknown_bytes(source, cache) <= HASH_BYTES
     tokenizer = _ready_tokenizer(run, source, cache if may_hash else None)
     if isinstance(source, RowSource):
         return _look_at_rows(run, source, tokenizer, cache if may_hash else None)
     if tokenizer is not None and may_hash:
-        found = tokens.find(cache, source, tokenizer, Settings(run.data.val_fraction))
+        found = tokens.find_token_cache(cache, source, tokenizer, CacheSettings(run.data.val_fraction))
         if found is not None:
             train, val = (int(found["splits"][side]["tokens"]) for side in ("train", "val"))
             return _text(run, train, val, f"counted: token cache {found['name']}", True, tokenizer.vocab_size)
@@ -87,20 +86,24 @@ def _ready_tokenizer(run: Run, source: Source, cache: Path | None) -> Tokenizer 
         return tokenizers.load(Path(path))
     if section.kind == "bytes":
         return tokenizers.byte_level()
-    return tokenizer_training.find(source, section.vocab_size, section.sample_mb, cache) if cache is not None else None
+    return (
+        tokenizer_training.find_trained(source, section.vocab_size, section.sample_mb, cache)
+        if cache is not None
+        else None
+    )
 
 
 # ---------------------------------------------------------------- text
 
 
-def _text(run: Run, train: int, val: int, how: str, counted: bool, vocab_size: int) -> Outlook:
+def _text(run: Run, train: int, val: int, how: str, counted: bool, vocab_size: int) -> TokenEstimate:
     """Windows over a stream: no padding but in the last one."""
     windows = max(1, math.ceil(max(1, train - 1) / run.data.seq_len))
     padding = 1 - max(0, train - 1) / (windows * run.data.seq_len)
-    return Outlook(train, val, how, counted, vocab_size, max(0.0, padding), windows)
+    return TokenEstimate(train, val, how, counted, vocab_size, max(0.0, padding), windows)
 
 
-def _estimate(run: Run, source: Source, tokenizer: Tokenizer | None) -> Outlook:
+def _estimate(run: Run, source: Source, tokenizer: Tokenizer | None) -> TokenEstimate:
     sample = take(source, SAMPLE_BYTES, 0 if tokenizer is not None else SAMPLE_BYTES)
     with report.phase("estimate tokens"):
         texts, by = sample.texts, "the run's own tokenizer"
@@ -126,7 +129,7 @@ def _estimate(run: Run, source: Source, tokenizer: Tokenizer | None) -> Outlook:
     return _text(run, total - val, val, how, False, vocab_size or run.tokenizer.vocab_size)
 
 
-def _all_bytes(source: Source, sample: Sample) -> float:
+def _all_bytes(source: Source, sample: TextSample) -> float:
     """Of text: what was passed on the way, over the part of the source that it was."""
     return sample.read_bytes / sample.share if sample.share else float(sample.read_bytes)
 
@@ -134,12 +137,14 @@ def _all_bytes(source: Source, sample: Sample) -> float:
 # ---------------------------------------------------------------- instruction rows
 
 
-def _look_at_rows(run: Run, source: RowSource, tokenizer: Tokenizer | None, cache: Path | None) -> Outlook:
+def _look_at_rows(run: Run, source: RowSource, tokenizer: Tokenizer | None, cache: Path | None) -> TokenEstimate:
     """Lengths with the template applied; the padding that the run's packing will have."""
     if tokenizer is None:
         tokenizer = tokenizers.train(take(source, SAMPLE_BYTES).texts, run.tokenizer.vocab_size)
-    template = choose(run.data.template, tokenizer)
-    folder = example_cache.find(cache, source, template, run.data.val_fraction) if cache is not None else None
+    template = load_template(run.data.template, tokenizer)
+    folder = (
+        example_cache.find_example_cache(cache, source, template, run.data.val_fraction) if cache is not None else None
+    )
     if folder is not None:
         index = np.load(folder / "index.npy")
         columns = dict(zip(example_cache.FIELDS, index.T, strict=True))
@@ -159,7 +164,7 @@ def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[np.ndarray[
         share = 1.0 if len(read) <= ROWS else source.position().bytes_done / max(1, source.total_bytes() or 0)
         encoded = template.encode([messages for messages, _ in read[:ROWS]])
         p.tick(len(read))
-    lengths = [len(one.ids) for one in encoded if isinstance(one, Encoded)]
+    lengths = [len(one.ids) for one in encoded if isinstance(one, EncodedExample)]
     return np.array(lengths, np.int64), max(1e-9, min(1.0, share))
 
 
@@ -171,7 +176,7 @@ def _rows(
     how: str,
     counted: bool,
     vocab_size: int,
-) -> Outlook:
+) -> TokenEstimate:
     seq_len, batch = run.data.seq_len, run.train.batch_size
     positions = np.minimum(np.maximum(0, lengths - 1), seq_len)
     packing = "packed" if run.data.packing == "auto" else run.data.packing
@@ -183,6 +188,6 @@ def _rows(
         samples, noun = max(1, round(len(lengths) / share)), "examples"
         row_tokens = filled / (1 - padding) / samples
     words = f"{how}; data.packing {packing} ({WORDS[packing]})"
-    return Outlook(
+    return TokenEstimate(
         round(filled), val, words, counted, vocab_size, padding, samples, noun, row_tokens, packing == "packed"
     )

@@ -46,7 +46,7 @@ PROBE = (
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedTexts:
     """Many texts in one array: text i is ids[offsets[i]:offsets[i + 1]]."""
 
     ids: np.ndarray[Any, np.dtype[np.uint32]]
@@ -123,16 +123,16 @@ class Tokenizer:
             return np.asarray(self._fast.encode(text), np.uint32)
         return self.encode_batch([text]).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+    def encode_batch(self, texts: Sequence[str]) -> EncodedTexts:
         """The ids of many texts, in parallel; by gigatoken without a Python object per text or token."""
         if not texts:
-            return Encoded(np.zeros(0, np.uint32), np.zeros(1, np.int64))
+            return EncodedTexts(np.zeros(0, np.uint32), np.zeros(1, np.int64))
         if self._fast:
             rows = self._fast.encode_batch(list(texts), parallel=True).layout
-            return Encoded(np.asarray(rows.content.data), np.asarray(rows.offsets.data))
+            return EncodedTexts(np.asarray(rows.content.data), np.asarray(rows.offsets.data))
         found = [row.ids for row in self._reference.encode_batch_fast(list(texts), add_special_tokens=False)]
         offsets = np.cumsum([0, *map(len, found)], dtype=np.int64)
-        return Encoded(np.fromiter((i for row in found for i in row), np.uint32, int(offsets[-1])), offsets)
+        return EncodedTexts(np.fromiter((i for row in found for i in row), np.uint32, int(offsets[-1])), offsets)
 
     # -- ids to text
 

@@ -27,7 +27,7 @@ COLOURS = ("\x1b[7m", "\x1b[4m")
 PLAIN = "\x1b[0m"
 
 
-def find(path: Path) -> Path:
+def tokenizer_file(path: Path) -> Path:
     """The folder or file of the tokenizer: as given, or of a run's newest checkpoint."""
     if (path / "checkpoints").is_dir():
         found = [entry for entry in newest_first(path / "checkpoints") if (entry / "tokenizer.json").exists()]
@@ -42,9 +42,9 @@ def portray(
     path: Path, text: str | None, source: Source | None, sample_bytes: int, compare: Sequence[Path] = ()
 ) -> dict[str, Any]:
     """All that can be said."""
-    found = find(path)
+    found = tokenizer_file(path)
     tokenizer = tokenizers.load(found)
-    others = {str(one): tokenizers.load(find(one)) for one in compare}
+    others = {str(one): tokenizers.load(tokenizer_file(one)) for one in compare}
     record: dict[str, Any] = {
         "path": str(found),
         "kind": _kind(tokenizer),

@@ -21,7 +21,7 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data import tokenizer as tokenizers
-from lamplighter.data.sampling import Sample, take
+from lamplighter.data.sampling import TextSample, take
 from lamplighter.data.sources import Source
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadConfig, CannotWrite, LampError
@@ -46,7 +46,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TokenizerMeasure:
     """What a tokenizer made of some texts."""
 
     texts: int
@@ -71,7 +71,7 @@ class Measured:
         return self.used / max(1, self.vocab_size)
 
 
-def measure(tokenizer: Tokenizer, texts: Sequence[str], places: Sequence[str], what: str = "") -> Measured:
+def measure(tokenizer: Tokenizer, texts: Sequence[str], places: Sequence[str], what: str = "") -> TokenizerMeasure:
     """Encode and decode every text, and count."""
     sizes = [len(text.encode()) for text in texts]
     counts = np.zeros(tokenizer.vocab_size, np.int64)
@@ -91,7 +91,7 @@ def measure(tokenizer: Tokenizer, texts: Sequence[str], places: Sequence[str], w
                         first = first or f"{places[number]}: {difference(texts[number], back)}"
             p.tick(sum(sizes[begin:stop]))
     total = int(counts.sum())
-    return Measured(
+    return TokenizerMeasure(
         len(texts),
         sum(sizes),
         total,
@@ -153,7 +153,7 @@ def key_of(source: Source, vocab_size: int, sample_mb: float, special: Sequence[
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def find(source: Source, vocab_size: int, sample_mb: float, cache: Path) -> Tokenizer | None:
+def find_trained(source: Source, vocab_size: int, sample_mb: float, cache: Path) -> Tokenizer | None:
     """The one that was trained before and kept; None where there is none. Trains nothing."""
     kept = cache / f"tokenizer-{key_of(source, vocab_size, sample_mb)}"
     return tokenizers.load(kept) if (kept / "tokenizer.json").exists() else None
@@ -165,7 +165,7 @@ def trained(
     sample_mb: float,
     cache: Path,
     special: Sequence[str] = (),
-    sample: Sample | None = None,
+    sample: TextSample | None = None,
 ) -> Tokenizer:
     """A byte-level BPE for this source, kept in `cache` for the next one who asks."""
     kept = cache / f"tokenizer-{key_of(source, vocab_size, sample_mb, special)}"
@@ -239,7 +239,7 @@ class Wish:
 
 
 def make(source: Source, wish: Wish, cache: Path) -> dict[str, Any]:
-    """Train (or find), check by a round trip, write; the report of it, as it stands beside the tokenizer."""
+    """Train (or find_trained), check by a round trip, write; the report of it, as it stands beside the tokenizer."""
     check_writable(wish.out)
     key = key_of(source, wish.vocab_size, wish.sample_mb, wish.special)
     refuse_other(wish.out, key, wish.force)

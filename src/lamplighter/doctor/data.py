@@ -19,7 +19,7 @@ from lamplighter.data.chat.rows import RowSource
 from lamplighter.data.setup import open_source, open_text
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import FileSource
-from lamplighter.data.split import Settings
+from lamplighter.data.split import CacheSettings
 from lamplighter.data.token_cache import reader
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding, failed
@@ -425,7 +425,7 @@ def _tokens(root: Path, source: Source, context: ProbeContext) -> Iterator[Findi
         if known is None:
             yield from _nothing_yet(root, source, context)
             return
-        sought = reader.look_for(root, source, known, Settings(run.data.val_fraction))
+        sought = reader.locate_token_cache(root, source, known, CacheSettings(run.data.val_fraction))
     except LampError as error:
         yield as_finding(error)
         return
@@ -451,7 +451,7 @@ def _level(context: ProbeContext, otherwise: Level) -> Level:
     return "fault" if context.run.data.cache == "require" else otherwise
 
 
-def _missing(sought: reader.Sought, context: ProbeContext) -> Iterator[Finding]:
+def _missing(sought: reader.CacheLocation, context: ProbeContext) -> Iterator[Finding]:
     """No cache for exactly this; another one near it is never used."""
     if sought.near:
         what = f"the token cache that is there is of other content and will not be used: {sought.near}"

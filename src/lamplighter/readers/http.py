@@ -1,7 +1,7 @@
 """One answer of an HTTP server: a file's facts, or its bytes from an offset on, checked against what is known of it.
 
 In:  an http or https URL; the first byte wanted; how long a silence is borne.
-Out: Facts, or an open Body. What may pass (dropped, silent, busy) is Lost, and is tried again by remote.py; what will not
+Out: RemoteFacts, or an open Body. What may pass (dropped, silent, busy) is ConnectionLost, and is tried again by remote.py; what will not
      (no such file, no permission, another content) is an error that says so.
 """
 
@@ -26,7 +26,7 @@ PASSING = {408, 425, 429}  # besides 500 and above
 AGENT = "lamplighter"
 
 
-class Lost(Exception):
+class ConnectionLost(Exception):
     """A connection that gave nothing more; it may be tried again. `cause` is stream_drop or stream_stall."""
 
     def __init__(self, reason: str, cause: str = "stream_drop", after_s: float = 0.0) -> None:
@@ -35,7 +35,7 @@ class Lost(Exception):
 
 
 @dataclass(frozen=True)
-class Facts:
+class RemoteFacts:
     """What is known of a remote file; the mark changes when its content does."""
 
     size: int | None
@@ -43,7 +43,7 @@ class Facts:
     ranges: bool = True
 
 
-def shown(url: str) -> str:
+def safe_url(url: str) -> str:
     """The URL for people: without credentials, without the secrets of a signed query, of bounded length."""
     parts = urllib.parse.urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
@@ -56,14 +56,14 @@ def host_of(url: str) -> str:
     return urllib.parse.urlsplit(url).netloc.rpartition("@")[2] or url.split("://")[0]
 
 
-def look(url: str, patience_s: float) -> Facts:
+def ask_for_facts(url: str, patience_s: float) -> RemoteFacts:
     """Size, mark and whether parts can be asked for: by asking for the first byte."""
     with _ask(url, {"Range": "bytes=0-0"}, patience_s, (416,)) as answer:
         if answer.status == 416:
-            return Facts(0, _mark(answer.headers))
+            return RemoteFacts(0, _mark(answer.headers))
         if answer.status == 206:
-            return Facts(_range(answer.headers)[1], _mark(answer.headers))
-        return Facts(_length(answer.headers), _mark(answer.headers), ranges=False)
+            return RemoteFacts(_range(answer.headers)[1], _mark(answer.headers))
+        return RemoteFacts(_length(answer.headers), _mark(answer.headers), ranges=False)
 
 
 class Body:
@@ -88,7 +88,7 @@ class Body:
         except (OSError, http.client.HTTPException) as error:
             raise _lost(error) from error
         if not block:
-            raise Lost(f"closed after {self.got:,} of {self.expected:,} announced bytes")
+            raise ConnectionLost(f"closed after {self.got:,} of {self.expected:,} announced bytes")
         self.got += len(block)
         return block
 
@@ -116,9 +116,9 @@ class Body:
         self.close()
 
 
-def open_body(url: str, at: int, stop: int | None, facts: Facts, patience_s: float) -> Body:
+def open_body(url: str, at: int, stop: int | None, facts: RemoteFacts, patience_s: float) -> Body:
     """The bytes from `at` on (up to `stop`), or from 0 where the server cannot do otherwise; never of another content."""
-    name = shown(url)
+    name = safe_url(url)
     headers = {}
     if at or stop is not None:
         headers["Range"] = f"bytes={at}-{'' if stop is None else stop - 1}"
@@ -133,7 +133,7 @@ def open_body(url: str, at: int, stop: int | None, facts: Facts, patience_s: flo
     return Body(answer, begin, _length(answer.headers), name)
 
 
-def _check(answer: Any, name: str, at: int, facts: Facts) -> int:
+def _check(answer: Any, name: str, at: int, facts: RemoteFacts) -> int:
     """Where the answer begins; an error where it is of another content than before."""
     mark, size = _mark(answer.headers), facts.size
     if facts.mark and mark and mark != facts.mark:
@@ -184,12 +184,12 @@ def _ask(url: str, headers: Mapping[str, str], patience_s: float, allowed: tuple
     except urllib.error.URLError as error:
         raise _unreached(error.reason, url) from error
     except (http.client.InvalidURL, ValueError) as error:
-        raise InputMissing(f"cannot read {shown(url)}", str(error), "check the address in data.paths") from error
+        raise InputMissing(f"cannot read {safe_url(url)}", str(error), "check the address in data.paths") from error
     except (OSError, http.client.HTTPException) as error:
         raise _lost(error) from error
     if parts.scheme == "https" and not answer.url.startswith("https:"):
         answer.close()
-        raise BadData(f"cannot read {shown(url)}", "it leads from https to http", "name the other address yourself")
+        raise BadData(f"cannot read {safe_url(url)}", "it leads from https to http", "name the other address yourself")
     return answer
 
 
@@ -198,8 +198,8 @@ def _refused(error: urllib.error.HTTPError, url: str) -> Exception:
     words = f"HTTP {error.code} {error.reason}"
     if error.code in PASSING or error.code >= 500:
         after = error.headers.get("Retry-After", "") if error.headers else ""
-        return Lost(words, after_s=float(after) if after.isdecimal() else 0.0)
-    name = shown(url)
+        return ConnectionLost(words, after_s=float(after) if after.isdecimal() else 0.0)
+    name = safe_url(url)
     if error.code in (401, 403):
         advice = (
             "credentials are taken from the URL (https://user:word@host/), or use an fsspec URL such as s3:// or hf://"
@@ -213,27 +213,27 @@ def _refused(error: urllib.error.HTTPError, url: str) -> Exception:
 def _unreached(reason: object, url: str) -> Exception:
     if isinstance(reason, ssl.SSLCertVerificationError):
         why = f"its certificate cannot be verified: {reason.verify_message}"
-        return InputMissing(f"cannot read {shown(url)}", why, "check the address, and the clock of this machine")
+        return InputMissing(f"cannot read {safe_url(url)}", why, "check the address, and the clock of this machine")
     if isinstance(reason, socket.gaierror) and reason.errno == socket.EAI_NONAME:
         return no_host(url, str(reason.strerror))
     if isinstance(reason, BaseException):
         return _lost(reason)
-    return InputMissing(f"cannot read {shown(url)}", str(reason), "check the address in data.paths")
+    return InputMissing(f"cannot read {safe_url(url)}", str(reason), "check the address in data.paths")
 
 
 def no_host(url: str, why: str) -> LampError:
     return InputMissing(
-        f"cannot read {shown(url)}: no such host", why, "check the address in data.paths, and the network"
+        f"cannot read {safe_url(url)}: no such host", why, "check the address in data.paths, and the network"
     )
 
 
-def _lost(error: BaseException) -> Lost:
+def _lost(error: BaseException) -> ConnectionLost:
     if isinstance(error, TimeoutError):
-        return Lost("socket idle", "stream_stall")
+        return ConnectionLost("socket idle", "stream_stall")
     if isinstance(error, http.client.IncompleteRead):
-        return Lost(f"closed in the middle, {len(error.partial):,} bytes after the last whole piece")
+        return ConnectionLost(f"closed in the middle, {len(error.partial):,} bytes after the last whole piece")
     words = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return Lost(words[:120])
+    return ConnectionLost(words[:120])
 
 
 def _mark(headers: Any) -> str | None:

@@ -18,7 +18,16 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from lamplighter import report
 from lamplighter.errors import BadData, InputMissing, LampError
-from lamplighter.readers.http import Facts, Lost, changed, host_of, look, no_host, open_body, shown
+from lamplighter.readers.http import (
+    ConnectionLost,
+    RemoteFacts,
+    ask_for_facts,
+    changed,
+    host_of,
+    no_host,
+    open_body,
+    safe_url,
+)
 from lamplighter.readers.local import Tell, kind_of
 
 STALL_S = 3.0  # a server that sends nothing for so long is asked again; twice as long each time
@@ -39,13 +48,13 @@ def is_url(entry: str) -> bool:
     return bool(_URL.match(entry))
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """Open bytes of a remote file."""
 
     at: int
 
     def read(self, size: int) -> bytes:
-        """Some bytes; b"" at the end; Lost when the connection is."""
+        """Some bytes; b"" at the end; ConnectionLost when the connection is."""
 
     def close(self) -> None: ...
 
@@ -53,23 +62,23 @@ class Stream(Protocol):
 class Opener(Protocol):
     """How the bytes of one kind of address are had."""
 
-    def look(self, patience_s: float) -> Facts:
+    def ask_for_facts(self, patience_s: float) -> RemoteFacts:
         """What is known of the file."""
 
-    def open(self, at: int, stop: int | None, facts: Facts, patience_s: float) -> Stream:
+    def open(self, at: int, stop: int | None, facts: RemoteFacts, patience_s: float) -> ByteStream:
         """Its bytes from `at` on, or from 0 where that cannot be."""
 
 
-class Web:
+class HttpOpener:
     """http and https."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
-    def look(self, patience_s: float) -> Facts:
-        return look(self.url, patience_s)
+    def ask_for_facts(self, patience_s: float) -> RemoteFacts:
+        return ask_for_facts(self.url, patience_s)
 
-    def open(self, at: int, stop: int | None, facts: Facts, patience_s: float) -> Stream:
+    def open(self, at: int, stop: int | None, facts: RemoteFacts, patience_s: float) -> ByteStream:
         return open_body(self.url, at, stop, facts, patience_s)
 
 
@@ -90,7 +99,7 @@ class Retries:
         if self.attempt:
             self.attempt, self.patience_s = 0, STALL_S
 
-    def again(self, lost: Lost, at: int, tell: Tell) -> None:
+    def again(self, lost: ConnectionLost, at: int, tell: Tell) -> None:
         """Say what happened and wait, in sight; an error when it was tried for long enough."""
         now = time.monotonic()
         if not self.attempt:
@@ -138,7 +147,7 @@ def _persist(ask: Callable[[float], Result], retries: Retries) -> Result:
     while True:
         try:
             return ask(retries.patience_s)
-        except Lost as lost:
+        except ConnectionLost as lost:
             retries.again(lost, 0, lambda *_: None)
 
 
@@ -148,9 +157,9 @@ def _persist(ask: Callable[[float], Result], retries: Retries) -> Result:
 class RemoteFile:
     """A file at an address, as it was when it was found."""
 
-    def __init__(self, url: str, opener: Opener, facts: Facts, retry_s: float) -> None:
+    def __init__(self, url: str, opener: Opener, facts: RemoteFacts, retry_s: float) -> None:
         self.url, self.opener, self.facts, self.retry_s = url, opener, facts, retry_s
-        self.name = shown(url).removesuffix("?...")  # what is inside is known by the ending
+        self.name = safe_url(url).removesuffix("?...")  # what is inside is known by the ending
         self.size = facts.size
 
     def identity(self) -> list[Any]:
@@ -191,8 +200,8 @@ class RemoteFile:
                     stream.close()
                 if end is None or at >= end:
                     return
-                raise Lost(f"it ended, but {end:,} bytes were announced")
-            except Lost as lost:
+                raise ConnectionLost(f"it ended, but {end:,} bytes were announced")
+            except ConnectionLost as lost:
                 ended_at[at] += lost.cause == "stream_drop" and ("announced" in lost.reason)
                 if ended_at[at] >= SAME_PLACE:
                     why = f"{end or 0:,} bytes are announced, it ends after {at:,}, {SAME_PLACE} times out of {SAME_PLACE}"
@@ -211,7 +220,7 @@ class RemoteFile:
     def _start_over(self, at: int, stop: int | None) -> None:
         if stop is not None:
             why = "its server cannot send parts of a file (no Range), and this kind is read here and there"
-            raise BadData(f"cannot read {self.name}", why, f"fetch it first: curl -O '{shown(self.url)}'")
+            raise BadData(f"cannot read {self.name}", why, f"fetch it first: curl -O '{safe_url(self.url)}'")
         report.warn(
             f"{host_of(self.url)} cannot send parts of a file: {at:,} bytes of {self.name} are fetched again and passed over"
         )
@@ -259,13 +268,13 @@ class _Seekable(io.RawIOBase):
 # ---------------------------------------------------------------- fsspec
 
 
-class Stored:
+class FsspecOpener:
     """A file of an fsspec file system."""
 
     def __init__(self, system: Any, path: str, name: str) -> None:
         self.system, self.path, self.name = system, path, name
 
-    def look(self, patience_s: float) -> Facts:
+    def ask_for_facts(self, patience_s: float) -> RemoteFacts:
         info = _answered(lambda: self.system.info(self.path), self.name)
         known = (
             "ETag",
@@ -282,10 +291,10 @@ class Stored:
         )
         marks = [f"{key} {info[key]}" for key in known if info.get(key)]
         size = info.get("size")
-        return Facts(None if size is None else int(size), marks[0] if marks else None)
+        return RemoteFacts(None if size is None else int(size), marks[0] if marks else None)
 
-    def open(self, at: int, stop: int | None, facts: Facts, patience_s: float) -> Stream:
-        if at and self.look(patience_s) != facts:
+    def open(self, at: int, stop: int | None, facts: RemoteFacts, patience_s: float) -> ByteStream:
+        if at and self.ask_for_facts(patience_s) != facts:
             raise changed(self.name, "size or mark are other ones than before")
         file = _answered(lambda: self.system.open(self.path, "rb"), self.name)
         _answered(lambda: file.seek(at), self.name)
@@ -322,11 +331,11 @@ def _answered(ask: Callable[[], Result], name: str) -> Result:
     except LampError:
         raise
     except TimeoutError as error:
-        raise Lost("no answer in time", "stream_stall") from error
+        raise ConnectionLost("no answer in time", "stream_stall") from error
     except Exception as error:  # each file system has its own for a lost connection
         if "Name or service not known" in str(error):
             raise no_host(name, "Name or service not known") from error
-        raise Lost(f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]) from error
+        raise ConnectionLost(f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]) from error
 
 
 def _no_package(url: str, error: ImportError) -> InputMissing:
@@ -348,28 +357,30 @@ def find_remote(entry: str, retry_s: float) -> list[RemoteFile]:
     scheme = entry.split("://")[0].lower()
     first_s = min(retry_s, FIRST_CONTACT_S)
     with report.phase("look at remote files", unit="files") as p:
-        p.tick(0, shown(entry))
+        p.tick(0, safe_url(entry))
         if scheme in ("http", "https"):
             if "*" in urllib.parse.urlsplit(entry).path:
                 raise InputMissing(
-                    f"no patterns over http: {shown(entry)}", "a web server does not list its files", "name each file"
+                    f"no patterns over http: {safe_url(entry)}",
+                    "a web server does not list its files",
+                    "name each file",
                 )
-            openers: list[tuple[str, Opener]] = [(entry, Web(entry))]
+            openers: list[tuple[str, Opener]] = [(entry, HttpOpener(entry))]
         else:
             openers = _stored(entry, first_s)
         files = []
         for url, opener in openers:
-            p.tick(0, shown(url))
-            facts = _persist(opener.look, Retries(shown(url), host_of(url), first_s, "a first contact"))
+            p.tick(0, safe_url(url))
+            facts = _persist(opener.ask_for_facts, Retries(safe_url(url), host_of(url), first_s, "a first contact"))
             if facts.size is None:
-                report.note(f"{shown(url)}: its server does not say how long it is")
+                report.note(f"{safe_url(url)}: its server does not say how long it is")
             files.append(RemoteFile(url, opener, facts, retry_s))
             p.tick(1)
     full = [file for file in files if file.size != 0]
     if not full:
-        raise BadData(f"empty file: {shown(entry)}", "it has 0 bytes", "fill it, or take it out of data.paths")
+        raise BadData(f"empty file: {safe_url(entry)}", "it has 0 bytes", "fill it, or take it out of data.paths")
     if len(full) < len(files):
-        report.warn(f"{len(files) - len(full)} empty files of {shown(entry)} are passed over")
+        report.warn(f"{len(files) - len(full)} empty files of {safe_url(entry)} are passed over")
     return full
 
 
@@ -378,24 +389,26 @@ def _stored(entry: str, first_s: float) -> list[tuple[str, Opener]]:
         import fsspec
     except ImportError as error:
         advice = "pip install 'lamplighter[data]'"
-        raise InputMissing(f"cannot open {shown(entry)}", "such addresses need the package fsspec", advice) from error
+        raise InputMissing(
+            f"cannot open {safe_url(entry)}", "such addresses need the package fsspec", advice
+        ) from error
 
-    retries = Retries(shown(entry), host_of(entry), first_s, "a first contact")
+    retries = Retries(safe_url(entry), host_of(entry), first_s, "a first contact")
     try:
         system, path = fsspec.core.url_to_fs(entry)
     except ImportError as error:
-        raise _no_package(shown(entry), error) from error
+        raise _no_package(safe_url(entry), error) from error
     except ValueError as error:
         raise InputMissing(
-            f"cannot open {shown(entry)}", str(error)[:200], "check the beginning of the address"
+            f"cannot open {safe_url(entry)}", str(error)[:200], "check the beginning of the address"
         ) from error
-    names = _persist(lambda _: _answered(lambda: _listed(system, path), shown(entry)), retries)
+    names = _persist(lambda _: _answered(lambda: _listed(system, path), safe_url(entry)), retries)
     if not names:
         what = "nothing matches" if any(letter in path for letter in "*?[") else "no text in"
         raise InputMissing(
-            f"{what} {shown(entry)}", "its file system lists no such file of a known kind", "check data.paths"
+            f"{what} {safe_url(entry)}", "its file system lists no such file of a known kind", "check data.paths"
         )
-    return [(url := str(system.unstrip_protocol(name)), Stored(system, name, shown(url))) for name in names]
+    return [(url := str(system.unstrip_protocol(name)), FsspecOpener(system, name, safe_url(url))) for name in names]
 
 
 def _listed(system: Any, path: str) -> list[str]:

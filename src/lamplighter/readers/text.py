@@ -19,7 +19,7 @@ from lamplighter.readers.records import Cursor, OpenFile, Part, Texts, cut_after
 SEARCH_BYTES = 1 << 22
 
 
-class Chunk(NamedTuple):
+class DecodedLines(NamedTuple):
     """Some whole lines that are text, or a piece of a very long one."""
 
     text: str
@@ -58,7 +58,7 @@ class _Held:
         self.here: Mark = (0, 0, 0, 1, 0, False)  # everything before it is handed out
         self.marks: deque[Mark] = deque()  # the beginnings of chunks behind it
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: DecodedLines) -> None:
         self.marks.append((self.chars, self.bytes, chunk.at, chunk.line, chunk.bad, chunk.long))
         self.texts.append(chunk.text)
         if self.separator:
@@ -139,7 +139,7 @@ class _Held:
         self.marks = deque((mark[0] - char, mark[1] - byte, *mark[2:]) for mark in self.marks)
 
 
-def _chunks(r: OpenFile) -> Iterator[Chunk]:
+def _chunks(r: OpenFile) -> Iterator[DecodedLines]:
     """The lines that are text; a byte-order mark is dropped, a line that is not text is set aside; then an empty one."""
     head, at, line, long = b"", r.at, r.line, bool(r.start.get("long"))
     for piece, goes_on in _pieces(r.blocks(at), at, r.line_bytes, long):
@@ -148,11 +148,11 @@ def _chunks(r: OpenFile) -> Iterator[Chunk]:
         if text is None:
             yield from _good_lines(piece, at, line, long or goes_on, head, r)
         elif at == 0 and text.startswith("\ufeff"):
-            yield Chunk(text[1:], piece[3:], 3, line, r.bad.count, goes_on)
+            yield DecodedLines(text[1:], piece[3:], 3, line, r.bad.count, goes_on)
         else:
-            yield Chunk(text, piece, at, line, r.bad.count, long or goes_on)
+            yield DecodedLines(text, piece, at, line, r.bad.count, long or goes_on)
         at, line, long = at + len(piece), line + count_newlines(piece), goes_on
-    yield Chunk("", b"", at, line, r.bad.count, False)
+    yield DecodedLines("", b"", at, line, r.bad.count, False)
 
 
 def count_newlines(piece: bytes) -> int:
@@ -167,7 +167,7 @@ def _decoded(piece: bytes) -> str | None:
         return None
 
 
-def _good_lines(piece: bytes, at: int, line: int, long: bool, head: bytes, r: OpenFile) -> Iterator[Chunk]:
+def _good_lines(piece: bytes, at: int, line: int, long: bool, head: bytes, r: OpenFile) -> Iterator[DecodedLines]:
     """The runs of lines of a piece that are text."""
     begin, first, bad = 0, line, r.bad.count  # of the run: in the piece, its line, the bad lines before it
     end = 0
@@ -181,10 +181,10 @@ def _good_lines(piece: bytes, at: int, line: int, long: bool, head: bytes, r: Op
     yield from _run(piece[begin:], at + begin, first, bad, long)
 
 
-def _run(raw: bytes, at: int, line: int, bad: int, long: bool) -> Iterator[Chunk]:
+def _run(raw: bytes, at: int, line: int, bad: int, long: bool) -> Iterator[DecodedLines]:
     if raw:
         mark = 3 if at == 0 and raw.startswith(codecs.BOM_UTF8) else 0
-        yield Chunk(raw[mark:].decode(), raw[mark:], at + mark, line, bad, long)
+        yield DecodedLines(raw[mark:].decode(), raw[mark:], at + mark, line, bad, long)
 
 
 def whole_lines(piece: bytes) -> list[bytes]:

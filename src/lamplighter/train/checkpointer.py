@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lamplighter import report
 from lamplighter.data.chat.template import ChatTemplate
-from lamplighter.data.chat.template_file import keep as keep_template
+from lamplighter.data.chat.template import keep as keep_template
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import STOPPED_EARLY, CannotWrite, LampError
 from lamplighter.model.weights import stored_tensors, weights

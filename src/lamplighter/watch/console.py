@@ -1,6 +1,6 @@
 """What people read: a live display on a terminal, whole timestamped lines in a pipe.
 
-In:  sentences to keep, and pictures of now.
+In:  sentences to keep, and the status of now.
 Out: bytes on a stream and a copy in console.log. A reader that does not read never blocks the caller.
 """
 
@@ -43,7 +43,7 @@ class Stream(io.TextIOBase):
     def write(self, text: str) -> int:
         try:
             self.waiting.put_nowait(text.encode("utf-8", "replace"))
-        except queue.Full:
+        except queue.Full:  # counted, and said once the reader reads again
             self.lost += 1
         return len(text)
 
@@ -65,7 +65,7 @@ class Stream(io.TextIOBase):
             while data and not self.broken:
                 try:
                     data = data[os.write(self.fd, data) :]
-                except BlockingIOError:
+                except BlockingIOError:  # the reader is slow
                     time.sleep(0.05)
                 except OSError:  # the reader is gone (closed terminal, broken pipe): console.log still has every word
                     self.broken = True
@@ -74,7 +74,7 @@ class Stream(io.TextIOBase):
     def finish(self, deadline_s: float = 2.0) -> None:
         try:
             self.waiting.put(None, timeout=0.2)
-        except queue.Full:
+        except queue.Full:  # the reader has stopped: nobody would see the end
             return
         self.thread.join(deadline_s)
 
@@ -83,7 +83,7 @@ class Stream(io.TextIOBase):
 
 
 class Console:
-    """Says sentences and shows pictures; `live` on a terminal, lines elsewhere."""
+    """Says sentences and shows the status; `live` on a terminal, lines elsewhere."""
 
     def __init__(self, fd: int = 1, live: bool | None = None, log_fd: int = -1) -> None:
         self.stream = Stream(fd)
@@ -109,25 +109,25 @@ class Console:
                 self.stream.write(stamped + "\n")
         self.last_line = time.monotonic()
 
-    def show(self, picture: Status) -> None:
+    def show(self, status: Status) -> None:
         """Now. On a terminal a frame, in a pipe a line when one is due."""
         now = time.monotonic()
         self._watch_reader()
-        slot = picture.slot
-        if slot is not None and (slot.prompting or (slot.printing and picture.quiet_s < 1.5)):
+        slot = status.slot
+        if slot is not None and (slot.prompting or (slot.printing and status.stalled_s < 1.5)):
             self.last_line = now
             return
         if self.display is not None and not self.stream.broken:
             if now - self.last_line > FRAME_EVERY_S:
-                self.display.frame(picture)
+                self.display.frame(status)
                 self.last_line = now
             return
-        if now - self.last_line >= self._line_every_s(picture, now):
-            self.say(line(picture))
+        if now - self.last_line >= self._line_every_s(status, now):
+            self.say(line(status))
 
-    def _line_every_s(self, picture: Status, now: float) -> float:
+    def _line_every_s(self, status: Status, now: float) -> float:
         """After ten calm minutes of training, every 10 s."""
-        calm = picture.training and not picture.quiet_words and not picture.stopping
+        calm = status.training and not status.stall_words and not status.stopping
         self.calm_since = (self.calm_since or now) if calm else None
         return CALM_EVERY_S if self.calm_since and now - self.calm_since > CALM_AFTER_S else LINE_EVERY_S
 

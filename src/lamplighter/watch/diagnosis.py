@@ -1,22 +1,31 @@
-"""Slow, stuck or dead: pure functions from what was seen to what it means. The catalogue of causes.
+"""Slow, stuck or dead, for one process of a tree: pure functions from what was seen to what it means.
 
-In:  the observations of a quiet spell (at least two), the stacks taken in it, what is usual in this phase.
+In:  Evidence: a GroupSample (two looks at the tree, the stacks taken between them) and the process that is asked about.
 Out: a Finding: a verdict in the form of every verdict, and whether it is proved that nobody can end the wait.
+
+`judge_process` asks RULES in order, and the first that fits wins. The order carries the meaning: what needs no stacks comes
+first (stopped, uninterruptible, compiling, collecting garbage), then a GIL that is held, then bytes that move, then CPU that
+is used, and only when the whole tree is asleep a deadlock or a plain wait. A rule reads nothing but its Evidence and the
+source of the lines that the stacks name, so that a verdict can be given again from the file that evidence.py keeps.
+
+*Provable* means that the policy may act after a short grace; all other findings only after the user's patience.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from lamplighter.procs.procfs import FUTEX, NANOSLEEP, ThreadLook, not_known
+from lamplighter.procs.procfs import COMPILERS, FUTEX, NANOSLEEP, ProcessLook, ThreadLook, not_known
 from lamplighter.procs.stacks import OUR_THREADS, Frame, Stacks, ThreadStack, culprit, users_frame
 from lamplighter.report import Verdict
-from lamplighter.watch.evidence import Observation
+from lamplighter.slot import Slot
+from lamplighter.watch.evidence import GroupSample
+from lamplighter.watch.process_tree import Process, counts
 from lamplighter.watch.status import duration
 
 UNTIMED_WAIT = re.compile(r"\.(acquire|join|get|wait|result)\(\s*(?:True\s*|block(?:ing)?=True\s*)?\)")
@@ -38,31 +47,60 @@ class Finding:
 
     @property
     def key(self) -> str:
-        """The same culprit twice is a bug, not weather."""
+        """The same culprit twice is a bug, not chance."""
         where = self.verdict.culprit
         return f"{self.verdict.cause} {where.get('file')}:{where.get('line')}"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rule sees: first and last look of the spell, and the stacks of the two newest captures."""
+    """What a rule sees: the process in question, with the CPU and the bytes of the whole tree around it."""
 
-    first: Observation
-    last: Observation
-    stacks: tuple[Stacks, ...]
-    usual_s: float
+    sample: GroupSample
+    process: Process  # at the last look
+
+    @property
+    def before(self) -> Process:
+        return self.sample.first.process(self.process.pid) or self.process
+
+    @property
+    def look(self) -> ProcessLook:
+        return self.process.look
+
+    @property
+    def slot(self) -> Slot:
+        """A process without a slot is a script that counts nothing."""
+        return self.process.slot or Slot(span="compute")
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has ever told us of work."""
+        return bool(self.slot.ticks or self.slot.phase) or counts(self.slot)
 
     @property
     def seconds(self) -> float:
-        return max(0.001, self.last.at - self.first.at)
+        return self.sample.seconds
 
     @property
     def cpu_share(self) -> float:
-        return max(0.0, self.last.cpu_s - self.first.cpu_s) / self.seconds  # less when a child has ended
+        return max(0.0, self.sample.last.cpu_s - self.sample.first.cpu_s) / self.seconds  # less when a child has ended
 
     @property
     def bytes_per_s(self) -> float:
-        return max(0, self.last.moved_bytes - self.first.moved_bytes) / self.seconds
+        return max(0, self.sample.last.moved_bytes - self.sample.first.moved_bytes) / self.seconds
+
+    @property
+    def compilers(self) -> list[ProcessLook]:
+        others = (process.look for process in self.sample.last.processes if process.pid != self.process.pid)
+        return [look for look in others if look.name in COMPILERS]
+
+    @property
+    def main_thread(self) -> ThreadLook | None:
+        return next((thread for thread in self.look.each if thread.tid == self.look.pid), None)
+
+    @property
+    def stacks(self) -> tuple[Stacks, ...]:
+        return tuple(self.sample.stacks.get(self.process.pid, ())[-2:])
 
     @property
     def newest(self) -> Stacks | None:
@@ -85,51 +123,53 @@ class Evidence:
 
     @property
     def sampler_silent(self) -> bool:
-        return self.newest is not None and self.newest.sampler_silent
+        return self.sample.is_silent(self.process)
+
+    @property
+    def usual_s(self) -> float:
+        return self.sample.usual_s
+
+    @property
+    def stalled_s(self) -> float:
+        return self.sample.last.stalled_s
 
     def words(self) -> str:
-        return f"no work for {duration(self.last.quiet_s)}"
+        return self.sample.words()
 
     def usually(self) -> str:
         return f", usually {duration(self.usual_s)} at most" if self.usual_s > 0.1 else ""
 
 
-def judge(window: Sequence[Observation], stacks: Sequence[Stacks], usual_s: float) -> Finding | None:
+def judge_process(sample: GroupSample, process: Process) -> Finding | None:
     """The first rule that fits; None where nothing can be said yet."""
-    if not window:
-        return None
-    evidence = Evidence(window[0], window[-1], tuple(stacks[-2:]), usual_s)
-    for rule in RULES:
-        found = rule(evidence)
-        if found is not None:
-            return found
-    return None
+    evidence = Evidence(sample, process)
+    return next((found for rule in RULES if (found := rule(evidence)) is not None), None)
 
 
 def _finding(
     evidence: Evidence, state: str, cause: str, why: str, next: str, provable: bool = False, **culprit_fields: object
 ) -> Finding:
-    where: dict[str, object] = {"pid": evidence.last.main.pid}
+    where: dict[str, object] = {"pid": evidence.look.pid}
     if evidence.frame is not None:
-        where |= {"file": evidence.frame.file, "line": evidence.frame.line, "func": evidence.frame.func}
+        where |= evidence.frame.fields()
     seen = [
-        f"process {evidence.last.main.words}, {evidence.cpu_share:.0%} of a core",
-        not_known(evidence.last.main) or f"{evidence.bytes_per_s:,.0f} bytes/s moved",
-        f"phase {evidence.last.slot.phase} {evidence.last.slot.span}".strip(),
+        f"process {evidence.look.words}, {evidence.cpu_share:.0%} of a core",
+        not_known(evidence.look) or f"{evidence.bytes_per_s:,.0f} bytes/s moved",
+        f"phase {evidence.slot.phase or 'script'} {evidence.slot.span}".strip(),
     ]
-    if evidence.last.main.wchan.strip("0"):
-        seen.append(f"waits in {evidence.last.main.wchan}")
-    verdict = Verdict(
-        state, cause, why, next, "none", tuple(seen), {**where, **culprit_fields}, round(evidence.last.quiet_s, 2)
+    if evidence.look.wchan.strip("0"):
+        seen.append(f"waits in {evidence.look.wchan}")
+    since_s = round(evidence.stalled_s, 2)
+    return Finding(
+        Verdict(state, cause, why, next, "none", tuple(seen), {**where, **culprit_fields}, since_s), provable
     )
-    return Finding(verdict, provable)
 
 
 # ---------------------------------------------------------------- the rules, in order
 
 
 def stopped(evidence: Evidence) -> Finding | None:
-    halted = [process for process in evidence.last.tree if process.stopped]
+    halted = [process.look for process in evidence.sample.last.processes if process.look.stopped]
     if not halted:
         return None
     one = halted[0]
@@ -144,42 +184,38 @@ def stopped(evidence: Evidence) -> Finding | None:
 
 
 def uninterruptible(evidence: Evidence) -> Finding | None:
-    if (
-        evidence.first.main.state != "D"
-        or evidence.last.main.state != "D"
-        or evidence.bytes_per_s > 0
-        or evidence.seconds < 0.9
-    ):
+    asleep_throughout = evidence.before.look.state == evidence.look.state == "D" and evidence.seconds >= 0.9
+    if not asleep_throughout or evidence.bytes_per_s > 0:
         return None
     where = f" at {evidence.frame.short}" if evidence.frame else ""
-    why = f"the process is in uninterruptible sleep ({evidence.last.main.wchan or 'kernel'}){where}, {evidence.words()}; it cannot be killed"
+    why = f"the process is in uninterruptible sleep ({evidence.look.wchan or 'kernel'}){where}, {evidence.words()}; it cannot be killed"
     return _finding(evidence, "stuck", "d_state", why, "wait, or look at the disk or the mount behind it (dmesg)")
 
 
 def compiling(evidence: Evidence) -> Finding | None:
-    if not evidence.last.slot.compiling and not evidence.last.compilers:
+    flagged = any(process.slot and process.slot.compiling for process in evidence.sample.last.processes)
+    if not flagged and not evidence.compilers:
         return None
     if evidence.seconds > 0.9 and evidence.cpu_share < BUSY and evidence.bytes_per_s <= 0:
         return _compile_asleep(evidence)
-    child = (
-        f" ({evidence.last.compilers[0].name}, process {evidence.last.compilers[0].pid})"
-        if evidence.last.compilers
-        else ""
-    )
-    why = f"compiling for {duration(evidence.last.quiet_s)}{child}{evidence.usually()}"
+    child = f" ({evidence.compilers[0].name}, process {evidence.compilers[0].pid})" if evidence.compilers else ""
+    why = f"compiling for {duration(evidence.stalled_s)}{child}{evidence.usually()}"
     return _finding(evidence, "slow", "compile_slow", why, "wait: the second start finds the result in the cache")
 
 
 def _compile_asleep(evidence: Evidence) -> Finding:
     """Nobody computes: a compiler that waits. Named as slow, and given the patience of all that cannot be proved."""
-    names = ", ".join(f"{process.name} {process.pid}" for process in evidence.last.tree[1:4]) or "no child process"
-    why = f"compiling for {duration(evidence.last.quiet_s)}, and nothing computes ({names}){evidence.usually()}"
+    names = (
+        ", ".join(f"{process.look.name} {process.pid}" for process in evidence.sample.last.processes[1:4])
+        or "no child process"
+    )
+    why = f"compiling for {duration(evidence.stalled_s)}, and nothing computes ({names}){evidence.usually()}"
     found = _finding(evidence, "slow", "compile_slow", why, "wait; given up for uncompiled code after watch.patience_s")
     return replace(found, asleep=True)
 
 
 def collecting(evidence: Evidence) -> Finding | None:
-    if not evidence.last.slot.collecting:
+    if not evidence.slot.collecting:
         return None
     return _finding(
         evidence, "slow", "gc", f"Python collects garbage, {evidence.words()}", "wait; gc.freeze() after loading helps"
@@ -194,7 +230,7 @@ def moving_slowly(evidence: Evidence) -> Finding | None:
         return _finding(
             evidence, "slow", "io", f"{evidence.bytes_per_s / 1e6:.1f} MB/s are moved, {evidence.words()}", "wait"
         )
-    path = evidence.last.main.waits_on or evidence.last.slot.phase_item
+    path = evidence.look.waits_on or evidence.slot.phase_item
     where = f" at {evidence.frame.short}" if evidence.frame else ""
     why = f"input-bound: {evidence.bytes_per_s / 1e6:.3f} MB/s from {path or 'a file'}{where}; the process waits {1 - evidence.cpu_share:.0%} of the time"
     return _finding(evidence, "slow", "slow_disk", why, "copy the data to a faster disk", path=path)
@@ -205,7 +241,7 @@ def holding_the_gil(evidence: Evidence) -> Finding | None:
     main = evidence.main_stack
     if not evidence.sampler_silent or main is None or main.holds_gil is False or evidence.frame is None:
         return None
-    why = f"the GIL is held by a C call at {evidence.frame.short}, process {evidence.last.main.words}, {evidence.words()}{evidence.usually()}"
+    why = f"the GIL is held by a C call at {evidence.frame.short}, process {evidence.look.words}, {evidence.words()}{evidence.usually()}"
     return _finding(evidence, "slow", "gil_hold", why, "nothing can be saved until it returns; look at that line")
 
 
@@ -227,7 +263,7 @@ def running(evidence: Evidence) -> Finding | None:
     if loop is not None and loop.kind == "while":
         why = f"busy in a while loop (line {loop.line}) {here}"
         return _finding(evidence, "slow", "livelock", why, "if this loop cannot end, fix it; it is given patience")
-    if loop is not None and evidence.last.slot.span == "compute":
+    if loop is not None and evidence.slot.span == "compute":
         why = f"alive: a Python loop over `{loop.text}` (line {loop.line}) in {evidence.frame.func} runs {here}"
         advice = "replace the loop by tensor operations: it runs once per step for every item"
         return replace(
@@ -246,14 +282,13 @@ def deadlocked(evidence: Evidence) -> Finding | None:
     before = {thread.name: thread.frames[:1] for thread in evidence.stacks[0].threads}
     if any(before.get(thread.name) != thread.frames[:1] for thread in mine):
         return None
-    main_thread = next((t for t in evidence.last.main.each if t.tid == evidence.last.main.pid), None)
-    if main_thread is None or not _waits_for_a_lock(main_thread):
+    if evidence.main_thread is None or not _waits_for_a_lock(evidence.main_thread):
         return None
     waiting = [(thread.name, frame) for thread in mine if (frame := culprit(thread)) is not None]
     if not all(_acquires(thread) for thread in mine):
         return None
     alone_on_a_soft_wait = len(waiting) == 1 and text_of_wait(waiting[0][1]) in SOFT_WAITS
-    if alone_on_a_soft_wait and evidence.last.slot.phase == "script" and not evidence.last.slot.step:
+    if alone_on_a_soft_wait and not evidence.counts:
         return None  # a script that has never counted any work: a daemon that waits for a signal looks the same
     lines = "; ".join(f"{name} at {frame.short}" for name, frame in waiting)
     kind = (
@@ -268,13 +303,12 @@ def deadlocked(evidence: Evidence) -> Finding | None:
 def asleep(evidence: Evidence) -> Finding | None:
     if evidence.frame is None or evidence.seconds < 0.9:
         return None
-    main_thread = next((t for t in evidence.last.main.each if t.tid == evidence.last.main.pid), None)
-    sleeping = main_thread is not None and main_thread.syscall in NANOSLEEP
-    behind = f", waiting for {evidence.last.main.waits_on}" if evidence.last.main.waits_on else ""
+    sleeping = evidence.main_thread is not None and evidence.main_thread.syscall in NANOSLEEP
+    behind = f", waiting for {evidence.look.waits_on}" if evidence.look.waits_on else ""
     how = "sleeping" if sleeping else "asleep"
     why = f"{how} at {evidence.frame.short}{behind}, {evidence.words()}{evidence.usually()}"
     return _finding(
-        evidence, "slow", "sleep" if sleeping else "waiting", why, "look at that line", path=evidence.last.main.waits_on
+        evidence, "slow", "sleep" if sleeping else "waiting", why, "look at that line", path=evidence.look.waits_on
     )
 
 
@@ -287,9 +321,9 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
 
 
 def _starved(evidence: Evidence) -> bool:
-    before = {thread.tid: thread for thread in evidence.first.main.each}
+    before = {thread.tid: thread for thread in evidence.before.look.each}
     ran = starved = 0
-    for thread in evidence.last.main.each:
+    for thread in evidence.look.each:
         earlier = before.get(thread.tid)
         if earlier is not None:
             ran += thread.cpu_ns - earlier.cpu_ns
@@ -389,7 +423,7 @@ def _parsed(file: str) -> tuple[ast.Module, list[str]] | None:
     try:
         text = Path(file).read_text()
         return ast.parse(text), text.splitlines()
-    except (OSError, SyntaxError, UnicodeDecodeError):
+    except (OSError, SyntaxError, UnicodeDecodeError):  # not there, or no Python: no loop is known then
         return None
 
 

@@ -1,69 +1,94 @@
-"""A quiet spell on paper: the observations and stacks behind a verdict, kept in the folder and read back to judge again.
+"""The evidence behind a verdict: two looks at a process tree and the stacks taken between them, kept as a file.
 
-In:  a window of observations, the stacks taken in it, what is usual.
-Out: one JSON file; and from such a file exactly what `verdict.judge` was given.
+In:  the first and the last Snapshot of a stall, the stacks of each process, what is usual here.
+Out: GroupSample, all that a rule may look at; one JSON file of it, and from such a file the same GroupSample again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lamplighter.procs.procfs import COMPILERS, SYSCALLS_X86_64, ProcessLook, ThreadLook
-from lamplighter.procs.stacks import Frame, Stacks, ThreadStack
+from lamplighter.procs.procfs import SYSCALLS_X86_64, ProcessLook, ThreadLook
+from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, users_frame
 from lamplighter.slot import Slot
-
-ANSWER_OVERHEAD_BYTES = 16384  # the request, and the pages that a small file makes dirty
+from lamplighter.watch.process_tree import Exit, Process, Snapshot
+from lamplighter.watch.status import duration
 
 
 @dataclass(frozen=True)
-class Observation:
-    """One moment of a run: the slot, and the process with all its descendants (it comes first)."""
+class GroupSample:
+    """What the rules see: the tree at the start and at the end of the stall, and the two newest stacks of each process."""
 
-    at: float  # monotonic seconds
-    slot: Slot
-    tree: tuple[ProcessLook, ...]
-
-    @property
-    def main(self) -> ProcessLook:
-        return self.tree[0]
+    first: Snapshot
+    last: Snapshot
+    stacks: Mapping[int, tuple[Stacks, ...]]
+    usual_s: float
 
     @property
-    def quiet_s(self) -> float:
-        return max(0.0, self.at - self.slot.tick_ns / 1e9)
+    def seconds(self) -> float:
+        return max(0.001, self.last.at - self.first.at)
 
-    @property
-    def cpu_s(self) -> float:
-        return sum(process.cpu_s for process in self.tree)
+    def main_stack(self, process: Process) -> ThreadStack | None:
+        taken = self.stacks.get(process.pid, ())
+        return taken[-1].threads[0] if taken and taken[-1].threads else None
 
-    @property
-    def moved_bytes(self) -> int:
-        """By any means, less what our own questions have moved."""
-        asked = self.slot.answered_bytes + ANSWER_OVERHEAD_BYTES * self.slot.answers
-        return sum(process.moved_bytes for process in self.tree) - asked
+    def frame(self, process: Process) -> Frame | None:
+        """The innermost line of the user's code in its main thread."""
+        stack = self.main_stack(process)
+        return users_frame(stack) if stack else None
 
-    @property
-    def compilers(self) -> list[ProcessLook]:
-        return [process for process in self.tree[1:] if process.name in COMPILERS]
+    def is_silent(self, process: Process) -> bool:
+        """Whether its listening thread did not answer."""
+        taken = self.stacks.get(process.pid, ())
+        return bool(taken) and taken[-1].sampler_silent
+
+    def cpu_share(self, process: Process) -> float:
+        before = self.first.process(process.pid)
+        return (process.look.cpu_s - before.look.cpu_s) / self.seconds if before else 0.0
+
+    def at(self, process: Process) -> str:
+        frame = self.frame(process)
+        return f" at {frame.short}" if frame else ""
+
+    def words(self) -> str:
+        return f"no work for {duration(self.last.stalled_s)}"
 
 
-def to_json(window: Sequence[Observation], captures: Sequence[Stacks], usual_s: float) -> str:
-    """First and last look are what the rules compare."""
-    kept = [window[0], window[-1]] if len(window) > 1 else list(window)
-    record = {"usual_s": usual_s, "window": [asdict(one) for one in kept], "stacks": [asdict(one) for one in captures]}
+# ---------------------------------------------------------------- as a file
+
+
+def to_json(sample: GroupSample) -> str:
+    """Everything that `judge` was given."""
+    record = {
+        "usual_s": sample.usual_s,
+        "first": asdict(sample.first),
+        "last": asdict(sample.last),
+        "stacks": {pid: [asdict(one) for one in taken] for pid, taken in sample.stacks.items()},
+    }
     return json.dumps(record, indent=1, default=Slot.told)
 
 
-def from_json(text: str) -> tuple[list[Observation], list[Stacks], float]:
+def from_json(text: str) -> GroupSample:
     """What `judge` was given."""
     record = json.loads(text)
-    window = [Observation(o["at"], Slot(**o["slot"]), tuple(map(_process, o["tree"]))) for o in record["window"]]
-    return window, [_stacks(one) for one in record["stacks"]], record["usual_s"]
+    stacks = {int(pid): tuple(map(_stacks, taken)) for pid, taken in record["stacks"].items()}
+    return GroupSample(_snapshot(record["first"]), _snapshot(record["last"]), stacks, record["usual_s"])
 
 
-def _process(fields: dict[str, Any]) -> ProcessLook:
+def _snapshot(fields: dict[str, Any]) -> Snapshot:
+    processes = tuple(Process(_look(one["look"]), _slot(one["slot"]), one["ppid"]) for one in fields["processes"])
+    exits = tuple(Exit(**{**one, "slot": _slot(one["slot"])}) for one in fields["exits"])
+    return Snapshot(fields["at"], processes, fields["worked_at"], exits)
+
+
+def _slot(fields: dict[str, Any] | None) -> Slot | None:
+    return Slot(**fields) if fields is not None else None
+
+
+def _look(fields: dict[str, Any]) -> ProcessLook:
     each = tuple(ThreadLook(**{**thread, "syscall": _syscall(thread["syscall"])}) for thread in fields["each"])
     return ProcessLook(**{**fields, "syscall": _syscall(fields["syscall"]), "each": each})
 
@@ -75,7 +100,7 @@ def _syscall(word: str) -> str:
 
 def _stacks(fields: dict[str, Any]) -> Stacks:
     threads = tuple(
-        ThreadStack(t["name"], tuple(Frame(**frame) for frame in t["frames"]), t["holds_gil"])
+        ThreadStack(t["name"], tuple(Frame(**frame) for frame in t["frames"]), t["holds_gil"], t.get("tid"))
         for t in fields["threads"]
     )
     return Stacks(**{**fields, "threads": threads})

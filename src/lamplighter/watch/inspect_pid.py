@@ -15,9 +15,10 @@ from lamplighter.procs import procfs
 from lamplighter.procs.procfs import is_python, look
 from lamplighter.procs.stacks import Stacks
 from lamplighter.watch import tree_diagnosis
-from lamplighter.watch.attach import explain, take_all
 from lamplighter.watch.console import result
+from lamplighter.watch.evidence import GroupSample
 from lamplighter.watch.process_tree import ProcessTree, Snapshot
+from lamplighter.watch.stall import explain, take_all
 from lamplighter.watch.status import duration
 
 BETWEEN_S = 1.0
@@ -28,18 +29,18 @@ def inspect_pid(pid: int) -> int:
     if look(pid).state in "XZ":
         raise InputMissing(f"there is no process {pid}", "it has ended, or never was", "lamp runs lists our own runs")
     with tempfile.TemporaryDirectory(prefix="lamp-why-") as folder:
-        family = ProcessTree(pid, Path(folder))
+        tree = ProcessTree([pid], Path(folder))
         snapshots: list[Snapshot] = []
         samples: dict[int, tuple[Stacks, ...]] = {}
-        taken: dict[int, Stacks] = {}
+        taken: dict[int, Stacks | None] = {}
         for number in range(2):
-            snapshots.append(family.look(closely=True))
-            taken = take_all(Path(folder), snapshots[-1].processes)
-            samples = {one: (*samples.get(one, ()), stacks) for one, stacks in taken.items()}
+            snapshots.append(tree.look(closely=True))
+            taken = take_all(tree, snapshots[-1].processes, everybody=True)
+            samples = {one: (*samples.get(one, ()), stacks) for one, stacks in taken.items() if stacks is not None}
             time.sleep(BETWEEN_S * (1 - number))
-        snapshots.append(family.look(closely=True))
-        family.close()
-    finding = tree_diagnosis.judge(snapshots, samples, 0.0)
+        snapshots.append(tree.look(closely=True))
+        tree.close()
+    finding = tree_diagnosis.judge(GroupSample(snapshots[0], snapshots[-1], samples, 0.0))
     age = duration(_age_s(pid))
     first = f"process {pid}, running for {age}, looked at for {snapshots[-1].at - snapshots[0].at:.1f} s from outside"
     text = [explain(first, snapshots[-1], taken, finding), *_unseen(snapshots[-1], taken)]
@@ -55,10 +56,10 @@ def _age_s(pid: int) -> float:
     return age_s
 
 
-def _unseen(snapshot: Snapshot, taken: dict[int, Stacks]) -> list[str]:
+def _unseen(snapshot: Snapshot, taken: dict[int, Stacks | None]) -> list[str]:
     """What we may not look at, and what would let us."""
     lines = []
-    blind = [m.pid for m in snapshot.processes if is_python(m.pid) and m.pid not in taken]
+    blind = [m.pid for m in snapshot.processes if is_python(m.pid) and taken.get(m.pid) is None]
     if blind:
         lines.append(
             f"not seen: the stacks of {', '.join(map(str, blind))} (reading another process needs ptrace);"

@@ -1,6 +1,6 @@
 """The live display of a terminal: a few lines at the bottom that move, with what was said above them.
 
-In:  the picture of now.
+In:  the status of now.
 Out: frames drawn by rich into the console's stream.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import time
 
-from rich.console import Console, Group
+from rich.console import Console as RichConsole
+from rich.console import Group
 from rich.live import Live as RichLive
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -24,7 +25,7 @@ class Live:
     """Owns the bottom of the terminal."""
 
     def __init__(self, stream: io.TextIOBase) -> None:
-        self.console = Console(file=stream, force_terminal=True, highlight=False, soft_wrap=False)  # type: ignore[arg-type]
+        self.console = RichConsole(file=stream, force_terminal=True, highlight=False, soft_wrap=False)  # type: ignore[arg-type]
         self.live = RichLive(
             console=self.console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
@@ -34,57 +35,57 @@ class Live:
     def line(self, text: str, style: str) -> None:
         self.console.print(Text(text, style=style, overflow="fold"))
 
-    def frame(self, picture: Status) -> None:
+    def frame(self, status: Status) -> None:
         if not self.open:
             self.live.start()
             self.open = True
         self.frames += 1
-        self.live.update(self._draw(picture), refresh=True)
+        self.live.update(self._draw(status), refresh=True)
 
     def close(self) -> None:
         if self.open:
             self.live.stop()
             self.open = False
 
-    def _draw(self, picture: Status) -> Group:
+    def _draw(self, status: Status) -> Group:
         width = self.console.width
         spin = SPINNER[self.frames % len(SPINNER)]
-        head = Text(f"{spin} {picture.name} ", style="bold yellow")
-        head.append(sentence(picture), style="default")
+        head = Text(f"{spin} {status.name} ", style="bold yellow")
+        head.append(sentence(status), style="default")
         head.truncate(max(10, width - 1), overflow="ellipsis")
         rows: list[object] = [head]
-        if warning := alert(picture):
+        if warning := alert(status):
             rows.append(Text(f"  {warning}", style="bold yellow", overflow="fold"))
-        slot = picture.slot
+        slot = status.slot
         if slot is not None:
-            training = picture.training and slot.steps > 0
+            training = status.training and slot.steps > 0
             total = float(slot.steps) if training else slot.total
             done = float(slot.step) if training else slot.done
             if total > 0:
-                rows.append(_bar(done, total, picture, width))
-        if picture.training and len(picture.losses) > 1:
-            rows.append(_curve(picture, width))
+                rows.append(_bar(done, total, status, width))
+        if status.training and len(status.losses) > 1:
+            rows.append(_curve(status, width))
         return Group(*rows)  # type: ignore[arg-type]
 
 
-def _bar(done: float, total: float, picture: Status, width: int) -> Table:
+def _bar(done: float, total: float, status: Status, width: int) -> Table:
     table = Table.grid(padding=(0, 1))
-    elapsed = duration(time.monotonic() - picture.started)
-    left = f"{duration(picture.eta_s)} left" if picture.eta_s is not None else ""
+    elapsed = duration(time.monotonic() - status.started)
+    left = f"{duration(status.eta_s)} left" if status.eta_s is not None else ""
     bar = ProgressBar(total=total, completed=min(done, total), width=max(10, width - 40))
     table.add_row("  ", bar, f"{done / total:4.0%}", elapsed, left)
     return table
 
 
-def _curve(picture: Status, width: int) -> Text:
+def _curve(status: Status, width: int) -> Text:
     text = Text("   loss ", style="dim")
-    text.append(sparkline(picture.losses, max(10, width - 60)), style="green")
-    if picture.val_loss is not None:
-        text.append(f"  val {picture.val_loss:.3f}", style="cyan")
-    if picture.floor is not None:
-        text.append(f"  floor {picture.floor:.3f}", style="dim")
-    text.append(f"  lr {picture.lr:.2e}  data wait {picture.data_wait:.1%}", style="dim")
-    if picture.durable_age_s is not None:
-        text.append(f"  saved {duration(picture.durable_age_s)} ago", style="dim")
+    text.append(sparkline(status.losses, max(10, width - 60)), style="green")
+    if status.val_loss is not None:
+        text.append(f"  val {status.val_loss:.3f}", style="cyan")
+    if status.floor is not None:
+        text.append(f"  floor {status.floor:.3f}", style="dim")
+    text.append(f"  lr {status.lr:.2e}  data wait {status.data_wait:.1%}", style="dim")
+    if status.durable_age_s is not None:
+        text.append(f"  saved {duration(status.durable_age_s)} ago", style="dim")
     text.truncate(max(10, width - 1), overflow="ellipsis")
     return text

@@ -38,7 +38,7 @@ class Notifier:
             self.thread.start()
         try:
             self.waiting.put_nowait({"run": self.run_name, "kind": kind, "text": text, **fields})
-        except queue.Full:
+        except queue.Full:  # counted; notifying must never wait
             self.dropped += 1
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class Notifier:
         if self.thread is not None:
             try:
                 self.waiting.put_nowait(None)
-            except queue.Full:
+            except queue.Full:  # nobody takes the messages: the last one is lost too
                 return
             self.thread.join(DEADLINE_S)
 

@@ -1,18 +1,18 @@
-"""A command and all that it started: who is there, what each counts, who has gone and how.
+"""A process tree: the processes that were started and all that they started in turn, what each reports, who has ended and how.
 
-In:  the pid of the command, and the folder of the slots that the shim writes.
-Out: a Snapshot four times a second; deaths with their exit codes, also of processes that somebody else has reaped.
+In:  the pids of the roots (one per rank, or the watched command), and where each process keeps its slot.
+Out: a Snapshot at every look; exits with their codes, also of processes that somebody else has reaped.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import select
 import signal
 import struct
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,15 +22,16 @@ from lamplighter.slot import Slot, read_slot
 
 PIDFD_GET_INFO = 0xC040FF0B  # Linux 6.15 and later
 PIDFD_INFO_EXIT = 8
-HELLO_S = 1.5  # a Python that has not said hello by then has no shim
-MOST_MEMBERS = 64
+HELLO_S = 1.5  # a Python that has not opened its slot by then has no agent
+MOST_PROCESSES = 64
 MOST_PIDFDS = 400
 TREE_EVERY_S = 0.9  # in calm times
+ANSWER_OVERHEAD_BYTES = 16384  # a request for stacks, and the pages that a small file makes dirty
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the family."""
+    """One process of the tree at one moment."""
 
     look: ProcessLook
     slot: Slot | None = None
@@ -56,6 +57,13 @@ class Process:
             return f"rank {self.rank} (process {self.pid})"
         return f"process {self.pid} ({self.look.name})"
 
+    @property
+    def moved_bytes(self) -> int:
+        """By any means, less what our own questions have moved."""
+        slot = self.slot
+        asked = slot.answered_bytes + ANSWER_OVERHEAD_BYTES * slot.answers if slot else 0
+        return self.look.moved_bytes - asked
+
 
 @dataclass(frozen=True)
 class Exit:
@@ -70,16 +78,28 @@ class Exit:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One moment of the family; the command comes first."""
+    """The tree at one moment; the roots come first."""
 
     at: float  # monotonic seconds
     processes: tuple[Process, ...]
     worked_at: float  # when anybody last counted a unit of work
-    lost: tuple[Exit, ...] = ()  # so far
+    exits: tuple[Exit, ...] = ()  # so far
 
     @property
-    def quiet_s(self) -> float:
+    def stalled_s(self) -> float:
         return max(0.0, self.at - self.worked_at)
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(process.look.cpu_s for process in self.processes)
+
+    @property
+    def rss_bytes(self) -> int:
+        return sum(process.look.rss_bytes for process in self.processes)
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(process.moved_bytes for process in self.processes)
 
     def process(self, pid: int) -> Process | None:
         return next((process for process in self.processes if process.pid == pid), None)
@@ -87,20 +107,26 @@ class Snapshot:
 
 def work_of(slot: Slot) -> tuple[float, ...]:
     """All that moves when work gets done."""
-    return (slot.step, slot.fetches, slot.items, slot.coll_seq, slot.bar_n, slot.done, slot.compiles)
+    return (slot.ticks, slot.step, slot.fetches, slot.items, slot.coll_seq, slot.bar_n, slot.done, slot.compiles)
+
+
+def counts(slot: Slot) -> bool:
+    """Whether it has counted a unit of work by itself (a worker's items are counted by who asks for them)."""
+    return bool(slot.step or slot.fetches or slot.bar_n or slot.done)
 
 
 def read_slots(folder: Path) -> dict[int, Slot]:
-    """Every watched process that ever said hello, by pid; `pid_start` tells whether it is still the same one."""
+    """Every watched process that ever opened a slot, by pid; `pid_start` tells whether it is still the same one."""
     found = (read_slot(path) for path in folder.glob("p*.slot"))
     return {slot.pid: slot for slot in found if slot is not None}
 
 
 class ProcessTree:
-    """Remembers who was there between two looks."""
+    """Remembers between two looks who was there."""
 
-    def __init__(self, pid: int, slots: Path) -> None:
-        self.pid, self.slots = pid, slots
+    def __init__(self, roots: Sequence[int], slots: Path, own: Mapping[int, Path] | None = None) -> None:
+        """`own`: the slots of our own processes by pid. All others have theirs in `slots`, where the agent puts it."""
+        self.roots, self.slots, self.own = tuple(roots), slots, dict(own or {})
         self.parents: dict[int, int] = {}
         self.counted_at = 0.0
         self.pidfds: dict[int, int] = {}
@@ -109,86 +135,86 @@ class ProcessTree:
         self.counted: dict[int, tuple[float, ...]] = {}
         self.output_bytes = -1
         self.worked_at = time.monotonic()
-        self.lost: list[Exit] = []
+        self.exits: list[Exit] = []
         self.gone: set[int] = set()
         self.oom = procfs.oom_kills()
-        self.without_shim: set[int] = set()
+        for pid in self.own:  # until it speaks for itself
+            now_ns = time.monotonic_ns()
+            self.seen[pid] = Slot(pid=pid, phase="start of the process", phase_since_ns=now_ns, tick_ns=now_ns)
+
+    def slot_path(self, pid: int) -> Path:
+        return self.own.get(pid) or self.slots / f"p{pid}.slot"
 
     def look(self, closely: bool, output_bytes: int = -1, calm: bool = False) -> Snapshot:
-        """One round over all processes; a close look costs ten times as much and is for quiet times."""
+        """One look at every process; a close one costs ten times as much and is for stalls."""
         now = time.monotonic()
         if not calm or now - self.counted_at > TREE_EVERY_S:
-            self.parents, self.counted_at = procfs.parents(self.pid), now
-            self._welcome(self.parents, now)
-            self._miss(now)
-        self._bury(now)
+            self.parents = {pid: parent for root in self.roots for pid, parent in procfs.parents(root).items()}
+            self.counted_at = now
+            self._notice_births(now)
+            self._notice_missed(now)
+        self._notice_exits(now)
         processes = []
-        for pid, ppid in list(self.parents.items())[:MOST_MEMBERS]:
+        for pid, ppid in list(self.parents.items())[:MOST_PROCESSES]:
             seen = procfs.look_closely(pid) if closely else procfs.look(pid)
-            if seen.state in "XZ" and pid != self.pid:
+            if seen.state in "XZ" and pid not in self.roots:
                 continue
             processes.append(Process(seen, self._slot(pid, now), ppid))
         if output_bytes > self.output_bytes:
             self.output_bytes, self.worked_at = output_bytes, now
-        return Snapshot(now, tuple(processes), self.worked_at, tuple(self.lost))
+        return Snapshot(now, tuple(processes), self.worked_at, tuple(self.exits))
 
     def _slot(self, pid: int, now: float) -> Slot | None:
-        slot = read_slot(self.slots / f"p{pid}.slot")
+        slot = read_slot(self.slot_path(pid)) or (self.seen.get(pid) if pid in self.own else None)
         if slot is None:
-            if now - self.born.get(pid, now) > HELLO_S and procfs.is_python(pid):
-                self.without_shim.add(pid)
             return None
         self.seen[pid] = slot
         counted = work_of(slot)
         if counted != self.counted.get(pid):
-            self.counted[pid], self.worked_at = counted, now
+            self.counted[pid] = counted
+            self.worked_at = max(self.worked_at, slot.tick_ns / 1e9 or now)  # the agent does not say when
         return slot
 
-    def _welcome(self, parents: dict[int, int], now: float) -> None:
-        for pid in parents:
+    def _notice_births(self, now: float) -> None:
+        for pid in self.parents:
             if pid in self.gone and procfs.look(pid).state in "XZ":
-                continue  # buried already; its parent has not asked for it yet
+                continue  # noticed already; its parent has not asked for it yet
             if pid not in self.born and len(self.pidfds) < MOST_PIDFDS:
                 self.born[pid] = now
-                with contextlib.suppress(OSError):
-                    self.pidfds[pid] = os.pidfd_open(pid)
+                if (fd := open_pidfd(pid)) >= 0:
+                    self.pidfds[pid] = fd
 
-    def _miss(self, now: float) -> None:
-        """Who said hello and was gone before we looked: the slot is all that is left."""
+    def _notice_missed(self, now: float) -> None:
+        """Who opened a slot and was gone before we looked: the slot is all that is left."""
         for name in procfs.listed(str(self.slots)):
             pid = int(name[1:-5]) if name.startswith("p") and name.endswith(".slot") and name[1:-5].isdecimal() else 0
             if pid and pid not in self.born and pid not in self.gone and not procfs.exists(pid):
                 self.gone.add(pid)
-                self.lost.append(Exit(pid, None, read_slot(self.slots / name), now))
+                self.exits.append(Exit(pid, None, read_slot(self.slots / name), now))
 
-    def _bury(self, now: float) -> None:
+    def _notice_exits(self, now: float) -> None:
         """Who has ended since the last look, with the exit code where the kernel still tells it."""
         if not self.pidfds:
             return
-        poll = select.poll()
-        for fd in self.pidfds.values():
-            poll.register(fd, select.POLLIN)
-        ended = {fd for fd, _ in poll.poll(0)}
+        ended = set(_readable(list(self.pidfds.values()), 0))
         oom = procfs.oom_kills() if ended else self.oom
         for pid, fd in list(self.pidfds.items()):
-            if fd not in ended or pid == self.pid:
+            if fd not in ended or pid in self.roots:
                 continue
             code = _exit_code(fd, pid)
             os.close(self.pidfds.pop(pid))
             self.born.pop(pid, None)
             self.gone.add(pid)
-            self.without_shim.discard(pid)
-            slot = read_slot(self.slots / f"p{pid}.slot") or self.seen.get(pid)
-            self.lost.append(Exit(pid, code, slot, now, oom > self.oom and code == -9))
+            slot = read_slot(self.slot_path(pid)) or self.seen.get(pid)
+            self.exits.append(Exit(pid, code, slot, now, oom > self.oom and code == -9))
         self.oom = oom
 
     def end_survivors(self, grace_s: float = 2.0) -> None:
-        """The command was stopped by us: those it has left behind are asked to end, then killed."""
+        """The roots were stopped by us: those they have left behind are asked to end, then killed."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            alive = {pid: fd for pid, fd in self.pidfds.items() if pid != self.pid and not _readable([fd], 0)}
+            alive = {pid: fd for pid, fd in self.pidfds.items() if pid not in self.roots and not _readable([fd], 0)}
             for fd in alive.values():
-                with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(fd, number)
+                send_signal(fd, number)
             deadline = time.monotonic() + grace_s
             while alive and time.monotonic() < deadline and len(_readable(list(alive.values()), 0.05)) < len(alive):
                 time.sleep(0.02)
@@ -197,6 +223,24 @@ class ProcessTree:
         for fd in self.pidfds.values():
             os.close(fd)
         self.pidfds.clear()
+
+
+def open_pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; -1 where there is none to be had."""
+    if procfs.BY_PSUTIL:  # only Linux has them
+        return -1
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # it has just ended
+        return -1
+
+
+def send_signal(pidfd: int, number: int) -> None:
+    """To this very process, whoever may have its number by now."""
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except OSError:  # it has just ended
+        return
 
 
 def _readable(fds: list[int], wait_s: float) -> list[int]:
@@ -223,7 +267,7 @@ def _code_of_reaped(pidfd: int) -> int | None:
     struct.pack_into("=Q", info, 0, PIDFD_INFO_EXIT)
     try:
         fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
-    except OSError:
+    except OSError:  # an older kernel does not say
         return None
     (mask,) = struct.unpack_from("=Q", info, 0)
     if not mask & PIDFD_INFO_EXIT:

@@ -1,29 +1,27 @@
-"""The pace of somebody else's script: what it counts, how fast, what is left, and where its time went.
+"""The progress of somebody else's script: what it counts, how fast, what is left, and where its time went.
 
-In:  snapshots of its family.
-Out: the words of now, and seconds by name for the ledger.
+In:  snapshots of its process tree.
+Out: the words of now, and seconds by name for the time report.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
 from lamplighter.watch.diagnosis import BUSY
-from lamplighter.watch.process_tree import Process, Snapshot
+from lamplighter.watch.observe import Rate
+from lamplighter.watch.process_tree import Process, Snapshot, counts
 from lamplighter.watch.status import amount, clean, duration
-
-RATE_WINDOW_S = 15.0
 
 
 class Progress:
     """Remembers the last seconds, and adds up where they went."""
 
     def __init__(self) -> None:
-        self.samples: deque[tuple[float, float]] = deque()
+        self.counted = Rate()
+        self.done = 0.0
         self.unit = ""
         self.steps = self.total = self.loaders = 0
         self.phase = "start"
-        self.inferred = ""  # from stacks, while it is quiet
+        self.inferred = ""  # from stacks, during a stall
         self.rate = 0.0
         self.left_s: float | None = None
         self.seconds: dict[str, float] = {}
@@ -33,27 +31,19 @@ class Progress:
 
     def look(self, snapshot: Snapshot) -> None:
         """One more snapshot."""
-        self.peak_bytes = max(self.peak_bytes, sum(m.look.rss_bytes for m in snapshot.processes))
-        self.counts = self.counts or any(
-            m.slot and (m.slot.step or m.slot.fetches or m.slot.bar_n or m.slot.done) for m in snapshot.processes
-        )
+        self.peak_bytes = max(self.peak_bytes, snapshot.rss_bytes)
+        self.counts = self.counts or any(process.slot and counts(process.slot) for process in snapshot.processes)
         self._charge(snapshot)
         leader = self._leader(snapshot)
         if leader is None or leader.slot is None:
             return
         slot = leader.slot
         self.steps, self.loaders = max(self.steps, slot.step), slot.loader_workers
-        done, total, unit = _count(leader)
-        if unit != self.unit:
-            self.unit = unit
-            self.samples.clear()
-        self.samples.append((snapshot.at, done))
-        while len(self.samples) > 2 and snapshot.at - self.samples[0][0] > RATE_WINDOW_S:
-            self.samples.popleft()
-        (then, first), seconds = self.samples[0], snapshot.at - self.samples[0][0]
-        self.rate = max(0.0, done - first) / seconds if seconds > 0.4 else self.rate if then != snapshot.at else 0.0
+        self.done, total, self.unit = _count(leader)
+        self.rate = self.counted.add(self.unit, snapshot.at, self.done)
         self.total = int(total) if total > 0 else 0
-        self.left_s = round((total - done) / self.rate, 1) if total > done and self.rate > 0 else None
+        left = total - self.done
+        self.left_s = round(left / self.rate, 1) if left > 0 and self.rate > 0 else None
 
     def _leader(self, snapshot: Snapshot) -> Process | None:
         """The process whose counters tell the most: rank 0 or the one that steps."""
@@ -78,7 +68,7 @@ class Progress:
                 slice_s -= waited
         name = self.inferred or self.phase
         if name == "script":
-            busy = sum(m.look.cpu_s for m in snapshot.processes) - sum(m.look.cpu_s for m in before.processes)
+            busy = snapshot.cpu_s - before.cpu_s
             worked = snapshot.worked_at > before.worked_at or busy > BUSY * (snapshot.at - before.at)
             name = "compute" if worked and self.counts else "running, nothing counted yet" if worked else "asleep"
         self._add(name, slice_s)
@@ -91,9 +81,8 @@ class Progress:
     def words(self, snapshot: Snapshot) -> str:
         parts = []
         if self.unit:
-            done = self.samples[-1][1] if self.samples else 0
             of = f" of {amount(self.total, '')}" if self.total else ""
-            parts.append(f"{self.unit} {amount(done, '')}{of}")
+            parts.append(f"{self.unit} {amount(self.done, '')}{of}")
             if self.rate:
                 parts.append(f"{self.rate:.1f}/s" if self.rate < 100 else f"{self.rate:,.0f}/s")
             if self.left_s is not None:
@@ -103,7 +92,7 @@ class Progress:
         wait = self.seconds.get("data wait", 0.0) / max(1e-9, sum(self.seconds.values()))
         if wait > 0.02:
             parts.append(f"data wait {wait:.0%}")
-        memory = sum(m.look.rss_bytes for m in snapshot.processes)
+        memory = snapshot.rss_bytes
         others = f" in {len(snapshot.processes)} processes" if len(snapshot.processes) > 1 else ""
         parts.append(f"{memory / 1e9:.2f} GB{others}")
         return " · ".join(parts)

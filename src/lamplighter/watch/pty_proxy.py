@@ -1,4 +1,4 @@
-"""The passage: a small process that carries a command's output to the person's terminal, and outlives the watcher.
+"""The pty proxy: a small process that carries a command's output to the person's terminal, and outlives the watcher.
 
 In:  the masters of the command's output ptys, and words from the watcher (`footer`, `say`, `say!`, `command`, `end`).
 Out: the same bytes on the terminal and in output.log; our own words only where the command's line has ended.
@@ -6,6 +6,17 @@ Out: the same bytes on the terminal and in output.log; our own words only where 
 terminal.py starts it as a script of its own (`python -I -S`): it needs the standard library alone, shares no memory or
 lock with the watcher, and a watcher that is killed takes nothing away from the run. It stays as long as anybody holds the
 command's side of a pty open, as the terminal itself would, and as long as a stopped terminal has not taken the last bytes.
+
+How it works. Each terminal of the command (stdout, and stderr where that is another one) is a Screen; a route leads from the
+master of a pty to its screen. One poll loop (PtyProxy.run) moves bytes along the routes, takes messages from the watcher's
+socket, and lets every screen write what is due. Three things make it more than a copy loop:
+
+- Whose line it is. Our footer and sentences may appear only while the cursor is at the start of a line that the command has
+  ended, and not while it draws (cursor movements in the last seconds). Otherwise the footer goes into the window's title.
+- How slow the terminal is. A terminal that takes bytes slowly slows the command down, as it would without us; one that has
+  stopped (Ctrl+S, a hung ssh) does not: then up to LIMIT bytes wait for it, the oldest are skipped, and the gap is told.
+- Which signals came to the whole process group. The proxy sits in the command's group and counts every signal that it
+  gets in shared memory; the watcher reads from that whether the command has had the signal already.
 """
 
 from __future__ import annotations
@@ -32,13 +43,13 @@ SHARED_BYTES = 1024  # bytes passed so far, then one count for each signal numbe
 PIECE = 65536
 BACKLOG = 65536  # a slow terminal slows the command down, as it would without us
 LIMIT = 4 << 20  # a stopped terminal does not: this much is kept for it
-STOPPED_AFTER_S = 0.5
-AGAIN_S = 0.05
-SETTLE_S = 0.1
+STOPPED_AFTER_S = 0.5  # a terminal that has taken nothing for so long has stopped
+AGAIN_S = 0.05  # until a full terminal is tried again
+SETTLE_S = 0.1  # after the command's last byte, before we draw
 DRAW_EVERY_S = 0.25
-URGENT_S = 3.0
-DRAWING_S = 10.0
-DRAIN_S = 0.5
+URGENT_S = 3.0  # an urgent sentence does not wait longer for the command's line to end
+DRAWING_S = 10.0  # after a cursor movement, the screen counts as the command's own
+DRAIN_S = 0.5  # for bytes that are still on their way when the command has ended
 UNKNOWN_COLUMNS = 60  # a terminal of 0 x 0: it has not been told
 CLEAR = b"\r\x1b[2K"
 SAID_LIMIT = 500
@@ -49,11 +60,11 @@ _HALF_SEQUENCE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*)?\Z")
 
 # These stop, continue or end a process for its own reasons; all others are counted and outlived.
 _LEFT_ALONE = "KILL STOP TSTP TTIN TTOU CONT CHLD WINCH URG PIPE SEGV BUS FPE ILL ABRT TRAP SYS"
-OUTLIVED = frozenset(signal.valid_signals() - {getattr(signal, f"SIG{name}") for name in _LEFT_ALONE.split()})
+SURVIVED = frozenset(signal.valid_signals() - {getattr(signal, f"SIG{name}") for name in _LEFT_ALONE.split()})
 
 
 def count_at(shared: mmap.mmap, index: int) -> int:
-    """Count 0 is the bytes passed; count N is how often signal N came to the passage."""
+    """Count 0 is the bytes passed; count N is how often signal N came to the proxy."""
     return int(struct.unpack_from("q", shared, index * 8)[0])
 
 
@@ -142,7 +153,7 @@ class Screen:
             piece = self.waiting[0]
             try:
                 written = os.write(self.out, piece)
-            except BlockingIOError:
+            except BlockingIOError:  # it takes no more just now
                 self.retry_at = now + AGAIN_S
                 return
             except OSError:  # the terminal is closed: output.log still has every byte
@@ -273,7 +284,7 @@ def _by_thread(tty: int) -> int:
             while data := os.read(reading, PIECE):
                 while data:
                     data = data[os.write(tty, data) :]
-        except OSError:
+        except OSError:  # the terminal is gone: our end of the pipe says so to the screen
             os.close(reading)
 
     threading.Thread(target=copy, daemon=True).start()
@@ -294,7 +305,7 @@ def columns_of(tty: int) -> int:
     """How wide it is; 0 for a terminal that does not say."""
     try:
         return int(struct.unpack("HHHH", fcntl.ioctl(tty, termios.TIOCGWINSZ, b"\0" * 8))[1])
-    except OSError:
+    except OSError:  # it is gone, or has no size
         return 0
 
 
@@ -304,7 +315,7 @@ def copy_window_size(tty: int, pty: int) -> bool:
         size = fcntl.ioctl(tty, termios.TIOCGWINSZ, b"\0" * 8)
         changed = fcntl.ioctl(pty, termios.TIOCGWINSZ, b"\0" * 8) != size
         fcntl.ioctl(pty, termios.TIOCSWINSZ, size)
-    except OSError:
+    except OSError:  # one of the two is gone
         return False
     return changed
 
@@ -315,19 +326,19 @@ def copy_window_size(tty: int, pty: int) -> bool:
 class PtyProxy:
     """Carries until nobody is left who could write, or, with nothing to carry, until the watcher is gone."""
 
-    def __init__(self, words: socket.socket, log: int, shared: mmap.mmap, ways: dict[int, Screen]) -> None:
+    def __init__(self, words: socket.socket, log: int, shared: mmap.mmap, routes: dict[int, Screen]) -> None:
         self.words = words
         self.log = log
         self.shared = shared
-        self.ways = ways  # master of a pty -> the terminal it leads to
-        self.screens = list(ways.values())
+        self.routes = routes  # master of a pty -> the terminal it leads to
+        self.screens = list(routes.values())
         self.own = self.screens[-1] if self.screens else None
         self.command = -1
         self.told_end = self.answered = False
         self.untold = False  # a new window size that the command may not have heard of
         self.end_at = 0.0
-        for number in OUTLIVED:
-            signal.signal(number, self._outlive)
+        for number in SURVIVED:
+            signal.signal(number, self._survive)
         signal.signal(signal.SIGWINCH, self._resize)
         signal.signal(signal.SIGCONT, self._continue)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
@@ -336,7 +347,7 @@ class PtyProxy:
         while not self._over():
             ending = self.told_end
             ready = self._wait()
-            busy = [master for master in self.ways if master in ready]
+            busy = [master for master in self.routes if master in ready]
             for master in busy:
                 self._carry(master)
             now = time.monotonic()
@@ -351,14 +362,14 @@ class PtyProxy:
                 self._answer(bool(busy))
 
     def _over(self) -> bool:
-        return self.answered and not self.ways and not any(screen.waiting for screen in self.screens)
+        return self.answered and not self.routes and not any(screen.waiting for screen in self.screens)
 
     def _wait(self) -> set[int]:
         now = time.monotonic()
         poll = select.poll()
         if self.words.fileno() >= 0:
             poll.register(self.words, select.POLLIN)
-        for master, screen in self.ways.items():
+        for master, screen in self.routes.items():
             if screen.gone or screen.takes_more(now):
                 poll.register(master, select.POLLIN)
         for screen in self.screens:
@@ -371,14 +382,14 @@ class PtyProxy:
         return {fd for fd, _ in poll.poll(wait_ms)}
 
     def _carry(self, master: int) -> None:
-        screen = self.ways[master]
+        screen = self.routes[master]
         data, closed = _drain(master)
         if data:
             add_to(self.shared, 0, len(data))
             self._keep(data)
             screen.carry(data, time.monotonic())
         if closed:
-            del self.ways[master]
+            del self.routes[master]
             os.close(master)
 
     def _keep(self, data: bytes) -> None:
@@ -397,9 +408,9 @@ class PtyProxy:
         while self.words.fileno() >= 0:
             try:
                 message = self.words.recv(PIECE)
-            except BlockingIOError:
+            except BlockingIOError:  # no more messages
                 return
-            except OSError:
+            except OSError:  # the watcher was killed: that is a message too
                 message = b""
             self._obey(message.decode("utf-8", "replace"))
 
@@ -437,7 +448,7 @@ class PtyProxy:
         if any(screen.waiting for screen in self.screens):
             return
         self.answered = True
-        with suppress(OSError):
+        with suppress(OSError):  # the watcher is gone
             self.words.send(b"done")
         self.words.close()
 
@@ -447,12 +458,12 @@ class PtyProxy:
 
     # -- signals: they come to the whole process group, so what we get, the command got too
 
-    def _outlive(self, number: int, _frame: FrameType | None) -> None:
+    def _survive(self, number: int, _frame: FrameType | None) -> None:
         add_to(self.shared, number, 1)
 
     def _resize(self, _number: int, _frame: FrameType | None) -> None:
         """The command heard of the new size before its own terminal had it: tell it once more."""
-        changed = [copy_window_size(screen.tty, master) for master, screen in self.ways.items()]
+        changed = [copy_window_size(screen.tty, master) for master, screen in self.routes.items()]
         if any(changed):
             self.untold = True
             self._tell_size()
@@ -464,7 +475,7 @@ class PtyProxy:
         self.untold = False
         try:
             signal.pidfd_send_signal(self.command, signal.SIGWINCH)
-        except OSError:
+        except OSError:  # it has ended
             self.command = -1
 
     def _continue(self, number: int, frame: FrameType | None) -> None:
@@ -481,9 +492,9 @@ def _drain(master: int) -> tuple[bytes, bool]:
     while size < PIECE:
         try:
             piece = os.read(master, PIECE)
-        except BlockingIOError:
+        except BlockingIOError:  # all is read
             break
-        except OSError:
+        except OSError:  # EIO: nobody holds the other side any more
             piece = b""
         if not piece:
             return b"".join(pieces), True
@@ -497,10 +508,10 @@ def main(words: str, log: str, shared: str, style: str, state: str, *pairs: str)
     ends = [[int(fd) for fd in pair.split(":")] for pair in pairs]
     for master, _ in ends:
         os.set_blocking(master, False)
-    ways = {master: Screen(tty, style, line_open=state == "unknown") for master, tty in ends}
+    routes = {master: Screen(tty, style, line_open=state == "unknown") for master, tty in ends}
     channel = socket.socket(fileno=int(words))
     channel.setblocking(False)
-    PtyProxy(channel, int(log), mmap.mmap(int(shared), SHARED_BYTES), ways).run()
+    PtyProxy(channel, int(log), mmap.mmap(int(shared), SHARED_BYTES), routes).run()
 
 
 if __name__ == "__main__":

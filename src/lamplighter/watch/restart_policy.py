@@ -1,4 +1,4 @@
-"""Naming is not killing: when to act on a finding, and when a restart is no longer weather but a bug.
+"""Naming is not killing: when to act on a finding, and when the same end twice is a bug and no chance.
 
 In:  findings and deaths, with the step and the durable step.
 Out: a Decision: nothing, restart from the durable step, or stop; with the reason in words.
@@ -66,7 +66,7 @@ class RestartPolicy:
             self.since_progress, self.durable = 0, durable
         if (key, step) in self.tried:
             return Decision(
-                "stop", f"the same at step {step} for the second time ({key}): a bug in code or data, not weather"
+                "stop", f"the same at step {step} for the second time ({key}): a bug in code or data, not chance"
             )
         if self.since_progress >= WITHOUT_PROGRESS:
             return Decision("stop", f"{WITHOUT_PROGRESS} restarts without progress beyond step {durable}")

@@ -1,7 +1,7 @@
-"""A quiet spell: what is remembered while nothing gets done, when stacks are taken, and what it is judged to be.
+"""A stall: nothing gets done for longer than is usual. When to look closely, when to take stacks, and what it is judged to be.
 
-In:  the slot at each look.
-Out: how long it has been quiet, and the finding of the moment, once it has lasted longer than is usual here.
+In:  a Snapshot of the process tree at each look.
+Out: the finding of the moment, once the stall has lasted longer than is usual here; the evidence for it, as a file.
 """
 
 from __future__ import annotations
@@ -9,114 +9,219 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 from lamplighter.procs import procfs, stacks
+from lamplighter.procs.stacks import Stacks
 from lamplighter.rundir import RunDir
-from lamplighter.slot import Slot
-from lamplighter.watch.diagnosis import Finding, judge
-from lamplighter.watch.evidence import Observation, to_json
+from lamplighter.watch.diagnosis import Finding
+from lamplighter.watch.evidence import GroupSample, to_json
+from lamplighter.watch.process_tree import Process, ProcessTree, Snapshot, counts
+from lamplighter.watch.status import duration
+from lamplighter.watch.tree_diagnosis import judge, phase_from_stack
 
-QUIET_S = 2.0
-UNCOUNTED_QUIET_S = 3.0  # for a phase that counts nothing (an import, a model being built)
+LOOK_EVERY_S = 0.25
+STALL_S = 2.0
+UNCOUNTED_STALL_S = 3.0  # for a phase of ours that counts nothing (an import, a model being built)
 CLOSE_LOOK_S = 1.0  # from here on every look is a close one
-TREE_EVERY_S = 1.0
 WINDOW_S = 8.0
-WITHOUT_STACKS_S = 4.5  # if they cannot be had by then, judge without
+WITHOUT_STACKS_S = 4.5  # if those of our own process cannot be had by then, judge without
 TIMES_USUAL = 4.0
+OPEN_COLLECTIVE_S = 1.5  # what is usual counts for no more than this while a rank waits for another
+COMMON = ("running", "gc", "io")
+UNCOUNTED_S = 8.0  # while a script has counted nothing yet (imports), COMMON causes are status and no verdict
+MOST_STACKS = 16
+WARM_S = 0.2
 
 
 class StallDetector:
-    """Learns what is usual in each phase, and looks closely when it lasts longer."""
+    """Learns how long work usually takes, in each phase of ours or in a script as a whole, and looks closely beyond that."""
 
-    def __init__(self, run: RunDir) -> None:
-        self.run = run
+    def __init__(self, run: RunDir, ours: bool) -> None:
+        """`ours`: the roots are our own processes, which tell their phase and count their work."""
+        self.run, self.ours = run, ours
         self.usual_gap_s: dict[str, float] = {}
         self.longest_gap_s: dict[str, float] = {}
-        self.window: deque[Observation] = deque()
-        self.captures: list[stacks.Stacks] = []
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """A new attempt: what was learned stays, what was seen goes."""
+        self.window: deque[Snapshot] = deque()
+        self.captures: dict[int, tuple[Stacks, ...]] = {}
         self.finding: Finding | None = None
+        self.named: set[str] = set()  # in this stall
         self.phase = ""
-        self.ticks = self.phase_ticks = -1
+        self.phase_ticks = 0
         self.gap_s = 0.0
+        self.counted = False  # whether any work was ever counted
+        self.worked_at = time.monotonic()
         self.next_capture_s = 0.0
         self.capturing: threading.Thread | None = None
-        self.pids: list[int] = []
-        self.tree_at = 0.0
+        self.warmed: set[int] = set()
+        self.warm_until = 0.0
 
-    def look(self, slot: Slot, phase_usual_s: float | None) -> float:
-        """One look; the seconds since the last unit of work."""
-        now = time.monotonic()
-        if slot.phase != self.phase:
-            self.phase, self.phase_ticks, self.gap_s = slot.phase, slot.ticks, 0.0
-        if slot.ticks != self.ticks:
-            self._learn(slot)
-        self.gap_s = max(0.0, now - slot.tick_ns / 1e9)
-        if slot.prompting or self.gap_s < CLOSE_LOOK_S:
-            return self.gap_s
-        self._watch_closely(slot, now)
-        halted = all(any(process.state in "TtD" for process in seen.tree) for seen in list(self.window)[-2:])
-        if not halted and self.gap_s < self._patience_s(slot, phase_usual_s):
-            return self.gap_s
-        if not slot.compiling:
-            self._capture_when_due(slot)
-        if self.captures or slot.compiling or self.gap_s > WITHOUT_STACKS_S:
-            self.finding = judge(list(self.window), self.captures, self.usual_gap_s.get(self.phase, 0.0))
-        return self.gap_s
+    @property
+    def stalled_s(self) -> float:
+        return time.monotonic() - self.worked_at
+
+    @property
+    def longest_s(self) -> float:
+        """The longest that work has ever taken here."""
+        return self.longest_gap_s.get(self.phase, 0.0)
+
+    @property
+    def inferred_phase(self) -> str:
+        """What a script is in, by the stack of its first process; empty outside a stall."""
+        first = self.window[-1].processes[0].pid if self.window else 0
+        taken = self.captures.get(first, ())
+        return phase_from_stack(taken[-1].threads[0]) if taken else ""
+
+    def look(self, tree: ProcessTree, snapshot: Snapshot, phase_usual_s: float = 0.0) -> None:
+        """One look more; updates `finding`."""
+        main = snapshot.processes[0] if snapshot.processes else None
+        if main is None:
+            return
+        self._notice_work(snapshot, main)
+        prompting = main.slot is not None and main.slot.prompting
+        if prompting or self.gap_s < CLOSE_LOOK_S or self._is_warming(tree, snapshot):
+            return
+        self.window.append(snapshot)
+        while snapshot.at - self.window[0].at > WINDOW_S:
+            self.window.popleft()
+        halted = self._halted()
+        if not halted and self.gap_s < self._patience_s(snapshot, main, phase_usual_s):
+            return
+        if not self.ours and len(self.window) < 2:
+            return
+        compiling = self.ours and main.slot is not None and bool(main.slot.compiling)
+        if not compiling:
+            self._capture_when_due(tree, snapshot)
+        late = self.ours and (compiling or self.gap_s > WITHOUT_STACKS_S)
+        if self.captures or late or (halted and not self.ours):
+            self.finding = judge(self.sample()) or self.finding
+
+    def sample(self) -> GroupSample:
+        return GroupSample(self.window[0], self.window[-1], dict(self.captures), self.usual_gap_s.get(self.phase, 0.0))
+
+    def unnamed_finding(self) -> Finding | None:
+        """The finding, if this stall was not called so yet."""
+        if self.finding is None:
+            return None
+        named = f"{self.finding.key} {self.finding.left_s is not None}"
+        early = not self.ours and not self.counted and self.gap_s < UNCOUNTED_S
+        if named in self.named or (early and self.finding.verdict.cause in COMMON):
+            return None
+        self.named.add(named)
+        return self.finding
 
     def keep_evidence(self, finding: Finding) -> str | None:
         """What the verdict was judged from, as a file: it can be judged again."""
-        path = self.run.stacks / f"{time.strftime('%Y%m%d-%H%M%S')}-{finding.verdict.cause}.json"
-        try:
-            path.write_text(to_json(list(self.window), self.captures, self.usual_gap_s.get(self.phase, 0.0)))
-        except OSError:  # a full disk: the sentence is still said
-            return None
-        return path.name
+        path = keep_text(self.run, f"{finding.verdict.cause}.json", to_json(self.sample()))
+        return path.name if path else None
 
-    def _learn(self, slot: Slot) -> None:
-        """Work was done: the spell is over, and its length is a fact about this phase."""
-        if self.ticks >= 0:
-            usual = self.usual_gap_s.get(self.phase, 0.0)
-            self.usual_gap_s[self.phase] = max(usual * 0.98, self.gap_s)
-            self.longest_gap_s[self.phase] = max(self.longest_gap_s.get(self.phase, 0.0), self.gap_s)
-        self.ticks = slot.ticks
-        self.window.clear()
-        self.captures, self.finding, self.next_capture_s = [], None, 0.0
+    def is_unanswered(self, pid: int) -> bool:
+        """Whether two requests in a row got no answer: C code holds the GIL, or the process is stopped."""
+        taken = self.captures.get(pid, ())
+        return len(taken) >= 2 and all(one.sampler_silent for one in taken)
 
-    def _patience_s(self, slot: Slot, phase_usual_s: float | None) -> float:
-        counted = slot.ticks > self.phase_ticks + 1
-        least_s = QUIET_S if counted else max(UNCOUNTED_QUIET_S, 2 * (phase_usual_s or 0.0))
-        return max(least_s, TIMES_USUAL * self.usual_gap_s.get(self.phase, 0.0))
+    # -- what is usual
 
-    def _watch_closely(self, slot: Slot, now: float) -> None:
-        if now - self.tree_at > TREE_EVERY_S or not self.pids or self.pids[0] != slot.pid:
-            self.pids, self.tree_at = procfs.tree(slot.pid), now
-        looks = [procfs.look_closely(pid) for pid in self.pids]
-        self.window.append(Observation(now, slot, tuple(seen for seen in looks if seen.state != "X") or (looks[0],)))
-        while now - self.window[0].at > WINDOW_S:
-            self.window.popleft()
+    def _notice_work(self, snapshot: Snapshot, main: Process) -> None:
+        slot = main.slot
+        if self.ours and slot is not None and slot.phase != self.phase:
+            self.phase, self.phase_ticks, self.gap_s = slot.phase, slot.ticks, 0.0
+        self.counted = self.counted or any(process.slot and counts(process.slot) for process in snapshot.processes)
+        if snapshot.worked_at > self.worked_at:
+            gap_s = self.gap_s if self.ours else snapshot.worked_at - self.worked_at
+            usual_s = max(self.usual_gap_s.get(self.phase, 0.0) * 0.98, gap_s)
+            self.usual_gap_s[self.phase] = usual_s if self.ours or self.counted else 0.0
+            self.longest_gap_s[self.phase] = max(self.longest_s, gap_s)
+            self.worked_at = snapshot.worked_at
+            self.window.clear()
+            self.named.clear()
+            self.captures, self.finding, self.next_capture_s = {}, None, 0.0
+        self.gap_s = snapshot.stalled_s
 
-    def _capture_when_due(self, slot: Slot) -> None:
+    def _patience_s(self, snapshot: Snapshot, main: Process, phase_usual_s: float) -> float:
+        usual_s = self.usual_gap_s.get(self.phase, 0.0)
+        if any(process.slot and process.slot.in_coll for process in snapshot.processes):
+            usual_s = min(usual_s, OPEN_COLLECTIVE_S)
+        counted = not self.ours or (main.slot is not None and main.slot.ticks > self.phase_ticks + 1)
+        least_s = STALL_S if counted else max(UNCOUNTED_STALL_S, 2 * phase_usual_s)
+        return max(least_s, TIMES_USUAL * usual_s)
+
+    def _halted(self) -> bool:
+        """Stopped by a signal, or asleep in the kernel: no patience is needed to see that."""
+        if self.ours:
+            return all(any(p.look.state in "TtD" for p in one.processes) for one in list(self.window)[-2:])
+        stopped = [process.look.stopped for process in self.window[-1].processes]
+        return any(stopped) and not all(stopped)  # all of a command: its user's Ctrl+Z
+
+    # -- stacks
+
+    def _is_warming(self, tree: ProcessTree, snapshot: Snapshot) -> bool:
+        """The first question makes a watched process load what it answers with: asked early, so that no byte of that counts."""
+        if self.ours:
+            return False
+        fresh = [p for p in snapshot.processes if p.slot is not None and not p.slot.answers and not p.look.stopped]
+        for process in [p for p in fresh if p.pid not in self.warmed][:MOST_STACKS]:
+            self.warmed.add(process.pid)
+            path = tree.slot_path(process.pid)
+            threading.Thread(target=stacks.ask, args=(path, WARM_S), name="lamp-warm", daemon=True).start()
+            self.warm_until = snapshot.at + 2 * LOOK_EVERY_S
+        return snapshot.at < self.warm_until
+
+    def _capture_when_due(self, tree: ProcessTree, snapshot: Snapshot) -> None:
         """At once, a second time after a second (two samples must agree), then less and less often."""
         if self.gap_s < self.next_capture_s or (self.capturing is not None and self.capturing.is_alive()):
             return
         self.next_capture_s = self.gap_s + (1.0 if not self.captures else min(30.0, max(2.0, self.gap_s / 2)))
-        self.capturing = threading.Thread(target=self._capture, args=(slot,), name="lamp-capture", daemon=True)
+        self.capturing = threading.Thread(target=self._capture, args=(tree, snapshot), name="lamp-capture", daemon=True)
         self.capturing.start()
 
-    def _capture(self, slot: Slot) -> None:
+    def _capture(self, tree: ProcessTree, snapshot: Snapshot) -> None:
         """In a thread of its own: py-spy may take its two seconds, and the console must not wait."""
-        taken = stacks.take(self.run.slot(0), slot.pid, ours=True)
-        if taken is not None and taken.threads and self.ticks == slot.ticks:
-            self.captures = [*self.captures[-1:], taken]
-            keep(self.run, taken, slot)
+        taken = take_all(tree, snapshot.processes, everybody=not self.ours)
+        answered = {pid: found for pid, found in taken.items() if found is not None and found.threads}
+        if self.worked_at == snapshot.worked_at and answered:
+            self.captures = {pid: (*self.captures.get(pid, ())[-1:], one) for pid, one in answered.items()}
+            keep_text(
+                self.run,
+                f"{time.monotonic_ns() % 1000:03}.txt",
+                explain(f"no work for {snapshot.stalled_s:.1f} s", snapshot, taken, None),
+            )
 
 
-def keep(run: RunDir, taken: stacks.Stacks, slot: Slot) -> Path | None:
-    """One text file per capture."""
-    path = run.stacks / (time.strftime("%Y%m%d-%H%M%S") + f"-{time.monotonic_ns() % 1000:03}.txt")
+def take_all(tree: ProcessTree, processes: tuple[Process, ...], everybody: bool) -> dict[int, Stacks | None]:
+    """The stacks of every process that reports, or of every Python; None where they cannot be had."""
+    wanted = [p.pid for p in processes if p.slot is not None or (everybody and procfs.is_python(p.pid))]
+    return {pid: stacks.take(tree.slot_path(pid), pid, ours=pid in tree.own) for pid in wanted[:MOST_STACKS]}
+
+
+def explain(line: str, snapshot: Snapshot, taken: Mapping[int, Stacks | None], finding: Finding | None) -> str:
+    """The line of now, the verdict, then every process with its phase and its stacks."""
+    lines = [line]
+    if finding is not None:
+        lines += [f"{finding.verdict.state}: {finding.verdict.why}", f"next: {finding.verdict.next}"]
+    for process in snapshot.processes:
+        slot, look = process.slot, process.look
+        lines.append(f"\n{process.words}: {look.words}, {look.threads} threads, {look.rss_bytes / 1e9:.2f} GB")
+        if slot is not None and slot.phase:
+            inside = f" > {slot.span}" if slot.span else ""
+            lines.append(f"phase: {slot.phase}{inside}; last unit of work {duration(snapshot.stalled_s)} ago")
+        if found := taken.get(process.pid):
+            lines.append(f"stacks (by {found.source}):\n\n{found.text()}")
+        elif process.pid in taken:
+            lines.append("stacks: could not be read (it is gone, stopped, or may not be traced)")
+    return "\n".join(lines)
+
+
+def keep_text(run: RunDir, name: str, text: str) -> Path | None:
+    """A file in stacks/: one per capture, and one per verdict."""
+    path = run.stacks / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     try:
-        path.write_text(f"phase {slot.phase} {slot.span}\nstep {slot.step}\nsource {taken.source}\n\n{taken.text()}")
+        path.write_text(text)
     except OSError:  # a full disk: the sentence is still said
         return None
     return path

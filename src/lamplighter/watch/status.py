@@ -1,7 +1,7 @@
 """Now, as far as it can be seen from outside, and the words for it.
 
 In:  the slot, /proc and the events of a run, gathered by the supervisor.
-Out: a Status, and one sentence in which something changes every time.
+Out: a Status, one sentence in which something changes every time, events in words, and the red flags that stand.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Status:
     slot: Slot | None = None
     process: ProcessLook | None = None
     rate: float = 0.0  # units of the phase per second
-    quiet_s: float = 0.0  # since the last unit of work
-    quiet_words: str = ""  # where it is, once it has been quiet for longer than usual
+    stalled_s: float = 0.0  # since the last unit of work
+    stall_words: str = ""  # what the stall is judged to be, once it has lasted longer than usual
     stopping: str = ""
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=4000))
     val_loss: float | None = None
@@ -96,38 +96,38 @@ def sparkline(values: Iterable[float], width: int) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def line(picture: Status) -> str:
+def line(status: Status) -> str:
     """The status of now with what must not be missed, in one line."""
-    return " · ".join(part for part in (sentence(picture), alert(picture)) if part)
+    return " · ".join(part for part in (sentence(status), alert(status)) if part)
 
 
-def sentence(picture: Status) -> str:
+def sentence(status: Status) -> str:
     """The status of now; something in it changes every time."""
-    slot = picture.slot
+    slot = status.slot
     if slot is None or not slot.phase:
-        return f"starting ({duration(time.monotonic() - picture.started)})"
-    parts = _training_words(picture, slot) if picture.training else _phase_words(picture, slot)
+        return f"starting ({duration(time.monotonic() - status.started)})"
+    parts = _training_words(status, slot) if status.training else _phase_words(status, slot)
     return " · ".join(part for part in parts if part)
 
 
-def alert(picture: Status) -> str:
+def alert(status: Status) -> str:
     """What a person must not miss, if anything."""
-    slot, parts = picture.slot, []
-    if picture.process is not None and picture.process.stopped:
-        parts.append(f"the process is stopped (signal); go on with: kill -CONT {picture.process.pid}")
-    elif picture.quiet_words:
-        parts.append(picture.quiet_words)
-    if picture.stopping:
-        parts.append(picture.stopping)
-    if picture.flags:
-        named = ", ".join(f"{flag['cause']} since step {flag['step']}" for flag in picture.flags.values())
-        parts.append(f"red flag{'s' * (len(picture.flags) > 1)}: {named}")
+    slot, parts = status.slot, []
+    if status.process is not None and status.process.stopped:
+        parts.append(f"the process is stopped (signal); go on with: kill -CONT {status.process.pid}")
+    elif status.stall_words:
+        parts.append(status.stall_words)
+    if status.stopping:
+        parts.append(status.stopping)
+    if status.flags:
+        named = ", ".join(f"{flag['cause']} since step {flag['step']}" for flag in status.flags.values())
+        parts.append(f"red flag{'s' * (len(status.flags) > 1)}: {named}")
     if slot is not None and slot.dropped:
         parts.append(f"{slot.dropped} log lines could not be written")
     return " · ".join(parts)
 
 
-def _training_words(picture: Status, slot: Slot) -> list[str]:
+def _training_words(status: Status, slot: Slot) -> list[str]:
     parts = [f"step {slot.step}/{slot.steps}" if slot.steps else f"step {slot.step}"]
     if slot.loss == slot.loss:
         parts.append(f"loss {slot.loss:.3f}")
@@ -135,38 +135,38 @@ def _training_words(picture: Status, slot: Slot) -> list[str]:
         parts.append(f"{slot.tokens_per_s:,.0f} tok/s")
     if slot.mfu:
         parts.append(f"MFU {slot.mfu:.0%}")
-    if picture.eta_s is not None and slot.phase == "train":
-        parts.append(f"{duration(picture.eta_s)} left")
+    if status.eta_s is not None and slot.phase == "train":
+        parts.append(f"{duration(status.eta_s)} left")
     if slot.phase != "train":
         inner = slot.phase.removeprefix("train > ")
         count = f" {amount(slot.done, '')}/{amount(slot.total, slot.unit)}" if slot.total > 0 else ""
         parts.append(f"{inner}{count} for {duration(_phase_age(slot))}")
-    elif picture.quiet_s > 1:
-        parts.append(f"{slot.span or 'working'} for {duration(picture.quiet_s)}")
+    elif status.stalled_s > 1:
+        parts.append(f"{slot.span or 'working'} for {duration(status.stalled_s)}")
     if slot.step or slot.durable_step:
         parts.append(f"safe to step {slot.durable_step}")
-    if picture.usd is not None:
-        limit = f" of ${picture.usd_limit:.2f}" if picture.usd_limit else ""
-        parts.append(f"${picture.usd:.4f}{limit}")
+    if status.usd is not None:
+        limit = f" of ${status.usd_limit:.2f}" if status.usd_limit else ""
+        parts.append(f"${status.usd:.4f}{limit}")
     return parts
 
 
-def _phase_words(picture: Status, slot: Slot) -> list[str]:
+def _phase_words(status: Status, slot: Slot) -> list[str]:
     parts = [slot.phase]
     if slot.total > 0:
         parts.append(f"{amount(slot.done, slot.unit)} of {amount(slot.total, slot.unit)}")
     elif slot.done:
         parts.append(amount(slot.done, slot.unit))
-    if picture.rate and slot.done:
-        parts.append(f"{amount(picture.rate, slot.unit)}/s")
-    if picture.eta_s is not None:
-        parts.append(f"{duration(picture.eta_s)} left")
+    if status.rate and slot.done:
+        parts.append(f"{amount(status.rate, slot.unit)}/s")
+    if status.eta_s is not None:
+        parts.append(f"{duration(status.eta_s)} left")
     if slot.phase_item:
         parts.append(clean(slot.phase_item))
-    usual = f" (last time {duration(picture.usual_s)})" if picture.usual_s is not None else ""
+    usual = f" (last time {duration(status.usual_s)})" if status.usual_s is not None else ""
     parts.append(f"for {duration(_phase_age(slot))}{usual}")
-    if slot.done and picture.quiet_s > 2:
-        parts.append(f"last progress {duration(picture.quiet_s)} ago")
+    if slot.done and status.stalled_s > 2:
+        parts.append(f"last progress {duration(status.stalled_s)} ago")
     return parts
 
 
@@ -224,3 +224,97 @@ def tell_step(record: dict[str, Any]) -> str:
     """One step in detail (--verbose)."""
     known = {name.split("/")[-1]: value for name, value in record.items() if "/" in name and value is not None}
     return f"step {record['step']}  " + "  ".join(f"{name} {value:.5g}" for name, value in known.items())
+
+
+# ---------------------------------------------------------------- red flags, from the events of a run
+
+
+def hear_flag(standing: dict[str, Flag], event: dict[str, Any]) -> None:
+    """What an event changes."""
+    kind = event.get("type")
+    if kind == "verdict" and event.get("flag"):
+        standing[event["cause"]] = {name: event.get(name) for name in ("cause", "state", "why", "next", "step")}
+    elif kind == "well again":
+        standing.pop(event["cause"], None)
+    elif kind == "flags":  # a new attempt says which still stand
+        standing.clear()
+        standing |= {flag["cause"]: flag for flag in event.get("standing", [])}
+
+
+def standing_flags(status: dict[str, Any]) -> dict[str, Flag]:
+    """Those that a status.json names."""
+    found = status.get("flags")
+    flags = [flag for flag in found if isinstance(flag, dict)] if isinstance(found, list) else []
+    return {str(flag.get("cause")): flag for flag in flags}
+
+
+def tell_flags(standing: dict[str, Flag]) -> list[str]:
+    """verdict / why / next of each."""
+    lines = []
+    for flag in standing.values():
+        lines += [
+            f"red flag since step {flag['step']}: {flag['cause']}",
+            f"why:  {clean(flag['why'])}",
+            f"next: {flag['next']}",
+        ]
+    return lines
+
+
+# ---------------------------------------------------------------- report.md
+
+
+@dataclass
+class FlagPeriod:
+    """From up to down."""
+
+    cause: str
+    why: str
+    next: str
+    step: int
+    t: float
+    end_step: int = 0
+    end_t: float = 0.0
+    well: bool = False
+    evidence: list[str] = field(default_factory=list)
+
+
+def flag_periods(events: Iterable[dict[str, Any]]) -> list[FlagPeriod]:
+    """Every flag that was ever up, in order; one that was raised again in steps done twice is the same."""
+    found: list[FlagPeriod] = []
+    up: dict[str, FlagPeriod] = {}
+    last_t, last_step = 0.0, 0
+    for event in events:
+        kind, last_t = event.get("type"), max(last_t, float(event.get("t", 0.0)))
+        if isinstance(event.get("step"), int):
+            last_step = int(event["step"])
+        if kind == "verdict" and event.get("flag") and event["cause"] not in up:
+            up[event["cause"]] = period = FlagPeriod(
+                event["cause"],
+                event["why"],
+                event["next"],
+                int(event["step"]),
+                last_t,
+                evidence=list(event.get("evidence", [])),
+            )
+            found.append(period)
+        elif kind == "well again" and event["cause"] in up:
+            period = up.pop(event["cause"])
+            period.end_step, period.end_t, period.well = int(event["step"]), last_t, True
+    for period in up.values():
+        period.end_step, period.end_t = max(last_step, period.step), last_t
+    return found
+
+
+def flags_section(events: Iterable[dict[str, Any]]) -> list[str]:
+    """The lines of report.md: which, when, how long, the numbers; or none."""
+    found = flag_periods(events)
+    lines = ["## Red flags", ""]
+    if not found:
+        return [*lines, "none", ""]
+    lines += ["| flag | from step | to | why | next | numbers |", "|---|---|---|---|---|---|"]
+    for one in found:
+        how_long = f"{one.end_step - one.step} steps, {duration(max(0.0, one.end_t - one.t))}"
+        end = f"step {one.end_step}, then well again ({how_long})" if one.well else f"the end ({how_long})"
+        cells = (one.cause, str(one.step), end, one.why, one.next, "; ".join(one.evidence))
+        lines.append("| " + " | ".join(clean(cell).replace("|", "/") for cell in cells) + " |")
+    return [*lines, ""]

@@ -5,7 +5,7 @@ Out: descriptors for the command that behave as the terminal does; its bytes unt
 
 A stream that is a file, a pipe or /dev/null is handed on as it is. A stream that is a terminal is replaced by a pty for
 output alone, in the same session and process group: the kernel gives Ctrl+C, Ctrl+Z and the window's size to the command
-as without us. A process of its own (passage.py) drains the pty, so that a killed watcher does not harm the run.
+as without us. A process of its own (pty_proxy.py) drains the pty, so that a killed watcher does not harm the run.
 
 Not carried: terminal modes that a command sets through stdout instead of stdin (curses), because its stdout is the pty.
 """
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from lamplighter.procs import prctl, procfs
 from lamplighter.watch import pty_proxy
+from lamplighter.watch.process_tree import open_pidfd, send_signal
 
 if TYPE_CHECKING:
     from lamplighter.watch.console import Stream
@@ -52,7 +53,7 @@ FROM_THE_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
 
 
 @dataclass
-class _Line:
+class _Pty:
     """One terminal and the pty that stands for it."""
 
     tty: int
@@ -60,26 +61,26 @@ class _Line:
     slave: int
 
 
-def _lay(fd: int) -> _Line:
+def _open_pty(fd: int) -> _Pty:
     """A pty that looks like the terminal on `fd`, but for the newlines: those the real terminal makes."""
     master, slave = os.openpty()
     modes = termios.tcgetattr(fd)
     modes[1] &= ~termios.OPOST
     termios.tcsetattr(slave, termios.TCSANOW, modes)
     pty_proxy.copy_window_size(fd, master)
-    return _Line(_open_anew(fd), master, slave)
+    return _Pty(_open_anew(fd), master, slave)
 
 
 def _open_anew(fd: int) -> int:
     """The same terminal with a file description of our own: non-blocking there must not mean non-blocking for others."""
     paths = [procfs.own_descriptor(fd)]
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # not the terminal of our session
         os.tcgetpgrp(fd)  # it is the terminal of our session, so it is known by this name too
         paths.append("/dev/tty")
     for path in paths:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # not by this name
             return os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    return os.dup(fd)  # the passage then writes by a thread
+    return os.dup(fd)  # the proxy then writes by a thread
 
 
 def _is_terminal(fd: int) -> bool:
@@ -90,7 +91,7 @@ def _which(fd: int) -> bytes:
     """Which terminal it is, whatever name it was opened by."""
     try:
         return fcntl.ioctl(fd, TIOCGDEV, b"\0" * 4)
-    except OSError:
+    except OSError:  # not Linux, or not a terminal: its device number will do
         return str(os.fstat(fd).st_rdev).encode()
 
 
@@ -98,7 +99,7 @@ def _never_closed(fd: int) -> None:
     """A closed stdout would lend its number to the next file that is opened."""
     try:
         os.fstat(fd)
-    except OSError:
+    except OSError:  # it is closed
         null = os.open(os.devnull, os.O_RDWR)
         if null != fd:
             os.dup2(null, fd)
@@ -128,15 +129,15 @@ class Terminal:
         self.output_log = output_log
         self.stdout, self.stderr = 1, 2
         self.is_tty = False
-        self._lines: list[_Line] = []
+        self._ptys: list[_Pty] = []
         self._log = -1
         self._sizes_before = _file_sizes()
-        self._shared_fd = os.memfd_create("lamp-passage")
+        self._shared_fd = os.memfd_create("lamp-pty-proxy")
         os.truncate(self._shared_fd, pty_proxy.SHARED_BYTES)
         self._shared = mmap.mmap(self._shared_fd, pty_proxy.SHARED_BYTES)
         self._words: socket.socket | None = None
         self._unsent: deque[bytes] = deque()
-        self._passage: subprocess.Popen[bytes] | None = None
+        self._proxy: subprocess.Popen[bytes] | None = None
         self._revivals = 0
         self._pid = self._pidfd = -1
         self._owed: list[int] = []
@@ -147,61 +148,61 @@ class Terminal:
 
     @classmethod
     def open(cls, output_log: Path) -> Terminal:
-        """Lay the ptys and start the passage; before any thread, before the command."""
+        """Open the ptys and start the proxy; before any thread, before the command."""
         for fd in (0, 1, 2):
             _never_closed(fd)
         terminal = cls(output_log)
         try:
-            terminal._lay_lines()
+            terminal._open_ptys()
         except (OSError, termios.error):  # no pty to be had: the command gets the terminal itself
-            terminal._close_lines()
-        terminal._start_passage("new")
+            terminal._close_ptys()
+        terminal._start_proxy("new")
         return terminal
 
-    def _lay_lines(self) -> None:
-        by_terminal: dict[bytes, _Line] = {}
+    def _open_ptys(self) -> None:
+        by_terminal: dict[bytes, _Pty] = {}
         for fd in (1, 2):
             if not _is_terminal(fd):
                 continue
             which = _which(fd)
             if which not in by_terminal:
-                by_terminal[which] = _lay(fd)
-                self._lines.append(by_terminal[which])
+                by_terminal[which] = _open_pty(fd)
+                self._ptys.append(by_terminal[which])
             if fd == 1:
                 self.stdout = by_terminal[which].slave
             else:
                 self.stderr = by_terminal[which].slave
-        if self._lines:
+        if self._ptys:
             self.is_tty = True
             self._log = _append_to(self.output_log)
 
-    def _close_lines(self) -> None:
-        for line in self._lines:
-            for fd in (line.tty, line.master, line.slave):
+    def _close_ptys(self) -> None:
+        for pty in self._ptys:
+            for fd in (pty.tty, pty.master, pty.slave):
                 _close(fd)
-        self._lines.clear()
+        self._ptys.clear()
         self.stdout, self.stderr, self.is_tty = 1, 2, False
 
-    def _start_passage(self, state: str) -> None:
+    def _start_proxy(self, state: str) -> None:
         """A clean process in our group; it may be struck by no signal before it can stand one."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         fds = [theirs.fileno(), self._log, self._shared_fd]
-        pairs = [f"{line.master}:{line.tty}" for line in self._lines]
-        shared = [fd for line in self._lines for fd in (line.master, line.tty)]
+        pairs = [f"{pty.master}:{pty.tty}" for pty in self._ptys]
+        shared = [fd for pty in self._ptys for fd in (pty.master, pty.tty)]
         words = [sys.executable, "-I", "-S", pty_proxy.__file__, *map(str, fds), _style(), state, *pairs]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, pty_proxy.OUTLIVED)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, pty_proxy.SURVIVED)
         try:
-            self._passage = subprocess.Popen(
+            self._proxy = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[fd for fd in fds + shared if fd >= 0],
             )
-        except OSError:
+        except OSError:  # no process to be had
             if state == "new":
-                self._close_lines()
+                self._close_ptys()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
@@ -209,11 +210,10 @@ class Terminal:
 
     def started(self, pid: int) -> None:
         """The command lives: only it holds its side of the ptys from now on."""
-        for line in self._lines:
-            _close(line.slave)
-            line.slave = -1
-        with contextlib.suppress(OSError):
-            self._pidfd = os.pidfd_open(pid)
+        for pty in self._ptys:
+            _close(pty.slave)
+            pty.slave = -1
+        self._pidfd = open_pidfd(pid)
         self._pid = pid
         self._send(f"command {pid}", keep=True)
         while self._owed:
@@ -253,18 +253,18 @@ class Terminal:
             while self._unsent:
                 self._words.send(self._unsent[0])
                 self._unsent.popleft()
-        except OSError:
+        except OSError:  # no room, or the proxy is gone: tried again with the next words
             if not keep or len(self._unsent) > pty_proxy.SAID_LIMIT:
                 self._unsent.pop()
 
     def _revive(self) -> None:
-        """Killed by somebody, the passage is started again: the pty is still ours, and the command has noticed nothing."""
-        if self._finished or self._passage is None or self._passage.poll() is None or self._revivals >= REVIVALS:
+        """Killed by somebody, the proxy is started again: the pty is still ours, and the command has noticed nothing."""
+        if self._finished or self._proxy is None or self._proxy.poll() is None or self._revivals >= REVIVALS:
             return
         self._revivals += 1
         if self._words is not None:
             self._words.close()
-        self._start_passage("unknown")
+        self._start_proxy("unknown")
         if self._pidfd >= 0:
             self._unsent.appendleft(f"command {self._pid}".encode())
 
@@ -286,7 +286,7 @@ class Terminal:
         deadline = time.monotonic() + deadline_s
         self._send("end", keep=True)
         self._finished = True
-        while self._words is not None and self._passage is not None and self._passage.poll() is None:
+        while self._words is not None and self._proxy is not None and self._proxy.poll() is None:
             left = deadline - time.monotonic()
             if left <= 0 or self._answered(left):
                 break
@@ -294,18 +294,18 @@ class Terminal:
             self._words.close()
         if self._stream is not None:
             self._stream.finish(max(0.0, deadline - time.monotonic()))
-        for line in self._lines:
-            _close(line.master)
-            _close(line.tty)
-        if self._passage is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._passage.wait(0.2)  # longer only for a stopped terminal, or somebody the command left behind
+        for pty in self._ptys:
+            _close(pty.master)
+            _close(pty.tty)
+        if self._proxy is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may stay for a stopped terminal
+                self._proxy.wait(0.2)  # longer only for a stopped terminal, or somebody the command left behind
 
     def _answered(self, wait_s: float) -> bool:
-        """Whether the passage has said that all is out, or has left."""
+        """Whether the proxy has said that all is out, or has left."""
         assert self._words is not None
         if self._unsent:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # no room yet, or the proxy is gone
                 self._words.send(self._unsent.popleft())
             wait_s = min(wait_s, 0.05)
         return bool(select.select([self._words], [], [], wait_s)[0]) and not self._unsent
@@ -316,7 +316,7 @@ class Terminal:
     def signals(self) -> Iterator[None]:
         """While the command lives, its signals do not end the watcher; around Popen and wait, in the main thread.
 
-        What came to the whole process group (Ctrl+C, a scheduler) the command has already; the passage is the witness.
+        What came to the whole process group (Ctrl+C, a scheduler) the command has already; the proxy is the witness.
         What came to the watcher alone is handed on, once. What was ignored stays so, for the command too (nohup).
         """
         before = {number: signal.getsignal(number) for number in FORWARDED}
@@ -338,7 +338,7 @@ class Terminal:
 
     def _came_to_the_group(self, number: int) -> bool:
         known = self._witnessed.get(number, 0)
-        if self._passage is None or self._passage.poll() is not None:
+        if self._proxy is None or self._proxy.poll() is not None:
             return number in FROM_THE_KEYBOARD
         deadline = time.monotonic() + WITNESS_S
         while (seen := pty_proxy.count_at(self._shared, number)) <= known and time.monotonic() < deadline:
@@ -347,8 +347,7 @@ class Terminal:
         return seen > known
 
     def _forward(self, number: int) -> None:
-        with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(self._pidfd, number)
+        send_signal(self._pidfd, number)
 
 
 def _append_to(path: Path) -> int:
@@ -358,7 +357,7 @@ def _append_to(path: Path) -> int:
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":
             os.write(fd, b"\n")
-    except OSError:
+    except OSError:  # no copy is kept
         return -1
     return fd
 
@@ -371,12 +370,12 @@ def _ends_within_a_line(fd: int) -> bool:
             return False
         with open(procfs.own_descriptor(fd), "rb") as file:
             return os.pread(file.fileno(), 1, status.st_size - 1) != b"\n"
-    except OSError:
+    except OSError:  # it cannot be read, so nothing is known of its last line
         return False
 
 
 def _close(fd: int) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it was closed before
         os.close(fd)
 
 
@@ -384,13 +383,13 @@ def leave_as(returncode: int) -> int:
     """The command's end as our own: its exit code to return, or death by the same signal."""
     if returncode >= 0:
         return returncode
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # nobody reads our output any more
         sys.stdout.flush()
         sys.stderr.flush()
     number = -returncode
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     prctl.leave_no_core()
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # SIGKILL has no other handler; a number that Python does not know
         signal.signal(number, signal.SIG_DFL)  # SIGKILL has no other
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)

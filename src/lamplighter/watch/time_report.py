@@ -1,4 +1,4 @@
-"""The ledger: where every second (and cent) of a run went, over all its attempts.
+"""The time report: where every second (and cent) of a run went, over all its attempts.
 
 In:  events.jsonl and metrics.jsonl of a run folder.
 Out: seconds by name, and report.md.
@@ -11,8 +11,7 @@ from typing import Any
 
 from lamplighter.config import Budget
 from lamplighter.rundir import RunDir, read_lines
-from lamplighter.watch import redflags
-from lamplighter.watch.status import duration
+from lamplighter.watch.status import duration, flags_section
 
 
 @dataclass
@@ -64,49 +63,49 @@ def read_time_report(run: RunDir) -> TimeReport:
             now.was_stuck = True
         elif kind == "resumed":
             redone += event.get("redone_steps", 0)
-    ledger = TimeReport(attempts=len(attempts), redone_steps=redone)
+    times = TimeReport(attempts=len(attempts), redone_steps=redone)
     for one in attempts:
-        _add(ledger, one)
-    return ledger
+        _add(times, one)
+    return times
 
 
-def _add(ledger: TimeReport, one: _Attempt) -> None:
-    ledger.wall_s += one.last - one.start
+def _add(times: TimeReport, one: _Attempt) -> None:
+    times.wall_s += one.last - one.start
     for name, seconds in one.seconds.items():
-        _charge(ledger, name, seconds)
+        _charge(times, name, seconds)
     if one.child_start:
-        _charge(ledger, "start of the process", max(0.0, one.child_start - one.start))
+        _charge(times, "start of the process", max(0.0, one.child_start - one.start))
         told = sum(one.seconds.values())
         rest = max(0.0, one.child_end - one.child_start - told) if one.child_end else 0.0
         if rest and one.told_all:
-            _charge(ledger, "end of the process", rest)
+            _charge(times, "end of the process", rest)
         elif rest and one.was_stuck:
-            _charge(ledger, "stuck, until it was restarted", rest)
+            _charge(times, "stuck, until it was restarted", rest)
         elif rest:  # its last word was up to 5 s old
-            _charge(ledger, "the last seconds before a kill", rest)
+            _charge(times, "the last seconds before a kill", rest)
     if one.child_end:
-        _charge(ledger, "closing", max(0.0, one.last - one.child_end))
+        _charge(times, "closing", max(0.0, one.last - one.child_end))
 
 
-def _charge(ledger: TimeReport, name: str, seconds: float) -> None:
-    ledger.seconds[name] = ledger.seconds.get(name, 0.0) + seconds
+def _charge(times: TimeReport, name: str, seconds: float) -> None:
+    times.seconds[name] = times.seconds.get(name, 0.0) + seconds
 
 
-def lines(ledger: TimeReport, budget: Budget) -> list[str]:
+def lines(times: TimeReport, budget: Budget) -> list[str]:
     """The table that people read."""
-    wall = ledger.wall_s or 1e-9
+    wall = times.wall_s or 1e-9
     rows = [
         (name, seconds)
-        for name, seconds in sorted(ledger.seconds.items(), key=lambda row: -row[1])
+        for name, seconds in sorted(times.seconds.items(), key=lambda row: -row[1])
         if seconds / wall > 0.0005
     ]
-    rows.append(("unexplained", ledger.unexplained_s))
+    rows.append(("unexplained", times.unexplained_s))
     table = [
         f"{name:<32} {duration(seconds):>9}  {seconds / wall:6.1%}{_cents(seconds, budget)}" for name, seconds in rows
     ]
-    table.append(f"{'all':<32} {duration(ledger.wall_s):>9}  100.0%{_cents(ledger.wall_s, budget)}")
-    if ledger.redone_steps:
-        table.append(f"{ledger.redone_steps} steps were done twice, because of a kill between two saves")
+    table.append(f"{'all':<32} {duration(times.wall_s):>9}  100.0%{_cents(times.wall_s, budget)}")
+    if times.redone_steps:
+        table.append(f"{times.redone_steps} steps were done twice, because of a kill between two saves")
     return table
 
 
@@ -114,11 +113,15 @@ def _cents(seconds: float, budget: Budget) -> str:
     return f"  ${budget.spent_usd(seconds):.4f}" if budget.usd_per_hour is not None else ""
 
 
-def write_report(run: RunDir, ledger: TimeReport, budget: Budget, outcome: str, facts: dict[str, Any]) -> None:
-    """report.md: the outcome, the facts, the red flags, the ledger."""
+def write_report(run: RunDir, times: TimeReport, budget: Budget, outcome: str, facts: dict[str, Any]) -> str:
+    """report.md: the outcome, the facts, the red flags, the times. Empty, or why it cannot be written."""
     parts = [f"# {run.name}", "", outcome, ""]
     parts += [f"- {name}: {value}" for name, value in facts.items()]
-    parts += ["", *redflags.section(read_lines(run.events))]
-    parts += [f"## Where the time went ({ledger.attempts} attempt{'s' if ledger.attempts != 1 else ''})", "", "```"]
-    parts += [*lines(ledger, budget), "```", ""]
-    run.report.write_text("\n".join(parts), encoding="utf-8", errors="replace")
+    parts += ["", *flags_section(read_lines(run.events))]
+    parts += [f"## Where the time went ({times.attempts} attempt{'s' if times.attempts != 1 else ''})", "", "```"]
+    parts += [*lines(times, budget), "```", ""]
+    try:
+        run.report.write_text("\n".join(parts), encoding="utf-8", errors="replace")
+    except OSError as error:  # a full disk: what was done is safe all the same
+        return error.strerror or str(error)
+    return ""

@@ -1,23 +1,23 @@
-"""Verdicts on somebody else's processes: who waits for whom, and who is at the end of the chain. Pure functions.
+"""Verdicts on a process tree: who waits for whom, and which process is at the end of the chain. Pure functions.
 
-In:  snapshots of a family (at least two), the stacks of each process, what is usual.
-Out: a Finding, in the same form and by the same rules for one process (verdict.py); the culprit is a worker, a rank, a line.
+In:  a GroupSample: two looks at the tree, the stacks of each process, what is usual.
+Out: a Finding whose culprit is a worker, a rank or a line. `judge` asks RULES in order, and the first that fits wins; the
+     last of them asks the rules for one process (diagnosis.py). Also: verdicts on processes that have ended.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lamplighter.procs.procfs import not_known
-from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, own_frames, users_frame
+from lamplighter.procs.stacks import Stacks, ThreadStack, own_frames, users_frame
 from lamplighter.report import Verdict
 from lamplighter.slot import Slot
-from lamplighter.watch.diagnosis import BUSY, Finding, text_of_wait
-from lamplighter.watch.diagnosis import judge as judge_one
-from lamplighter.watch.evidence import Observation
+from lamplighter.watch.diagnosis import BUSY, SOFT_WAITS, Finding, judge_process, text_of_wait
+from lamplighter.watch.evidence import GroupSample
 from lamplighter.watch.process_tree import Exit, Process, Snapshot
 from lamplighter.watch.status import duration
 
@@ -26,53 +26,11 @@ OPEN_S = 1.8  # a fetch or a collective that lasts so long, while nothing else i
 RECENT_S = 600.0
 
 
-@dataclass(frozen=True)
-class GroupSample:
-    """What the rules see."""
-
-    first: Snapshot
-    last: Snapshot
-    stacks: Mapping[int, Sequence[Stacks]]
-    usual_s: float
-
-    @property
-    def seconds(self) -> float:
-        return max(0.001, self.last.at - self.first.at)
-
-    def main_stack(self, process: Process) -> ThreadStack | None:
-        taken = self.stacks.get(process.pid, ())
-        return taken[-1].threads[0] if taken and taken[-1].threads else None
-
-    def frame(self, process: Process) -> Frame | None:
-        stack = self.main_stack(process)
-        return users_frame(stack) if stack else None
-
-    def silent(self, process: Process) -> bool:
-        taken = self.stacks.get(process.pid, ())
-        return bool(taken) and taken[-1].sampler_silent
-
-    def cpu_share(self, process: Process) -> float:
-        before = self.first.process(process.pid)
-        return (process.look.cpu_s - before.look.cpu_s) / self.seconds if before else 0.0
-
-    def at(self, process: Process) -> str:
-        frame = self.frame(process)
-        return f" at {frame.short}" if frame else ""
-
-    def words(self) -> str:
-        return f"no work for {duration(self.last.quiet_s)}"
-
-
-def judge(snapshots: Sequence[Snapshot], stacks: Mapping[int, Sequence[Stacks]], usual_s: float) -> Finding | None:
-    """The first rule that fits."""
-    if not snapshots or not snapshots[-1].processes:
+def judge(sample: GroupSample) -> Finding | None:
+    """The first rule that fits; None where nothing can be said yet."""
+    if not sample.last.processes:
         return None
-    sample = GroupSample(snapshots[0], snapshots[-1], stacks, usual_s)
-    for rule in (part_stopped, late_rank, outlier_rank, waiting_for_worker, child_lost, anybody):
-        found = rule(sample)
-        if found is not None:
-            return found
-    return None
+    return next((found for rule in RULES if (found := rule(sample)) is not None), None)
 
 
 def _finding(
@@ -88,7 +46,7 @@ def _finding(
     frame = sample.frame(process)
     culprit: dict[str, object] = {"pid": process.pid}
     if frame is not None:
-        culprit |= {"file": frame.file, "line": frame.line, "func": frame.func}
+        culprit |= frame.fields()
     if process.worker >= 0 and process.slot is not None:
         culprit |= {"worker": process.worker, "item": process.slot.item}
     if process.rank >= 0:
@@ -98,14 +56,14 @@ def _finding(
         f"waits in {process.look.wchan}" if process.look.wchan.strip("0") else not_known(process.look),
     )
     verdict = Verdict(state, cause, why, next, "none", tuple(filter(None, evidence)), {**culprit, **more})
-    return Finding(replace(verdict, since_s=round(sample.last.quiet_s, 2)), provable)
+    return Finding(replace(verdict, since_s=round(sample.last.stalled_s, 2)), provable)
 
 
 # ---------------------------------------------------------------- the rules, in order
 
 
 def part_stopped(sample: GroupSample) -> Finding | None:
-    """One of them is stopped; all of them is somebody's Ctrl+Z, and no verdict."""
+    """Part of the tree is stopped by a signal. Where all of it is, a person may have pressed Ctrl+Z."""
     halted = [process for process in sample.last.processes if process.look.stopped]
     if not halted or len(halted) == len(sample.last.processes):
         return None
@@ -246,7 +204,7 @@ def _about_worker(sample: GroupSample, main: Process, worker: Process) -> Findin
     waits = f"the main process waits for it{sample.at(main)}"
     busy = _is_busy(sample, worker)
     frame = sample.frame(worker)
-    if sample.silent(worker):
+    if sample.is_silent(worker):
         why = f"{where}; it holds the GIL in a C call, {'busy' if busy else 'asleep'}; {waits}"
         advice = "look at that line and that item: a regular expression or a C call that takes for ever"
         return _finding(sample, worker, "slow", "worker_gil", why, advice)
@@ -280,28 +238,22 @@ def _moves_bytes(sample: GroupSample, process: Process) -> bool:
     before = sample.first.process(process.pid)
     if before is None:
         return False
-    moved = _bytes_of(process) - _bytes_of(before)
-    answered = process.slot.answered_bytes - before.slot.answered_bytes if process.slot and before.slot else 0
-    return moved - 2 * answered > 20_000 * sample.seconds
-
-
-def _bytes_of(process: Process) -> int:
-    return process.look.moved_bytes
+    return process.moved_bytes - before.moved_bytes > 20_000 * sample.seconds
 
 
 def child_lost(sample: GroupSample) -> Finding | None:
     """Everybody sleeps, and one that was there was killed: a pool that waits for its answer for ever."""
     if sum(sample.cpu_share(m) for m in sample.last.processes) > BUSY:
         return None
-    lost = [one for one in sample.last.lost if one.code != 0 and sample.last.at - one.at < RECENT_S]
-    known = [one for one in lost if one.code is not None]
+    ended = [one for one in sample.last.exits if one.code != 0 and sample.last.at - one.at < RECENT_S]
+    known = [one for one in ended if one.code is not None]
     at_work = [m for m in sample.last.processes if m.ppid and sample.frame(m) is not None]
-    lost = known or (lost if not at_work else [])
+    ended = known or (ended if not at_work else [])
     for main in sample.last.processes:
         stack = sample.main_stack(main)
         waits = stack is not None and any("multiprocessing/pool.py" in f.file for f in own_frames(stack))
-        if waits and lost and sample.frame(main) is not None and not _moves_bytes(sample, main):
-            one = lost[-1]
+        if waits and ended and sample.frame(main) is not None and not _moves_bytes(sample, main):
+            one = ended[-1]
             why = (
                 f"a process of the pool ({one.pid}) {how_it_ended(one)} and its answer will never come;"
                 f" the main process waits{sample.at(main)}, {sample.words()}"
@@ -335,9 +287,7 @@ def _is_idle(sample: GroupSample, process: Process) -> bool:
 
 def _as_one(sample: GroupSample, process: Process) -> Finding | None:
     """The rules for one process, with everybody else's CPU and bytes counted in."""
-    window = [_observation(snapshot, process.pid) for snapshot in (sample.first, sample.last)]
-    seen = [one for one in window if one is not None]
-    found = judge_one(seen, sample.stacks.get(process.pid, ()), sample.usual_s)
+    found = judge_process(sample, process)
     if found is None:
         return None
     more: dict[str, object] = {"rank": process.rank} if process.rank >= 0 else {}
@@ -345,11 +295,12 @@ def _as_one(sample: GroupSample, process: Process) -> Finding | None:
         more |= {"worker": process.worker, "item": process.slot.item}
     frame = sample.frame(process)
     cause = found.verdict.cause
-    if cause == "deadlock" and frame is not None and text_of_wait(frame) in ("get", "wait", "result", "join"):
+    if cause == "deadlock" and frame is not None and text_of_wait(frame) in SOFT_WAITS:
         cause = "dead_producer"
     who = f"{process.words}: " if process.pid != sample.last.processes[0].pid else ""
     stack = sample.main_stack(process)
-    phase = phase_from_stack(stack) if stack else ""
+    says_itself = process.slot is not None and bool(process.slot.phase)
+    phase = phase_from_stack(stack) if stack and not says_itself else ""
     verdict = replace(
         found.verdict,
         cause=cause,
@@ -357,6 +308,11 @@ def _as_one(sample: GroupSample, process: Process) -> Finding | None:
         why=who + (f"{phase}: " if phase else "") + found.verdict.why,
     )
     return replace(found, verdict=verdict)
+
+
+RULES: tuple[Callable[[GroupSample], Finding | None], ...] = (
+    part_stopped, late_rank, outlier_rank, waiting_for_worker, child_lost, anybody,
+)  # fmt: skip
 
 
 PHASES = (  # (part of a frame's file, part of its function, what that is); the innermost frame that fits decides
@@ -393,34 +349,12 @@ def phase_from_stack(stack: ThreadStack) -> str:
     return ""
 
 
-def _observation(snapshot: Snapshot, pid: int) -> Observation | None:
-    process = snapshot.process(pid)
-    if process is None:
-        return None
-    slot = process.slot
-    worked = slot is not None and slot.step + slot.fetches + slot.bar_n > 0
-    made = Slot(
-        step=int(worked),
-        pid=pid,
-        phase=slot.phase if slot and slot.phase else "script",
-        span="compute",
-        compiling=int(any(m.slot and m.slot.compiling for m in snapshot.processes)),
-        collecting=slot.collecting if slot else 0,
-        tick_ns=int(snapshot.worked_at * 1e9),
-        answers=sum(m.slot.answers for m in snapshot.processes if m.slot),
-        answered_bytes=sum(m.slot.answered_bytes for m in snapshot.processes if m.slot),
-    )
-    others = tuple(m.look for m in snapshot.processes if m.pid != pid)
-    return Observation(snapshot.at, made, (process.look, *others))
-
-
-def storm_verdict(process: Process, count: int, seconds: float, frame: Frame | None) -> Verdict:
+def storm_verdict(process: Process, count: int, seconds: float, taken: Stacks | None) -> Verdict:
     """Many compiles in a short time: each new shape costs one."""
+    frame = users_frame(taken.threads[0]) if taken and taken.threads else None
     where = f" at {frame.short}" if frame else ""
     now = process.slot.compile_id if process.slot else ""
-    culprit: dict[str, object] = {"pid": process.pid}
-    if frame is not None:
-        culprit |= {"file": frame.file, "line": frame.line, "func": frame.func}
+    culprit = {"pid": process.pid, **(frame.fields() if frame else {})}
     why = f"recompiled {count} times within {duration(seconds)}{where} (now {now}): a new shape or value each time"
     advice = "feed a few fixed lengths (buckets), or torch._dynamo.mark_dynamic; TORCH_LOGS=recompiles shows the guard"
     return Verdict("slow", "recompile_storm", why, advice, "none", (), culprit)
@@ -429,32 +363,32 @@ def storm_verdict(process: Process, count: int, seconds: float, frame: Frame | N
 # ---------------------------------------------------------------- those who have ended
 
 
-def how_it_ended(lost: Exit) -> str:
-    if lost.code is None:
+def how_it_ended(ended: Exit) -> str:
+    if ended.code is None:
         return "ended (how, the kernel does not say)"
-    if lost.code < 0:
-        memory = ", for memory" if lost.out_of_memory else ", not for memory"
-        return f"was killed by signal {-lost.code}" + (memory if lost.code == -9 else "")
-    return f"exited with {lost.code}"
+    if ended.code < 0:
+        memory = ", for memory" if ended.out_of_memory else ", not for memory"
+        return f"was killed by signal {-ended.code}" + (memory if ended.code == -9 else "")
+    return f"exited with {ended.code}"
 
 
-def death_verdict(lost: Exit) -> Verdict | None:
+def death_verdict(ended: Exit) -> Verdict | None:
     """A loader's worker or a rank that ends before its time; others are somebody's own business."""
-    slot = lost.slot
-    if slot is None or not lost.code or (slot.worker < 0 and slot.rank < 0):
+    slot = ended.slot
+    if slot is None or not ended.code or (slot.worker < 0 and slot.rank < 0):
         return None
-    culprit: dict[str, object] = {"pid": lost.pid, "signal": max(0, -lost.code), "code": max(0, lost.code)}
+    culprit: dict[str, object] = {"pid": ended.pid, "signal": max(0, -ended.code), "code": max(0, ended.code)}
     if slot.worker >= 0:
-        cause = "worker_exit" if lost.code > 0 else "worker_sigkill"
-        if lost.code == -7:
+        cause = "worker_exit" if ended.code > 0 else "worker_sigkill"
+        if ended.code == -7:
             cause = "shm_small"
-        elif lost.out_of_memory:
+        elif ended.out_of_memory:
             cause = "worker_oom"
         culprit |= {"worker": slot.worker, "item": slot.item}
-        why = f"worker {slot.worker} (process {lost.pid}) {how_it_ended(lost)} at item {slot.item}"
+        why = f"worker {slot.worker} (process {ended.pid}) {how_it_ended(ended)} at item {slot.item}"
         return Verdict("dead", cause, why, _advice(cause), "none", (), culprit)
-    why = f"rank {slot.rank} (process {lost.pid}) {how_it_ended(lost)} after {slot.step} steps, collective {slot.coll_seq}"
-    cause = "rank_sigkill" if lost.code == -9 else "rank_exit"
+    why = f"rank {slot.rank} (process {ended.pid}) {how_it_ended(ended)} after {slot.step} steps, collective {slot.coll_seq}"
+    cause = "rank_sigkill" if ended.code == -9 else "rank_exit"
     return Verdict(
         "dead", cause, why, "look at what that rank printed last", "none", (), {**culprit, "rank": slot.rank}
     )

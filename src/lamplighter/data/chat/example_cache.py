@@ -25,7 +25,7 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.chat.rows import Message, RowSource, SetAside
-from lamplighter.data.chat.template import ChatTemplate, Encoded, Refused
+from lamplighter.data.chat.template import ChatTemplate, EncodedExample, Refused
 from lamplighter.data.sources.files import digest
 from lamplighter.data.token_cache.reader import locked
 from lamplighter.data.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def _folder(cache_root: Path, parts: dict[str, dict[str, Any]]) -> Path:
     return cache_root / f"examples-{digest([parts[name]['fingerprint'] for name in PARTS])[:20]}"
 
 
-def find(cache_root: Path, source: RowSource, template: ChatTemplate, val_fraction: float) -> Path | None:
+def find_example_cache(cache_root: Path, source: RowSource, template: ChatTemplate, val_fraction: float) -> Path | None:
     """The folder of the finished cache of these rows; None where there is none. Builds nothing."""
     folder = _folder(cache_root, _parts(source, template, val_fraction))
     return folder if _fault(folder) is None else None
@@ -193,7 +193,7 @@ class _Builder:
                 self.hashes.append(mark)
                 yield cleaned, place
 
-    def _store(self, chunk: list[Conversation], encoded: list[Encoded | Refused], out: IO[bytes]) -> None:
+    def _store(self, chunk: list[Conversation], encoded: list[EncodedExample | Refused], out: IO[bytes]) -> None:
         for (messages, place), made in zip(chunk, encoded, strict=True):
             if isinstance(made, Refused):
                 raise BadConfig(f"{place} cannot be learned with this template", str(made), "--data.template chatml")
@@ -220,7 +220,7 @@ def _begin(name: str, text: str, content: dict[str, Any], end_name: str, files: 
     _here[:] = [ChatTemplate(name, text, Tokenizer(content, end_name, files))]
 
 
-def _encode(chunk: list[Conversation]) -> list[Encoded | Refused]:
+def _encode(chunk: list[Conversation]) -> list[EncodedExample | Refused]:
     return _here[0].encode([messages for messages, _ in chunk])
 
 

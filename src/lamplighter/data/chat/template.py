@@ -1,11 +1,7 @@
-"""Chat templates: a conversation becomes ids, and which of them are answers is found exactly.
+"""Chat templates: messages become text with its answers marked, then ids with a mask of what is learned; and the file of a template.
 
-In:  a Jinja template (the tokenizer's own, a built-in one, or a file), a tokenizer, conversations.
-Out: ids with a mark on each answer token, its end mark included; the prompt that generation begins with.
-
-What a template writes may be control tokens; what people wrote never is: "<|im_end|>" in a question stays seven letters
-and a few signs. Answers are found by rendering turn by turn: a conversation up to an answer must be the beginning of the
-conversation with it, in text and in tokens. That is also what generation begins with, so the two cannot differ.
+In:  a template (built in, the tokenizer's own, or a Jinja file), a tokenizer, messages.
+Out: ids with what is learned of them; a template is checked before it is used, and kept with the model that learned it.
 """
 
 from __future__ import annotations
@@ -27,10 +23,12 @@ import jinja2.sandbox
 import numpy as np
 import tokenizers
 
+from lamplighter import report
 from lamplighter.data.chat.rows import Message
 from lamplighter.data.sources.files import digest
 from lamplighter.data.tokenizer import END_OF_TEXT, Tokenizer
 from lamplighter.errors import BadConfig, InputMissing
+from lamplighter.rundir import read_json, read_record, write_atomic, write_json
 
 MARKERS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5"  # never characters of a text: one of them breaks a control token up
 PROBE_QUESTION, PROBE_ANSWER = "Which lamp is lit?", "The third one from the bridge."
@@ -60,7 +58,7 @@ INPUT_HEADS = {"alpaca": "\n\n### Input:\n"}  # what stands between an instructi
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedExample:
     """The ids of a conversation; `learned` is true for the tokens of its answers."""
 
     ids: Uint32s
@@ -214,7 +212,7 @@ class ChatTemplate:
         broken = [self._control.sub(lambda found: found.group()[0] + mark + found.group()[1:], text) for text in texts]
         return [{**message, "content": text} for message, text in zip(messages, broken, strict=True)], mark
 
-    def encode(self, conversations: Sequence[Sequence[Message]]) -> list[Encoded | Refused]:
+    def encode(self, conversations: Sequence[Sequence[Message]]) -> list[EncodedExample | Refused]:
         """Each conversation as ids with its answers marked, or why that cannot be."""
         texts: list[tuple[str, str]] = []  # (text, marker)
         plans: list[tuple[int, int] | Refused] = []
@@ -245,7 +243,7 @@ class ChatTemplate:
                 needed.append(before)
         return [(text, mark) for text in needed]
 
-    def _assemble(self, texts: list[tuple[str, str]], ids: list[Uint32s]) -> Encoded | Refused:
+    def _assemble(self, texts: list[tuple[str, str]], ids: list[Uint32s]) -> EncodedExample | Refused:
         """Find each answer in the ids of the whole: from the end of what comes before it to its stop token."""
         whole, begins, moved = ids[0], [len(before) for before in ids[1:]], False
         if any(not np.array_equal(whole[: len(before)], before) for before in ids[1:]):
@@ -256,7 +254,7 @@ class ChatTemplate:
             if not len(ends):
                 return Refused(f"{self} does not end its answer with {self.stop}")
             learned[begin : begin + int(ends[0]) + 1] = True
-        return Encoded(whole, learned, len(begins), moved)
+        return EncodedExample(whole, learned, len(begins), moved)
 
     def _with_borders(self, texts: list[tuple[str, str]]) -> tuple[Uint32s, list[int]]:
         """The ids with every answer's beginning kept as a border between tokens, as it is in generation."""
@@ -368,7 +366,7 @@ def own_template(files: dict[str, bytes]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def choose(wanted: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+def load_template(wanted: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     """The template that the configuration asks for; the tokenizer's own, else chatml, where it asks for none."""
     own = own_template(tokenizer.files)
     if wanted is None and own is not None:
@@ -386,3 +384,126 @@ def choose(wanted: str | None, tokenizer: Tokenizer) -> ChatTemplate:
         return ChatTemplate(str(path), path.read_text("utf-8"), tokenizer)
     except UnicodeDecodeError as error:
         raise BadConfig(f"{path} is not a text", str(error), "give a Jinja template in UTF-8") from error
+
+
+# ---------------------------------------------------------------- the file of a template
+
+
+RECORD = "chat.json"
+RECORDED = {"name", "template", "stop_token", "stop_token_id", "eos_token", "eos_token_id"}
+
+
+def announce(template: ChatTemplate, folder: str | None) -> None:
+    """Say which template it is, what it does not have as single tokens, and where it differs from a model's own."""
+    report.note(template.describe())
+    if missing := template.missing_marks():
+        report.note(
+            f"{', '.join(missing)}: ordinary text for this tokenizer, several tokens each (it has no such special token)"
+        )
+    if not template.opens:
+        report.warn(f"{template} does not open an answer for generation: its heading is learned as part of the answer")
+    if "strftime_now" in template.text:
+        report.note(f"{template} writes today's date into every example; generation will write the date of its own day")
+    own = own_template(template.tokenizer.files)
+    if folder is not None and own is not None and own != template.text:
+        report.warn(
+            f"{folder} was made with another chat template than {template.name}: {around(own, template.text)};"
+            " what it has learned about turns will have to be learned anew (leave data.template out to keep its own)"
+        )
+
+
+# ---------------------------------------------------------------- with the model
+
+
+def record_of(template: ChatTemplate) -> dict[str, Any]:
+    """What training knew; generation compares it with what it finds."""
+    return {
+        "format": 1,
+        "name": template.name,
+        "template": template.text,
+        "stop_token": template.stop,
+        "stop_token_id": template.stop_id,
+        "eos_token": template.tokenizer.end_name,
+        "eos_token_id": template.tokenizer.end_of_text,
+    }
+
+
+def keep(template: ChatTemplate, folder: Path) -> None:
+    """Beside the tokenizer's files: the template where transformers looks for it, the stop tokens, the record."""
+    config = read_json(folder / "tokenizer_config.json")
+    record = record_of(template)
+    write_json(folder / "tokenizer_config.json", {**config, "chat_template": template.text})
+    if (folder / "chat_template.jinja").exists():
+        write_atomic(folder / "chat_template.jinja", template.text)
+    known = read_json(folder / "generation_config.json")
+    stops = list(dict.fromkeys([record["stop_token_id"], record["eos_token_id"]]))
+    settings = known if isinstance(known, dict) else {"bos_token_id": record["eos_token_id"]}
+    write_json(folder / "generation_config.json", {**settings, "eos_token_id": stops if stops[1:] else stops[0]})
+    write_json(folder / RECORD, record)
+
+
+# ---------------------------------------------------------------- between training and use
+
+
+def check_folder(folder: Path) -> dict[str, Any] | None:
+    """The record of a chat model, None for other models; refused where template or end mark are not as in training."""
+    record = read_json(folder / RECORD)
+    if not isinstance(record, dict) or not record.keys() >= RECORDED:
+        was_chat = read_record(folder / "training" / "state.json").get("chat")
+        if not was_chat and not (folder / RECORD).exists():
+            return None
+        why = "without it nobody knows by which template it was trained, and where its answers end"
+        raise BadConfig(
+            f"{folder / RECORD} is missing or damaged", why, "use an intact copy, or --raw", cause="template_differs"
+        )
+    config = read_json(folder / "tokenizer_config.json")
+    config = config if isinstance(config, dict) else {}
+    _same_template(folder, record, config)
+    eos = config.get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if eos != record["eos_token"]:
+        raise _differs(folder / "tokenizer_config.json", "eos_token", record["eos_token"], eos)
+    generation = read_json(folder / "generation_config.json")
+    stops = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    if record["stop_token_id"] not in (stops if isinstance(stops, list) else [stops]):
+        raise _differs(folder / "generation_config.json", "eos_token_id", record["stop_token_id"], stops)
+    return record
+
+
+def _same_template(folder: Path, record: dict[str, Any], config: dict[str, Any]) -> None:
+    found = {"tokenizer_config.json": config.get("chat_template")}
+    if (jinja := folder / "chat_template.jinja").exists():  # transformers takes this one first
+        found = {name: text for name, text in found.items() if text is not None}
+        found[jinja.name] = jinja.read_text("utf-8", "replace")
+    for name, text in found.items():
+        if text != record["template"]:
+            raise _differs(folder / name, "chat_template", record["template"], text)
+
+
+def _differs(path: Path, what: str, then: object, now: object) -> BadConfig:
+    if isinstance(then, str) and isinstance(now, str) and what == "chat_template":
+        at = next((n for n, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
+        then, now = f"...{then[max(0, at - 30) : at + 50]}...", f"...{now[max(0, at - 30) : at + 50]}..."
+    return BadConfig(
+        f"{path}: {what} is not the one that this model was trained with",
+        f"in training {then!r}, now {now!r}",
+        "put the old one back (it is in chat.json), or train with another (data.template); generate --raw asks without any",
+        cause="template_differs",
+    )
+
+
+def of_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of a chat model: checked against its record, or just found in a folder from elsewhere."""
+    record = check_folder(folder)
+    if record is None:
+        own = None if (folder / "training").is_dir() else own_template(tokenizer.files)
+        return ChatTemplate("of the tokenizer", own, tokenizer) if own else None
+    template = ChatTemplate(record["name"], record["template"], tokenizer)
+    for what, then, now in (
+        ("stop token", record["stop_token"], template.stop),
+        ("id of the stop token", record["stop_token_id"], template.stop_id),
+        ("id of eos_token", record["eos_token_id"], tokenizer.end_of_text),
+    ):
+        if then != now:
+            raise _differs(folder / "tokenizer.json", what, then, now)
+    return template

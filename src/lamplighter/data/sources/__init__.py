@@ -22,7 +22,7 @@ from lamplighter.data.sources.hub import HubSource, open_dataset
 from lamplighter.data.sources.mixture import Chain, Mixture, check_weights
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.readers.bad_records import LIMIT, BadRecords
-from lamplighter.readers.http import shown
+from lamplighter.readers.http import safe_url
 from lamplighter.readers.remote import RemoteFile, is_url
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Source(Protocol):
 
 
 def watched(source: Source, show: Callable[[int, str], None], start: Cursor | None = None) -> Iterator[str]:
-    """The texts of a source; bytes done and what is being read now are shown before each wait for one."""
+    """The texts of a source; bytes done and what is being read now are safe_url before each wait for one."""
     texts = source.documents(start)
     while True:
         here = source.position()
@@ -161,7 +161,7 @@ def is_own(entry: str) -> bool:
 
 def shown_entry(entry: str) -> str:
     """An entry of data.paths for people: without the credentials of a URL."""
-    return shown(entry) if is_url(entry) else entry
+    return safe_url(entry) if is_url(entry) else entry
 
 
 # ---------------------------------------------------------------- a source of the user's own

@@ -17,8 +17,8 @@ from lamplighter.data.sources import Source
 from lamplighter.data.stats import split_of as sides
 from lamplighter.data.stats.collect import SHOWN, Tally, read
 from lamplighter.data.stats.lengths import (
-    Advice,
     Bar,
+    LengthAdvice,
     Lengths,
     Padding,
     Spread,
@@ -128,7 +128,7 @@ class Stats:
     sides: Sides
     test_set: TestSet | None
     quality: Quality | None
-    advice: list[Advice]
+    advice: list[LengthAdvice]
     notes: list[str] = field(default_factory=list)
 
 
@@ -138,7 +138,7 @@ class Stats:
 def count_text(source: Source, tokenizer: Tokenizer, path: str, request: Request, test: TestGrams | None) -> Stats:
     """All figures of plain text."""
     started = time.monotonic()
-    found, why_not = sides.find(source, request.val_fraction)
+    found, why_not = sides.find_split(source, request.val_fraction)
     reason = no_near(request.near_documents)
     tally = Tally(tokenizer, found, 0 if reason else request.near_documents, test.meet if test else None)
     sampled = read(source, tally, request.sample_bytes)
@@ -231,7 +231,7 @@ def conclude(
     )
 
 
-def _advise_cleaning(found: Duplicates, documents: int, is_text: bool) -> list[Advice]:
+def _advise_cleaning(found: Duplicates, documents: int, is_text: bool) -> list[LengthAdvice]:
     """Equal examples are learned once in any case; equal documents are not."""
     exact, near = found.exact if is_text else 0, found.near or 0
     if exact + near <= MANY_REPEATS * documents:
@@ -240,10 +240,10 @@ def _advise_cleaning(found: Duplicates, documents: int, is_text: bool) -> list[A
         f"{exact:,} of {documents:,} repeat an earlier one ({exact / documents:.1%}), {near:,} of {found.near_documents:,}"
         " looked at nearly do: they are learned by heart, and cost steps"
     )
-    return [Advice("take repeated texts out", because, "lamp data clean PATH... --out DIR")]
+    return [LengthAdvice("take repeated texts out", because, "lamp data clean PATH... --out DIR")]
 
 
-def _advise_apart(sides: Sides, test: TestSet | None) -> list[Advice]:
+def _advise_apart(sides: Sides, test: TestSet | None) -> list[LengthAdvice]:
     """A score on text that was trained on says nothing."""
     found = []
     if sides.near and sides.near > MANY_TWINS * sides.near_val:
@@ -251,13 +251,15 @@ def _advise_apart(sides: Sides, test: TestSet | None) -> list[Advice]:
             f"{sides.near:,} of {sides.near_val:,} held-back {sides.by} ({sides.near / sides.near_val:.1%}) nearly stand among"
             f" {sides.near_train:,} that are trained on: the validation loss will look better than it is"
         )
-        found.append(Advice("take near duplicates out before training", because, "lamp data clean PATH... --out DIR"))
+        found.append(
+            LengthAdvice("take near duplicates out before training", because, "lamp data clean PATH... --out DIR")
+        )
     if test is not None and (known := test.exact + test.grams):
         because = (
             f"{known:,} of its {test.documents:,} documents stand in the training text ({test.exact:,} as they are,"
             f" {test.grams:,} for the most part): a score on them measures memory"
         )
-        found.append(Advice(f"do not judge by {test.name} as it is", because, "take those out of one of the two"))
+        found.append(LengthAdvice(f"do not judge by {test.name} as it is", because, "take those out of one of the two"))
     return found
 
 

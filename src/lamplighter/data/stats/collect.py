@@ -21,7 +21,7 @@ from lamplighter.data.sampling import Quota
 from lamplighter.data.sources import Position, Source, watched
 from lamplighter.data.sources.files import Part
 from lamplighter.data.stats.minhash import MOST_BYTES, Signer, new_hash, normalised
-from lamplighter.data.stats.split_of import Sider
+from lamplighter.data.stats.split_of import SideFinder
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
 from lamplighter.rundir import human_bytes
@@ -92,7 +92,7 @@ class Tally:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        divide: Sider | None,
+        divide: SideFinder | None,
         near_documents: int,
         meet: Callable[[str], None] | None = None,
     ) -> None:

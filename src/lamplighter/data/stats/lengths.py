@@ -7,8 +7,9 @@ Out: percentiles, bars, what a window holds and cuts, the padding of each strate
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,7 @@ def padding(lengths: Lengths, seq_len: int, batch_size: int) -> list[Padding]:
 
 
 @dataclass(frozen=True)
-class Advice:
+class LengthAdvice:
     """advice / because / set."""
 
     advice: str
@@ -166,7 +167,7 @@ def packing_window(lengths: Lengths) -> int:
     return best
 
 
-def advise(lengths: Lengths, seq_len: int, batch_size: int, examples: bool) -> list[Advice]:
+def advise(lengths: Lengths, seq_len: int, batch_size: int, examples: bool) -> list[LengthAdvice]:
     """On the window, the packing and the batch; `examples` are kept apart, documents of text follow each other."""
     if not len(lengths):
         return []
@@ -185,7 +186,7 @@ def _percent(share: float) -> str:
     return text.replace("%", " %")
 
 
-def _advise_examples(lengths: Lengths, seq_len: int, batch_size: int) -> Sequence[Advice]:
+def _advise_examples(lengths: Lengths, seq_len: int, batch_size: int) -> Sequence[LengthAdvice]:
     facts, holds, best = spread(lengths), fitting(lengths), packing_window(lengths)
     now, then = window(lengths, seq_len), window(lengths, best)
     shares = {one.strategy: one for one in padding(lengths, best, batch_size)}
@@ -211,12 +212,12 @@ def _advise_examples(lengths: Lengths, seq_len: int, batch_size: int) -> Sequenc
         f" {_percent(shares[name].share)} {name}" for name in ("dynamic", "grouped", "packed")
     )
     return [
-        Advice(what, because, f"data.seq_len: {best}"),
-        Advice(f"pack: {kind}", costs, f"data.packing: {kind}"),
+        LengthAdvice(what, because, f"data.seq_len: {best}"),
+        LengthAdvice(f"pack: {kind}", costs, f"data.packing: {kind}"),
     ]
 
 
-def _advise_text(lengths: Lengths, seq_len: int) -> Sequence[Advice]:
+def _advise_text(lengths: Lengths, seq_len: int) -> Sequence[LengthAdvice]:
     facts, now = spread(lengths), window(lengths, seq_len)
     alone = _percent(now.padding_alone)
     if now.beyond_share > 0.5 and fitting(lengths, 0.5) > seq_len:
@@ -238,12 +239,12 @@ def _advise_text(lengths: Lengths, seq_len: int) -> Sequence[Advice]:
     stream = padding(lengths, seq_len, 1)[-1]
     costs = f"documents follow each other: padding {_percent(stream.share)}; each alone in a window: {alone}"
     return [
-        Advice(what, because, f"data.seq_len: {value}"),
-        Advice("pack: windows over the stream", costs, "data.packing: windows"),
+        LengthAdvice(what, because, f"data.seq_len: {value}"),
+        LengthAdvice("pack: windows over the stream", costs, "data.packing: windows"),
     ]
 
 
-def _advise_batch(lengths: Lengths, seq_len: int, batch_size: int, examples: bool) -> Advice:
+def _advise_batch(lengths: Lengths, seq_len: int, batch_size: int, examples: bool) -> LengthAdvice:
     total = int(np.minimum(lengths, seq_len).sum(dtype=np.int64)) if examples else int(np.sum(lengths, dtype=np.int64))
     step = batch_size * seq_len
     steps = max(1, math.ceil(total / step))
@@ -251,9 +252,94 @@ def _advise_batch(lengths: Lengths, seq_len: int, batch_size: int, examples: boo
     if steps < FEW_STEPS and batch_size > 1:
         fewer = max(1, 2 ** int(math.log2(max(1.0, total / (FEW_STEPS * seq_len)))))
         if fewer < batch_size:
-            return Advice(f"a smaller batch: {fewer}", f"{sums}: few to learn by", f"train.batch_size: {fewer}")
+            return LengthAdvice(f"a smaller batch: {fewer}", f"{sums}: few to learn by", f"train.batch_size: {fewer}")
     if step < SMALL_STEP and steps > MANY_STEPS:
         more = max(batch_size, 2 ** math.ceil(math.log2(SMALL_STEP / seq_len)))
         sums += f"; {more} would make {math.ceil(total / (more * seq_len)):,} steps with a steadier gradient"
-        return Advice(f"a larger batch: {more}", sums, f"train.batch_size: {more}")
-    return Advice(f"keep the batch of {batch_size}", sums, f"train.batch_size: {batch_size}")
+        return LengthAdvice(f"a larger batch: {more}", sums, f"train.batch_size: {more}")
+    return LengthAdvice(f"keep the batch of {batch_size}", sums, f"train.batch_size: {batch_size}")
+
+
+# ---------------------------------------------------------------- drawn
+
+
+EIGHTHS = " ▏▎▍▌▋▊▉"
+WIDTH = 44
+
+
+def draw(bars: Sequence[Bar], marks: Mapping[str, int], width: int = WIDTH) -> list[str]:
+    """One line a bar: lengths, bar, count, share of documents, share of tokens, the marks that lie in it."""
+    most = max((bar.count for bar in bars), default=0)
+    total = max(1, sum(bar.count for bar in bars))
+    tokens = max(1, sum(bar.tokens for bar in bars))
+    names = [f"{bar.low:,}-{bar.high:,}" if bar.high > bar.low else f"{bar.low:,}" for bar in bars]
+    wide = max(map(len, [*names, "tokens"]))
+    lines = [f"{'tokens':>{wide}}  {'':<{width}} {'count':>11} {'of all':>7} {'of tokens':>9}"] if bars else []
+    for bar, name in zip(bars, names, strict=True):
+        inside = [mark for mark, at in marks.items() if bar.low <= at <= bar.high]
+        said = f"  <- {', '.join(inside)}" if inside else ""
+        line = f"{name:>{wide}}  {_bar(bar.count, most, width):<{width}} {bar.count:>11,}"
+        lines.append(f"{line} {bar.count / total:>7.1%} {bar.tokens / tokens:>9.1%}{said}")
+    return lines
+
+
+def _bar(count: int, most: int, width: int) -> str:
+    """At least a sliver for what is not nothing."""
+    eighths = max(1, round(8 * width * count / most)) if count else 0
+    full, part = divmod(eighths, 8)
+    return "█" * full + EIGHTHS[part].strip()
+
+
+def svg(bars: Sequence[Bar], marks: Mapping[str, int], title: str, about: str) -> str:
+    """The same as a picture that any browser shows, on light and dark paper."""
+    left, top, wide, high, foot = 70, 56, 860, 300, 84
+    most = max((bar.count for bar in bars), default=1) or 1
+    step = wide / max(1, len(bars))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + wide + 30} {top + high + foot}"'
+        ' font-family="sans-serif" font-size="12" role="img">',
+        f"<title>{escape(title)}</title><desc>{escape(about)}</desc>",
+        '<rect width="100%" height="100%" fill="#fffdf7"/>',
+        f'<text x="{left}" y="24" font-size="16" fill="#222">{escape(title)}</text>',
+        f'<text x="{left}" y="42" fill="#666">{escape(about)}</text>',
+    ]
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        y = top + high * (1 - share)
+        parts.append(f'<line x1="{left}" x2="{left + wide}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end" fill="#666">{most * share:,.0f}</text>')
+    for number, bar in enumerate(bars):
+        tall = high * bar.count / most
+        x, y = left + number * step, top + high - tall
+        words = f"{bar.low:,} to {bar.high:,} tokens: {bar.count:,} documents, {bar.tokens:,} tokens"
+        parts.append(
+            f'<rect x="{x + 1:.1f}" y="{y:.1f}" width="{step - 2:.1f}" height="{tall:.1f}" fill="#d9902f">'
+            f"<title>{escape(words)}</title></rect>"
+        )
+        at = f"{x + step / 2:.1f} {top + high + 14}"
+        turn = f'transform="translate({at}) rotate(40)"'
+        parts.append(f'<text {turn} fill="#444">{bar.low:,}</text>')
+    parts += _marks(bars, marks, left, top, step, high)
+    parts.append(
+        f'<text x="{left + wide}" y="{top + high + foot - 10}" text-anchor="end" fill="#666">'
+        "tokens in a document (left edge of each bar)</text></svg>"
+    )
+    return "\n".join(parts) + "\n"
+
+
+def _marks(
+    bars: Sequence[Bar], marks: Mapping[str, int], left: float, top: float, step: float, high: float
+) -> list[str]:
+    """A line for each mark, where it lies inside its bar; names that would meet stand below each other."""
+    parts: list[str] = []
+    for row, (name, at) in enumerate(sorted(marks.items(), key=lambda mark: mark[1])):
+        number = next((n for n, bar in enumerate(bars) if bar.low <= at <= bar.high), None)
+        if number is None:
+            continue
+        bar = bars[number]
+        x = left + (number + (at - bar.low + 0.5) / (bar.high - bar.low + 1)) * step
+        y = top + 12 + 14 * (row % 4)
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{top + high}" stroke="#27496d" stroke-dasharray="4 3"/>'
+        )
+        parts.append(f'<text x="{x + 4:.1f}" y="{y}" fill="#27496d">{escape(name)} = {at:,}</text>')
+    return parts

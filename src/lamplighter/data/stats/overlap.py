@@ -17,7 +17,7 @@ from lamplighter.data.sources.files import Part
 from lamplighter.data.stats import minhash
 from lamplighter.data.stats.collect import HEAD_CHARS, SHOWN, Places, Tally, line_of
 from lamplighter.data.stats.minhash import Grams, Signer, normalised, text_hash
-from lamplighter.data.stats.split_of import Sider
+from lamplighter.data.stats.split_of import SideFinder
 from lamplighter.errors import BadData
 from lamplighter.rundir import human_bytes
 
@@ -199,7 +199,7 @@ def pair_of(tally: Tally, first: int, second: int, similarity: float) -> Pair:
     return Pair(tally.places.of(first), tally.places.of(second), round(similarity, 3), 2, tally.head_of(first))
 
 
-def compare_sides(tally: Tally, divide: Sider | None, why_not: str, reason: str) -> Sides:
+def compare_sides(tally: Tally, divide: SideFinder | None, why_not: str, reason: str) -> Sides:
     """Near duplicates across the division."""
     if divide is None:
         return Sides("", why_not, 0, 0, 0, None, 0, 0, [])

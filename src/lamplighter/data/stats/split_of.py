@@ -1,7 +1,7 @@
 """On which side of the division a text would be: the only place where statistics know how training divides.
 
 In:  a source, the share that is held back.
-Out: a Sider: 'train' or 'val' for a document, or for each block of one.
+Out: a SideFinder: 'train' or 'val' for a document, or for each block of one.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from lamplighter import report
 from lamplighter.data import split
 from lamplighter.data.sources import Source, watched
 from lamplighter.data.sources.files import Part
-from lamplighter.data.split import Division
-from lamplighter.data.token_cache.ranges import Stretch
+from lamplighter.data.split import Split
+from lamplighter.data.token_cache.ranges import TextBlock
 from lamplighter.errors import BadData
 
 
-class Sider:
+class SideFinder:
     """The division that `lamp train` would make."""
 
-    def __init__(self, found: Division) -> None:
+    def __init__(self, found: Split) -> None:
         self._division = found
         self.by = found.by
         """documents or blocks."""
@@ -37,19 +37,19 @@ class Sider:
             yield "val" if val else "train", data[begin:end].decode()
 
 
-def find(source: Source, val_fraction: float) -> tuple[Sider | None, str]:
+def find_split(source: Source, val_fraction: float) -> tuple[SideFinder | None, str]:
     """The division, or why there is none."""
     if not val_fraction:
         return None, "data.val_fraction is 0: nothing is held back"
-    settings = split.Settings(val_fraction)
-    seen, opened = split.look_for(settings), False
+    settings = split.CacheSettings(val_fraction)
+    seen, opened = split.begin_survey(settings), False
     with report.phase("look at the documents", unit="documents") as p:
         for text in watched(source, lambda _, item: p.set(seen.documents, item)):
-            seen.add(Stretch([text.encode()], opened, isinstance(text, Part)))
+            seen.add(TextBlock([text.encode()], opened, isinstance(text, Part)))
             opened = isinstance(text, Part)
             if seen.is_enough():
                 break
     try:
-        return Sider(split.decide(seen, settings, source)), ""
+        return SideFinder(split.decide(seen, settings, source)), ""
     except BadData as error:
         return None, f"lamp train would refuse: {error.what} ({error.why})"

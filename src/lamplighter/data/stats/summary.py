@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lamplighter.data.stats import Found, Stats
-from lamplighter.data.stats.histogram import draw, svg
+from lamplighter.data.stats.lengths import draw, svg
 from lamplighter.data.stats.overlap import GRAM_SHARE, GRAM_WORDS, Duplicates, Pair, Sides, TestSet
 from lamplighter.data.stats.row_faults import Quality
 from lamplighter.data.tokenizer_training import escaped

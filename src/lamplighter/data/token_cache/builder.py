@@ -28,13 +28,13 @@ import numpy as np
 from lamplighter import report
 from lamplighter.data.sources import Part, Source, watched
 from lamplighter.data.sources.files import FileSource
-from lamplighter.data.split import Division, Look, Settings, decide, look_for
+from lamplighter.data.split import CacheSettings, Split, Survey, begin_survey, decide
 from lamplighter.data.token_cache import partition
 from lamplighter.data.token_cache import writer as shards
 from lamplighter.data.token_cache.encoder import renewed
-from lamplighter.data.token_cache.partition import Plan, Unit
-from lamplighter.data.token_cache.ranges import PART_BYTES, Stretch
-from lamplighter.data.token_cache.writer import SIDES, Job, Record, UnitWriter, full, hash_first, sync_file
+from lamplighter.data.token_cache.partition import BuildPlan, Unit
+from lamplighter.data.token_cache.ranges import PART_BYTES, TextBlock
+from lamplighter.data.token_cache.writer import SIDES, Record, UnitJob, UnitWriter, full, hash_first, sync_file
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, CannotWrite
 from lamplighter.procs.pool import TICK_S, each
@@ -64,10 +64,10 @@ Show = Callable[[int, str], None]
 class Builder:
     """One build, from the first look to the manifest."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, settings: Settings, workers: int = 1) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer, settings: CacheSettings, workers: int = 1) -> None:
         self.folder, self.tokenizer, self.settings, self.workers = folder, tokenizer, settings, workers
         self.dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-        self.division = Division("documents", 0, 0)
+        self.division = Split("documents", 0, 0)
         self.need_bytes = 0
         self.records: dict[int, Record] = {}
         self.half_done: Record = {}  # of the unit of a slow source that is not full yet
@@ -95,11 +95,11 @@ class Builder:
 
     # -- begin, or go on
 
-    def begin(self, source: Source, plan: Plan | None) -> None:
+    def begin(self, source: Source, plan: BuildPlan | None) -> None:
         """Decide the division, make sure of room, and write it down."""
         self._remove_others({"lock"})
         total = source.total_bytes()
-        found = look_for(self.settings)
+        found = begin_survey(self.settings)
         with report.phase("look at the documents", unit="documents") as p:
 
             def show(bytes_done: int, item: str) -> None:
@@ -107,7 +107,7 @@ class Builder:
                 self.say(bytes_done, total, item)
 
             bad = plan.how.bad_records() if plan else BadRecords(quiet=True)
-            read = partition.look(plan, found, show, bad) if plan else _look_at_texts(source, found, show)
+            read = partition.survey_plan(plan, found, show, bad) if plan else _look_at_texts(source, found, show)
         try:
             self.division = decide(found, self.settings, source)
         except BadData as error:
@@ -126,7 +126,7 @@ class Builder:
         head = read_record(self.folder / "build.json")
         if head.get("format") != FORMAT:
             return False
-        self.division, self.need_bytes = Division(**head["division"]), head["need_bytes"]
+        self.division, self.need_bytes = Split(**head["division"]), head["need_bytes"]
         for path in sorted(self.folder.glob("unit-*.json")):
             record = read_json(path)
             if isinstance(record, dict) and isinstance(record.get("lines"), list) and self._is_whole(record):
@@ -159,7 +159,7 @@ class Builder:
             if path.name not in kept:
                 path.unlink(missing_ok=True)
 
-    def _estimate(self, found: Look, total: int | None, read: int) -> int:
+    def _estimate(self, found: Survey, total: int | None, read: int) -> int:
         """Bytes of the finished cache, from the tokens of a sample; 0 where the source cannot say its size."""
         with report.phase("estimate the size", unit="B") as p:
             sample: list[bytes] = []
@@ -184,12 +184,12 @@ class Builder:
                 "free some space, or choose another place with --runs-dir",
             )
 
-    def _job(self) -> Job:
-        return Job(self.folder, self.division, self.dtype, self.tokenizer.end_of_text, self.tokenizer.vocab_size)
+    def _job(self) -> UnitJob:
+        return UnitJob(self.folder, self.division, self.dtype, self.tokenizer.end_of_text, self.tokenizer.vocab_size)
 
     # -- units of files
 
-    def run_plan(self, source: FileSource, plan: Plan) -> None:
+    def run_plan(self, source: FileSource, plan: BuildPlan) -> None:
         """Make the missing units, in this process or by workers."""
         total = plan.total_bytes()
         todo = [unit for unit in plan.units if unit.number not in self.records]
@@ -276,7 +276,7 @@ class Builder:
                 is_full, is_due = writer.read_bytes + held >= size, time.monotonic() - kept_at > COMMIT_S
                 if not (isinstance(text, Part) or held >= batch or is_full or is_due):
                     continue
-                writer.add(Stretch(docs, opened, isinstance(text, Part)))
+                writer.add(TextBlock(docs, opened, isinstance(text, Part)))
                 docs, held, opened = [], 0, isinstance(text, Part)
                 if is_full or is_due:
                     self._keep(writer, is_full, {"cursor": source.position().cursor, "opened": opened})
@@ -286,7 +286,7 @@ class Builder:
                     writers.close()
                     writer = writers.enter_context(UnitWriter(job, encoder, len(self.records), writer.divider.open_val))
             if docs:
-                writer.add(Stretch(docs, opened))
+                writer.add(TextBlock(docs, opened))
             if writer.read_bytes:
                 self._keep(writer, True, {"cursor": source.position().cursor, "opened": False})
             p.set(source.position().bytes_done)
@@ -358,10 +358,10 @@ def _sum_side(side: str, records: list[Record]) -> dict[str, Any]:
 # ---------------------------------------------------------------- reading texts in sight of the watcher
 
 
-def _look_at_texts(source: Source, found: Look, show: Show) -> int:
+def _look_at_texts(source: Source, found: Survey, show: Show) -> int:
     opened = False
     for text in watched(source, show):
-        found.add(Stretch([text.encode()], opened, isinstance(text, Part)))
+        found.add(TextBlock([text.encode()], opened, isinstance(text, Part)))
         opened = isinstance(text, Part)
         if found.is_enough():
             return source.position().bytes_done
@@ -372,7 +372,7 @@ def _look_at_texts(source: Source, found: Look, show: Show) -> int:
 class _BadLines:
     """Bad lines, as the units list them, put to the policy in the order of the files."""
 
-    def __init__(self, source: FileSource, plan: Plan) -> None:
+    def __init__(self, source: FileSource, plan: BuildPlan) -> None:
         self.units, self.total = plan.units, plan.total_bytes()
         self.reading = source.bad.begin()
         self.files: dict[str, BadInFile] = {}
@@ -418,7 +418,7 @@ class _BadLines:
 
 
 def build(
-    folder: Path, source: Source, tokenizer: Tokenizer, settings: Settings, parts: dict[str, Any], workers: int = 1
+    folder: Path, source: Source, tokenizer: Tokenizer, settings: CacheSettings, parts: dict[str, Any], workers: int = 1
 ) -> None:
     """Make the cache in `folder`, or go on making it."""
     builder = Builder(folder, tokenizer, settings, workers)

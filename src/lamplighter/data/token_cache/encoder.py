@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lamplighter.data.token_cache.boundaries import cut_all
+from lamplighter.data.token_cache.ranges import cut_all
 from lamplighter.procs.procfs import own_memory
 
 GROWN_BYTES = 128 << 20

@@ -17,9 +17,9 @@ from itertools import accumulate
 
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import FileSource
-from lamplighter.data.split import MB, Look, Settings
+from lamplighter.data.split import MB, CacheSettings, Survey
 from lamplighter.data.token_cache import ranges
-from lamplighter.data.token_cache.ranges import Reading, Span, read
+from lamplighter.data.token_cache.ranges import ReadOptions, Span, read
 from lamplighter.readers.bad_records import BadRecords
 from lamplighter.readers.local import LocalFile, is_packed, kind_of, suffix_of
 
@@ -59,17 +59,17 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """The units of a cache, and how their files are read."""
 
     units: list[Unit]
-    how: Reading
+    how: ReadOptions
 
     def total_bytes(self) -> int:
         return sum(unit.bytes for unit in self.units)
 
 
-def unit_bytes(total: int, settings: Settings) -> int:
+def unit_bytes(total: int, settings: CacheSettings) -> int:
     """Small enough to share the work evenly and to lose little by a kill; a whole number of parts."""
     usual = min(max(total // 32, LEAST_BYTES), USUAL_BYTES)
     wanted = settings.unit_bytes or max(usual, total // MOST_UNITS)
@@ -77,7 +77,7 @@ def unit_bytes(total: int, settings: Settings) -> int:
     return wanted if wanted < part else -(-wanted // part) * part
 
 
-def plan(source: Source, settings: Settings) -> Plan | None:
+def plan(source: Source, settings: CacheSettings) -> BuildPlan | None:
     """The units of files; None where the texts must be asked of the source one after the other."""
     files = source.local_files() if type(source) is FileSource else None
     if files is None or type(source) is not FileSource:
@@ -100,8 +100,8 @@ def plan(source: Source, settings: Settings) -> Plan | None:
             groups.append([])
         weight = 0
     units = [Unit(number, tuple(spans)) for number, spans in enumerate(filter(None, groups))]
-    how = Reading(source.separator, source.text_key, source.bad.policy, min(ranges.PART_BYTES, size))
-    return Plan(units, how)
+    how = ReadOptions(source.separator, source.text_key, source.bad.policy, min(ranges.PART_BYTES, size))
+    return BuildPlan(units, how)
 
 
 def _span_kind(file: LocalFile) -> str:
@@ -113,7 +113,7 @@ def _span_kind(file: LocalFile) -> str:
     return "text" if kind in ("text", "") else "file"
 
 
-def look(plan: Plan, found: Look, show: Callable[[int, str], None], bad: BadRecords) -> int:
+def survey_plan(plan: BuildPlan, found: Survey, show: Callable[[int, str], None], bad: BadRecords) -> int:
     """Read the first documents of the plan; how many bytes were read for it."""
     done, reading = 0, bad.begin()
     for span in (span for unit in plan.units for span in unit.spans):

@@ -1,7 +1,7 @@
 """The token cache: found by its fingerprint, built once (by whoever is first), read by mapped memory.
 
 In:  a folder for caches, a source, a tokenizer, settings.
-Out: Tokens with a train and a val Split: documents of ids, one after the other, in shards on disk (see builder.py).
+Out: Tokens with a train and a val TokenStream: documents of ids, one after the other, in shards on disk (see builder.py).
 
 A cache is named after three fingerprints: tokenizer, settings, sources. If one of them changes it is another cache, and
 the difference is said.
@@ -26,7 +26,7 @@ from lamplighter import report
 from lamplighter.data import split as division
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import digest
-from lamplighter.data.split import Settings
+from lamplighter.data.split import CacheSettings
 from lamplighter.data.token_cache import builder, ranges
 from lamplighter.data.token_cache.builder import read_manifest
 from lamplighter.data.token_cache.encoder import Ids
@@ -37,7 +37,7 @@ from lamplighter.procs.lock import open_lock, try_lock
 from lamplighter.procs.pool import TICK_S, usable_cores
 from lamplighter.rundir import cannot_write, hash_file, identity, read_json, read_record
 
-__all__ = ["Settings", "Split", "Tokens", "ensure", "obtain", "open_tokens"]
+__all__ = ["CacheSettings", "TokenStream", "Tokens", "ensure", "obtain", "open_tokens"]
 
 PARTS = ("tokenizer", "settings", "sources")
 POLL_S = 0.2
@@ -52,7 +52,7 @@ def ensure(
     cache_root: Path,
     source: Source,
     tokenizer: Tokenizer,
-    settings: Settings,
+    settings: CacheSettings,
     mode: Mode = "auto",
     workers: int | None = None,
 ) -> Path:
@@ -64,7 +64,7 @@ def obtain(
     cache_root: Path,
     source: Source,
     tokenizer: Tokenizer,
-    settings: Settings,
+    settings: CacheSettings,
     mode: Mode = "auto",
     workers: int | None = None,
 ) -> tuple[Tokens, bool]:
@@ -74,7 +74,7 @@ def obtain(
 
 
 def _ensure(
-    cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Settings, mode: Mode, workers: int | None
+    cache_root: Path, source: Source, tokenizer: Tokenizer, settings: CacheSettings, mode: Mode, workers: int | None
 ) -> tuple[Path, bool]:
     parts = _parts(source, tokenizer, settings)
     folder = _folder(cache_root, parts)
@@ -106,7 +106,7 @@ def _ensure(
 
 
 @dataclass(frozen=True)
-class Sought:
+class CacheLocation:
     """Where the cache of a run would be, and what is there."""
 
     folder: Path
@@ -114,14 +114,18 @@ class Sought:
     near: str  # what differs from the nearest other cache; '' where there is none
 
 
-def look_for(cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Settings) -> Sought:
+def locate_token_cache(
+    cache_root: Path, source: Source, tokenizer: Tokenizer, settings: CacheSettings
+) -> CacheLocation:
     """Look, and touch nothing."""
     parts = _parts(source, tokenizer, settings)
     folder = _folder(cache_root, parts)
-    return Sought(folder, _fault(folder), _near(cache_root, folder, parts))
+    return CacheLocation(folder, _fault(folder), _near(cache_root, folder, parts))
 
 
-def find(cache_root: Path, source: Source, tokenizer: Tokenizer, settings: Settings) -> dict[str, Any] | None:
+def find_token_cache(
+    cache_root: Path, source: Source, tokenizer: Tokenizer, settings: CacheSettings
+) -> dict[str, Any] | None:
     """The manifest of the finished cache of these three, with its folder's name; None where there is none. Builds nothing."""
     folder = _folder(cache_root, _parts(source, tokenizer, settings))
     if _fault(folder) is not None:
@@ -134,7 +138,7 @@ def _folder(cache_root: Path, parts: dict[str, dict[str, Any]]) -> Path:
     return cache_root / digest([parts[name]["fingerprint"] for name in PARTS])[:20]
 
 
-def _parts(source: Source, tokenizer: Tokenizer, settings: Settings) -> dict[str, dict[str, Any]]:
+def _parts(source: Source, tokenizer: Tokenizer, settings: CacheSettings) -> dict[str, dict[str, Any]]:
     """The three things that decide a cache, each with its fingerprint and words for people."""
     rules = [builder.FORMAT, division.LOOK_DOCUMENTS, division.LOOK_BYTES, division.BLOCK_BYTES, ranges.PART_BYTES]
     return {
@@ -253,7 +257,7 @@ def _wait(fd: int, folder: Path) -> None:
 # ---------------------------------------------------------------- reading
 
 
-class Split:
+class TokenStream:
     """One side's stream of ids: an end-of-text, then its shards, which may have any sizes."""
 
     def __init__(self, folder: Path, name: str, manifest: dict[str, Any]) -> None:
@@ -325,8 +329,8 @@ class Tokens:
 
     folder: Path
     manifest: dict[str, Any]
-    train: Split
-    val: Split
+    train: TokenStream
+    val: TokenStream
 
     @property
     def vocab_size(self) -> int:
@@ -360,7 +364,7 @@ def open_tokens(folder: Path, verify: bool = False) -> Tokens:
     if verify:
         _verify(folder, manifest["files"])
     _allow_open_files(sum(len(split["shards"]) for split in manifest["splits"].values()))
-    return Tokens(folder, manifest, Split(folder, "train", manifest), Split(folder, "val", manifest))
+    return Tokens(folder, manifest, TokenStream(folder, "train", manifest), TokenStream(folder, "val", manifest))
 
 
 def _verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from lamplighter.data.split import Divider, Division, Pieces
+from lamplighter.data.split import Pieces, Split, Splitter
 from lamplighter.data.token_cache import ranges
 from lamplighter.data.token_cache.encoder import Encoder, Ids, Recipe, make_encoder, renewed
 from lamplighter.data.token_cache.partition import Unit
-from lamplighter.data.token_cache.ranges import Reading, Stretch
+from lamplighter.data.token_cache.ranges import ReadOptions, TextBlock
 from lamplighter.errors import BadData, CannotWrite
 from lamplighter.rundir import cannot_write, free_bytes, human_bytes
 
@@ -40,11 +40,11 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Job:
+class UnitJob:
     """What every unit of a cache has in common; can be sent to another process."""
 
     folder: Path
-    division: Division
+    division: Split
     dtype: str
     end_of_text: int
     vocab_size: int
@@ -154,13 +154,13 @@ class _Shard:
 class UnitWriter:
     """Divides, encodes and appends; what it holds in memory is one stretch."""
 
-    def __init__(self, job: Job, encoder: Encoder, number: int, open_val: bool | None = None) -> None:
+    def __init__(self, job: UnitJob, encoder: Encoder, number: int, open_val: bool | None = None) -> None:
         self.job, self.encoder, self.number = job, encoder, number
-        self.divider = Divider(job.division, open_val)
+        self.divider = Splitter(job.division, open_val)
         self.shards = [_Shard(job.folder, side, number) for side in SIDES]
         self.read_bytes = 0
 
-    def add(self, stretch: Stretch) -> None:
+    def add(self, stretch: TextBlock) -> None:
         pieces = self.divider.pieces(stretch)
         self.read_bytes += sum(map(len, stretch.docs))
         ids, lengths = self.encoder.encode(pieces.texts)
@@ -224,7 +224,7 @@ class UnitWriter:
         self.close()
 
 
-def _laid_out(ids: Ids, lengths: Ids, chosen: Ids, ends: Ids, job: Job) -> Ids:
+def _laid_out(ids: Ids, lengths: Ids, chosen: Ids, ends: Ids, job: UnitJob) -> Ids:
     """The ids of the chosen texts, each with an end-of-text after it where it ends."""
     if len(lengths) <= FEW:
         stops = np.cumsum(lengths)
@@ -249,8 +249,8 @@ def _laid_out(ids: Ids, lengths: Ids, chosen: Ids, ends: Ids, job: Job) -> Ids:
 
 @dataclass
 class _Worker:
-    job: Job
-    how: Reading
+    job: UnitJob
+    how: ReadOptions
     recipe: Recipe
     encoder: Encoder
     tell: Callable[[int, int], None]
@@ -259,13 +259,15 @@ class _Worker:
 _worker: _Worker | None = None
 
 
-def start_worker(job: Job, how: Reading, recipe: Recipe, cells: Any) -> None:
+def start_worker(job: UnitJob, how: ReadOptions, recipe: Recipe, cells: Any) -> None:
     """In a process of its own: load the encoder; progress goes to a cell of shared memory for each unit."""
     os.environ["RAYON_NUM_THREADS"] = "1"  # one worker, one core
     start_here(job, how, recipe, make_encoder(recipe), cells.__setitem__)
 
 
-def start_here(job: Job, how: Reading, recipe: Recipe, encoder: Encoder, tell: Callable[[int, int], None]) -> None:
+def start_here(
+    job: UnitJob, how: ReadOptions, recipe: Recipe, encoder: Encoder, tell: Callable[[int, int], None]
+) -> None:
     """In this process."""
     global _worker
     _worker = _Worker(job, how, recipe, encoder, tell)
@@ -293,7 +295,7 @@ def make_unit(unit: Unit) -> Record:
         return {**writer.close(), "faults": bad.listed, "bad": reading.count, "lines": lines}
 
 
-def _open_side(unit: Unit, how: Reading, division: Division) -> bool | None:
+def _open_side(unit: Unit, how: ReadOptions, division: Split) -> bool | None:
     """The side of the document that a unit goes on with, found as the unit before has found it."""
     span = unit.spans[0]
     if span.kind != "text" or how.separator or not span.start:

@@ -40,7 +40,7 @@ class _Descriptor:
     def is_ours(self) -> bool:
         try:
             return os.fstat(self.fd)[1:3] == self.file
-        except OSError:
+        except OSError:  # the script has closed it
             return False
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ def never_raises(function: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(*args: Any) -> Any:
         try:
             return function(*args)
-        except Exception:
+        except Exception:  # errors of ours must never reach the script
             return None
 
     return guarded
@@ -97,7 +97,7 @@ def _listen(ask: _Descriptor, stem: str) -> None:
     while ask.is_ours():
         try:
             pending += os.read(ask.fd, 4096)
-        except OSError:
+        except OSError:  # the script has closed it: nobody can ask any more
             return
         *lines, pending = pending.split(b"\n")
         for line in lines:

@@ -93,7 +93,7 @@ def _fetch_begins(args: tuple[Any, ...], kwargs: object) -> tuple[int, int, int]
         slot.set("loader_workers", iterator._num_workers)
         try:
             slot.set("loader_len", len(iterator))
-        except Exception:
+        except Exception:  # a loader without a length
             slot.set("loader_len", -1)
     task = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", -1))
     slot.set("wait_worker", task[0] if task else -1)
@@ -313,9 +313,9 @@ class _Sink:
 def _can_pickle(value: object) -> bool:
     try:
         sys.modules["multiprocessing.reduction"].ForkingPickler(_Sink()).dump(value)
-    except _TooLarge:
+    except _TooLarge:  # enough was written to believe the rest
         return True
-    except Exception:
+    except Exception:  # whatever a value's own pickling raises: it cannot be pickled
         return False
     return True
 

@@ -52,7 +52,7 @@ def _chain():
 
         try:
             found = imp.find_module("sitecustomize", rest)
-        except ImportError:
+        except ImportError:  # there is no other one
             return
         imp.load_module("sitecustomize", *found)
         return
@@ -69,6 +69,6 @@ def _chain():
 
 try:
     _install()
-except Exception:
+except Exception:  # errors of ours must never reach the script
     pass
 _chain()

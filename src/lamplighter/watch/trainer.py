@@ -1,0 +1,448 @@
+"""Our own processes as a target of the supervisor: one per rank, each with a slot, a FIFO and an event file of its own.
+
+In:  a run folder, the verb and its request (ChildSpec), a console.
+Out: processes of `python -m lamplighter.commands.child`, what they report in words, and what their end means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lamplighter.config import Budget
+from lamplighter.errors import (
+    CHILD_LOST,
+    CRASHED,
+    DONE,
+    FAULTS_FOUND,
+    LEFT_AT_ONCE,
+    STOPPED_EARLY,
+    STUCK,
+    CannotWrite,
+    RefusedByPlan,
+)
+from lamplighter.procs import prctl, procfs, stacks
+from lamplighter.report import Verdict
+from lamplighter.rundir import RunDir, free_bytes, number, open_lines, read_record
+from lamplighter.slot import Slot, read_slot
+from lamplighter.watch import time_report
+from lamplighter.watch.console import Console
+from lamplighter.watch.observe import Observer, Tail
+from lamplighter.watch.process_tree import Snapshot
+from lamplighter.watch.resources import disk_verdict
+from lamplighter.watch.restart_policy import RestartPolicy
+from lamplighter.watch.stall import StallDetector
+from lamplighter.watch.status import clean, duration, line, tell, tell_flags, tell_step
+from lamplighter.watch.supervisor import Death, Ending, Outcome
+
+OUTPUT_LINES = 40
+BUDGET_BACKSTOP_S = 5.0
+SAVE_S = 2.0
+SPIN = "3000"  # turns of waiting before a thread sleeps: chosen by measurement, decision 005
+NO_WORD = "it did not say that it was done; your code or a library may have called os._exit"
+STATES = {
+    DONE: "finished",
+    STUCK: "stuck",
+    STOPPED_EARLY: "stopped",
+    CHILD_LOST: "lost",
+    76: "diverged",
+    LEFT_AT_ONCE: "stopped",
+}
+STYLES = {DONE: "bold green", STOPPED_EARLY: "bold yellow"}
+NOT_BY_RESUMING = (65, 66, 77, 78)  # these need another input, not the same command again
+
+
+@dataclass
+class ChildSpec:
+    """What the processes shall do, and under which conditions."""
+
+    verb: str
+    request: dict[str, Any]
+    resume_command: str = ""
+    budget: Budget = field(default_factory=Budget)
+    grace_s: float = 30.0
+    began: float = field(default_factory=time.time)
+    lock_fd: int = -1
+    verbose: bool = False
+    keeps_report: bool = True  # a training run has a time report; `generate` has not
+    result_fd: int = -1
+    child_stdin: int = subprocess.DEVNULL
+    ranks: int = 1
+
+
+class Trainer:
+    """The processes of one run of ours, and what they have said."""
+
+    ours = True
+
+    def __init__(self, run: RunDir, spec: ChildSpec, console: Console) -> None:
+        self.run, self.spec, self.console = run, spec, console
+        self.verb, self.grace_s = spec.verb, spec.grace_s
+        self.began = time.monotonic() - max(0.0, time.time() - spec.began)
+        self.last_status = read_record(run.status)
+        self.spent_before_s = number(self.last_status.get("spent_s"))
+        self.durable_before = self._durable_on_disk()
+        self.ranks = range(spec.ranks)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.observer = Observer(run, [run.rank_events(rank) for rank in self.ranks], spec.budget)
+        self.status = self.observer.status
+        self.status.started = self.began
+        self.output = Tail(run.output, from_end=True)
+        self.interrupts, self.signalled, self.wake = 0, "", -1
+        self.oom_before = procfs.oom_kills()
+        self.peak_bytes = self.checkpoint_bytes = 0
+        self.error_heard = False
+        self.ended_early: dict[str, Any] = {}
+
+    @property
+    def spent_s(self) -> float:
+        return self.spent_before_s + time.monotonic() - self.began
+
+    @property
+    def slot(self) -> Slot | None:
+        """Of the first rank."""
+        return self.status.slot
+
+    def say(self, text: str, style: str = "", urgent: bool = False) -> None:
+        self.console.say(text, style)
+
+    # ---------------------------------------------------------------- start
+
+    def start_fields(self, attempt: int) -> dict[str, Any]:
+        return {"began": self.spec.began if not self.processes else time.time(), "verb": self.verb}
+
+    def spawn(self, attempt: int) -> list[subprocess.Popen[bytes]]:
+        prctl.adopt_orphans()
+        self.processes = [self._spawn_rank(rank, attempt) for rank in self.ranks]
+        return self.processes
+
+    def _spawn_rank(self, rank: int, attempt: int) -> subprocess.Popen[bytes]:
+        spec, fifo = self.spec, self.run.fifo(rank)
+        if not fifo.exists():
+            os.mkfifo(fifo, 0o600)
+        self.run.slot(rank).unlink(missing_ok=True)
+        output = open_lines(self.run.output)
+        request = json.dumps({**spec.request, "folder": str(self.run.path), "result_fd": spec.result_fd})
+        try:
+            return subprocess.Popen(
+                # -P: what lies in the current folder (a model folder, say) is not imported in a library's place
+                [sys.executable, "-P", "-m", "lamplighter.commands.child", spec.verb, request],
+                stdin=spec.child_stdin,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=[fd for fd in (spec.lock_fd, spec.result_fd) if fd >= 0],
+                env=self._environment(rank, attempt),
+            )
+        finally:
+            os.close(output)
+
+    def _environment(self, rank: int, attempt: int) -> dict[str, str]:
+        return {
+            **os.environ,
+            **threads_wait(os.environ),
+            "PYTHONUNBUFFERED": "1",
+            "LAMP_RANK": str(rank),
+            "LAMP_ATTEMPT": str(attempt),
+            "LAMP_PARENT_PID": str(os.getpid()),
+            "LAMP_SPENT_S": str(self.spent_before_s),
+            "LAMP_STARTED_MONOTONIC": str(self.began),
+        }
+
+    def slots(self) -> dict[int, Path]:
+        return {process.pid: self.run.slot(rank) for rank, process in zip(self.ranks, self.processes, strict=True)}
+
+    def begin_again(self, attempt: int, policy: RestartPolicy) -> None:
+        """From the durable step; without the compiler where that was given up."""
+        self.oom_before = procfs.oom_kills()
+        self.last_status = read_record(self.run.status)
+        self.durable_before = self._durable_on_disk()
+        self.spec.request |= {"resume": "auto", "eager": policy.eager}
+        self.observer.begin_again()
+        self.say(f"attempt {attempt}: going on from step {self.durable_before}", "bold")
+
+    # ---------------------------------------------------------------- signals and stopping
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Ctrl+C, TERM and HUP (unless ignored, as under nohup) ask for a stop; a second Ctrl+C leaves at once."""
+        caught = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            caught.append(signal.SIGHUP)
+        before = {which: signal.signal(which, self._on_signal) for which in caught}
+        self.wake, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+            for which, handler in before.items():
+                signal.signal(which, handler)
+
+    def _on_signal(self, which: int, _frame: object) -> None:
+        """Only notes it: the loop, woken at once, does the rest (a handler must not take locks)."""
+        self.interrupts += which == signal.SIGINT
+        self.signalled = self.signalled or ("Ctrl+C" if which == signal.SIGINT else signal.Signals(which).name)
+
+    def wake_fd(self) -> int:
+        return self.wake
+
+    def stop_wanted(self) -> str:
+        spent = self.spec.budget.left_s(self.spent_s) < -BUDGET_BACKSTOP_S
+        return self.signalled or ("the budget is spent" if spent else "")
+
+    def leaves_at_once(self) -> bool:
+        return self.interrupts > 1
+
+    def ask_stop(self, reason: str, again: bool) -> None:
+        """Tell every rank to save the last completed step and leave; again, while it had not opened its FIFO yet."""
+        for rank in self.ranks:
+            slot = read_slot(self.run.slot(rank)) if again else None
+            if slot is None or not slot.stopping:
+                stacks.send(self.run.slot(rank), f"stop {reason}")
+        if not again:
+            self.say(f"stopping ({reason}): saving the last completed step; Ctrl+C again leaves at once", "bold")
+
+    def ask_save(self) -> int:
+        for rank in self.ranks:
+            stacks.send(self.run.slot(rank), "save")
+        return self.slot.step if self.slot else 0
+
+    def save_before_kill(self) -> int:
+        """Ask the saver threads, which work even while a main thread is stuck; the step that is safe then."""
+        step, deadline, durable = self.standing()[0], time.monotonic() + SAVE_S, 0
+        self.ask_save()
+        while time.monotonic() < deadline and durable < step:
+            time.sleep(0.05)
+            seen = read_slot(self.run.slot(0))
+            durable = seen.durable_step if seen else durable
+        return durable
+
+    def kill(self, snapshot: Snapshot | None) -> None:
+        """The ranks and everything that they started (each has a session of its own)."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):  # nobody is left in that session
+                os.killpg(process.pid, signal.SIGKILL)
+
+    # ---------------------------------------------------------------- what they report
+
+    def output_bytes(self) -> int:
+        return -1  # what a process of ours prints is no work
+
+    def phase_usual_s(self) -> float:
+        return self.status.usual_s or 0.0
+
+    def hear(self, snapshot: Snapshot, stall: StallDetector) -> Iterator[dict[str, Any]]:
+        """Merge the ranks' events, and say what has words."""
+        first = snapshot.processes[0]
+        self.peak_bytes = max(self.peak_bytes, first.look.rss_bytes)
+        finding = stall.finding
+        self.status.stall_words = f"{finding.verdict.state}: {finding.verdict.why}" if finding else ""
+        for rank, event in self.observer.look(first.slot, first.look, snapshot.stalled_s, self.spent_s):
+            self._take_in(event)
+            for text, style in tell(event):
+                self.say(text, style)
+            yield {**event, "rank": rank}
+        for record in self.observer.fresh if self.spec.verbose else []:
+            self.say(tell_step(record), "dim")
+        fresh = self.output.lines()
+        for printed in fresh[:OUTPUT_LINES]:
+            self.say(f"  | {clean(printed)}", "dim")
+        if len(fresh) > OUTPUT_LINES:
+            self.say(f"  | ... {len(fresh) - OUTPUT_LINES} more lines in {self.run.output}", "dim")
+
+    def _take_in(self, event: dict[str, Any]) -> None:
+        kind = event.get("type")
+        self.error_heard = self.error_heard or kind == "error"
+        if kind == "checkpoint":
+            self.checkpoint_bytes = event.get("bytes", 0)
+        if kind == "ended early":
+            self.ended_early = {name: event.get(name) for name in ("step", "steps", "since_best", "best_step", "why")}
+
+    def show(self, stopping_s: float | None) -> None:
+        words = f"stopping for {duration(stopping_s)}, at most {self.grace_s:.0f} s" if stopping_s is not None else ""
+        self.status.stopping = words
+        self.console.show(self.status)
+
+    def line(self) -> str:
+        return line(self.status)
+
+    def why(self) -> list[str]:
+        return tell_flags(self.status.flags)
+
+    def status_fields(self) -> dict[str, Any]:
+        slot, before = self.slot, self.last_status
+        step, durable = self.standing()
+        told = slot is not None and slot.steps > 0
+        return {
+            "phase": slot.phase if slot else "start",
+            "step": step,
+            "steps": slot.steps if slot and told else before.get("steps", 0),
+            "tokens": slot.tokens if slot and told else before.get("tokens", 0),
+            "tokens_per_s": round(slot.tokens_per_s, 1) if slot else 0.0,
+            "loss": slot.loss if slot and slot.loss == slot.loss else None,
+            "val_loss": self.status.val_loss,
+            "eta_s": round(self.status.eta_s, 1) if self.status.eta_s is not None else None,
+            "usd": round(self.spec.budget.spent_usd(self.spent_s), 6),
+            "durable_step": durable,
+            "spent_s": round(self.spent_s, 2),
+            "flags": list(self.status.flags.values()),
+            **({"ended_early": self.ended_early} if self.ended_early else {}),
+        }
+
+    def standing(self) -> tuple[int, int]:
+        """(last step, durable step): the child's own word, or what is on disk until it has spoken."""
+        if self.slot is not None and self.slot.steps > 0:
+            return self.slot.step, self.slot.durable_step
+        return max(self.durable_before, int(number(self.last_status.get("step")))), self.durable_before
+
+    def _durable_on_disk(self) -> int:
+        return int(number(read_record(self.run.checkpoints / "latest.json").get("step")))
+
+    def may_grow(self) -> bool:
+        """Loading grows by right."""
+        return self.slot is None or not self.slot.phase.startswith("train")
+
+    def resource_verdicts(self, snapshot: Snapshot) -> list[Verdict | None]:
+        return [disk_verdict(free_bytes(self.run.path), self.checkpoint_bytes)]
+
+    # ---------------------------------------------------------------- the end
+
+    def death(self, code: int) -> Death | None:
+        """A process that is gone without having ended: another attempt may outlive that."""
+        if not self._lost(code) or not self.spec.keeps_report:
+            return None
+        slot, (step, _) = self.slot, self.standing()
+        compiling = slot is not None and bool(slot.compiling)
+        memory = code < 0 and procfs.oom_kills() > self.oom_before
+        how = f"killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
+        evidence: tuple[str, ...] = (f"its last phase was {slot.phase}",) if slot else ()
+        if code < 0:
+            why = f"the process was {how} (signal {-code}) at step {step}" + (", out of memory" if memory else "")
+            evidence = (f"largest seen {self.peak_bytes / 1e9:.2f} GB", f"{procfs.memory_left() / 1e9:.2f} GB free now")
+        else:
+            why = f"the process {how} at step {step}, in the middle of its work: {NO_WORD}"
+        cause = "rss_oom" if memory else "killed" if code < 0 else "exit"
+        failed = next((rank for rank in self.ranks if self.processes[rank].returncode == code), 0)
+        culprit: dict[str, object] = {"pid": self.processes[failed].pid, "rank": failed, "step": step}
+        return Death(how, cause, why, evidence, culprit, compiling)
+
+    def _lost(self, code: int) -> bool:
+        """Whether the child is gone without having ended: killed, or left with a code that is not its own last word.
+
+        Success is proved: `done` needs the child's word and the last step (or an early end that it told), `stopped early`
+        needs its word, which follows the save. A crash and a disk that cannot be written need no proof.
+        """
+        if code in (CRASHED, CannotWrite.code):
+            return False
+        slot = self.slot
+        if code < 0 or slot is None or not slot.closed_with(code):
+            return True
+        if code == DONE and self.spec.keeps_report:
+            return not (self.ended_early or slot.step >= slot.steps > 0)
+        return False
+
+    def outcome(self, ending: Ending) -> Outcome:
+        slot = self.slot
+        if slot is not None and slot.error and not self.error_heard:
+            self.say(slot.error, "bold red")  # the event was lost: a full disk
+        code, words = self._judge(ending, ending.codes[0])
+        return Outcome(code, STATES.get(code, "failed"), words)
+
+    def _judge(self, ending: Ending, child_code: int) -> tuple[int, str]:
+        """The exit code of the command, and the sentence for it."""
+        step, durable = self.standing()
+        name, safe = self.run.name, self._safe()
+        if ending.planned == "stop":
+            return STUCK, f"stuck, and stopped: {ending.planned_why}; {safe}"
+        if self.leaves_at_once() and ending.killed:
+            return LEFT_AT_ONCE, f"left at once (second Ctrl+C); {safe}"
+        lost = self._lost(child_code)
+        if ending.stop_reason and child_code == DONE and not lost:
+            return DONE, f"finished {name} before the stop took effect"
+        nothing_lost = ending.killed or not self.spec.keeps_report or durable >= step
+        killed = child_code in (-signal.SIGKILL, -signal.SIGTERM) and nothing_lost
+        if ending.stop_reason and (killed or (child_code == STOPPED_EARLY and not lost)):
+            return STOPPED_EARLY, f"stopped early ({ending.stop_reason}) at step {step}; {safe}"
+        if child_code < 0:
+            memory = "; the kernel killed a process for memory" if procfs.oom_kills() > self.oom_before else ""
+            how = f"killed by {signal_name(-child_code)} (signal {-child_code}){memory}"
+            return CHILD_LOST, f"the process was {how}; {safe}"
+        if lost:
+            return CHILD_LOST, f"the process left with exit code {child_code} in the middle: {NO_WORD}; {safe}"
+        return child_code, self._words_of_code(child_code)
+
+    def _words_of_code(self, code: int) -> str:
+        """Of a child that has said itself how it ended."""
+        step, safe, early = self.standing()[0], self._safe(), self.ended_early
+        if code == DONE and early:
+            best = f"; use checkpoint-{early['best_step']}" if early["best_step"] else ""
+            return f"finished {self.run.name} early, at step {early['step']} of {early['steps']}: {early['why']}{best}"
+        where = f"; the traceback is in {self.run.output}" if self.spec.keeps_report else ""
+        words = {
+            DONE: f"finished {self.run.name}",
+            STOPPED_EARLY: f"stopped early at step {step}; {safe}",
+            CRASHED: f"the process crashed{where}; {safe}",
+            FAULTS_FOUND: f"faults were found; {safe}",
+            RefusedByPlan.code: f"refused by the plan; {safe}",
+        }
+        return words.get(code, f"ended with exit code {code}; {safe}")
+
+    def _safe(self) -> str:
+        step, durable = self.standing()
+        if not self.spec.keeps_report:
+            return "nothing was changed"
+        if durable:
+            return f"step {durable} is safe"
+        return "no checkpoint was made yet" if step else "no step had been made"
+
+    def report(self, outcome: Outcome, attempts: int) -> None:
+        """report.md, the table of it in words, and the outcome."""
+        if self.spec.keeps_report:
+            self._report_times(outcome)
+        if outcome.code != DONE or self.spec.keeps_report:
+            self.say(outcome.words, STYLES.get(outcome.code, "bold red"))
+
+    def _report_times(self, outcome: Outcome) -> None:
+        times = time_report.read_time_report(self.run)
+        status, slot, budget = self.status, self.slot, self.spec.budget
+        facts: dict[str, Any] = {"steps": f"{slot.step} of {slot.steps}" if slot else "0", "attempts": times.attempts}
+        if slot and slot.loss == slot.loss:
+            facts["last training loss"] = f"{slot.loss:.4f}"
+        if status.val_loss is not None:
+            facts["validation loss"] = f"{status.val_loss:.4f} (step {status.val_step})"
+        if budget.usd_per_hour is not None:
+            facts["spent"] = f"${budget.spent_usd(self.spent_s):.4f}"
+        if status.flags:
+            facts["red flags at the end"] = named = ", ".join(status.flags)
+            self.say(f"red flags at the end: {named} (numbers in {self.run.report})", "bold yellow")
+        for text in time_report.lines(times, budget):
+            self.say(f"   {text}", "dim")
+        if problem := time_report.write_report(self.run, times, budget, outcome.words, facts):
+            self.say(f"WARNING  {self.run.report} cannot be written: {problem}", "bold yellow")
+
+    def close(self, outcome: Outcome) -> None:
+        """What to run next."""
+        if outcome.code != DONE and self.spec.resume_command and outcome.code not in NOT_BY_RESUMING:
+            self.say(f"next: {self.spec.resume_command}", "bold")
+
+
+def threads_wait(environ: Mapping[str, str]) -> dict[str, str]:
+    """Threads that wait for each other spin a little and then sleep; who has said otherwise is heard."""
+    said = "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ
+    return {} if said else {"GOMP_SPINCOUNT": SPIN}
+
+
+def signal_name(which: int) -> str:
+    """SIGKILL; a real-time signal has no name of its own."""
+    return signal.Signals(which).name if which in signal.Signals.__members__.values() else "a real-time signal"
