@@ -17,7 +17,7 @@ from conftest import FULL, LONG, SHARED, TINY, lamp, losses_of, processes_of, sl
 from lamplighter.rundir import RunDir, read_json, read_lines, write_manifest
 
 STEPS, EVERY = 500, 25
-KILLS = 20 if FULL else 12
+KILLS = 20 if FULL else 8
 
 
 def words_for(run: str, *more: str) -> list[str]:
@@ -183,7 +183,7 @@ VARIANTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [pytest.param(name, marks=LONG if name == "compiled" else ()) for name in VARIANTS])
 def test_every_way_of_training_resumes_exactly(tmp_path: Path, variant: str) -> None:
     words = [
         "train",

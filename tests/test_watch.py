@@ -248,7 +248,7 @@ for _ in range(25):
 """
 
 
-@pytest.mark.parametrize("start", ["bash", "accelerate"])
+@pytest.mark.parametrize("start", ["bash", pytest.param("accelerate", marks=LONG)])
 def test_launchers_bring_their_scripts_along(tmp_path: Path, start: str) -> None:
     script(tmp_path, STEPS)
     (tmp_path / "run.sh").write_text(f"export PYTHONPATH=$PWD:$PYTHONPATH\n{sys.executable} train.py\n")
@@ -282,7 +282,9 @@ SERVERS = {
 }
 
 
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize(
+    "name", ["a thread serves", "a prompt", *(pytest.param(n, marks=LONG) for n in list(SERVERS)[1:4])]
+)
 def test_who_waits_for_the_world_is_not_stuck(tmp_path: Path, name: str) -> None:
     script(tmp_path, SERVERS[name])
     run = RunDir(tmp_path / "runs" / "train")
@@ -322,7 +324,9 @@ DAEMONS = {
 }
 
 
-@pytest.mark.parametrize("name", DAEMONS)
+@pytest.mark.parametrize(
+    "name", ["a pool is left", *(pytest.param(n, marks=LONG) for n in ("a signal ends the wait", "a timer ends it"))]
+)
 def test_a_wait_that_somebody_will_end_is_never_stopped(tmp_path: Path, name: str) -> None:
     script(tmp_path, DAEMONS[name])
     done = lamp("watch", "--on-stuck", "stop", "--", sys.executable, "train.py", cwd=tmp_path)

@@ -20,10 +20,7 @@ from truth import CASES, Case, command_of, culprit_lines
 from conftest import FULL, LAMP, LONG, Row, clean_env
 from lamplighter.rundir import RunDir, read_lines
 
-QUICK = {
-    "loader_workers_stuck", "pool_stuck", "two_ranks_stuck", "zoo_worker_sigkill", "zoo_fork_lock", "zoo_rank_sigkill",
-    "calm_pauses_5s",
-}  # fmt: skip
+QUICK = {"two_ranks_stuck", "zoo_worker_sigkill", "calm_pauses_5s"}
 DEADLINE_S = 60.0
 
 

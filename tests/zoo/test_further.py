@@ -72,6 +72,7 @@ def test_a_compiler_that_sleeps_beyond_patience_is_given_up_for_eager(tmp_path: 
     zoo_row("compile_asleep", float(verdicts(run, "compile_slow")[0]["since_s"]), "fallback", 0)
 
 
+@LONG
 def test_a_broken_compiler_means_eager_and_is_said(tmp_path: Path, zoo_row: Row) -> None:
     done = compiled_run(tmp_path, CXX="/bin/false")
     run = RunDir(tmp_path / "runs" / "z")
@@ -148,6 +149,7 @@ def test_dirty_text_is_set_aside_with_its_place_and_count(tmp_path: Path, zoo_ro
     zoo_row("dirty_text", float(found["t"] - began), "set_aside", 0)
 
 
+@LONG  # tests/test_tokens.py names the place of such an id
 def test_an_id_beyond_the_vocabulary_is_found_before_step_1(tmp_path: Path, zoo_row: Row) -> None:
     """token_range: the checksums agree, the ids do not fit the model."""
     assert lamp(*QUICK, cwd=tmp_path).returncode == 0
@@ -306,6 +308,7 @@ def test_the_limit_of_a_memory_group_counts(memory_group: Path) -> None:
     assert 0 < int(done.stdout) < 900 << 20
 
 
+@LONG
 def test_a_process_killed_for_memory_is_called_so(tmp_path: Path, memory_group: Path, zoo_row: Row) -> None:
     (tmp_path / "leak.py").write_text(LEAK + "\nBYTES = 30_000_000\n")
     run = RunDir(tmp_path / "runs" / "z")
@@ -410,6 +413,7 @@ def test_a_writer_that_died_in_mid_line_costs_no_record(tmp_path: Path, zoo_row:
     zoo_row("writer_dies", "start", "none", 0)
 
 
+@LONG
 def test_a_process_that_never_reported_is_looked_at_all_the_same(tmp_path: Path, zoo_row: Row) -> None:
     """It sleeps in somebody's sitecustomize, before a line of ours has run."""
     (tmp_path / "site").mkdir()
