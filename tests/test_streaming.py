@@ -111,7 +111,7 @@ def _token_counts(folder: Path) -> list[dict[str, int]]:
 
 def _train_tokens(division: object, text: bytes) -> int:
     from lamplighter.data.split import Split, Splitter
-    from lamplighter.data.token_cache.ranges import TextBlock
+    from lamplighter.readers.ranges import TextBlock
 
     assert isinstance(division, Split)
     pieces = Splitter(division).pieces(TextBlock([text]))
