@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import TINY, Finished, Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.rundir import RunDir, read_json, read_lines
+from running import TINY, Finished, Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

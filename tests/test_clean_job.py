@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import zstandard
 
-from conftest import LONG, lamp, start_lamp, wait_for
 from lamplighter.clean import documents, job, worker
 from lamplighter.clean.rules import Rules
 from lamplighter.data.sources.files import FileSource, find_files
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
+from running import LONG, lamp, start_lamp, wait_for
 
 WORDS = [
     "the",

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import TINY, Command, Finished, Row, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter import __version__, commands
 from lamplighter.rundir import RunDir, read_json, read_lines
+from running import TINY, Command, Finished, Row, lamp, losses_of, slot_of, start_lamp, wait_for
 
 QUICK = [*TINY, "--train.steps", "8"]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAMP, STARTED, TINY, Command, Finished, clean_env, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter.config import parse_overrides, resolve
 from lamplighter.errors import BadConfig
 from lamplighter.rundir import LineFile, RunDir, is_running, read_json, read_lines
+from running import LAMP, STARTED, TINY, Command, Finished, clean_env, lamp, losses_of, slot_of, start_lamp, wait_for
 
 QUICK = [*TINY, "--train.steps", "8", "--save.every_steps", "2"]
 

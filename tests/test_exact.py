@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from conftest import FULL, LONG, SHARED, TINY, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_json, read_lines, write_manifest
+from running import FULL, LONG, SHARED, TINY, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
 
 STEPS, EVERY = 500, 25
 KILLS = 20 if FULL else 8

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import LONG, clean_env, shared, wait_for
 from field.truth import CASES, Case, command_of, culprit_lines, lines_of
+from running import LONG, clean_env, shared, wait_for
 
 pytestmark = LONG  # the quick ones run under the watcher in zoo/test_field.py
 

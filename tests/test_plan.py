@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Command
 from lamplighter.config import resolve
 from lamplighter.errors import UsageError
 from lamplighter.gpus import TABLE, Device, Rates, find, of_card
@@ -23,6 +22,7 @@ from lamplighter.plan.memory import GIB, memory
 from lamplighter.plan.render import as_json, curve, draw, short, table, tell
 from lamplighter.plan.speed import again_flops, step_seconds, total_flops
 from lamplighter.procs import cgroup
+from running import Command
 
 SMALL = Shape("gpt2", 30_000, 512, 12, 768, 12)
 SLM = Job(SMALL, 512, 36, 18, 60_000, "bf16")

@@ -8,9 +8,9 @@ import signal
 import subprocess
 from pathlib import Path
 
-from conftest import LAMP, LONG, TINY, Command, clean_env, lamp, slot_of, start_lamp, wait_for
 from lamplighter.data.corpus import entries
 from lamplighter.rundir import RunDir, read_json, read_lines
+from running import LAMP, LONG, TINY, Command, clean_env, lamp, slot_of, start_lamp, wait_for
 
 BYTES = ["--tokenizer.kind", "bytes"]
 

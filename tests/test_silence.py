@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAMP, LONG, TINY, Heard, listen, slot_of
 from lamplighter.rundir import RunDir, read_lines
+from running import LAMP, LONG, TINY, Heard, listen, slot_of
 
 LIMIT_S = 2.5
 FIRST_S = 0.5

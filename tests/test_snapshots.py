@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from conftest import Command, copy_run, lamp, processes_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir
+from running import Command, copy_run, lamp, processes_of, slot_of, start_lamp, wait_for
 from snapshots.loss_bits import losses, machine, train_words, write_rows
 
 FOLDER = Path(__file__).parent / "snapshots"

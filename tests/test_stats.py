@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import Command, lamp, shared
 from lamplighter import report
 from lamplighter.config import Data
 from lamplighter.data.chat import example_cache
@@ -29,6 +28,7 @@ from lamplighter.data.stats.row_faults import Inspector, Row, ends_mid_sentence
 from lamplighter.data.stats.summary import told
 from lamplighter.data.token_cache import reader
 from lamplighter.data.tokenizer import byte_level, load
+from running import Command, lamp, shared
 
 WORDS = [
     f"{a}{b}" for a in ("lamp", "fog", "bridge", "river", "coach", "candle") for b in ("", "s", "light", "man", "ing")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAMP, LONG, TINY, lamp, listen, losses_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_lines
+from running import LAMP, LONG, TINY, lamp, listen, losses_of, slot_of, start_lamp, wait_for
 from server import serving
 
 STREAM = [*TINY, "--data.stream", "true", "--data.tokens_per_chunk", "4000", "--save.every_steps", "10"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from conftest import Command, lamp, shared
 from lamplighter import report
 from lamplighter.data import tokenizer as tokenizer_room
 from lamplighter.data import tokenizer_report, tokenizer_training
@@ -17,6 +16,7 @@ from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load, train
 from lamplighter.data.tokenizer_training import Wish, make, measure
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing
+from running import Command, lamp, shared
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "field"))
 from truth import CASES, Case, command_of, culprit_lines
 
-from conftest import FULL, LAMP, LONG, Row, clean_env
 from lamplighter.rundir import RunDir, read_lines
+from running import FULL, LAMP, LONG, Row, clean_env
 
 QUICK = {"two_ranks_stuck", "zoo_worker_sigkill", "calm_pauses_5s"}
 DEADLINE_S = 60.0

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import LAMP, LONG, TINY, Row, clean_env, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_json, read_lines
+from running import LAMP, LONG, TINY, Row, clean_env, lamp, losses_of, slot_of, start_lamp, wait_for
 
 QUICK = ["train", "--run", "z", *TINY, "--train.steps", "40", "--save.every_steps", "10"]
 

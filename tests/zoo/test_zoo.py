@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import LONG, TINY, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_json, read_lines
+from running import LONG, TINY, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
 
 MODEL = """
 import ctypes, os, subprocess, threading, time, torch
