@@ -20,7 +20,7 @@ from lamplighter.plan.estimate import Plan, completed, largest_micro_batch, make
 from lamplighter.plan.job import Job, Measured, Text, job_of, shape_of
 from lamplighter.plan.memory import GIB, memory
 from lamplighter.plan.render import as_json, curve, draw, short, table, tell
-from lamplighter.plan.speed import again_flops, step_seconds, total_flops
+from lamplighter.plan.speed import recompute_flops, step_seconds, total_flops
 from lamplighter.procs import cgroup
 from running import Command
 
@@ -85,10 +85,10 @@ def test_changes_for_memory_leave_batch_and_losses_alone() -> None:
 def test_recompute_costs_about_a_third_more_work() -> None:
     again = replace(SLM, recompute=True)
     assert total_flops(again) == total_flops(SLM), "what is learned from stays the same"
-    assert 0.2 < again_flops(again) / total_flops(again) < 1 / 3
+    assert 0.2 < recompute_flops(again) / total_flops(again) < 1 / 3
     device = find("a100-80gb")
     ratio = step_seconds(again, device) / step_seconds(SLM, device)
-    assert ratio == pytest.approx(1 + again_flops(again) / total_flops(SLM))
+    assert ratio == pytest.approx(1 + recompute_flops(again) / total_flops(SLM))
     assert "compute the layers again" in "\n".join(tell(make(again, device)))
 
 

@@ -24,7 +24,7 @@ from lamplighter.doctor.model_fixture import (
     SHORT,
     ModelFixture,
     fixtures,
-    hangs_on_nothing,
+    no_gradient_at_all,
     prepare,
     quick_rows,
     seconds_of,
@@ -76,7 +76,7 @@ def _step(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
         yield fault(f"the first loss is {float(small.detach())}", "before any step", "check the init", "nan_batch")
         return
     if not small.requires_grad:
-        yield hangs_on_nothing()
+        yield no_gradient_at_all()
         return
     yield from _loop(fixture, context)
     context.now("one forward, backward and step")
@@ -265,15 +265,15 @@ def _examine(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
     if not math.isfinite(loss):
         return
     if not first.requires_grad:
-        yield hangs_on_nothing()
+        yield no_gradient_at_all()
         return
     first.backward()  # type: ignore[no-untyped-call]
     yield _gradients(fixture)
     fixture.model.zero_grad(set_to_none=True)
     context.now("a change at t must move nothing before t")
     yield _causality(fixture)
-    yield from _twice(fixture)
-    yield _by_heart(fixture, context)
+    yield from _same_answer_twice(fixture)
+    yield _overfit_one_batch(fixture, context)
 
 
 # ---------------------------------------------------------------- the first loss
@@ -309,26 +309,26 @@ def _first_loss(fixture: ModelFixture, loss: float) -> Finding:
 def _gradients(fixture: ModelFixture) -> Finding:
     """Every parameter that may learn must hear from the loss."""
     named = [(name, p) for name, p in fixture.model.named_parameters() if p.requires_grad]
-    deaf = [(name, p) for name, p in named if p.grad is None or not bool((p.grad != 0).any())]
+    without = [(name, p) for name, p in named if p.grad is None or not bool((p.grad != 0).any())]
     bad = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
     if bad:
         why, advice = f"in {', '.join(bad[:SHOWN])}", "look at what these compute"
         return fault(f"{len(bad)} gradients are not finite before any step", why, advice, "nan_batch")
-    if not deaf:
+    if not without:
         return ok(f"gradients reach all {len(named)} parameter tensors")
-    share = sum(p.numel() for _, p in deaf) / max(1, sum(p.numel() for _, p in named))
-    names = ", ".join(name for name, _ in deaf[:SHOWN]) + (
-        f" and {len(deaf) - SHOWN} more" if len(deaf) > SHOWN else ""
+    share = sum(p.numel() for _, p in without) / max(1, sum(p.numel() for _, p in named))
+    names = ", ".join(name for name, _ in without[:SHOWN]) + (
+        f" and {len(without) - SHOWN} more" if len(without) > SHOWN else ""
     )
     level: Level = "fault" if share > 0.1 else "warn"
     return Finding(
         level,
-        f"{len(deaf)} of {len(named)} parameter tensors get no gradient ({share:.0%} of the weights): {names}",
+        f"{len(without)} of {len(named)} parameter tensors get no gradient ({share:.0%} of the weights): {names}",
         "they will stay as they are: a detach(), a no_grad(), an argmax or an unused part stands between them and the loss",
         "look for detach, no_grad, .data and .item() in forward; freeze on purpose with requires_grad_(False)",
         "no_gradient",
-        culprit={"module": deaf[0][0]},
-        figures={"without_gradient": float(len(deaf)), "share": share},
+        culprit={"module": without[0][0]},
+        figures={"without_gradient": float(len(without)), "share": share},
     )
 
 
@@ -370,7 +370,7 @@ def _leak(first: int, at: int, count: int) -> Finding:
 
 
 @torch.no_grad()
-def _twice(fixture: ModelFixture) -> Iterator[Finding]:
+def _same_answer_twice(fixture: ModelFixture) -> Iterator[Finding]:
     """In eval the same input gives the same answer; in training dropout makes it differ."""
     was = fixture.model.training
     ids = torch.from_numpy(fixture.piece(1, min(SHORT, fixture.run.data.seq_len)).inputs)
@@ -397,7 +397,7 @@ def _twice(fixture: ModelFixture) -> Iterator[Finding]:
 # ---------------------------------------------------------------- one batch by heart
 
 
-def _by_heart(fixture: ModelFixture, context: ProbeContext) -> Finding:
+def _overfit_one_batch(fixture: ModelFixture, context: ProbeContext) -> Finding:
     """A model that can learn at all learns a few lines by heart within seconds."""
     batch = fixture.piece(ROWS, min(LENGTH, fixture.run.data.seq_len))
     if seconds_of(fixture, batch) > SLOW_S:
