@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import LAMP, LONG, TINY, clean_env, lamp, wait_for
 from lamplighter.config import Resolved, dump, load_dump, resolve, with_change
 from lamplighter.doctor import collectives, findings, probe, runner, settings, software
 from lamplighter.doctor.findings import Report
@@ -26,6 +25,7 @@ from lamplighter.doctor.runner import ProbeConfig, ProbeResult
 from lamplighter.doctor.settings import PlanFigures
 from lamplighter.doctor.software import Driver
 from lamplighter.errors import BadConfig, UsageError
+from running import LAMP, LONG, TINY, clean_env, lamp, wait_for
 
 GIB = 1 << 30
 PROBES = """
