@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import TINY, lamp, shared, start_lamp, wait_for
 from lamplighter.data.sources import open_source
 from lamplighter.data.token_cache import builder
-from lamplighter.data.token_cache.reader import Settings, ensure, open_tokens
+from lamplighter.data.token_cache.reader import CacheSettings, ensure, open_tokens
 from lamplighter.data.tokenizer import byte_level
+from running import TINY, lamp, shared, start_lamp, wait_for
 
 BYTES = ["--tokenizer.kind", "bytes"]
 
@@ -100,7 +100,9 @@ def test_real_books_by_two_workers_and_by_one(tmp_path: Path, monkeypatch: Any) 
     source = open_source([*books, str(shared("london", "ordinarys_accounts_txt"))], None, None)
     made = [
         content(
-            ensure(tmp_path / str(workers), source, byte_level(), Settings(0.05, 0, 500_000), workers=workers).parent
+            ensure(
+                tmp_path / str(workers), source, byte_level(), CacheSettings(0.05, 0, 500_000), workers=workers
+            ).parent
         )
         for workers in (1, 2)
     ]
@@ -159,11 +161,11 @@ def test_after_a_power_cut_the_bytes_decide(tmp_path: Path, corpus: tuple[Path, 
     """Markers of another start of the machine prove nothing: a shard that lost its bytes is made again."""
     path, truth = corpus
     source = open_source([str(path)], None, None)
-    folder = ensure(tmp_path, source, byte_level(), Settings(0.02), workers=1)
+    folder = ensure(tmp_path, source, byte_level(), CacheSettings(0.02), workers=1)
     assert content(tmp_path) == truth
     manifest = json.loads((folder / "manifest.json").read_text())
-    one = builder.Builder(folder, byte_level(), Settings(0.02))
-    plan = builder.partition.plan(source, Settings(0.02))
+    one = builder.Builder(folder, byte_level(), CacheSettings(0.02))
+    plan = builder.partition.plan(source, CacheSettings(0.02))
     assert plan is not None
     (folder / "manifest.json").unlink()
     one.begin(source, plan)
@@ -173,7 +175,7 @@ def test_after_a_power_cut_the_bytes_decide(tmp_path: Path, corpus: tuple[Path, 
         marker.write_text(json.dumps({**record, "boot_id": "another"}))
     torn = folder / "train-00003.bin"
     torn.write_bytes(bytes(torn.stat().st_size))
-    two = builder.Builder(folder, byte_level(), Settings(0.02))
+    two = builder.Builder(folder, byte_level(), CacheSettings(0.02))
     assert two.go_on() and sorted(two.records) == [number for number in range(len(plan.units)) if number != 3]
     two.run_plan(source, plan)  # type: ignore[arg-type]
     two.finish(manifest["parts"])

@@ -385,7 +385,7 @@ def test_an_fsspec_file_that_fails_in_the_middle_goes_on(memory: Any, said: Said
     def shaky(self: Any, size: int) -> bytes:
         if faults and self.file.tell() >= faults[0]:
             faults.pop(0)
-            raise remote.Lost("EndpointConnectionError: gone")
+            raise remote.ConnectionLost("EndpointConnectionError: gone")
         return real(self, min(size, 10_000))
 
     monkeypatch.setattr(remote._StoredBody, "read", shaky)

@@ -21,11 +21,12 @@ import pytest
 from lamplighter import report
 from lamplighter.data import split as division
 from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, files, open_source
-from lamplighter.data.token_cache import builder, ranges, writer
-from lamplighter.data.token_cache.reader import Settings, Tokens, TokenStream, ensure, open_tokens
+from lamplighter.data.token_cache import builder, writer
+from lamplighter.data.token_cache.reader import CacheSettings, Tokens, TokenStream, ensure, open_tokens
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
 from lamplighter.readers import files as reader_files
+from lamplighter.readers import ranges
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -73,7 +74,7 @@ def notes(monkeypatch: Any) -> list[str]:
 
 def made(folder: Path, texts: list[str] | Source, val: float = 0.1, shard: int = 50_000, verify: bool = True) -> Tokens:
     source = Texts(texts) if isinstance(texts, list) else texts
-    return open_tokens(ensure(folder, source, byte_level(), Settings(val, 0, shard)), verify)
+    return open_tokens(ensure(folder, source, byte_level(), CacheSettings(val, 0, shard)), verify)
 
 
 def letters(count: int, seed: int = 0) -> list[str]:
@@ -131,7 +132,7 @@ def test_the_seed_and_the_share_decide_the_division(tmp_path: Path) -> None:
     texts = letters(1000)
     seen = {}
     for seed, val in ((0, 0.1), (1, 0.1), (0, 0.2)):
-        cache = open_tokens(ensure(tmp_path, Texts(texts), byte_level(), Settings(val, seed)))
+        cache = open_tokens(ensure(tmp_path, Texts(texts), byte_level(), CacheSettings(val, seed)))
         seen[seed, val] = set(documents(cache.val))
         assert 0.7 < len(seen[seed, val]) / (1000 * val) < 1.3
     assert seen[0, 0.1] != seen[1, 0.1]
@@ -169,7 +170,7 @@ def test_too_little_to_divide_is_said(tmp_path: Path) -> None:
     assert documents(cache.train) == ["only one"] and len(cache.val) == cache.val.documents == 0
     assert documents(cache.val) == []
     with pytest.raises(BadConfig):
-        Settings(val_fraction=1.0)
+        CacheSettings(val_fraction=1.0)
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -182,7 +183,7 @@ def test_a_document_in_parts_is_one_document(tmp_path: Path, monkeypatch: Any, m
     source = open_source([str(path)], None, "<sep>")
     assert sum(isinstance(text, Part) for text in source.documents()) > 8
     tokenizer = load(needs("tokenizers/gpt2"))
-    cache = open_tokens(ensure(tmp_path, source, tokenizer, Settings(0.1, 0, 9000)), verify=True)
+    cache = open_tokens(ensure(tmp_path, source, tokenizer, CacheSettings(0.1, 0, 9000)), verify=True)
     both = documents(cache.train, tokenizer) + documents(cache.val, tokenizer)
     if many:
         assert sorted(both) == sorted(texts)
@@ -198,7 +199,7 @@ def test_real_web_text_with_its_duplicates(tmp_path: Path) -> None:
     texts = list(source.documents())
     assert len(set(texts)) == len(texts) - 6
     tokenizer = load(needs("tokenizers/gpt2"))
-    cache = open_tokens(ensure(tmp_path, source, tokenizer, Settings(0.1)), verify=True)
+    cache = open_tokens(ensure(tmp_path, source, tokenizer, CacheSettings(0.1)), verify=True)
     train, val = documents(cache.train, tokenizer), documents(cache.val, tokenizer)
     assert Counter(train + val) == Counter(texts) and not set(train) & set(val)
     assert cache.manifest["dtype"] == "<u2" and cache.vocab_size == 50257
@@ -207,7 +208,7 @@ def test_real_web_text_with_its_duplicates(tmp_path: Path) -> None:
 
 def test_real_books_have_both_sides(tmp_path: Path) -> None:
     source = open_source([str(needs("tinyshakespeare/input.txt"))], None, None)
-    cache = open_tokens(ensure(tmp_path, source, byte_level(), Settings(0.05)))
+    cache = open_tokens(ensure(tmp_path, source, byte_level(), CacheSettings(0.05)))
     assert cache.train.text_bytes + cache.val.text_bytes == 1_115_394
     assert 0.03 < cache.val.text_bytes / 1_115_394 < 0.08
 
@@ -238,7 +239,7 @@ def test_reading_over_shard_borders(tmp_path: Path) -> None:
 def test_large_vocabularies_use_four_bytes(tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.vocab_size = 70_000
-    cache = open_tokens(ensure(tmp_path, Texts(letters(150)), tokenizer, Settings()))
+    cache = open_tokens(ensure(tmp_path, Texts(letters(150)), tokenizer, CacheSettings()))
     assert cache.train.dtype == np.dtype("<u4") and int(cache.train.read(0, 1)[0]) == 256
 
 
@@ -247,36 +248,36 @@ def test_large_vocabularies_use_four_bytes(tmp_path: Path) -> None:
 
 def test_it_says_what_it_did_and_what_changed(tmp_path: Path, notes: list[str]) -> None:
     texts = letters(150)
-    first = ensure(tmp_path, Texts(texts), byte_level(), Settings(0.1))
+    first = ensure(tmp_path, Texts(texts), byte_level(), CacheSettings(0.1))
     assert "building the token cache" in notes[0] and "the first" in notes[0] and "tokens from" in notes[1]
     before = content(first)
-    assert ensure(tmp_path, Texts(texts), byte_level(), Settings(0.1)) == first
+    assert ensure(tmp_path, Texts(texts), byte_level(), CacheSettings(0.1)) == first
     assert "reused" in notes[-1]
-    assert ensure(tmp_path, Texts(texts), byte_level(), Settings(0.1), "rebuild") == first
+    assert ensure(tmp_path, Texts(texts), byte_level(), CacheSettings(0.1), "rebuild") == first
     assert "rebuilt" in notes[-2] and content(first) == before
-    assert ensure(tmp_path, Texts(texts), byte_level(), Settings(0.2)) != first
+    assert ensure(tmp_path, Texts(texts), byte_level(), CacheSettings(0.2)) != first
     assert "settings changed (val_fraction: 0.1 -> 0.2)" in notes[-2]
-    ensure(tmp_path, Texts([*texts, "one more"]), byte_level(), Settings(0.2))
+    ensure(tmp_path, Texts([*texts, "one more"]), byte_level(), CacheSettings(0.2))
     assert "sources changed (150 texts -> 151 texts)" in notes[-2] and "tokenizer" not in notes[-2]
     other = byte_level()
     other.fingerprint = lambda: "another"  # type: ignore[method-assign]
-    ensure(tmp_path, Texts(texts), other, Settings(0.2))
+    ensure(tmp_path, Texts(texts), other, CacheSettings(0.2))
     assert "tokenizer changed" in notes[-2] and "settings" not in notes[-2]
 
 
 def test_required_caches_are_not_built(tmp_path: Path) -> None:
     texts = letters(150)
     with pytest.raises(InputMissing) as caught:
-        ensure(tmp_path, Texts(texts), byte_level(), Settings(), "require")
+        ensure(tmp_path, Texts(texts), byte_level(), CacheSettings(), "require")
     assert "no cache for this tokenizer" in caught.value.why
-    folder = ensure(tmp_path, Texts(texts), byte_level(), Settings())
-    assert ensure(tmp_path, Texts(texts), byte_level(), Settings(), "require") == folder
+    folder = ensure(tmp_path, Texts(texts), byte_level(), CacheSettings())
+    assert ensure(tmp_path, Texts(texts), byte_level(), CacheSettings(), "require") == folder
     with pytest.raises(InputMissing) as caught:
-        ensure(tmp_path, Texts(texts[1:]), byte_level(), Settings(), "require")
+        ensure(tmp_path, Texts(texts[1:]), byte_level(), CacheSettings(), "require")
     assert "sources changed" in caught.value.why and caught.value.code == 66
     (folder / "train-00000.bin").write_bytes(b"")
     with pytest.raises(BadData, match="damaged"):
-        ensure(tmp_path, Texts(texts), byte_level(), Settings(), "require")
+        ensure(tmp_path, Texts(texts), byte_level(), CacheSettings(), "require")
 
 
 def test_a_cut_shard_is_named_and_rebuilt(tmp_path: Path, notes: list[str]) -> None:
@@ -329,7 +330,7 @@ def test_ids_out_of_range_are_named_with_their_place(tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.vocab_size = 200
     with pytest.raises(BadData) as caught:
-        ensure(tmp_path / "b", Texts(letters(150)), tokenizer, Settings())
+        ensure(tmp_path / "b", Texts(letters(150)), tokenizer, CacheSettings())
     assert ".bin:" in caught.value.what and "200 tokens" in caught.value.why
 
 
@@ -425,7 +426,7 @@ def test_stopped_before_any_write_it_ends_the_same(tmp_path: Path, monkeypatch: 
         texts += files.cut_all("\n".join(letters(3 if by == "documents" else 60, seed)), 300)
     tokenizer = byte_level()
     tokenizer.batch_bytes = 3000
-    settings = Settings(0.2, 0, 9_000)
+    settings = CacheSettings(0.2, 0, 9_000)
     truth = content(ensure(tmp_path / "whole", Texts(texts), tokenizer, settings))
     assert json.loads(truth["manifest.json"])["divided_by"] == by
     real = {(where, name): getattr(where, name) for where, name in ((builder, "write_atomic"), (Path, "unlink"))}
@@ -480,7 +481,7 @@ def test_one_builds_and_the_other_waits(tmp_path: Path, monkeypatch: Any, notes:
     code = CHILD.rsplit("print", 1)[0].replace("sys.argv[2]", '""')
     scope: dict[str, Any] = {}
     exec(code, scope)
-    found = ensure(Path("cache"), scope["Slow"](5, 1200), scope["tokenizer"], Settings(0.2, 0, 20_000))
+    found = ensure(Path("cache"), scope["Slow"](5, 1200), scope["tokenizer"], CacheSettings(0.2, 0, 20_000))
     watcher.join()
     assert ended(builder) == found
     assert any(f"process {builder.pid} on" in note and "waiting" in note for note in notes)
@@ -497,7 +498,7 @@ def test_a_dead_builders_lock_is_taken_over(tmp_path: Path, notes: list[str], mo
     builder.communicate()
     scope: dict[str, Any] = {}
     exec(CHILD.rsplit("print", 1)[0].replace("sys.argv[2]", '""'), scope)
-    folder = ensure(Path("cache"), scope["Slow"](5, 1200), scope["tokenizer"], Settings(0.2, 0, 20_000))
+    folder = ensure(Path("cache"), scope["Slow"](5, 1200), scope["tokenizer"], CacheSettings(0.2, 0, 20_000))
     assert any(f"taken over from dead pid {builder.pid}" in note for note in notes)
     assert any("goes on after" in note for note in notes)
     assert (
@@ -528,13 +529,13 @@ def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: Any, notes:
     tokenizer = byte_level()
     tokenizer.batch_bytes = 5000
     with pytest.raises(CannotWrite) as caught:
-        ensure(tmp_path / "torn", Texts(letters(300)), tokenizer, Settings(0.1, 0, 5000))
+        ensure(tmp_path / "torn", Texts(letters(300)), tokenizer, CacheSettings(0.1, 0, 5000))
     assert "the finished shards are kept" in caught.value.next
     monkeypatch.undo()
     notes.clear()
     said: list[str] = []
     monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
-    folder = ensure(tmp_path / "torn", Texts(letters(300)), tokenizer, Settings(0.1, 0, 5000))
+    folder = ensure(tmp_path / "torn", Texts(letters(300)), tokenizer, CacheSettings(0.1, 0, 5000))
     assert any("goes on after" in note for note in said)
     assert content(folder) == truth
 
@@ -580,7 +581,7 @@ def test_a_real_full_disk(tmp_path: Path) -> None:
         source = Texts(letters(3000))
         source.total_bytes = lambda: None  # type: ignore[method-assign]
         with pytest.raises(CannotWrite):
-            ensure(place, source, byte_level(), Settings(0.1, 0, 10_000))
+            ensure(place, source, byte_level(), CacheSettings(0.1, 0, 10_000))
     finally:
         subprocess.run(["umount", str(place)], check=True)
 
@@ -614,7 +615,7 @@ def test_a_users_fault_passes_through_and_can_be_mended(tmp_path: Path) -> None:
     path.write_text("\n".join([*rows, *['{"text": 7}'] * 9]))
     tokenizer = byte_level()
     with pytest.raises(LampError, match="401"):
-        ensure(tmp_path / "cache", open_source([str(path)], None, None), tokenizer, Settings(0.1, 0, 5000))
+        ensure(tmp_path / "cache", open_source([str(path)], None, None), tokenizer, CacheSettings(0.1, 0, 5000))
     path.write_text("\n".join(rows))
-    folder = ensure(tmp_path / "cache", open_source([str(path)], None, None), tokenizer, Settings(0.1, 0, 5000))
+    folder = ensure(tmp_path / "cache", open_source([str(path)], None, None), tokenizer, CacheSettings(0.1, 0, 5000))
     assert sorted(documents(open_tokens(folder).train) + documents(open_tokens(folder).val)) == sorted(letters(400))

@@ -215,7 +215,13 @@ def _each(batches: list[CleanBatch], workers: int, p: report.Phase) -> Iterator[
 
     try:
         results = pool.each(
-            worker.make, batches, workers, lambda one: one.path, worker.begin, (counter,), tick=meanwhile
+            worker.make,
+            batches,
+            workers,
+            name=lambda one: one.path,
+            start=worker.begin,
+            start_with=(counter,),
+            tick=meanwhile,
         )
         for number, (_, summary) in enumerate(results, 1):
             waiting["item"] = batches[min(number, len(batches) - 1)].path
@@ -304,7 +310,7 @@ def _write(out: Path, batches: list[CleanBatch], refused: list[Rejected], rules:
     totals.counts.kept, totals.bytes_out = shards.documents, shards.bytes
     rejected_path.replace(out / LOG / REJECTED)
     items = [item for batch in batches for item in batch.items]
-    _finish(out, items, refused, rules, totals, names)
+    _finish(out, items, refused, rules=rules, totals=totals, names=names)
     return names
 
 

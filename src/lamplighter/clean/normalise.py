@@ -192,7 +192,7 @@ def _layout(text: str) -> _Layout:
     edges = np.flatnonzero(full[1:] != full[:-1])
     first, last = edges[::2], edges[1::2] - 1
     several = last > first
-    return _Layout(data, starts, lengths, heads, first[several], last[several])
+    return _Layout(data, starts, lengths, heads=heads, first=first[several], last=last[several])
 
 
 def _is_wide(text: str) -> bool:

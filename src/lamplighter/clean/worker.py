@@ -89,7 +89,7 @@ def clean_document(raw: Raw, rules: Rules, ledger: Ledger) -> Clean | Rejected:
     if reason := _refusal(found, language, rules):
         scores = {**found.measures, "score": found.score, "words": found.words}
         return Rejected(raw.place, reason[0], reason[1], scores, snippet(text))
-    return Clean(raw.place, text, words, {**own, **raw.extra}, language, found.score)
+    return Clean(raw.place, text, words, extra={**own, **raw.extra}, language=language, score=found.score)
 
 
 def _refusal(found: quality.TextQuality, language: str, rules: Rules) -> tuple[str, str] | None:

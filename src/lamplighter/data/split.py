@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from lamplighter.data.token_cache.ranges import TextBlock, cut_all
 from lamplighter.errors import BadConfig, BadData
+from lamplighter.readers.ranges import TextBlock, cut_all
 from lamplighter.rundir import human_bytes
 
 LOOK_DOCUMENTS = 100  # with fewer, single blocks of text are divided between training and validation
@@ -171,6 +171,10 @@ class Pieces:
     hashes_val: Bools
 
 
+_NO = np.zeros(0, bool)
+NO_PIECES = Pieces([], _NO, _NO, ends=_NO, hashes=np.zeros(0, np.uint64), hashes_val=_NO)
+
+
 class Splitter:
     """Stretches in, pieces out. Between stretches it remembers only the side whose document has not ended."""
 
@@ -183,14 +187,14 @@ class Splitter:
         if open_end and not docs[-1]:  # nothing of it yet
             docs, open_end = docs[:-1], False
             if not docs:
-                return _pieces([], [], [], [], np.zeros(0, np.uint64), np.zeros(0, bool))
+                return NO_PIECES
         going_on = stretch.opened and self.open_val is not None
         if not all(docs):  # an empty text has no side; one that ends an open document has
             kept = [doc for number, doc in enumerate(docs) if doc or (going_on and not number)]
             self.empty += len(docs) - len(kept)
             docs = kept
         if not docs:
-            return _pieces([], [], [], [], np.zeros(0, np.uint64), np.zeros(0, bool))
+            return NO_PIECES
         divide = self._by_blocks if self.division.by == "blocks" else self._by_documents
         return divide(docs, going_on, open_end)
 
@@ -203,7 +207,7 @@ class Splitter:
         begins, ends = np.ones(len(docs), bool), np.ones(len(docs), bool)
         begins[0], ends[-1] = not going_on, not open_end
         self.open_val = bool(val[-1]) if open_end else None
-        return Pieces(docs, val, begins, ends, hashes, hashes_val)
+        return Pieces(docs, val, begins, ends=ends, hashes=hashes, hashes_val=hashes_val)
 
     def _by_blocks(self, docs: list[bytes], going_on: bool, open_end: bool) -> Pieces:
         """Neighbouring blocks of one side stay together; where the side changes, the run ends."""
@@ -231,8 +235,11 @@ class Splitter:
             ends[-1] = not (open_end and number == len(docs) - 1)
             now = None if ends[-1] else of_runs[-1]
         self.open_val = now
-        return _pieces(texts, val, begins, ends, np.concatenate(hashes), np.concatenate(sides))
-
-
-def _pieces(texts: list[bytes], val: list[bool], begins: list[bool], ends: list[bool], *hashes: Any) -> Pieces:
-    return Pieces(texts, np.array(val, bool), np.array(begins, bool), np.array(ends, bool), hashes[0], hashes[1])
+        return Pieces(
+            texts,
+            np.array(val, bool),
+            np.array(begins, bool),
+            ends=np.array(ends, bool),
+            hashes=np.concatenate(hashes),
+            hashes_val=np.concatenate(sides),
+        )

@@ -31,10 +31,10 @@ from lamplighter.data.batches import NO_TARGET, Batch, Prefetcher, count_targets
 from lamplighter.data.sources import Cursor, Part, Position, Source
 from lamplighter.data.split import Pieces, Split, Splitter
 from lamplighter.data.stream_split import HeldOutTokens
-from lamplighter.data.token_cache.ranges import TextBlock as Texts
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.unigrams import unigram_loss
 from lamplighter.errors import BadData
+from lamplighter.readers.ranges import TextBlock as Texts
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 LOOK_EVERY_S = 0.2

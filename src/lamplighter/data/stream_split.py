@@ -17,8 +17,8 @@ import numpy as np
 from lamplighter import report
 from lamplighter.data.sources import Part, Source, watched
 from lamplighter.data.split import LOOK_DOCUMENTS, CacheSettings, Split, Splitter, begin_survey, decide
-from lamplighter.data.token_cache.ranges import TextBlock as Texts
 from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.readers.ranges import TextBlock as Texts
 from lamplighter.rundir import read_json, write_atomic, write_json
 
 Ids = np.ndarray[Any, np.dtype[Any]]

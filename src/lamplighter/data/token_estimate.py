@@ -66,7 +66,14 @@ def estimate_tokens(run: Run, source: Source, cache: Path) -> TokenEstimate:
         found = tokens.find_token_cache(cache, source, tokenizer, CacheSettings(run.data.val_fraction))
         if found is not None:
             train, val = (int(found["splits"][side]["tokens"]) for side in ("train", "val"))
-            return _text(run, train, val, f"counted: token cache {found['name']}", True, tokenizer.vocab_size)
+            return _text(
+                run,
+                train,
+                val,
+                how=f"counted: token cache {found['name']}",
+                counted=True,
+                vocab_size=tokenizer.vocab_size,
+            )
     return _estimate(run, source, tokenizer)
 
 
@@ -100,7 +107,9 @@ def _text(run: Run, train: int, val: int, how: str, counted: bool, vocab_size: i
     """Windows over a stream: no padding but in the last one."""
     windows = max(1, math.ceil(max(1, train - 1) / run.data.seq_len))
     padding = 1 - max(0, train - 1) / (windows * run.data.seq_len)
-    return TokenEstimate(train, val, how, counted, vocab_size, max(0.0, padding), windows)
+    return TokenEstimate(
+        train, val, how, counted=counted, vocab_size=vocab_size, padding=max(0.0, padding), samples=windows
+    )
 
 
 def _estimate(run: Run, source: Source, tokenizer: Tokenizer | None) -> TokenEstimate:
@@ -126,7 +135,7 @@ def _estimate(run: Run, source: Source, tokenizer: Tokenizer | None) -> TokenEst
     vocab_size = (
         tokenizer.vocab_size if run.tokenizer.path or run.model.init_from or run.tokenizer.kind == "bytes" else 0
     )
-    return _text(run, total - val, val, how, False, vocab_size or run.tokenizer.vocab_size)
+    return _text(run, total - val, val, how=how, counted=False, vocab_size=vocab_size or run.tokenizer.vocab_size)
 
 
 def _all_bytes(source: Source, sample: TextSample) -> float:
@@ -150,11 +159,27 @@ def _look_at_rows(run: Run, source: RowSource, tokenizer: Tokenizer | None, cach
         columns = dict(zip(example_cache.FIELDS, index.T, strict=True))
         is_val = columns["is_val"] == 1
         train, val = columns["length"][~is_val], int(columns["length"][is_val].sum())
-        return _rows(run, train, 1.0, val, f"counted: examples {folder.name}", True, tokenizer.vocab_size)
+        return _rows(
+            run,
+            train,
+            1.0,
+            val=val,
+            how=f"counted: examples {folder.name}",
+            counted=True,
+            vocab_size=tokenizer.vocab_size,
+        )
     lengths, share = _sample_rows(source, template)
     val = round(int(lengths.sum()) / share * run.data.val_fraction)
     how = f"estimated: the first {len(lengths):,} examples, {share:.1%} of {human_bytes(source.total_bytes() or 0)}, with the template"
-    return _rows(run, lengths, share / (1 - run.data.val_fraction), val, how, False, tokenizer.vocab_size)
+    return _rows(
+        run,
+        lengths,
+        share / (1 - run.data.val_fraction),
+        val=val,
+        how=how,
+        counted=False,
+        vocab_size=tokenizer.vocab_size,
+    )
 
 
 def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[np.ndarray[Any, np.dtype[np.int64]], float]:
@@ -189,5 +214,14 @@ def _rows(
         row_tokens = filled / (1 - padding) / samples
     words = f"{how}; data.packing {packing} ({WORDS[packing]})"
     return TokenEstimate(
-        round(filled), val, words, counted, vocab_size, padding, samples, noun, row_tokens, packing == "packed"
+        round(filled),
+        val,
+        words,
+        counted=counted,
+        vocab_size=vocab_size,
+        padding=padding,
+        samples=samples,
+        noun=noun,
+        row_tokens=row_tokens,
+        segments=packing == "packed",
     )

@@ -95,15 +95,15 @@ def measure(tokenizer: Tokenizer, texts: Sequence[str], places: Sequence[str], w
         len(texts),
         sum(sizes),
         total,
-        sum(sizes) / max(1, total),
-        seconds,
-        failures,
-        first,
-        tokenizer.vocab_size,
-        int((counts > 0).sum()),
-        int(((counts > 0) & (counts < RARE)).sum()),
-        [_token(tokenizer, int(i), counts) for i in np.argsort(-counts, kind="stable")[:SHOWN] if counts[i]],
-        _longest(tokenizer, counts),
+        bytes_per_token=sum(sizes) / max(1, total),
+        seconds=seconds,
+        round_trip_failures=failures,
+        first_failure=first,
+        vocab_size=tokenizer.vocab_size,
+        used=int((counts > 0).sum()),
+        rare=int(((counts > 0) & (counts < RARE)).sum()),
+        frequent=[_token(tokenizer, int(i), counts) for i in np.argsort(-counts, kind="stable")[:SHOWN] if counts[i]],
+        longest=_longest(tokenizer, counts),
     )
 
 
@@ -246,7 +246,7 @@ def make(source: Source, wish: Wish, cache: Path) -> dict[str, Any]:
     others = {str(path): tokenizers.load(path) for path in wish.compare}
     sample = take(source, int(wish.sample_mb * 1e6), OTHER_BYTES)
     started = time.monotonic()
-    made = trained(source, wish.vocab_size, wish.sample_mb, cache, wish.special, sample)
+    made = trained(source, wish.vocab_size, wish.sample_mb, cache=cache, special=wish.special, sample=sample)
     train_s = time.monotonic() - started
     found = {"sample": measure(made, sample.texts, sample.places, " of the sample")}
     if sample.others:

@@ -64,7 +64,7 @@ def read_texts(
     item: Item, form: TextFormat, bad: BadInReading, tell: Tell, start: Cursor | None = None, number: int = 0
 ) -> Texts:
     """The documents of a file after a cursor; `number` is its own in the source, for the cursors."""
-    file, unpacked = _open(item, form, bad, tell, start or {}, number)
+    file, unpacked = _open(item, form, bad, tell=tell, start=start or {}, number=number)
     texts = texts_of(file, _records(file, item, tell)) if has_records(item) else read_text(file)
     return ((text, after | unpacked.note(after["at"])) for text, after in texts) if unpacked else texts
 
@@ -73,7 +73,7 @@ def read_records(
     item: Item, bad: BadInReading, tell: Tell, start: Cursor | None = None, longest: int | None = None
 ) -> Iterator[Record]:
     """The JSON values or table rows of a file after a cursor, whole; JSON lines of over `longest` bytes are set aside."""
-    file, unpacked = _open(item, TextFormat(text_key="*"), bad, tell, start or {}, 0)
+    file, unpacked = _open(item, TextFormat(text_key="*"), bad, tell=tell, start=start or {}, number=0)
     file = replace(file, longest=longest)
     records = _records(file, item, tell)
     if unpacked is None:
@@ -99,8 +99,19 @@ def _open(
     blocks, unpacked = _blocks(item, tell, start)
     kind = kind_of(item.name)
     in_file = bad.file(item.name, unpacked_bytes(item), "lines" if kind in ("text", "json", "") else "rows")
-    how = (form.text_key, form.separator, PART_CHARS, LINE_BYTES)
-    return OpenFile(number, item.name, kind, blocks, start, in_file, *how), unpacked
+    file = OpenFile(
+        number,
+        item.name,
+        kind,
+        blocks=blocks,
+        start=start,
+        bad=in_file,
+        key=form.text_key,
+        separator=form.separator,
+        part_chars=PART_CHARS,
+        line_bytes=LINE_BYTES,
+    )
+    return file, unpacked
 
 
 def _records(file: OpenFile, item: Item, tell: Tell) -> Iterator[Record]:

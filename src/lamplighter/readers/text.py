@@ -146,13 +146,13 @@ def _chunks(r: OpenFile) -> Iterator[DecodedLines]:
         head = head or piece[:4]
         text = None if b"\0" in piece else _decoded(piece)
         if text is None:
-            yield from _good_lines(piece, at, line, long or goes_on, head, r)
+            yield from _good_lines(piece, at, line, long=long or goes_on, head=head, r=r)
         elif at == 0 and text.startswith("\ufeff"):
-            yield DecodedLines(text[1:], piece[3:], 3, line, r.bad.count, goes_on)
+            yield DecodedLines(text[1:], piece[3:], 3, line=line, bad=r.bad.count, long=goes_on)
         else:
-            yield DecodedLines(text, piece, at, line, r.bad.count, long or goes_on)
+            yield DecodedLines(text, piece, at, line=line, bad=r.bad.count, long=long or goes_on)
         at, line, long = at + len(piece), line + count_newlines(piece), goes_on
-    yield DecodedLines("", b"", at, line, r.bad.count, False)
+    yield DecodedLines("", b"", at, line=line, bad=r.bad.count, long=False)
 
 
 def count_newlines(piece: bytes) -> int:
@@ -184,7 +184,7 @@ def _good_lines(piece: bytes, at: int, line: int, long: bool, head: bytes, r: Op
 def _run(raw: bytes, at: int, line: int, bad: int, long: bool) -> Iterator[DecodedLines]:
     if raw:
         mark = 3 if at == 0 and raw.startswith(codecs.BOM_UTF8) else 0
-        yield DecodedLines(raw[mark:].decode(), raw[mark:], at + mark, line, bad, long)
+        yield DecodedLines(raw[mark:].decode(), raw[mark:], at + mark, line=line, bad=bad, long=long)
 
 
 def whole_lines(piece: bytes) -> list[bytes]:

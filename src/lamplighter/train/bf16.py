@@ -117,7 +117,7 @@ def _describe_tiles() -> None:
 
 
 def _trial(rows: int = 65, inner: int = 70, columns: int = 33, head: int = 64) -> None:
-    """Products whose results are known, of sizes that fill the tiles and of given ones, and attention there and back."""
+    """Products whose results are known, of sizes that fill the tiles and of given ones, and attention forward and backward."""
     for m, k, n in ((64, 64, 64), (rows, inner, columns)):
         a, b = ((torch.arange(x * k).reshape(x, k) % 7 - 3).float() for x in (m, n))
         right = a @ b.T

@@ -227,9 +227,11 @@ class ProcessTree:
 
 def open_pidfd(pid: int) -> int:
     """A descriptor that becomes readable when the process ends; -1 where there is none to be had."""
+    if procfs.BY_PSUTIL:  # only Linux has them
+        return -1
     try:
         return os.pidfd_open(pid)
-    except (OSError, AttributeError):  # it has just ended; or this is not Linux
+    except OSError:  # it has just ended
         return -1
 
 

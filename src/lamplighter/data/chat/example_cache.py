@@ -81,7 +81,7 @@ def ensure(
         for name in ("examples.json", "examples.bin", "index.npy"):
             (folder / name).unlink(missing_ok=True)
         try:
-            _build(folder, source, template, val_fraction, parts, workers or usable_cores())
+            _build(folder, source, template, val_fraction=val_fraction, parts=parts, workers=workers or usable_cores())
         except OSError as error:
             raise cannot_write(folder, error) from error
     return folder
@@ -159,7 +159,9 @@ class _Builder:
             report.phase("make examples", total=self.total_bytes, unit="B") as p,
             open(self.folder / "examples.bin.writing", "wb") as out,
         ):
-            work = each(_encode, self._chunks(p), workers, lambda chunk: chunk[0][1], start, start_with)
+            work = each(
+                _encode, self._chunks(p), workers, name=lambda chunk: chunk[0][1], start=start, start_with=start_with
+            )
             for chunk, encoded in work:
                 self._store(chunk, encoded, out)
                 progress = {"bytes": self.source.position().bytes_done, "texts": self.rows, "item": chunk[-1][1]}

@@ -62,13 +62,13 @@ def pack(lengths: Int64s, seq_len: int, seed: int = 0) -> Packing:
         for left in (np.flatnonzero(have[length:]) + length).tolist():
             if not len(rest):
                 break
-            rest = _fill(np.concatenate(room[left]), left, length, rest, room, have, window_of)
+            rest = _fill(np.concatenate(room[left]), left, length, rest=rest, room=room, have=have, window_of=window_of)
         if len(rest):
             each = seq_len // length
             new = np.arange(used, used - (-len(rest) // each), dtype=np.int64)
             used += len(new)
             have[seq_len] += len(new)
-            _fill(new, seq_len, length, rest, room, have, window_of)
+            _fill(new, seq_len, length, rest=rest, room=room, have=have, window_of=window_of)
     by_window = order[np.argsort(window_of[order], kind="stable")]
     starts = np.concatenate([[0], np.cumsum(np.bincount(window_of, minlength=used))]).astype(np.int64)
     return Packing(by_window, starts)

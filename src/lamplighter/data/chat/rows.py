@@ -369,7 +369,7 @@ def _row_inputs(data: Data, hash_store: Path | None, opened: Opened) -> tuple[li
         if is_named(entry):
             name = entry.partition(":")[2]
             bad = BadRecords(data.bad_text, data.bad_limit)
-            hub = open_dataset(name, data.dataset_config, data.dataset_split, "*", hash_store, bad)
+            hub = open_dataset(name, data.dataset_config, data.dataset_split, key="*", hash_store=hash_store, bad=bad)
             opened[entry] = hub
             inputs.append(hub)
             continue

@@ -115,11 +115,23 @@ def open_source(
             return hub.narrowed(text_key)
         if kind == "dataset":
             return open_dataset(
-                name, dataset_config, dataset_split, text_key, hash_store, BadRecords(bad_text, bad_limit)
+                name,
+                dataset_config,
+                dataset_split,
+                key=text_key,
+                hash_store=hash_store,
+                bad=BadRecords(bad_text, bad_limit),
             )
         if kind == "source":
             return own_source(name)
-        return FileSource(find_items(entries, retry_s, remote), separator, text_key, hash_store, bad_text, bad_limit)
+        return FileSource(
+            find_items(entries, retry_s, remote),
+            separator,
+            text_key,
+            hash_store=hash_store,
+            bad_text=bad_text,
+            bad_limit=bad_limit,
+        )
 
     if weights:
         check_weights(list(weights), paths)
@@ -137,9 +149,9 @@ def open_data(data: Data, hash_store: Path | None = None, opened: Opened | None 
         data.paths,
         data.source,
         data.separator,
-        data.text_key,
-        hash_store,
-        data.bad_text,
+        text_key=data.text_key,
+        hash_store=hash_store,
+        bad_text=data.bad_text,
         weights=data.weights,
         mix_until=data.mix_until,
         dataset_config=data.dataset_config,

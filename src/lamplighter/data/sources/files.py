@@ -134,7 +134,7 @@ class FileSource:
         form = TextFormat(self.separator, self.text_key)
         if bad is None:
             bad = self.bad.begin(int((start or {}).get("bad", 0)))
-        return read_texts(self.items[file], form, bad, tell, start, file)
+        return read_texts(self.items[file], form, bad, tell=tell, start=start, number=file)
 
     def cursor_at(self, file: int, byte: int, after: Cursor | None = None) -> Cursor | None:
         """The first place at or after a byte of one file where a text begins: to read a file in stretches, side by side.

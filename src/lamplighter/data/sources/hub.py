@@ -90,7 +90,7 @@ class HubSource:
 
     def narrowed(self, key: str) -> HubSource:
         """The same dataset, of which only the column of the texts is read."""
-        return _made(self.name, self.dataset, key, self.marks, self.size, self.bad)
+        return _made(self.name, self.dataset, key, marks=self.marks, size=self.size, bad=self.bad)
 
     def records(self, bad: BadInReading) -> Iterator[Record]:
         """The rows, whole."""
@@ -159,8 +159,8 @@ def open_dataset(
         datasets = _datasets(name)
         p.tick(0, name)
         if folder.is_dir():
-            return _open_folder(datasets, folder, config, split, key, hash_store, bad)
-        return _open_hub(datasets, name, config, split, key, bad, p)
+            return _open_folder(datasets, folder, config, split=split, key=key, hash_store=hash_store, bad=bad)
+        return _open_hub(datasets, name, config, split=split, key=key, bad=bad, p=p)
 
 
 def _datasets(name: str) -> Any:
@@ -198,7 +198,7 @@ def _open_folder(
         config,
         split,
     ]
-    return _made(str(folder), found, key, marks, sum(file.size for file in local), bad)
+    return _made(str(folder), found, key, marks=marks, size=sum(file.size for file in local), bad=bad)
 
 
 def _open_hub(
@@ -222,7 +222,9 @@ def _open_hub(
         report.warn(f"{host.hostname} cannot be reached ({fault}): the copy of {name} on this machine is read")
     report.note(f"dataset {name}, split {split}: counts as changed when its revision changes ({revision})")
     info = (found.info.splits or {}).get(split) if found.info else None
-    return _made(name, found, key, [name, config, split, revision], getattr(info, "num_bytes", None), bad)
+    return _made(
+        name, found, key, marks=[name, config, split, revision], size=getattr(info, "num_bytes", None), bad=bad
+    )
 
 
 def _streamed(datasets: Any, name: str, config: str | None, split: str) -> tuple[Any, str]:
@@ -259,7 +261,7 @@ def _made(name: str, dataset: Any, key: str, marks: list[Any], size: int | None,
         if top not in columns:
             raise no_column(f"dataset {name}", key, columns)
         dataset = dataset.select_columns([top])
-    return HubSource(name, dataset, key, marks, size, bad)
+    return HubSource(name, dataset, key, marks=marks, size=size, bad=bad)
 
 
 def _no_split(name: str, split: str, known: list[str]) -> BadConfig:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.sources import Source
-from lamplighter.data.stats import split_of as sides
+from lamplighter.data.stats import collect as sides
 from lamplighter.data.stats.collect import SHOWN, Tally, read
 from lamplighter.data.stats.lengths import (
     Bar,
@@ -142,10 +142,26 @@ def count_text(source: Source, tokenizer: Tokenizer, path: str, request: Request
     reason = no_near(request.near_documents)
     tally = Tally(tokenizer, found, 0 if reason else request.near_documents, test.meet if test else None)
     sampled = read(source, tally, request.sample_bytes)
-    about = About(str(source), "text", "", str(tokenizer), path, sampled, time.monotonic() - started)
+    about = About(
+        str(source),
+        "text",
+        "",
+        tokenizer=str(tokenizer),
+        tokenizer_path=path,
+        sampled=sampled,
+        seconds=time.monotonic() - started,
+    )
     duplicates = find_duplicates(tally, reason)
     apart = compare_sides(tally, found, why_not, reason)
-    return conclude(about, request, tally, _set_aside(source), duplicates, apart, _tested(tally, test, reason))
+    return conclude(
+        about,
+        request,
+        tally,
+        dirt=_set_aside(source),
+        duplicates=duplicates,
+        apart=apart,
+        test_set=_tested(tally, test, reason),
+    )
 
 
 def _tested(tally: Tally, test: TestGrams | None, reason: str) -> TestSet | None:
@@ -286,14 +302,33 @@ def count_cache(folder: Path, request: Request) -> Stats:
         f"token cache {folder} of {named['sources']}",
         "text",
         "",
-        named["tokenizer"],
-        "",
-        "",
-        time.monotonic() - started,
+        tokenizer=named["tokenizer"],
+        tokenizer_path="",
+        sampled="",
+        seconds=time.monotonic() - started,
     )
     reason = "a token cache holds no text"
-    apart = Sides("documents", reason, found.train.documents, found.val.documents, 0, None, 0, 0, [])
-    return conclude(about, request, tally, {}, find_duplicates(tally, reason), apart, None, notes=[CACHE_NOTE])
+    apart = Sides(
+        "documents",
+        reason,
+        found.train.documents,
+        val=found.val.documents,
+        exact=0,
+        near=None,
+        near_train=0,
+        near_val=0,
+        near_examples=[],
+    )
+    return conclude(
+        about,
+        request,
+        tally,
+        dirt={},
+        duplicates=find_duplicates(tally, reason),
+        apart=apart,
+        test_set=None,
+        notes=[CACHE_NOTE],
+    )
 
 
 def extremes(tally: Tally, lengths: Lengths) -> tuple[list[Found], list[Found]]:

@@ -45,13 +45,29 @@ def count_rows(source: RowSource, template: ChatTemplate, path: str, request: Re
         raise BadData(f"no example in {source}", "no row has a question and an answer", "check data.paths")
     inspector.set_aside(counter.aside.total(), counter.aside_places)
     about = About(
-        str(source), "chat", template.name, str(template.tokenizer), path, sampled, time.monotonic() - started
+        str(source),
+        "chat",
+        template.name,
+        tokenizer=str(template.tokenizer),
+        tokenizer_path=path,
+        sampled=sampled,
+        seconds=time.monotonic() - started,
     )
     duplicates = find_duplicates(tally, reason)
     sides = _compare_sides(counter, request.val_fraction, reason)
     compared = compare_test(tally, test, reason) if test else None
     notes = [f"lamp train keeps equal examples once: {len(set(counter.hashes)):,} are left"] if duplicates.exact else []
-    return conclude(about, request, tally, dict(counter.aside), duplicates, sides, compared, inspector.result(), notes)
+    return conclude(
+        about,
+        request,
+        tally,
+        dirt=dict(counter.aside),
+        duplicates=duplicates,
+        apart=sides,
+        test_set=compared,
+        quality=inspector.result(),
+        notes=notes,
+    )
 
 
 class _Counter:
@@ -151,12 +167,32 @@ def _exchange(messages: Sequence[Message]) -> tuple[str, str]:
 def _compare_sides(counter: _Counter, val_fraction: float, reason: str) -> Sides:
     """The division that `lamp train` would make of these examples, and near duplicates across it."""
     if not val_fraction:
-        return Sides("", "data.val_fraction is 0: nothing is held back", 0, 0, 0, None, 0, 0, [])
+        return Sides(
+            "",
+            "data.val_fraction is 0: nothing is held back",
+            0,
+            val=0,
+            exact=0,
+            near=None,
+            near_train=0,
+            near_val=0,
+            near_examples=[],
+        )
     unique = array("Q", dict.fromkeys(counter.hashes))
     try:
         sides = dict(zip(unique, example_cache.sides_of(unique, val_fraction, counter.source).tolist(), strict=True))
     except BadData as error:
-        return Sides("", f"lamp train would refuse: {error.what} ({error.why})", 0, 0, 0, None, 0, 0, [])
+        return Sides(
+            "",
+            f"lamp train would refuse: {error.what} ({error.why})",
+            0,
+            val=0,
+            exact=0,
+            near=None,
+            near_train=0,
+            near_val=0,
+            near_examples=[],
+        )
     val = sum(sides.values())
     counts = ("examples", reason, len(sides) - val, val, 0)
     if reason:

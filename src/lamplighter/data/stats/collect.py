@@ -11,20 +11,64 @@ import re
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from lamplighter import report
+from lamplighter.data import split
 from lamplighter.data.sampling import Quota
 from lamplighter.data.sources import Position, Source, watched
 from lamplighter.data.sources.files import Part
+from lamplighter.data.split import Split
 from lamplighter.data.stats.minhash import MOST_BYTES, Signer, new_hash, normalised
-from lamplighter.data.stats.split_of import SideFinder
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
+from lamplighter.readers.ranges import TextBlock
 from lamplighter.rundir import human_bytes
+
+
+class SideFinder:
+    """The division that `lamp train` would make."""
+
+    def __init__(self, found: Split) -> None:
+        self._division = found
+        self.by = found.by
+        """documents or blocks."""
+
+    def side(self, text: str) -> str:
+        """Of a document, by the hash of its first part."""
+        return "val" if self._division.is_val(self._division.hashes([text.encode()]))[0] else "train"
+
+    def blocks(self, text: str) -> Iterator[tuple[str, str]]:
+        """(side, block) of each block of a text."""
+        data = text.encode()
+        ends, hashes = self._division.block_hashes(data)
+        for begin, end, val in zip([0, *ends], ends, self._division.is_val(hashes).tolist(), strict=False):
+            yield "val" if val else "train", data[begin:end].decode()
+
+
+def find_split(source: Source, val_fraction: float) -> tuple[SideFinder | None, str]:
+    """The division, or why there is none."""
+    if not val_fraction:
+        return None, "data.val_fraction is 0: nothing is held back"
+    settings = split.CacheSettings(val_fraction)
+    seen, opened = split.begin_survey(settings), False
+    with report.phase("look at the documents", unit="documents") as p:
+        for text in watched(source, lambda _, item: p.set(seen.documents, item)):
+            seen.add(TextBlock([text.encode()], opened, isinstance(text, Part)))
+            opened = isinstance(text, Part)
+            if seen.is_enough():
+                break
+    try:
+        return SideFinder(split.decide(seen, settings, source)), ""
+    except BadData as error:
+        return None, f"lamp train would refuse: {error.what} ({error.why})"
+
+
+# ---------------------------------------------------------------- the tally
+
 
 SHOWN = 5
 HEAD_CHARS = 80

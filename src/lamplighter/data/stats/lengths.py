@@ -50,10 +50,20 @@ class Spread:
 def spread(lengths: Lengths) -> Spread:
     """Percentiles are lengths that occur: p95 holds at least 95 % whole."""
     if not len(lengths):
-        return Spread(0, 0, 0.0, 0, 0, 0, 0, 0, 0)
+        return Spread(0, 0, 0.0, shortest=0, p5=0, p50=0, p95=0, p99=0, longest=0)
     p5, p50, p95, p99 = (int(n) for n in np.quantile(lengths, (0.05, 0.5, 0.95, 0.99), method="inverted_cdf"))
     total = int(np.sum(lengths, dtype=np.int64))
-    return Spread(len(lengths), total, total / len(lengths), int(lengths.min()), p5, p50, p95, p99, int(lengths.max()))
+    return Spread(
+        len(lengths),
+        total,
+        total / len(lengths),
+        shortest=int(lengths.min()),
+        p5=p5,
+        p50=p50,
+        p95=p95,
+        p99=p99,
+        longest=int(lengths.max()),
+    )
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,15 @@ def window(lengths: Lengths, seq_len: int) -> Window:
     beyond = int(long.sum()) - seq_len * len(long)
     alone = 1 - (total - beyond) / (count * seq_len) if count else 0.0
     whole = count - len(long)
-    return Window(seq_len, whole, whole / max(1, count), len(long), beyond, beyond / max(1, total), alone)
+    return Window(
+        seq_len,
+        whole,
+        whole / max(1, count),
+        over=len(long),
+        beyond=beyond,
+        beyond_share=beyond / max(1, total),
+        padding_alone=alone,
+    )
 
 
 def windows(lengths: Lengths, seq_len: int) -> list[Window]:
@@ -318,7 +336,7 @@ def svg(bars: Sequence[Bar], marks: Mapping[str, int], title: str, about: str) -
         at = f"{x + step / 2:.1f} {top + high + 14}"
         turn = f'transform="translate({at}) rotate(40)"'
         parts.append(f'<text {turn} fill="#444">{bar.low:,}</text>')
-    parts += _marks(bars, marks, left, top, step, high)
+    parts += _marks(bars, marks, left, top=top, step=step, high=high)
     parts.append(
         f'<text x="{left + wide}" y="{top + high + foot - 10}" text-anchor="end" fill="#666">'
         "tokens in a document (left edge of each bar)</text></svg>"

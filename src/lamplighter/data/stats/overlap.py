@@ -15,9 +15,8 @@ from lamplighter import report
 from lamplighter.data.sources import Source, watched
 from lamplighter.data.sources.files import Part
 from lamplighter.data.stats import minhash
-from lamplighter.data.stats.collect import HEAD_CHARS, SHOWN, Places, Tally, line_of
+from lamplighter.data.stats.collect import HEAD_CHARS, SHOWN, Places, SideFinder, Tally, line_of
 from lamplighter.data.stats.minhash import Grams, Signer, normalised, text_hash
-from lamplighter.data.stats.split_of import SideFinder
 from lamplighter.errors import BadData
 from lamplighter.rundir import human_bytes
 
@@ -174,7 +173,9 @@ def find_duplicates(tally: Tally, reason: str) -> Duplicates:
     with report.phase("exact duplicates", unit="documents"):
         exact, groups, pairs, firsts = exact_duplicates(tally)
     if reason:
-        return Duplicates(exact, groups, pairs, None, 0, False, reason, [])
+        return Duplicates(
+            exact, groups, pairs, near=None, near_documents=0, near_sampled=False, near_reason=reason, near_examples=[]
+        )
     with report.phase("near duplicates", total=minhash.BANDS, unit="bands") as p:
         numbers = np.array([n for side in tally.signers.values() for n in _flushed(side).numbers], np.int64)
         rows = np.concatenate([side.matrix() for side in tally.signers.values()])
@@ -186,7 +187,16 @@ def find_duplicates(tally: Tally, reason: str) -> Duplicates:
         for one in sorted(found, key=lambda one: (-one.similarity, one.first))[:SHOWN]
     ]
     sampled = any(side.every > 1 for side in tally.signers.values())
-    return Duplicates(exact, groups, pairs, len(found), len(numbers), sampled, "", examples)
+    return Duplicates(
+        exact,
+        groups,
+        pairs,
+        near=len(found),
+        near_documents=len(numbers),
+        near_sampled=sampled,
+        near_reason="",
+        near_examples=examples,
+    )
 
 
 def _flushed(signer: Signer) -> Signer:
@@ -202,7 +212,7 @@ def pair_of(tally: Tally, first: int, second: int, similarity: float) -> Pair:
 def compare_sides(tally: Tally, divide: SideFinder | None, why_not: str, reason: str) -> Sides:
     """Near duplicates across the division."""
     if divide is None:
-        return Sides("", why_not, 0, 0, 0, None, 0, 0, [])
+        return Sides("", why_not, 0, val=0, exact=0, near=None, near_train=0, near_val=0, near_examples=[])
     signers = tally.signers if divide.by == "documents" else tally.blocks
     train, val = signers["train"], signers["val"]
     counts = (divide.by, reason, tally.sides["train"], tally.sides["val"], 0)

@@ -150,7 +150,15 @@ class Inspector:
         made = [Reason(name, *REASONS[name], self.counts[name], self.examples[name]) for name in REASONS]
         bad = (self.faulty + DOUBT * self.doubtful) / max(1, self.rows)
         words = self.words / max(1, self.answers)
-        return Quality(self.rows, self.faulty, self.doubtful, round(100 * (1 - bad), 2), FORMULA, made, words)
+        return Quality(
+            self.rows,
+            self.faulty,
+            self.doubtful,
+            score=round(100 * (1 - bad), 2),
+            formula=FORMULA,
+            reasons=made,
+            answer_words_mean=words,
+        )
 
 
 def ends_mid_sentence(answer: str) -> bool:

@@ -33,7 +33,6 @@ from lamplighter.data.token_cache import partition
 from lamplighter.data.token_cache import writer as shards
 from lamplighter.data.token_cache.encoder import renewed
 from lamplighter.data.token_cache.partition import BuildPlan, Unit
-from lamplighter.data.token_cache.ranges import PART_BYTES, TextBlock
 from lamplighter.data.token_cache.writer import SIDES, Record, UnitJob, UnitWriter, full, hash_first, sync_file
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, CannotWrite
@@ -41,6 +40,7 @@ from lamplighter.procs.pool import TICK_S, each
 from lamplighter.procs.procfs import boot_id
 from lamplighter.readers.bad_records import SOON, BadInFile, BadRecords
 from lamplighter.readers.files import unpacked_bytes
+from lamplighter.readers.ranges import PART_BYTES, TextBlock
 from lamplighter.rundir import (
     free_bytes,
     human_bytes,
@@ -218,7 +218,9 @@ class Builder:
                 shards.start_here(job, plan.how, self.tokenizer.recipe(), self.tokenizer.encoder(threads=True), tell)
             start = shards.start_worker if workers > 1 else None
             start_with = (job, plan.how, self.tokenizer.recipe(), cells)
-            made = each(shards.make_unit, todo, workers, str, start, start_with, False, tick)
+            made = each(
+                shards.make_unit, todo, workers, name=str, start=start, start_with=start_with, in_order=False, tick=tick
+            )
             for unit, record in made:
                 self._commit(record)
                 behind[unit.number] = unit.bytes

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lamplighter.data.token_cache.ranges import cut_all
 from lamplighter.procs.procfs import own_memory
+from lamplighter.readers.ranges import cut_all
 
 GROWN_BYTES = 128 << 20
 PIECE_BYTES = 1 << 15  # what stays in the processor's cache; longer texts are encoded in such pieces

@@ -18,10 +18,10 @@ from itertools import accumulate
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import FileSource
 from lamplighter.data.split import MB, CacheSettings, Survey
-from lamplighter.data.token_cache import ranges
-from lamplighter.data.token_cache.ranges import ReadOptions, Span, read
+from lamplighter.readers import ranges
 from lamplighter.readers.bad_records import BadRecords
 from lamplighter.readers.local import LocalFile, is_packed, kind_of, suffix_of
+from lamplighter.readers.ranges import ReadOptions, Span, read
 
 LEAST_BYTES, USUAL_BYTES = 4 * MB, 64 * MB
 MOST_UNITS = 1024  # of a very large corpus: a shard is a file, and an open one while it is read

@@ -27,7 +27,7 @@ from lamplighter.data import split as division
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import digest
 from lamplighter.data.split import CacheSettings
-from lamplighter.data.token_cache import builder, ranges
+from lamplighter.data.token_cache import builder
 from lamplighter.data.token_cache.builder import read_manifest
 from lamplighter.data.token_cache.encoder import Ids
 from lamplighter.data.token_cache.writer import bad_id
@@ -35,6 +35,7 @@ from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.procs.lock import open_lock, try_lock
 from lamplighter.procs.pool import TICK_S, usable_cores
+from lamplighter.readers import ranges
 from lamplighter.rundir import cannot_write, hash_file, identity, read_json, read_record
 
 __all__ = ["CacheSettings", "TokenStream", "Tokens", "ensure", "obtain", "open_tokens"]
@@ -57,7 +58,7 @@ def ensure(
     workers: int | None = None,
 ) -> Path:
     """The folder of the finished cache: reused, built or rebuilt, and said which and why."""
-    return _ensure(cache_root, source, tokenizer, settings, mode, workers)[0]
+    return _ensure(cache_root, source, tokenizer, settings=settings, mode=mode, workers=workers)[0]
 
 
 def obtain(
@@ -69,7 +70,7 @@ def obtain(
     workers: int | None = None,
 ) -> tuple[Tokens, bool]:
     """The open cache, and whether it was built just now; one that was there before is verified byte by byte."""
-    folder, is_new = _ensure(cache_root, source, tokenizer, settings, mode, workers)
+    folder, is_new = _ensure(cache_root, source, tokenizer, settings=settings, mode=mode, workers=workers)
     return open_tokens(folder, verify=not is_new), is_new
 
 
@@ -101,7 +102,7 @@ def _ensure(
             for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):  # that one first
                 if path.name != "lock":
                     path.unlink()
-        builder.build(folder, source, tokenizer, settings, parts, workers or usable_cores())
+        builder.build(folder, source, tokenizer, settings=settings, parts=parts, workers=workers or usable_cores())
     return folder, True
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from lamplighter.data.split import Pieces, Split, Splitter
-from lamplighter.data.token_cache import ranges
 from lamplighter.data.token_cache.encoder import Encoder, Ids, Recipe, make_encoder, renewed
 from lamplighter.data.token_cache.partition import Unit
-from lamplighter.data.token_cache.ranges import ReadOptions, TextBlock
 from lamplighter.errors import BadData, CannotWrite
+from lamplighter.readers import ranges
+from lamplighter.readers.ranges import ReadOptions, TextBlock
 from lamplighter.rundir import cannot_write, free_bytes, human_bytes
 
 SIDES = ("train", "val")
