@@ -20,8 +20,9 @@ import zstandard
 from conftest import lamp, start_lamp, wait_for
 from lamplighter.clean import documents, job, worker
 from lamplighter.clean.rules import Rules
-from lamplighter.data.sources.files import FileSource, find_files
+from lamplighter.data.sources.files import FileSource
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
+from lamplighter.readers.local import find_files
 
 WORDS = [
     "the",
