@@ -17,15 +17,15 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import LAMP, LONG, TINY, clean_env, lamp, wait_for
 from lamplighter.config import Resolved, dump, load_dump, resolve, with_change
-from lamplighter.doctor import collectives, findings, probe, runner, settings, system
+from lamplighter.doctor import collectives, findings, probe, runner, settings, software
 from lamplighter.doctor.findings import Report
 from lamplighter.doctor.probe import Finding, Probe, ProbeContext
 from lamplighter.doctor.runner import ProbeConfig, ProbeResult
-from lamplighter.doctor.settings import Paper
-from lamplighter.doctor.system import Driver
+from lamplighter.doctor.settings import PlanFigures
+from lamplighter.doctor.software import Driver
 from lamplighter.errors import BadConfig, UsageError
+from running import LAMP, LONG, TINY, clean_env, lamp, wait_for
 
 GIB = 1 << 30
 PROBES = """
@@ -272,7 +272,7 @@ def test_probes_are_chosen_by_name_and_those_of_a_run_need_one() -> None:
 def test_torch_against_the_driver(
     built: str, driver: Driver, refused: str, device: str, level: str, words: str
 ) -> None:
-    found = list(system.judge_driver(built, driver, refused, device))
+    found = list(software.judge_driver(built, driver, refused, device))
     assert [finding.level for finding in found] == ([level] if level else [])
     assert all(words in finding.what for finding in found)
 
@@ -282,9 +282,9 @@ def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     smi.write_text('#!/bin/sh\n[ $# -eq 0 ] && echo "CUDA Version: 12.4" || echo "NVIDIA L4, 550.54.15"\n')
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert system.ask_driver() == (Driver("550.54.15", "12.4", ("NVIDIA L4",)), "")
+    assert software.ask_driver() == (Driver("550.54.15", "12.4", ("NVIDIA L4",)), "")
     smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
-    assert system.ask_driver()[1].startswith("Failed to initialize NVML")
+    assert software.ask_driver()[1].startswith("Failed to initialize NVML")
 
 
 def patient_of(tmp_path: Path, **overrides: str) -> ProbeContext:
@@ -293,7 +293,7 @@ def patient_of(tmp_path: Path, **overrides: str) -> ProbeContext:
 
 
 def test_room_and_speed_against_the_checkpoints(tmp_path: Path) -> None:
-    context, paper = patient_of(tmp_path, save__every_s="100"), Paper({"params": 10**9, "hours": 1.0})
+    context, paper = patient_of(tmp_path, save__every_s="100"), PlanFigures({"params": 10**9, "hours": 1.0})
     levels = {
         free: next(iter(settings.judge_room(context, paper, tmp_path, free * GIB))).level for free in (5, 40, 100)
     }

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from conftest import LAMP, LONG, clean_env, lamp, start_lamp, wait_for
 from lamplighter.procs.procfs import look
 from lamplighter.rundir import RunDir, is_running, read_json, read_lines
+from running import LAMP, LONG, clean_env, lamp, start_lamp, wait_for
 
 HANG = """
 import threading, time
@@ -108,7 +108,7 @@ def test_on_stuck_restart_starts_it_again(tmp_path: Path) -> None:
 
 @LONG
 def test_a_restart_on_a_terminal_lives_as_long_as_it_likes(tmp_path: Path) -> None:
-    from conftest import listen
+    from running import listen
 
     long = "import os, time\nif os.path.exists('state'):\n    time.sleep(13)\n    print('resumed')\n    raise SystemExit(3)\n"
     name = script(tmp_path, long + "open('state', 'w').close()\n" + HANG)
@@ -228,7 +228,7 @@ def test_a_second_watch_of_the_same_script_gets_a_folder_of_its_own(tmp_path: Pa
 
 
 def test_something_to_read_every_two_seconds(tmp_path: Path) -> None:
-    from conftest import listen
+    from running import listen
 
     name = script(tmp_path, "import time\ntime.sleep(7)\n")
     heard = listen([*LAMP, "watch", "--", sys.executable, name], tmp_path, on_pty=False)
@@ -248,7 +248,7 @@ for _ in range(25):
 """
 
 
-@pytest.mark.parametrize("start", ["bash", "accelerate"])
+@pytest.mark.parametrize("start", ["bash", pytest.param("accelerate", marks=LONG)])
 def test_launchers_bring_their_scripts_along(tmp_path: Path, start: str) -> None:
     script(tmp_path, STEPS)
     (tmp_path / "run.sh").write_text(f"export PYTHONPATH=$PWD:$PYTHONPATH\n{sys.executable} train.py\n")
@@ -260,7 +260,7 @@ def test_launchers_bring_their_scripts_along(tmp_path: Path, start: str) -> None
 
 
 def test_on_a_terminal_the_footer_is_ours_and_the_output_its_own(tmp_path: Path) -> None:
-    from conftest import listen
+    from running import listen
 
     name = script(tmp_path, "import time\nfor i in range(4):\n    print('line', i, flush=True)\n    time.sleep(1.2)\n")
     heard = listen([*LAMP, "watch", "--", sys.executable, name], tmp_path, on_pty=True)
@@ -282,7 +282,9 @@ SERVERS = {
 }
 
 
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize(
+    "name", ["a thread serves", "a prompt", *(pytest.param(n, marks=LONG) for n in list(SERVERS)[1:4])]
+)
 def test_who_waits_for_the_world_is_not_stuck(tmp_path: Path, name: str) -> None:
     script(tmp_path, SERVERS[name])
     run = RunDir(tmp_path / "runs" / "train")
@@ -322,7 +324,9 @@ DAEMONS = {
 }
 
 
-@pytest.mark.parametrize("name", DAEMONS)
+@pytest.mark.parametrize(
+    "name", ["a pool is left", *(pytest.param(n, marks=LONG) for n in ("a signal ends the wait", "a timer ends it"))]
+)
 def test_a_wait_that_somebody_will_end_is_never_stopped(tmp_path: Path, name: str) -> None:
     script(tmp_path, DAEMONS[name])
     done = lamp("watch", "--on-stuck", "stop", "--", sys.executable, "train.py", cwd=tmp_path)

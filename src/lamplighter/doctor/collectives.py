@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from lamplighter.doctor.probe import Finding, ProbeContext
+from lamplighter.doctor.probe import Finding, ProbeContext, fault, ok, warn
 from lamplighter.doctor.runner import patience
 from lamplighter.procs import procfs
 from lamplighter.procs.child import Child, Say
@@ -40,13 +40,18 @@ def address_and_port(context: ProbeContext) -> Iterator[Finding]:
     yield from _hostname()
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address and not port:
-        yield Finding("ok", "MASTER_ADDR and MASTER_PORT are not set: one machine, or torchrun sets them")
+        yield ok("MASTER_ADDR and MASTER_PORT are not set: one machine, or torchrun sets them")
         return
     if bool(address) != bool(port):
         missing = "MASTER_PORT" if address else "MASTER_ADDR"
-        yield Finding("warn", f"{missing} is not set, and the other one is", "ranks wait for an address that is half known", f"export {missing}=...", "no_peer")  # fmt: skip
+        yield warn(
+            f"{missing} is not set, and the other one is",
+            "ranks wait for an address that is half known",
+            f"export {missing}=...",
+            "no_peer",
+        )
     if port and not (port.isascii() and port.isdecimal() and 0 < int(port) < 65_536):
-        yield Finding("fault", f"MASTER_PORT is {port}, which is no port", "", "export MASTER_PORT=29500", "no_peer")
+        yield fault(f"MASTER_PORT is {port}, which is no port", "", "export MASTER_PORT=29500", "no_peer")
         return
     if address:
         context.now(f"resolving {address}")
@@ -59,8 +64,13 @@ def _interfaces() -> Iterator[Finding]:
     for variable in INTERFACES:
         for name in os.environ.get(variable, "").lstrip("^=").split(","):
             if name and not any(one.startswith(name) for one in known):
-                yield Finding("fault", f"{variable} is {name}, and there is no such interface", f"there are: {', '.join(known)}",
-                              f"export {variable}={_first_real(known)}, or unset {variable}", "no_peer", {"interface": name})  # fmt: skip
+                yield fault(
+                    f"{variable} is {name}, and there is no such interface",
+                    f"there are: {', '.join(known)}",
+                    f"export {variable}={_first_real(known)}, or unset {variable}",
+                    "no_peer",
+                    culprit={"interface": name},
+                )
 
 
 def _first_real(known: list[str]) -> str:
@@ -78,15 +88,25 @@ def _hostname() -> Iterator[Finding]:
     try:
         found = {str(row[4][0]) for row in socket.getaddrinfo(name, None)}
     except OSError as error:
-        yield Finding("warn", f"this host's name, {name}, leads to no address: {error.strerror or error}", "ranks of one machine fall back to the loopback; those of several do not find each other",
-                      f"a line for {name} in /etc/hosts, or export GLOO_SOCKET_IFNAME", "no_peer", {"host": name})  # fmt: skip
+        yield warn(
+            f"this host's name, {name}, leads to no address: {error.strerror or error}",
+            "ranks of one machine fall back to the loopback; those of several do not find each other",
+            f"a line for {name} in /etc/hosts, or export GLOO_SOCKET_IFNAME",
+            "no_peer",
+            culprit={"host": name},
+        )
         return
     elsewhere = found - local_addresses()
     if elsewhere == found and not all(ipaddress.ip_address(one).is_loopback for one in found):
-        yield Finding("fault", f"this host's name, {name}, leads to {', '.join(sorted(found))}, which is not this machine", "gloo listens on the address that the name leads to, and cannot",
-                      f"mend /etc/hosts or the name server, or export GLOO_SOCKET_IFNAME={_first_real(list(psutil.net_if_addrs()))}", "no_peer", {"host": name})  # fmt: skip
+        yield fault(
+            f"this host's name, {name}, leads to {', '.join(sorted(found))}, which is not this machine",
+            "gloo listens on the address that the name leads to, and cannot",
+            f"mend /etc/hosts or the name server, or export GLOO_SOCKET_IFNAME={_first_real(list(psutil.net_if_addrs()))}",
+            "no_peer",
+            culprit={"host": name},
+        )
     else:
-        yield Finding("ok", f"{name} leads to {', '.join(sorted(found))}")
+        yield ok(f"{name} leads to {', '.join(sorted(found))}")
 
 
 def judge_master(address: str, port: int | None) -> Iterator[Finding]:
@@ -94,21 +114,31 @@ def judge_master(address: str, port: int | None) -> Iterator[Finding]:
     try:
         found = {str(row[4][0]) for row in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)}
     except OSError as error:
-        yield Finding("fault", f"MASTER_ADDR {address} leads to no address: {error.strerror or error}", "every rank would wait for rank 0 until its time is over",
-                      "check the name, or give the number", "no_peer", {"host": address})  # fmt: skip
+        yield fault(
+            f"MASTER_ADDR {address} leads to no address: {error.strerror or error}",
+            "every rank would wait for rank 0 until its time is over",
+            "check the name, or give the number",
+            "no_peer",
+            culprit={"host": address},
+        )
         return
     where = ", ".join(sorted(found))
     here = found & local_addresses() or {one for one in found if ipaddress.ip_address(one).is_loopback}
     if port is None:
-        yield Finding("ok", f"MASTER_ADDR {address} leads to {where}")
+        yield ok(f"MASTER_ADDR {address} leads to {where}")
     elif here:
         owner = owner_of(port)
         if owner is None and _is_free(port):
-            yield Finding("ok", f"MASTER_ADDR {address} is this machine, and port {port} is free")
+            yield ok(f"MASTER_ADDR {address} is this machine, and port {port} is free")
             return
         who = f"process {owner.pid} ({_command(owner)})" if owner else "a process that cannot be seen from here"
-        yield Finding("fault", f"port {port} of MASTER_PORT is taken by {who}", "rank 0 cannot listen there; another run, or one that has not ended?",
-                      f"export MASTER_PORT={free_port()}", "no_peer", {"port": port, **({"pid": owner.pid} if owner else {})})  # fmt: skip
+        yield fault(
+            f"port {port} of MASTER_PORT is taken by {who}",
+            "rank 0 cannot listen there; another run, or one that has not ended?",
+            f"export MASTER_PORT={free_port()}",
+            "no_peer",
+            culprit={"port": port, **({"pid": owner.pid} if owner else {})},
+        )
     else:
         yield _reach(address, where, port)
 
@@ -118,11 +148,16 @@ def _reach(address: str, where: str, port: int) -> Finding:
     try:
         socket.create_connection((address, port), REACH_S).close()
     except ConnectionRefusedError:
-        return Finding("ok", f"{address} ({where}) is another machine and answers; nobody listens on port {port} yet")
+        return ok(f"{address} ({where}) is another machine and answers; nobody listens on port {port} yet")
     except OSError as error:
-        return Finding("warn", f"{address} ({where}) port {port} cannot be reached: {error.strerror or error}", "a firewall, another network, or the machine is not there",
-                       "try from both sides; open the port between the machines", "no_peer", {"host": address, "port": port})  # fmt: skip
-    return Finding("ok", f"{address} ({where}) is another machine, and somebody listens on port {port}")
+        return warn(
+            f"{address} ({where}) port {port} cannot be reached: {error.strerror or error}",
+            "a firewall, another network, or the machine is not there",
+            "try from both sides; open the port between the machines",
+            "no_peer",
+            culprit={"host": address, "port": port},
+        )
+    return ok(f"{address} ({where}) is another machine, and somebody listens on port {port}")
 
 
 def owner_of(port: int) -> psutil.Process | None:
@@ -131,7 +166,7 @@ def owner_of(port: int) -> psutil.Process | None:
         for one in psutil.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
                 return psutil.Process(one.pid)
-    except psutil.Error:
+    except psutil.Error:  # what others listen on may not be read: the port counts as nobody's
         return None
     return None
 
@@ -139,7 +174,7 @@ def owner_of(port: int) -> psutil.Process | None:
 def _command(one: psutil.Process) -> str:
     try:
         return " ".join(one.cmdline())[:80]
-    except psutil.Error:
+    except psutil.Error:  # it has ended, or is another user's
         return "its command cannot be read"
 
 
@@ -148,7 +183,7 @@ def _is_free(port: int) -> bool:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("", port))
-        except OSError:
+        except OSError:  # taken
             return False
     return True
 
@@ -182,11 +217,11 @@ def two_ranks(context: ProbeContext) -> Iterator[Finding]:
         return
     try:
         found = {str(row[4][0]) for row in socket.getaddrinfo(address, int(port))}
-    except OSError:
+    except OSError:  # told by the probe of the address
         found = set()
     here = bool(found & local_addresses()) or any(ipaddress.ip_address(one).is_loopback for one in found)
     if not here or not _is_free(int(port)):
-        yield Finding("ok", f"not tried at {address}:{port}: it is not free, or not here")
+        yield ok(f"not tried at {address}:{port}: it is not free, or not here")
         return
     yield from trial(address, int(port), context.now)
 
@@ -209,7 +244,10 @@ def trial(address: str, port: int, now: Callable[[str], None], act_s: float = AC
         for rank in ranks:
             rank.child.end()
     took = time.monotonic() - started
-    yield Finding("ok", f"two ranks met at {address}:{port}: all-reduce, barrier and broadcast are right ({took:.1f} s)", figures={"seconds": took})  # fmt: skip
+    yield ok(
+        f"two ranks met at {address}:{port}: all-reduce, barrier and broadcast are right ({took:.1f} s)",
+        figures={"seconds": took},
+    )
 
 
 def _start(number: int, address: str, port: int, act_s: float) -> Rank:
@@ -232,8 +270,13 @@ def _judge(ranks: list[Rank], address: str, port: int, act_s: float, import_s: f
     for rank in ranks:
         ended = rank.child.has_ended()
         if rank.error:
-            return Finding("fault", f"rank {rank.number} failed in {rank.at} at {place}: {rank.error}", _other(ranks, rank), "check GLOO_SOCKET_IFNAME, /etc/hosts and the firewall of this machine",
-                           "no_peer", {"rank": rank.number})  # fmt: skip
+            return fault(
+                f"rank {rank.number} failed in {rank.at} at {place}: {rank.error}",
+                _other(ranks, rank),
+                "check GLOO_SOCKET_IFNAME, /etc/hosts and the firewall of this machine",
+                "no_peer",
+                culprit={"rank": rank.number},
+            )
         if ended and not rank.done:
             _listen(rank)
             if not rank.done and not rank.error:
@@ -242,7 +285,13 @@ def _judge(ranks: list[Rank], address: str, port: int, act_s: float, import_s: f
                 left = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
                 why = f"{_other(ranks, rank)}; its last words: {how.last_line or 'none'}"
                 advice = "lamp watch -- CMD keeps the evidence of such a death"
-                return Finding("fault", f"rank {rank.number} {left} in {rank.at}", why, advice, "rank_sigkill", {"rank": rank.number})  # fmt: skip
+                return fault(
+                    f"rank {rank.number} {left} in {rank.at}",
+                    why,
+                    advice,
+                    "rank_sigkill",
+                    culprit={"rank": rank.number},
+                )
     last = min(ranks, key=lambda rank: ACTS.index(rank.at))
     other = ranks[1 - last.number]
     alone = other.at != last.at  # one waits for the other: how long it waits counts, not how long the other is at it
@@ -255,22 +304,18 @@ def _judge(ranks: list[Rank], address: str, port: int, act_s: float, import_s: f
         what = f"rank {last.number} did not arrive at {other.at}: it is at {last.at}, and rank {other.number} has waited for {waited:.0f} s"
     else:
         what = f"both ranks wait in {last.at} at {place} for {waited:.0f} s"
-    return Finding(
-        "fault",
+    return fault(
         what,
         f"the process of rank {last.number} is {state}",
         "check GLOO_SOCKET_IFNAME and the firewall; lamp watch -- torchrun ... names it in your own run",
         "rank_late" if alone else "no_peer",
-        {"rank": last.number, "act": other.at, "pid": last.child.pid},
+        culprit={"rank": last.number, "act": other.at, "pid": last.child.pid},
     )
 
 
 def _other(ranks: list[Rank], rank: Rank) -> str:
     other = ranks[1 - rank.number]
     return f"rank {other.number} was at {other.at}"
-
-
-PR_SET_PDEATHSIG = 1
 
 
 # ---------------------------------------------------------------- inside a rank

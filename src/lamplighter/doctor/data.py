@@ -1,7 +1,7 @@
 """Data probes: every file opens and reads to its end; the tokenizer fits text and model; the token caches are whole.
 
 In:  a ProbeContext; the real cache folder, which is only read.
-Out: Findings: files cut short, dirty, empty or of other columns; tokenizer faults; damaged or stale caches, locks of the dead.
+Out: Findings: files cut short, dirty, empty or of other columns; tokenizer faults; damaged or stale caches, locks of dead processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lamplighter.data.sources.files import FileSource
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.token_cache import reader
 from lamplighter.data.tokenizer import Tokenizer
-from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding, failed
+from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding, failed, fault, ok, warn
 from lamplighter.doctor.sample_data import NoSample, blocked, kept_tokenizer, own_cache, read_some, take
 from lamplighter.errors import BadData, LampError
 from lamplighter.procs.lock import is_held
@@ -57,11 +57,10 @@ def files(context: ProbeContext) -> Iterator[Finding]:
     """Each file opens; its first and its last documents are text."""
     data = context.run.data
     if not data.paths and data.source is None:
-        yield Finding("ok", f"the embedded corpus, {data.embedded_documents:,} documents: there is no file to look at")
+        yield ok(f"the embedded corpus, {data.embedded_documents:,} documents: there is no file to look at")
         return
     if is_dataset(context.run.data.source):
-        yield Finding(
-            "warn",
+        yield warn(
             f"{data.source} is a torch Dataset: its items are looked at by the loading probes",
             "lamp train reads texts: an iterable of strings, or an object with documents(start)",
             "yield the texts, or watch your own script: lamp watch -- python train.py",
@@ -109,7 +108,7 @@ def _files(source: FileSource, context: ProbeContext) -> Iterator[Finding]:
             if len(bad) <= SHOWN:
                 cause = "dirty_text" if dirty else error.cause
                 found = as_finding(error, "fault", cause)
-                yield Finding("fault", found.what, found.why, found.next, cause, {"path": item.name})
+                yield fault(found.what, found.why, found.next, cause, culprit={"path": item.name})
     looked.seconds = time.monotonic() - began
     try:
         lines = max(reading.lines, looked.documents) * max(1.0, (source.total_bytes() or 0) / max(1, looked.bytes))
@@ -118,21 +117,18 @@ def _files(source: FileSource, context: ProbeContext) -> Iterator[Finding]:
     except LampError as error:
         bad += {path for path, _ in source.bad.known}
         found = as_finding(error, "fault", "dirty_text")
-        yield Finding("fault", found.what, found.why, found.next, "dirty_text", {"path": min(bad)})
+        yield fault(found.what, found.why, found.next, "dirty_text", culprit={"path": min(bad)})
     if len(bad) > SHOWN:
-        yield Finding(
-            "fault", f"{len(bad) - SHOWN:,} further files cannot be read", "as those above", "mend or leave out"
-        )
+        yield fault(f"{len(bad) - SHOWN:,} further files cannot be read", "as those above", "mend or leave out")
     if aside := sorted(known for known in source.bad.known if known[0] not in bad):
         path, at = aside[0]
         reasons = ", ".join(f"{why}: {count:,}" for why, count in source.bad.reasons.most_common())
-        yield Finding(
-            "warn",
+        yield warn(
             f"{len(aside):,} lines are not text and will be set aside; the first one: {path}, byte {at:,}",
             reasons,
             "mend the file, or refuse such lines with --data.bad_text refuse",
             "dirty_text",
-            {"path": path, "byte": at},
+            culprit={"path": path, "byte": at},
         )
     if not bad:
         yield _told(source, looked)
@@ -188,7 +184,7 @@ def _told(source: FileSource, looked: Looked) -> Finding:
     rest = "" if looked.whole == total else f"; {looked.whole:,} were read whole, of {looked.ends:,} the end was read"
     what = f"{total:,} files open: {looked.documents:,} documents, {human_bytes(looked.bytes)} of text looked at{rest}"
     figures = {"files": float(total), "read_whole": float(looked.whole), "documents": float(looked.documents)}
-    return Finding("ok", what, f"of {source}", figures=figures)
+    return ok(what, f"of {source}", figures=figures)
 
 
 def _speed(count: int, seconds: float, path: str, context: ProbeContext) -> Iterator[Finding]:
@@ -198,17 +194,16 @@ def _speed(count: int, seconds: float, path: str, context: ProbeContext) -> Iter
     rate = count / seconds / 1e6
     write_json(context.scratch / "speed.json", {"bytes_per_s": count / seconds}, durable=False)
     if rate < SLOW_MB_S:
-        yield Finding(
-            "warn",
+        yield warn(
             f"read at {rate:.2f} MB/s: {path} is on a slow disk or far away",
             f"{human_bytes(count)} took {seconds:.1f} s",
             "copy the files to a local disk first",
             "slow_disk",
-            {"path": path},
+            culprit={"path": path},
             figures={"mb_per_s": rate},
         )
     else:
-        yield Finding("ok", f"read at {rate:.0f} MB/s, decoded and cut into documents", figures={"mb_per_s": rate})
+        yield ok(f"read at {rate:.0f} MB/s, decoded and cut into documents", figures={"mb_per_s": rate})
 
 
 def _rows(source: RowSource, context: ProbeContext) -> Iterator[Finding]:
@@ -229,12 +224,12 @@ def _rows(source: RowSource, context: ProbeContext) -> Iterator[Finding]:
             yield as_finding(error)
     for line in bad.listed[:SHOWN]:
         what, why, advice = line["error"]
-        yield Finding("warn", what, why, advice, "dirty_text", {"path": f"{line['path']}:{line['line']}"})
+        yield warn(what, why, advice, "dirty_text", culprit={"path": f"{line['path']}:{line['line']}"})
     kinds = ", ".join(sorted({rows.KIND_WORDS[kind] for kind in source.kinds}))
     if looked.documents:
-        yield Finding("ok", f"{looked.files} files of instruction rows open: {looked.documents:,} rows", kinds)
+        yield ok(f"{looked.files} files of instruction rows open: {looked.documents:,} rows", kinds)
     else:
-        yield Finding("fault", f"no row in {source}", "every line is empty or not JSON", "check data.paths")
+        yield fault(f"no row in {source}", "every line is empty or not JSON", "check data.paths")
     yield from _speed(looked.bytes, time.monotonic() - began, rows.name_of(source.inputs[0]), context)
 
 
@@ -250,8 +245,7 @@ def _other(source: Source, context: ProbeContext) -> Iterator[Finding]:
     if reading.error is not None:
         yield failed(reading.error, f"{source} failed after {len(reading.texts):,} documents")
         return
-    yield Finding(
-        "ok",
+    yield ok(
         f"{source}: the first {len(reading.texts):,} documents are text, {human_bytes(reading.bytes)}",
         figures={"documents": float(len(reading.texts))},
     )
@@ -284,15 +278,13 @@ def tokenizer(context: ProbeContext) -> Iterator[Finding]:
         asked = run.tokenizer.vocab_size
         made = "trained on the sample" + (f" (the run's will have {asked:,})" if asked > found.vocab_size else "")
     if measured.round_trip_failures:
-        yield Finding(
-            "warn",
+        yield warn(
             f"the tokenizer does not give every text back: {measured.round_trip_failures:,} of {len(texts):,} differ",
             measured.first_failure,
             "what differs can never be learned or written; choose a byte-level tokenizer",
         )
     size = sum(len(text.encode()) for text in texts)
-    yield Finding(
-        "ok",
+    yield ok(
         f"tokenizer {made}: {found.vocab_size:,} tokens, end of text {found.end_name} = {found.end_of_text}",
         f"{size / max(1, measured.tokens):.2f} bytes per token over {sample.words}",
         figures={"vocab_size": found.vocab_size, "bytes_per_token": size / max(1, measured.tokens)},
@@ -311,14 +303,14 @@ def _alone(context: ProbeContext, reason: NoSample) -> Iterator[Finding]:
     """Without text there is still a given tokenizer to look at."""
     origin = context.run.tokenizer.path or context.run.model.init_from
     if origin is None:
-        yield Finding("warn", "the tokenizer was not looked at", f"there is no text to try it on: {reason}")
+        yield warn("the tokenizer was not looked at", f"there is no text to try it on: {reason}")
         return
     try:
         found = tokenizers.load(Path(origin))
     except LampError as error:
         yield as_finding(error)
         return
-    yield Finding("ok", f"tokenizer of {origin}: {found.vocab_size:,} tokens; there is no text to try it on")
+    yield ok(f"tokenizer of {origin}: {found.vocab_size:,} tokens; there is no text to try it on")
     yield from _against_model(context, found)
 
 
@@ -329,8 +321,7 @@ def _against_model(context: ProbeContext, found: tokenizers.Tokenizer) -> Iterat
         return
     knows = read_record(Path(folder) / "config.json").get("vocab_size")
     if isinstance(knows, int) and knows < found.vocab_size:
-        yield Finding(
-            "fault",
+        yield fault(
             f"the tokenizer has {found.vocab_size:,} tokens, the model in {folder} knows {knows:,}",
             "an id beyond its embedding is an index error, or a CUDA assert in the middle of a run",
             f"--tokenizer.path {folder}",
@@ -342,11 +333,10 @@ def _against_model(context: ProbeContext, found: tokenizers.Tokenizer) -> Iterat
     try:
         own = tokenizers.load(Path(folder))
     except LampError as error:
-        yield Finding("warn", f"{folder} has no tokenizer to compare with", error.why)
+        yield warn(f"{folder} has no tokenizer to compare with", error.why)
         return
     if own.fingerprint() != found.fingerprint():
-        yield Finding(
-            "fault",
+        yield fault(
             f"the tokenizer of {context.run.tokenizer.path} is not the one that {folder} was trained with",
             f"{found.vocab_size:,} tokens against {own.vocab_size:,}: the same ids mean other words to the model",
             f"leave tokenizer.path out, or --tokenizer.path {folder}",
@@ -363,17 +353,17 @@ def cache(context: ProbeContext) -> Iterator[Finding]:
     """Locks first; then the caches of this very data."""
     root = context.runs_dir / CACHE_NAME
     if not root.is_dir():
-        yield Finding("ok", f"no cache in {root} yet: it will be built")
+        yield ok(f"no cache in {root} yet: it will be built")
         return
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         yield from _lock(folder)
     if context.run.data.stream:
-        yield Finding("ok", "data.stream: no token cache is used")
+        yield ok("data.stream: no token cache is used")
         return
     try:
         source = open_source(context.run, own_cache(context))
     except LampError as error:
-        yield Finding("warn", "the token cache was not looked at", f"the data does not open: {error.what}")
+        yield warn("the token cache was not looked at", f"the data does not open: {error.what}")
         return
     if isinstance(source, RowSource):
         yield from _examples(root, source, context)
@@ -394,24 +384,22 @@ def _lock(folder: Path) -> Iterator[Finding]:
     age_s = time.time() - float(holder.get("t", 0))
     culprit = {"pid": holder.get("pid"), "path": str(path)}
     if is_held(path) or is_alive(holder):
-        yield Finding("ok", f"{who} is building {folder} now; a run would wait for it", culprit=culprit)
+        yield ok(f"{who} is building {folder} now; a run would wait for it", culprit=culprit)
     elif holder.get("host") not in (None, socket.gethostname()):
-        yield Finding(
-            "warn",
+        yield warn(
             f"{folder} was locked by {who}, {age_s / 60:.0f} min ago: another machine, which cannot be asked from here",
             "the lock itself is free here; if that machine still builds, two would write one cache",
             "make sure that it has ended there",
             "dead_lock_file",
-            culprit,
+            culprit=culprit,
         )
     else:
-        yield Finding(
-            "warn",
+        yield warn(
             f"lock of a dead process: {who} held {path} and is gone, {age_s / 60:.0f} min",
             "it was killed while it built the cache; what is finished of it is kept",
             "nothing to do: the next run takes the lock over and goes on",
             "dead_lock_file",
-            culprit,
+            culprit=culprit,
         )
 
 
@@ -439,8 +427,8 @@ def _tokens(root: Path, source: Source, context: ProbeContext) -> Iterator[Findi
             "a killed copy, a full disk, or somebody's hand",
             f"{REBUILD} (data.cache auto does it by itself)",
             "shard_truncated",
-            {"path": str(sought.folder)},
-            {"data.cache": "rebuild"},
+            culprit={"path": str(sought.folder)},
+            settings={"data.cache": "rebuild"},
         )
         return
     yield from _verified(sought.folder, read_record(sought.folder / "manifest.json")["files"], context)
@@ -457,11 +445,13 @@ def _missing(sought: reader.CacheLocation, context: ProbeContext) -> Iterator[Fi
         what = f"the token cache that is there is of other content and will not be used: {sought.near}"
         why = "a cache counts only for the same tokenizer, settings and sources, by their fingerprints"
         advice = "nothing to do: a new one is built beside it"
-        yield Finding(_level(context, "warn"), what, why, advice, "stale_cache", {"path": str(sought.folder.parent)})
+        yield Finding(
+            _level(context, "warn"), what, why, advice, "stale_cache", culprit={"path": str(sought.folder.parent)}
+        )
     elif context.run.data.cache == "require":
-        yield Finding("fault", "data.cache is require, and there is no token cache", "", "--data.cache auto")
+        yield fault("data.cache is require, and there is no token cache", "", "--data.cache auto")
     else:
-        yield Finding("ok", "no token cache for this data yet: it will be built")
+        yield ok("no token cache for this data yet: it will be built")
 
 
 def _nothing_yet(root: Path, source: Source, context: ProbeContext) -> Iterator[Finding]:
@@ -471,11 +461,13 @@ def _nothing_yet(root: Path, source: Source, context: ProbeContext) -> Iterator[
     if same:
         what = f"the token cache {same[-1].name} is of an older state of {source} and will not be used"
         why = "the text has changed since, so its tokenizer and its tokens are made anew"
-        yield Finding(_level(context, "warn"), what, why, "nothing to do", "stale_cache", {"path": str(same[-1])})
+        yield Finding(
+            _level(context, "warn"), what, why, "nothing to do", "stale_cache", culprit={"path": str(same[-1])}
+        )
     elif context.run.data.cache == "require":
-        yield Finding("fault", "data.cache is require, and there is no token cache", "", "--data.cache auto")
+        yield fault("data.cache is require, and there is no token cache", "", "--data.cache auto")
     else:
-        yield Finding("ok", "no token cache for this data yet: tokenizer and cache will be made")
+        yield ok("no token cache for this data yet: tokenizer and cache will be made")
 
 
 def _named(folder: Path) -> str:
@@ -510,7 +502,7 @@ def _in_range(
     except LampError as error:
         yield as_finding(error, cause="token_range")
         return
-    yield Finding("ok", f"every id of the cache is below the model's vocabulary of {vocab_size:,}")
+    yield ok(f"every id of the cache is below the model's vocabulary of {vocab_size:,}")
 
 
 # ---------------------------------------------------------------- examples
@@ -553,10 +545,12 @@ def _verified(folder: Path, files: dict[str, dict[str, object]], context: ProbeC
             return
         done += size
     share = "all" if done == total else f"{human_bytes(done)} of"
-    yield Finding("ok", f"checksums of the cache {folder.name} are right: {share} {human_bytes(total)}")
+    yield ok(f"checksums of the cache {folder.name} are right: {share} {human_bytes(total)}")
 
 
 def _damaged(path: Path, cause: str, why: str, context: ProbeContext) -> Finding:
     words = "cut short" if cause == "shard_truncated" else "damaged"
     level: Level = "fault" if cause == "shard_bitflip" else _level(context, "warn")
-    return Finding(level, f"{words}: {path}", why, REBUILD, cause, {"path": str(path)}, {"data.cache": "rebuild"})
+    return Finding(
+        level, f"{words}: {path}", why, REBUILD, cause, culprit={"path": str(path)}, settings={"data.cache": "rebuild"}
+    )

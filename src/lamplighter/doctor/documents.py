@@ -19,7 +19,7 @@ from lamplighter.data.setup import choose_template, open_text
 from lamplighter.data.stats import Request, Stats, chat_stats, count_text
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.tokenizer_training import escaped
-from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding
+from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding, fault, ok, warn
 from lamplighter.doctor.sample_data import NoSample, Sample, take
 from lamplighter.errors import LampError
 from lamplighter.rundir import read_record
@@ -39,7 +39,7 @@ def documents(context: ProbeContext) -> Iterator[Finding]:
         source, tokenizer = open_text(sample.run, sample.cache)
         template = choose_template(sample.run, source, tokenizer)
     except NoSample as error:
-        yield Finding("warn", "the documents were not looked at", f"the data could not be read: {error}")
+        yield warn("the documents were not looked at", f"the data could not be read: {error}")
         return
     except LampError as error:
         yield as_finding(error)
@@ -81,18 +81,18 @@ def _first_text(text: str, tokenizer: Tokenizer) -> Finding:
     head = "|".join(_pieces(tokenizer, ids[:SHOWN_TOKENS]))
     more = f"| ... {len(ids) - SHOWN_TOKENS:,} more" if len(ids) > SHOWN_TOKENS else ""
     what = f"the first document: {head}{more}|{tokenizer.end_name}"
-    return Finding("ok", what, f"{len(ids):,} tokens and the end of text; every one of them is learned")
+    return ok(what, f"{len(ids):,} tokens and the end of text; every one of them is learned")
 
 
 def _first_rows(source: RowSource, template: ChatTemplate) -> Iterator[Finding]:
     """A conversation with its template; what is learned stands in brackets."""
     found = next(source.conversations(SetAside(source.policy, quiet=True), template.between), None)
     if found is None:
-        yield Finding("fault", f"no row of {source} has a question and an answer", "", "check data.paths")
+        yield fault(f"no row of {source} has a question and an answer", "", "check data.paths")
         return
     made = template.encode([found[0]])[0]
     if isinstance(made, Refused):
-        yield Finding("fault", f"{found[1]} cannot be learned with {template}", str(made), "--data.template chatml")
+        yield fault(f"{found[1]} cannot be learned with {template}", str(made), "--data.template chatml")
         return
     ids, learned = made.ids.tolist(), made.learned.tolist()
     names, text, inside = _pieces(template.tokenizer, ids), "", False
@@ -103,30 +103,26 @@ def _first_rows(source: RowSource, template: ChatTemplate) -> Iterator[Finding]:
     ends = bool(np.any(made.ids[made.learned] == template.stop_id))
     shown = text if len(text) <= 400 else f"{text[:240]} ... {text[-150:]}"
     what = f"the first example, learned in brackets: {shown}"
-    yield Finding("ok", what, f"{int(made.learned.sum()):,} of {len(ids):,} tokens are learned, by {template.name}")
+    yield ok(what, f"{int(made.learned.sum()):,} of {len(ids):,} tokens are learned, by {template.name}")
     if not ends:
         why = f"{template.stop} is not among what is learned: the model will not learn to stop"
-        yield Finding(
-            "fault", "the answer does not end with its end mark", why, "--data.template chatml", "eos_not_trained"
-        )
+        yield fault("the answer does not end with its end mark", why, "--data.template chatml", "eos_not_trained")
 
 
 def _template(context: ProbeContext, template: ChatTemplate) -> Iterator[Finding]:
     """A model that is given has been trained with a template of its own."""
     folder, own = context.run.model.init_from, own_template(template.tokenizer.files)
     if folder is not None and own is not None and own != template.text:
-        yield Finding(
-            "fault",
+        yield fault(
             f"{folder} was made with another chat template than {template.name}",
             f"{around(own, template.text)}; what it knows about turns and ends would have to be learned anew",
             "leave data.template out: its own is used then",
             "template_differs",
-            {"path": folder},
-            {"data.template": None},
+            culprit={"path": folder},
+            settings={"data.template": None},
         )
     if missing := template.missing_marks():
-        yield Finding(
-            "warn",
+        yield warn(
             f"{', '.join(missing)}: ordinary text for this tokenizer, several tokens each",
             "it has no such special tokens; that works, but costs tokens in every turn",
             "a template of marks that the tokenizer has, or a tokenizer with them (lamp tokenizer train --special)",
@@ -145,7 +141,7 @@ def _lengths(stats: Stats, context: ProbeContext, sample: Sample) -> Iterator[Fi
     figures = {"over_length_share": 1 - window.whole_share, "p50": facts.p50, "p95": facts.p95}
     if stats.kind != "chat" or not window.over:
         kept = "" if stats.kind == "chat" else "; longer ones go on in the next window, nothing is cut"
-        yield Finding("ok", f"lengths: {words}{kept}", sample.words, figures=figures)
+        yield ok(f"lengths: {words}{kept}", sample.words, figures=figures)
         return
     share, policy = window.over / max(1, facts.count), context.run.data.over_length
     level: Level = "fault" if share > MUCH else "warn"
@@ -183,12 +179,11 @@ def _padding(stats: Stats, context: ProbeContext) -> Iterator[Finding]:
     figures = {f"padding_{one.strategy.replace(' ', '_')}": one.share for one in stats.padding}
     if now.share <= SOME:
         saved = f" (each alone in a window would be {shares['to seq_len'].share:.0%})"
-        yield Finding("ok", f"padding {now.share:.1%} with data.packing {data.packing}{saved}", table, figures=figures)
+        yield ok(f"padding {now.share:.1%} with data.packing {data.packing}{saved}", table, figures=figures)
         return
     if stats.kind == "text":
         fits = max(8, 1 << int(math.log2(max(8, stats.counts.tokens_with_ends - 1))))
-        yield Finding(
-            "warn",
+        yield warn(
             f"{now.share:.0%} padding: data.seq_len {data.seq_len:,} is longer than all of the text",
             f"{stats.counts.tokens_with_ends:,} tokens in all of what was looked at",
             f"--data.seq_len {fits}",
@@ -226,8 +221,7 @@ def _repeats(stats: Stats, sample: Sample) -> Iterator[Finding]:
     if share > 0.005:
         example = (found.exact_examples or found.near_examples)[:1]
         where = f": {example[0].second} repeats {example[0].first}" if example else ""
-        yield Finding(
-            "warn",
+        yield warn(
             f"{found.exact:,} of {count:,} are repeats, {found.near or 0:,} nearly so ({share:.0%}){where}",
             f"they are learned by heart, and cost steps; {sample.words}",
             "lamp data clean PATH... --out DIR",
@@ -235,7 +229,7 @@ def _repeats(stats: Stats, sample: Sample) -> Iterator[Finding]:
             figures={"duplicate_share": share},
         )
     else:
-        yield Finding("ok", f"{found.exact:,} of {count:,} are repeats, {found.near or 0:,} nearly so", sample.words)
+        yield ok(f"{found.exact:,} of {count:,} are repeats, {found.near or 0:,} nearly so", sample.words)
     if sides.near and sides.near > 0.01 * sides.near_val:
         pair = sides.near_examples[0] if sides.near_examples else None
         yield Finding(
@@ -247,7 +241,7 @@ def _repeats(stats: Stats, sample: Sample) -> Iterator[Finding]:
             figures={"overlap_share": sides.near / max(1, sides.near_val)},
         )
     elif sides.reason and not sides.by and "refuse" in sides.reason:
-        yield Finding("fault", sides.reason, "", "--data.val_fraction 0, or more data")
+        yield fault(sides.reason, "", "--data.val_fraction 0, or more data")
 
 
 def _loss(stats: Stats, context: ProbeContext) -> Iterator[Finding]:
@@ -257,8 +251,7 @@ def _loss(stats: Stats, context: ProbeContext) -> Iterator[Finding]:
         return
     asked = 1 - counts.learned_tokens / max(1, counts.tokens)
     if context.run.data.loss_on == "all":
-        yield Finding(
-            "warn",
+        yield warn(
             f"the loss is taken on the prompt too: {asked:.0%} of the tokens are questions and template",
             "the model learns to ask as well as to answer, and a good loss says little about its answers",
             "--data.loss_on response",
@@ -271,13 +264,12 @@ def _loss(stats: Stats, context: ProbeContext) -> Iterator[Finding]:
     for reason in stats.quality.reasons:
         if reason.reason in FAULTY and reason.count:
             place = reason.examples[0].place if reason.examples else ""
-            yield Finding(
-                "warn",
+            yield warn(
                 f"{reason.count:,} rows: {reason.about} (the first: {place})",
                 "such rows are set aside, not learned",
                 "mend them, or take them out",
                 "empty_answer",
-                {"path": place},
+                culprit={"path": place},
             )
 
 
@@ -304,13 +296,12 @@ def _epochs(stats: Stats, context: ProbeContext, sample: Sample) -> Iterator[Fin
         steps = max(1, round(3 * tokens / per_step))
         yield _many(epochs, about, {"train.steps": steps})
     else:
-        yield Finding("ok", f"{epochs:.1f} epochs", about, figures={"epochs": epochs})
+        yield ok(f"{epochs:.1f} epochs", about, figures={"epochs": epochs})
 
 
 def _many(epochs: float, why: str, settings: dict[str, float]) -> Finding:
     setting, value = next(iter(settings.items()))
-    return Finding(
-        "warn",
+    return warn(
         f"{epochs:.0f} epochs: every text is seen {epochs:.0f} times; 1 to 4 are usual",
         why,
         f"--{setting} {value} (3 epochs), or more text",

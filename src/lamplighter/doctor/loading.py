@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding, failed
+from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding, failed, fault, ok, warn
 from lamplighter.errors import BadConfig, LampError
 from lamplighter.procs import child, stacks
 from lamplighter.procs.child import Outcome
@@ -107,9 +107,9 @@ def make(own: Own, batch_size: int, workers: int | None) -> Loading:
         dataset, is_map = found.dataset, not isinstance(found.dataset, IterableDataset)
         count = workers or found.num_workers or 2
         size = found.batch_size or batch_size
-        return Loading(dataset, size, found.collate_fn, count, found.prefetch_factor or 2, is_map)
+        return Loading(dataset, size, found.collate_fn, count, prefetch=found.prefetch_factor or 2, is_map=is_map)
     is_map = not isinstance(found, IterableDataset) and hasattr(found, "__getitem__")
-    return Loading(found, batch_size, None, workers or 2, 2, is_map)
+    return Loading(found, batch_size, None, workers or 2, prefetch=2, is_map=is_map)
 
 
 # ---------------------------------------------------------------- in this process
@@ -119,7 +119,7 @@ def here(context: ProbeContext) -> Iterator[Finding]:
     """One item, one batch; then whether it could be sent to a worker, and what the workers would need."""
     name = context.run.data.source
     if name is None:
-        yield Finding("ok", "no Dataset of your own: batches are mapped memory and one thread, nothing is forked")
+        yield ok("no Dataset of your own: batches are mapped memory and one thread, nothing is forked")
         return
     try:
         own = find(name)
@@ -130,9 +130,7 @@ def here(context: ProbeContext) -> Iterator[Finding]:
         yield failed(error, f"cannot import {name}")
         return
     if not own.is_dataset:
-        yield Finding(
-            "ok", f"{name} gives texts: lamp train reads it in one process and forks nothing", "see data / files"
-        )
+        yield ok(f"{name} gives texts: lamp train reads it in one process and forks nothing", "see data / files")
         return
     try:
         loading = make(own, _batch_size(context), context.run.data.workers)
@@ -162,14 +160,14 @@ def _items(loading: Loading, name: str, context: ProbeContext) -> Iterator[Findi
             number += 1
             if time.monotonic() - began > ITEMS_S:
                 break
-    except StopIteration:
+    except StopIteration:  # a short stream: what has come is looked at
         pass
     except Exception as error:  # noqa: BLE001 (the user's own code)
         yield failed(error, f"item {number} of {name} cannot be had, in this process and without workers")
         return
     seconds = time.monotonic() - began
     if not items:
-        yield Finding("fault", f"{name} has no items", f"its length is {total}", "check what it reads")
+        yield fault(f"{name} has no items", f"its length is {total}", "check what it reads")
         return
     rate = len(items) / max(1e-6, seconds)
     write_json(context.scratch / "items.json", {"item_s": seconds / len(items)}, durable=False)
@@ -181,8 +179,7 @@ def _items(loading: Loading, name: str, context: ProbeContext) -> Iterator[Findi
         )
         return
     size = _bytes_of(batch) * loading.batch_size // len(items)
-    yield Finding(
-        "ok",
+    yield ok(
         f"{len(items)} items of {name} in this process, without workers: {rate:,.1f} items/s",
         f"a batch of {loading.batch_size} has {human_bytes(size)}",
         figures={"items_per_s": rate, "batch_bytes": float(size)},
@@ -207,19 +204,16 @@ def shared_memory(workers: int, prefetch: int, batch_bytes: int, folder: Path) -
     sums = f"{workers} workers x {prefetch} batches ahead x {human_bytes(batch_bytes)} = {human_bytes(need)}"
     figures = {"need_bytes": float(need), "free_bytes": float(have)}
     if need <= SHM_SHARE * have:
-        return Finding(
-            "ok", f"shared memory will do: {sums}, {human_bytes(have)} are free in {folder}", figures=figures
-        )
+        return ok(f"shared memory will do: {sums}, {human_bytes(have)} are free in {folder}", figures=figures)
     fit = max(1, int(SHM_SHARE * have // max(1, prefetch * batch_bytes)))
-    return Finding(
-        "fault",
+    return fault(
         f"shared memory is too small: {human_bytes(need)} are needed, {human_bytes(have)} are free in {folder}",
         f"{sums}; a worker that cannot write there dies of a bus error",
         f"a larger one (docker run --shm-size {max(1, round(2 * need / 1e9))}g), or --data.workers {fit}",
         "shm_small",
-        {"path": str(folder)},
-        {"data.workers": fit},
-        figures,
+        culprit={"path": str(folder)},
+        settings={"data.workers": fit},
+        figures=figures,
     )
 
 
@@ -230,15 +224,14 @@ def picklable(loading: Loading, name: str) -> Finding:
         found = unpicklable(value, path)
         if found is not None:
             where = f", made at {found.place.place}" if found.place else ""
-            return Finding(
-                "warn",
+            return warn(
                 f"{found.path} cannot be pickled: it is {found.kind}{where}",
                 f"{found.error}; workers by spawn or forkserver cannot start (fork can)",
                 "a function of a module instead of a lambda; open files and locks in the worker, not in __init__",
                 "spawn_pickle",
-                {"attribute": found.path, **(found.place.fields() if found.place else {})},
+                culprit={"attribute": found.path, **(found.place.fields() if found.place else {})},
             )
-    return Finding("ok", f"{name} can be pickled: it can be sent to a worker")
+    return ok(f"{name} can be pickled: it can be sent to a worker")
 
 
 # ---------------------------------------------------------------- with workers
@@ -263,18 +256,21 @@ def _with_workers(context: ProbeContext, method: str) -> Iterator[Finding]:
     name = context.run.data.source
     try:
         if name is None or not find(name).is_dataset:
-            yield Finding("ok", "nothing is loaded by workers here")
+            yield ok("nothing is loaded by workers here")
             return
     except Exception as error:  # noqa: BLE001 (told in full by the probe before)
-        yield Finding("warn", f"not tried: {name} cannot be imported", str(error))
+        yield warn(f"not tried: {name} cannot be imported", str(error))
         return
     folder = context.scratch / f"loading-{method}"
     folder.mkdir(parents=True, exist_ok=True)
     watch = folder / f"workers-{time.monotonic_ns()}.jsonl"
     request = {
-        "name": name, "method": method, "workers": context.run.data.workers, "batch_size": _batch_size(context),
+        "name": name,
+        "method": method,
+        "workers": context.run.data.workers,
+        "batch_size": _batch_size(context),
         "watch": str(watch),
-    }  # fmt: skip
+    }
     item_s = read_record(context.scratch / "items.json").get("item_s", 0.0)
     watcher = _Watcher(watch, max(QUIET_S, SLOW_TIMES * item_s))
     done = child.run(
@@ -333,7 +329,7 @@ def _state(pid: int) -> str:
     """Of a process as the kernel calls it; '' where it is gone."""
     try:
         return str(psutil.Process(pid).status())
-    except psutil.NoSuchProcess:
+    except psutil.NoSuchProcess:  # it has ended
         return ""
 
 
@@ -352,8 +348,7 @@ def judge(name: str, method: str, done: Outcome, watcher: _Watcher) -> Finding:
     last = batches[-1]
     rate = (last["batch"] - 1) / last["seconds"] if last["seconds"] > 0 and last["batch"] > 1 else 0.0
     speed = f"{rate:,.1f} batches/s, " if rate else ""
-    return Finding(
-        "ok",
+    return ok(
         f"{count} workers by {method}: {len(batches)} batches, {speed}the first after {last['start_s']:.1f} s",
         figures={"batches_per_s": rate, "start_s": last["start_s"]},
     )
@@ -364,13 +359,12 @@ def _hung(name: str, method: str, done: Outcome, watcher: _Watcher, batches: int
     if stuck is None:
         taken = done.stacks.get(done.pid)
         place = stacks.line_to_name(taken.main) if taken else None
-        return Finding(
-            "fault",
+        return fault(
             f"workers by {method} gave {batches} batches and then nothing: {done.how()}",
             f"the loader stands at {place.place}" if place else "its stack could not be read",
             "--data.workers 1, or no workers",
             "worker_hang",
-            {"method": method, **(place.fields() if place else {})},
+            culprit={"method": method, **(place.fields() if place else {})},
         )
     place = _place(stuck, done)
     worker, item = stuck["worker"], stuck["item"]
@@ -383,24 +377,22 @@ def _hung(name: str, method: str, done: Outcome, watcher: _Watcher, batches: int
     }
     stands = f"at {place.place if place else None}, item {item}, for {stuck['for_s']:.0f} s"
     if stuck["silent_s"] > SILENT_S:
-        return Finding(
-            "fault",
+        return fault(
             f"worker {worker} by {method} holds the GIL {stands}",
             f"its own watching thread has not run for {stuck['silent_s']:.0f} s: a long call into C"
             + (f" ({place.text})" if place and place.text else ""),
             "look at that line: a regular expression that explodes, or a call without an end",
             "worker_gil",
-            culprit,
+            culprit=culprit,
         )
     if stuck["locks"] and method == "fork":
         return _inherited(worker, stuck, stands, culprit, done)
-    return Finding(
-        "fault",
+    return fault(
         f"worker {worker} by {method} hangs {stands}",
         f"the line is: {stuck['text']}",
         "look at that line; without workers it would hang in the same place, or not at all: see the probe before",
         "worker_hang",
-        culprit,
+        culprit=culprit,
     )
 
 
@@ -413,13 +405,12 @@ def _inherited(worker: int, stuck: dict[str, Any], stands: str, culprit: dict[st
         else ""
     )
     taken = {"taken_file": holder["file"], "taken_line": holder["line"]} if holder else {}
-    return Finding(
-        "fault",
+    return fault(
         f"worker {worker} by fork waits for a lock that was copied held: {', '.join(stuck['locks'])}, {stands}",
         f"fork copies a held lock, but not the thread that would release it{where}",
         'DataLoader(multiprocessing_context="spawn"), or start threads only after the workers',
         "fork_lock",
-        {**culprit, **taken},
+        culprit={**culprit, **taken},
     )
 
 
@@ -445,21 +436,20 @@ def _raised(name: str, method: str, error: dict[str, Any], watcher: _Watcher) ->
             last,
             "see the probe in this process: it names the attribute",
             "spawn_pickle",
-            {"method": method},
+            culprit={"method": method},
         )
     found = re.search(r"worker process (\d+)", message)
     worker = int(found[1]) if found else 0
     record = watcher.last.get(worker, {})
     culprit = {"worker": worker, "item": record.get("item"), "method": method, **_raised_line(message)}
     cause = "worker_oom" if kind == "MemoryError" or "MemoryError" in message else "worker_error"
-    return Finding(
-        "fault",
+    return fault(
         f"worker {worker} by {method} raised {kind} at item {record.get('item')}"
         + (f", {culprit['file']}:{culprit['line']}" if "file" in culprit else ""),
         last,
         "fewer workers, or smaller items" if cause == "worker_oom" else "mend that line or that item",
         cause,
-        culprit,
+        culprit=culprit,
     )
 
 
@@ -489,17 +479,16 @@ def _ended_worker(method: str, ended: dict[str, int], watcher: _Watcher) -> Find
         }
         cause = "shm_small" if code == -7 else "worker_sigkill"
         what = f"worker {worker} by {method} was killed by signal {-code} at item {item}"
-        return Finding(
-            "fault", what, signal_words.get(code, "killed from outside"), "fewer workers, smaller items", cause, culprit
+        return fault(
+            what, signal_words.get(code, "killed from outside"), "fewer workers, smaller items", cause, culprit=culprit
         )
     what = f"worker {worker} by {method} exited with code {code} at item {item}"
-    return Finding(
-        "fault",
+    return fault(
         what,
         "something in the dataset ends the process",
         "look for sys.exit and os._exit",
         "worker_exit",
-        culprit,
+        culprit=culprit,
     )
 
 
@@ -507,7 +496,7 @@ def _died(name: str, method: str, done: Outcome, watcher: _Watcher) -> Finding:
     lines = [line for line in done.output.splitlines() if line.strip()]
     culprit = {"method": method, **_raised_line(done.output)}
     what = f"loading {name} by {method} {done.how()} before the first batch"
-    return Finding("fault", what, lines[-1] if lines else "", "see the traceback in the scratch folder", "", culprit)
+    return fault(what, lines[-1] if lines else "", "see the traceback in the scratch folder", "", culprit=culprit)
 
 
 # ---------------------------------------------------------------- what cannot be sent to a worker
@@ -575,7 +564,7 @@ def _defined(value: Any, owner: tuple[Any, str] | None) -> Frame | None:
         lines, first = inspect.getsourcelines(kind)
         tree = ast.parse(textwrap.dedent("".join(lines)))
         file = inspect.getsourcefile(kind) or "?"
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, SyntaxError):  # a class without a source that can be read: no line to name
         return None
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):

@@ -17,7 +17,7 @@ import torch
 
 from lamplighter.data.batches import NO_TARGET, Batch
 from lamplighter.doctor.model_fixture import ModelFixture, fixtures, quick_rows, seconds_of
-from lamplighter.doctor.probe import Finding, ProbeContext
+from lamplighter.doctor.probe import Finding, ProbeContext, fault, ok, warn
 from lamplighter.gpus import Device
 from lamplighter.model.transformer import Transformer
 from lamplighter.plan.job import job_of
@@ -69,20 +69,36 @@ def _compare(fixture: ModelFixture, context: ProbeContext) -> Finding:
     why = f"forward and backward of {words}; loss {loss['bf16']:.4f} against {loss['fp32']:.4f}"
     figures = {"bf16_s": spent["bf16"], "fp32_s": spent["fp32"], "gain": gain}
     if not math.isfinite(loss["bf16"]) or abs(loss["bf16"] - loss["fp32"]) > 0.05 * abs(loss["fp32"]):
-        return Finding("fault" if wanted == "bf16" else "warn", f"bf16 gives another loss: {why}", what, "--train.dtype fp32",
-                       "bf16_differs", settings={"train.dtype": "fp32"}, figures=figures)  # fmt: skip
+        return Finding(
+            "fault" if wanted == "bf16" else "warn",
+            f"bf16 gives another loss: {why}",
+            what,
+            "--train.dtype fp32",
+            "bf16_differs",
+            settings={"train.dtype": "fp32"},
+            figures=figures,
+        )
     best = "bf16" if gain > WORTH else "fp32"
     if wanted in ("auto", best):
-        return Finding("ok", what, why, figures=figures)
-    return Finding("warn", f"{what}, and train.dtype is {wanted}", why, f"--train.dtype {best}",
-                   settings={"train.dtype": best}, figures=figures)  # fmt: skip
+        return ok(what, why, figures=figures)
+    return warn(
+        f"{what}, and train.dtype is {wanted}",
+        why,
+        f"--train.dtype {best}",
+        settings={"train.dtype": best},
+        figures=figures,
+    )
 
 
 def _no_bf16(wanted: str, why: str) -> Finding:
     if wanted == "bf16":
-        return Finding("fault", "train.dtype is bf16, and it does not work here", why, "--train.dtype fp32",
-                       settings={"train.dtype": "fp32"})  # fmt: skip
-    return Finding("ok", f"fp32: {why}")
+        return fault(
+            "train.dtype is bf16, and it does not work here",
+            why,
+            "--train.dtype fp32",
+            settings={"train.dtype": "fp32"},
+        )
+    return ok(f"fp32: {why}")
 
 
 # ---------------------------------------------------------------- memory
@@ -151,7 +167,7 @@ def _peak(fixture: ModelFixture, rows: int) -> int:
     cuda = fixture.machine.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(fixture.machine.device)
-    watch = _Highest()
+    watch = _PeakMemory()
     with watch:
         fixture.loss(batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step(1e-9)
@@ -164,13 +180,13 @@ def _repeated(batch: Batch, rows: int) -> Batch:
     times = -(-rows // len(batch.inputs))
     inputs, targets = (np.tile(part, (times, 1))[:rows].copy() for part in (batch.inputs, batch.targets))
     segments = None if batch.segments is None else np.tile(batch.segments, (times, 1))[:rows].copy()
-    return Batch(1, inputs, targets, segments, batch.samples, 0.0, int((targets != NO_TARGET).sum()))
+    return Batch(1, inputs, targets, segments, batch.samples, epoch=0.0, real_tokens=int((targets != NO_TARGET).sum()))
 
 
-class _Highest:
+class _PeakMemory:
     """How high the resident memory of this process rises, looked at every few milliseconds."""
 
-    def __enter__(self) -> _Highest:
+    def __enter__(self) -> _PeakMemory:
         self.highest, self._over = 0, threading.Event()
         self._thread = threading.Thread(target=self._look_on, daemon=True)
         self._thread.start()
@@ -188,13 +204,12 @@ class _Highest:
 
 def _told(fixture: ModelFixture, peak: int, have: int, why: str) -> Finding:
     what = f"the longest micro-batch, {fixture.rows} x {fixture.run.data.seq_len} tokens, takes {human_bytes(peak)} of {human_bytes(have)}"
-    return Finding("ok", what, why, figures={"peak_bytes": float(peak), "available_bytes": float(have)})
+    return ok(what, why, figures={"peak_bytes": float(peak), "available_bytes": float(have)})
 
 
 def _too_much(fixture: ModelFixture, need: int, have: int, why: str) -> Finding:
     smaller = max(1, fixture.rows // 2 ** max(1, math.ceil(math.log2(need / (MARGIN * have)))))
-    return Finding(
-        "fault",
+    return fault(
         f"the longest micro-batch, {fixture.rows} x {fixture.run.data.seq_len} tokens, needs {human_bytes(need)};"
         f" {human_bytes(have)} are available",
         why,

@@ -24,12 +24,12 @@ from lamplighter.doctor.model_fixture import (
     SHORT,
     ModelFixture,
     fixtures,
-    hangs_on_nothing,
+    no_gradient_at_all,
     prepare,
     quick_rows,
     seconds_of,
 )
-from lamplighter.doctor.probe import Finding, Level, ProbeContext, failed
+from lamplighter.doctor.probe import Finding, Level, ProbeContext, failed, fault, ok, warn
 from lamplighter.model.transformer import Transformer
 from lamplighter.procs import child, stacks
 from lamplighter.procs.child import Say
@@ -55,8 +55,7 @@ def _parameters(fixture: ModelFixture) -> Finding:
     total = fixture.built.parameters
     frozen = sum(p.numel() for p in fixture.model.parameters() if not p.requires_grad)
     words = f"{total:,} parameters, {total / 1e6:.1f}M"
-    return Finding(
-        "ok",
+    return ok(
         words + (f", of which {frozen:,} are frozen" if frozen else ""),
         f"counted, with a vocabulary of {fixture.built.vocab_size:,} and {fixture.built.positions:,} positions",
         figures={"parameters": float(total)},
@@ -74,12 +73,10 @@ def _step(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
         yield failed(error, f"a forward pass of 1 x {SHORT} tokens fails")
         return
     if not math.isfinite(float(small.detach())):
-        yield Finding(
-            "fault", f"the first loss is {float(small.detach())}", "before any step", "check the init", "nan_batch"
-        )
+        yield fault(f"the first loss is {float(small.detach())}", "before any step", "check the init", "nan_batch")
         return
     if not small.requires_grad:
-        yield hangs_on_nothing()
+        yield no_gradient_at_all()
         return
     yield from _loop(fixture, context)
     context.now("one forward, backward and step")
@@ -96,8 +93,7 @@ def _step(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
     write_json(context.scratch / "step.json", {"step_s": step_s, "tokens_per_s": rate}, durable=False)
     mfu = rate * fixture.built.flops_per_token(batch.inputs.shape[1]) / max(1.0, fixture.machine.peak_flops)
     parts = ", ".join(f"{name} {seconds * 1000:,.0f} ms" for name, seconds in times.items())
-    yield Finding(
-        "ok",
+    yield ok(
         f"one step, uncompiled, {fixture.machine.dtype_name}: {parts}; {rate:,.0f} tokens/s, {mfu:.0%} of the peak",
         f"{words}, {fixture.words}; a whole step of {fixture.run.train.batch_size} sequences takes about {step_s:.2f} s",
         figures={"step_s": step_s, "tokens_per_s": rate, "mfu": mfu, **{f"{k}_s": v for k, v in times.items()}},
@@ -118,12 +114,12 @@ def _vocabulary(fixture: ModelFixture) -> Finding | None:
         place = stacks.line_to_name(stacks.frames_of_error(error))
         where = f", at {place.place}" if place else ""
         what = f"the embedding is smaller than the vocabulary: id {size - 1:,} of {size:,} cannot be looked up{where}"
-        return Finding("fault", what, str(error), advice, "token_range", place.fields() if place else {})
+        return fault(what, str(error), advice, "token_range", culprit=place.fields() if place else {})
     except (RuntimeError, TypeError, ValueError) as error:
         return failed(error, f"a forward pass of 1 x {ids.shape[1]} tokens fails")
     if shape != (*ids.shape, size):
         what = f"the model gives logits of shape {shape}, wanted {(*ids.shape, size)}: [batch, time, vocabulary]"
-        return Finding("fault", what, f"the tokenizer has {size:,} tokens", advice, "token_range")
+        return fault(what, f"the tokenizer has {size:,} tokens", advice, "token_range")
     return None
 
 
@@ -182,8 +178,7 @@ def _layers(fixture: ModelFixture, batch: Batch) -> Finding:
     names = {name: type(module).__name__ for name, module in fixture.model.named_modules()}
     slowest = sorted(spent.items(), key=lambda item: -item[1])[:4]
     shown = ", ".join(f"{name or names[name]} {seconds / total:.0%}" for name, seconds in slowest)
-    return Finding(
-        "ok",
+    return ok(
         f"the slowest modules of a forward pass ({total * 1000:,.0f} ms): {shown}",
         figures={f"share:{name or names[name]}": seconds / total for name, seconds in slowest},
     )
@@ -206,7 +201,7 @@ def _loop(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
         yield failed(error, "the model takes no shorter input than data.seq_len, so its loops were not counted")
         return
     if found is None:
-        yield Finding("ok", "no line of the model runs once per token")
+        yield ok("no line of the model runs once per token")
         return
     runs = round(found.runs * fixture.run.data.seq_len)
     level: Level = "fault" if found.share > MUCH_TIME else "warn"
@@ -217,9 +212,9 @@ def _loop(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
         " one before it; it looks like a hang, and a compiler unrolls it",
         "compute all positions at once (one matrix product, a scan or a cumulative sum); --train.compile false until then",
         "python_loop",
-        found.place.fields(),
-        {"train.compile": False} if fixture.run.train.compile else {},
-        {"runs": runs, "share": found.share},
+        culprit=found.place.fields(),
+        settings={"train.compile": False} if fixture.run.train.compile else {},
+        figures={"runs": runs, "share": found.share},
     )
 
 
@@ -270,15 +265,15 @@ def _examine(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
     if not math.isfinite(loss):
         return
     if not first.requires_grad:
-        yield hangs_on_nothing()
+        yield no_gradient_at_all()
         return
     first.backward()  # type: ignore[no-untyped-call]
     yield _gradients(fixture)
     fixture.model.zero_grad(set_to_none=True)
     context.now("a change at t must move nothing before t")
     yield _causality(fixture)
-    yield from _twice(fixture)
-    yield _by_heart(fixture, context)
+    yield from _same_answer_twice(fixture)
+    yield _overfit_one_batch(fixture, context)
 
 
 # ---------------------------------------------------------------- the first loss
@@ -291,28 +286,21 @@ def _first_loss(fixture: ModelFixture, loss: float) -> Finding:
     what = f"the first loss is {loss:.3f}, ln(vocab {fixture.built.vocab_size:,}) = {guess:.3f}"
     if not math.isfinite(loss):
         why, advice = "not a number before any step", "check the init, and divisions and logarithms in the model"
-        return Finding("fault", what, why, advice, "nan_batch")
+        return fault(what, why, advice, "nan_batch")
     if given:
         if loss > guess:
             why = "a trained model that guesses worse than chance: weights or tokenizer do not belong to it"
-            return Finding(
-                "fault",
-                what,
-                why,
-                f"--tokenizer.path {fixture.run.model.init_from}",
-                "tokenizer_differs",
-                figures=figures,
+            return fault(
+                what, why, f"--tokenizer.path {fixture.run.model.init_from}", "tokenizer_differs", figures=figures
             )
-        return Finding(
-            "ok", f"{what}: it knows something already", f"of {fixture.run.model.init_from}", figures=figures
-        )
+        return ok(f"{what}: it knows something already", f"of {fixture.run.model.init_from}", figures=figures)
     if loss < 0.5 * guess:
         why = "a new model cannot know so much: it sees its targets"
-        return Finding("fault", what, why, "look at the mask and the shift of the targets", "too_good", figures=figures)
+        return fault(what, why, "look at the mask and the shift of the targets", "too_good", figures=figures)
     if loss > 1.25 * guess + 0.5:
         why = "worse than guessing: the weights begin too large, so the first steps only shrink them"
-        return Finding("warn", what, why, "an init of about 0.02", "init_too_large", figures=figures)
-    return Finding("ok", f"{what}: as of a model that knows nothing", figures=figures)
+        return warn(what, why, "an init of about 0.02", "init_too_large", figures=figures)
+    return ok(f"{what}: as of a model that knows nothing", figures=figures)
 
 
 # ---------------------------------------------------------------- gradients
@@ -321,26 +309,26 @@ def _first_loss(fixture: ModelFixture, loss: float) -> Finding:
 def _gradients(fixture: ModelFixture) -> Finding:
     """Every parameter that may learn must hear from the loss."""
     named = [(name, p) for name, p in fixture.model.named_parameters() if p.requires_grad]
-    deaf = [(name, p) for name, p in named if p.grad is None or not bool((p.grad != 0).any())]
+    without = [(name, p) for name, p in named if p.grad is None or not bool((p.grad != 0).any())]
     bad = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
     if bad:
         why, advice = f"in {', '.join(bad[:SHOWN])}", "look at what these compute"
-        return Finding("fault", f"{len(bad)} gradients are not finite before any step", why, advice, "nan_batch")
-    if not deaf:
-        return Finding("ok", f"gradients reach all {len(named)} parameter tensors")
-    share = sum(p.numel() for _, p in deaf) / max(1, sum(p.numel() for _, p in named))
-    names = ", ".join(name for name, _ in deaf[:SHOWN]) + (
-        f" and {len(deaf) - SHOWN} more" if len(deaf) > SHOWN else ""
+        return fault(f"{len(bad)} gradients are not finite before any step", why, advice, "nan_batch")
+    if not without:
+        return ok(f"gradients reach all {len(named)} parameter tensors")
+    share = sum(p.numel() for _, p in without) / max(1, sum(p.numel() for _, p in named))
+    names = ", ".join(name for name, _ in without[:SHOWN]) + (
+        f" and {len(without) - SHOWN} more" if len(without) > SHOWN else ""
     )
     level: Level = "fault" if share > 0.1 else "warn"
     return Finding(
         level,
-        f"{len(deaf)} of {len(named)} parameter tensors get no gradient ({share:.0%} of the weights): {names}",
+        f"{len(without)} of {len(named)} parameter tensors get no gradient ({share:.0%} of the weights): {names}",
         "they will stay as they are: a detach(), a no_grad(), an argmax or an unused part stands between them and the loss",
         "look for detach, no_grad, .data and .item() in forward; freeze on purpose with requires_grad_(False)",
         "no_gradient",
-        {"module": deaf[0][0]},
-        figures={"without_gradient": float(len(deaf)), "share": share},
+        culprit={"module": without[0][0]},
+        figures={"without_gradient": float(len(without)), "share": share},
     )
 
 
@@ -367,23 +355,22 @@ def _causality(fixture: ModelFixture) -> Finding:
                 return _leak(int(moved.nonzero()[0]), at, int(moved.sum()))
     finally:
         fixture.model.train(was)
-    return Finding("ok", f"causal: a change at t moves nothing before t (1 x {length} tokens, three places)")
+    return ok(f"causal: a change at t moves nothing before t (1 x {length} tokens, three places)")
 
 
 def _leak(first: int, at: int, count: int) -> Finding:
-    return Finding(
-        "fault",
+    return fault(
         f"the future leaks: a change at position {at} moves the logits of position {first} ({count} of {at} before it)",
         "the model sees the tokens that it is to predict: its loss will fall to almost nothing, and it will not write",
         "a causal mask (is_causal=True), and targets shifted by one",
         "future_leak",
-        {"position": first, "changed": at},
+        culprit={"position": first, "changed": at},
         figures={"first_position": float(first), "changed": float(at)},
     )
 
 
 @torch.no_grad()
-def _twice(fixture: ModelFixture) -> Iterator[Finding]:
+def _same_answer_twice(fixture: ModelFixture) -> Iterator[Finding]:
     """In eval the same input gives the same answer; in training dropout makes it differ."""
     was = fixture.model.training
     ids = torch.from_numpy(fixture.piece(1, min(SHORT, fixture.run.data.seq_len)).inputs)
@@ -397,26 +384,20 @@ def _twice(fixture: ModelFixture) -> Iterator[Finding]:
         fixture.model.train(was)
     if apart > 1e-4 * float(first.std()):
         why = f"logits differ by up to {apart:.3g} between two equal calls in eval mode"
-        yield Finding(
-            "warn",
-            "the model is random in eval mode",
-            why,
-            "functional dropout needs training=self.training",
-            "eval_random",
+        yield warn(
+            "the model is random in eval mode", why, "functional dropout needs training=self.training", "eval_random"
         )
     elif fixture.run.model.dropout > 0 and dropped == 0.0:
         what = f"model.dropout is {fixture.run.model.dropout:g}, but nothing is dropped in training mode"
-        yield Finding(
-            "warn", what, "two equal calls give equal logits", "use the dropout argument in the model", "no_dropout"
-        )
+        yield warn(what, "two equal calls give equal logits", "use the dropout argument in the model", "no_dropout")
     else:
-        yield Finding("ok", "the same input gives the same answer in eval mode")
+        yield ok("the same input gives the same answer in eval mode")
 
 
 # ---------------------------------------------------------------- one batch by heart
 
 
-def _by_heart(fixture: ModelFixture, context: ProbeContext) -> Finding:
+def _overfit_one_batch(fixture: ModelFixture, context: ProbeContext) -> Finding:
     """A model that can learn at all learns a few lines by heart within seconds."""
     batch = fixture.piece(ROWS, min(LENGTH, fixture.run.data.seq_len))
     if seconds_of(fixture, batch) > SLOW_S:
@@ -440,17 +421,14 @@ def _by_heart(fixture: ModelFixture, context: ProbeContext) -> Finding:
     figures = {"first_loss": first, "last_loss": last, "steps": float(step)}
     guess = math.log(fixture.built.vocab_size)
     if last <= FALLEN * first:
-        return Finding("ok", f"learns one batch by heart: {words}", figures=figures)
+        return ok(f"learns one batch by heart: {words}", figures=figures)
     if not math.isfinite(last):
-        return Finding(
-            "fault", f"diverges on one small batch: {words}", "", "a smaller train.lr", "nan_batch", figures=figures
-        )
+        return fault(f"diverges on one small batch: {words}", "", "a smaller train.lr", "nan_batch", figures=figures)
     near = abs(last - guess) < 0.1 * guess
     if step < ENOUGH or (step < STEPS and last < 0.97 * first):
         what = f"one batch by heart: {words}; there was time for {step} steps only, too few to judge by"
-        return Finding("ok", what, figures=figures)
-    return Finding(
-        "fault",
+        return ok(what, figures=figures)
+    return fault(
         f"cannot learn one batch by heart: {words}" + (f"; the loss stays at ln(vocab) = {guess:.3f}" if near else ""),
         "a few lines again and again are learned by any model that can learn: the loss does not reach the weights that matter",
         "see the parameters without a gradient; a loss at ln(vocab) means that nothing is learned",
@@ -466,8 +444,10 @@ WORTH = 1.1
 def compiling(context: ProbeContext) -> Iterator[Finding]:
     """The same step with torch.compile, in a process of its own with a deadline."""
     request = {
-        "run": asdict(context.run), "runs_dir": str(context.runs_dir), "scratch": str(context.scratch),
-    }  # fmt: skip
+        "run": asdict(context.run),
+        "runs_dir": str(context.runs_dir),
+        "scratch": str(context.scratch),
+    }
     wanted = context.run.train.compile is True
     done = child.run(
         "lamplighter.doctor.model:measure_compile",
@@ -499,12 +479,7 @@ def compiling(context: ProbeContext) -> Iterator[Finding]:
         )
     elif done.code != 0 or "compiled_s" not in last:
         yield Finding(
-            level,
-            f"the compile trial {done.how()}",
-            done.last_line,
-            advice,
-            "compile_failed",
-            settings=settings,
+            level, f"the compile trial {done.how()}", done.last_line, advice, "compile_failed", settings=settings
         )
     else:
         yield _worth(last, wanted, context)
@@ -526,13 +501,17 @@ def _worth(last: dict[str, Any], wanted: bool, context: ProbeContext) -> Finding
     steps = context.run.train.steps or 0
     saved = (last["eager_s"] - last["compiled_s"]) * steps
     if wanted and gain < 1.0:
-        return Finding("warn", f"{what}: slower", why, "--train.compile false", "compile_slow",
-                       settings={"train.compile": False}, figures=figures)  # fmt: skip
-    if not wanted and gain > WORTH and saved > 2 * last["compile_s"]:
-        return Finding(
-            "ok", f"{what}; --train.compile true would save about {saved / 60:.0f} min", why, figures=figures
+        return warn(
+            f"{what}: slower",
+            why,
+            "--train.compile false",
+            "compile_slow",
+            settings={"train.compile": False},
+            figures=figures,
         )
-    return Finding("ok", what, why, figures=figures)
+    if not wanted and gain > WORTH and saved > 2 * last["compile_s"]:
+        return ok(f"{what}; --train.compile true would save about {saved / 60:.0f} min", why, figures=figures)
+    return ok(what, why, figures=figures)
 
 
 def measure_compile(request: dict[str, Any], say: Say) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +17,12 @@ import torch
 from lamplighter.config import Model, Run
 from lamplighter.data.batches import NO_TARGET, Batch
 from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
-from lamplighter.doctor.probe import Finding, ProbeContext, as_finding, failed
+from lamplighter.doctor.probe import Finding, ProbeContext, as_finding, failed, fault, warn
 from lamplighter.doctor.sample_data import NoSample, take
 from lamplighter.errors import LampError
 from lamplighter.model.build import Built, build
-from lamplighter.model.shape import Shape, count_parameters
-from lamplighter.plan.job import known_shape
+from lamplighter.model.shape import count_parameters
+from lamplighter.plan.job import known_shape, shape_of
 from lamplighter.procs import procfs
 from lamplighter.rundir import human_bytes
 from lamplighter.train import hardware as machines
@@ -108,13 +108,13 @@ def prepare(context: ProbeContext, quick_dtype: bool = True) -> ModelFixture:
     built.model.to(where.device)
     built.model.train()
     if made is None:
-        return ModelFixture(run, where, built, _made_up(run, built.vocab_size), "random ids", remarks)
+        return ModelFixture(run, where, built, _random_batch(run, built.vocab_size), "random ids", remarks=remarks)
     _, lay_out, sample, _ = made
     source = lay_out(built.takes_segments)
     source.start(1, None)
     batch = source.next(1)
     source.close()
-    return ModelFixture(run, where, built, batch, f"a batch out of {sample.words}", remarks)
+    return ModelFixture(run, where, built, batch, f"a batch out of {sample.words}", remarks=remarks)
 
 
 def available_bytes() -> int:
@@ -127,10 +127,7 @@ def _layers_that_fit(run: Run, vocab: int) -> tuple[Model, list[Finding]]:
     section, have = run.model, available_bytes()
     if section.init_from is not None or ":" in section.family:
         return section, []
-    shape = Shape(
-        cast(Literal["gpt2", "llama"], section.family), vocab, run.data.seq_len, section.layers, section.width,
-        section.heads, section.kv_heads or 0, section.mlp_width or 0,
-    )  # fmt: skip
+    shape = shape_of(run, vocab)
     each = run.train.optimizer.training_bytes
     need = each * count_parameters(shape)
     layers = section.layers
@@ -140,7 +137,7 @@ def _layers_that_fit(run: Run, vocab: int) -> tuple[Model, list[Finding]]:
         return section, []
     what = f"the model is examined with {layers} of its {section.layers} layers"
     why = f"all of it takes {human_bytes(need)} for weights, gradients and optimizer; {human_bytes(have)} are free here"
-    return replace(section, layers=layers), [Finding("warn", what, why, "lamp plan", "rss_oom")]
+    return replace(section, layers=layers), [warn(what, why, "lamp plan", "rss_oom")]
 
 
 def _data(context: ProbeContext) -> tuple[Any, Any, Any, int]:
@@ -156,14 +153,16 @@ def _data(context: ProbeContext) -> tuple[Any, Any, Any, int]:
 
 
 def _random_ids(run: Run, why: str) -> Finding:
-    return Finding("warn", "the model is examined on random ids", f"the data could not be used: {why}")
+    return warn("the model is examined on random ids", f"the data could not be used: {why}")
 
 
-def _made_up(run: Run, vocab_size: int) -> Batch:
+def _random_batch(run: Run, vocab_size: int) -> Batch:
     size = (run.train.batch_size, run.data.seq_len + 1)
     ids = np.random.default_rng(run.train.seed).integers(0, vocab_size, size, dtype=np.int64)
     samples = np.arange(size[0], dtype=np.int64)
-    return Batch(1, ids[:, :-1].copy(), ids[:, 1:].copy(), None, samples, 0.0, size[0] * run.data.seq_len)
+    return Batch(
+        1, ids[:, :-1].copy(), ids[:, 1:].copy(), None, samples, epoch=0.0, real_tokens=size[0] * run.data.seq_len
+    )
 
 
 def fixtures(context: ProbeContext, quick_dtype: bool = True) -> Iterator[ModelFixture | Finding]:
@@ -180,11 +179,11 @@ def fixtures(context: ProbeContext, quick_dtype: bool = True) -> Iterator[ModelF
     yield fixture
 
 
-def hangs_on_nothing() -> Finding:
+def no_gradient_at_all() -> Finding:
     """Of a loss without any gradient."""
     what = "the loss hangs on no parameter: nothing can be learned"
     why = "no_grad, detach or requires_grad_(False) stands over all of the forward pass"
-    return Finding("fault", what, why, "look for these in the model", "not_learning")
+    return fault(what, why, "look for these in the model", "not_learning")
 
 
 # ---------------------------------------------------------------- how much can be looked at quickly

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,9 @@ class Finding:
     culprit: dict[str, Any] = field(default_factory=dict)  # file, line, path, pid, worker, rank, module
     settings: dict[str, Any] = field(default_factory=dict)  # advice as fields: {"train.micro_batch": 4}
     figures: dict[str, float] = field(default_factory=dict)  # for --json
+
+
+ok, warn, fault = partial(Finding, "ok"), partial(Finding, "warn"), partial(Finding, "fault")
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def failed(error: BaseException, what: str, advice: str = "mend that line") -> F
     """The finding for the user's own code that raises."""
     frame = stacks.users_line(frames := stacks.frames_of_error(error)) or next(iter(frames), None)
     why = f"{type(error).__name__}: {error}" + (f", raised at {frame.place}" if frame else "")
-    return Finding("fault", what, why, advice, "", frame.fields() if frame else {})
+    return fault(what, why, advice, "", culprit=frame.fields() if frame else {})
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,9 @@ def _probe(name: str, function: str, deadline_s: float) -> Probe:
 
 
 MACHINE = (
-    _probe("environment / torch and driver", "system:torch_and_driver", 90),
-    _probe("environment / packages", "system:packages", 90),
-    _probe("environment / clock and language", "system:clock_and_language", 20),
+    _probe("environment / torch and driver", "software:torch_and_driver", 90),
+    _probe("environment / packages", "software:packages", 90),
+    _probe("environment / clock and language", "software:clock_and_language", 20),
     _probe("environment / processors", "system:processors", 20),
     _probe("environment / limits", "system:limits", 20),
     _probe("environment / tracing", "system:tracing", 30),

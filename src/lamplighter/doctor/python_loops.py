@@ -120,7 +120,7 @@ def find(forward: Callable[[int], object], short: int, long: int) -> HotLoop | N
 def _tree(file: str) -> ast.Module | None:
     try:
         return ast.parse(Path(file).read_text())
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError):  # no source that can be read: no loop to name
         return None
 
 

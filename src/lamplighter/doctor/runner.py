@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lamplighter.config import load_dump
-from lamplighter.doctor.probe import Finding, Probe, ProbeContext, ProbeFunction, as_finding
+from lamplighter.doctor.probe import Finding, Probe, ProbeContext, ProbeFunction, as_finding, fault, ok, warn
 from lamplighter.errors import LampError
 from lamplighter.procs import child, procfs, stacks
 from lamplighter.procs.child import Outcome, Say
@@ -116,7 +116,7 @@ def examine(request: dict[str, Any], say: Say) -> None:
 def _not_started(error: OSError) -> Finding:
     what = f"the probe could not be started: {error.strerror or error}"
     why = "no process, file or memory could be had for it"
-    return Finding("fault", what, why, "lamp doctor --only limits; ulimit -a", "not_started")
+    return fault(what, why, "lamp doctor --only limits; ulimit -a", "not_started")
 
 
 def _how_it_ended(outcome: Outcome, heard: _Heard, most: int) -> list[Finding]:
@@ -135,11 +135,11 @@ def _how_it_ended(outcome: Outcome, heard: _Heard, most: int) -> list[Finding]:
         why = last + ("; the kernel killed a process for memory meanwhile" if outcome.out_of_memory else "")
         cause = "rss_oom" if outcome.out_of_memory else "killed"
         advice = "lamp watch -- CMD keeps the evidence of such a death"
-        return [Finding("fault", what, why, advice, cause, pid, figures={"peak_bytes": float(outcome.peak_bytes)})]
+        return [fault(what, why, advice, cause, culprit=pid, figures={"peak_bytes": float(outcome.peak_bytes)})]
     if not outcome.done:
         what = f"left with exit code {outcome.code} before its end, while {heard.now}"
-        return [Finding("fault", what, last, "something called os._exit; a library, or your own code", "exit", pid)]
-    return [] if heard.findings or outcome.unreadable else [Finding("ok", "nothing amiss")]
+        return [fault(what, last, "something called os._exit; a library, or your own code", "exit", culprit=pid)]
+    return [] if heard.findings or outcome.unreadable else [ok("nothing amiss")]
 
 
 def _frames(outcome: Outcome) -> list[Frame]:
@@ -158,7 +158,7 @@ def _too_heavy(outcome: Outcome, heard: _Heard, most: int) -> Finding:
     why = "more would have brought the machine down, so the probe was ended"
     advice = "a smaller train.micro_batch, data.seq_len or model; fewer workers"
     where, figures = stacks.culprit_fields(frames), {"bytes": float(outcome.peak_bytes)}
-    return Finding("fault", what, why, advice, "rss_oom", where, figures=figures)
+    return fault(what, why, advice, "rss_oom", culprit=where, figures=figures)
 
 
 def _too_late(outcome: Outcome, heard: _Heard) -> Finding:
@@ -168,7 +168,7 @@ def _too_late(outcome: Outcome, heard: _Heard) -> Finding:
     inside = frames[0] if frames and frames[0] != stacks.line_to_name(frames) else None
     why = f"inside {inside.place}" if inside else "" if frames else "its stack could not be read"
     words = "look at that line; lamp watch -- CMD names what a whole script waits for"
-    return Finding("fault", what, why, words, "hang", {"pid": outcome.pid, **stacks.culprit_fields(frames)})
+    return fault(what, why, words, "hang", culprit={"pid": outcome.pid, **stacks.culprit_fields(frames)})
 
 
 def _raised(outcome: Outcome, heard: _Heard) -> Finding:
@@ -177,14 +177,14 @@ def _raised(outcome: Outcome, heard: _Heard) -> Finding:
     why = f"while {heard.now}; the whole: {' | '.join(said[-3:])[:600]}" if said else f"while {heard.now}"
     missing = first.startswith("ModuleNotFoundError")
     remedy = "install it, or check PYTHONPATH" if missing else "mend what that line does"
-    return Finding("fault", _with_place(first, frames), why, remedy, "raised", stacks.culprit_fields(frames))
+    return fault(_with_place(first, frames), why, remedy, "raised", culprit=stacks.culprit_fields(frames))
 
 
 def _about_its_words(outcome: Outcome, heard: _Heard) -> list[Finding]:
     found = []
     if heard.left_out:
-        found.append(Finding("warn", f"{heard.left_out:,} more findings like these were left out"))
+        found.append(warn(f"{heard.left_out:,} more findings like these were left out"))
     if outcome.unreadable:
         what = f"{outcome.unreadable:,} lines of the probe could not be read"
-        found.append(Finding("fault", what, "what they would have said is not known", cause="garbled"))
+        found.append(fault(what, "what they would have said is not known", cause="garbled"))
     return found

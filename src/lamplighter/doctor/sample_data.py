@@ -25,7 +25,7 @@ from lamplighter.data.chat.rows import RowSource
 from lamplighter.data.setup import open_source
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.files import FileSource
-from lamplighter.doctor.probe import Finding, ProbeContext, as_finding, failed
+from lamplighter.doctor.probe import Finding, ProbeContext, as_finding, failed, fault
 from lamplighter.errors import LampError
 from lamplighter.procs import stacks
 from lamplighter.procs.stacks import Frame
@@ -128,13 +128,22 @@ def _read(context: ProbeContext, source: Source) -> dict[str, Any]:
     if reading.error is not None and not isinstance(reading.error, LampError):
         raise NoSample(failed(reading.error, f"{source} failed after {len(reading.texts):,} documents"))
     if not reading.texts:
-        raise NoSample(Finding("fault", f"no text in {source}", "it gave no document that holds text"))
+        raise NoSample(fault(f"no text in {source}", "it gave no document that holds text"))
     path = context.scratch / "sample.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in reading.texts))
     data: dict[str, Any] = {
-        "paths": [str(path)], "source": None, "stream": False, "weights": [], "text_key": "text", "format": "text",
-        "separator": None, "max_documents": None, "max_chunks": None, "packing": "auto", "bad_text": "set_aside",
-    }  # fmt: skip
+        "paths": [str(path)],
+        "source": None,
+        "stream": False,
+        "weights": [],
+        "text_key": "text",
+        "format": "text",
+        "separator": None,
+        "max_documents": None,
+        "max_chunks": None,
+        "packing": "auto",
+        "bad_text": "set_aside",
+    }
     size = human_bytes(reading.bytes)
     words = f"all {len(reading.texts):,} documents" if reading.whole else f"the first {len(reading.texts):,} documents"
     return {"data": data, "words": f"{words}, {size}, of {source}", "share": _share(source, reading)}
@@ -242,12 +251,11 @@ def blocked(reading: Reading, source: Source) -> Finding:
     state = "it sleeps there, waiting for something" if reading.asleep else "it computes there"
     what = f"{source} gave {count:,} documents, then nothing for {reading.seconds:.0f} s: it stands at {place.place if place else None}"
     shown = f" ({place.text})" if place is not None and place.text else ""
-    return Finding(
-        "fault",
+    return fault(
         what,
         f"{state}{shown}; training would wait in the same next()",
         "look at that line: a timeout or a retry belongs there; lamp train shows such a wait live",
         "stream_stall",
-        {**(place.fields() if place else {}), "item": count},
+        culprit={**(place.fields() if place else {}), "item": count},
         figures={"documents": count, "quiet_s": reading.seconds},
     )

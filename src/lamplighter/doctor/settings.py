@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lamplighter.config import OPTIMIZERS, OptimizerKind, Resolved, dump, parse_overrides
-from lamplighter.doctor.probe import Finding, ProbeContext
+from lamplighter.doctor.probe import Finding, ProbeContext, fault, ok, warn
 from lamplighter.doctor.runner import patience
 from lamplighter.doctor.system import memory_left
 from lamplighter.errors import BadConfig, LampError, RefusedByPlan
@@ -33,7 +33,7 @@ NOT_PLANNED = "the data must be counted for it, and that takes longer than a pro
 
 
 @dataclass(frozen=True)
-class Paper:
+class PlanFigures:
     """The plan's figures, as --json gives them."""
 
     figures: dict[str, Any]
@@ -48,11 +48,11 @@ class Paper:
         return 3600.0 * float(self.figures["hours"])
 
 
-def plan(context: ProbeContext) -> Paper | None:
+def plan(context: ProbeContext) -> PlanFigures | None:
     """`lamp plan --json` of the very settings, on the device that it chooses by itself."""
     known = context.scratch / "paper.json"  # of an earlier probe of this examination
     if known.exists():
-        return Paper(json.loads(known.read_text()), context.run.train.optimizer)
+        return PlanFigures(json.loads(known.read_text()), context.run.train.optimizer)
     file = context.scratch / "paper.yaml"
     file.write_text(dump(Resolved(context.run)))
     try:
@@ -73,11 +73,11 @@ def plan(context: ProbeContext) -> Paper | None:
             check=False,
             env={name: value for name, value in os.environ.items() if not name.startswith("LAMP_")},
         )
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired:  # the data takes too long to count for a probe: NOT_PLANNED is said
         return None
     if done.returncode in (0, RefusedByPlan.code):
         write_atomic(known, done.stdout)
-        return Paper(json.loads(done.stdout), context.run.train.optimizer)
+        return PlanFigures(json.loads(done.stdout), context.run.train.optimizer)
     if context.run.train.steps is None:
         return None
     said = dict(line.split(":", 1) for line in done.stderr.splitlines() if ":" in line)
@@ -93,20 +93,25 @@ def planned(context: ProbeContext) -> Iterator[Finding]:
     context.now("planning on paper")
     paper = plan(context)
     if paper is None:
-        yield Finding("ok", f"not planned on paper: {NOT_PLANNED}")
+        yield ok(f"not planned on paper: {NOT_PLANNED}")
         return
     figures = paper.figures
     remedy, neutral = _cheapest(figures)
     for number, reason in enumerate(figures["reasons"]):
         settings = neutral if number == 0 else {}  # one change is for all reasons
-        yield Finding("fault", f"this run cannot succeed: {reason}", f"lamp plan has the arithmetic; on {figures['device']}", remedy, "no_go", settings=settings)  # fmt: skip
+        yield fault(
+            f"this run cannot succeed: {reason}",
+            f"lamp plan has the arithmetic; on {figures['device']}",
+            remedy,
+            "no_go",
+            settings=settings,
+        )
     for warning in figures["warnings"]:
         if not str(warning).startswith("warm-up"):  # the next probe says it, with the setting
-            yield Finding("warn", str(warning), "from lamp plan", "lamp plan shows the whole")
+            yield warn(str(warning), "from lamp plan", "lamp plan shows the whole")
     budget = context.run.budget
     if budget.usd_per_hour is not None and budget.usd is None and budget.hours is None:
-        yield Finding(
-            "warn",
+        yield warn(
             f"the machine costs ${budget.usd_per_hour}/h, and nothing stops this run before the credit ends",
             f"it is expected to cost ${figures['usd']:,.2f}",
             f"--budget.usd {max(1.0, 1.2 * figures['usd']):.0f} stops it, saved, before more is spent",
@@ -115,15 +120,22 @@ def planned(context: ProbeContext) -> Iterator[Finding]:
     if figures["device"] == "cpu":
         yield from judge_memory(float(figures["memory_gib"]), *memory_left())
     money = f", ${figures['usd']:,.2f}" if figures["usd"] is not None else ""
-    yield Finding("ok", f"{figures['params']:,} parameters, {figures['tokens']:,} tokens, {figures['memory_gib']:.1f} GiB, about {_span(paper.seconds)}{money} on {figures['device']}",
-                  figures={"hours": float(figures["hours"]), "memory_gib": float(figures["memory_gib"])})  # fmt: skip
+    yield ok(
+        f"{figures['params']:,} parameters, {figures['tokens']:,} tokens, {figures['memory_gib']:.1f} GiB, about {_span(paper.seconds)}{money} on {figures['device']}",
+        figures={"hours": float(figures["hours"]), "memory_gib": float(figures["memory_gib"])},
+    )
 
 
 def judge_memory(need_gib: float, left: int, limit: int | None) -> Iterator[Finding]:
     """The machine may have it while our control group may not: the kernel kills the run then, without a word."""
     if limit is not None and need_gib * GIB > left:
-        yield Finding("fault", f"{need_gib:.1f} GiB are needed, and the control group leaves {left / GIB:.1f} of {limit / GIB:.1f} GiB", "the kernel kills the process that goes beyond it",
-                      "a larger container, a smaller train.micro_batch, or train.recompute true", "rss_oom", settings={"train.recompute": True})  # fmt: skip
+        yield fault(
+            f"{need_gib:.1f} GiB are needed, and the control group leaves {left / GIB:.1f} of {limit / GIB:.1f} GiB",
+            "the kernel kills the process that goes beyond it",
+            "a larger container, a smaller train.micro_batch, or train.recompute true",
+            "rss_oom",
+            settings={"train.recompute": True},
+        )
 
 
 def _cheapest(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -153,26 +165,31 @@ def schedule_and_saves(context: ProbeContext) -> Iterator[Finding]:
 
     run = context.run
     try:
-        paper: Paper | None = plan(context)
+        paper: PlanFigures | None = plan(context)
     except LampError:
         paper = None  # said by the stage before
     steps = run.train.steps or (int(paper.figures["steps"]) if paper else None)
     if steps is None:
-        yield Finding("ok", "how many steps there will be, only the data can tell")
+        yield ok("how many steps there will be, only the data can tell")
         return
     if paper is not None:
         try:
             guard.refuse_long_runs(run.save, context.preset, paper.seconds, steps, force=False)
         except BadConfig as error:
             saves = {"save.every_s": 600.0} if "save" in error.what else {}
-            yield Finding("fault", error.what, error.why, error.next, "toy" if not saves else "no_save", settings=saves)
+            yield fault(error.what, error.why, error.next, "toy" if not saves else "no_save", settings=saves)
     if not 0 < run.save.every_steps < steps and not run.save.every_s:
-        yield Finding("warn", f"no save is due before the end: save.every_steps is {run.save.every_steps}, the run has {steps} steps", "a crash would cost everything",
-                      "--save.every_s 600", "no_save", settings={"save.every_s": 600.0})  # fmt: skip
+        yield warn(
+            f"no save is due before the end: save.every_steps is {run.save.every_steps}, the run has {steps} steps",
+            "a crash would cost everything",
+            "--save.every_s 600",
+            "no_save",
+            settings={"save.every_s": 600.0},
+        )
     if run.train.warmup_steps is not None:
         yield from judge_warmup(run.train.warmup_steps, steps, guard.WARMUP_SHARE)
     else:
-        yield Finding("ok", "warm-up by default: 5 % of the run, at most 2,000 steps")
+        yield ok("warm-up by default: 5 % of the run, at most 2,000 steps")
 
 
 def judge_warmup(warmup: int, steps: int, most: float) -> Iterator[Finding]:
@@ -180,10 +197,17 @@ def judge_warmup(warmup: int, steps: int, most: float) -> Iterator[Finding]:
     share, less = warmup / steps, max(1, steps // 20)
     if share > most:
         whole = "never ends" if share > 1 else f"takes {share:.0%} of the run"
-        yield Finding("fault" if share > 1 else "warn", f"warm-up {whole}: {warmup:,} of {steps:,} optimizer steps", "under 10 % is usual; was it counted in micro-batches?",
-                      f"--train.warmup_steps {less}", "lr_zero", settings={"train.warmup_steps": less}, figures={"share": share})  # fmt: skip
+        yield Finding(
+            "fault" if share > 1 else "warn",
+            f"warm-up {whole}: {warmup:,} of {steps:,} optimizer steps",
+            "under 10 % is usual; was it counted in micro-batches?",
+            f"--train.warmup_steps {less}",
+            "lr_zero",
+            settings={"train.warmup_steps": less},
+            figures={"share": share},
+        )
     else:
-        yield Finding("ok", f"warm-up {warmup:,} of {steps:,} steps ({share:.1%})", figures={"share": share})
+        yield ok(f"warm-up {warmup:,} of {steps:,} steps ({share:.1%})", figures={"share": share})
 
 
 def threads(context: ProbeContext) -> Iterator[Finding]:
@@ -192,13 +216,23 @@ def threads(context: ProbeContext) -> Iterator[Finding]:
     cores = usable_cores() if quota is None else max(1, min(usable_cores(), int(quota)))
     wanted, workers = run.train.threads, run.data.workers
     if wanted is not None and wanted > cores:
-        yield Finding("warn", f"train.threads is {wanted}, and {cores} cores may be used", "threads that wait for a core make every product slower",
-                      f"--train.threads {cores}", "oversubscribed", settings={"train.threads": cores})  # fmt: skip
+        yield warn(
+            f"train.threads is {wanted}, and {cores} cores may be used",
+            "threads that wait for a core make every product slower",
+            f"--train.threads {cores}",
+            "oversubscribed",
+            settings={"train.threads": cores},
+        )
     if workers is not None and workers > 2 * cores:
-        yield Finding("warn", f"data.workers is {workers}, and {cores} cores may be used", "each takes memory and a core's time; more than there are cores is no faster",
-                      f"--data.workers {cores}", "oversubscribed", settings={"data.workers": cores})  # fmt: skip
+        yield warn(
+            f"data.workers is {workers}, and {cores} cores may be used",
+            "each takes memory and a core's time; more than there are cores is no faster",
+            f"--data.workers {cores}",
+            "oversubscribed",
+            settings={"data.workers": cores},
+        )
     if (wanted or 0) <= cores and (workers or 0) <= 2 * cores:
-        yield Finding("ok", f"{wanted or cores} threads, {workers or cores} workers, {cores} cores")
+        yield ok(f"{wanted or cores} threads, {workers or cores} workers, {cores} cores")
 
 
 BLOCK = 4 << 20
@@ -220,14 +254,24 @@ def disk(context: ProbeContext) -> Iterator[Finding]:
     yield from judge_room(context, paper, where, free_bytes(where))
     kind = file_system(where)
     if kind.startswith(NETWORK_FILE_SYSTEMS) or kind.startswith("fuse"):
-        yield Finding("warn", f"{where} is on {kind}, a file system over a network or in user space", "a save waits for it; locks and mapped memory behave otherwise there",
-                      "--runs-dir on a local disk, and copy checkpoints later", "", {"path": str(where)})  # fmt: skip
+        yield warn(
+            f"{where} is on {kind}, a file system over a network or in user space",
+            "a save waits for it; locks and mapped memory behave otherwise there",
+            "--runs-dir on a local disk, and copy checkpoints later",
+            "",
+            culprit={"path": str(where)},
+        )
     context.now(f"writing to {where}")
     try:
         written, read = measure(where)
     except OSError as error:
-        yield Finding("fault", f"cannot write to {where}: {error.strerror}", f"tried {human_bytes(MOST_BYTES)} in a file without a name",
-                      "free some space, or another place with --runs-dir", "disk_full" if error.errno == 28 else "cannot_write", {"path": str(where)})  # fmt: skip
+        yield fault(
+            f"cannot write to {where}: {error.strerror}",
+            f"tried {human_bytes(MOST_BYTES)} in a file without a name",
+            "free some space, or another place with --runs-dir",
+            "disk_full" if error.errno == 28 else "cannot_write",
+            culprit={"path": str(where)},
+        )
         return
     yield judge_speed(context, paper, where, written, read)
 
@@ -239,29 +283,48 @@ def nearest(folder: Path) -> Path:
     return folder
 
 
-def judge_room(context: ProbeContext, paper: Paper | None, where: Path, free: int) -> Iterator[Finding]:
+def judge_room(context: ProbeContext, paper: PlanFigures | None, where: Path, free: int) -> Iterator[Finding]:
     """What the run writes against what is free."""
     room = os.statvfs(where)
     if room.f_files and room.f_favail < FEW_INODES:
-        yield Finding("fault" if room.f_favail < 100 else "warn", f"{room.f_favail:,} more files can be made on {where} (inodes)", "space may be free all the same",
-                      "remove folders of many small files", "disk_full", {"path": str(where)})  # fmt: skip
+        yield Finding(
+            "fault" if room.f_favail < 100 else "warn",
+            f"{room.f_favail:,} more files can be made on {where} (inodes)",
+            "space may be free all the same",
+            "remove folders of many small files",
+            "disk_full",
+            culprit={"path": str(where)},
+        )
     if paper is None:
-        yield Finding("ok", f"{human_bytes(free)} are free in {where}", figures={"free_bytes": free})
+        yield ok(f"{human_bytes(free)} are free in {where}", figures={"free_bytes": free})
         return
     save, keep = paper.checkpoint_bytes, context.run.save.keep
     need = save * (keep + 2)
     sums = f"{keep} kept, the best and one being written, {human_bytes(save)} each"
     figures = {"free_bytes": float(free), "need_bytes": float(need)}
     if free < save * CHECKPOINT_SPARE:
-        yield Finding("fault", f"not even one checkpoint fits: {human_bytes(save)} are needed, {human_bytes(free)} are free in {where}", "the first save would fail",
-                      "free some space, or another place with --runs-dir", "disk_full", {"path": str(where)}, figures=figures)  # fmt: skip
+        yield fault(
+            f"not even one checkpoint fits: {human_bytes(save)} are needed, {human_bytes(free)} are free in {where}",
+            "the first save would fail",
+            "free some space, or another place with --runs-dir",
+            "disk_full",
+            culprit={"path": str(where)},
+            figures=figures,
+        )
     elif free < need:
         fits = max(1, int(free / save) - 2)
         advice = {"save.keep": fits} if fits < keep else {}
-        yield Finding("warn", f"{human_bytes(need)} are needed for checkpoints, {human_bytes(free)} are free in {where}", sums,
-                      f"--save.keep {fits}, or another place with --runs-dir", "disk_full", {"path": str(where)}, advice, figures)  # fmt: skip
+        yield warn(
+            f"{human_bytes(need)} are needed for checkpoints, {human_bytes(free)} are free in {where}",
+            sums,
+            f"--save.keep {fits}, or another place with --runs-dir",
+            "disk_full",
+            culprit={"path": str(where)},
+            settings=advice,
+            figures=figures,
+        )
     else:
-        yield Finding("ok", f"{human_bytes(free)} are free in {where}, {human_bytes(need)} are needed ({sums})", figures=figures)  # fmt: skip
+        yield ok(f"{human_bytes(free)} are free in {where}, {human_bytes(need)} are needed ({sums})", figures=figures)
 
 
 @contextmanager
@@ -292,16 +355,23 @@ def measure(where: Path) -> tuple[float, float]:
     return written, done / max(1e-6, time.perf_counter() - started)
 
 
-def judge_speed(context: ProbeContext, paper: Paper | None, where: Path, written: float, read: float) -> Finding:
+def judge_speed(context: ProbeContext, paper: PlanFigures | None, where: Path, written: float, read: float) -> Finding:
     """What a save takes, against how often one is due."""
     speeds = f"{human_bytes(written)}/s written through, {human_bytes(read)}/s read in {where}"
     figures = {"write_bytes_per_s": written, "read_bytes_per_s": read}
     if paper is None:
-        return Finding("ok", speeds, figures=figures)
+        return ok(speeds, figures=figures)
     takes, every = paper.checkpoint_bytes / written, context.run.save.every_s
     figures["checkpoint_s"] = takes
     if every and takes > SLOW_SHARE * every:
         longer = float(round(takes / SLOW_SHARE, -1))
-        return Finding("warn", f"a checkpoint takes about {takes:.0f} s: {speeds}", f"one is due every {every:.0f} s, so {takes / every:.0%} of the time the disk is at it",
-                       f"--save.every_s {longer:.0f}, or --runs-dir on a faster disk", "slow_disk", {"path": str(where)}, {"save.every_s": longer}, figures)  # fmt: skip
-    return Finding("ok", f"{speeds}; a checkpoint takes about {takes:.1f} s", figures=figures)
+        return warn(
+            f"a checkpoint takes about {takes:.0f} s: {speeds}",
+            f"one is due every {every:.0f} s, so {takes / every:.0%} of the time the disk is at it",
+            f"--save.every_s {longer:.0f}, or --runs-dir on a faster disk",
+            "slow_disk",
+            culprit={"path": str(where)},
+            settings={"save.every_s": longer},
+            figures=figures,
+        )
+    return ok(f"{speeds}; a checkpoint takes about {takes:.1f} s", figures=figures)

@@ -159,7 +159,7 @@ def load(request: dict[str, Any], say: Say) -> None:
         say(error=type(error).__name__, message=str(error)[-2000:], ended=_ended(batches))
     else:
         say(done=True)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # a thread that ends while it is listed
         say(threads=_threads())
     os._exit(0)  # the workers are daemons of this process; nobody waits for those that hang
 

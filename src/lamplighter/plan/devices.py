@@ -104,7 +104,7 @@ def _best(act: Callable[[], object], budget_s: float, threads: int) -> float:
     return best
 
 
-def this_card() -> Device | None:
+def this_gpu() -> Device | None:
     """The first GPU of this machine, as its driver names it; None where there is none, or none that the table knows."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return None
@@ -121,7 +121,7 @@ def this_card() -> Device | None:
 
 def choose(name: str | None, mfu: float | None, threads: int | None = None, kind: str = "auto") -> Device:
     """The device of --on, else this machine's GPU, else its processor; --mfu as it is stated."""
-    device = gpus.find(name) if name else (this_card() if kind != "cpu" else None) or this_cpu(threads)
+    device = gpus.find(name) if name else (this_gpu() if kind != "cpu" else None) or this_cpu(threads)
     if mfu is None:
         return device
     if not 0 < mfu <= 1:

@@ -97,7 +97,16 @@ def make(job: Job, device: Device, free_disk: int | None = None, measured: Measu
     """All figures and the reasons against."""
     step_s = measured.step_s if measured is not None and measured.fits else step_seconds(job, device)
     disk = checkpoint_bytes(job) * (job.keep + 2) + cache_bytes(job)
-    plan = Plan(job, device, memory(job, device), total_flops(job), step_s, disk, free_disk, measured)
+    plan = Plan(
+        job,
+        device,
+        memory(job, device),
+        total_flops(job),
+        step_s,
+        disk_bytes=disk,
+        free_disk=free_disk,
+        measured=measured,
+    )
     return replace(plan, reasons=tuple(_against(plan)))
 
 

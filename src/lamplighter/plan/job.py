@@ -185,9 +185,9 @@ def shape_of(run: Run, vocab_size: int | None = None) -> Shape:
             family,  # type: ignore[arg-type]
             vocab_size or vocabulary(run),
             run.data.seq_len,
-            model.layers,
-            model.width,
-            model.heads,
+            layers=model.layers,
+            width=model.width,
+            heads=model.heads,
             dropout=model.dropout,
             **sizes,
         )

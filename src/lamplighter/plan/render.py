@@ -21,12 +21,11 @@ from lamplighter.plan import devices
 from lamplighter.plan.estimate import Plan, cache_bytes, check, checkpoint_bytes, completed, make, warnings
 from lamplighter.plan.job import Known, job_on
 from lamplighter.plan.memory import GIB, LOGIT_BYTES, host_gib
-from lamplighter.plan.speed import again_flops
+from lamplighter.plan.speed import recompute_flops
 
 WHAT_IF = ("t4", "l4", "a10", "rtx3090", "rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100-80gb")
 PRESETS_ON = "a100-80gb"
 WIDE = 12
-SHORT_WARNINGS = 3
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def _work(plan: Plan) -> list[str]:
     if job.text is not None:
         lines.append(_line("", f"data: {job.text.how}"))
     lines.append(_line("work", f"{large(each)} x {large(job.tokens)} = {large(plan.flops)}FLOP"))
-    if again := again_flops(job):
+    if again := recompute_flops(job):
         lines.append(_line("", f"+ {large(again)}FLOP to compute the layers again ({again / plan.flops:.0%})"))
     return lines
 
@@ -200,7 +199,7 @@ def time_words(plan: Plan) -> str:
     if device.rates is not None and not job.own_params:
         rates = f"{large(device.rates.gemm_flops)}FLOP/s and {device.rates.bytes_per_s / 1e9:.1f} GB/s"
         return f"{steps} = {span(plan.hours)}, from what was measured here ({rates}); {plan.mfu:.0%} of the peak"
-    work = large(plan.flops + again_flops(job))
+    work = large(plan.flops + recompute_flops(job))
     return f"{work} / ({large(device.peak(job.dtype))}FLOP/s x {device.mfu:.0%}) = {span(plan.hours)}"
 
 

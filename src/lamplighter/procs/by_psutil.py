@@ -28,11 +28,11 @@ def look(pid: int) -> tuple[str, float, int, int, str]:
                 return "Z", 0.0, 0, 0, name
             times = process.cpu_times()
             return state, times.user + times.system, process.memory_info().rss, process.num_threads(), name
-    except psutil.ZombieProcess:
+    except psutil.ZombieProcess:  # ended, and nobody has asked for it
         return "Z", 0.0, 0, 0, ""
     except psutil.AccessDenied:  # another user's: it is there, and that is all
         return "S", 0.0, 0, 0, ""
-    except psutil.NoSuchProcess:
+    except psutil.NoSuchProcess:  # that is the answer
         return GONE
 
 
@@ -59,7 +59,7 @@ def pid_start(pid: int) -> int:
     """In hundredths of a second; 0 if it is gone."""
     try:
         return int(psutil.Process(pid).create_time() * 100)
-    except psutil.Error:
+    except psutil.Error:  # it is gone, or another user's
         return 0
 
 

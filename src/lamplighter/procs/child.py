@@ -197,7 +197,7 @@ class Child:
     def _hear(self, line: bytes) -> None:
         try:
             record = json.loads(line) if len(line) <= MOST_LINE else None
-        except ValueError:
+        except ValueError:  # counted as unreadable below
             record = None
         if not isinstance(record, dict):
             self.unreadable += 1

@@ -34,7 +34,7 @@ def is_held(path: Path) -> bool:
     """Whether any process holds the lock of this file; a file that is not there is held by nobody."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except FileNotFoundError:  # nobody has ever locked it
         return False
     try:
         return not try_lock(fd, shared=True)

@@ -105,7 +105,7 @@ def look(pid: int) -> ProcessLook:
     if not tail:
         return ProcessLook(pid)
     cpu_s = (int(tail[11]) + int(tail[12])) * TICK_S
-    return ProcessLook(pid, tail[0], cpu_s, int(tail[21]) * PAGE_BYTES, int(tail[17]), head)
+    return ProcessLook(pid, tail[0], cpu_s, int(tail[21]) * PAGE_BYTES, threads=int(tail[17]), name=head)
 
 
 def look_closely(pid: int) -> ProcessLook:
@@ -280,7 +280,7 @@ def _look_at_thread(pid: int, tid: int) -> ThreadLook:
     state = stat.rsplit(")", 1)[1].split()[0] if ")" in stat else "X"
     times = _read(f"{base}/schedstat").split()
     cpu, starved = (int(times[0]), int(times[1])) if len(times) >= 2 else (0, 0)
-    return ThreadLook(tid, state, cpu, starved, _read(f"{base}/wchan"), _syscall(base)[0])
+    return ThreadLook(tid, state, cpu, starved, _read(f"{base}/wchan"), syscall=_syscall(base)[0])
 
 
 def _syscall(base: str) -> tuple[str, str]:
@@ -294,7 +294,7 @@ def _behind(pid: int, descriptor: str) -> str:
         return ""
     try:
         name = str(Path(f"/proc/{pid}/fd/{int(descriptor, 16)}").readlink())
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # the descriptor is closed, or not ours to see
         return ""
     return _peer(pid, name) if name.startswith("socket:[") else name
 
@@ -322,7 +322,7 @@ def _address(text: str) -> str:
 def _read_all(path: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError:
+    except OSError:  # no such file on this kernel
         return ""
 
 
@@ -330,11 +330,11 @@ def _read(path: str) -> str:
     """A small file of /proc; empty where it may not be read or is gone. Half the price of Path.read_text."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except OSError:  # gone, or not ours to see
         return ""
     try:
         return os.read(fd, 1 << 16).decode("utf-8", "replace")
-    except OSError:
+    except OSError:  # it ended while it was read
         return ""
     finally:
         os.close(fd)
@@ -344,7 +344,7 @@ def listed(path: str) -> list[str]:
     """The names in a folder; none where it is gone."""
     try:
         return os.listdir(path)
-    except OSError:
+    except OSError:  # gone
         return []
 
 

@@ -250,11 +250,6 @@ def is_ours(frame: Frame) -> bool:
     return frame.file.startswith(OURS)
 
 
-def is_library(frame: Frame) -> bool:
-    """Whether it is neither the user's code nor ours."""
-    return any(part in frame.file for part in LIBRARY_PARTS) and not is_ours(frame)
-
-
 @lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Neither Python's, nor an installed library's or program's, nor ours."""
