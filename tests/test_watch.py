@@ -16,6 +16,10 @@ import pytest
 
 from lamplighter.procs.procfs import look
 from lamplighter.rundir import RunDir, is_running, read_json, read_lines
+from lamplighter.watch.console import Console
+from lamplighter.watch.restart_policy import RestartPolicy
+from lamplighter.watch.supervisor import Supervisor
+from lamplighter.watch.trainer import ChildSpec, Trainer
 from running import LAMP, LONG, clean_env, lamp, start_lamp, wait_for
 
 HANG = """
@@ -381,3 +385,15 @@ def test_lamp_stop_cancels_a_restart(tmp_path: Path) -> None:
     lamp("stop", "train", cwd=tmp_path)
     going.wait(30)
     assert [event["attempt"] for event in read_lines(run.events) if event["type"] == "start"] == [1]
+
+
+def test_two_ranks_are_two_roots_and_the_first_failure_ends_both(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "r")
+    run.create()
+    spec = ChildSpec("tokenizer-show", {}, keeps_report=False, ranks=2)  # there is no config.yaml: each ends with 66
+    code = Supervisor(run, Trainer(run, spec, Console(2, live=False)), RestartPolicy("report")).supervise()
+    assert code == 66
+    ends = [event for event in read_lines(run.events) if event["type"] == "child_end"]
+    assert len(ends) == 2 and 66 in [event["code"] for event in ends]
+    assert run.fifo(0).exists() and run.fifo(1).exists()
+    assert {event["rank"] for event in read_lines(run.events) if event["type"] == "hello"} <= {0, 1}

@@ -220,7 +220,7 @@ class WatchedCommand:
 
     def outcome(self, ending: Ending) -> RunOutcome:
         """The command's own exit code, or 70 if we stopped it."""
-        code, spent = ending.codes[0], duration(time.monotonic() - self.began)
+        code, spent = ending.code, duration(time.monotonic() - self.began)
         if ending.planned == "stop":
             return RunOutcome(STUCK, "stuck", f"stuck, and stopped: {ending.planned_why}")
         if code < 0:

@@ -356,7 +356,7 @@ class Trainer:
         slot = self.slot
         if slot is not None and slot.error and not self.error_heard:
             self.say(slot.error, "bold red")  # the event was lost: a full disk
-        code, words = self._judge(ending, ending.codes[0])
+        code, words = self._judge(ending, ending.code)
         return RunOutcome(code, STATES.get(code, "failed"), words)
 
     def _judge(self, ending: Ending, child_code: int) -> tuple[int, str]:
