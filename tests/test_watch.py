@@ -117,7 +117,7 @@ def test_a_restart_on_a_terminal_lives_as_long_as_it_likes(tmp_path: Path) -> No
     assert "resumed" in heard.text
 
 
-def test_without_the_shim_it_says_so_and_watches_from_outside(tmp_path: Path) -> None:
+def test_without_the_agent_it_says_so_and_watches_from_outside(tmp_path: Path) -> None:
     name = script(tmp_path, HANG)
     run = RunDir(tmp_path / "runs" / "train")
     going = start_lamp("watch", "--", sys.executable, "-I", name, cwd=tmp_path)
@@ -128,7 +128,7 @@ def test_without_the_shim_it_says_so_and_watches_from_outside(tmp_path: Path) ->
     going.wait(15)
 
 
-def test_without_ptrace_the_shim_is_enough(tmp_path: Path) -> None:
+def test_without_ptrace_the_agent_is_enough(tmp_path: Path) -> None:
     """A process that may not be traced or looked into (not dumpable, another user's): its own thread answers."""
     name = script(tmp_path, "import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + HANG)
     run = RunDir(tmp_path / "runs" / "train")
@@ -353,7 +353,7 @@ def test_a_zombie_is_buried_once(tmp_path: Path) -> None:
 
 def test_a_fault_of_ours_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
     name = script(tmp_path, "import time\ntime.sleep(4)\nraise SystemExit(6)\n")
-    broken = "import lamplighter.watch.progress as p, lamplighter.commands as c, sys\np.Progress.words = lambda *_: 1 / 0\nsys.exit(c.main())\n"
+    broken = "import lamplighter.watch.progress as p, lamplighter.commands as c, sys\np.ScriptProgress.words = lambda *_: 1 / 0\nsys.exit(c.main())\n"
     script(tmp_path, broken, "broken.py")
     words = [sys.executable, "broken.py", "watch", "--", sys.executable, name]
     done = subprocess.run(words, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=60, check=False)

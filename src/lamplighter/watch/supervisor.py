@@ -61,7 +61,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run has ended: the exit code of our command, the state for status.json, a sentence."""
 
     code: int
@@ -127,9 +127,9 @@ class Target(Protocol):
     def may_grow(self) -> bool: ...
     def death(self, code: int) -> Death | None: ...
     def begin_again(self, attempt: int, policy: RestartPolicy) -> None: ...
-    def outcome(self, ending: Ending) -> Outcome: ...
-    def report(self, outcome: Outcome, attempts: int) -> None: ...
-    def close(self, outcome: Outcome) -> None: ...
+    def outcome(self, ending: Ending) -> RunOutcome: ...
+    def report(self, outcome: RunOutcome, attempts: int) -> None: ...
+    def close(self, outcome: RunOutcome) -> None: ...
 
 
 class Supervisor:
@@ -246,7 +246,9 @@ class Supervisor:
         decision = self.policy.dead(death.how, step, durable, death.compiling)
         advice = decision.why or "run the same command again"
         self._say_verdict(
-            Verdict("dead", death.cause, death.why, advice, decision.action, death.evidence, death.culprit)
+            Verdict(
+                "dead", death.cause, death.why, advice, decision.action, evidence=death.evidence, culprit=death.culprit
+            )
         )
         return decision.action in ("restart", "fallback")
 
@@ -492,7 +494,7 @@ class Supervisor:
         self.target.close(outcome)
         return outcome.code
 
-    def _write_end(self, outcome: Outcome) -> None:
+    def _write_end(self, outcome: RunOutcome) -> None:
         self._write_status(outcome.state, exit_code=outcome.code, outcome=outcome.words)
         self.event("stop", code=outcome.code, state=outcome.state, outcome=outcome.words, reason=self.stop_reason)
         self.target.report(outcome, self.attempt)
