@@ -1,111 +1,89 @@
-"""What the tests share: running the real command, tiny settings, measuring silence, waiting on conditions."""
+"""Fixtures and hooks of all tests: the command in this process, finished runs, the zoo left out and its table, no process in tests/unit."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing.process
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lamplighter.rundir import RunDir, read_lines
-from lamplighter.slot import Slot, read_slot
+from lamplighter.rundir import RunDir
+from running import FULL, LAMP, STARTED, Command, Finished, Row, copy_run, trained_once
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-LAMP = [sys.executable, "-m", "lamplighter.commands"]
-TINY = [
-    "--tokenizer.kind", "bytes", "--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--data.seq_len", "32",
-    "--train.batch_size", "4", "--train.dtype", "fp32", "--train.threads", "1", "--data.embedded_documents", "300",
-    "--data.val_fraction", "0.05", "--eval.windows", "4", "--eval.sample_every_steps", "0", "--eval.every_steps", "0",
-]  # fmt: skip
+UNIT = Path(__file__).parent / "unit"
+ZOO_HEAD = ("case", "named in", "cause", "culprit", "action", "exit")
 
 
-FULL = os.environ.get("LAMP_ZOO_FULL") == "1"  # make zoo
-LONG = pytest.mark.skipif(not FULL, reason="in make zoo")
+def pytest_configure() -> None:
+    """A shell that starts us in the background has us ignore some signals; what we start shall not inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
-STARTED: list[subprocess.Popen[bytes]] = []
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What belongs to make zoo is left out here, and counted as such, not as skipped."""
+    if not FULL:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("zoo")])
+        items[:] = [item for item in items if not item.get_closest_marker("zoo")]
 
 
-def shared(*parts: str) -> Path:
-    """A file of the shared data; the test skips, visibly, where it is absent."""
-    path = SHARED.joinpath(*parts)
-    if not path.exists():
-        pytest.skip(f"shared data is absent: {'/'.join(parts)}")
-    return path
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """`lamp WORDS` in this process: for mistakes of the command line, and for all that ends before a child is started.
+
+    The lock of a run that was taken is kept until the tests end: a second call needs another run or a copy of it.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    entry = importlib.import_module(LAMP[-1])
+
+    def call(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["lamp", *words])
+        capfd.readouterr()
+        code = entry.main()
+        said = capfd.readouterr()
+        return subprocess.CompletedProcess(["lamp", *words], code, said.out, said.err)
+
+    yield call
+    signal.signal(signal.SIGTERM, before)
 
 
-def clean_env(**extra: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LAMP_")}
-    return {**kept, "TERM": "xterm-256color", **extra}
+@pytest.fixture
+def finished(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The run `r` of `lamp train WORDS` in tmp_path/runs, its token cache beside it: trained once for the same words, copied here.
+
+    What it said is in its console.log. The copy belongs to the test, which may damage or continue it.
+    """
+
+    def give(*words: str) -> RunDir:
+        copy_run(trained_once(tmp_path_factory, words) / "runs", tmp_path / "runs")
+        return RunDir(tmp_path / "runs" / "r")
+
+    return give
 
 
-def lamp(*words: str, cwd: Path, timeout: float = 120, **extra: Any) -> subprocess.CompletedProcess[str]:
-    """The real command, to its end."""
-    return subprocess.run(
-        [*LAMP, *words], cwd=cwd, capture_output=True, text=True, timeout=timeout, env=clean_env(), check=False, **extra
-    )
+@pytest.fixture(autouse=True)
+def no_process_in_unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test in tests/unit that starts a process belongs into tests/run."""
+    if UNIT not in request.path.parents:
+        return
 
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("tests/unit starts no process: this test belongs into tests/run")
 
-def start_lamp(*words: str, cwd: Path, **extra: Any) -> subprocess.Popen[bytes]:
-    """The real command, going on; its output is in cwd/out.txt."""
-    with open(cwd / "out.txt", "ab") as out:
-        process = subprocess.Popen(
-            [*LAMP, *words], cwd=cwd, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=clean_env(), **extra
-        )
-    STARTED.append(process)
-    return process
-
-
-def wait_for(
-    condition: Callable[[], Any], deadline_s: float = 40.0, process: subprocess.Popen[Any] | None = None
-) -> Any:
-    """The first true value of the condition; a process that ends meanwhile ends the waiting too."""
-    deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        if process is not None and process.poll() is not None:
-            found = condition()
-            assert found, f"the process ended with {process.returncode} before the condition came true"
-            return found
-        time.sleep(0.004)
-    raise AssertionError("the condition did not come true in time")
-
-
-def slot_of(run: RunDir) -> Slot:
-    return read_slot(run.slot(0)) or Slot()
-
-
-def losses_of(run: RunDir) -> dict[int, str]:
-    """The last record of each step, as the hexadecimal of its loss."""
-    return {r["step"]: float(r["train/loss"]).hex() for r in read_lines(run.metrics) if r.get("train/loss") is not None}
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Every live process whose command line or environment names this folder."""
-    found = []
-    for proc in Path("/proc").iterdir():
-        if not proc.name.isdigit() or int(proc.name) == os.getpid():
-            continue
-        try:
-            words = (proc / "cmdline").read_bytes()
-            state = (proc / "stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            continue
-        if str(folder).encode() in words and b"lamplighter" in words and state != "Z":
-            found.append(int(proc.name))
-    return found
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+    for name in ("fork", "posix_spawn", "posix_spawnp", "system"):
+        monkeypatch.setattr(os, name, refuse)
 
 
 @pytest.fixture(autouse=True)
@@ -120,56 +98,6 @@ def nothing_left_running() -> Iterator[None]:
             process.wait()
 
 
-@dataclass
-class Heard:
-    """What came out of a command, and how long it was ever quiet."""
-
-    code: int = 0
-    text: str = ""
-    first_s: float = float("inf")
-    longest_gap_s: float = 0.0
-    before_gap: str = ""
-    chunks: list[tuple[float, bytes]] = field(default_factory=list)
-
-
-def listen(
-    words: list[str], cwd: Path, on_pty: bool, meanwhile: Callable[[float], None] | None = None, timeout: float = 180
-) -> Heard:
-    """Run a command and measure its silence; `meanwhile` is called with the elapsed time, again and again."""
-    reading, writing = pty.openpty() if on_pty else os.pipe()
-    started = last = time.monotonic()
-    child = subprocess.Popen(words, cwd=cwd, stdout=writing, stderr=writing, stdin=subprocess.DEVNULL, env=clean_env())
-    os.close(writing)
-    heard = Heard()
-    said = ""
-    while True:
-        ready, _, _ = select.select([reading], [], [], 0.05)
-        now = time.monotonic()
-        assert now - started < timeout, f"not done after {timeout} s; so far:\n{heard.text[-2000:]}"
-        if meanwhile:
-            meanwhile(now - started)
-        if not ready:
-            continue
-        try:
-            data = os.read(reading, 65536)
-        except OSError:
-            data = b""
-        gap = now - last
-        if gap > heard.longest_gap_s:
-            heard.longest_gap_s, heard.before_gap = gap, said
-        if not data:
-            break
-        heard.first_s = min(heard.first_s, now - started)
-        heard.chunks.append((now - started, data))
-        last = now
-        text = data.decode(errors="replace")
-        heard.text += text
-        said = (text.strip().splitlines() or [said])[-1][-160:]
-    os.close(reading)
-    heard.code = child.wait()
-    return heard
-
-
 @pytest.fixture
 def hogs() -> Iterator[None]:
     """Four processes that eat the CPU beside the test."""
@@ -178,11 +106,6 @@ def hogs() -> Iterator[None]:
     for eater in eaters:
         eater.kill()
         eater.wait()
-
-
-# ---------------------------------------------------------------- the table at the end of a zoo run
-
-Row = Callable[[str, float | str, str, int], None]
 
 
 @pytest.fixture
@@ -194,9 +117,6 @@ def zoo_row(record_property: Callable[[str, object], None]) -> Row:
         record_property("zoo", json.dumps([case, words, "right", "right", action, code]))
 
     return add
-
-
-ZOO_HEAD = ("case", "named in", "cause", "culprit", "action", "exit")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from conftest import TINY
 from lamplighter.config import parse_overrides, resolve
 from lamplighter.doctor.probe import Finding, ProbeContext
+from running import TINY
 
 SICK = Path(__file__).parent / "sick"
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conftest import clean_env, wait_for
+from running import clean_env, wait_for
 
 ROWS, COLUMNS = 30, 101
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 import lamplighter
-from conftest import STARTED, clean_env, shared, wait_for
 from lamplighter.procs import stacks as procs_stacks
 from lamplighter.procs.stacks import Stacks, ThreadStack
 from lamplighter.slot import AT, MAGIC, SLOT_BYTES, TEXTS, Slot, read_slot
 from lamplighter.watch.agent import PATH, environment
 from lamplighter.watch.process_tree import read_slots as read_all
+from running import STARTED, clean_env, shared, wait_for
 
 SRC = Path(lamplighter.__file__).parents[1]
 PYTHONS = sorted((Path.home() / ".pyenv" / "versions").glob("*/bin/python"))

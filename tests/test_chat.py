@@ -13,13 +13,13 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from conftest import Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 from lamplighter import report
 from lamplighter.data.chat import template as templates
 from lamplighter.data.chat.template import ChatTemplate, EncodedExample, Refused, load_template, own_template
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.errors import BadConfig, InputMissing
 from lamplighter.rundir import RunDir, read_json, read_lines, write_json
+from running import Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import TINY, Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.rundir import RunDir, read_json, read_lines
+from running import TINY, Finished, Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -101,6 +101,9 @@ def test_start_from_a_hugging_face_folder_and_fine_tune(tmp_path: Path) -> None:
     assert "there was a little girl named Lily" in said.stdout
 
 
+FOURTHS = [*TINY, "--train.steps", "12", "--save.every_steps", "4"]
+
+
 def damage(path: Path, how: str) -> None:
     model = path / "model.safetensors"
     data = bytearray(model.read_bytes())
@@ -116,12 +119,12 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped", "torn", "state gone"])
-def test_a_bad_checkpoint_is_passed_over_and_said(tmp_path: Path, how: str, zoo_row: Row) -> None:
-    run = quick(tmp_path, "--save.every_steps", "4")
+def test_a_bad_checkpoint_is_passed_over_and_said(tmp_path: Path, how: str, zoo_row: Row, finished: Finished) -> None:
+    run = finished(*FOURTHS)
     whole = losses_of(run)
     damage(run.checkpoints / "checkpoint-12", how)
     damage(run.checkpoints / "checkpoint-8", how)
-    done = lamp("train", "--run", "r", *TINY, "--train.steps", "13", "--save.every_steps", "4", cwd=tmp_path)
+    done = lamp("train", "--run", "r", *FOURTHS, "--train.steps", "13", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "checkpoint-12 is passed over" in done.stdout
     assert "checkpoint-8 is passed over" in done.stdout
@@ -135,11 +138,11 @@ def test_a_bad_checkpoint_is_passed_over_and_said(tmp_path: Path, how: str, zoo_
     zoo_row(f"bad_checkpoint {how}"[:18], "start", "fallback", 0)
 
 
-def test_nothing_valid_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
-    run = quick(tmp_path, "--save.every_steps", "6")
+def test_nothing_valid_is_an_error_not_a_fresh_start(tmp_path: Path, finished: Finished) -> None:
+    run = finished(*FOURTHS)
     for path in run.checkpoints.glob("checkpoint-*"):
         damage(path, "flipped")
-    done = lamp("train", "--run", "r", *TINY, "--train.steps", "20", "--save.every_steps", "6", cwd=tmp_path)
+    done = lamp("train", "--run", "r", *TINY, "--train.steps", "20", "--save.every_steps", "4", cwd=tmp_path)
     assert done.returncode == 74
     assert "--resume never" in done.stdout
 
@@ -210,8 +213,8 @@ def test_the_best_is_never_pruned(tmp_path: Path, zoo_row: Row) -> None:
     zoo_row("best_pruned", "none", "none", 0)
 
 
-def test_generate_has_seeds_samples_and_limits(tmp_path: Path) -> None:
-    quick(tmp_path)
+def test_generate_has_seeds_samples_and_limits(tmp_path: Path, finished: Finished) -> None:
+    finished(*FOURTHS)
     base = ["generate", "r", "--prompt", "A", "--max-tokens", "12"]
     one = lamp(*base, "--seed", "5", cwd=tmp_path).stdout
     assert one == lamp(*base, "--seed", "5", cwd=tmp_path).stdout

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import zstandard
 
-from conftest import lamp, start_lamp, wait_for
 from lamplighter.clean import documents, job, worker
 from lamplighter.clean.rules import Rules
-from lamplighter.data.sources.files import FileSource, find_files
+from lamplighter.data.sources.files import FileSource
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
+from lamplighter.readers.local import find_files
+from running import LONG, lamp, start_lamp, wait_for
 
 WORDS = [
     "the",
@@ -246,7 +247,7 @@ def test_a_file_that_changes_while_it_is_read_is_left_out(tmp_path: Path) -> Non
     assert (tmp_path / f"{batch.name}.part").read_bytes().count(b"\n") == 2, "the others of its part are kept"
 
 
-@pytest.mark.skipif(not os.environ.get("LAMP_ZOO_FULL"), reason="200 MB: only with LAMP_ZOO_FULL")
+@LONG  # 200 MB
 def test_a_line_of_200_mb_is_named_and_the_next_one_is_read(tmp_path: Path) -> None:
     with open(tmp_path / "long.jsonl", "wb") as file:
         file.write(b'{"text": "' + b"a" * 200_000_000 + b'"}\n' + json.dumps({"text": prose(1)}).encode())

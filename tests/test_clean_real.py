@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from conftest import shared
 from lamplighter.clean import decode, dedup, html
 from lamplighter.clean.quality import words_of
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules
 from lamplighter.clean.worker import Clean, clean_document, clean_text
+from running import shared
 
 # book: (the least share of characters that stays, how the work begins, how it ends)
 BOOKS = {

@@ -7,13 +7,14 @@ import os
 import re
 import signal
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from conftest import TINY, Row, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter import __version__, commands
 from lamplighter.rundir import RunDir, read_json, read_lines
+from running import TINY, Command, Finished, Row, lamp, losses_of, slot_of, start_lamp, wait_for
 
 QUICK = [*TINY, "--train.steps", "8"]
 
@@ -24,55 +25,54 @@ def train(cwd: Path, *words: str, run: str = "r") -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_help_and_version(tmp_path: Path) -> None:
-    done = lamp("--help", cwd=tmp_path)
+def test_help_and_version(tmp_path: Path, command: Command) -> None:
+    done = command("--help", cwd=tmp_path)
     assert done.returncode == 0
     assert all(verb in done.stdout for verb in commands.VERBS)
     assert lamp(cwd=tmp_path).stdout == done.stdout
     assert lamp("--version", cwd=tmp_path).stdout == f"lamp {__version__}\n"
     for verb in commands.VERBS:
-        shown = lamp(verb, "--help", cwd=tmp_path)
+        shown = command(verb, "--help", cwd=tmp_path)
         assert shown.returncode == 0
         assert f"lamp {verb}" in shown.stdout
-    assert "--train.lr" in lamp("train", "--help", cwd=tmp_path).stdout
+    assert "--train.lr" in command("train", "--help", cwd=tmp_path).stdout
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "part"),
-    [
-        (["trian"], 2, "did you mean lamp train"),
-        (["train", "--train.lrr", "3"], 2, "--train.lr"),
-        (["train", "--max-seq-length", "512"], 2, "--data.seq_len"),
-        (["train", "--resume_from_checkpoint", "x"], 2, "--resume"),
-        (["train", "--tset"], 2, "--test"),
-        (["train", "--train.lr", "abc"], 78, "train.lr"),
-        (["train", "--train.lr", "50"], 78, "usual"),
-        (["train", "--preset", "smal"], 2, "slm"),
-        (["train", "nothing.yaml"], 66, "nothing.yaml"),
-        (["train", *QUICK, "--data.paths", "nothing/*.txt"], 66, "nothing"),
-        (["train", *QUICK, "--data.paths", "empty.txt"], 65, "empty.txt"),
-        (["train", *QUICK, "--data.paths", "binary.txt"], 65, "binary.txt"),
-        (["train", *QUICK, "--data.paths", "bad.jsonl"], 65, "bad.jsonl:2"),
-        (["train", *QUICK, "--data.source", "nowhere:x"], 78, "nowhere"),
-        (["train", *QUICK, "--model.family", "nowhere:x"], 78, "nowhere"),
-        (["train", *QUICK, "--tokenizer.path", "nowhere"], 66, "nowhere"),
-        (["train", *QUICK, "--model.init_from", "nowhere"], 66, "nowhere"),
-        (["train", *QUICK, "--train.device", "cuda"], 78, "cuda"),
-        (["train", *QUICK, "--runs-dir", "file.txt/runs"], 73, "file.txt"),
-        (["generate", "nothing"], 66, "nothing"),
-        (["watch", "nothing"], 66, "no run"),
-        (["why", "nothing"], 66, "no run"),
-        (["checkpoints"], 2, "lamp checkpoints --help"),
-    ],
-    ids=lambda value: " ".join(w for w in value if w not in QUICK)[:50] if isinstance(value, list) else "",
-)
-def test_a_mistake_is_three_lines_and_a_code(tmp_path: Path, words: list[str], code: int, part: str) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "file.txt").write_text("x")
-    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 20)
-    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": oops}\n')
-    done = lamp(*words, cwd=tmp_path)
+AT_ONCE = [
+    (["trian"], 2, "did you mean lamp train"),
+    (["train", "--train.lrr", "3"], 2, "--train.lr"),
+    (["train", "--max-seq-length", "512"], 2, "--data.seq_len"),
+    (["train", "--resume_from_checkpoint", "x"], 2, "--resume"),
+    (["train", "--tset"], 2, "--test"),
+    (["train", "--train.lr", "abc"], 78, "train.lr"),
+    (["train", "--train.lr", "50"], 78, "usual"),
+    (["train", "--preset", "smal"], 2, "slm"),
+    (["train", "nothing.yaml"], 66, "nothing.yaml"),
+    (["train", *QUICK, "--runs-dir", "file.txt/runs"], 73, "file.txt"),
+    (["generate", "nothing"], 66, "nothing"),
+    (["watch", "nothing"], 66, "no run"),
+    (["why", "nothing"], 66, "no run"),
+    (["checkpoints"], 2, "lamp checkpoints --help"),
+]
+SEEN_BY_THE_CHILD = [
+    (["train", *QUICK, "--data.paths", "nothing/*.txt"], 66, "nothing"),
+    (["train", *QUICK, "--data.paths", "empty.txt"], 65, "empty.txt"),
+    (["train", *QUICK, "--data.paths", "binary.txt"], 65, "binary.txt"),
+    (["train", *QUICK, "--data.paths", "bad.jsonl"], 65, "bad.jsonl:2"),
+    (["train", *QUICK, "--data.source", "nowhere:x"], 78, "nowhere"),
+    (["train", *QUICK, "--model.family", "nowhere:x"], 78, "nowhere"),
+    (["train", *QUICK, "--tokenizer.path", "nowhere"], 66, "nowhere"),
+    (["train", *QUICK, "--model.init_from", "nowhere"], 66, "nowhere"),
+    (["train", *QUICK, "--train.device", "cuda"], 78, "cuda"),
+]
+
+
+def brief(value: object) -> str:
+    return " ".join(w for w in value if w not in QUICK)[:50] if isinstance(value, list) else ""
+
+
+def three_lines(done: subprocess.CompletedProcess[str], code: int, part: str) -> None:
     said = done.stdout + done.stderr
     assert done.returncode == code, said
     assert part in said
@@ -81,9 +81,27 @@ def test_a_mistake_is_three_lines_and_a_code(tmp_path: Path, words: list[str], c
     assert "Traceback" not in said
 
 
-def test_print_config_starts_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("words", "code", "part"), AT_ONCE, ids=brief)
+def test_a_mistake_is_three_lines_and_a_code(
+    tmp_path: Path, command: Command, words: list[str], code: int, part: str
+) -> None:
+    (tmp_path / "file.txt").write_text("x")
+    three_lines(command(*words, cwd=tmp_path), code, part)
+
+
+@pytest.mark.parametrize(("words", "code", "part"), SEEN_BY_THE_CHILD, ids=brief)
+def test_a_mistake_that_the_child_sees_is_three_lines_and_a_code(
+    tmp_path: Path, words: list[str], code: int, part: str
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 20)
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": oops}\n')
+    three_lines(lamp(*words, cwd=tmp_path), code, part)
+
+
+def test_print_config_starts_nothing(tmp_path: Path, command: Command) -> None:
     (tmp_path / "my.yaml").write_text("train:\n  lr: 3e-4\n")
-    done = lamp("train", "my.yaml", "--preset", "slm", "--train.seed", "9", "--print-config", cwd=tmp_path)
+    done = command("train", "my.yaml", "--preset", "slm", "--train.seed", "9", "--print-config", cwd=tmp_path)
     assert done.returncode == 0
     assert re.search(r"lr: 0.0003 +# my.yaml:2", done.stdout)
     assert re.search(r"seed: 9 +# command line", done.stdout)
@@ -106,8 +124,10 @@ def test_the_name_of_a_run_and_its_folder(tmp_path: Path) -> None:
     assert "unexplained" in run.report.read_text()
 
 
-def test_a_finished_run_says_so_goes_on_when_raised_and_begins_anew_when_told(tmp_path: Path) -> None:
-    assert train(tmp_path)[0] == 0
+def test_a_finished_run_says_so_goes_on_when_raised_and_begins_anew_when_told(
+    tmp_path: Path, finished: Finished
+) -> None:
+    finished(*QUICK)
     code, said = train(tmp_path)
     assert code == 0
     assert "is finished" in said
@@ -124,17 +144,16 @@ def test_a_finished_run_says_so_goes_on_when_raised_and_begins_anew_when_told(tm
     assert sorted(losses_of(run)) == list(range(1, 9))
 
 
-def test_drift_is_refused_and_named(tmp_path: Path, zoo_row: Row) -> None:
-    assert train(tmp_path)[0] == 0
-    done = lamp("train", "--run", "r", *TINY, "--train.steps", "20", "--train.lr", "0.5", cwd=tmp_path)
+def test_drift_is_refused_and_named(tmp_path: Path, zoo_row: Row, command: Command, finished: Finished) -> None:
+    finished(*QUICK)
+    done = command("train", "--run", "r", *TINY, "--train.steps", "20", "--train.lr", "0.5", cwd=tmp_path)
     assert done.returncode == 78
     assert "train.lr: 0.0003 -> 0.5" in done.stderr
     zoo_row("config_drift", "start", "stop", 78)
 
 
-def test_going_back_to_an_older_checkpoint_keeps_the_newer_ones(tmp_path: Path) -> None:
-    assert train(tmp_path, "--save.every_steps", "2")[0] == 0
-    run = RunDir(tmp_path / "runs" / "r")
+def test_going_back_to_an_older_checkpoint_keeps_the_newer_ones(tmp_path: Path, finished: Finished) -> None:
+    run = finished(*QUICK, "--save.every_steps", "2")
     before = losses_of(run)
     code, said = train(tmp_path, "--save.every_steps", "2", "--resume", "checkpoint-6", "--train.steps", "9")
     assert code == 0, said
@@ -190,9 +209,8 @@ def test_readers_why_save_runs_watch_stop(tmp_path: Path) -> None:
     assert list(run.ask.iterdir()) == []
 
 
-def test_checkpoints_says_which_are_valid_and_why_not(tmp_path: Path) -> None:
-    assert train(tmp_path, "--save.every_steps", "2", "--eval.every_steps", "4")[0] == 0
-    run = RunDir(tmp_path / "runs" / "r")
+def test_checkpoints_says_which_are_valid_and_why_not(tmp_path: Path, finished: Finished) -> None:
+    run = finished(*QUICK, "--save.every_steps", "2", "--eval.every_steps", "4")
     model = run.checkpoints / "checkpoint-8" / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-10])
     done = lamp("checkpoints", "r", cwd=tmp_path)
@@ -206,9 +224,8 @@ def test_checkpoints_says_which_are_valid_and_why_not(tmp_path: Path) -> None:
     assert next(row for row in rows if row["step"] == 8)["val_loss"] is not None
 
 
-def test_verbose_says_every_step(tmp_path: Path) -> None:
-    code, said = train(tmp_path, "--verbose")
-    assert code == 0
+def test_verbose_says_every_step(finished: Finished) -> None:
+    said = finished(*QUICK, "--verbose", "--train.warmup_steps", "6").console.read_text()
     assert all(re.search(rf"step {n}  .*grad_norm", said) for n in range(1, 9))
 
 
@@ -247,9 +264,8 @@ def test_a_toy_for_hours_is_refused(tmp_path: Path) -> None:
     assert "no save is due" in done.stdout + done.stderr
 
 
-def test_warm_up_is_explained_and_too_much_is_warned_about(tmp_path: Path) -> None:
-    code, said = train(tmp_path, "--train.warmup_steps", "6")
-    assert code == 0
+def test_warm_up_is_explained_and_too_much_is_warned_about(finished: Finished) -> None:
+    said = finished(*QUICK, "--verbose", "--train.warmup_steps", "6").console.read_text()
     assert "is warm-up" in said
     assert "optimizer steps" in said
     assert "WARNING  warm-up takes 75% of the run" in said
@@ -492,21 +508,16 @@ def test_a_diverging_run_stops_before_the_weights_are_touched(tmp_path: Path) ->
     assert all((tensor == tensor).all() for tensor in kept.values())
 
 
-def test_an_unwritable_runs_folder(tmp_path: Path) -> None:
+def test_an_unwritable_runs_folder(tmp_path: Path, command: Command) -> None:
     if os.getuid() == 0:
         folder = Path("/proc/lamplighter-cannot-be-here")
     else:
         folder = tmp_path / "closed"
         folder.mkdir()
         folder.chmod(stat.S_IRUSR)
-    code, said = train(tmp_path, "--runs-dir", str(folder))
-    assert code == 73
-    assert "cannot write" in said
-
-
-def test_no_prompt_when_stdin_is_no_terminal(tmp_path: Path) -> None:
-    done = lamp("train", "--run", "r", *QUICK, cwd=tmp_path, stdin=open(os.devnull))
-    assert done.returncode == 0
+    done = command("train", "--run", "r", *QUICK, "--runs-dir", str(folder), cwd=tmp_path)
+    assert done.returncode == 73
+    assert "cannot write" in done.stdout + done.stderr
 
 
 def test_every_verb_of_the_help_exists() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from conftest import TINY, lamp, slot_of, start_lamp, wait_for
 from lamplighter import commands as cli
 from lamplighter import errors
 from lamplighter.config import preset_names, resolve
@@ -22,6 +21,7 @@ from lamplighter.config.names import nearest
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.rundir import RunDir
+from running import TINY, lamp, slot_of, start_lamp, wait_for
 from server import serving
 
 ROOT = Path(__file__).parents[1]

@@ -17,15 +17,15 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import LAMP, LONG, TINY, clean_env, lamp, wait_for
 from lamplighter.config import Resolved, dump, load_dump, resolve, with_change
 from lamplighter.doctor import collectives, findings, probe, runner, settings, software
 from lamplighter.doctor.findings import Report
 from lamplighter.doctor.probe import Finding, Probe, ProbeContext
 from lamplighter.doctor.runner import ProbeConfig, ProbeResult
-from lamplighter.doctor.settings import Paper
+from lamplighter.doctor.settings import PlanFigures
 from lamplighter.doctor.software import Driver
 from lamplighter.errors import BadConfig, UsageError
+from running import LAMP, LONG, TINY, clean_env, lamp, wait_for
 
 GIB = 1 << 30
 PROBES = """
@@ -293,7 +293,7 @@ def patient_of(tmp_path: Path, **overrides: str) -> ProbeContext:
 
 
 def test_room_and_speed_against_the_checkpoints(tmp_path: Path) -> None:
-    context, paper = patient_of(tmp_path, save__every_s="100"), Paper({"params": 10**9, "hours": 1.0})
+    context, paper = patient_of(tmp_path, save__every_s="100"), PlanFigures({"params": 10**9, "hours": 1.0})
     levels = {
         free: next(iter(settings.judge_room(context, paper, tmp_path, free * GIB))).level for free in (5, 40, 100)
     }

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LONG
 from doctor_context import SICK, context, examine, line_of
 from lamplighter.doctor import loading
 from lamplighter.doctor.probe import Finding
+from running import LONG
 
 
 @pytest.fixture(autouse=True)

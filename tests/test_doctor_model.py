@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import LONG
 from doctor_context import SICK, context, examine
 from lamplighter.config import validated
 from lamplighter.doctor import memory_fit, model, model_fixture, sample_data
@@ -17,6 +16,7 @@ from lamplighter.doctor.memory_fit import memory, precision
 from lamplighter.doctor.model import learning, one_step
 from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.procs.child import Outcome
+from running import LONG
 
 
 @pytest.fixture(autouse=True)

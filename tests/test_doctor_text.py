@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from conftest import shared
 from doctor_context import SICK, context, examine, line_of
 from lamplighter.data.setup import obtain_tokens, open_text
 from lamplighter.doctor import data as probes
@@ -22,6 +21,7 @@ from lamplighter.doctor.documents import documents
 from lamplighter.doctor.probe import ProbeContext
 from lamplighter.readers.local import LocalFile
 from lamplighter.rundir import CACHE_NAME, identity
+from running import shared
 
 LETTER = "My dear Ned, the fog is so thick that I could not find the bridge. Number {}."
 

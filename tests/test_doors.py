@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from conftest import TINY, clean_env, lamp, losses_of
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.rundir import FORMAT, RunDir, newer_format, read_json, read_lines, verify_manifest, write_manifest
+from running import TINY, clean_env, lamp, losses_of
 
 # ---------------------------------------------------------------- no code out of a model folder
 

@@ -17,7 +17,6 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from conftest import shared, wait_for
 from lamplighter import report
 from lamplighter.config import Data
 from lamplighter.data.batches import BatchLayout
@@ -31,6 +30,7 @@ from lamplighter.data.token_cache.reader import locked
 from lamplighter.data.tokenizer import byte_level, load
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.readers.local import local_file
+from running import shared, wait_for
 from server import serving
 
 MESSAGES = {

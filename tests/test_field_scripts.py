@@ -17,13 +17,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import clean_env, shared, wait_for
 from field.truth import CASES, Case, command_of, culprit_lines, lines_of
+from running import LONG, clean_env, shared, wait_for
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("LAMP_ZOO_FULL") != "1",
-    reason="in make zoo; the quick ones run under the watcher in zoo/test_field.py",
-)
+pytestmark = LONG  # the quick ones run under the watcher in zoo/test_field.py
 
 STILL_S = 5.0
 SETTLE_S = 1.5  # what was under way beside the fault may come to its end

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import LONG, TINY, lamp, shared, slot_of, start_lamp, wait_for
 from lamplighter.config import validated
 from lamplighter.data.unigrams import entropy
 from lamplighter.rundir import RunDir, read_lines, read_record
@@ -22,6 +21,7 @@ from lamplighter.train.anomalies.detector import EACH_BLOCK, EACH_STEP, EXPLAINS
 from lamplighter.train.anomalies.history import Facts, repeat_share
 from lamplighter.train.checkpoint import Progress
 from lamplighter.watch.status import Status, alert, flags_section, hear_flag, standing_flags, tell
+from running import LONG, TINY, lamp, shared, slot_of, start_lamp, wait_for
 
 CURVES = Path(__file__).parent / "recordings" / "curves"
 HEALTHY = sorted(path.stem for path in CURVES.glob("healthy_*.json"))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from conftest import lamp
 from lamplighter.data.sources import Source, hub, open_source
 from lamplighter.errors import BadConfig, BadData, InputMissing
+from running import lamp
 from test_cursors import check_every_cursor, joined
 
 datasets = pytest.importorskip("datasets")

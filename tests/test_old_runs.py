@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from conftest import lamp, losses_of
 from lamplighter import config
 from lamplighter.config import Recorded, carry_over, dump, load_dump, parse_overrides, read_dump, resolve
 from lamplighter.errors import BadConfig
@@ -28,6 +27,7 @@ from lamplighter.rundir import (
     write_json,
     write_manifest,
 )
+from running import lamp, losses_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAME = "run_cc24f03"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import clean_env, lamp
 from lamplighter.config import resolve
 from lamplighter.errors import UsageError
 from lamplighter.gpus import TABLE, Device, Rates, find, of_card
@@ -21,8 +20,9 @@ from lamplighter.plan.estimate import Plan, completed, largest_micro_batch, make
 from lamplighter.plan.job import Job, Measured, Text, job_of, shape_of
 from lamplighter.plan.memory import GIB, memory
 from lamplighter.plan.render import as_json, curve, draw, short, table, tell
-from lamplighter.plan.speed import again_flops, step_seconds, total_flops
+from lamplighter.plan.speed import recompute_flops, step_seconds, total_flops
 from lamplighter.procs import cgroup
+from running import Command
 
 SMALL = Shape("gpt2", 30_000, 512, 12, 768, 12)
 SLM = Job(SMALL, 512, 36, 18, 60_000, "bf16")
@@ -85,10 +85,10 @@ def test_changes_for_memory_leave_batch_and_losses_alone() -> None:
 def test_recompute_costs_about_a_third_more_work() -> None:
     again = replace(SLM, recompute=True)
     assert total_flops(again) == total_flops(SLM), "what is learned from stays the same"
-    assert 0.2 < again_flops(again) / total_flops(again) < 1 / 3
+    assert 0.2 < recompute_flops(again) / total_flops(again) < 1 / 3
     device = find("a100-80gb")
     ratio = step_seconds(again, device) / step_seconds(SLM, device)
-    assert ratio == pytest.approx(1 + again_flops(again) / total_flops(SLM))
+    assert ratio == pytest.approx(1 + recompute_flops(again) / total_flops(SLM))
     assert "compute the layers again" in "\n".join(tell(make(again, device)))
 
 
@@ -259,33 +259,35 @@ def test_room_is_the_least_of_what_is_allowed(tmp_path: Path, monkeypatch: pytes
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_refuses_with_77_and_loads_no_torch(tmp_path: Path) -> None:
-    done = lamp("plan", "--preset", "slm", "--on", "a100-80gb:2", "--what-if", cwd=tmp_path)
+def test_the_command_refuses_with_77_and_loads_no_torch(tmp_path: Path, command: Command) -> None:
+    done = command("plan", "--preset", "slm", "--on", "a100-80gb:2", "--what-if", cwd=tmp_path)
     assert done.returncode == 0 and "GO" in done.stdout and "2 x a100-80gb" in done.stdout, done.stderr
     for name in ("t4", "l4", "a10", "l40s", "a100-40gb", "h100-80gb", "rtx3090", "rtx4090", "regular", "llama"):
         assert name in done.stdout
     dear = ["plan", "--preset", "slm", "--on", "t4", "--budget.usd", "2", "--budget.usd_per_hour", "0.5"]
-    done = lamp(*dear, cwd=tmp_path)
+    done = command(*dear, cwd=tmp_path)
     assert done.returncode == 77 and "NO GO" in done.stdout and "--train.steps" in done.stdout
-    done = lamp(*dear, "--json", cwd=tmp_path)
+    done = command(*dear, "--json", cwd=tmp_path)
     assert done.returncode == 77 and json.loads(done.stdout)["reasons"] and not done.stderr
     for words, code in ((["--on", "a100"], 2), (["--on", "l4", "--measure"], 2), (["--on", "l4", "--mfu", "2"], 2)):
-        assert lamp("plan", "--preset", "slm", *words, cwd=tmp_path).returncode == code
-    assert lamp("plan", "--train.epochs", "3", "--on", "l4", cwd=tmp_path).returncode == 78
+        assert command("plan", "--preset", "slm", *words, cwd=tmp_path).returncode == code
+    assert command("plan", "--train.epochs", "3", "--on", "l4", cwd=tmp_path).returncode == 78
     assert not (tmp_path / "runs").exists(), "nothing is written"
     code = "import sys, lamplighter.commands.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_card_of_this_machine_is_planned_for(tmp_path: Path) -> None:
+def test_a_card_of_this_machine_is_planned_for(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'NVIDIA L4, 23034'\n")
     tool.chmod(0o755)
-    env = clean_env(PATH=f"{tmp_path}:{os.environ['PATH']}")
-    words = [sys.executable, "-m", "lamplighter.commands", "plan", "--preset", "slm", "--json"]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    words = ["plan", "--preset", "slm", "--json"]
+    done = command(*words, cwd=tmp_path)
     found = json.loads(done.stdout)
     assert found["device"] == "l4" and found["memory_there_gib"] == pytest.approx(23034 / 1024)
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = command(*words, cwd=tmp_path)
     assert json.loads(done.stdout)["device"] == "cpu"

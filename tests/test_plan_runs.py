@@ -8,9 +8,9 @@ import signal
 import subprocess
 from pathlib import Path
 
-from conftest import LAMP, TINY, clean_env, lamp, slot_of, start_lamp, wait_for
 from lamplighter.data.corpus import entries
 from lamplighter.rundir import RunDir, read_json, read_lines
+from running import LAMP, LONG, TINY, Command, clean_env, lamp, slot_of, start_lamp, wait_for
 
 BYTES = ["--tokenizer.kind", "bytes"]
 
@@ -23,15 +23,15 @@ def text_files(folder: Path) -> Path:
     return folder
 
 
-def test_tokens_are_estimated_and_then_counted(tmp_path: Path) -> None:
+def test_tokens_are_estimated_and_then_counted(tmp_path: Path, command: Command) -> None:
     text_files(tmp_path / "text")
     words = ["--data.paths", "text", "--train.epochs", "3", "--tokenizer.vocab_size", "600", "--on", "l4", "--json"]
-    guessed = json.loads(lamp("plan", *words, cwd=tmp_path).stdout)
+    guessed = json.loads(command("plan", *words, cwd=tmp_path).stdout)
     assert "estimated" in guessed["data_tokens_how"] and "trained on the sample" in guessed["data_tokens_how"]
     assert not (tmp_path / "runs").exists(), "nothing is written"
-    made = lamp("data", "prepare", *words[:2], "--tokenizer.vocab_size", "600", "--json", cwd=tmp_path)
+    made = command("data", "prepare", *words[:2], "--tokenizer.vocab_size", "600", "--json", cwd=tmp_path)
     true = json.loads(made.stdout)["splits"]["train"]["tokens"]
-    counted = json.loads(lamp("plan", *words, cwd=tmp_path).stdout)
+    counted = json.loads(command("plan", *words, cwd=tmp_path).stdout)
     assert "counted: token cache" in counted["data_tokens_how"] and counted["data_tokens"] == true
     assert abs(guessed["data_tokens"] / true - 1) < 0.15, (guessed["data_tokens"], true)
     assert counted["steps"] == -(-3 * -(-(true - 1) // 256) // 16) and 2.9 < counted["epochs"] < 3.2
@@ -98,6 +98,7 @@ def test_force_goes_on_and_what_has_begun_is_not_refused(tmp_path: Path) -> None
         assert process.wait(60) == 75, (tmp_path / "out.txt").read_text()
 
 
+@LONG
 def test_real_steps_are_tried_in_a_process_that_may_die(tmp_path: Path) -> None:
     """With 2.5 GB to map, four rows do not fit: told as that, and the largest that does is found."""
     words = ["plan", "--tokenizer.vocab_size", "50000", "--model.layers", "1",

@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import TINY, lamp, shared, start_lamp, wait_for
 from lamplighter.data.sources import open_source
 from lamplighter.data.token_cache import builder
 from lamplighter.data.token_cache.reader import CacheSettings, ensure, open_tokens
 from lamplighter.data.tokenizer import byte_level
+from running import TINY, lamp, shared, start_lamp, wait_for
 
 BYTES = ["--tokenizer.kind", "bytes"]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import LONG, TINY, lamp, losses_of
 from lamplighter.errors import BadConfig
 from lamplighter.model.recompute import RecomputedForward, blocks_of, recompute_blocks
 from lamplighter.model.shape import Shape
@@ -20,6 +19,7 @@ from lamplighter.rundir import RunDir
 from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.compiled import Compiled
 from lamplighter.train.hardware import seed_step
+from running import LONG, TINY, lamp, losses_of
 
 Numbers = list[tuple[str, str]]
 NO_BF16 = 3

@@ -18,10 +18,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from conftest import LONG, TINY, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_json, read_lines, verify_manifest
 from lamplighter.train import async_save
 from lamplighter.train.async_save import AsyncSaver, PendingSave, choose
+from running import LONG, TINY, lamp, losses_of, slot_of, start_lamp, wait_for
 
 GIB = 1 << 30
 

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import lamp, shared
 from lamplighter import report
 from lamplighter.config import Data
 from lamplighter.data.chat import example_cache
 from lamplighter.data.chat.rows import find_rows
 from lamplighter.data.chat.template import load_template
 from lamplighter.data.sources import EmbeddedCorpus, Position
-from lamplighter.data.sources.files import FileSource, find_files
+from lamplighter.data.sources.files import FileSource
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.stats import Request, Stats, collect, count_cache, count_text, minhash
 from lamplighter.data.stats.chat_stats import count_rows
@@ -29,6 +28,8 @@ from lamplighter.data.stats.row_faults import Inspector, Row, ends_mid_sentence
 from lamplighter.data.stats.summary import told
 from lamplighter.data.token_cache import reader
 from lamplighter.data.tokenizer import byte_level, load
+from lamplighter.readers.local import find_files
+from running import Command, lamp, shared
 
 WORDS = [
     f"{a}{b}" for a in ("lamp", "fog", "bridge", "river", "coach", "candle") for b in ("", "s", "light", "man", "ing")
@@ -420,7 +421,7 @@ def test_the_command_counts_text_and_a_test_set(tmp_path: Path) -> None:
     )
 
 
-def test_mistakes_are_three_lines(tmp_path: Path) -> None:
+def test_mistakes_are_three_lines(tmp_path: Path, command: Command) -> None:
     write_lines(tmp_path / "a.jsonl", [words(1), words(2)])
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "file").write_text("in the way")
@@ -434,7 +435,7 @@ def test_mistakes_are_three_lines(tmp_path: Path) -> None:
         (["--sampel-mb", "1"], 2, "--sample-mb"),
         ([str(tmp_path)], 2, "not a run.yaml"),
     ]:
-        done = lamp(*base, *more, cwd=tmp_path)
+        done = command(*base, *more, cwd=tmp_path)
         assert done.returncode == code, (more, done.stderr)
         assert said in done.stderr and "Traceback" not in done.stderr
         assert done.stdout == ""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAMP, LONG, TINY, lamp, listen, losses_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_lines
+from running import LAMP, LONG, TINY, lamp, listen, losses_of, slot_of, start_lamp, wait_for
 from server import serving
 
 STREAM = [*TINY, "--data.stream", "true", "--data.tokens_per_chunk", "4000", "--save.every_steps", "10"]
@@ -149,6 +149,7 @@ def documents():
 """
 
 
+@LONG  # tests/test_silence.py has a source that blocks
 def test_a_stream_that_blocks_is_never_quiet_and_its_line_is_named(tmp_path: Path) -> None:
     """Zoo 12 and situation 1: gathered so far, rate, time left, where; then, while next() blocks, how long ago.
 
@@ -171,6 +172,7 @@ def test_a_stream_that_blocks_is_never_quiet_and_its_line_is_named(tmp_path: Pat
     assert not any(event["state"] == "stuck" for event in events(run, "verdict")), "slow, not stuck: nothing is killed"
 
 
+@LONG
 def test_the_stream_side_of_the_promises_holds_in_a_test_run(tmp_path: Path) -> None:
     done = lamp("train", "--data.stream", "true", "--test", "--run", "t", cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-500:]

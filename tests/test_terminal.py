@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from conftest import wait_for
 from lamplighter.watch import pty_proxy
 from person import COLUMNS, Page, Person, cpu_s, sleep_until_quiet, state_of
+from running import wait_for
 
 PERSONS: list[Person] = []
 

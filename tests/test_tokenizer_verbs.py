@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from conftest import lamp, shared
 from lamplighter import report
 from lamplighter.data import tokenizer as tokenizer_room
 from lamplighter.data import tokenizer_report, tokenizer_training
@@ -17,6 +16,7 @@ from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load, train
 from lamplighter.data.tokenizer_training import Wish, make, measure
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing
+from running import Command, lamp, shared
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_train_show_and_use(tmp_path: Path) -> None:
     assert json.loads(used.stdout)["tokenizer"].startswith("300 tokens")
 
 
-def test_mistakes_are_three_lines(tmp_path: Path) -> None:
+def test_mistakes_are_three_lines(tmp_path: Path, command: Command) -> None:
     (tmp_path / "a.txt").write_text("hello there, hello lamp")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "no-end").mkdir()
@@ -245,7 +245,7 @@ def test_mistakes_are_three_lines(tmp_path: Path) -> None:
         (["tokenizer", "show", "no-end"], 78, "end-of-text"),
         (["tokenizer", "shwo", "x"], 2, "did you mean lamp tokenizer show"),
     ]:
-        done = lamp(*words, cwd=tmp_path)
+        done = command(*words, cwd=tmp_path)
         assert done.returncode == code, (words, done.stderr)
         assert said in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
     assert not (tmp_path / "t").exists()

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from test_zoo import ANIMALS, MODEL, Animal
 
-from conftest import TINY, lamp
 from lamplighter.procs.stacks import OURS
 from lamplighter.rundir import RunDir, read_lines
+from running import TINY, lamp
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
 

@@ -17,14 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "field"))
 from truth import CASES, Case, command_of, culprit_lines
 
-from conftest import LAMP, Row, clean_env
 from lamplighter.rundir import RunDir, read_lines
+from running import FULL, LAMP, LONG, Row, clean_env
 
-FULL = os.environ.get("LAMP_ZOO_FULL") == "1"
-QUICK = {
-    "loader_workers_stuck", "pool_stuck", "two_ranks_stuck", "zoo_worker_sigkill", "zoo_fork_lock", "zoo_rank_sigkill",
-    "calm_pauses_5s",
-}  # fmt: skip
+QUICK = {"two_ranks_stuck", "zoo_worker_sigkill", "calm_pauses_5s"}
 DEADLINE_S = 60.0
 
 
@@ -66,10 +62,10 @@ def watched(case: Case, folder: Path) -> tuple[int | None, RunDir]:
         going.wait()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=() if case.name in QUICK else LONG) for case in CASES]
+)
 def test_the_truth_is_told(tmp_path: Path, case: Case, zoo_row: Row) -> None:
-    if not FULL and case.name not in QUICK:
-        pytest.skip("in make zoo")
     if "mount" in case.needs and subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
         pytest.skip("no mount namespace can be made here")
     code, run = watched(case, tmp_path)

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import LAMP, TINY, Row, clean_env, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_json, read_lines
+from running import LAMP, LONG, TINY, Row, clean_env, lamp, losses_of, slot_of, start_lamp, wait_for
 
-FULL = os.environ.get("LAMP_ZOO_FULL") == "1"
 QUICK = ["train", "--run", "z", *TINY, "--train.steps", "40", "--save.every_steps", "10"]
 
 
@@ -41,10 +40,10 @@ def compiled_run(folder: Path, *words: str, **environment: str) -> subprocess.Co
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False)
 
 
-@pytest.mark.skipif(not FULL, reason="in make zoo")
+@LONG
 def test_a_slow_compiler_is_status_and_never_killed(tmp_path: Path, zoo_row: Row) -> None:
     """compile_slow: the first call of the compiler sleeps, longer than the set patience."""
-    nap = 60 if FULL else 9
+    nap = 60
     wrapper = tmp_path / "slow-c++"
     wrapper.write_text(f'#!/bin/sh\nmkdir {tmp_path}/once 2>/dev/null && sleep {nap}\nexec g++ "$@"\n')
     wrapper.chmod(0o755)
@@ -58,7 +57,7 @@ def test_a_slow_compiler_is_status_and_never_killed(tmp_path: Path, zoo_row: Row
     zoo_row("compile_slow", float(found[0]["since_s"]), "none", 0)
 
 
-@pytest.mark.skipif(not FULL, reason="in make zoo")
+@LONG
 def test_a_compiler_that_sleeps_beyond_patience_is_given_up_for_eager(tmp_path: Path, zoo_row: Row) -> None:
     wrapper = tmp_path / "slow-c++"
     wrapper.write_text("#!/bin/sh\nsleep 600\n")
@@ -73,6 +72,7 @@ def test_a_compiler_that_sleeps_beyond_patience_is_given_up_for_eager(tmp_path: 
     zoo_row("compile_asleep", float(verdicts(run, "compile_slow")[0]["since_s"]), "fallback", 0)
 
 
+@LONG
 def test_a_broken_compiler_means_eager_and_is_said(tmp_path: Path, zoo_row: Row) -> None:
     done = compiled_run(tmp_path, CXX="/bin/false")
     run = RunDir(tmp_path / "runs" / "z")
@@ -112,7 +112,7 @@ class Model(torch.nn.Module):
 """
 
 
-@pytest.mark.skipif(not FULL, reason="in make zoo")
+@LONG
 def test_a_recompile_storm_is_named_with_its_guard(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "storm.py").write_text(STORM)
     done = compiled_run(tmp_path, "--model.family", "storm:Model", "--train.steps", "14")
@@ -149,6 +149,7 @@ def test_dirty_text_is_set_aside_with_its_place_and_count(tmp_path: Path, zoo_ro
     zoo_row("dirty_text", float(found["t"] - began), "set_aside", 0)
 
 
+@LONG  # tests/test_tokens.py names the place of such an id
 def test_an_id_beyond_the_vocabulary_is_found_before_step_1(tmp_path: Path, zoo_row: Row) -> None:
     """token_range: the checksums agree, the ids do not fit the model."""
     assert lamp(*QUICK, cwd=tmp_path).returncode == 0
@@ -228,7 +229,7 @@ class Model(torch.nn.Module):
 """
 
 
-@pytest.mark.skipif(not FULL, reason="in make zoo; tests/test_exact.py kills during saves too")
+@LONG  # tests/test_exact.py kills during saves too
 def test_a_kill_at_each_step_of_a_save_never_goes_back_before_the_durable_one(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "killer.py").write_text(SAVE_KILLER)
     words = ["train", "--run", "z", *TINY, "--model.family", "killer:Model", "--train.steps", "100"]
@@ -265,7 +266,7 @@ class Model(torch.nn.Module):
 """
 
 
-@pytest.mark.skipif(not FULL, reason="in make zoo")
+@LONG
 def test_a_leak_is_said_with_the_time_that_is_left(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "leak.py").write_text(LEAK + "\nBYTES = 100_000\n")
     run = RunDir(tmp_path / "runs" / "z")
@@ -307,6 +308,7 @@ def test_the_limit_of_a_memory_group_counts(memory_group: Path) -> None:
     assert 0 < int(done.stdout) < 900 << 20
 
 
+@LONG
 def test_a_process_killed_for_memory_is_called_so(tmp_path: Path, memory_group: Path, zoo_row: Row) -> None:
     (tmp_path / "leak.py").write_text(LEAK + "\nBYTES = 30_000_000\n")
     run = RunDir(tmp_path / "runs" / "z")
@@ -368,7 +370,7 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 """
 
 
-@pytest.mark.skipif(not FULL, reason="in make zoo")
+@LONG
 def test_a_clock_that_jumps_back_a_day_changes_nothing(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "clock.c").write_text(CLOCK)
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", "clock.so", "clock.c", "-ldl"], cwd=tmp_path, check=True)
@@ -392,7 +394,7 @@ def test_a_clock_that_jumps_back_a_day_changes_nothing(tmp_path: Path, zoo_row: 
     zoo_row("clock_jump", "none", "none", 0)
 
 
-@pytest.mark.skipif(not FULL, reason="in make zoo")
+@LONG
 def test_a_writer_that_died_in_mid_line_costs_no_record(tmp_path: Path, zoo_row: Row) -> None:
     run = RunDir(tmp_path / "runs" / "z")
     going = start_lamp(*QUICK, "--train.steps", "400", cwd=tmp_path)
@@ -411,6 +413,7 @@ def test_a_writer_that_died_in_mid_line_costs_no_record(tmp_path: Path, zoo_row:
     zoo_row("writer_dies", "start", "none", 0)
 
 
+@LONG
 def test_a_process_that_never_reported_is_looked_at_all_the_same(tmp_path: Path, zoo_row: Row) -> None:
     """It sleeps in somebody's sitecustomize, before a line of ours has run."""
     (tmp_path / "site").mkdir()

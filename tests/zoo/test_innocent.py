@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import TINY, lamp, losses_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, read_lines
-
-FULL = os.environ.get("LAMP_ZOO_FULL") == "1"  # make zoo: the durations of the specification; otherwise a quarter
+from running import FULL, LONG, TINY, lamp, losses_of, slot_of, start_lamp, wait_for
 
 MODEL = """
 import gc, os, time, torch
@@ -99,11 +97,9 @@ def acted_on(run: RunDir) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("crowded", [False, True], ids=["alone", "beside hogs"])
-@pytest.mark.parametrize("name", INNOCENTS)
+@pytest.mark.parametrize("crowded", [pytest.param(False, id="alone"), pytest.param(True, id="beside hogs", marks=LONG)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if "Python" in name else LONG) for name in INNOCENTS])
 def test_the_innocent_are_left_alone(tmp_path: Path, name: str, crowded: bool, request: pytest.FixtureRequest) -> None:
-    if crowded and not FULL:
-        pytest.skip("beside hogs only in make zoo")
     seconds = 10 if FULL else 2.5
     (tmp_path / "innocent.py").write_text(MODEL + INNOCENTS[name] + f"\nSECONDS = {seconds}\n")
     words = [
@@ -127,6 +123,7 @@ def test_the_innocent_are_left_alone(tmp_path: Path, name: str, crowded: bool, r
     assert sorted(losses_of(run)) == list(range(1, 31))
 
 
+@LONG  # tests/test_silence.py stops and continues one
 def test_a_job_that_is_stopped_and_continued_is_left_alone(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "i")
     words = [

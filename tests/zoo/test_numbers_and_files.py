@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import LAMP, TINY, Row, clean_env, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
 from lamplighter.rundir import RunDir, is_running, read_json, read_lines
+from running import LAMP, LONG, TINY, Row, clean_env, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
 
 QUICK = ["train", "--run", "z", *TINY, "--train.steps", "40", "--save.every_steps", "10"]
 
@@ -122,6 +122,7 @@ def test_bad_batches_in_a_row_are_rolled_back_and_passed_over(tmp_path: Path, zo
     zoo_row("nan_batch, back", "same step", "restart", 0)
 
 
+@LONG  # too_many_bad_batches ends with 76 too
 def test_a_second_roll_back_is_divergence(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "nan_model.py").write_text(NAN_MODEL + bad_from(22, 99))
     done = lamp(*QUICK, "--model.family", "nan_model:Model", cwd=tmp_path)
@@ -183,6 +184,7 @@ def test_a_learning_rate_near_zero_is_named(tmp_path: Path, zoo_row: Row) -> Non
     zoo_row("lr_zero", "20 steps", "none", 75)
 
 
+@LONG  # tests/test_silence.py has a source that blocks
 def test_slow_input_is_told_from_stuck(tmp_path: Path, zoo_row: Row) -> None:
     """A FIFO that gives 20 kB/s."""
     os.mkfifo(tmp_path / "pipe")
@@ -217,7 +219,7 @@ def test_slow_input_is_told_from_stuck(tmp_path: Path, zoo_row: Row) -> None:
     zoo_row("slow_disk", float(str(found[0]["since_s"])), "none", 0)
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped"])
+@pytest.mark.parametrize("how", [pytest.param("truncated", marks=LONG), "flipped"])
 def test_a_damaged_token_shard_is_rebuilt_or_refused_never_trained_on(tmp_path: Path, how: str, zoo_row: Row) -> None:
     assert lamp(*QUICK, cwd=tmp_path).returncode == 0
     whole = losses_of(RunDir(tmp_path / "runs" / "z"))
@@ -240,6 +242,7 @@ def test_a_damaged_token_shard_is_rebuilt_or_refused_never_trained_on(tmp_path: 
     zoo_row(cause, "start", str(found["action"]), done.returncode)
 
 
+@LONG  # tests/test_doctor_text.py finds it, tests/test_tokens.py takes it over
 def test_a_cache_lock_of_a_dead_process_is_taken_over(tmp_path: Path, zoo_row: Row) -> None:
     words = ["train", "--run", "z", *TINY, "--data.embedded_documents", "60000", "--train.steps", "3"]
     first = start_lamp(*words, "--watch.on_stuck", "stop", cwd=tmp_path)
@@ -253,6 +256,7 @@ def test_a_cache_lock_of_a_dead_process_is_taken_over(tmp_path: Path, zoo_row: R
     zoo_row("dead_lock_file", "start", "none", 0)
 
 
+@LONG  # tests/test_terminal.py blocks a pipe and a terminal too
 def test_a_blocked_output_does_not_stop_training(tmp_path: Path, zoo_row: Row) -> None:
     reading, writing = os.pipe()
     run = RunDir(tmp_path / "runs" / "z")
@@ -290,6 +294,7 @@ def test_too_few_file_descriptors(tmp_path: Path, zoo_row: Row) -> None:
     zoo_row("low_fd", "none", "none", 0)
 
 
+@LONG  # tests/test_watch.py notifies by a command
 def test_notify_by_command_and_by_webhook(tmp_path: Path) -> None:
     heard: list[dict[str, object]] = []
 

@@ -1,7 +1,7 @@
 """Data probes: every file opens and reads to its end; the tokenizer fits text and model; the token caches are whole.
 
 In:  a ProbeContext; the real cache folder, which is only read.
-Out: Findings: files cut short, dirty, empty or of other columns; tokenizer faults; damaged or stale caches, locks of the dead.
+Out: Findings: files cut short, dirty, empty or of other columns; tokenizer faults; damaged or stale caches, locks of dead processes.
 """
 
 from __future__ import annotations

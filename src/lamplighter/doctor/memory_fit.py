@@ -167,7 +167,7 @@ def _peak(fixture: ModelFixture, rows: int) -> int:
     cuda = fixture.machine.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(fixture.machine.device)
-    watch = _Highest()
+    watch = _PeakMemory()
     with watch:
         fixture.loss(batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step(1e-9)
@@ -183,10 +183,10 @@ def _repeated(batch: Batch, rows: int) -> Batch:
     return Batch(1, inputs, targets, segments, batch.samples, epoch=0.0, real_tokens=int((targets != NO_TARGET).sum()))
 
 
-class _Highest:
+class _PeakMemory:
     """How high the resident memory of this process rises, looked at every few milliseconds."""
 
-    def __enter__(self) -> _Highest:
+    def __enter__(self) -> _PeakMemory:
         self.highest, self._over = 0, threading.Event()
         self._thread = threading.Thread(target=self._look_on, daemon=True)
         self._thread.start()

@@ -24,7 +24,7 @@ from lamplighter.doctor.model_fixture import (
     SHORT,
     ModelFixture,
     fixtures,
-    hangs_on_nothing,
+    no_gradient_at_all,
     prepare,
     quick_rows,
     seconds_of,
@@ -37,7 +37,7 @@ from lamplighter.rundir import read_record, write_json
 from lamplighter.train import hardware as machines
 from lamplighter.train import optimizers
 
-_MUCH_TIME = 0.3  # of a forward pass in one Python loop
+MUCH_TIME = 0.3  # of a forward pass in one Python loop
 
 
 def one_step(context: ProbeContext) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def _step(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
         yield fault(f"the first loss is {float(small.detach())}", "before any step", "check the init", "nan_batch")
         return
     if not small.requires_grad:
-        yield hangs_on_nothing()
+        yield no_gradient_at_all()
         return
     yield from _loop(fixture, context)
     context.now("one forward, backward and step")
@@ -204,7 +204,7 @@ def _loop(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
         yield ok("no line of the model runs once per token")
         return
     runs = round(found.runs * fixture.run.data.seq_len)
-    level: Level = "fault" if found.share > _MUCH_TIME else "warn"
+    level: Level = "fault" if found.share > MUCH_TIME else "warn"
     yield Finding(
         level,
         f"a Python loop over tokens: {found.place.place} runs {runs:,} times per forward, {found.share:.0%} of its time",
@@ -236,13 +236,13 @@ def _input_speed(context: ProbeContext, step_s: float) -> Iterator[Finding]:
 
 
 LENGTH = 64  # positions of these probes, at most
-_ROWS = 4
+ROWS = 4
 STEPS, OVERFIT_S = 60, 6.0
 ENOUGH, AT_MOST_S = 12, 25.0  # steps to judge by, and how long they may take
 SLOW_S = 0.5  # a step: a smaller batch then
-_OVERFIT_LR = 1e-3
-_FALLEN = 0.75  # of the first loss
-_SHOWN = 6
+OVERFIT_LR = 1e-3
+FALLEN = 0.75  # of the first loss
+SHOWN = 6
 
 
 def learning(context: ProbeContext) -> Iterator[Finding]:
@@ -259,21 +259,21 @@ def learning(context: ProbeContext) -> Iterator[Finding]:
 def _examine(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
     context.now("the first loss, and its gradients")
     machines.seed_step(fixture.run.train.seed, 1, 0)
-    first = fixture.loss(fixture.piece(_ROWS, min(2 * LENGTH, fixture.run.data.seq_len)))
+    first = fixture.loss(fixture.piece(ROWS, min(2 * LENGTH, fixture.run.data.seq_len)))
     loss = float(first.detach())
     yield _first_loss(fixture, loss)
     if not math.isfinite(loss):
         return
     if not first.requires_grad:
-        yield hangs_on_nothing()
+        yield no_gradient_at_all()
         return
     first.backward()  # type: ignore[no-untyped-call]
     yield _gradients(fixture)
     fixture.model.zero_grad(set_to_none=True)
     context.now("a change at t must move nothing before t")
     yield _causality(fixture)
-    yield from _twice(fixture)
-    yield _by_heart(fixture, context)
+    yield from _same_answer_twice(fixture)
+    yield _overfit_one_batch(fixture, context)
 
 
 # ---------------------------------------------------------------- the first loss
@@ -309,26 +309,26 @@ def _first_loss(fixture: ModelFixture, loss: float) -> Finding:
 def _gradients(fixture: ModelFixture) -> Finding:
     """Every parameter that may learn must hear from the loss."""
     named = [(name, p) for name, p in fixture.model.named_parameters() if p.requires_grad]
-    deaf = [(name, p) for name, p in named if p.grad is None or not bool((p.grad != 0).any())]
+    without = [(name, p) for name, p in named if p.grad is None or not bool((p.grad != 0).any())]
     bad = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
     if bad:
-        why, advice = f"in {', '.join(bad[:_SHOWN])}", "look at what these compute"
+        why, advice = f"in {', '.join(bad[:SHOWN])}", "look at what these compute"
         return fault(f"{len(bad)} gradients are not finite before any step", why, advice, "nan_batch")
-    if not deaf:
+    if not without:
         return ok(f"gradients reach all {len(named)} parameter tensors")
-    share = sum(p.numel() for _, p in deaf) / max(1, sum(p.numel() for _, p in named))
-    names = ", ".join(name for name, _ in deaf[:_SHOWN]) + (
-        f" and {len(deaf) - _SHOWN} more" if len(deaf) > _SHOWN else ""
+    share = sum(p.numel() for _, p in without) / max(1, sum(p.numel() for _, p in named))
+    names = ", ".join(name for name, _ in without[:SHOWN]) + (
+        f" and {len(without) - SHOWN} more" if len(without) > SHOWN else ""
     )
     level: Level = "fault" if share > 0.1 else "warn"
     return Finding(
         level,
-        f"{len(deaf)} of {len(named)} parameter tensors get no gradient ({share:.0%} of the weights): {names}",
+        f"{len(without)} of {len(named)} parameter tensors get no gradient ({share:.0%} of the weights): {names}",
         "they will stay as they are: a detach(), a no_grad(), an argmax or an unused part stands between them and the loss",
         "look for detach, no_grad, .data and .item() in forward; freeze on purpose with requires_grad_(False)",
         "no_gradient",
-        culprit={"module": deaf[0][0]},
-        figures={"without_gradient": float(len(deaf)), "share": share},
+        culprit={"module": without[0][0]},
+        figures={"without_gradient": float(len(without)), "share": share},
     )
 
 
@@ -370,7 +370,7 @@ def _leak(first: int, at: int, count: int) -> Finding:
 
 
 @torch.no_grad()
-def _twice(fixture: ModelFixture) -> Iterator[Finding]:
+def _same_answer_twice(fixture: ModelFixture) -> Iterator[Finding]:
     """In eval the same input gives the same answer; in training dropout makes it differ."""
     was = fixture.model.training
     ids = torch.from_numpy(fixture.piece(1, min(SHORT, fixture.run.data.seq_len)).inputs)
@@ -397,9 +397,9 @@ def _twice(fixture: ModelFixture) -> Iterator[Finding]:
 # ---------------------------------------------------------------- one batch by heart
 
 
-def _by_heart(fixture: ModelFixture, context: ProbeContext) -> Finding:
+def _overfit_one_batch(fixture: ModelFixture, context: ProbeContext) -> Finding:
     """A model that can learn at all learns a few lines by heart within seconds."""
-    batch = fixture.piece(_ROWS, min(LENGTH, fixture.run.data.seq_len))
+    batch = fixture.piece(ROWS, min(LENGTH, fixture.run.data.seq_len))
     if seconds_of(fixture, batch) > SLOW_S:
         batch = fixture.piece(1, min(SHORT, fixture.run.data.seq_len))
     optimizer = optimizers.make_optimizer(fixture.model, fixture.run.train)
@@ -412,15 +412,15 @@ def _by_heart(fixture: ModelFixture, context: ProbeContext) -> Finding:
         first = last if step == 1 else first
         context.now(f"one batch by heart: step {step} of {STEPS}, loss {last:.3f}")
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step(_OVERFIT_LR, optimizers.clip_factor(float(optimizer.grad_norm()), fixture.run.train.grad_clip))
+        optimizer.step(OVERFIT_LR, optimizers.clip_factor(float(optimizer.grad_norm()), fixture.run.train.grad_clip))
         optimizer.zero_grad()
         spent = time.monotonic() - began
         if last < 0.5 * first or not math.isfinite(last) or spent > (OVERFIT_S if step >= ENOUGH else AT_MOST_S):
             break
-    words = f"{first:.3f} -> {last:.3f} in {step} steps at a rate of {_OVERFIT_LR:g}, {batch.inputs.shape[0]} x {batch.inputs.shape[1]} tokens"
+    words = f"{first:.3f} -> {last:.3f} in {step} steps at a rate of {OVERFIT_LR:g}, {batch.inputs.shape[0]} x {batch.inputs.shape[1]} tokens"
     figures = {"first_loss": first, "last_loss": last, "steps": float(step)}
     guess = math.log(fixture.built.vocab_size)
-    if last <= _FALLEN * first:
+    if last <= FALLEN * first:
         return ok(f"learns one batch by heart: {words}", figures=figures)
     if not math.isfinite(last):
         return fault(f"diverges on one small batch: {words}", "", "a smaller train.lr", "nan_batch", figures=figures)
@@ -438,7 +438,7 @@ def _by_heart(fixture: ModelFixture, context: ProbeContext) -> Finding:
 
 
 COMPILE_S, CURIOUS_S = 40.0, 20.0  # where the run compiles, and where it is only tried
-_WORTH = 1.1
+WORTH = 1.1
 
 
 def compiling(context: ProbeContext) -> Iterator[Finding]:
@@ -509,7 +509,7 @@ def _worth(last: dict[str, Any], wanted: bool, context: ProbeContext) -> Finding
             settings={"train.compile": False},
             figures=figures,
         )
-    if not wanted and gain > _WORTH and saved > 2 * last["compile_s"]:
+    if not wanted and gain > WORTH and saved > 2 * last["compile_s"]:
         return ok(f"{what}; --train.compile true would save about {saved / 60:.0f} min", why, figures=figures)
     return ok(what, why, figures=figures)
 

@@ -108,7 +108,7 @@ def prepare(context: ProbeContext, quick_dtype: bool = True) -> ModelFixture:
     built.model.to(where.device)
     built.model.train()
     if made is None:
-        return ModelFixture(run, where, built, _made_up(run, built.vocab_size), "random ids", remarks=remarks)
+        return ModelFixture(run, where, built, _random_batch(run, built.vocab_size), "random ids", remarks=remarks)
     _, lay_out, sample, _ = made
     source = lay_out(built.takes_segments)
     source.start(1, None)
@@ -156,7 +156,7 @@ def _random_ids(run: Run, why: str) -> Finding:
     return warn("the model is examined on random ids", f"the data could not be used: {why}")
 
 
-def _made_up(run: Run, vocab_size: int) -> Batch:
+def _random_batch(run: Run, vocab_size: int) -> Batch:
     size = (run.train.batch_size, run.data.seq_len + 1)
     ids = np.random.default_rng(run.train.seed).integers(0, vocab_size, size, dtype=np.int64)
     samples = np.arange(size[0], dtype=np.int64)
@@ -179,7 +179,7 @@ def fixtures(context: ProbeContext, quick_dtype: bool = True) -> Iterator[ModelF
     yield fixture
 
 
-def hangs_on_nothing() -> Finding:
+def no_gradient_at_all() -> Finding:
     """Of a loss without any gradient."""
     what = "the loss hangs on no parameter: nothing can be learned"
     why = "no_grad, detach or requires_grad_(False) stands over all of the forward pass"

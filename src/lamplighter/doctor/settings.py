@@ -33,7 +33,7 @@ _NOT_PLANNED = "the data must be counted for it, and that takes longer than a pr
 
 
 @dataclass(frozen=True)
-class Paper:
+class PlanFigures:
     """The plan's figures, as --json gives them."""
 
     figures: dict[str, Any]
@@ -48,11 +48,11 @@ class Paper:
         return 3600.0 * float(self.figures["hours"])
 
 
-def plan(context: ProbeContext) -> Paper | None:
+def plan(context: ProbeContext) -> PlanFigures | None:
     """`lamp plan --json` of the very settings, on the device that it chooses by itself."""
     known = context.scratch / "paper.json"  # of an earlier probe of this examination
     if known.exists():
-        return Paper(json.loads(known.read_text()), context.run.train.optimizer)
+        return PlanFigures(json.loads(known.read_text()), context.run.train.optimizer)
     file = context.scratch / "paper.yaml"
     file.write_text(dump(Resolved(context.run)))
     try:
@@ -77,7 +77,7 @@ def plan(context: ProbeContext) -> Paper | None:
         return None
     if done.returncode in (0, RefusedByPlan.code):
         write_atomic(known, done.stdout)
-        return Paper(json.loads(done.stdout), context.run.train.optimizer)
+        return PlanFigures(json.loads(done.stdout), context.run.train.optimizer)
     if context.run.train.steps is None:
         return None
     said = dict(line.split(":", 1) for line in done.stderr.splitlines() if ":" in line)
@@ -165,7 +165,7 @@ def schedule_and_saves(context: ProbeContext) -> Iterator[Finding]:
 
     run = context.run
     try:
-        paper: Paper | None = plan(context)
+        paper: PlanFigures | None = plan(context)
     except LampError:
         paper = None  # said by the stage before
     steps = run.train.steps or (int(paper.figures["steps"]) if paper else None)
@@ -283,7 +283,7 @@ def nearest(folder: Path) -> Path:
     return folder
 
 
-def judge_room(context: ProbeContext, paper: Paper | None, where: Path, free: int) -> Iterator[Finding]:
+def judge_room(context: ProbeContext, paper: PlanFigures | None, where: Path, free: int) -> Iterator[Finding]:
     """What the run writes against what is free."""
     room = os.statvfs(where)
     if room.f_files and room.f_favail < _FEW_INODES:
@@ -355,7 +355,7 @@ def measure(where: Path) -> tuple[float, float]:
     return written, done / max(1e-6, time.perf_counter() - started)
 
 
-def judge_speed(context: ProbeContext, paper: Paper | None, where: Path, written: float, read: float) -> Finding:
+def judge_speed(context: ProbeContext, paper: PlanFigures | None, where: Path, written: float, read: float) -> Finding:
     """What a save takes, against how often one is due."""
     speeds = f"{human_bytes(written)}/s written through, {human_bytes(read)}/s read in {where}"
     figures = {"write_bytes_per_s": written, "read_bytes_per_s": read}

@@ -26,7 +26,7 @@ def total_flops(job: Job) -> float:
     return job.flops_per_token * job.tokens
 
 
-def again_flops(job: Job) -> float:
+def recompute_flops(job: Job) -> float:
     """What train.recompute adds: the forward pass of every layer once more."""
     if not job.recompute:
         return 0.0
@@ -40,13 +40,13 @@ def step_seconds(job: Job, device: Device) -> float:
     """One optimizer step."""
     if device.rates is not None and not job.own_params:
         return cpu_step_seconds(job, device.rates)
-    return (total_flops(job) + again_flops(job)) / job.steps / (device.peak(job.dtype) * device.mfu)
+    return (total_flops(job) + recompute_flops(job)) / job.steps / (device.peak(job.dtype) * device.mfu)
 
 
 def least_hours(job: Job, device: Device) -> float:
     """At the best MFU that could be hoped for."""
     best = BEST_CPU_MFU if device.is_cpu else BEST_GPU_MFU
-    return (total_flops(job) + again_flops(job)) / (device.peak(job.dtype) * best) / 3600
+    return (total_flops(job) + recompute_flops(job)) / (device.peak(job.dtype) * best) / 3600
 
 
 def cpu_step_seconds(job: Job, rates: Rates) -> float:
