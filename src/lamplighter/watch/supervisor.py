@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from lamplighter.errors import DONE, STOPPED_EARLY
 from lamplighter.procs import procfs
 from lamplighter.report import Verdict
 from lamplighter.rundir import (
@@ -192,7 +193,8 @@ class Supervisor:
         if reason := self.target.stop_wanted():
             self.ask_stop(reason)
         codes = [process.poll() for process in self.processes]
-        return all(code is not None for code in codes) or any(codes)  # one rank that failed ends the group
+        failed = any(code not in (None, DONE, STOPPED_EARLY) for code in codes)  # one rank that failed ends the group
+        return failed or all(code is not None for code in codes)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """A fault of ours (a folder that was deleted, a full table of files) must never end somebody's command: said once."""
