@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import zstandard
 
-from lamplighter.clean import documents, job, worker
+from lamplighter.clean import pipeline, worker
+from lamplighter.clean import raw_documents as documents
 from lamplighter.clean.rules import Rules
-from lamplighter.data.sources.files import FileSource
+from lamplighter.data.sources.file_source import FileSource
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
 from lamplighter.readers.local import find_files
 from running import LONG, lamp, start_lamp, wait_for
@@ -142,11 +143,11 @@ def _locked(path: Path) -> bool:
     return False
 
 
-def _run(folder: Path, *paths: str, workers: int = 1, out: str = "clean", **rules: Any) -> job.CleanOutcome:
+def _run(folder: Path, *paths: str, workers: int = 1, out: str = "clean", **rules: Any) -> pipeline.CleanOutcome:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        return job.run(list(paths), Path(out), Rules(**rules), workers)
+        return pipeline.run(list(paths), Path(out), Rules(**rules), workers)
     finally:
         os.chdir(before)
 
@@ -354,11 +355,11 @@ def test_mistakes_have_an_exit_code_and_three_lines(words: list[str], code: int,
 def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
     raw = make_corpus(tmp_path / "raw", 1)
     items, _ = documents.find_items([str(raw)], None)
-    held = job._prepare(tmp_path / "clean", items)
+    held = pipeline._prepare(tmp_path / "clean", items)
     with pytest.raises(AlreadyRunning):
-        job.run([str(raw)], tmp_path / "clean", Rules(), 1)
+        pipeline.run([str(raw)], tmp_path / "clean", Rules(), 1)
     os.close(held)
-    assert job.run([str(raw)], tmp_path / "clean", Rules(), 1).totals["kept"] == 1
+    assert pipeline.run([str(raw)], tmp_path / "clean", Rules(), 1).totals["kept"] == 1
 
 
 def test_a_full_disk_is_said_and_the_next_run_goes_on(tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_no_space_left_is_an_exit_code_of_its_own(tmp_path: Path) -> None:
-    full = job._cannot_write(tmp_path, OSError(errno.ENOSPC, "No space left on device"))
+    full = pipeline._cannot_write(tmp_path, OSError(errno.ENOSPC, "No space left on device"))
     assert isinstance(full, CannotWrite)
     assert full.code == 73
     assert "what is finished is kept" in full.next
@@ -401,12 +402,12 @@ def test_an_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         _run(tmp_path, "raw", out="raw")
     with pytest.raises(BadData):
-        job.refuse_nothing(job.CleanOutcome({"kept": 0, "rejected": {"empty": 2}}, [], 0.0), tmp_path)
+        pipeline.refuse_nothing(pipeline.CleanOutcome({"kept": 0, "rejected": {"empty": 2}}, [], 0.0), tmp_path)
 
 
 def test_what_is_not_text_in_a_folder_is_counted(tmp_path: Path, monkeypatch: Any) -> None:
     from lamplighter import report
-    from lamplighter.clean.documents import find_items
+    from lamplighter.clean.raw_documents import find_items
 
     said: list[str] = []
     monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
