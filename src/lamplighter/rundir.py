@@ -225,7 +225,7 @@ def read_json(path: Path) -> Any:
     """The parsed file, or None where it is missing or not JSON (a torn or hostile file of somebody else)."""
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):  # the caller names what is missing or damaged
         return None
 
 

@@ -82,7 +82,7 @@ def _value(attributes: list[str], name: str) -> str:
 def _number(attributes: list[str], name: str) -> float:
     try:
         return float(_value(attributes, name) or 0)
-    except ValueError:
+    except ValueError:  # a position that is no number sorts first, as a missing one does
         return 0.0
 
 

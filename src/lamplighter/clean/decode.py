@@ -52,7 +52,7 @@ def declared_encoding(head: bytes) -> str:
     name = (found.group(1) or found.group(2)).decode() if found else ""
     try:
         return codecs.lookup(name).name if name else ""
-    except LookupError:
+    except LookupError:  # a name that Python does not know: as if nothing were declared
         return ""
 
 
@@ -72,7 +72,7 @@ def decode(data: bytes, declared: str = "") -> Decoded:
     if b"\0" not in data:
         try:
             return Decoded(data.decode(), "utf-8")
-        except UnicodeDecodeError:
+        except UnicodeDecodeError:  # the next guess is tried
             pass
         if _is_latin(data):
             return _latin(data)
@@ -114,7 +114,7 @@ def _is_latin(data: bytes) -> bool:
 def _is_utf8(run: bytes) -> bool:
     try:
         run.decode()
-    except UnicodeDecodeError:
+    except UnicodeDecodeError:  # that is the answer
         return False
     return True
 

@@ -248,7 +248,7 @@ class Prefetcher(Generic[T]):
         while self._has_room():
             try:
                 item = next(self._items)
-            except StopIteration:
+            except StopIteration:  # the reader is told by the end of the queue
                 break
             except Exception as error:  # noqa: BLE001 (raised to the reader)
                 self._error = error

@@ -97,7 +97,7 @@ class Body:
         try:
             self.fp.raw._sock.settimeout(_PEEK_S)
             more = self.fp.read1(1)
-        except (OSError, AttributeError, ValueError):
+        except (OSError, AttributeError, ValueError):  # nothing came, or the socket is gone: nothing to name
             return
         if more:
             report.warn(

@@ -246,7 +246,7 @@ def is_text(data: bytes) -> bool:
         while at < len(data):
             final = at + _CHECK_BYTES >= len(data)
             at += codecs.utf_8_decode(view[at : at + _CHECK_BYTES], "strict", final)[1]
-    except UnicodeDecodeError:
+    except UnicodeDecodeError:  # that is the answer
         return False
     return True
 

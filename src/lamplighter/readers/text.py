@@ -163,7 +163,7 @@ def count_newlines(piece: bytes) -> int:
 def _decoded(piece: bytes) -> str | None:
     try:
         return piece.decode()
-    except UnicodeDecodeError:
+    except UnicodeDecodeError:  # the caller says where
         return None
 
 
