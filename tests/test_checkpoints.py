@@ -15,7 +15,7 @@ import pytest
 
 from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.rundir import RunDir, read_json, read_lines
-from running import TINY, Finished, Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
+from running import SHARED, TINY, Finished, Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -98,7 +98,8 @@ def test_start_from_a_hugging_face_folder_and_fine_tune(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert said.returncode == 0, said.stderr
-    assert "there was a little girl named Lily" in said.stdout
+    if folder.is_relative_to(SHARED):
+        assert "there was a little girl named Lily" in said.stdout
 
 
 FOURTHS = [*TINY, "--train.steps", "12", "--save.every_steps", "4"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from lamplighter.clean import decode, dedup, html
 from lamplighter.clean.quality import words_of
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules
 from lamplighter.clean.worker import Clean, clean_document, clean_text
-from running import shared
+from running import real
 
 # book: (the least share of characters that stays, how the work begins, how it ends)
 BOOKS = {
@@ -49,23 +48,32 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", BOOKS)
-def test_a_book_is_all_there_and_nothing_else_is(name: str) -> None:
+def test_a_book_is_all_there_and_nothing_else_is() -> None:
+    assert {path.name for path in real("london", "gutenberg_raw").iterdir()} == set(BOOKS)
+    for name in BOOKS:
+        check_book(name)
+
+
+def check_book(name: str) -> None:
     least, first, last = BOOKS[name]
-    raw = decode.decode(shared("london", "gutenberg_raw", name).read_bytes()).text
+    raw = decode.decode(real("london", "gutenberg_raw", name).read_bytes()).text
     text, _ = clean_text(raw, Rules())
-    assert text.startswith(first)
-    assert text.endswith(last)
-    assert not OURS.search(text)
+    assert text.startswith(first), name
+    assert text.endswith(last), name
+    assert not OURS.search(text), name
     assert not NEAR_THE_ENDS.search(text[:3000].replace("John Gutenberg", "") + text[-3000:])
-    assert len(text) / len(raw.replace("\r\n", "\n")) > least
-    assert INSIDE.get(name, first) in text
-    assert clean_text(text, Rules())[0] == text
+    assert len(text) / len(raw.replace("\r\n", "\n")) > least, name
+    assert INSIDE.get(name, first) in text, name
+    assert clean_text(text, Rules())[0] == text, name
 
 
-@pytest.mark.parametrize("name", ["dickens_two_cities_98-0.txt", "mayhew_london_labour_v1_55998-0.txt"])
-def test_joining_loses_no_word_of_a_book(name: str) -> None:
-    raw = decode.decode(shared("london", "gutenberg_raw", name).read_bytes()).text
+def test_joining_loses_no_word_of_a_book() -> None:
+    for name in ("dickens_two_cities_98-0.txt", "mayhew_london_labour_v1_55998-0.txt"):
+        check_joining(name)
+
+
+def check_joining(name: str) -> None:
+    raw = decode.decode(real("london", "gutenberg_raw", name).read_bytes()).text
     joined, kept = (clean_text(raw, Rules(keep_lines=keep))[0] for keep in (False, True))
     assert re.sub(r"[\s-]+", "", joined) == re.sub(r"[\s-]+", "", kept)
     prose = [
@@ -73,7 +81,7 @@ def test_joining_loses_no_word_of_a_book(name: str) -> None:
         for block in joined.split("\n\n")
         if block.count("\n") > 3 and not block.startswith(" ") and "   " not in block
     ]
-    assert len(prose) < 0.03 * len(joined.split("\n\n"))
+    assert len(prose) < 0.03 * len(joined.split("\n\n")), name
 
 
 def gate(raw: Raw, **rules: object) -> Clean | Rejected:
@@ -81,7 +89,7 @@ def gate(raw: Raw, **rules: object) -> Clean | Rejected:
 
 
 def test_old_spelling_passes_as_english() -> None:
-    paths = sorted(shared("london", "ordinarys_accounts_txt").glob("*.txt"))
+    paths = sorted(real("london", "ordinarys_accounts_txt").glob("*.txt"))
     found = [gate(Raw(path.name, path.read_text()), language="en") for path in paths]
     assert len(paths) > 70
     assert all(isinstance(one, Clean) for one in found)
@@ -89,34 +97,38 @@ def test_old_spelling_passes_as_english() -> None:
 
 def test_ocr_of_1824_passes_and_reads_in_paragraphs() -> None:
     for page in ("0001", "0002"):
-        path = shared("london", "ocr_newspaper_1824_alto", f"0002647_18240217_{page}.xml")
+        path = real("london", "ocr_newspaper_1824_alto", f"0002647_18240217_{page}.xml")
         (piece,) = html.read_xml(path.read_bytes(), "auto")
         found = gate(Raw(path.name, piece.text), language="en")
         assert isinstance(found, Clean)
     assert (
         "In his Preleetions and Isaiah"
-        in html.read_xml(shared("london", "ocr_newspaper_1824_alto", "0002647_18240217_0001.xml").read_bytes(), "auto")[
+        in html.read_xml(real("london", "ocr_newspaper_1824_alto", "0002647_18240217_0001.xml").read_bytes(), "auto")[
             0
         ].text
     )
     with pytest.raises(html.BadMarkup, match="lists other files"):
-        html.read_xml(shared("london", "ocr_newspaper_1824_alto", "0002647_18240217_mets.xml").read_bytes(), "auto")
+        html.read_xml(real("london", "ocr_newspaper_1824_alto", "0002647_18240217_mets.xml").read_bytes(), "auto")
 
 
-@pytest.mark.parametrize(
-    ("name", "trials"),
-    [("18000115.xml", 89), ("18181028.xml", 205), ("18360613.xml", 245), ("18610610.xml", 86), ("18981121.xml", 65)],
-)
-def test_each_trial_is_a_document(name: str, trials: int) -> None:
-    pieces = html.read_xml(shared("london", "oldbailey_xml", name).read_bytes(), "auto")
+SESSIONS = {"18000115.xml": 89, "18181028.xml": 205, "18360613.xml": 245, "18610610.xml": 86, "18981121.xml": 65}
+
+
+def test_each_trial_is_a_document() -> None:
+    for name, trials in SESSIONS.items():
+        check_trials(name, trials)
+
+
+def check_trials(name: str, trials: int) -> None:
+    pieces = html.read_xml(real("london", "oldbailey_xml", name).read_bytes(), "auto")
     accounts = [piece for piece in pieces if piece.extra.get("type") == "trialAccount"]
-    assert len(accounts) == trials
+    assert len(accounts) == trials, name
     assert not any("<" in piece.text or "  " in piece.text for piece in accounts)
     assert sum(" ," in piece.text[:200] for piece in accounts) <= 1  # one is so in the file itself
 
 
 def web(name: str) -> list[Raw]:
-    records = [json.loads(line) for line in shared("web", name).read_text().splitlines()]
+    records = [json.loads(line) for line in real("web", name).read_text().splitlines()]
     return [
         Raw(f"{name}:{number}", record["text"])
         for number, record in enumerate(records, 1)
@@ -144,7 +156,7 @@ def test_natural_copies_are_found() -> None:
     import zstandard
 
     rows: list[str] = []
-    for path in sorted(shared("web", "slimpajama_like").glob("*.zst")):
+    for path in sorted(real("web", "slimpajama_like").glob("*.zst")):
         data = zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read()
         rows += [json.loads(line)["text"] for line in data.decode().splitlines()]
     records = np.frombuffer(b"".join(dedup.record_of(words_of(text), True) for text in rows), dtype=dedup.RECORD)
@@ -154,8 +166,3 @@ def test_natural_copies_are_found() -> None:
     truth = {number for number, text in enumerate(rows) if seen.setdefault(text, number) != number}
     assert truth <= exact
     assert len(found) < 0.1 * len(rows)
-
-
-def test_the_shared_data_is_where_it_is_looked_for() -> None:
-    assert Path(shared("london", "gutenberg_raw")).is_dir()
-    assert {path.name for path in shared("london", "gutenberg_raw").iterdir()} == set(BOOKS)

@@ -471,22 +471,19 @@ def test_one_builds_and_the_others_wait_in_sight(tmp_path: Path, said: list[dict
 # ---------------------------------------------------------------- real data
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "least"),
-    [
+def test_real_files_load(tmp_path: Path) -> None:
+    for name, kind, least in [
         ("instruction-data-short.json", "instruction", 1100),
         ("alpaca_en_demo.json", "instruction", 980),
         ("self_instruct_seed_tasks.jsonl", "instances", 175),
         ("t0_p3_short_mix.jsonl", "prompt", 1500),
-    ],
-)
-def test_real_files_load(name: str, kind: str, least: int, tmp_path: Path) -> None:
-    path = shared("finetune", name)
-    source = source_of(path, limit=2000)
-    assert source.kinds == [kind]
-    found = open_examples(ensure(tmp_path, source, TEMPLATE, 0.02))
-    assert found.train.examples + found.val.examples >= least
-    found.check_ends(TEMPLATE.stop_id, TEMPLATE.stop)
+    ]:
+        path = shared("finetune", name)
+        source = source_of(path, limit=2000)
+        assert source.kinds == [kind], name
+        found = open_examples(ensure(tmp_path, source, TEMPLATE, 0.02))
+        assert found.train.examples + found.val.examples >= least, name
+        found.check_ends(TEMPLATE.stop_id, TEMPLATE.stop)
 
 
 def test_short_instructions_are_packed_with_next_to_no_padding(tmp_path: Path) -> None:

@@ -18,9 +18,7 @@ from torch.nn import functional
 from lamplighter.model.shape import Family, Shape, count_parameters, flops_per_token, shape_from_hf, shape_to_hf
 from lamplighter.model.transformer import KVCache, LanguageModel, Transformer, next_token_loss
 from lamplighter.model.weights import init_weights, load_weights, weights
-
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-STORIES = SHARED / "models" / "stories260K_hf_llama"
+from running import shared
 
 GPT2 = Shape(family="gpt2", vocab_size=61, positions=32, layers=2, width=24, heads=3, mlp_width=40, dropout=0.1)
 LLAMA = Shape(family="llama", vocab_size=61, positions=32, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48)
@@ -101,11 +99,11 @@ def test_we_open_their_sharded_folder(tmp_path: Path) -> None:
     assert_same_weights(ours, a_model(LLAMA))
 
 
-@pytest.mark.skipif(not STORIES.is_dir(), reason=f"{STORIES} is not on this machine")
 def test_a_published_model_has_the_same_logits_as_in_transformers() -> None:
-    shape = shape_from_hf(json.loads((STORIES / "config.json").read_text()))
-    ours, theirs = Transformer(shape).eval(), open_with_transformers(STORIES)
-    load_weights(ours, STORIES)
+    folder = shared("models", "stories260K_hf_llama")
+    shape = shape_from_hf(json.loads((folder / "config.json").read_text()))
+    ours, theirs = Transformer(shape).eval(), open_with_transformers(folder)
+    load_weights(ours, folder)
     ids = some_ids(shape, batch=2, length=200)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-5, rtol=0)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from lamplighter.model.generate import Decoder, can_decode, stream
 from lamplighter.model.shape import Shape, shape_from_hf
 from lamplighter.model.transformer import KVCache, Transformer
 from lamplighter.model.weights import init_weights, load_weights
-
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-STORIES = SHARED / "models" / "stories260K_hf_llama"
+from running import shared
 
 GPT2 = Shape(family="gpt2", vocab_size=40, positions=12, layers=2, width=16, heads=2, dropout=0.3)
 LLAMA = Shape(family="llama", vocab_size=40, positions=12, layers=2, width=16, heads=4, kv_heads=2)
@@ -69,12 +66,12 @@ class Uncached(nn.Module):
         return logits_BTV
 
 
-@pytest.mark.skipif(not STORIES.is_dir(), reason=f"{STORIES} is not on this machine")
 def test_greedy_text_is_that_of_transformers() -> None:
+    folder = shared("models", "stories260K_hf_llama")
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(STORIES).eval()
-    ours = Transformer(shape_from_hf(json.loads((STORIES / "config.json").read_text())))
-    load_weights(ours, STORIES)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    ours = Transformer(shape_from_hf(json.loads((folder / "config.json").read_text())))
+    load_weights(ours, folder)
     prompt = [1, 403, 407, 261, 378]
     with torch.no_grad():
         ids = torch.tensor([prompt])

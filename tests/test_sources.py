@@ -24,16 +24,8 @@ from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
 from lamplighter.readers import files as reader_files
 from lamplighter.readers import local
+from running import shared
 from test_cursors import joined
-
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-
-
-def needs(name: str) -> Path:
-    path = SHARED / name
-    if not path.exists():
-        pytest.skip(f"shared data is not here: {path}")
-    return path
 
 
 def read(
@@ -121,7 +113,7 @@ def test_a_long_text_comes_in_parts_that_depend_on_nothing_else(tmp_path: Path, 
 
 
 def test_cuts_do_not_change_pre_tokens() -> None:
-    text = needs("tinyshakespeare/input.txt").read_text()[:60_000]
+    text = shared("tinyshakespeare", "input.txt").read_text()[:60_000]
     rng = random.Random(3)
     text += "".join(rng.choice("ab1'.,!\n\n\r\t   é日") for _ in range(20_000))
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -146,8 +138,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 
 
 def test_real_web_documents() -> None:
-    folder = needs("web/slimpajama_like")
-    assert len(joined(read(folder))) == 603
+    folder = shared("web", "slimpajama_like")
+    rows = [row for path in sorted(folder.glob("*.zst")) for row in zstandard.open(path, "rt").readlines()]
+    assert len(joined(read(folder))) == len(rows) == 603
     assert read(folder, start=600) == read(folder)[600:]
 
 
@@ -291,7 +284,7 @@ def test_a_long_line_with_a_bad_byte_loses_only_a_piece(tmp_path: Path, monkeypa
 
 
 def test_real_latin_1_book_is_refused_at_its_first_odd_byte() -> None:
-    path = needs("london/gutenberg_raw/defoe_plague_17221-8.txt")
+    path = shared("london", "gutenberg_raw", "defoe_plague_17221-8.txt")
     with pytest.raises(UnicodeDecodeError) as truth:
         path.read_bytes().decode()
     line = path.read_bytes()[: truth.value.start].count(b"\n") + 1

@@ -28,7 +28,7 @@ from lamplighter.data.stats.row_faults import Inspector, Row, ends_mid_sentence
 from lamplighter.data.stats.summary import told
 from lamplighter.data.token_cache import reader
 from lamplighter.data.tokenizer import byte_level, load
-from running import Command, lamp, shared
+from running import Command, lamp, real, shared
 
 WORDS = [
     f"{a}{b}" for a in ("lamp", "fog", "bridge", "river", "coach", "candle") for b in ("", "s", "light", "man", "ing")
@@ -444,9 +444,9 @@ def test_mistakes_are_three_lines(tmp_path: Path, command: Command) -> None:
 
 
 def test_the_web_sample_has_the_figures_that_are_known_of_it() -> None:
-    source = source_of(shared("web", "slimpajama_like"))
+    source = source_of(real("web", "slimpajama_like"))
     request = Request(1024, 8, 0.02, near_documents=1000)
-    found = count_text(source, load(shared("tokenizers", "gpt2")), "gpt2", request, None)
+    found = count_text(source, load(real("tokenizers", "gpt2")), "gpt2", request, None)
     assert found.counts.documents == 603 and found.counts.tokens == 902_741
     assert (found.lengths.p50, found.lengths.p95, found.lengths.longest) == (358, 5_124, 225_897)
     assert found.window.over == 144

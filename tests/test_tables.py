@@ -20,7 +20,8 @@ from lamplighter.data.sources import open_source
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.readers import lines as records
 from lamplighter.readers import local
-from test_sources import fails, joined, needs, read, write
+from running import real
+from test_sources import fails, joined, read, write
 
 
 @pytest.fixture
@@ -275,17 +276,17 @@ def test_no_permission_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_real_tables_and_arrays() -> None:
-    rows = read(needs("web/fineweb_edu_like/train-00000-of-00001.parquet"))
-    assert rows == read(needs("web/fineweb_edu_like/train-00000.jsonl")) and len(rows) > 50
+    rows = read(real("web", "fineweb_edu_like", "train-00000-of-00001.parquet"))
+    assert rows == read(real("web", "fineweb_edu_like", "train-00000.jsonl")) and len(rows) > 50
     import csv
 
-    path = needs("web/fineweb_edu_scorer_training_data.csv")
+    path = real("web", "fineweb_edu_scorer_training_data.csv")
     with open(path, newline="", encoding="utf-8") as file:
         truth = [row["text"] for row in csv.DictReader(file)]
     assert read(path) == [text for text in truth if text]
-    assert read(needs("web/dolma_cc_en_head-0091.jsonl.gz")) == read(needs("web/dolma_cc_en_head-0091.jsonl"))
+    assert read(real("web", "dolma_cc_en_head-0091.jsonl.gz")) == read(real("web", "dolma_cc_en_head-0091.jsonl"))
     for name in ("alpaca_en_demo.json", "instruction-data-short.json"):
-        path = needs(f"finetune/{name}")
+        path = real("finetune", name)
         assert joined(read(path, text_key="output")) == [
             row["output"] for row in json.loads(path.read_text()) if row["output"]
         ]

@@ -19,19 +19,12 @@ from lamplighter.data import tokenizer as room
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load, train
 from lamplighter.errors import BadConfig, BadData, InputMissing
+from running import SHARED, shared
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 MIXED = (
     "Hello world <|endoftext|> £5 œuvre naïve\n\n\n  tabs\t\t x\r\n 'tis  it's IT'S 1234567 \u00a0\u3000 日本語 "
     "🙂👩‍👩‍👧 \x00\x07 e\u0301\u0301 <s>a</s> <|startoftext|><|unk|> [PAD] ##ing ▁x"
 )
-
-
-def needs(name: str) -> Path:
-    path = SHARED / name
-    if not path.exists():
-        pytest.skip(f"shared data is not here: {path}")
-    return path
 
 
 @pytest.fixture
@@ -105,7 +98,7 @@ def test_both_backends_give_the_same_ids(trained: Tokenizer, no_gigatoken: None,
 
 
 def test_training_by_either_library_makes_the_same_merges() -> None:
-    book = needs("tinyshakespeare/input.txt").read_text()[:300_000]
+    book = shared("tinyshakespeare", "input.txt").read_text()[:300_000]
     sample = [book[n : n + 3000].encode() for n in range(0, len(book), 3000)] + [MIXED.encode() * 3]
     fast, slow = room._train_fast(sample, 900), room._train_reference(sample, 900)
     assert fast == slow and len(slow) == 900
@@ -190,17 +183,20 @@ def test_half_characters_wait_in_a_stream() -> None:
 
 
 def test_gpt2_has_the_ids_of_its_own_library(no_gigatoken: None) -> None:
-    path = needs("tokenizers/gpt2/tokenizer.json")
+    path = shared("tokenizers", "gpt2", "tokenizer.json")
     reference = tokenizers.Tokenizer.from_file(str(path))
     reference.encode_special_tokens = True
     assert load(path).encode(MIXED).tolist() == reference.encode(MIXED).ids
 
 
 def test_gpt2_by_gigatoken_is_exact_on_real_text() -> None:
-    folder = needs("tokenizers/gpt2")
+    folder = shared("tokenizers", "gpt2")
     tokenizer = load(folder)
-    assert (tokenizer.backend, tokenizer.vocab_size, tokenizer.end_of_text) == ("gigatoken", 50257, 50256)
-    assert tokenizer.encode("Hello world").tolist() == [15496, 995]
+    vocab = json.loads((folder / "vocab.json").read_text())
+    assert (tokenizer.backend, tokenizer.vocab_size) == ("gigatoken", len(vocab))
+    assert tokenizer.end_of_text == vocab["<|endoftext|>"] == len(vocab) - 1
+    if folder.is_relative_to(SHARED):
+        assert len(vocab) == 50257 and tokenizer.encode("Hello world").tolist() == [15496, 995]
     texts = [MIXED, *RANDOM_TEXTS]
     web = SHARED / "web" / "c4_demo_first200.jsonl"
     texts += [json.loads(line)["text"] for line in web.read_text().splitlines()[:100]] if web.exists() else []
@@ -212,17 +208,18 @@ def test_gpt2_by_gigatoken_is_exact_on_real_text() -> None:
 
 
 def test_gpt2_from_vocab_and_merges(tmp_path: Path) -> None:
-    folder = needs("tokenizers/gpt2")
+    folder = shared("tokenizers", "gpt2")
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(folder / name, tmp_path / name)
     tokenizer = load(tmp_path)
-    assert tokenizer.end_of_text == 50256
+    assert tokenizer.end_of_text == json.loads((folder / "vocab.json").read_text())["<|endoftext|>"]
     assert np.array_equal(tokenizer.encode(MIXED), load(folder).encode(MIXED))
 
 
 def test_a_template_adds_nothing(notes: list[str]) -> None:
-    tokenizer = load(needs("tokenizers/hellolondon"))
-    assert (tokenizer.backend, tokenizer.vocab_size, tokenizer.end_of_text) == ("tokenizers", 30000, 0)
+    tokenizer = load(shared("tokenizers", "hellolondon"))
+    assert (tokenizer.backend, tokenizer.end_of_text) == ("tokenizers", 0)
+    assert tokenizer.vocab_size == len(tokenizer.content["model"]["vocab"])
     assert "gigatoken cannot take this one" in notes[0]
     ids = tokenizer.encode("Hello <|endoftext|> the old world")
     assert not {0, 1} & set(ids.tolist())
@@ -232,7 +229,7 @@ def test_a_template_adds_nothing(notes: list[str]) -> None:
 
 
 def test_a_llama_tokenizer_is_exact() -> None:
-    folder = needs("models/stories260K_hf_llama")
+    folder = shared("models", "stories260K_hf_llama")
     tokenizer = load(folder)
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (512, 2)
     reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -308,7 +305,7 @@ def test_saved_and_loaded_is_the_same(tmp_path: Path, trained: Tokenizer) -> Non
 
 def test_a_loaded_tokenizer_saves_its_own_files(tmp_path: Path) -> None:
     for name in ("tokenizers/gpt2", "models/stories260K_hf_llama"):
-        folder = needs(name)
+        folder = shared(*name.split("/"))
         load(folder).save(tmp_path / name)
         for path in folder.glob("*.json"):
             if path.name.startswith(("tokenizer", "vocab")):
@@ -320,8 +317,7 @@ def test_transformers_opens_what_was_saved(tmp_path: Path, trained: Tokenizer) -
     transformers = pytest.importorskip("transformers")
     made = {"trained": trained, "bytes": byte_level()}
     for name in ("tokenizers/gpt2", "tokenizers/hellolondon", "models/stories260K_hf_llama"):
-        if (SHARED / name).exists():
-            made[name.replace("/", "-")] = load(SHARED / name)
+        made[name.replace("/", "-")] = load(shared(*name.split("/")))
     text = "Hello old world, naïve £5 \n\n 日本語 🙂  it's 1234"
     for name, tokenizer in made.items():
         tokenizer.save(tmp_path / name)
