@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from lamplighter.rundir import RunDir, read_json, read_lines
 from running import LAMP, LONG, TINY, Row, clean_env, lamp, losses_of, slot_of, start_lamp, wait_for
 

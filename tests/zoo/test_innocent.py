@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from lamplighter.rundir import RunDir, read_lines
 from running import FULL, LONG, TINY, lamp, losses_of, slot_of, start_lamp, wait_for
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from lamplighter import report
 from lamplighter.data.sources import Source, watched
-from lamplighter.data.sources.files import cut_all
 from lamplighter.errors import BadData
+from lamplighter.readers.records import cut_all
 from lamplighter.rundir import human_bytes
 
 SAMPLE_BYTES = 50_000_000

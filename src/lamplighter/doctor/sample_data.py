@@ -24,11 +24,12 @@ from lamplighter.data import tokenizer_training
 from lamplighter.data.chat.rows import RowSource
 from lamplighter.data.setup import open_source
 from lamplighter.data.sources import Source
-from lamplighter.data.sources.files import FileSource, Part
+from lamplighter.data.sources.files import FileSource
 from lamplighter.doctor.probe import Finding, ProbeContext, as_finding, failed, fault
 from lamplighter.errors import LampError
 from lamplighter.procs import stacks
 from lamplighter.procs.stacks import Frame
+from lamplighter.readers.records import Part
 from lamplighter.rundir import CACHE_NAME, human_bytes, read_record, write_json
 
 DOCUMENTS, BYTES, ROWS = 2000, 4_000_000, 2000

@@ -108,12 +108,6 @@ def read_csv(r: OpenFile) -> Iterator[Record]:
         where = f"{r.name}:{lines.line}, byte {lines.at:,}"
         try:
             fields = next(rows, None)
-            if fields is None:
-                break
-            if not fields:
-                continue
-            row += 1
-            value = header.row(fields, where)
         except csv.Error as error:
             if lines.at - before[0] > ROW_BYTES:
                 raise BadData(f"bad row: {where}", str(error), "mend the file") from error
@@ -122,6 +116,13 @@ def read_csv(r: OpenFile) -> Iterator[Record]:
             r.bad.set_aside(before[1], before[0], wrong)
             rows = csv.reader(lines, delimiter=header.delimiter, strict=True)
             continue
+        if fields is None:
+            break
+        if not fields:
+            continue
+        row += 1
+        try:  # around the row alone: that the file is cut short is no fault of a row
+            value = header.row(fields, where)
         except BadData as error:
             r.bad.set_aside(before[1], before[0], error)
             continue

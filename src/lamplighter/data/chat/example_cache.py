@@ -26,11 +26,11 @@ import numpy as np
 from lamplighter import report
 from lamplighter.data.chat.rows import Message, RowSource, SetAside
 from lamplighter.data.chat.template import ChatTemplate, EncodedExample, Refused
-from lamplighter.data.sources.files import digest
 from lamplighter.data.token_cache.reader import locked
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.procs.pool import each, usable_cores
+from lamplighter.readers.records import digest
 from lamplighter.rundir import cannot_write, hash_file, human_bytes, read_json, read_record, write_atomic, write_json
 
 FORMAT = 1

@@ -25,9 +25,9 @@ import tokenizers
 
 from lamplighter import report
 from lamplighter.data.chat.rows import Message
-from lamplighter.data.sources.files import digest
 from lamplighter.data.tokenizer import END_OF_TEXT, Tokenizer
 from lamplighter.errors import BadConfig, InputMissing
+from lamplighter.readers.records import digest
 from lamplighter.rundir import read_json, read_record, write_atomic, write_json
 
 MARKERS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5"  # never characters of a text: one of them breaks a control token up

@@ -17,12 +17,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lamplighter import report
-from lamplighter.data.sources.files import Cursor, FileSource, Part, Position, digest, find_items, skip
+from lamplighter.data.sources.files import FileSource
 from lamplighter.data.sources.hub import HubSource, open_dataset
 from lamplighter.data.sources.mixture import Chain, Mixture, check_weights
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.readers.bad_records import LIMIT, BadRecords
+from lamplighter.readers.files import find_items
 from lamplighter.readers.http import safe_url
+from lamplighter.readers.records import Cursor, Part, Position, digest, skip
 from lamplighter.readers.remote import RemoteFile, is_url
 
 if TYPE_CHECKING:

@@ -14,25 +14,12 @@ from pathlib import Path
 from lamplighter import report
 from lamplighter.errors import BadData
 from lamplighter.readers.bad_records import LIMIT, BadInReading, BadRecords
-from lamplighter.readers.files import PART_CHARS, Item, TextFormat, find_items, read_texts, unpacked_bytes
+from lamplighter.readers.files import PART_CHARS, Item, TextFormat, read_texts, unpacked_bytes
 from lamplighter.readers.lines import starts_array
-from lamplighter.readers.local import LocalFile, Tell, find_files, hash_files, is_packed, kind_of, local_file
-from lamplighter.readers.records import Cursor, Part, Position, Texts, cut_after, cut_all, digest, skip
+from lamplighter.readers.local import LocalFile, Tell, hash_files, is_packed, kind_of, local_file
+from lamplighter.readers.records import Cursor, Position, Texts, digest
 from lamplighter.readers.text import find_start
 from lamplighter.rundir import human_bytes
-
-__all__ = [
-    "Cursor",
-    "FileSource",
-    "Part",
-    "Position",
-    "cut_after",
-    "cut_all",
-    "digest",
-    "find_files",
-    "find_items",
-    "skip",
-]
 
 
 class FileSource:

@@ -20,12 +20,12 @@ from lamplighter import report
 from lamplighter.data import split
 from lamplighter.data.sampling import Quota
 from lamplighter.data.sources import Position, Source, watched
-from lamplighter.data.sources.files import Part
 from lamplighter.data.split import Split
 from lamplighter.data.stats.minhash import MOST_BYTES, Signer, new_hash, normalised
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
 from lamplighter.readers.ranges import TextBlock
+from lamplighter.readers.records import Part
 from lamplighter.rundir import human_bytes
 
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.sources import Source, watched
-from lamplighter.data.sources.files import Part
 from lamplighter.data.stats import minhash
 from lamplighter.data.stats.collect import HEAD_CHARS, SHOWN, Places, SideFinder, Tally, line_of
 from lamplighter.data.stats.minhash import Grams, Signer, normalised, text_hash
 from lamplighter.errors import BadData
+from lamplighter.readers.records import Part
 from lamplighter.rundir import human_bytes
 
 GRAM_WORDS = 8

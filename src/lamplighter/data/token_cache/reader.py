@@ -25,7 +25,6 @@ import numpy as np
 from lamplighter import report
 from lamplighter.data import split as division
 from lamplighter.data.sources import Source
-from lamplighter.data.sources.files import digest
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.token_cache import builder
 from lamplighter.data.token_cache.builder import read_manifest
@@ -36,6 +35,7 @@ from lamplighter.errors import BadData, InputMissing
 from lamplighter.procs.lock import open_lock, try_lock
 from lamplighter.procs.pool import TICK_S, usable_cores
 from lamplighter.readers import ranges
+from lamplighter.readers.records import digest
 from lamplighter.rundir import cannot_write, hash_file, identity, read_json, read_record
 
 __all__ = ["CacheSettings", "TokenStream", "Tokens", "ensure", "obtain", "open_tokens"]

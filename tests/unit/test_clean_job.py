@@ -19,8 +19,9 @@ import zstandard
 
 from lamplighter.clean import documents, job, worker
 from lamplighter.clean.rules import Rules
-from lamplighter.data.sources.files import FileSource, find_files
+from lamplighter.data.sources.files import FileSource
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
+from lamplighter.readers.local import find_files
 from running import LONG, lamp, start_lamp, wait_for
 
 WORDS = [

@@ -17,13 +17,14 @@ import zstandard
 from tokenizers import pre_tokenizers
 
 from lamplighter import report
-from lamplighter.data.sources import EmbeddedCorpus, Part, files, open_source
+from lamplighter.data.sources import EmbeddedCorpus, Part, open_source
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.token_cache.reader import ensure, open_tokens
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
 from lamplighter.readers import files as reader_files
 from lamplighter.readers import local
+from lamplighter.readers.records import cut_all
 from running import shared
 from test_cursors import joined
 
@@ -118,7 +119,7 @@ def test_cuts_do_not_change_pre_tokens() -> None:
     text += "".join(rng.choice("ab1'.,!\n\n\r\t   é日") for _ in range(20_000))
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
     whole = [token for token, _ in gpt2.pre_tokenize_str(text)]
-    pieces = list(files.cut_all(text, 300))
+    pieces = list(cut_all(text, 300))
     assert len(pieces) > 100
     assert "".join(pieces) == text
     assert [token for piece in pieces for token, _ in gpt2.pre_tokenize_str(piece)] == whole

@@ -23,7 +23,7 @@ from lamplighter.train.checkpoint import Progress
 from lamplighter.watch.status import Status, alert, flags_section, hear_flag, standing_flags, tell
 from running import LONG, TINY, lamp, shared, slot_of, start_lamp, wait_for
 
-CURVES = Path(__file__).parent / "recordings" / "curves"
+CURVES = Path(__file__).parents[1] / "recordings" / "curves"
 HEALTHY = sorted(path.stem for path in CURVES.glob("healthy_*.json"))
 SICK = {
     "sick_rate_too_low": ("not_learning", 100),
@@ -253,7 +253,7 @@ def test_counting_tokens_gives_the_entropy() -> None:
 
 
 def test_every_flag_has_its_row_in_the_documents() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "redflags.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "redflags.md").read_text()
     causes = {*EACH_STEP, *EACH_BLOCK}
     assert {cause for cause in causes if f"| `{cause}` |" not in text} == set()
     assert set(EXPLAINS) | set().union(*EXPLAINS.values()) <= causes

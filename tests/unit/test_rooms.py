@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-SRC = Path(__file__).parents[1] / "src" / "lamplighter"
+SRC = Path(__file__).parents[2] / "src" / "lamplighter"
 LAYER0 = {"config", "report", "rundir", "errors", "slot", "gpus", "schedule"}
 ALLOWED = {
     "config": {"errors", "rundir"},

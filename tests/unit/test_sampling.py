@@ -9,8 +9,9 @@ import pytest
 
 from lamplighter.data import sampling
 from lamplighter.data.sources import EmbeddedCorpus, First, Position
-from lamplighter.data.sources.files import FileSource, find_files
+from lamplighter.data.sources.files import FileSource
 from lamplighter.errors import BadData
+from lamplighter.readers.local import find_files
 
 
 class Counted:

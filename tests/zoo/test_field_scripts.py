@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from field.truth import CASES, Case, command_of, culprit_lines, lines_of
 from running import LONG, clean_env, shared, wait_for
 
@@ -197,5 +196,5 @@ def test_the_truth_names_lines_that_exist() -> None:
 
 
 def test_no_script_knows_the_watcher() -> None:
-    for path in (Path(__file__).parent / "field").glob("*.py"):
+    for path in (Path(__file__).parents[1] / "field").glob("*.py"):
         assert "lamplighter" not in path.read_text(), path.name

@@ -18,7 +18,7 @@ from lamplighter.data.chat import example_cache
 from lamplighter.data.chat.rows import find_rows
 from lamplighter.data.chat.template import load_template
 from lamplighter.data.sources import EmbeddedCorpus, Position
-from lamplighter.data.sources.files import FileSource, find_files
+from lamplighter.data.sources.files import FileSource
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.stats import Request, Stats, collect, count_cache, count_text, minhash
 from lamplighter.data.stats.chat_stats import count_rows
@@ -28,6 +28,7 @@ from lamplighter.data.stats.row_faults import Inspector, Row, ends_mid_sentence
 from lamplighter.data.stats.summary import told
 from lamplighter.data.token_cache import reader
 from lamplighter.data.tokenizer import byte_level, load
+from lamplighter.readers.local import find_files
 from running import Command, lamp, real, shared
 
 WORDS = [

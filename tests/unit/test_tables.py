@@ -173,6 +173,7 @@ def test_truncated_files(tmp_path: Path) -> None:
     assert "damaged" in fails(BadData, write(tmp_path / "bad.parquet", bytes(damaged))).what
     assert fails(BadData, write(tmp_path / "no.parquet", b"not parquet at all, but long enough")).code == 65
     for name, packed in (("a.csv.gz", gzip.compress(b"text\n" + b"row\n" * 9999)),
+                         ("long.csv.gz", gzip.compress(b"".join(b"%d\n" % n for n in range(200_000)).replace(b"0\n", b"text\n", 1))),
                          ("a.json.zst", zstandard.compress(json.dumps([{"text": "x" * n} for n in range(999)]).encode()))):  # fmt: skip
         assert "cut short" in fails(BadData, write(tmp_path / name, packed[: len(packed) // 2])).what
 

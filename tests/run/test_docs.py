@@ -24,7 +24,7 @@ from lamplighter.rundir import RunDir
 from running import TINY, lamp, slot_of, start_lamp, wait_for
 from server import serving
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import readme  # noqa: E402

@@ -21,7 +21,7 @@ from lamplighter.rundir import RunDir
 from running import Command, copy_run, lamp, processes_of, slot_of, start_lamp, wait_for
 from snapshots.loss_bits import losses, machine, train_words, write_rows
 
-FOLDER = Path(__file__).parent / "snapshots"
+FOLDER = Path(__file__).parents[1] / "snapshots"
 WRITE = os.environ.get("LAMP_SNAPSHOTS") == "write"
 # kind of data: name of a run in loss_bits.py
 KINDS = {"cache": "cache-dropout", "rows": "rows-llama", "stream": "stream"}

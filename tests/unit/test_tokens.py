@@ -20,13 +20,14 @@ import pytest
 
 from lamplighter import report
 from lamplighter.data import split as division
-from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, files, open_source
+from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, open_source
 from lamplighter.data.token_cache import builder, writer
 from lamplighter.data.token_cache.reader import CacheSettings, Tokens, TokenStream, ensure, open_tokens
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
 from lamplighter.readers import files as reader_files
 from lamplighter.readers import ranges
+from lamplighter.readers.records import cut_all, digest
 from running import SHARED, shared
 
 
@@ -40,7 +41,7 @@ class Texts:
         return f"{len(self.texts)} texts"
 
     def fingerprint(self) -> str:
-        return files.digest([self.texts, self.name])
+        return digest([self.texts, self.name])
 
     def total_bytes(self) -> int | None:
         return sum(len(text.encode()) for text in self.texts)
@@ -361,7 +362,7 @@ def slow(number):
 PAUSE = {"": None, "slow": slow, "gate": gate}[sys.argv[2]]
 tokenizer = byte_level()
 tokenizer.batch_bytes = 20_000
-print(tokens.ensure(Path(sys.argv[1]), Slow(5, 1200), tokenizer, tokens.Settings(0.2, 0, 20_000)), flush=True)
+print(tokens.ensure(Path(sys.argv[1]), Slow(5, 1200), tokenizer, tokens.CacheSettings(0.2, 0, 20_000)), flush=True)
 """
 
 
@@ -418,7 +419,7 @@ def test_stopped_before_any_write_it_ends_the_same(tmp_path: Path, monkeypatch: 
     """Every place where a file is written or removed, in turn; long documents, in parts."""
     texts = []
     for seed in range(130 if by == "documents" else 4):
-        texts += files.cut_all("\n".join(letters(3 if by == "documents" else 60, seed)), 300)
+        texts += cut_all("\n".join(letters(3 if by == "documents" else 60, seed)), 300)
     tokenizer = byte_level()
     tokenizer.batch_bytes = 3000
     settings = CacheSettings(0.2, 0, 9_000)

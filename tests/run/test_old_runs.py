@@ -29,7 +29,7 @@ from lamplighter.rundir import (
 )
 from running import lamp, losses_of
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAME = "run_cc24f03"
 THEN: dict[str, Any] = json.loads((FIXTURES / f"{NAME}.json").read_text())
 

@@ -190,7 +190,7 @@ def test_a_tree_is_judged_by_who_is_behind_and_can_be_judged_again(user_file: st
     assert death is not None and death.cause == "worker_oom"
 
 
-RECORDINGS = sorted((Path(__file__).parent / "recordings").glob("*.json"))
+RECORDINGS = sorted((Path(__file__).parents[1] / "recordings").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
