@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from test_verdict import moment, stack_at
 
 import running
 from lamplighter.procs import by_psutil, child, lock, procfs, stacks
@@ -21,7 +22,6 @@ from lamplighter.watch.evidence import GroupSample
 from lamplighter.watch.process_tree import Process, Snapshot
 from lamplighter.watch.tree_diagnosis import judge
 from running import TINY, clean_env, lamp, start_lamp, wait_for
-from test_verdict import moment, stack_at
 
 FUNCTIONS = """
 import os, signal, subprocess, sys, time

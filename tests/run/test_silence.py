@@ -100,7 +100,7 @@ def test_a_child_that_is_stopped(tmp_path: Path, on_pty: bool) -> None:
     assert "stopped" in said
 
 
-@LONG  # tests/test_wheel.py runs the demo for a few steps
+@LONG  # tests/run/test_wheel.py runs the demo for a few steps
 def test_the_demo_speaks_all_the_way_and_comes_near_its_floor(tmp_path: Path) -> None:
     heard = listen([*LAMP, "demo"], tmp_path, on_pty=False, timeout=400)
     check(heard, on_pty=False)

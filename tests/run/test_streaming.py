@@ -149,7 +149,7 @@ def documents():
 """
 
 
-@LONG  # tests/test_silence.py has a source that blocks
+@LONG  # tests/run/test_silence.py has a source that blocks
 def test_a_stream_that_blocks_is_never_quiet_and_its_line_is_named(tmp_path: Path) -> None:
     """Zoo 12 and situation 1: gathered so far, rate, time left, where; then, while next() blocks, how long ago.
 

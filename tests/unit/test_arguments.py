@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,14 +88,3 @@ def test_words_that_nobody_takes_are_named() -> None:
 def test_a_flag_with_several_values_is_taken_out() -> None:
     words = ["run.yaml", "--only", "disk", "memory", "--json", "--only=text", "x"]
     assert many(words, "only") == (["run.yaml", "--json"], {"only": ["disk", "memory", "text", "x"]})
-
-
-def test_the_parent_of_a_run_loads_little() -> None:
-    """It is silent while it loads, and on a busy machine for long (decision 018)."""
-    code = (
-        "import sys, lamplighter.commands.train, lamplighter.config, lamplighter.watch.supervisor\n"
-        "heavy = {'torch', 'numpy', 'pydantic', 'rich', 'psutil', 'ssl', 'http.client', 'asyncio', 'tokenizers'}\n"
-        "print(*heavy & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []

@@ -7,9 +7,6 @@ import gzip
 import json
 import os
 import random
-import shutil
-import signal
-import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -19,10 +16,7 @@ import zstandard
 
 from lamplighter.clean import documents, job, worker
 from lamplighter.clean.rules import Rules
-from lamplighter.data.sources.files import FileSource
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
-from lamplighter.readers.local import find_files
-from running import LONG, lamp, start_lamp, wait_for
 
 WORDS = [
     "the",
@@ -76,72 +70,6 @@ def rejected(out: Path) -> dict[str, tuple[str, str]]:
     return {row["place"]: (row["reason"], row["why"]) for row in rows}
 
 
-def everything(out: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(out)): path.read_bytes()
-        for path in sorted(out.rglob("*"))
-        if path.is_file() and path.name != "lock"
-    }
-
-
-def test_the_command_makes_documents_that_train_reads(tmp_path: Path) -> None:
-    raw = make_corpus(tmp_path / "raw")
-    (raw / "page.html").write_text(f"<html><body><p>{prose(50)}</p></body></html>")
-    (raw / "web.jsonl.gz").write_bytes(gzip.compress((json.dumps({"text": prose(51), "url": "u"}) + "\n").encode()))
-    (raw / "web.jsonl.zst").write_bytes(zstandard.compress((json.dumps({"text": prose(52)}) + "\n").encode()))
-    done = lamp("data", "clean", "raw", "--out", "clean", "--workers", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "kept" in done.stdout
-    assert "joined lines" in done.stdout
-    assert "next: lamp train --data.paths clean" in done.stderr
-    assert "MB of" in done.stderr or "done  clean" in done.stderr
-    found = find_files([str(tmp_path / "clean")])
-    assert [Path(path.name).name for path in found] == ["clean-00000.jsonl"], "the log must not be trained on"
-    documents = list(FileSource(found).documents())
-    assert len(documents) == 9
-    assert all(len(text) > 500 for text in documents)
-    assert "\n" not in documents[0].split("\n\n")[0], "wrapped lines are joined"
-    records = texts(tmp_path / "clean")
-    assert records[-2]["source"].endswith("web.jsonl.gz:1")
-    assert records[-2]["meta"] == {"url": "u"}
-    again = lamp("data", "clean", "raw", "--out", "clean", cwd=tmp_path)
-    assert again.returncode == 0
-    assert "nothing has changed" in again.stderr
-    assert again.stdout == done.stdout
-
-
-def test_a_killed_run_goes_on_and_comes_out_the_same(tmp_path: Path) -> None:
-    make_corpus(tmp_path / "raw", 24, 300)
-    process = start_lamp("data", "clean", "raw", "--out", "clean", "--workers", "2", cwd=tmp_path)
-    work = tmp_path / "clean" / "parts"
-    wait_for(lambda: len(list(work.glob("*.done"))) >= 2, process=process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    wait_for(lambda: not _locked(work / "lock"))
-    done = len(list(work.glob("*.done")))
-    assert 2 <= done < 24, "it was to be killed in the middle"
-    assert not list((tmp_path / "clean").glob("clean-*"))
-    second = lamp("data", "clean", "raw", "--out", "clean", "--workers", "1", cwd=tmp_path)
-    assert second.returncode == 0, second.stderr
-    assert f"{done} of 24 parts are there from an earlier run" in second.stderr
-    killed = everything(tmp_path / "clean")
-    shutil.move(tmp_path / "clean", tmp_path / "other")
-    _run(tmp_path, "raw", workers=1)
-    assert everything(tmp_path / "clean") == killed
-    assert set(killed) == {"clean-00000.jsonl", "log/manifest.log", "log/rejected.log", "log/report.log"}
-
-
-def _locked(path: Path) -> bool:
-    import fcntl
-
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
-
-
 def _run(folder: Path, *paths: str, workers: int = 1, out: str = "clean", **rules: Any) -> job.CleanOutcome:
     before = Path.cwd()
     os.chdir(folder)
@@ -149,25 +77,6 @@ def _run(folder: Path, *paths: str, workers: int = 1, out: str = "clean", **rule
         return job.run(list(paths), Path(out), Rules(**rules), workers)
     finally:
         os.chdir(before)
-
-
-def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
-    raw = make_corpus(tmp_path / "raw", 8)
-    (raw / "a_copy.txt").write_text(prose(3).upper())
-    lines = [json.dumps({"text": prose(100 + number)}) for number in range(20)]
-    (raw / "z.jsonl").write_text("\n".join([*lines, lines[4], "{torn"]))
-    one = _run(tmp_path, "raw", workers=1, out="one")
-    three = _run(tmp_path, "raw", workers=3, out="three")
-    assert one.totals == three.totals
-    assert everything(tmp_path / "one") == everything(tmp_path / "three")
-    why = rejected(tmp_path / "one")
-    assert why["raw/book003.txt"] == ("duplicate", "the same as raw/a_copy.txt"), (
-        "the first in the order of the input stays"
-    )
-    assert why["raw/z.jsonl:21"] == ("duplicate", "the same as raw/z.jsonl:5")
-    assert why["raw/z.jsonl:22"][0] == "bad_json"
-    kept = _run(tmp_path, "raw", workers=1, out="all", keep_duplicates=True)
-    assert kept.totals["kept"] == one.totals["kept"] + 2
 
 
 def test_near_copies_go_at_the_likeness_that_is_asked_for(tmp_path: Path) -> None:
@@ -247,15 +156,6 @@ def test_a_file_that_changes_while_it_is_read_is_left_out(tmp_path: Path) -> Non
     assert (tmp_path / f"{batch.name}.part").read_bytes().count(b"\n") == 2, "the others of its part are kept"
 
 
-@LONG  # 200 MB
-def test_a_line_of_200_mb_is_named_and_the_next_one_is_read(tmp_path: Path) -> None:
-    with open(tmp_path / "long.jsonl", "wb") as file:
-        file.write(b'{"text": "' + b"a" * 200_000_000 + b'"}\n' + json.dumps({"text": prose(1)}).encode())
-    done = lamp("data", "clean", "long.jsonl", "--out", "clean", cwd=tmp_path)
-    assert done.returncode == 0
-    assert rejected(tmp_path / "clean")["long.jsonl:1"][0] == "too_long"
-
-
 def test_stretches_of_a_long_file_have_the_places_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.dumps({"text": prose(number)}) for number in range(60)]
     lines[41] = "{torn"
@@ -268,20 +168,6 @@ def test_stretches_of_a_long_file_have_the_places_of_the_file(tmp_path: Path, mo
     assert list(rejected(tmp_path / "parts")) == ["web.jsonl:42"]
 
 
-def test_other_rules_and_other_files_are_noticed(tmp_path: Path) -> None:
-    raw = make_corpus(tmp_path / "raw", 3)
-    first = lamp("data", "clean", "raw", "--out", "clean", "--workers", "1", cwd=tmp_path)
-    assert first.returncode == 0
-    ruled = lamp("data", "clean", "raw", "--out", "clean", "--workers", "1", "--keep-lines", cwd=tmp_path)
-    assert "the rules are not those of the last time" in ruled.stderr
-    assert "\n" in texts(tmp_path / "clean")[0]["text"].split("\n\n")[0]
-    (raw / "book001.txt").write_text(prose(77))
-    (raw / "book002.txt").unlink()
-    changed = lamp("data", "clean", "raw", "--out", "clean", "--workers", "1", "--keep-lines", cwd=tmp_path)
-    assert "the input is not that of the last time" in changed.stderr
-    assert [record["text"] for record in texts(tmp_path / "clean")] == [prose(0), prose(77)]
-
-
 def test_a_part_of_other_rules_is_never_used(tmp_path: Path) -> None:
     make_corpus(tmp_path / "raw", 2)
     items, _ = documents.find_items([str(tmp_path / "raw")], None)
@@ -290,22 +176,6 @@ def test_a_part_of_other_rules_is_never_used(tmp_path: Path) -> None:
         worker.make(batch)
         assert worker.is_done(tmp_path, batch)
     assert not worker.is_done(tmp_path, worker.CleanBatch(str(tmp_path), (items[0],), Rules()))
-
-
-def test_a_dry_run_shows_examples_and_writes_nothing(tmp_path: Path) -> None:
-    raw = make_corpus(tmp_path / "raw", 2)
-    (raw / "pg.txt").write_text(
-        "*** START OF THE PROJECT GUTENBERG EBOOK 1 ***\n\n\n"
-        + prose(5)
-        + "\n\n\n*** END OF THE PROJECT GUTENBERG EBOOK 1 ***\n"
-    )
-    before = everything(tmp_path)
-    done = lamp("data", "clean", "raw", "--out", "clean", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "joined lines: raw/book000.txt" in done.stdout
-    assert "  - *** START OF THE PROJECT GUTENBERG EBOOK 1 ***" in done.stdout
-    assert "nothing was written" in done.stderr
-    assert everything(tmp_path) == before
 
 
 def test_the_output_cleaned_again_is_the_same(tmp_path: Path) -> None:
@@ -327,30 +197,6 @@ def test_shards_are_of_the_asked_size_and_old_ones_go(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "clean").glob("clean-*")] == ["clean-00000.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["missing", "--out", "o"], 66, "no such file or folder"),
-        (["raw/*.tei", "--out", "o"], 66, "nothing matches"),
-        (["poor", "--out", "o"], 65, "every document was rejected"),
-        (["raw"], 2, "--out DIR is needed"),
-        (["--out", "o"], 2, "no path was given"),
-        (["raw", "--out", "o", "--languag", "en"], 2, "--language"),
-        (["raw", "--out", "o", "--near", "7"], 2, "out of range"),
-        (["raw", "--out", "raw"], 2, "is both input and output"),
-        (["raw", "--out", "poor"], 2, "has other files in it"),
-    ],
-)
-def test_mistakes_have_an_exit_code_and_three_lines(words: list[str], code: int, said: str, tmp_path: Path) -> None:
-    make_corpus(tmp_path / "raw", 1)
-    (tmp_path / "poor").mkdir()
-    (tmp_path / "poor" / "a.txt").write_text("too few words")
-    done = lamp("data", "clean", *words, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
     raw = make_corpus(tmp_path / "raw", 1)
     items, _ = documents.find_items([str(raw)], None)
@@ -359,29 +205,6 @@ def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
         job.run([str(raw)], tmp_path / "clean", Rules(), 1)
     os.close(held)
     assert job.run([str(raw)], tmp_path / "clean", Rules(), 1).totals["kept"] == 1
-
-
-def test_a_full_disk_is_said_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    """A file-size limit stands in for the disk where a small disk cannot be mounted."""
-    small = tmp_path / "small"
-    small.mkdir()
-    make_corpus(tmp_path / "raw", 6, 60)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(small)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("no small disk can be mounted here")
-    try:
-        done = lamp("data", "clean", "raw", "--out", "small/clean", "--workers", "1", cwd=tmp_path)
-        assert done.returncode == 73, done.stderr
-        assert "the disk is full" in done.stderr
-        assert not list((small / "clean").glob("clean-*"))
-        subprocess.run(["mount", "-o", "remount,size=8m", str(small)], check=True)
-        again = lamp("data", "clean", "raw", "--out", "small/clean", "--workers", "1", cwd=tmp_path)
-        assert again.returncode == 0
-        assert len(texts(small / "clean")) == 6
-    finally:
-        subprocess.run(["umount", str(small)], check=False)
 
 
 def test_no_space_left_is_an_exit_code_of_its_own(tmp_path: Path) -> None:

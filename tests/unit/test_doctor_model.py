@@ -16,7 +16,6 @@ from lamplighter.doctor.memory_fit import memory, precision
 from lamplighter.doctor.model import learning, one_step
 from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.procs.child import Outcome
-from running import LONG
 
 
 @pytest.fixture(autouse=True)
@@ -217,24 +216,6 @@ def test_the_compiler_is_judged_by_what_its_trial_said(tmp_path: Path, monkeypat
     assert judged(_outcome(0, slower)) == ["warn", "compile_slow", off]
     assert judged(_outcome(0, slower), without) == ["ok", "", {}]
     assert judged(_outcome(None), without)[0] == "ok"
-
-
-@LONG
-def test_a_loop_under_the_compiler_does_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """System D, for real."""
-    monkeypatch.setattr(model, "COMPILE_S", 30.0)
-    words = ["--model.family", "models:Looped", "--data.seq_len", "512", "--train.compile", "true"]
-    (found,) = model.compiling(context(tmp_path, *words))
-    assert found.cause == "compile_slow"
-    assert found.settings == {"train.compile": False}
-
-
-@LONG
-def test_the_compiler_is_tried_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "COMPILE_S", 300.0)
-    (found,) = model.compiling(context(tmp_path, "--train.compile", "true"))
-    assert found.figures["compile_s"] > 0
-    assert found.figures["compiled_s"] > 0
 
 
 def test_a_run_travels_to_a_trial_as_json(tmp_path: Path) -> None:

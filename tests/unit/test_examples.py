@@ -442,16 +442,6 @@ def test_a_killed_build_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: 
     assert again.train.examples == 600
 
 
-def test_the_number_of_workers_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_lines(tmp_path / "x.jsonl", [*many(900), *BAD])
-    monkeypatch.setattr(example_cache, "MANY_BYTES", 0)
-    folders = [ensure(tmp_path / str(n), source_of(path), TEMPLATE, 0.1, workers=n) for n in (1, 3)]
-    for name in ("examples.bin", "index.npy"):
-        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
-    one, three = (open_examples(folder).manifest for folder in folders)
-    assert {**one, "seconds": 0} == {**three, "seconds": 0}
-
-
 def test_one_builds_and_the_others_wait_in_sight(tmp_path: Path, said: list[dict[str, Any]]) -> None:
     root, path = tmp_path / "cache", write_lines(tmp_path / "x.jsonl", many(9))
     built = ensure(root, source_of(path), TEMPLATE, 0.0)

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cursors import check_every_cursor, joined
 
 from lamplighter.data.sources import Source, hub, open_source
 from lamplighter.errors import BadConfig, BadData, InputMissing
-from running import lamp
-from test_cursors import check_every_cursor, joined
 
 datasets = pytest.importorskip("datasets")
 
@@ -97,20 +96,6 @@ def test_damage_in_the_middle_has_a_place(tmp_path: Path, no_network: None) -> N
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="no such folder"):
         opened(tmp_path / "nothing")
-
-
-def test_a_name_on_the_hub_without_a_network_ends_within_seconds_and_speaks(tmp_path: Path) -> None:
-    """The real command. Where there is a network, nothing answers at the address that it is given."""
-    began = time.monotonic()
-    words = ["train", "--data.paths", "dataset:someone/some-corpus", "--train.steps", "1", "--runs-dir", "runs"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_ENDPOINT", "http://no-such-host.invalid")
-        patch.setenv("HF_HOME", str(tmp_path / "home"))
-        done = lamp(*words, cwd=tmp_path, timeout=60)
-    assert done.returncode == 66, done.stderr[-2000:]
-    said = done.stdout + done.stderr
-    assert "someone/some-corpus" in said and "cannot be reached" in said and "dataset:/path/to/folder" in said
-    assert time.monotonic() - began < 40, "about 5 s on a calm machine"
 
 
 def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: Any) -> None:

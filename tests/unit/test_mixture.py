@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cursors import check_every_cursor, walk
 
 from lamplighter import report
 from lamplighter.data.sources import Part, Source, open_source
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.readers import files as reader_files
-from test_cursors import check_every_cursor, walk
 
 
 @pytest.fixture

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lamplighter.config import resolve
 from lamplighter.gpus import Device, find
 from lamplighter.model.recompute import recompute_blocks
 from lamplighter.model.shape import Shape, matmul_parameters_per_layer
 from lamplighter.model.transformer import Transformer, next_token_loss
 from lamplighter.model.weights import init_weights
-from lamplighter.plan import dry_run
 from lamplighter.plan.job import Job
 from lamplighter.plan.memory import layer_bytes, memory
-from lamplighter.procs import child
-from lamplighter.train.bf16 import make_it_work
 
 B, T, V = 2, 64, 90
-NO_BF16 = 3
 CPU = Device("cpu", 24.0, None, 1e11)
 
 
@@ -67,14 +60,6 @@ def test_a_layer_keeps_what_is_written_down(family: str, dropout: float, packed:
     compare_layer(family, "fp32", dropout, packed)
 
 
-def test_a_layer_keeps_what_is_written_down_in_bf16() -> None:
-    """In a process of its own: some CPUs die of bf16."""
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False)
-    if done.returncode == NO_BF16:
-        pytest.skip("this CPU has no bf16 that works")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_keys_and_values_that_heads_share_are_kept_for_each() -> None:
     small = Shape("llama", V, T, 1, 64, 4, kv_heads=2)
     real = (kept_bytes(replace(small, layers=3), "fp32") - kept_bytes(small, "fp32")) / 2
@@ -105,22 +90,3 @@ def test_gradients_lie_beside_activations_only_where_micro_batches_add_up() -> N
     job = Job(Shape("gpt2", 8000, 256, 4, 256, 4), 256, 8, 8, 10)
     one, two = memory(job, CPU), memory(replace(job, batch_size=16), CPU)
     assert two.peak - one.peak == two.gradients
-
-
-def test_the_peak_on_paper_is_near_the_peak_of_a_real_process() -> None:
-    words = {"model.layers": "4", "model.width": "256", "model.heads": "4", "tokenizer.vocab_size": "8000",
-             "train.batch_size": "8", "train.dtype": "fp32", "train.threads": "1"}  # fmt: skip
-    run = resolve(None, None, {name: [value] for name, value in words.items()}).run
-    request = {"run": asdict(run), "vocab_size": 8000, "micro_batch": 8, "warm_up": 1, "rounds": 1, "seconds": 60}
-    real = child.run(dry_run.STEPS, request).records[-1]
-    job = Job(Shape("gpt2", 8000, 256, 4, 256, 4), 256, 8, 8, 10)
-    assert real["fits"] and real["parameters"] == job.params and real["step_s"] > 0
-    assert memory(job, CPU).training == pytest.approx(real["peak_bytes"], rel=0.25)
-
-
-if __name__ == "__main__":
-    if not make_it_work():
-        sys.exit(NO_BF16)
-    for kind in ("gpt2", "llama"):
-        for case in CASES:
-            compare_layer(kind, "bf16", *case)

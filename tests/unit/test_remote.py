@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from test_cursors import check_every_cursor, walk
 
 from lamplighter import report
 from lamplighter.data.sources import Source, open_source
@@ -25,7 +26,6 @@ from lamplighter.errors import BadData, InputMissing, LampError
 from lamplighter.readers import files as reader_files
 from lamplighter.readers import remote
 from server import Handler, Served, Server, serving
-from test_cursors import check_every_cursor, walk
 
 ROWS = [f"row {n} é " + "fog " * (n % 40) for n in range(3000)]
 LINES = "".join(json.dumps({"text": row}) + "\n" for row in ROWS).encode()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import zstandard
+from test_cursors import joined
 from tokenizers import pre_tokenizers
 
 from lamplighter import report
@@ -26,7 +27,6 @@ from lamplighter.readers import files as reader_files
 from lamplighter.readers import local
 from lamplighter.readers.records import cut_all
 from running import shared
-from test_cursors import joined
 
 
 def read(

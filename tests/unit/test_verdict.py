@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lamplighter.procs.procfs import ProcessLook, ThreadLook, look_closely
+from lamplighter.procs.procfs import ProcessLook, ThreadLook
 from lamplighter.procs.stacks import OURS, Frame, Stacks, ThreadStack
 from lamplighter.report import Verdict
 from lamplighter.slot import Slot
@@ -228,17 +224,3 @@ def test_a_phase_is_inferred_from_the_stack() -> None:
     assert phase_from_stack(stack(("/base/lib/python3.11/http/client.py", "read"))) == "downloading"
     assert phase_from_stack(stack((f"{site}/torch/_inductor/codecache.py", "compile"))) == "compiling"
     assert phase_from_stack(stack(("/home/me/train.py", "main"))) == ""
-
-
-def test_a_socket_that_is_waited_on_is_named_by_its_other_end() -> None:
-    server = socket.create_server(("127.0.0.1", 0))
-    code = f"import socket; s = socket.create_connection(('127.0.0.1', {server.getsockname()[1]})); s.recv(1)"
-    with subprocess.Popen([sys.executable, "-c", code]) as child:
-        connection, _ = server.accept()
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline and "socket" not in look_closely(child.pid).waits_on:
-            time.sleep(0.02)
-        waits_on = look_closely(child.pid).waits_on
-        child.kill()
-        connection.close()
-    assert f"connected to 127.0.0.1:{server.getsockname()[1]}" in waits_on

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from truth import CASES, Case, command_of, culprit_lines
 
 from lamplighter.rundir import RunDir, read_lines
