@@ -16,6 +16,10 @@ import pytest
 
 from lamplighter.procs.procfs import look
 from lamplighter.rundir import RunDir, is_running, read_json, read_lines
+from lamplighter.watch.console import Console
+from lamplighter.watch.restart_policy import RestartPolicy
+from lamplighter.watch.supervisor import Supervisor
+from lamplighter.watch.trainer import ChildSpec, Trainer
 from running import LAMP, LONG, clean_env, lamp, start_lamp, wait_for
 
 HANG = """
@@ -117,7 +121,7 @@ def test_a_restart_on_a_terminal_lives_as_long_as_it_likes(tmp_path: Path) -> No
     assert "resumed" in heard.text
 
 
-def test_without_the_shim_it_says_so_and_watches_from_outside(tmp_path: Path) -> None:
+def test_without_the_agent_it_says_so_and_watches_from_outside(tmp_path: Path) -> None:
     name = script(tmp_path, HANG)
     run = RunDir(tmp_path / "runs" / "train")
     going = start_lamp("watch", "--", sys.executable, "-I", name, cwd=tmp_path)
@@ -128,7 +132,7 @@ def test_without_the_shim_it_says_so_and_watches_from_outside(tmp_path: Path) ->
     going.wait(15)
 
 
-def test_without_ptrace_the_shim_is_enough(tmp_path: Path) -> None:
+def test_without_ptrace_the_agent_is_enough(tmp_path: Path) -> None:
     """A process that may not be traced or looked into (not dumpable, another user's): its own thread answers."""
     name = script(tmp_path, "import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + HANG)
     run = RunDir(tmp_path / "runs" / "train")
@@ -353,7 +357,7 @@ def test_a_zombie_is_buried_once(tmp_path: Path) -> None:
 
 def test_a_fault_of_ours_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
     name = script(tmp_path, "import time\ntime.sleep(4)\nraise SystemExit(6)\n")
-    broken = "import lamplighter.watch.progress as p, lamplighter.commands as c, sys\np.Progress.words = lambda *_: 1 / 0\nsys.exit(c.main())\n"
+    broken = "import lamplighter.watch.progress as p, lamplighter.commands as c, sys\np.ScriptProgress.words = lambda *_: 1 / 0\nsys.exit(c.main())\n"
     script(tmp_path, broken, "broken.py")
     words = [sys.executable, "broken.py", "watch", "--", sys.executable, name]
     done = subprocess.run(words, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=60, check=False)
@@ -381,3 +385,15 @@ def test_lamp_stop_cancels_a_restart(tmp_path: Path) -> None:
     lamp("stop", "train", cwd=tmp_path)
     going.wait(30)
     assert [event["attempt"] for event in read_lines(run.events) if event["type"] == "start"] == [1]
+
+
+def test_two_ranks_are_two_roots_and_the_first_failure_ends_both(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "r")
+    run.create()
+    spec = ChildSpec("tokenizer-show", {}, keeps_report=False, ranks=2)  # there is no config.yaml: each ends with 66
+    code = Supervisor(run, Trainer(run, spec, Console(2, live=False)), RestartPolicy("report")).supervise()
+    assert code == 66
+    ends = [event for event in read_lines(run.events) if event["type"] == "child_end"]
+    assert len(ends) == 2 and 66 in [event["code"] for event in ends]
+    assert run.fifo(0).exists() and run.fifo(1).exists()
+    assert {event["rank"] for event in read_lines(run.events) if event["type"] == "hello"} <= {0, 1}

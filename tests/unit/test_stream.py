@@ -311,6 +311,14 @@ def test_a_file_that_grew_by_a_line_is_another_stream(tmp_path: Path) -> None:
     assert names[0] != names[1]
 
 
+def test_the_name_of_a_stream_is_frozen() -> None:
+    """It is in the checkpoints of older runs: another spelling would refuse to resume them."""
+    assert (
+        StreamBatches(filler(), HeldOutTokens(np.zeros(0, np.uint32), 0, 0)).describe().name
+        == "stream-405f12a9896db984"
+    )
+
+
 def test_a_tiny_source_does_not_flood_the_console(monkeypatch: Any) -> None:
     said: list[str] = []
     from lamplighter import report

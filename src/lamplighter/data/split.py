@@ -1,6 +1,6 @@
 """Which text is trained on and which is held back for validation: by hash, so equal texts are never on both sides.
 
-In:  stretches of documents, and what share of them to hold back.
+In:  blocks of documents, and what share of them to hold back.
 Out: pieces of text, each with its side; whole documents where there are enough of them, else runs of blocks.
 """
 
@@ -108,15 +108,15 @@ class Survey:
     by_document: Extremes = field(default_factory=Extremes)
     by_block: Extremes = field(default_factory=Extremes)
 
-    def add(self, stretch: TextBlock) -> None:
-        begun = [doc for doc in stretch.docs[stretch.opened :] if doc]
+    def add(self, text_block: TextBlock) -> None:
+        begun = [doc for doc in text_block.docs[text_block.opened :] if doc]
         self.by_document.add(self.plain.hashes(begun))
         if self.text_bytes < SAMPLE_BYTES or self.by_block.least == self.by_block.greatest:
-            for doc in filter(None, stretch.docs):
+            for doc in filter(None, text_block.docs):
                 self.by_block.add(self.plain.block_hashes(doc)[1])
         if self.text_bytes < SAMPLE_BYTES:
-            self.sample += stretch.docs
-        self.text_bytes += sum(map(len, stretch.docs))
+            self.sample += text_block.docs
+        self.text_bytes += sum(map(len, text_block.docs))
         self.documents += len(begun)
 
     def has_sample(self) -> bool:
@@ -176,19 +176,19 @@ NO_PIECES = Pieces([], _NO, _NO, ends=_NO, hashes=np.zeros(0, np.uint64), hashes
 
 
 class Splitter:
-    """Stretches in, pieces out. Between stretches it remembers only the side whose document has not ended."""
+    """Stretches in, pieces out. Between blocks it remembers only the side whose document has not ended."""
 
     def __init__(self, division: Split, open_val: bool | None = None) -> None:
         self.division, self.open_val = division, open_val
         self.empty = 0
 
-    def pieces(self, stretch: TextBlock) -> Pieces:
-        docs, open_end = stretch.docs, stretch.open
+    def pieces(self, text_block: TextBlock) -> Pieces:
+        docs, open_end = text_block.docs, text_block.open
         if open_end and not docs[-1]:  # nothing of it yet
             docs, open_end = docs[:-1], False
             if not docs:
                 return NO_PIECES
-        going_on = stretch.opened and self.open_val is not None
+        going_on = text_block.opened and self.open_val is not None
         if not all(docs):  # an empty text has no side; one that ends an open document has
             kept = [doc for number, doc in enumerate(docs) if doc or (going_on and not number)]
             self.empty += len(docs) - len(kept)

@@ -288,9 +288,9 @@ class StreamBatches:
 
     @property
     def name(self) -> str:
-        """Changes when a run would no longer be the same."""
-        source = self.filler.source
-        parts = f"{source} {source.total_bytes()} {self.filler.tokenizer.fingerprint()} {self.filler.division}"
+        """Changes when a run would no longer be the same; recorded in every checkpoint, so its spelling may never change."""
+        source, split = self.filler.source, ", ".join(f"{n}={v!r}" for n, v in asdict(self.filler.division).items())
+        parts = f"{source} {source.total_bytes()} {self.filler.tokenizer.fingerprint()} Division({split})"
         return f"stream-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
     def describe(self) -> DataFacts:

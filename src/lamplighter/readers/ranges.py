@@ -271,20 +271,20 @@ def _clean(data: bytes, file: RangeFile, at: int, bad: BadInFile) -> bytes:
 
 
 def read(span: Span, how: ReadOptions, bad: BadInReading) -> Iterator[tuple[TextBlock, int]]:
-    """The stretches of a span, each with how many of the span's bytes are behind it."""
+    """The blocks of a span, each with how many of the span's bytes are behind it."""
     if span.kind == "file":
         yield from _whole_file(span, how, bad)
         return
     in_file = bad.file(span.path)
     with RangeFile(span.file) as file:
         if span.kind == "json":
-            stretches = _json_lines(file, span, how, in_file)
+            blocks = _json_lines(file, span, how, in_file)
         elif how.separator:
-            stretches = _separated(file, span, how, how.separator.encode(), in_file)
+            blocks = _separated(file, span, how, how.separator.encode(), in_file)
         else:
-            stretches = _one_text(file, span, how, in_file)
-        for stretch, at in stretches:
-            yield stretch, min(at, span.stop) - span.start
+            blocks = _one_text(file, span, how, in_file)
+        for text_block, at in blocks:
+            yield text_block, min(at, span.stop) - span.start
 
 
 def _one_text(file: RangeFile, span: Span, how: ReadOptions, bad: BadInFile) -> Iterator[tuple[TextBlock, int]]:
@@ -420,12 +420,12 @@ def _whole_file(span: Span, how: ReadOptions, bad: BadInReading) -> Iterator[tup
         behind[0] = at
 
     texts = read_texts(span.file, TextFormat(how.separator, how.text_key), bad, tell)
-    for stretch in gathered((text for text, _ in texts), PART_BYTES):
-        yield stretch, behind[0]
+    for text_block in gathered((text for text, _ in texts), PART_BYTES):
+        yield text_block, behind[0]
 
 
 def gathered(texts: Iterator[str], size: int) -> Iterator[TextBlock]:
-    """Texts, some of them Parts, in stretches of about `size` bytes."""
+    """Texts, some of them Parts, in blocks of about `size` bytes."""
     docs: list[bytes] = []
     total, opened = 0, False
     for text in texts:

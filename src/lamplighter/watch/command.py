@@ -25,11 +25,11 @@ from lamplighter.watch import agent, time_report
 from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
 from lamplighter.watch.diagnosis import Finding
 from lamplighter.watch.process_tree import HELLO_S, Snapshot
-from lamplighter.watch.progress import Progress
+from lamplighter.watch.progress import ScriptProgress
 from lamplighter.watch.restart_policy import RestartPolicy
 from lamplighter.watch.stall import STALL_S, StallDetector
 from lamplighter.watch.status import clean, duration
-from lamplighter.watch.supervisor import Death, Ending, Outcome
+from lamplighter.watch.supervisor import Death, Ending, RunOutcome
 from lamplighter.watch.terminal import Terminal
 from lamplighter.watch.trainer import signal_name
 
@@ -56,7 +56,7 @@ class WatchedCommand:
         self.again = again
         self.began = time.monotonic()
         self.child: subprocess.Popen[bytes] | None = None
-        self.progress = Progress()
+        self.progress = ScriptProgress()
         self.snapshot: Snapshot | None = None
         self.finding: Finding | None = None
         self.oom_before = procfs.oom_kills()
@@ -107,7 +107,7 @@ class WatchedCommand:
         return {}
 
     def begin_again(self, attempt: int, policy: RestartPolicy) -> None:
-        self.progress, self.snapshot, self.finding = Progress(), None, None
+        self.progress, self.snapshot, self.finding = ScriptProgress(), None, None
         self.say(f"attempt {attempt}: the command is started again; it must resume by itself")
 
     def ask_stop(self, reason: str, again: bool) -> None:
@@ -218,11 +218,11 @@ class WatchedCommand:
     def death(self, code: int) -> Death | None:
         return None  # its end is its own
 
-    def outcome(self, ending: Ending) -> Outcome:
+    def outcome(self, ending: Ending) -> RunOutcome:
         """The command's own exit code, or 70 if we stopped it."""
-        code, spent = ending.codes[0], duration(time.monotonic() - self.began)
+        code, spent = ending.code, duration(time.monotonic() - self.began)
         if ending.planned == "stop":
-            return Outcome(STUCK, "stuck", f"stuck, and stopped: {ending.planned_why}")
+            return RunOutcome(STUCK, "stuck", f"stuck, and stopped: {ending.planned_why}")
         if code < 0:
             memory = ", out of memory" if procfs.oom_kills() > self.oom_before else ""
             words = f"the command was killed by {signal_name(-code)} (signal {-code}{memory}) after {spent}"
@@ -231,10 +231,10 @@ class WatchedCommand:
             words = f"the command ended with exit code {code} after {spent}"
             state = "finished" if code == 0 else "failed"
         if ending.stop_reason:
-            return Outcome(code, "stopped", f"{words}; asked to stop ({ending.stop_reason})")
-        return Outcome(code, state, words)
+            return RunOutcome(code, "stopped", f"{words}; asked to stop ({ending.stop_reason})")
+        return RunOutcome(code, state, words)
 
-    def report(self, outcome: Outcome, attempts: int) -> None:
+    def report(self, outcome: RunOutcome, attempts: int) -> None:
         """report.md, and what to run next."""
         times = time_report.TimeReport(time.monotonic() - self.began, self.progress.seconds, attempts)
         facts = {"command": " ".join(self.words), "steps": self.progress.steps, "attempts": attempts}
@@ -242,7 +242,7 @@ class WatchedCommand:
         made = f"made: {self.run.report}; next: lamp runs, or: less {self.run.console}"
         self.say(f"{outcome.words}; {self.progress.summary()}\n{made}")
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         if self.again:
             for fd in self.streams:
                 os.close(fd)

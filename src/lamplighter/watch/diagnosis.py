@@ -161,7 +161,10 @@ def _finding(
         seen.append(f"waits in {evidence.look.wchan}")
     since_s = round(evidence.stalled_s, 2)
     return Finding(
-        Verdict(state, cause, why, next, "none", tuple(seen), {**where, **culprit_fields}, since_s), provable
+        Verdict(
+            state, cause, why, next, "none", evidence=tuple(seen), culprit={**where, **culprit_fields}, since_s=since_s
+        ),
+        provable,
     )
 
 

@@ -12,7 +12,7 @@ from lamplighter.watch.process_tree import Process, Snapshot, counts
 from lamplighter.watch.status import amount, clean, duration
 
 
-class Progress:
+class ScriptProgress:
     """Remembers the last seconds, and adds up where they went."""
 
     def __init__(self) -> None:

@@ -131,7 +131,6 @@ class StallDetector:
         slot = main.slot
         if self.ours and slot is not None and slot.phase != self.phase:
             self.phase, self.phase_ticks, self.gap_s = slot.phase, slot.ticks, 0.0
-        self.counted = self.counted or any(process.slot and counts(process.slot) for process in snapshot.processes)
         if snapshot.worked_at > self.worked_at:
             gap_s = self.gap_s if self.ours else snapshot.worked_at - self.worked_at
             usual_s = max(self.usual_gap_s.get(self.phase, 0.0) * 0.98, gap_s)
@@ -141,6 +140,8 @@ class StallDetector:
             self.window.clear()
             self.named.clear()
             self.captures, self.finding, self.next_capture_s = {}, None, 0.0
+        # only now: what came before the first unit of work (imports) says nothing about how long one takes
+        self.counted = self.counted or any(process.slot and counts(process.slot) for process in snapshot.processes)
         self.gap_s = snapshot.stalled_s
 
     def _patience_s(self, snapshot: Snapshot, main: Process, phase_usual_s: float) -> float:

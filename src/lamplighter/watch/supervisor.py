@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from lamplighter.errors import DONE, STOPPED_EARLY
 from lamplighter.procs import procfs
 from lamplighter.report import Verdict
 from lamplighter.rundir import (
@@ -53,7 +54,7 @@ REQUESTS = (".why", ".stop", ".save")
 class Ending:
     """What the supervisor knows when the processes have ended."""
 
-    codes: tuple[int, ...]
+    code: int  # of the process that decides
     stop_reason: str
     planned: str  # stop, where we gave up
     planned_why: str
@@ -61,7 +62,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run has ended: the exit code of our command, the state for status.json, a sentence."""
 
     code: int
@@ -127,9 +128,9 @@ class Target(Protocol):
     def may_grow(self) -> bool: ...
     def death(self, code: int) -> Death | None: ...
     def begin_again(self, attempt: int, policy: RestartPolicy) -> None: ...
-    def outcome(self, ending: Ending) -> Outcome: ...
-    def report(self, outcome: Outcome, attempts: int) -> None: ...
-    def close(self, outcome: Outcome) -> None: ...
+    def outcome(self, ending: Ending) -> RunOutcome: ...
+    def report(self, outcome: RunOutcome, attempts: int) -> None: ...
+    def close(self, outcome: RunOutcome) -> None: ...
 
 
 class Supervisor:
@@ -152,6 +153,7 @@ class Supervisor:
         self.stop_reason, self.stop_at = "", 0.0
         self.planned = self.planned_why = ""  # restart, fallback or stop, decided by us
         self.killed = False
+        self.code = 0
         self.memory: deque[tuple[float, float]] = deque(maxlen=240)
         self.recompiles: deque[tuple[float, int]] = deque()
         self.warned: set[str] = set()
@@ -191,7 +193,8 @@ class Supervisor:
         if reason := self.target.stop_wanted():
             self.ask_stop(reason)
         codes = [process.poll() for process in self.processes]
-        return all(code is not None for code in codes) or any(codes)  # one rank that failed ends the group
+        failed = any(code not in (None, DONE, STOPPED_EARLY) for code in codes)  # one rank that failed ends the group
+        return failed or all(code is not None for code in codes)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """A fault of ours (a folder that was deleted, a full table of files) must never end somebody's command: said once."""
@@ -239,18 +242,22 @@ class Supervisor:
             return True
         if self.stop_reason or self.planned == "stop" or self.target.leaves_at_once():
             return False
-        death = self.target.death(self._codes()[0])
+        death = self.target.death(self.code)
         if death is None:
             return False
         step, durable = self.target.standing()
         decision = self.policy.dead(death.how, step, durable, death.compiling)
         advice = decision.why or "run the same command again"
         self._say_verdict(
-            Verdict("dead", death.cause, death.why, advice, decision.action, death.evidence, death.culprit)
+            Verdict(
+                "dead", death.cause, death.why, advice, decision.action, evidence=death.evidence, culprit=death.culprit
+            )
         )
         return decision.action in ("restart", "fallback")
 
     def _forget_processes(self) -> None:
+        """Those that are left are ended; the code of the first that failed by itself decides."""
+        failed = [code for process in self.processes if (code := process.poll())]
         self.target.kill(None)
         self.tree.close()
         for fd in self.pidfds:
@@ -259,11 +266,7 @@ class Supervisor:
         for process in self.processes:
             pid = {} if self.target.ours else {"pid": process.pid}
             self.event("child_end", **pid, code=process.wait(), attempt=self.attempt)
-
-    def _codes(self) -> tuple[int, ...]:
-        """The exit codes; one that failed comes first."""
-        codes = [process.wait() for process in self.processes]
-        return tuple(sorted(codes, key=lambda code: code == 0))
+        self.code = failed[0] if failed else self.processes[0].wait()
 
     def _begin_again(self) -> None:
         """The next attempt; of ours, from the durable step."""
@@ -323,7 +326,7 @@ class Supervisor:
 
     def _say_error(self) -> None:
         """An uncaught exception of a command, in the words of the process that had it."""
-        if self.target.ours or self._codes()[0] == 0 or self.stop_reason or self.died:
+        if self.target.ours or self.processes[0].poll() == 0 or self.stop_reason or self.died:
             return
         slots = read_slots(self.run.slots)
         failed = [slot for slot in slots.values() if slot.error]
@@ -484,7 +487,7 @@ class Supervisor:
 
     def _close(self) -> int:
         """What became of it: the last status and event, the report, the last words."""
-        ending = Ending(self._codes(), self.stop_reason, self.planned, self.planned_why, self.killed)
+        ending = Ending(self.code, self.stop_reason, self.planned, self.planned_why, self.killed)
         outcome = self.target.outcome(ending)
         self._guarded(lambda: self._write_end(outcome))
         self.notifier.tell(outcome.state, outcome.words, code=outcome.code)
@@ -492,7 +495,7 @@ class Supervisor:
         self.target.close(outcome)
         return outcome.code
 
-    def _write_end(self, outcome: Outcome) -> None:
+    def _write_end(self, outcome: RunOutcome) -> None:
         self._write_status(outcome.state, exit_code=outcome.code, outcome=outcome.words)
         self.event("stop", code=outcome.code, state=outcome.state, outcome=outcome.words, reason=self.stop_reason)
         self.target.report(outcome, self.attempt)

@@ -42,7 +42,7 @@ from lamplighter.watch.resources import disk_verdict
 from lamplighter.watch.restart_policy import RestartPolicy
 from lamplighter.watch.stall import StallDetector
 from lamplighter.watch.status import clean, duration, line, tell, tell_flags, tell_step
-from lamplighter.watch.supervisor import Death, Ending, Outcome
+from lamplighter.watch.supervisor import Death, Ending, RunOutcome
 
 OUTPUT_LINES = 40
 BUDGET_BACKSTOP_S = 5.0
@@ -335,7 +335,7 @@ class Trainer:
         cause = "rss_oom" if memory else "killed" if code < 0 else "exit"
         failed = next((rank for rank in self.ranks if self.processes[rank].returncode == code), 0)
         culprit: dict[str, object] = {"pid": self.processes[failed].pid, "rank": failed, "step": step}
-        return Death(how, cause, why, evidence, culprit, compiling)
+        return Death(how, cause, why, evidence, culprit, compiling=compiling)
 
     def _lost(self, code: int) -> bool:
         """Whether the child is gone without having ended: killed, or left with a code that is not its own last word.
@@ -352,12 +352,12 @@ class Trainer:
             return not (self.ended_early or slot.step >= slot.steps > 0)
         return False
 
-    def outcome(self, ending: Ending) -> Outcome:
+    def outcome(self, ending: Ending) -> RunOutcome:
         slot = self.slot
         if slot is not None and slot.error and not self.error_heard:
             self.say(slot.error, "bold red")  # the event was lost: a full disk
-        code, words = self._judge(ending, ending.codes[0])
-        return Outcome(code, STATES.get(code, "failed"), words)
+        code, words = self._judge(ending, ending.code)
+        return RunOutcome(code, STATES.get(code, "failed"), words)
 
     def _judge(self, ending: Ending, child_code: int) -> tuple[int, str]:
         """The exit code of the command, and the sentence for it."""
@@ -406,14 +406,14 @@ class Trainer:
             return f"step {durable} is safe"
         return "no checkpoint was made yet" if step else "no step had been made"
 
-    def report(self, outcome: Outcome, attempts: int) -> None:
+    def report(self, outcome: RunOutcome, attempts: int) -> None:
         """report.md, the table of it in words, and the outcome."""
         if self.spec.keeps_report:
             self._report_times(outcome)
         if outcome.code != DONE or self.spec.keeps_report:
             self.say(outcome.words, STYLES.get(outcome.code, "bold red"))
 
-    def _report_times(self, outcome: Outcome) -> None:
+    def _report_times(self, outcome: RunOutcome) -> None:
         times = time_report.read_time_report(self.run)
         status, slot, budget = self.status, self.slot, self.spec.budget
         facts: dict[str, Any] = {"steps": f"{slot.step} of {slot.steps}" if slot else "0", "attempts": times.attempts}
@@ -431,7 +431,7 @@ class Trainer:
         if problem := time_report.write_report(self.run, times, budget, outcome.words, facts):
             self.say(f"WARNING  {self.run.report} cannot be written: {problem}", "bold yellow")
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         """What to run next."""
         if outcome.code != DONE and self.spec.resume_command and outcome.code not in NOT_BY_RESUMING:
             self.say(f"next: {self.spec.resume_command}", "bold")

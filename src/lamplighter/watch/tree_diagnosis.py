@@ -55,7 +55,9 @@ def _finding(
         f"{process.words} {process.look.words}, {sample.cpu_share(process):.0%} of a core",
         f"waits in {process.look.wchan}" if process.look.wchan.strip("0") else not_known(process.look),
     )
-    verdict = Verdict(state, cause, why, next, "none", tuple(filter(None, evidence)), {**culprit, **more})
+    verdict = Verdict(
+        state, cause, why, next, "none", evidence=tuple(filter(None, evidence)), culprit={**culprit, **more}
+    )
     return Finding(replace(verdict, since_s=round(sample.last.stalled_s, 2)), provable)
 
 
@@ -75,7 +77,7 @@ def part_stopped(sample: GroupSample) -> Finding | None:
     waits = f"; {waiting.words} waits for it{_in_what(waiting)}{sample.at(waiting)}" if waiting else ""
     item = f" in item {one.slot.item}" if one.slot and one.slot.in_item else ""
     why = f"{one.words} is stopped by a signal{item}{waits}"
-    return _finding(sample, one, "stuck", cause, why, f"kill -CONT {one.pid}", provable=False)
+    return _finding(sample, one, "stuck", cause, why, next=f"kill -CONT {one.pid}", provable=False)
 
 
 def _in_what(process: Process) -> str:
@@ -119,7 +121,7 @@ def late_rank(sample: GroupSample) -> Finding | None:
     )
     advice = "every rank must reach the same collectives: look at that line of the late rank"
     return _finding(
-        sample, one, "slow" if busy else "stuck", "rank_late", why, advice, provable=False, waits=ahead.rank
+        sample, one, "slow" if busy else "stuck", "rank_late", why, next=advice, provable=False, waits=ahead.rank
     )
 
 
@@ -132,7 +134,7 @@ def _uneven(sample: GroupSample, one: Process, ahead: Process) -> Finding:
         f" and waits for it: the ranks have different numbers of batches, {sample.words()}"
     )
     advice = "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"
-    return _finding(sample, ahead, "stuck", "rank_uneven", why, advice, provable=True, waits=one.rank)
+    return _finding(sample, ahead, "stuck", "rank_uneven", why, next=advice, provable=True, waits=one.rank)
 
 
 def _other_collective(sample: GroupSample, waiting: Sequence[Process]) -> Finding | None:
@@ -145,7 +147,15 @@ def _other_collective(sample: GroupSample, waiting: Sequence[Process]) -> Findin
     names = {call.split()[0] for call in calls}
     cause = "rank_order" if len(names) > 1 else "rank_shape"
     advice = "make every rank call the same collective with the same shape"
-    return _finding(sample, waiting[-1], "stuck", cause, f"the ranks call different collectives: {words}", advice, True)
+    return _finding(
+        sample,
+        waiting[-1],
+        "stuck",
+        cause,
+        f"the ranks call different collectives: {words}",
+        next=advice,
+        provable=True,
+    )
 
 
 def outlier_rank(sample: GroupSample) -> Finding | None:
@@ -165,7 +175,7 @@ def outlier_rank(sample: GroupSample) -> Finding | None:
         f" backward pass{sample.at(other)}, {sample.words()}"
     )
     advice = "every rank must make the same number of steps: look at that line of the late rank"
-    return _finding(sample, one, "slow" if busy else "stuck", "rank_late", why, advice, waits=other.rank)
+    return _finding(sample, one, "slow" if busy else "stuck", "rank_late", why, next=advice, waits=other.rank)
 
 
 def group_by_line(stacks: Sequence[tuple[Process, ThreadStack | None]]) -> dict[str, list[Process]]:
@@ -207,21 +217,23 @@ def _about_worker(sample: GroupSample, main: Process, worker: Process) -> Findin
     if sample.is_silent(worker):
         why = f"{where}; it holds the GIL in a C call, {'busy' if busy else 'asleep'}; {waits}"
         advice = "look at that line and that item: a regular expression or a C call that takes for ever"
-        return _finding(sample, worker, "slow", "worker_gil", why, advice)
+        return _finding(sample, worker, "slow", "worker_gil", why, next=advice)
     if _moves_bytes(sample, worker) and sample.cpu_share(worker) < 0.5:
-        return _finding(sample, worker, "slow", "slow_disk", f"{where}, reading slowly; {waits}", "a faster disk")
+        return _finding(sample, worker, "slow", "slow_disk", f"{where}, reading slowly; {waits}", next="a faster disk")
     if busy:
         why = f"{where}, {sample.cpu_share(worker):.0%} of a core; {waits}"
         return _finding(
-            sample, worker, "slow", "slow_worker", why, "wait, or make that item cheaper; more workers help"
+            sample, worker, "slow", "slow_worker", why, next="wait, or make that item cheaper; more workers help"
         )
     if frame is not None and text_of_wait(frame) and worker.slot.forked_beside:
         taken = "; ".join(_short(place) for place in worker.slot.forked_beside.split("; "))
         why = f"{where}, waiting for a lock that was held when it was forked (taken by: {taken}); {waits}"
         advice = "start the workers before the threads, or use multiprocessing_context='spawn'"
-        return _finding(sample, worker, "stuck", "fork_lock", why, advice, provable=True)
+        return _finding(sample, worker, "stuck", "fork_lock", why, next=advice, provable=True)
     why = f"{where}, asleep; {waits}"
-    return _finding(sample, worker, "stuck", "worker_hang", why, f"look at item {worker.slot.item} and at that line")
+    return _finding(
+        sample, worker, "stuck", "worker_hang", why, next=f"look at item {worker.slot.item} and at that line"
+    )
 
 
 def _is_busy(sample: GroupSample, process: Process) -> bool:
@@ -260,7 +272,15 @@ def child_lost(sample: GroupSample) -> Finding | None:
             )
             advice = "find out why it died (memory?); concurrent.futures raises BrokenProcessPool instead of waiting"
             return _finding(
-                sample, main, "stuck", "pool_child_lost", why, advice, True, lost=one.pid, signal=-(one.code or 0)
+                sample,
+                main,
+                "stuck",
+                "pool_child_lost",
+                why,
+                next=advice,
+                provable=True,
+                lost=one.pid,
+                signal=-(one.code or 0),
             )
     return None
 
@@ -357,7 +377,7 @@ def storm_verdict(process: Process, count: int, seconds: float, taken: Stacks | 
     culprit = {"pid": process.pid, **(frame.fields() if frame else {})}
     why = f"recompiled {count} times within {duration(seconds)}{where} (now {now}): a new shape or value each time"
     advice = "feed a few fixed lengths (buckets), or torch._dynamo.mark_dynamic; TORCH_LOGS=recompiles shows the guard"
-    return Verdict("slow", "recompile_storm", why, advice, "none", (), culprit)
+    return Verdict("slow", "recompile_storm", why, advice, "none", evidence=(), culprit=culprit)
 
 
 # ---------------------------------------------------------------- those who have ended
@@ -386,11 +406,17 @@ def death_verdict(ended: Exit) -> Verdict | None:
             cause = "worker_oom"
         culprit |= {"worker": slot.worker, "item": slot.item}
         why = f"worker {slot.worker} (process {ended.pid}) {how_it_ended(ended)} at item {slot.item}"
-        return Verdict("dead", cause, why, _advice(cause), "none", (), culprit)
+        return Verdict("dead", cause, why, _advice(cause), "none", evidence=(), culprit=culprit)
     why = f"rank {slot.rank} (process {ended.pid}) {how_it_ended(ended)} after {slot.step} steps, collective {slot.coll_seq}"
     cause = "rank_sigkill" if ended.code == -9 else "rank_exit"
     return Verdict(
-        "dead", cause, why, "look at what that rank printed last", "none", (), {**culprit, "rank": slot.rank}
+        "dead",
+        cause,
+        why,
+        "look at what that rank printed last",
+        "none",
+        evidence=(),
+        culprit={**culprit, "rank": slot.rank},
     )
 
 
@@ -419,7 +445,7 @@ def error_verdict(slot: Slot, slots: Mapping[int, Slot]) -> Verdict:
     elif "pickle" in text.lower():
         cause = "spawn_pickle"
     who = f"worker {worker}, item {culprit.get('item')}: " if worker >= 0 else ""
-    return Verdict("dead", cause, f"{who}{text}", _advice(cause), "none", (), culprit)
+    return Verdict("dead", cause, f"{who}{text}", _advice(cause), "none", evidence=(), culprit=culprit)
 
 
 def _advice(cause: str) -> str:

@@ -1,4 +1,4 @@
-"""The plan of a token cache: which stretch of the files is which unit of work; a pure function of files and settings.
+"""The plan of a token cache: which range of the files is which unit of work; a pure function of files and settings.
 
 In:  a source and the size of a unit.
 Out: units, each a list of spans; None for a source that only it can read, text by text.
@@ -123,8 +123,8 @@ def survey_plan(plan: BuildPlan, found: Survey, show: Callable[[int, str], None]
             continue
         show(done, str(span))
         behind = 0
-        for stretch, behind in read(span, plan.how, reading):
-            found.add(stretch)
+        for text_block, behind in read(span, plan.how, reading):
+            found.add(text_block)
             show(done + behind, str(span))
             if found.is_enough():
                 return done + behind

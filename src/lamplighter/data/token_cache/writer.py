@@ -1,6 +1,6 @@
 """One unit of a token cache being written: a shard of ids for each side, where its documents begin, their hashes.
 
-In:  stretches of text, a division, an encoder.
+In:  blocks of text, a division, an encoder.
 Out: train-00007.bin, .idx and .hash, the same for val, and a record of them; nothing counts until its marker is written
      (builder.py).
 
@@ -152,7 +152,7 @@ class _Shard:
 
 
 class UnitWriter:
-    """Divides, encodes and appends; what it holds in memory is one stretch."""
+    """Divides, encodes and appends; what it holds in memory is one block of text."""
 
     def __init__(self, job: UnitJob, encoder: Encoder, number: int, open_val: bool | None = None) -> None:
         self.job, self.encoder, self.number = job, encoder, number
@@ -160,9 +160,9 @@ class UnitWriter:
         self.shards = [_Shard(job.folder, side, number) for side in SIDES]
         self.read_bytes = 0
 
-    def add(self, stretch: TextBlock) -> None:
-        pieces = self.divider.pieces(stretch)
-        self.read_bytes += sum(map(len, stretch.docs))
+    def add(self, text_block: TextBlock) -> None:
+        pieces = self.divider.pieces(text_block)
+        self.read_bytes += sum(map(len, text_block.docs))
         ids, lengths = self.encoder.encode(pieces.texts)
         self._check(ids, lengths, pieces)
         sizes = np.fromiter(map(len, pieces.texts), np.int64, len(pieces.texts))
@@ -286,8 +286,8 @@ def make_unit(unit: Unit) -> Record:
     with writer:
         for span in unit.spans:
             before = reading.lines
-            for stretch, behind in ranges.read(span, how, reading):
-                writer.add(stretch)
+            for text_block, behind in ranges.read(span, how, reading):
+                writer.add(text_block)
                 _worker.tell(unit.number, done + behind)
             done += span.stop - span.start
             lines.append(reading.lines - before)
