@@ -11,14 +11,12 @@ import pytest
 from lamplighter.procs.procfs import ProcessLook, ThreadLook
 from lamplighter.procs.stacks import OURS, Frame, Stacks, ThreadStack
 from lamplighter.report import Verdict
-from lamplighter.rundir import RunDir
 from lamplighter.slot import Slot
 from lamplighter.watch.diagnosis import Finding, enclosing_loop
 from lamplighter.watch.evidence import GroupSample, from_json, to_json
-from lamplighter.watch.process_tree import Exit, Process, ProcessTree, Snapshot
+from lamplighter.watch.process_tree import Exit, Process, Snapshot
 from lamplighter.watch.resources import disk_verdict, memory_verdict
 from lamplighter.watch.restart_policy import RestartPolicy
-from lamplighter.watch.stall import StallDetector
 from lamplighter.watch.tree_diagnosis import death_verdict, judge, phase_from_stack
 
 SOURCE = """\
@@ -186,28 +184,6 @@ def test_a_tree_is_judged_by_who_is_behind_and_can_be_judged_again(user_file: st
     assert from_json(to_json(sample)) == sample
     death = death_verdict(exits[0])
     assert death is not None and death.cause == "worker_oom"
-
-
-def test_the_time_before_the_first_step_does_not_stretch_the_patience_of_training(tmp_path: Path) -> None:
-    """A script imports for 20 s, makes steps of 0.1 s, and hangs: 3 s later it is looked at."""
-    run, nobody = RunDir(tmp_path), 2**22 + 5
-    run.create()
-    stall, tree = StallDetector(run, ours=False), ProcessTree((), run.slots)
-    start = stall.worked_at
-
-    def look(at: float, worked_at: float, step: int) -> None:
-        process = Process(ProcessLook(nobody, "S"), Slot(pid=nobody, step=step, answers=1))
-        stall.look(tree, Snapshot(start + at, (process,), start + worked_at))
-
-    look(19.9, 0.0, 0)
-    for step in range(5):
-        look(20.0 + step / 10, 20.0 + step / 10, step + 1)
-    stall.capturing = None
-    look(21.6, 20.4, 5)
-    assert stall.capturing is None, "too early"
-    look(23.4, 20.4, 5)
-    assert stall.capturing is not None
-    stall.capturing.join()
 
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "recordings").glob("*.json"))
