@@ -402,7 +402,7 @@ def _answer_all(fd: int) -> None:
 def _answer(request: str) -> None:
     word, _, rest = request.partition(" ")
     if word == "stacks":
-        write_stacks(int(rest))
+        _write_stacks(int(rest))
     elif word == "stop":
         _ask_stop(rest)
     elif word == "save":
@@ -425,7 +425,7 @@ def _ask_stop(reason: str) -> None:
     threading.Thread(target=action, name="lamp-stopper", daemon=True).start()
 
 
-def write_stacks(number: int) -> None:
+def _write_stacks(number: int) -> None:
     """The stacks of all threads, taken under the GIL, as one small JSON file for the parent."""
     r = _reporter
     if r.run is None:

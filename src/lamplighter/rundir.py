@@ -28,7 +28,7 @@ FORMAT = (
 )
 NUMERICS = 1  # of the arithmetic: raised when the same run would give other bits
 VERSIONS = {"format": FORMAT, "numerics": NUMERICS}
-HEARTBEAT_DEAD_S = 10.0
+_HEARTBEAT_DEAD_S = 10.0
 NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "ceph", "gluster", "gpfs", "beegfs", "9p", "fuse.sshfs", "afs")
 
 
@@ -132,7 +132,7 @@ def _make_slots(slots: Path) -> None:
     """Slots are mapped memory: on a network file system they live in /dev/shm behind a link."""
     if slots.is_symlink():
         slots.unlink()
-    if not is_network_file_system(slots.parent):
+    if not _is_network_file_system(slots.parent):
         slots.mkdir(exist_ok=True)
         return
     import hashlib
@@ -154,7 +154,7 @@ def file_system(path: Path) -> str:
     return kind
 
 
-def is_network_file_system(path: Path) -> bool:
+def _is_network_file_system(path: Path) -> bool:
     """Whether the mount that holds `path` is a network file system."""
     return file_system(path).startswith(NETWORK_FILE_SYSTEMS)
 
@@ -370,7 +370,7 @@ def _check(manifest: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a folder; None where it is missing or damaged in any way."""
     found = read_json(folder / "manifest.json")
     if not isinstance(found, dict):
@@ -386,7 +386,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def newer_format(folder: Path) -> int | None:
     """The format of a folder that a newer version wrote; None where this one can read it, or it is damaged."""
-    manifest = read_manifest(folder)
+    manifest = _read_manifest(folder)
     found = version_of(manifest) if manifest else FORMAT
     return found if found > FORMAT else None
 
@@ -395,7 +395,7 @@ def verify_manifest(folder: Path, deep: bool = True, tick: Callable[[int], None]
     """None if the folder is what its manifest says, else the reason in words; damage in the manifest is a reason too."""
     if not (folder / "manifest.json").exists():
         return "manifest.json is missing (the save did not finish)"
-    manifest = read_manifest(folder)
+    manifest = _read_manifest(folder)
     if manifest is None:
         return "manifest.json is damaged"
     if version_of(manifest) > FORMAT:
@@ -448,7 +448,7 @@ def is_alive(who: dict[str, Any]) -> bool:
     return same_boot and who.get("pid_start", 0) != 0 and pid_start(int(who.get("pid", 0))) == who["pid_start"]
 
 
-def status_age_s(run: RunDir) -> float:
+def _status_age_s(run: RunDir) -> float:
     """Seconds since the run's parent last wrote its status; infinite if it never did."""
     try:
         return time.time() - run.status.stat().st_mtime
@@ -464,7 +464,7 @@ def is_running(run: RunDir) -> bool:
 def _runs_elsewhere(run: RunDir) -> bool:
     status = read_record(run.status)
     other_host = status.get("host") not in (None, os.uname().nodename)
-    return other_host and status.get("state") == "running" and status_age_s(run) < HEARTBEAT_DEAD_S
+    return other_host and status.get("state") == "running" and _status_age_s(run) < _HEARTBEAT_DEAD_S
 
 
 def take_lock(run: RunDir) -> int:

@@ -44,7 +44,7 @@ TERMS = re.compile(  # what a header says besides its first line; an essay about
     r"|^title[ \t]*:[^\n]*\n(?:[^\n]*\n){0,12}?author[ \t]*:|eBook No\.:|(?:almost no|very few)\s+restrictions|small print!",
     _I | _M,
 )
-META = re.compile(
+_META = re.compile(
     r"^[ \t]*(?:title|author|editor|translator|illustrator|contributor|commentator|release date|posting date|last updated"
     r"|most recently updated|language|character set encoding|edition|credits|subtitle|original publication|date first posted"
     r"|date most recently updated|ebook no\.?|annotator|compiler|other|official release date|first posted)[ \t]*:",
@@ -97,7 +97,7 @@ NOTE = re.compile(
     _I | _M,
 )
 BRACKETED = re.compile(r"[\[{(<][^\w\[\]{}()\n]{0,6}(?:\w{1,12}[.:] ?)?(?:the )?(?:transcribers?['\u2019]?s?['\u2019]?|transcriber['\u2019]s|redactor['\u2019]?s|proofreader['\u2019]?s|e-?text|t\.?n|tr)\.?[ \t\n]*(?:foot)?(?:notes?|comment|correction|[:.])", _I)  # fmt: skip
-NOTEY = re.compile(
+_NOTEY = re.compile(
     r"transcri|typograph|spelling|spelled|hyphen|punctuat|quotation mark|italic|underscore|\bbold\b|small.?caps|capitali|footnotes?|\bcorrected|\bretained|\bunchanged|original\s+(?:text|book|edition|publication|spelling|page|print|source|scan)"
     r"|printed\s+(?:text|book|edition|version|original|page)|printers?['\u2019]?s?\s+error|printing error|inconsisten|misprint|page\s+(?:number|header|\d)|\bp\. ?\d|\billustrations?|accent|diacritic|ligature|encod|\bascii\b|utf-?8|unicode|latin-1|\bhtml\b|e-?text|e-?book|superscript|subscript|\bcaret"
     r"|changed\s+to|replaced\s+(?:with|by)|added\s+to|removed|omitted|table of contents|cover\s+(?:image|art)|public domain|archaic|obvious|as\s+printed|greek|symbol|macron|breve|sidenote|scanned|silently|text\s+(?:file|version|edition)|\"[^\"\n]+\"\s+(?:to|for)\s+\"|this\s+(?:version|edition|text|book)|line\s+\d"
@@ -106,7 +106,7 @@ NOTEY = re.compile(
     _I,
 )
 ELECTRONIC = re.compile(r"<<\s*THIS ELECTRONIC VERSION OF.{0,1500}?>>", re.S)
-LEGAL_CHARS = 60_000  # no licence is longer
+_LEGAL_CHARS = 60_000  # no licence is longer
 RULE = re.compile(r"\A[\s*=~_+#.o-]+\Z", _I)
 ABOUT_FILES = re.compile(
     r"\bmidi\b|\bpdf\b|\bhtml\b|\be-?text|\btext file|\bcomputer\b|project\s+gutenberg|lilypond|transcri", _I
@@ -116,7 +116,7 @@ ADDRESS = re.compile(r"\b[\w.+-]+@[\w-]+\.[\w.-]+\b")
 
 _SIZE = re.compile(r"\b(?:12mo|8vo|16mo|4to|18mo|24mo|32mo|octavo|duodecimo)\b|\$ ?\.?\d|\b\d+ cents\b|\bpost.?(?:paid|free)\b|\bby mail\b|\b\d+s\. ?(?:\d+d\.)?,? net|\bnet\.? \$|\bprice,? (?:\$|\d|one|two)|[a-z,].*[ .]\.?\d?\.\d\d$|[a-z].*  \d \d\d$", _I)  # fmt: skip
 _BOOKISH = re.compile(r"\b(?:12mo|8vo|16mo|4to|18mo|octavo|cloth|gilt|boards|calf|morocco|crown|post.?(?:paid|free)|illustrat(?:ed|ions?)|publishers?|published|pp\.|pages|bound|binding|volumes?|vols?\.|author of|editions?|booksellers?|catalogue|net|price|cents|mailed|fcap|demy)\b|\$ ?\.?\d|\.\d\d$|^ *by [A-Z]", _I | _M)  # fmt: skip
-SELLING = re.compile(r"by the same author|recent publications|just (?:published|printed)|books? (?:by|for|of)\b|works (?:by|of)\b|new (?:books|novels|works|edition)|advertisement|publications? of|list of (?:books|works|publications)|catalogue|library\b|series\b|press notices|opinions of the press|publishers?", _I)  # fmt: skip
+_SELLING = re.compile(r"by the same author|recent publications|just (?:published|printed)|books? (?:by|for|of)\b|works (?:by|of)\b|new (?:books|novels|works|edition)|advertisement|publications? of|list of (?:books|works|publications)|catalogue|library\b|series\b|press notices|opinions of the press|publishers?", _I)  # fmt: skip
 NOT_ADVERT = re.compile(r"\A\W*(?:foot)?notes?\b|\A\W*index\b|\A\W*appendix|\A\W*glossary|\A\W*bibliography|\A\W*contents|\A\W*chapter\b|\A\W*errata|\A\W*epilogue", _I)  # fmt: skip
 
 
@@ -176,14 +176,14 @@ def paragraphs(text: str, start: int = 0, end: int | None = None) -> list[Paragr
 
 def is_boiler(text: str) -> bool:
     """Licence, donation, contact and header prose."""
-    return bool(BOILER.search(text) or META.match(text) or HEADER.match(text) or RULE.match(text))
+    return bool(BOILER.search(text) or _META.match(text) or HEADER.match(text) or RULE.match(text))
 
 
 def is_legal(text: str) -> bool:
     """Whether nothing but licence and the like is left: what stands after the last line of a book."""
     if len(text) < 1200:
         return True
-    if len(text) > LEGAL_CHARS:
+    if len(text) > _LEGAL_CHARS:
         return False
     low = text.lower()
     named = low.count("gutenberg") + low.count("etext") + low.count("ebook") + low.count("e-text")
@@ -197,7 +197,7 @@ def is_legal(text: str) -> bool:
 def is_notey(text: str) -> bool:
     """Talk about how a text was transcribed; a long paragraph must say so more than once."""
     wanted = 1 if len(text) < 600 else 2
-    return sum(1 for _ in zip(NOTEY.finditer(text), range(wanted), strict=False)) == wanted
+    return sum(1 for _ in zip(_NOTEY.finditer(text), range(wanted), strict=False)) == wanted
 
 
 def is_box(text: str) -> bool:
@@ -208,7 +208,7 @@ def is_box(text: str) -> bool:
 def is_advert(section: str, after_one: bool = False) -> bool:
     """A publisher's list: sizes, bindings and prices in many lines; `after_one`: such a list follows, so less will do."""
     lines = [line for line in section.split("\n") if line.strip()]
-    selling = bool(SELLING.search("\n".join(lines[:4])))
+    selling = bool(_SELLING.search("\n".join(lines[:4])))
     if NOT_ADVERT.match(section) or len(lines) < (2 if after_one and selling else 4):
         return False
     prices, bookish = (

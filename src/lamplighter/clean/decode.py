@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lamplighter.readers.records import fault_in
 
-BAD_SHARE = 0.01  # of the lines: from there on it is not a text with a few bad lines
+_BAD_SHARE = 0.01  # of the lines: from there on it is not a text with a few bad lines
 
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
@@ -24,7 +24,7 @@ _MARKS = (
 _BINARY = (b"%PDF", b"PK\x03\x04", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"\x7fELF", b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")  # fmt: skip
 _DECLARED = re.compile(rb"<\?xml[^>]{0,200}?encoding\s*=\s*[\"']([A-Za-z0-9._-]+)[\"']|<meta[^>]{0,300}?charset\s*=\s*[\"']?([A-Za-z0-9._-]+)", re.I)  # fmt: skip
 _HIGH_ONLY = bytes(32 if byte < 128 else byte for byte in range(256))
-RUNS = 5000  # of high bytes that are looked at
+_RUNS = 5000  # of high bytes that are looked at
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def _is_latin(data: bytes) -> bool:
     In Latin-1 hardly any pair of high bytes happens to be valid UTF-8; in damaged UTF-8 most of them are.
     """
     runs = data.translate(_HIGH_ONLY).split()
-    bad = sum(len(run) for run in runs[:RUNS] if not _is_utf8(run))
-    good = sum(len(run) for run in runs[:RUNS]) - bad
+    bad = sum(len(run) for run in runs[:_RUNS] if not _is_utf8(run))
+    good = sum(len(run) for run in runs[:_RUNS]) - bad
     return bad > good and sum(map(len, runs)) < 0.3 * len(data)
 
 
@@ -138,7 +138,7 @@ def _good_lines(data: bytes) -> Decoded:
         else:
             bad.append(BadLine(number, at + fault[0], fault[1]))
         at += len(raw) + 1
-    if bad and len(bad) > max(1, BAD_SHARE * len(lines)):
+    if bad and len(bad) > max(1, _BAD_SHARE * len(lines)):
         first = bad[0]
         why = f"{len(bad):,} of {len(lines):,} lines are not text; line {first.line}, byte {first.byte:,}: {first.why}"
         return Decoded("", "", tuple(bad), refused=why)

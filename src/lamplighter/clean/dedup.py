@@ -18,9 +18,9 @@ from lamplighter.clean.quality import Words
 from lamplighter.clean.rules import rensa
 
 PERMUTATIONS = 128
-SEED = 42
-GROUP_LIMIT = 16  # of one band: a later document is compared with so many earlier ones
-Array = np.ndarray
+_SEED = 42
+_GROUP_LIMIT = 16  # of one band: a later document is compared with so many earlier ones
+_Array = np.ndarray
 RECORD = np.dtype([("exact", "<u8", (2,)), ("words", "<u4"), ("sketch", "<u4", (PERMUTATIONS,))])
 _NONE = np.zeros(0, dtype=np.uint64)
 
@@ -41,7 +41,7 @@ def record_of(words: Words, near: bool) -> bytes:
     grams = words.fives if near else _NONE
     if not len(grams):
         return exact + bytes(RECORD.itemsize - len(exact))
-    matrix = rensa().RMinHash.digest_matrix_from_flat_token_hashes(grams, [0, len(grams)], PERMUTATIONS, SEED)
+    matrix = rensa().RMinHash.digest_matrix_from_flat_token_hashes(grams, [0, len(grams)], PERMUTATIONS, _SEED)
     return exact + np.array([len(words.keys), *matrix.to_rows()[0]], dtype="<u4").tobytes()
 
 
@@ -54,7 +54,7 @@ def bands_for(threshold: float) -> int:
     return PERMUTATIONS
 
 
-def find_twins(records: Array, near: float, tick: Callable[[int], None]) -> dict[int, Twin]:
+def find_twins(records: _Array, near: float, tick: Callable[[int], None]) -> dict[int, Twin]:
     """The documents that go. `near` 0: exact ones only. `tick` hears of each column."""
     out = _exact(records)
     tick(1)
@@ -69,7 +69,7 @@ def columns(near: float) -> int:
     return 1 + (bands_for(near) if near else 0)
 
 
-def _exact(records: Array) -> dict[int, Twin]:
+def _exact(records: _Array) -> dict[int, Twin]:
     out: dict[int, Twin] = {}
     for group in _groups(np.array(records["exact"][:, 0])):
         seen: dict[int, int] = {}
@@ -82,7 +82,7 @@ def _exact(records: Array) -> dict[int, Twin]:
     return out
 
 
-def _groups(keys: Array) -> Iterator[Array]:
+def _groups(keys: _Array) -> Iterator[_Array]:
     """The numbers of those that share a key, in order."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
@@ -91,7 +91,7 @@ def _groups(keys: Array) -> Iterator[Array]:
         yield order[edges[place] : edges[place + 1]]
 
 
-def _candidates(records: Array, bands: int, tick: Callable[[int], None]) -> list[tuple[int, int]]:
+def _candidates(records: _Array, bands: int, tick: Callable[[int], None]) -> list[tuple[int, int]]:
     """Pairs (later, earlier) that share all rows of a band."""
     rows = PERMUTATIONS // bands
     pairs: set[tuple[int, int]] = set()
@@ -104,12 +104,12 @@ def _candidates(records: Array, bands: int, tick: Callable[[int], None]) -> list
         for group in _groups(keys):
             members = [number for number in group.tolist() if not empty[number]]
             for place, number in enumerate(members):
-                pairs.update((number, other) for other in members[: min(place, GROUP_LIMIT)])
+                pairs.update((number, other) for other in members[: min(place, _GROUP_LIMIT)])
         tick(1)
     return sorted(pairs)
 
 
-def _near(records: Array, pairs: list[tuple[int, int]], threshold: float, out: dict[int, Twin]) -> None:
+def _near(records: _Array, pairs: list[tuple[int, int]], threshold: float, out: dict[int, Twin]) -> None:
     """In the order of the input: a document goes if it is like one that stays."""
     for number, other in pairs:
         first = out[other].first if other in out else other

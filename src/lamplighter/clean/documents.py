@@ -29,16 +29,16 @@ from lamplighter.readers.local import LocalFile, is_packed, kind_of, mark_of, no
 from lamplighter.readers.text import count_newlines
 
 RANGE_BYTES = 32 << 20
-HEAD_BYTES = 1 << 20
-TEXT_SUFFIXES = {".txt", ".text", ".md"}
-JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
-MARKUP_SUFFIXES = {".xml", ".html", ".htm", ".xhtml", ".tei", ".alto"}
-OUR_KEYS = {"text", "source", "title", "author", "language", "type", "meta"}
+_HEAD_BYTES = 1 << 20
+_TEXT_SUFFIXES = {".txt", ".text", ".md"}
+_JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
+_MARKUP_SUFFIXES = {".xml", ".html", ".htm", ".xhtml", ".tei", ".alto"}
+_OUR_KEYS = {"text", "source", "title", "author", "language", "type", "meta"}
 _HTML = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*(?:<!doctype\s+html|<html[\s>])", re.I | re.S)
 _XML = re.compile(rb"\s*<\?xml\s|\s*<(?:TEI|alto|mets)[.:\s>]", re.I)
 _ARCHIVES = ((b"WARC/", "a WARC web archive"), (b"SQLite format 3", "an SQLite database"), (b"ARROW1", "an Arrow file"), (b"PAR1", "a Parquet file"), (b"PK\x03\x04", "a zip archive"), (b"%PDF", "a PDF file"))  # fmt: skip
 Found = Iterator[Raw | Rejected]
-Tick = Callable[[int], None]
+_Tick = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -139,20 +139,20 @@ def _in_folder(folder: Path, refused: list[Rejected]) -> list[Path]:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in others.most_common(5))
         report.note(f"not cleaned in {folder}, as their endings are not those of text: {kinds}")
     if not files and not refused:
-        kinds = " ".join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES | MARKUP_SUFFIXES))
+        kinds = " ".join(sorted(_TEXT_SUFFIXES | _JSON_SUFFIXES | _MARKUP_SUFFIXES))
         why = f"no file there ends in {kinds}, or in these and .gz or .zst"
         raise InputMissing(f"nothing to clean in folder {folder}", why, "name other files by a pattern, such as 'folder/**/*.log'")  # fmt: skip
     return sorted(files)
 
 
 def _is_known(path: Path) -> bool:
-    return suffix_of(path) in TEXT_SUFFIXES | JSON_SUFFIXES | MARKUP_SUFFIXES
+    return suffix_of(path) in _TEXT_SUFFIXES | _JSON_SUFFIXES | _MARKUP_SUFFIXES
 
 
 # ---------------------------------------------------------------- what is in a file
 
 
-def documents(item: Item, rules: Rules, tick: Tick) -> Found:
+def documents(item: Item, rules: Rules, tick: _Tick) -> Found:
     """Everything in the item. `tick` hears of the bytes of the file as they are read."""
     if not item.file.size:
         yield Rejected(item.path, "empty", "the file has 0 bytes")
@@ -186,7 +186,7 @@ def kind_of_file(item: Item, tell: Callable[[str, int], None]) -> str:
     suffix = suffix_of(item.path)
     if kind_of(item.path) in ("csv", "tsv", "parquet"):
         return "table"
-    if suffix in JSON_SUFFIXES:
+    if suffix in _JSON_SUFFIXES:
         return "json"
     head = next(read_blocks(item.file, tell), b"")
     if known := next((words for magic, words in _ARCHIVES if head.startswith(magic)), ""):
@@ -195,7 +195,7 @@ def kind_of_file(item: Item, tell: Callable[[str, int], None]) -> str:
         return "a tar archive"
     if _HTML.match(head[:4096]) or suffix in (".html", ".htm"):
         return "html"
-    if suffix in MARKUP_SUFFIXES or _XML.match(head[:4096]):
+    if suffix in _MARKUP_SUFFIXES or _XML.match(head[:4096]):
         return "xml"
     return "text"
 
@@ -265,12 +265,12 @@ def _json(item: Item, rules: Rules, tell: Callable[[str, int], None]) -> Found:
 
 def _begins_with_an_object(item: Item) -> bool:
     """Whether the first line is a whole JSON object (or so long that it must be one)."""
-    head = next(read_blocks(item.file, lambda *_: None), b"")[:HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip()
+    head = next(read_blocks(item.file, lambda *_: None), b"")[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip()
     line, newline, _ = head.partition(b"\n")
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
-        return not newline and item.file.size > HEAD_BYTES and line.startswith(b"{")
+        return not newline and item.file.size > _HEAD_BYTES and line.startswith(b"{")
 
 
 def _one_value(item: Item, rules: Rules, tell: Callable[[str, int], None]) -> Any:
@@ -282,7 +282,7 @@ def _one_value(item: Item, rules: Rules, tell: Callable[[str, int], None]) -> An
         if size > 4 * rules.max_bytes:
             break
     data = b"".join(parts)
-    is_array = data[:HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    is_array = data[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     if size > 4 * rules.max_bytes:
         why = f"one JSON value of over {4 * rules.max_document_mb:g} MB; write it as JSON lines"
         return Rejected(item.path, "too_long", why) if is_array else None
@@ -325,7 +325,7 @@ def _refused(bad: BadRecords, told: int, item: Item) -> Iterator[Rejected]:
 def _lines_before(item: Item) -> int:
     """How many lines are before this range: places must be those of the file."""
     count, left = 0, item.start
-    for block in item.file.blocks(0, HEAD_BYTES, lambda *_: None):
+    for block in item.file.blocks(0, _HEAD_BYTES, lambda *_: None):
         count, left = count + count_newlines(block[:left]), left - len(block)
         if left <= 0:
             break
@@ -352,6 +352,6 @@ def _from_object(found: Any, place: str, key: str, head: str) -> Raw | Rejected:
         except UnicodeEncodeError:
             return Rejected(place, "not_text", "half of a surrogate pair in a \\u escape", head=head)
     others = {name: value for name, value in found.items() if name != key}
-    if key == "text" and "source" in others and set(found) <= OUR_KEYS:  # our own output, cleaned again
+    if key == "text" and "source" in others and set(found) <= _OUR_KEYS:  # our own output, cleaned again
         return Raw(str(others.pop("source")), text, others, "ours")
     return Raw(place, text, {"meta": others} if others else {}, "json")

@@ -16,12 +16,12 @@ from lamplighter.clean import boilerplate as words
 from lamplighter.clean.boilerplate import Paragraph, paragraphs
 from lamplighter.clean.rules import Edit
 
-HEAD_CHARS = 30_000  # a header with all its legal pages is shorter
-FRONT_CHARS = 9_000  # the pages in which credits are looked for
-NOTE_CHARS = 120_000
-BRACKET_CHARS = 4_000
-MENTIONS = 10  # a book that speaks of Project Gutenberg more often than this is about it
-SECTION_GAP = 3  # blank lines
+_HEAD_CHARS = 30_000  # a header with all its legal pages is shorter
+_FRONT_CHARS = 9_000  # the pages in which credits are looked for
+_NOTE_CHARS = 120_000
+_BRACKET_CHARS = 4_000
+_MENTIONS = 10  # a book that speaks of Project Gutenberg more often than this is about it
+_SECTION_GAP = 3  # blank lines
 
 
 @dataclass
@@ -40,15 +40,15 @@ class Book:
         self.text = self.text[:start] + instead + self.text[end:]
 
 
-LEGAL_NEEDLES = ("gutenberg", "small print", "updated editions", "this file should", "creating the works", "corrected editions", "please read this", "most people start", "full license")  # fmt: skip
-LEGAL_WORDS = words.cases("gutenberg", "small print", "updated editions", "this file should", "creating the works", "corrected editions", "please read this", "most people start", "full license")  # fmt: skip
-NOTE_WORDS = words.cases("transcri", "redactor", "proofreader", "etext", "e-text", "ebook", "e-book", "electronic", "scanner", "digiti", "typist", "preparer", "producer", "anmerkung", "bemerkung", "hinweis", "opmerking", "transkri", "trascri", "transskri", "errata", "corrected", "corrections", "executive")  # fmt: skip
+_LEGAL_NEEDLES = ("gutenberg", "small print", "updated editions", "this file should", "creating the works", "corrected editions", "please read this", "most people start", "full license")  # fmt: skip
+_LEGAL_WORDS = words.cases("gutenberg", "small print", "updated editions", "this file should", "creating the works", "corrected editions", "please read this", "most people start", "full license")  # fmt: skip
+_NOTE_WORDS = words.cases("transcri", "redactor", "proofreader", "etext", "e-text", "ebook", "e-book", "electronic", "scanner", "digiti", "typist", "preparer", "producer", "anmerkung", "bemerkung", "hinweis", "opmerking", "transkri", "trascri", "transskri", "errata", "corrected", "corrections", "executive")  # fmt: skip
 TRANSCRIBER = words.cases("transcriber")
 
 
-def is_ours(text: str) -> bool:
+def _is_ours(text: str) -> bool:
     """Whether one of Project Gutenberg's own lines is there, in its place; to talk about it, or to quote it, is not enough."""
-    head, tail = text[:HEAD_CHARS], text[-2 * HEAD_CHARS :] if len(text) > HEAD_CHARS else ""
+    head, tail = text[:_HEAD_CHARS], text[-2 * _HEAD_CHARS :] if len(text) > _HEAD_CHARS else ""
     if _FENCE.search(head) or _FENCE.search(tail):
         return False
     for part in (head, tail):
@@ -58,7 +58,7 @@ def is_ours(text: str) -> bool:
             return True
         if any(words.is_legal(part[m.start() :]) for m in words.marks(part, (words.LAST_LINE,), lines)):
             return True
-        if "utenberg-tm" in part and words.marks(part, (words.LEGAL,), words.lines_with(part, LEGAL_WORDS)):
+        if "utenberg-tm" in part and words.marks(part, (words.LEGAL,), words.lines_with(part, _LEGAL_WORDS)):
             return True
     first = words.marks(head, (words.HEADER,), words.lines_with(head[:3000], words.NAME))
     return bool(first and words.TERMS.search(head[first[0].end() :]))
@@ -81,16 +81,16 @@ def _in_place(part: str, mark: re.Match[str]) -> bool:
 
 
 def _near_the_ends(text: str, needles: tuple[str, ...], tail: int) -> list[int]:
-    begin = max(HEAD_CHARS, len(text) - tail)
-    return [*words.lines_with(text, needles, 0, HEAD_CHARS), *words.lines_with(text, needles, begin)]
+    begin = max(_HEAD_CHARS, len(text) - tail)
+    return [*words.lines_with(text, needles, 0, _HEAD_CHARS), *words.lines_with(text, needles, begin)]
 
 
 def strip(text: str) -> Book:
     """The book in a file, or in several files that were put one after the other."""
-    if not is_ours(text):
+    if not _is_ours(text):
         return Book(text)
     lines = words.lines_with(text, words.NAME)
-    inside = any(HEAD_CHARS < at < len(text) - 4 * HEAD_CHARS for at in lines)
+    inside = any(_HEAD_CHARS < at < len(text) - 4 * _HEAD_CHARS for at in lines)
     books = [_one(part, inside) for part in _parts(text, lines)]
     first = books[0]
     if len(books) == 1:
@@ -136,11 +136,11 @@ def _one(text: str, named_inside: bool) -> Book:
 def _head(book: Book) -> None:
     """Everything up to the last of the header's markers."""
     text = book.text
-    lines = _near_the_ends(text, words.NAME_OR_PRINT, 4 * HEAD_CHARS)
+    lines = _near_the_ends(text, words.NAME_OR_PRINT, 4 * _HEAD_CHARS)
     last = min((m.start() for m in words.marks(text, (words.END, words.LAST_LINE), lines)), default=len(text))
     end = 0
     for mark in words.marks(text, (words.START, words.SMALL_PRINT_ENDS), lines):
-        if mark.start() > last or mark.start() - end > HEAD_CHARS:
+        if mark.start() > last or mark.start() - end > _HEAD_CHARS:
             break
         if end and not words.is_legal(text[end : mark.start()]):
             break
@@ -169,7 +169,7 @@ def _marker_end(text: str, end: int) -> int:
 
 def _header_paragraphs(text: str) -> int:
     """A header without any marker: its paragraphs one by one, as long as they are the header's."""
-    pieces = paragraphs(text, 0, min(len(text), HEAD_CHARS))
+    pieces = paragraphs(text, 0, min(len(text), _HEAD_CHARS))
     if not any(words.HEADER.match(one.text) for one in pieces[:4]):
         return 0
     end, doubtful = 0, 0
@@ -195,7 +195,7 @@ def _field(header: str, name: str) -> str:
 def _tail(book: Book) -> None:
     """From the first end mark after which nothing but licence is left; a mark in the middle goes alone."""
     named = words.lines_with(book.text, words.NAME) if book.named_inside else []
-    legal = _near_the_ends(book.text, LEGAL_WORDS, 4 * HEAD_CHARS)
+    legal = _near_the_ends(book.text, _LEGAL_WORDS, 4 * _HEAD_CHARS)
     lines = sorted({*named, *legal})
     found = {m.start(): m for m in words.marks(book.text, (words.LEGAL, words.LAST_LINE, words.END), lines)}
     inner: list[tuple[int, int]] = []
@@ -216,7 +216,7 @@ def _tail(book: Book) -> None:
 def _notes(book: Book) -> None:
     """Notes under a heading of their own, in a box or in brackets, wherever they stand; from the last one to the first."""
     transcribers = words.lines_with(book.text, TRANSCRIBER)
-    lines = {*_near_the_ends(book.text, NOTE_WORDS, 2 * HEAD_CHARS), *transcribers}
+    lines = {*_near_the_ends(book.text, _NOTE_WORDS, 2 * _HEAD_CHARS), *transcribers}
     for at in sorted(lines, reverse=True):
         if at < len(book.text) and (found := words.NOTE.match(book.text, at)):
             _note_at(book, found)
@@ -243,12 +243,12 @@ _PREFACE = re.compile(r"\b(?:preface|foreword)\W*\Z", re.IGNORECASE)  # of someb
 
 def _note_at(book: Book, found: re.Match[str]) -> None:
     start = _paragraph_start(book.text, found.start())
-    pieces = paragraphs(book.text, start, min(len(book.text), start + NOTE_CHARS))
+    pieces = paragraphs(book.text, start, min(len(book.text), start + _NOTE_CHARS))
     head = pieces[0]
     before = book.text[head.start : found.start()]
     if before.strip(" \t\n[({<*_=-+|~#") and not words.is_box(head.text):
         return  # in the middle of a paragraph of the book
-    front = max(_letter_end(pieces), _key_end(pieces)) if head.start < FRONT_CHARS else 0
+    front = max(_letter_end(pieces), _key_end(pieces)) if head.start < _FRONT_CHARS else 0
     end = max(front, _note_end(book.text, pieces))
     if end > head.end or not _PREFACE.search(head.text):
         book.cut("transcriber's note", head.start, end)
@@ -300,7 +300,7 @@ def _section(pieces: list[Paragraph], begin: int, wide: bool = False) -> list[Pa
     """The paragraphs from `begin` to the next wide gap; `wide`: a gap before the first one does not count."""
     found: list[Paragraph] = []
     for one in pieces[begin:]:
-        if one.gap >= SECTION_GAP and (found or not wide) and not (begin > 1 and not found):
+        if one.gap >= _SECTION_GAP and (found or not wide) and not (begin > 1 and not found):
             break
         found.append(one)
     return found
@@ -378,7 +378,7 @@ def _closing(text: str, start: int) -> int:
     opening = text[start]
     closing = {"[": "]", "{": "}", "(": ")", "<": ">"}[opening]
     depth = 0
-    for found in re.compile(f"[{re.escape(opening + closing)}]").finditer(text, start, start + BRACKET_CHARS):
+    for found in re.compile(f"[{re.escape(opening + closing)}]").finditer(text, start, start + _BRACKET_CHARS):
         depth += 1 if found.group() == opening else -1
         if depth == 0:
             return found.end()
@@ -393,8 +393,8 @@ def _front(book: Book) -> None:
     leading = True
     cuts: list[Paragraph] = []
     done = 0
-    for one in paragraphs(book.text, 0, min(len(book.text), FRONT_CHARS)):
-        if one.end >= FRONT_CHARS and one.end < len(book.text):
+    for one in paragraphs(book.text, 0, min(len(book.text), _FRONT_CHARS)):
+        if one.end >= _FRONT_CHARS and one.end < len(book.text):
             break
         if one.start < done:
             continue
@@ -435,7 +435,7 @@ def _last_bracket(book: Book) -> None:
     end = len(book.text.rstrip())
     if book.text[end - 1 : end] != "]":
         return
-    for one in reversed(paragraphs(book.text, max(0, end - BRACKET_CHARS))):
+    for one in reversed(paragraphs(book.text, max(0, end - _BRACKET_CHARS))):
         if one.gap >= 2 and one.text.lstrip()[:1] == "[" and _bracket_end(book.text, one) == end:
             if _CHANGES.search(one.text):
                 book.cut("transcriber's note", one.start, end)
@@ -520,14 +520,14 @@ def _mentions(book: Book) -> None:
     """A paragraph that names Project Gutenberg is not of the book, unless the book is about it."""
     text = book.text
     places: set[int] = set()
-    if book.named_inside or len(text) <= 5 * HEAD_CHARS:
+    if book.named_inside or len(text) <= 5 * _HEAD_CHARS:
         places = {at for word in words.NAME for at in _all(text, word)}
     else:
-        tail = len(text) - 4 * HEAD_CHARS
+        tail = len(text) - 4 * _HEAD_CHARS
         for word in words.NAME:
-            places |= {*_all(text[:HEAD_CHARS], word), *(tail + at for at in _all(text[tail:], word))}
+            places |= {*_all(text[:_HEAD_CHARS], word), *(tail + at for at in _all(text[tail:], word))}
     found = [at for at in sorted(places) if book.text[max(0, at - 12) : at - 1].rstrip().lower().endswith("project")]
-    if len(found) > MENTIONS:
+    if len(found) > _MENTIONS:
         return
     for at in reversed(found):
         start = _paragraph_start(book.text, at)

@@ -23,7 +23,7 @@ _NOT_ROOT = re.compile(rb"<\?.*?\?>|<!--.*?-->|<!DOCTYPE[^>\[]*(?:\[.*?\]\s*)?>"
 
 def read_xml(data: bytes, split: str) -> list[MarkupText]:
     """The documents of an XML file, by its root."""
-    name = root_of(data)
+    name = _root_of(data)
     if name in ("tei.2", "tei", "teicorpus", "teicorpus.2", "text", "body"):
         return _parsed(data, lambda one: tei.read(one, split))
     if name == "alto":
@@ -36,7 +36,7 @@ def read_xml(data: bytes, split: str) -> list[MarkupText]:
     raise BadMarkup("unknown_xml", f"the root is <{name}>; TEI, ALTO and XHTML are known")
 
 
-def root_of(data: bytes) -> str:
+def _root_of(data: bytes) -> str:
     """The name of the first element, without its prefix, in small letters."""
     found = _ROOT.search(_NOT_ROOT.sub(b"", data[:65536]))
     return found.group(1).decode("ascii", "replace").lower() if found else ""

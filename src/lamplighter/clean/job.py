@@ -33,7 +33,7 @@ from lamplighter.procs.lock import open_lock, try_lock
 from lamplighter.rundir import free_bytes, fsync_folder, hash_file, human_bytes, read_record, write_json
 
 PARTS, LOG = "parts", "log"
-UNREAD = ("unreadable", "cut_short", "unknown_kind", "not_text", "changed", "bad_xml", "unknown_xml")
+_UNREAD = ("unreadable", "cut_short", "unknown_kind", "not_text", "changed", "bad_xml", "unknown_xml")
 REJECTED, MANIFEST, REPORT = "rejected.log", "manifest.log", "report.log"
 
 
@@ -174,7 +174,7 @@ def _say_what_is_reused(out: Path, batches: list[CleanBatch]) -> None:
 def _warn_of_unread(totals: Totals) -> None:
     """Files that could not be read, or not to their end, are named: a short corpus should surprise nobody."""
     counts = totals.counts
-    if unread := {reason: counts.rejected[reason] for reason in UNREAD if counts.rejected[reason]}:
+    if unread := {reason: counts.rejected[reason] for reason in _UNREAD if counts.rejected[reason]}:
         words = ", ".join(f"{reason} {count:,}" for reason, count in unread.items())
         place, why = counts.first[next(iter(unread))]
         report.warn(
@@ -406,7 +406,7 @@ def refuse_nothing(outcome: CleanOutcome, out: Path | None) -> None:
 # ---------------------------------------------------------------- the table at the end
 
 
-MEANINGS = {
+_MEANINGS = {
     "empty": "no text",
     "too_short": "too few words",
     "too_long": "over the size limit",
@@ -447,7 +447,7 @@ def table(totals: dict[str, Any], examples: bool = False) -> str:
     ]
     for reason, count in sorted(totals["rejected"].items(), key=lambda row: (-row[1], row[0])):
         unit = "lines" if reason == "bad_line" else ""
-        rows.append(f"  {'rejected ' + reason:<26}{count:>12,}   {MEANINGS.get(reason, '')} {unit}".rstrip())
+        rows.append(f"  {'rejected ' + reason:<26}{count:>12,}   {_MEANINGS.get(reason, '')} {unit}".rstrip())
     rules = totals["rules"]
     if rules["counts"]:
         rows += ["", f"{'what was done':<28}{'times':>12}   characters"]

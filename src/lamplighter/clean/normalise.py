@@ -117,19 +117,19 @@ def _reread(line: str) -> str:
 
 
 NARROWEST, WIDEST = 40, 100  # what a person or a program wraps at
-SLACK = 6  # hand-made changes leave lines a little short
-LONG_SHARE = 0.02  # of the lines are longer than any wrap: then the text is not wrapped
-SHORT_LINE = 0.62  # of the width
-ENOUGH = 0.15  # of the paragraphs of three lines or more must be wrapped, or none is joined
-SHORT_TEXT = 20_000  # characters
-LOOKED_AT = 200_000  # characters, for what the text writes elsewhere
+_SLACK = 6  # hand-made changes leave lines a little short
+_LONG_SHARE = 0.02  # of the lines are longer than any wrap: then the text is not wrapped
+_SHORT_LINE = 0.62  # of the width
+_ENOUGH = 0.15  # of the paragraphs of three lines or more must be wrapped, or none is joined
+_SHORT_TEXT = 20_000  # characters
+_LOOKED_AT = 200_000  # characters, for what the text writes elsewhere
 
 _ITEM = re.compile(r"(?:[-*\u2022\u00b7]|\(?\d{1,3}[.)\]]|\(\w\)|\[\d+\]|[|+])[ \t]")
 _ITEM_HEADS = np.zeros(256, dtype=bool)
 _ITEM_HEADS[[ord(one) for one in "-*([|+0123456789"]] = True
 _SPEAKER = re.compile(r"[A-Z][A-Z .'\u2019-]{1,30}[.:]?$|[A-Z][\w .'\u2019-]{0,30}:$")
 _SINGLE = re.compile(r"\n(?<!\n\n)(?!\n)")
-Array = np.ndarray
+_Array = np.ndarray
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,11 @@ class _Layout:
     """Every line in numbers, and which lines make a block (a paragraph of two lines or more)."""
 
     data: bytes
-    starts: Array  # of lines, in bytes
-    lengths: Array  # of lines, in characters
-    heads: Array  # first bytes
-    first: Array  # of each block: its first line
-    last: Array  # its last line
+    starts: _Array  # of lines, in bytes
+    lengths: _Array  # of lines, in characters
+    heads: _Array  # first bytes
+    first: _Array  # of each block: its first line
+    last: _Array  # its last line
 
     def span(self, block: int) -> tuple[int, int]:
         end = self.last[block] + 1
@@ -198,13 +198,13 @@ def _layout(text: str) -> _Layout:
 def _is_wide(text: str) -> bool:
     """What `_width` asks first, for a short text: whether too many of its lines are longer than any wrap."""
     lengths = [len(line) for line in text.split("\n") if line]
-    return bool(lengths) and sum(length > WIDEST + 10 for length in lengths) / len(lengths) > LONG_SHARE
+    return bool(lengths) and sum(length > WIDEST + 10 for length in lengths) / len(lengths) > _LONG_SHARE
 
 
 def _width(layout: _Layout) -> int:
     """The width to which the prose of this text is wrapped; 0 if it is not."""
     lines = layout.lengths[layout.lengths > 0]
-    if not len(lines) or np.mean(lines > WIDEST + 10) > LONG_SHARE:
+    if not len(lines) or np.mean(lines > WIDEST + 10) > _LONG_SHARE:
         return 0
     tall = (layout.last - layout.first >= 2) & (layout.heads[layout.first] != 32)
     if not tall.any():
@@ -214,19 +214,19 @@ def _width(layout: _Layout) -> int:
     return width if NARROWEST <= width <= WIDEST else 0
 
 
-def _over_blocks(what: np.ufunc, values: Array, layout: _Layout, skip_first: int = 0, skip_last: int = 0) -> Array:
+def _over_blocks(what: np.ufunc, values: _Array, layout: _Layout, skip_first: int = 0, skip_last: int = 0) -> _Array:
     """A sum, minimum or maximum over the lines of each block."""
     bounds = np.stack((layout.first + skip_first, layout.last + 1 - skip_last), axis=1).ravel()
     padded = np.append(values, values[-1:])
-    found: Array = what.reduceat(padded, bounds)[::2]
+    found: _Array = what.reduceat(padded, bounds)[::2]
     return found
 
 
-def _find(text: str) -> tuple[_Layout, Array] | None:
+def _find(text: str) -> tuple[_Layout, _Array] | None:
     """The lines, and which blocks are to be joined; None where none is."""
     if not _SINGLE.search(text):  # every paragraph is one line
         return None
-    if len(text) < SHORT_TEXT and _is_wide(text):
+    if len(text) < _SHORT_TEXT and _is_wide(text):
         return None
     layout = _layout(text)
     width = _width(layout)
@@ -234,22 +234,22 @@ def _find(text: str) -> tuple[_Layout, Array] | None:
         return None
     wrapped = _wrapped(layout, width)
     several = int(np.sum(layout.last - layout.first > 1))
-    if not wrapped.any() or int(wrapped.sum()) < ENOUGH * several:
+    if not wrapped.any() or int(wrapped.sum()) < _ENOUGH * several:
         return None
     return layout, np.flatnonzero(wrapped)
 
 
-def _at_rest(layout: _Layout, blocks: Array) -> bool:
+def _at_rest(layout: _Layout, blocks: _Array) -> bool:
     """Whether the joined paragraphs alone are so long that a second pass cannot take the text for a wrapped one.
 
     A line loses at most its hyphen. This settles it for nearly every book, without a look at the new text.
     """
     long = int(np.sum(_over_blocks(np.add, layout.lengths - 1, layout)[blocks] > WIDEST + 10))
     lines = int(np.sum(layout.lengths > 0) - np.sum((layout.last - layout.first)[blocks]))
-    return long / lines > LONG_SHARE
+    return long / lines > _LONG_SHARE
 
 
-def _wrapped(layout: _Layout, width: int) -> Array:
+def _wrapped(layout: _Layout, width: int) -> _Array:
     """Which blocks are one paragraph of prose: by bulk figures where they are clear, by a closer look where not."""
     body = layout.last - layout.first
     indented = (layout.heads == 32) | (layout.heads == 9)
@@ -258,14 +258,14 @@ def _wrapped(layout: _Layout, width: int) -> Array:
     possible = ~_over_blocks(np.logical_or, indented, layout, skip_first=1)
     possible &= _over_blocks(np.maximum, layout.lengths, layout) <= width + 12
     possible &= ~_tables(layout)
-    short = (layout.lengths < SHORT_LINE * width).astype(np.int32)
+    short = (layout.lengths < _SHORT_LINE * width).astype(np.int32)
     shorts = _over_blocks(np.add, short, layout, skip_last=1)
     plain = (smalls * 2 > body) & (body > 1) & (shorts * 8 <= body + 1)
     plain |= (body == 1) & (smalls == 1) & (layout.lengths[layout.first] > 0.8 * width)
     items = _over_blocks(np.add, _ITEM_HEADS[layout.heads].astype(np.int32), layout, skip_first=1)
     doubtful = possible & (~plain | (items > 0))
-    out: Array = possible & plain & (items == 0)
-    tight = _over_blocks(np.minimum, layout.lengths, layout, skip_last=1) + SLACK + 16 >= width
+    out: _Array = possible & plain & (items == 0)
+    tight = _over_blocks(np.minimum, layout.lengths, layout, skip_last=1) + _SLACK + 16 >= width
     for block in np.flatnonzero(doubtful & (plain | tight)).tolist():
         out[block] = _is_wrapped(layout.block(block).split("\n"), width, bool(plain[block]))
     return out
@@ -278,7 +278,7 @@ def _is_wrapped(lines: list[str], width: int, plain: bool) -> bool:
     if plain:
         return True
     tight = all(
-        len(line) + SLACK + len(after.split(" ", 1)[0]) >= width for line, after in zip(lines, body, strict=False)
+        len(line) + _SLACK + len(after.split(" ", 1)[0]) >= width for line, after in zip(lines, body, strict=False)
     )
     small = any(line[:1].islower() for line in body)
     few_capitals = len(lines) <= 3 and not _is_verse(lines)  # a longer paragraph goes on with a small letter somewhere
@@ -291,7 +291,7 @@ def _is_verse(lines: list[str]) -> bool:
     return stopped * 10 >= 7 * len(lines)
 
 
-def _tables(layout: _Layout) -> Array:
+def _tables(layout: _Layout) -> _Array:
     """Blocks with wide gaps, tabs or rows of dots inside a line."""
     raw = np.frombuffer(layout.data, dtype=np.uint8)
     blank, dot = raw == 32, np.flatnonzero(raw == 46)
@@ -316,7 +316,7 @@ def _tables(layout: _Layout) -> Array:
 # ---------------------------------------------------------------- joining
 
 
-def _joined(text: str, layout: _Layout, blocks: Array, real_hyphens: bool) -> Joined:
+def _joined(text: str, layout: _Layout, blocks: _Array, real_hyphens: bool) -> Joined:
     """Every line end in these blocks becomes a blank; but for those after a hyphen or a dash."""
     data = bytearray(layout.data)
     raw = np.frombuffer(data, dtype=np.uint8)
@@ -339,13 +339,13 @@ def _joined(text: str, layout: _Layout, blocks: Array, real_hyphens: bool) -> Jo
     return Joined(after.decode(), len(blocks), hyphens.closed, tuple(examples), after)
 
 
-def _breaks(layout: _Layout, blocks: Array) -> Array:
+def _breaks(layout: _Layout, blocks: _Array) -> _Array:
     """Where the lines of these blocks end, without the last of each."""
     counts = layout.last[blocks] - layout.first[blocks]
     lines = np.repeat(layout.first[blocks] - np.concatenate(([0], np.cumsum(counts)[:-1])), counts) + np.arange(
         counts.sum()
     )
-    found: Array = layout.starts[lines + 1] - 1
+    found: _Array = layout.starts[lines + 1] - 1
     return found
 
 
@@ -381,7 +381,7 @@ class _Hyphens:
 
     def _learn(self) -> None:
         """A text in which most cut words are elsewhere written in one was hyphenated to fit its lines; in any other the hyphens are its own."""
-        some = self.text[:LOOKED_AT]
+        some = self.text[:_LOOKED_AT]
         self.words = {word.strip(".,;:!?\"'()[]\u201c\u201d\u2018\u2019") for word in set(some.lower().split())}
         cut = [(left + right, f"{left}-{right}") for left, right in _broken(some)]
         solid = sum(one.lower() in self.words and two.lower() not in self.words for one, two in cut)

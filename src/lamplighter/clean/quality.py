@@ -26,12 +26,12 @@ _KINDS = bytes(
 LETTER, DIGIT, BLANK, STOP, ODD = 1, 2, 3, 4, 5
 _MASKS = np.array([(1 << (8 * size)) - 1 for size in range(8)] + [(1 << 64) - 1], dtype=np.uint64)
 _SIZES = np.arange(256, dtype=np.uint64) << np.uint64(56)
-MIX = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 STRETCHES, STRETCH = 16, 16_384
-WORDS_LOOKED_AT = 2_000
-CHUNK = 16_384
+_WORDS_LOOKED_AT = 2_000
+_CHUNK = 16_384
 _SHIFT = np.uint64(29)
-Array = np.ndarray
+_Array = np.ndarray
 
 
 def word_key(word: str) -> int:
@@ -39,7 +39,7 @@ def word_key(word: str) -> int:
     data = word.encode()
     with np.errstate(over="ignore"):
         first = np.uint64(int.from_bytes(data[:8], "little"))
-        return int((first ^ (np.uint64(len(data)) << np.uint64(56))) * MIX)
+        return int((first ^ (np.uint64(len(data)) << np.uint64(56))) * _MIX)
 
 
 ENGLISH = ["the", "of", "and", "to", "a", "in", "that", "is", "was", "he", "his", "for", "it", "with", "as", "i", "be", "not", "by", "which", "had", "this", "or", "on", "but", "from", "at", "have", "my", "her", "an", "they", "we", "you", "are", "were", "all", "him", "no", "so", "said", "their", "who", "been", "them", "if", "me", "when", "there", "more", "would", "will", "our", "one", "out", "she", "your", "up", "what", "has", "do", "than", "could", "can"]  # fmt: skip
@@ -62,22 +62,22 @@ class Words:
     plain: bytes  # lower case, 0 where there is no word
 
     @cached_property
-    def spans(self) -> tuple[Array, Array]:
+    def spans(self) -> tuple[_Array, _Array]:
         """(where each word begins, how long it is), in bytes."""
         inside = np.frombuffer(b"\0" + self.plain + b"\0", dtype=np.uint8) != 0
         edges = np.flatnonzero(inside[1:] != inside[:-1])
         return edges[::2], edges[1::2] - edges[::2]
 
     @cached_property
-    def keys(self) -> Array:
+    def keys(self) -> _Array:
         """One number for each word."""
         starts, sizes = self.spans
         padded = self.plain + b"\0" * 8
         eight = np.ndarray(shape=(len(self.plain) + 1,), dtype="<u8", buffer=padded, strides=(1,))
-        keys: Array = eight[starts]
+        keys: _Array = eight[starts]
         keys &= _MASKS.take(sizes, mode="clip")
         keys ^= _SIZES.take(sizes, mode="wrap")
-        keys *= MIX
+        keys *= _MIX
         return keys
 
     @cached_property
@@ -86,26 +86,26 @@ class Words:
         step = max(1, len(self.data) // STRETCHES)
         some = self.data if len(self.data) <= STRETCHES * STRETCH else b"".join(self.data[at : at + STRETCH] for at in range(0, len(self.data), step))  # fmt: skip
         kinds = np.frombuffer(some.translate(_KINDS), dtype=np.uint8)
-        if len(kinds) < CHUNK:
+        if len(kinds) < _CHUNK:
             return [int(count) for count in np.bincount(kinds, minlength=6)]
         return [int(np.count_nonzero(kinds == kind)) for kind in range(6)]
 
     @cached_property
-    def fives(self) -> Array:
+    def fives(self) -> _Array:
         """One number for each run of five words; of a shorter text, one for all of it."""
         keys = self.keys
         size = min(5, len(keys))
         if not size:
             return keys
         count = len(keys) - size + 1
-        out, shifted = keys[:count].copy(), np.empty(min(count, CHUNK), dtype=np.uint64)
-        for start in range(0, count, CHUNK):  # small enough to stay in the fast memory of a core
-            some = out[start : start + CHUNK]
+        out, shifted = keys[:count].copy(), np.empty(min(count, _CHUNK), dtype=np.uint64)
+        for start in range(0, count, _CHUNK):  # small enough to stay in the fast memory of a core
+            some = out[start : start + _CHUNK]
             more = shifted[: len(some)]
             for place in range(1, size):
                 np.right_shift(some, _SHIFT, out=more)
                 some ^= more
-                some *= MIX
+                some *= _MIX
                 some += keys[start + place : start + place + len(some)]
         return out
 
@@ -115,18 +115,18 @@ class Words:
         keys = self.keys
         if not len(keys):
             return 0.0, 0.0
-        keys = keys[:: 1 + len(keys) // WORDS_LOOKED_AT]
+        keys = keys[:: 1 + len(keys) // _WORDS_LOOKED_AT]
         places = _PLACES.take(keys >> _PLACE_BITS)
         what = _WHAT.take(places)
         what *= _KEYS.take(places) == keys
         return _share(what == _COMMON), _share(what == _LONE)
 
 
-def _share(which: Array) -> float:
+def _share(which: _Array) -> float:
     return int(np.count_nonzero(which)) / len(which)
 
 
-def distinct(keys: Array) -> int:
+def distinct(keys: _Array) -> int:
     """How many different ones."""
     ordered = np.sort(keys)
     return 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1])) if len(keys) else 0
@@ -149,7 +149,7 @@ def sample(text: str, size: int, pieces: int = 4) -> str:
 # ---------------------------------------------------------------- measures
 
 
-BYTES_LOOKED_AT = LINES_LOOKED_AT = 200_000
+_BYTES_LOOKED_AT = _LINES_LOOKED_AT = 200_000
 # measure: (bad, good); the score is 0 at the first and 1 at the second, and goes straight between them.
 BOUNDS: dict[str, tuple[float, float]] = {
     "letters": (0.55, 0.80),  # share of letters among all that is not blank
@@ -203,13 +203,13 @@ def _measures(text: str, words: Words) -> dict[str, float]:
         "odd_symbols": (kinds[ODD] + _replaced(text)) / seen,
         "broken_words": lone + _mixed(words) if len(sizes) else 1.0,
         "common_words": common,
-        "repeated_lines": _repeated_lines(text[:LINES_LOOKED_AT]),
+        "repeated_lines": _repeated_lines(text[:_LINES_LOOKED_AT]),
         "repeated_words": _repeated_words(words),
         "distinct_words": _distinct(words.keys[:500]),
     }
 
 
-def _distinct(keys: Array) -> float:
+def _distinct(keys: _Array) -> float:
     return 1.0 if len(keys) < 200 else distinct(keys) / len(keys)
 
 
@@ -226,7 +226,7 @@ def _mixed(words: Words) -> float:
     """Words in which letters and digits alternate more than once: x3k9, not 3rd or A4."""
     if words.kinds[DIGIT] * 50 < words.kinds[LETTER]:  # too few digits for many such words
         return 0.0
-    plain = np.frombuffer(words.plain[:BYTES_LOOKED_AT], dtype=np.uint8)
+    plain = np.frombuffer(words.plain[:_BYTES_LOOKED_AT], dtype=np.uint8)
     digit = (plain >= 48) & (plain <= 57)
     turns = np.flatnonzero((digit[1:] != digit[:-1]) & (plain[1:] != 0) & (plain[:-1] != 0)) + 1
     if not len(turns):
@@ -251,25 +251,25 @@ def _repeated_lines(text: str) -> float:
 
 def _repeated_words(words: Words) -> float:
     """Runs of ten words: two runs of five, one after the other."""
-    fives = words.fives[:WORDS_LOOKED_AT]
+    fives = words.fives[:_WORDS_LOOKED_AT]
     if len(fives) < 25:
         return 0.0
-    tens = fives[:-5] * MIX + fives[5:]
+    tens = fives[:-5] * _MIX + fives[5:]
     return 1.0 - distinct(tens) / len(tens)
 
 
 # ---------------------------------------------------------------- language
 
 
-SURELY_ENGLISH = 0.20  # Dutch and German come to a tenth at most
-SAMPLE_CHARS = 600
-LEAST_CHARS = 40
+_SURELY_ENGLISH = 0.20  # Dutch and German come to a tenth at most
+_SAMPLE_CHARS = 600
+_LEAST_CHARS = 40
 
 
 def language_of(text: str, words: Words) -> str:
     """The language of most of the text."""
-    if len(text) < LEAST_CHARS:
+    if len(text) < _LEAST_CHARS:
         return ""
-    if words.small[0] >= SURELY_ENGLISH:
+    if words.small[0] >= _SURELY_ENGLISH:
         return "en"
-    return str(py3langid().classify(sample(text, SAMPLE_CHARS, 3))[0])
+    return str(py3langid().classify(sample(text, _SAMPLE_CHARS, 3))[0])

@@ -15,9 +15,9 @@ from typing import Any
 
 from lamplighter.errors import InputMissing
 
-VERSION = 3  # raise it with any change that gives other output: old parts are then not used again
-SNIPPET_CHARS = 160
-EXAMPLES = 3
+_VERSION = 3  # raise it with any change that gives other output: old parts are then not used again
+_SNIPPET_CHARS = 160
+_EXAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rules:
 
     def fingerprint(self) -> str:
         """Changes with every rule and with the version of the code."""
-        return hashlib.sha256(json.dumps([VERSION, asdict(self)], sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([_VERSION, asdict(self)], sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def max_bytes(self) -> int:
@@ -107,7 +107,7 @@ class Ledger:
         self.counts[rule] = self.counts.get(rule, 0) + count
         self.chars[rule] = self.chars.get(rule, 0) + chars
         kept = self.examples.setdefault(rule, [])
-        for change in (changes or [])[: EXAMPLES - len(kept)]:
+        for change in (changes or [])[: _EXAMPLES - len(kept)]:
             kept.append((place, snippet(change.before), snippet(change.after)))
 
     def merge(self, other: dict[str, Any]) -> None:
@@ -115,13 +115,13 @@ class Ledger:
             self.counts[rule] = self.counts.get(rule, 0) + count
             self.chars[rule] = self.chars.get(rule, 0) + other["chars"].get(rule, 0)
             kept = self.examples.setdefault(rule, [])
-            kept.extend(tuple(one) for one in other["examples"].get(rule, [])[: EXAMPLES - len(kept)])
+            kept.extend(tuple(one) for one in other["examples"].get(rule, [])[: _EXAMPLES - len(kept)])
 
     def as_json(self) -> dict[str, Any]:
         return {"counts": self.counts, "chars": self.chars, "examples": self.examples}
 
 
-def snippet(text: str, size: int = SNIPPET_CHARS) -> str:
+def snippet(text: str, size: int = _SNIPPET_CHARS) -> str:
     """The beginning of a text; of a longer one the end as well."""
     if len(text) <= size:
         return text

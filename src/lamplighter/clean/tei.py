@@ -15,10 +15,10 @@ from xml.parsers import expat
 
 from lamplighter.clean.rules import MarkupText
 
-SKIPPED = {"teiheader", "interp", "interpgrp", "xptr", "join", "fw", "figdesc", "corr", "reg", "expan", "index", "anchor", "facsimile", "standoff"}  # fmt: skip
-BLOCKS = {"p", "head", "lg", "sp", "list", "table", "quote", "opener", "closer", "trailer", "byline", "epigraph", "front", "body", "back", "titlepage", "floatingtext", "argument", "salute", "signed", "dateline", "ab", "figure", "text"}  # fmt: skip
-LINES = {"l", "item", "row", "speaker", "stage", "label", "titlepart", "docauthor", "docdate"}
-WHOLE_BOOKS = {"chapter", "part", "book", "volume", "section", "act", "scene", "canto", "preface", "introduction", "appendix", "contents", "index", "dedication", "titlepage", "notes", "prologue", "epilogue", "frontmatter", "backmatter", ""}  # fmt: skip
+_SKIPPED = {"teiheader", "interp", "interpgrp", "xptr", "join", "fw", "figdesc", "corr", "reg", "expan", "index", "anchor", "facsimile", "standoff"}  # fmt: skip
+_BLOCKS = {"p", "head", "lg", "sp", "list", "table", "quote", "opener", "closer", "trailer", "byline", "epigraph", "front", "body", "back", "titlepage", "floatingtext", "argument", "salute", "signed", "dateline", "ab", "figure", "text"}  # fmt: skip
+_LINES = {"l", "item", "row", "speaker", "stage", "label", "titlepart", "docauthor", "docdate"}
+_WHOLE_BOOKS = {"chapter", "part", "book", "volume", "section", "act", "scene", "canto", "preface", "introduction", "appendix", "contents", "index", "dedication", "titlepage", "notes", "prologue", "epilogue", "frontmatter", "backmatter", ""}  # fmt: skip
 INLINE, BLOCK, LINE, BREAK, APART = "\x01", "\x02", "\x03", "\x05", "\x07"
 
 _LAYOUT = re.compile(r"\n\s*")
@@ -68,7 +68,7 @@ class _TeiParser:
             self.title_at = len(self.pieces)
             return
         name = self.names.get(tag) or self.names.setdefault(tag, tag.rpartition(":")[2].lower())
-        if name in SKIPPED:
+        if name in _SKIPPED:
             self.skipping = 1
             self.pieces.append(INLINE)
             self.kept = len(self.pieces)
@@ -85,7 +85,7 @@ class _TeiParser:
                 self.open[-1].head = (len(self.pieces), 0)
             self.pieces.append(BLOCK)
         else:
-            mark = BLOCK if name in BLOCKS else LINE if name in LINES else " " if name == "cell" else INLINE
+            mark = BLOCK if name in _BLOCKS else LINE if name in _LINES else " " if name == "cell" else INLINE
             self.marks[tag] = mark
             self.pieces.append(mark)
 
@@ -130,7 +130,7 @@ def read(data: bytes, split: str) -> list[MarkupText]:
     named = {"title": title} if title else {}
     top = _top(reader.divisions, pieces)
     kinds = {one.kind.lower() for one in top}
-    if not top or split == "file" or (split == "auto" and (len(top) < 2 or kinds <= WHOLE_BOOKS)):
+    if not top or split == "file" or (split == "auto" and (len(top) < 2 or kinds <= _WHOLE_BOOKS)):
         return [MarkupText(_shaped(pieces), "", named)]
     ordered: list[str] = []
     at, loose = 0, []

@@ -29,7 +29,7 @@ from lamplighter.errors import LampError
 from lamplighter.readers.local import Mark, mark_of
 from lamplighter.rundir import read_record, write_json
 
-INSIDE = {"transcriber's note", "gutenberg line", "page numbers", "illustrations", "italics"}
+_INSIDE = {"transcriber's note", "gutenberg line", "page numbers", "illustrations", "italics"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _cleaned(text: str, rules: Rules, ledger: Ledger, place: str) -> tuple[norma
     for change in book.removed:
         ledger.add(change.rule, 1, len(change.before), [change], place)
     cut_inside = any(
-        change.rule in INSIDE for change in book.removed
+        change.rule in _INSIDE for change in book.removed
     )  # what went there may leave blanks at a line's end
     text = characters.blank_lines(characters.trailing(book.text) if cut_inside else book.text)
     joined = normalise.Joined(text)

@@ -346,7 +346,11 @@ def _steps(request: dict[str, Any], say: Say) -> dict[str, Any]:
     for number in range(warm_up + rounds):
         for _ in range(min(2, accumulation)):
             whole = run.train.loss == "whole"
-            micros.append(_micro_batch(model, where, rows, run.data.seq_len, request["vocab_size"], whole))
+            micros.append(
+                _micro_batch(
+                    model, where, rows=rows, length=run.data.seq_len, vocabulary=request["vocab_size"], whole=whole
+                )
+            )
             say(doing=f"step {number + 1} of {warm_up + rounds}", seconds=round(micros[-1].wall_s, 4))
         ends.append(_optimizer_step(optimizer, run.train.grad_clip, where))
         if time.perf_counter() > until and number >= 1:

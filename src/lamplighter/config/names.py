@@ -11,7 +11,7 @@ import difflib
 from lamplighter.config.schema import fields
 from lamplighter.errors import LampError, UsageError
 
-ELSEWHERE = {
+_ELSEWHERE = {
     "max_seq_length": "data.seq_len", "max_length": "data.seq_len", "block_size": "data.seq_len",
     "seq_length": "data.seq_len", "context_length": "data.seq_len", "max_seq_len": "data.seq_len",
     "learning_rate": "train.lr", "max_steps": "train.steps", "max_iters": "train.steps", "num_steps": "train.steps",
@@ -46,14 +46,14 @@ def nearest(name: str, extra: list[str] | None = None) -> str | None:
     plain = name.lstrip("-").replace("-", "_")
     leaf = plain.rsplit(".", 1)[-1]
     known = list(fields())
-    if leaf in ELSEWHERE:
-        return ELSEWHERE[leaf]
+    if leaf in _ELSEWHERE:
+        return _ELSEWHERE[leaf]
     exact = [field for field in known if field.rsplit(".", 1)[1] == leaf]
     if exact:
         return exact[0]
     candidates = {field: field for field in known} | {field.rsplit(".", 1)[1]: field for field in known}
     candidates |= {flag.lstrip("-").replace("-", "_"): flag for flag in extra or []}
-    candidates |= {old: new for old, new in ELSEWHERE.items() if len(old) > 4}
+    candidates |= {old: new for old, new in _ELSEWHERE.items() if len(old) > 4}
     best = difflib.get_close_matches(plain, candidates, 1, 0.6) or difflib.get_close_matches(leaf, candidates, 1, 0.6)
     return candidates[best[0]] if best else None
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import yaml
     from pydantic_core import ValidationError
 
-PRESETS = Path(__file__).parents[1] / "presets"
+_PRESETS = Path(__file__).parents[1] / "presets"
 
 
 @cache
@@ -48,18 +48,18 @@ class Resolved:
 
 
 def preset_names() -> list[str]:
-    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    return sorted(path.stem for path in _PRESETS.glob("*.yaml"))
 
 
-TEXT_ENDINGS = (".txt", ".text", ".md", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".zst")
-YAML_BYTES = 1 << 20  # nobody writes so much by hand, and YAML takes minutes for it
+_TEXT_ENDINGS = (".txt", ".text", ".md", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".zst")
+_YAML_BYTES = 1 << 20  # nobody writes so much by hand, and YAML takes minutes for it
 
 
 def _refuse_text(path: Path) -> None:
     """A folder or a file of text where a run.yaml is wanted: a newcomer's first guess."""
     if path.is_dir():
         what = f"{path} is a folder, not a run.yaml"
-    elif path.suffix.lower() in TEXT_ENDINGS or (path.is_file() and path.stat().st_size > YAML_BYTES):
+    elif path.suffix.lower() in _TEXT_ENDINGS or (path.is_file() and path.stat().st_size > _YAML_BYTES):
         what = f"{path} is not a run.yaml"
     else:
         return
@@ -218,7 +218,7 @@ def resolve(
             near = difflib.get_close_matches(preset, preset_names(), 1, 0.4)
             hint = f"did you mean {near[0]}?" if near else "presets: " + ", ".join(preset_names())
             raise UsageError(f"there is no preset {preset}", hint, "presets: " + ", ".join(preset_names()))
-        for name, (value, _) in read_yaml(PRESETS / f"{preset}.yaml", f"preset {preset}").items():
+        for name, (value, _) in read_yaml(_PRESETS / f"{preset}.yaml", f"preset {preset}").items():
             values[name], origin[name] = value, f"preset {preset}"
     if file is not None:
         for name, (value, where) in read_yaml(file).items():

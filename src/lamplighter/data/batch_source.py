@@ -23,7 +23,7 @@ from lamplighter.data.batches import (
 )
 from lamplighter.data.unigrams import unigram_loss
 
-BATCHES_AHEAD = 3
+_BATCHES_AHEAD = 3
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class StepBatches:
 
     def start(self, step: int, state: dict[str, Any] | None = None) -> None:
         self.close()
-        self._ahead = Prefetcher(map(self.make, itertools.count(step)), BATCHES_AHEAD, "lamp-batches")
+        self._ahead = Prefetcher(map(self.make, itertools.count(step)), _BATCHES_AHEAD, "lamp-batches")
 
     def next(self, step: int) -> Batch:
         assert self._ahead is not None, "start comes first"

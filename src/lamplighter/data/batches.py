@@ -24,11 +24,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 NO_TARGET = -100
-AHEAD = 512  # samples whose order is worked out at once
+_AHEAD = 512  # samples whose order is worked out at once
 _CONSTANTS = [np.uint64(number * 0xD1342543DE82EF95 & (1 << 64) - 1) for number in range(6)]
-ROUNDS = list(zip(_CONSTANTS[::2], _CONSTANTS[1::2], strict=True))
+_ROUNDS = list(zip(_CONSTANTS[::2], _CONSTANTS[1::2], strict=True))
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
-Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
+_Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
 T = TypeVar("T")
 
 
@@ -50,7 +50,7 @@ class TokenStream(Protocol):
 
     def gather(self, starts: Int64s, length: int) -> Int64s: ...
 
-    def document_starts(self) -> Uint64s: ...
+    def document_starts(self) -> _Uint64s: ...
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class BatchLayout:
 # ---------------------------------------------------------------- the order
 
 
-def _mix(x: Uint64s) -> Uint64s:
+def _mix(x: _Uint64s) -> _Uint64s:
     """The finisher of splitmix64: every bit of the result depends on every bit of x."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def _keys(seed: int, epochs: Uint64s) -> Uint64s:
+def _keys(seed: int, epochs: _Uint64s) -> _Uint64s:
     golden = np.uint64(0x9E3779B97F4A7C15)
     start = _mix(np.array([seed & (1 << 64) - 1], np.uint64) + golden)
     return _mix(start + (epochs + np.uint64(1)) * golden)
@@ -108,11 +108,11 @@ def permute(seed: int, epochs: Int64s, positions: Int64s, size: int) -> Int64s:
     return out.astype(np.int64)
 
 
-def _feistel(x: Uint64s, keys: Uint64s, rows: int, columns: int) -> Uint64s:
+def _feistel(x: _Uint64s, keys: _Uint64s, rows: int, columns: int) -> _Uint64s:
     """A position is a row and a column; each in turn is moved on by a hash of the other, which can be undone."""
     height, width = np.uint64(rows), np.uint64(columns)
     row, column = x // width, x % width
-    for one, two in ROUNDS:
+    for one, two in _ROUNDS:
         row = (row + _mix(keys + one + column) % height) % height
         column = (column + _mix(keys + two + row) % width) % width
     return row * width + column
@@ -121,15 +121,15 @@ def _feistel(x: Uint64s, keys: Uint64s, rows: int, columns: int) -> Uint64s:
 @lru_cache(maxsize=4)
 def _ahead(seed: int, block: int, size: int) -> Int64s:
     """The windows of a block of samples: a permutation of many costs hardly more than one of a batch."""
-    numbers = np.arange(block * AHEAD, (block + 1) * AHEAD, dtype=np.int64)
+    numbers = np.arange(block * _AHEAD, (block + 1) * _AHEAD, dtype=np.int64)
     return permute(seed, numbers // size, numbers % size, size)
 
 
 def order(seed: int, start: int, stop: int, size: int) -> Int64s:
     """The windows of samples start..stop-1 of a run, in a stream of `size` windows."""
-    blocks = range(start // AHEAD, -(-stop // AHEAD))
+    blocks = range(start // _AHEAD, -(-stop // _AHEAD))
     found = np.concatenate([_ahead(seed, block, size) for block in blocks])
-    return found[start - blocks[0] * AHEAD : stop - blocks[0] * AHEAD]
+    return found[start - blocks[0] * _AHEAD : stop - blocks[0] * _AHEAD]
 
 
 # ---------------------------------------------------------------- windows

@@ -17,9 +17,9 @@ from lamplighter.errors import BadData
 from lamplighter.readers.records import cut_all
 from lamplighter.rundir import human_bytes
 
-SAMPLE_BYTES = 50_000_000
+_SAMPLE_BYTES = 50_000_000
 READ_TIMES = 40  # at most so many times the sample is read of a larger source, and that is said
-PIECE_CHARS = 1 << 15  # a longer text is sampled in pieces, cut where no pre-token is cut
+_PIECE_CHARS = 1 << 15  # a longer text is sampled in pieces, cut where no pre-token is cut
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Quota:
         return None if self.end is None or not self.total else self.end / self.total
 
 
-def take(source: Source, sample_bytes: int = SAMPLE_BYTES, other_bytes: int = 0) -> TextSample:
+def take(source: Source, sample_bytes: int = _SAMPLE_BYTES, other_bytes: int = 0) -> TextSample:
     """Some `sample_bytes` of text, and up to `other_bytes` of the text between."""
     quota = Quota(source.total_bytes(), sample_bytes)
     kept: list[tuple[str, str]] = []
@@ -103,7 +103,7 @@ def take(source: Source, sample_bytes: int = SAMPLE_BYTES, other_bytes: int = 0)
                 ended = False
                 break
             here = source.position()
-            pieces = list(cut_all(text, PIECE_CHARS)) if quota.end and quota.end > sample_bytes else [text]
+            pieces = list(cut_all(text, _PIECE_CHARS)) if quota.end and quota.end > sample_bytes else [text]
             for number, piece in enumerate(pieces, 1):
                 reached = before + (here.bytes_done - before) * number / len(pieces)
                 size = len(piece.encode())

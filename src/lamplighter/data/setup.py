@@ -145,7 +145,7 @@ def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Exam
     return found
 
 
-def open_stream(run: Run, folder: Path, source: Source, tokenizer: Tokenizer) -> StreamBatches:
+def _open_stream(run: Run, folder: Path, source: Source, tokenizer: Tokenizer) -> StreamBatches:
     """Documents as they arrive: what is held out is decided by the first of them, once, and kept in the run's folder."""
     from lamplighter.data.stream import Filler, StreamBatches, StreamSettings
     from lamplighter.data.stream_split import hold_back
@@ -181,7 +181,7 @@ def open_batches(run: Run, folder: Path, cache: Path, text: OpenedText) -> Calla
             why = "instruction rows are packed by their lengths, which must all be known before"
             next = "--data.stream false (rows are small), or --data.format text"
             raise BadConfig("data.stream is for text", why, next)
-        stream = open_stream(run, folder, text.source, text.tokenizer)
+        stream = _open_stream(run, folder, text.source, text.tokenizer)
         return lambda _: stream
     layout = BatchLayout(run.train.seed, run.train.batch_size, run.data.seq_len, text.tokenizer.end_of_text)
     if text.chat is not None:

@@ -18,12 +18,12 @@ from lamplighter.rundir import human_bytes
 
 LOOK_DOCUMENTS = 100  # with fewer, single blocks of text are divided between training and validation
 LOOK_BYTES = 1 << 30
-SAMPLE_BYTES = 1 << 22
+_SAMPLE_BYTES = 1 << 22
 BLOCK_BYTES = 2000
 MB = 1_000_000
 
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Hashes = np.ndarray[Any, np.dtype[np.uint64]]
+_Bools = np.ndarray[Any, np.dtype[np.bool_]]
+_Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Split:
     always_val: int | None = None
     always_train: int | None = None
 
-    def hashes(self, texts: list[bytes]) -> Hashes:
+    def hashes(self, texts: list[bytes]) -> _Hashes:
         seed = self.seed & (1 << 64) - 1
         return np.array([xxh3_64_intdigest(text, seed) for text in texts], np.uint64)
 
-    def is_val(self, hashes: Hashes) -> Bools:
+    def is_val(self, hashes: _Hashes) -> _Bools:
         """True for those that are held back."""
         val = hashes < np.uint64(self.below)
         if self.always_val is not None:
@@ -69,7 +69,7 @@ class Split:
             val &= hashes != np.uint64(self.always_train)
         return val
 
-    def block_hashes(self, text: bytes) -> tuple[list[int], Hashes]:
+    def block_hashes(self, text: bytes) -> tuple[list[int], _Hashes]:
         """Where the blocks of a text end, and their hashes."""
         ends = cut_all(text, BLOCK_BYTES)
         view, seed, begin = memoryview(text), self.seed & (1 << 64) - 1, 0
@@ -90,7 +90,7 @@ class Extremes:
     least: int = 1 << 64
     greatest: int = -1
 
-    def add(self, hashes: Hashes) -> None:
+    def add(self, hashes: _Hashes) -> None:
         if len(hashes):
             self.least = min(self.least, int(hashes.min()))
             self.greatest = max(self.greatest, int(hashes.max()))
@@ -111,16 +111,16 @@ class Survey:
     def add(self, text_block: TextBlock) -> None:
         begun = [doc for doc in text_block.docs[text_block.opened :] if doc]
         self.by_document.add(self.plain.hashes(begun))
-        if self.text_bytes < SAMPLE_BYTES or self.by_block.least == self.by_block.greatest:
+        if self.text_bytes < _SAMPLE_BYTES or self.by_block.least == self.by_block.greatest:
             for doc in filter(None, text_block.docs):
                 self.by_block.add(self.plain.block_hashes(doc)[1])
-        if self.text_bytes < SAMPLE_BYTES:
+        if self.text_bytes < _SAMPLE_BYTES:
             self.sample += text_block.docs
         self.text_bytes += sum(map(len, text_block.docs))
         self.documents += len(begun)
 
     def has_sample(self) -> bool:
-        return self.text_bytes >= SAMPLE_BYTES and self.by_block.least < self.by_block.greatest
+        return self.text_bytes >= _SAMPLE_BYTES and self.by_block.least < self.by_block.greatest
 
     def is_enough(self) -> bool:
         return self.text_bytes >= LOOK_BYTES or (self.documents >= LOOK_DOCUMENTS and self.has_sample())
@@ -164,15 +164,15 @@ class Pieces:
     """Stretches of text that go to one side as they are."""
 
     texts: list[bytes]
-    val: Bools
-    begins: Bools
-    ends: Bools
-    hashes: Hashes
-    hashes_val: Bools
+    val: _Bools
+    begins: _Bools
+    ends: _Bools
+    hashes: _Hashes
+    hashes_val: _Bools
 
 
 _NO = np.zeros(0, bool)
-NO_PIECES = Pieces([], _NO, _NO, ends=_NO, hashes=np.zeros(0, np.uint64), hashes_val=_NO)
+_NO_PIECES = Pieces([], _NO, _NO, ends=_NO, hashes=np.zeros(0, np.uint64), hashes_val=_NO)
 
 
 class Splitter:
@@ -187,14 +187,14 @@ class Splitter:
         if open_end and not docs[-1]:  # nothing of it yet
             docs, open_end = docs[:-1], False
             if not docs:
-                return NO_PIECES
+                return _NO_PIECES
         going_on = text_block.opened and self.open_val is not None
         if not all(docs):  # an empty text has no side; one that ends an open document has
             kept = [doc for number, doc in enumerate(docs) if doc or (going_on and not number)]
             self.empty += len(docs) - len(kept)
             docs = kept
         if not docs:
-            return NO_PIECES
+            return _NO_PIECES
         divide = self._by_blocks if self.division.by == "blocks" else self._by_documents
         return divide(docs, going_on, open_end)
 

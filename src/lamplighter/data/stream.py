@@ -37,10 +37,10 @@ from lamplighter.errors import BadData
 from lamplighter.readers.ranges import TextBlock as Texts
 
 Ids = np.ndarray[Any, np.dtype[Any]]
-LOOK_EVERY_S = 0.2
-CHUNKS_AHEAD = 1
+_LOOK_EVERY_S = 0.2
+_CHUNKS_AHEAD = 1
 FIRST_BYTES, BATCH_BYTES = 1 << 12, 1 << 18  # of text that is encoded at once: little at first, so that it is seen
-BATCH_S = 0.5  # a slow source: what has come is encoded after this time
+_BATCH_S = 0.5  # a slow source: what has come is encoded after this time
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Filler:
             self.now.last = time.monotonic()
             if self.stop.is_set():
                 raise Stopped
-            if size >= limit or self.now.last - since > BATCH_S:
+            if size >= limit or self.now.last - since > _BATCH_S:
                 yield from self._encoded(waiting)
                 limit = min(BATCH_BYTES, 2 * limit)
                 waiting, size, since = [], 0, time.monotonic()
@@ -322,7 +322,7 @@ class StreamBatches:
             self._step, self._before = step, load_state(state)
             self._chunks.clear()
         self.filler.stop.clear()
-        self._ahead = Prefetcher(self.filler.chunks(self._before), CHUNKS_AHEAD, "lamp-stream")
+        self._ahead = Prefetcher(self.filler.chunks(self._before), _CHUNKS_AHEAD, "lamp-stream")
 
     def next(self, step: int) -> Batch | None:
         assert self._ahead is not None and step == self._step, "start comes first, then one step after the other"
@@ -378,7 +378,7 @@ class StreamBatches:
                 if there != shown:
                     phase.set(now.tokens, there[0])
                     shown = there
-                if ahead.wait(LOOK_EVERY_S):
+                if ahead.wait(_LOOK_EVERY_S):
                     return
 
     def _cut(self, step: int, first: int, last: int) -> Batch | None:

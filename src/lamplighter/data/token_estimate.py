@@ -34,10 +34,10 @@ from lamplighter.data.token_cache import reader as tokens
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.rundir import human_bytes, read_record
 
-SAMPLE_BYTES = 600_000
-ROWS = 1500  # conversations that stand for all of them
-HASH_BYTES = 1_500_000_000  # of files that nobody has hashed yet; more would take longer than a plan may
-PACKINGS = {"packed": "packed", "grouped": "grouped", "windows": "to seq_len", "auto": "packed"}
+_SAMPLE_BYTES = 600_000
+_ROWS = 1500  # conversations that stand for all of them
+_HASH_BYTES = 1_500_000_000  # of files that nobody has hashed yet; more would take longer than a plan may
+_PACKINGS = {"packed": "packed", "grouped": "grouped", "windows": "to seq_len", "auto": "packed"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TokenEstimate:
 
 def estimate_tokens(run: Run, source: Source, cache: Path) -> TokenEstimate:
     """Counted or estimated."""
-    may_hash = cache.is_dir() and _unknown_bytes(source, cache) <= HASH_BYTES
+    may_hash = cache.is_dir() and _unknown_bytes(source, cache) <= _HASH_BYTES
     tokenizer = _ready_tokenizer(run, source, cache if may_hash else None)
     if isinstance(source, RowSource):
         return _look_at_rows(run, source, tokenizer, cache if may_hash else None)
@@ -113,7 +113,7 @@ def _text(run: Run, train: int, val: int, how: str, counted: bool, vocab_size: i
 
 
 def _estimate(run: Run, source: Source, tokenizer: Tokenizer | None) -> TokenEstimate:
-    sample = take(source, SAMPLE_BYTES, 0 if tokenizer is not None else SAMPLE_BYTES)
+    sample = take(source, _SAMPLE_BYTES, 0 if tokenizer is not None else _SAMPLE_BYTES)
     with report.phase("estimate tokens"):
         texts, by = sample.texts, "the run's own tokenizer"
         if tokenizer is None:
@@ -149,7 +149,7 @@ def _all_bytes(source: Source, sample: TextSample) -> float:
 def _look_at_rows(run: Run, source: RowSource, tokenizer: Tokenizer | None, cache: Path | None) -> TokenEstimate:
     """Lengths with the template applied; the padding that the run's packing will have."""
     if tokenizer is None:
-        tokenizer = tokenizers.train(take(source, SAMPLE_BYTES).texts, run.tokenizer.vocab_size)
+        tokenizer = tokenizers.train(take(source, _SAMPLE_BYTES).texts, run.tokenizer.vocab_size)
     template = load_template(run.data.template, tokenizer)
     folder = (
         example_cache.find_example_cache(cache, source, template, run.data.val_fraction) if cache is not None else None
@@ -184,10 +184,10 @@ def _look_at_rows(run: Run, source: RowSource, tokenizer: Tokenizer | None, cach
 
 def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[np.ndarray[Any, np.dtype[np.int64]], float]:
     """The lengths of the first examples, and the share of the rows that they are."""
-    with report.phase("estimate tokens", total=ROWS, unit="examples") as p:
-        read = list(islice(source.conversations(SetAside(source.policy, quiet=True), template.between), ROWS + 1))
-        share = 1.0 if len(read) <= ROWS else source.position().bytes_done / max(1, source.total_bytes() or 0)
-        encoded = template.encode([messages for messages, _ in read[:ROWS]])
+    with report.phase("estimate tokens", total=_ROWS, unit="examples") as p:
+        read = list(islice(source.conversations(SetAside(source.policy, quiet=True), template.between), _ROWS + 1))
+        share = 1.0 if len(read) <= _ROWS else source.position().bytes_done / max(1, source.total_bytes() or 0)
+        encoded = template.encode([messages for messages, _ in read[:_ROWS]])
         p.tick(len(read))
     lengths = [len(one.ids) for one in encoded if isinstance(one, EncodedExample)]
     return np.array(lengths, np.int64), max(1e-9, min(1.0, share))
@@ -205,7 +205,7 @@ def _rows(
     seq_len, batch = run.data.seq_len, run.train.batch_size
     positions = np.minimum(np.maximum(0, lengths - 1), seq_len)
     packing = "packed" if run.data.packing == "auto" else run.data.packing
-    padding = padding_share(positions, PACKINGS[packing], seq_len, batch)
+    padding = padding_share(positions, _PACKINGS[packing], seq_len, batch)
     filled = float(positions.sum()) / share
     rows = filled / (1 - padding) / seq_len
     row_tokens, samples, noun = None, max(1, math.ceil(rows)), "windows"

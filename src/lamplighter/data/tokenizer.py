@@ -28,8 +28,8 @@ from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.rundir import human_bytes, write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
-KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")
-ROLES = {
+_KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")
+_ROLES = {
     **dict.fromkeys(("<|pad|>", "<pad>", "[PAD]", "<|padding|>"), "pad_token"),
     **dict.fromkeys(("<s>", "<bos>", "<|startoftext|>", "<|begin_of_text|>"), "bos_token"),
     **dict.fromkeys(("<unk>", "<|unk|>", "[UNK]"), "unk_token"),
@@ -37,8 +37,8 @@ ROLES = {
     **dict.fromkeys(("<sep>", "[SEP]"), "sep_token"),
     **dict.fromkeys(("<cls>", "[CLS]"), "cls_token"),
 }
-DOCUMENT_MARK = b"\xff"  # never a byte of UTF-8
-PROBE = (
+_DOCUMENT_MARK = b"\xff"  # never a byte of UTF-8
+_PROBE = (
     "The lamp-lighter's 1,837 lamps: it's LIT, they'll say; don't   wait!\r\n\r\n\tif x_1 == 'a':\n        return  {}\n"
     " naïve £5 œuvre — “quote” … e\u0301 Ünïcödé Ελλάδα Россия 日本語 한국어 العربية हिन्दी "
     "🙂👩‍👩‍👧\u200d\u00a0\u3000\x07 https://example.org/?q=%20&r=3.14159 ##x ▁y  \n \n\n  end "
@@ -91,7 +91,7 @@ class Tokenizer:
             import gigatoken
 
             fast = gigatoken.Tokenizer.from_json(json.dumps(_without_specials(self.content))).backend
-            probe = PROBE + " ".join(token["content"] for token in self.content.get("added_tokens", [])[:64])
+            probe = _PROBE + " ".join(token["content"] for token in self.content.get("added_tokens", [])[:64])
             exact = fast.encode(probe).tolist() == self._reference.encode(probe, add_special_tokens=False).ids
             reason = "" if exact else "gigatoken gives other ids for a probe text"
         except (ImportError, RuntimeError, ValueError, TypeError, OSError) as error:
@@ -207,7 +207,7 @@ class Tokenizer:
         roles: dict[str, Any] = {"eos_token": self.end_name, "bos_token": self.end_name, "unk_token": self.end_name}
         others = []
         for name in self.special.values():
-            if role := ROLES.get(name):
+            if role := _ROLES.get(name):
                 roles[role] = name
             elif name != self.end_name:
                 others.append(name)
@@ -286,12 +286,12 @@ def _find_end(content: dict[str, Any], files: dict[str, bytes], path: Path) -> s
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = json.loads(files.get(name, b"{}")).get("eos_token")
         wanted.append(token.get("content") if isinstance(token, dict) else token)
-    for end in (*wanted, *KNOWN_ENDS):
+    for end in (*wanted, *_KNOWN_ENDS):
         if end in names:
             return str(end)
     raise BadConfig(
         f"the tokenizer at {path} has no end-of-text token",
-        f"neither its configuration nor its vocabulary names one of {', '.join(KNOWN_ENDS)}",
+        f"neither its configuration nor its vocabulary names one of {', '.join(_KNOWN_ENDS)}",
         'put {"eos_token": "..."} into its tokenizer_config.json',
     )
 
@@ -313,7 +313,7 @@ def _alphabet() -> dict[int, str]:
 
 
 LETTER = _alphabet()
-BYTE = {letter: byte for byte, letter in LETTER.items()}
+_BYTE = {letter: byte for byte, letter in LETTER.items()}
 
 
 def _is_byte_level(content: dict[str, Any]) -> bool:
@@ -324,7 +324,7 @@ def _is_byte_level(content: dict[str, Any]) -> bool:
 def _token_bytes(vocab: dict[str, int], added: dict[int, str]) -> dict[int, bytes]:
     """The bytes of each token; an added one, or a name with a letter outside the alphabet, stands for itself."""
     return {
-        i: bytes(map(BYTE.__getitem__, name)) if i not in added and all(c in BYTE for c in name) else name.encode()
+        i: bytes(map(_BYTE.__getitem__, name)) if i not in added and all(c in _BYTE for c in name) else name.encode()
         for name, i in vocab.items()
     }
 
@@ -362,7 +362,7 @@ def _byte_level_content(
 
 def _from_merges(merges: Sequence[Sequence[str]], special: Sequence[str] = ()) -> Tokenizer:
     """Ids as in GPT-2: the 256 bytes, then one per merge, then end-of-text; other control tokens after it."""
-    ordinary = dict.fromkeys([*sorted(BYTE), *(left + right for left, right in merges)])
+    ordinary = dict.fromkeys([*sorted(_BYTE), *(left + right for left, right in merges)])
     ends = tuple(dict.fromkeys([END_OF_TEXT, *special]))
     for name in ends:
         if name in ordinary or not name.strip():
@@ -410,8 +410,8 @@ def _train_fast(sample: list[bytes], count: int) -> list[list[str]] | None:
     except ImportError as error:
         report.note(f"the tokenizer is trained by tokenizers, some 10 times slower: {error}")
         return None
-    data = DOCUMENT_MARK.join(sample)
-    _, pairs = gigatoken.train_bpe(data, count + 256, [], tie_breaking="huggingface", separator=DOCUMENT_MARK)
+    data = _DOCUMENT_MARK.join(sample)
+    _, pairs = gigatoken.train_bpe(data, count + 256, [], tie_breaking="huggingface", separator=_DOCUMENT_MARK)
     merges = [["".join(LETTER[byte] for byte in half) for half in pair] for pair in pairs]
     return merges if _last_is_used(merges, sample) else None
 

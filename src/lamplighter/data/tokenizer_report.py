@@ -21,13 +21,13 @@ from lamplighter.data.tokenizer_training import escaped
 from lamplighter.errors import InputMissing
 from lamplighter.rundir import human_bytes, newest_first
 
-PIECES = 2000  # shown of a text; the counts are of all of it
-SPECIALS = 24
-COLOURS = ("\x1b[7m", "\x1b[4m")
-PLAIN = "\x1b[0m"
+_PIECES = 2000  # shown of a text; the counts are of all of it
+_SPECIALS = 24
+_COLOURS = ("\x1b[7m", "\x1b[4m")
+_PLAIN = "\x1b[0m"
 
 
-def tokenizer_file(path: Path) -> Path:
+def _tokenizer_file(path: Path) -> Path:
     """The folder or file of the tokenizer: as given, or of a run's newest checkpoint."""
     if (path / "checkpoints").is_dir():
         found = [entry for entry in newest_first(path / "checkpoints") if (entry / "tokenizer.json").exists()]
@@ -42,9 +42,9 @@ def portray(
     path: Path, text: str | None, source: Source | None, sample_bytes: int, compare: Sequence[Path] = ()
 ) -> dict[str, Any]:
     """All that can be said."""
-    found = tokenizer_file(path)
+    found = _tokenizer_file(path)
     tokenizer = tokenizers.load(found)
-    others = {str(one): tokenizers.load(tokenizer_file(one)) for one in compare}
+    others = {str(one): tokenizers.load(_tokenizer_file(one)) for one in compare}
     record: dict[str, Any] = {
         "path": str(found),
         "kind": _kind(tokenizer),
@@ -89,8 +89,8 @@ def _cut(tokenizer: Tokenizer, text: str) -> dict[str, Any]:
         "tokens": len(ids),
         "bytes": len(text.encode()),
         "bytes_per_token": len(text.encode()) / max(1, len(ids)),
-        "ids": ids[:PIECES],
-        "pieces": [escaped(tokenizer.token_bytes(i)) for i in ids[:PIECES]],
+        "ids": ids[:_PIECES],
+        "pieces": [escaped(tokenizer.token_bytes(i)) for i in ids[:_PIECES]],
         "comes_back": back == text,
         "difference": "" if back == text else tokenizer_training.difference(text, back),
     }
@@ -102,13 +102,13 @@ def _cut(tokenizer: Tokenizer, text: str) -> dict[str, Any]:
 def told(record: dict[str, Any], colour: bool) -> str:
     """The portrait, for people."""
     special = [f"{escaped(name)} = {i}" for name, i in record["special"].items()]
-    more = f" and {len(special) - SPECIALS} more" if len(special) > SPECIALS else ""
+    more = f" and {len(special) - _SPECIALS} more" if len(special) > _SPECIALS else ""
     end = record["end_of_text"]
     lines = [
         f"tokenizer      {record['path']}",
         f"kind           {record['kind']}, {record['vocab_size']:,} tokens",
         f"end of text    {escaped(end['text'])} = {end['id']}",
-        f"control tokens {', '.join(special[:SPECIALS]) or 'none'}{more}",
+        f"control tokens {', '.join(special[:_SPECIALS]) or 'none'}{more}",
         f"encodes by     {record['backend']}: {record['backend_reason']}",
         f"chat template  {'yes' if record['chat_template'] else 'no'}",
     ]
@@ -127,7 +127,7 @@ def told(record: dict[str, Any], colour: bool) -> str:
 
 def _cut_lines(name: str, cut: dict[str, Any], colour: bool) -> list[str]:
     if colour:
-        pieces = "".join(f"{COLOURS[n % 2]}{piece}{PLAIN}" for n, piece in enumerate(cut["pieces"]))
+        pieces = "".join(f"{_COLOURS[n % 2]}{piece}{_PLAIN}" for n, piece in enumerate(cut["pieces"]))
     else:
         pieces = "".join(f"[{piece}]" for piece in cut["pieces"])
     left = cut["tokens"] - len(cut["pieces"])

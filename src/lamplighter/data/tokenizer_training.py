@@ -27,12 +27,12 @@ from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadConfig, CannotWrite, LampError
 from lamplighter.rundir import cannot_write, human_bytes, read_record, write_json
 
-RARE = 10
+_RARE = 10
 """A token that a text uses less often is learned from too few examples to be of use."""
-SHOWN = 12
-OTHER_BYTES = 10_000_000
+_SHOWN = 12
+_OTHER_BYTES = 10_000_000
 REPORT_NAME = "tokenizer_report.json"
-RULES = "byte-level BPE 2"
+_RULES = "byte-level BPE 2"
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def measure(tokenizer: Tokenizer, texts: Sequence[str], places: Sequence[str], w
         first_failure=first,
         vocab_size=tokenizer.vocab_size,
         used=int((counts > 0).sum()),
-        rare=int(((counts > 0) & (counts < RARE)).sum()),
-        frequent=[_token(tokenizer, int(i), counts) for i in np.argsort(-counts, kind="stable")[:SHOWN] if counts[i]],
+        rare=int(((counts > 0) & (counts < _RARE)).sum()),
+        frequent=[_token(tokenizer, int(i), counts) for i in np.argsort(-counts, kind="stable")[:_SHOWN] if counts[i]],
         longest=_longest(tokenizer, counts),
     )
 
@@ -127,7 +127,7 @@ def _longest(tokenizer: Tokenizer, counts: np.ndarray[Any, np.dtype[np.int64]]) 
     """Of those that occur."""
     used = [int(i) for i in np.flatnonzero(counts)]
     used.sort(key=lambda i: (-len(tokenizer.token_bytes(i)), i))
-    return [_token(tokenizer, i, counts) for i in used[:SHOWN]]
+    return [_token(tokenizer, i, counts) for i in used[:_SHOWN]]
 
 
 def escaped(text: bytes | str) -> str:
@@ -149,7 +149,7 @@ def difference(text: str, back: str) -> str:
 
 def key_of(source: Source, vocab_size: int, sample_mb: float, special: Sequence[str] = ()) -> str:
     """Names a trained tokenizer by all that decides it."""
-    parts = [source.fingerprint(), vocab_size, sample_mb, RULES, *special]
+    parts = [source.fingerprint(), vocab_size, sample_mb, _RULES, *special]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -199,7 +199,7 @@ def _place(made: Tokenizer, folder: Path) -> None:
 # ---------------------------------------------------------------- lamp tokenizer train
 
 
-def refuse_other(folder: Path, key: str, force: bool) -> None:
+def _refuse_other(folder: Path, key: str, force: bool) -> None:
     """Before any work: a folder that holds another tokenizer is not written over unasked."""
     if force or not (folder / "tokenizer.json").exists():
         return
@@ -242,9 +242,9 @@ def make(source: Source, wish: Wish, cache: Path) -> dict[str, Any]:
     """Train (or find_trained), check by a round trip, write; the report of it, as it stands beside the tokenizer."""
     check_writable(wish.out)
     key = key_of(source, wish.vocab_size, wish.sample_mb, wish.special)
-    refuse_other(wish.out, key, wish.force)
+    _refuse_other(wish.out, key, wish.force)
     others = {str(path): tokenizers.load(path) for path in wish.compare}
-    sample = take(source, int(wish.sample_mb * 1e6), OTHER_BYTES)
+    sample = take(source, int(wish.sample_mb * 1e6), _OTHER_BYTES)
     started = time.monotonic()
     made = trained(source, wish.vocab_size, wish.sample_mb, cache=cache, special=wish.special, sample=sample)
     train_s = time.monotonic() - started
@@ -350,7 +350,7 @@ def measured_lines(one: dict[str, Any]) -> list[str]:
         f"  round trip   {trip}",
         f"  size         {one['tokens']:,} tokens, {one['bytes_per_token']:.3f} bytes per token; encoded at {rate:.0f} MB/s",
         f"  vocabulary   {one['used']:,} of {one['vocab_size']:,} tokens occur ({share:.1%}),"
-        f" {one['rare']:,} of them under {RARE} times ({one['rare'] / max(1, one['vocab_size']):.1%})",
+        f" {one['rare']:,} of them under {_RARE} times ({one['rare'] / max(1, one['vocab_size']):.1%})",
         f"  frequent     {_listed(one['frequent'])}",
         f"  longest      {_listed(one['longest'])}",
     ]

@@ -11,8 +11,8 @@ import numpy as np
 from lamplighter.data.batches import Int64s, TokenStream
 
 SAMPLE_TOKENS = 1 << 20
-STRETCHES = 64
-LEAST_TOKENS = 2_000  # of fewer the estimate says nothing
+_STRETCHES = 64
+_LEAST_TOKENS = 2_000  # of fewer the estimate says nothing
 
 
 def unigram_loss(text: TokenStream) -> float | None:
@@ -22,7 +22,7 @@ def unigram_loss(text: TokenStream) -> float | None:
 
 def loss_of(ids: Int64s) -> float | None:
     """Of a sample of tokens."""
-    return entropy(ids) if len(ids) >= LEAST_TOKENS else None
+    return entropy(ids) if len(ids) >= _LEAST_TOKENS else None
 
 
 def entropy(ids: Int64s) -> float:
@@ -35,8 +35,8 @@ def entropy(ids: Int64s) -> float:
 
 def _spread(stream: TokenStream) -> Int64s:
     """Stretches at even distances, or all of it."""
-    size = SAMPLE_TOKENS // STRETCHES
+    size = SAMPLE_TOKENS // _STRETCHES
     if len(stream) <= SAMPLE_TOKENS:
         return np.asarray(stream.read(0, len(stream)), np.int64)
-    starts = (np.arange(STRETCHES) * (len(stream) - size) // (STRETCHES - 1)).tolist()
+    starts = (np.arange(_STRETCHES) * (len(stream) - size) // (_STRETCHES - 1)).tolist()
     return np.concatenate([np.asarray(stream.read(start, start + size), np.int64) for start in starts])

@@ -22,12 +22,12 @@ from lamplighter.doctor.runner import patience
 from lamplighter.procs import procfs
 from lamplighter.procs.child import Child, Say
 
-ACTS = ("start", "import", "rendezvous", "all-reduce", "barrier", "broadcast", "end")
-ACT_S = 12.0
-IMPORT_S = 40.0
+_ACTS = ("start", "import", "rendezvous", "all-reduce", "barrier", "broadcast", "end")
+_ACT_S = 12.0
+_IMPORT_S = 40.0
 REACH_S = 3.0
-NUMBERS = 1 << 16
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_NUMBERS = 1 << 16
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 # ---------------------------------------------------------------- addresses
@@ -61,7 +61,7 @@ def address_and_port(context: ProbeContext) -> Iterator[Finding]:
 def _interfaces() -> Iterator[Finding]:
     """Names of interfaces that do not exist."""
     known = list(psutil.net_if_addrs())
-    for variable in INTERFACES:
+    for variable in _INTERFACES:
         for name in os.environ.get(variable, "").lstrip("^=").split(","):
             if name and not any(one.startswith(name) for one in known):
                 yield fault(
@@ -77,7 +77,7 @@ def _first_real(known: list[str]) -> str:
     return next((name for name in known if not name.startswith(("lo", "docker", "veth", "br-"))), known[0])
 
 
-def local_addresses() -> set[str]:
+def _local_addresses() -> set[str]:
     """Every address of this machine."""
     return {address.address.split("%")[0] for rows in psutil.net_if_addrs().values() for address in rows}
 
@@ -96,7 +96,7 @@ def _hostname() -> Iterator[Finding]:
             culprit={"host": name},
         )
         return
-    elsewhere = found - local_addresses()
+    elsewhere = found - _local_addresses()
     if elsewhere == found and not all(ipaddress.ip_address(one).is_loopback for one in found):
         yield fault(
             f"this host's name, {name}, leads to {', '.join(sorted(found))}, which is not this machine",
@@ -123,11 +123,11 @@ def judge_master(address: str, port: int | None) -> Iterator[Finding]:
         )
         return
     where = ", ".join(sorted(found))
-    here = found & local_addresses() or {one for one in found if ipaddress.ip_address(one).is_loopback}
+    here = found & _local_addresses() or {one for one in found if ipaddress.ip_address(one).is_loopback}
     if port is None:
         yield ok(f"MASTER_ADDR {address} leads to {where}")
     elif here:
-        owner = owner_of(port)
+        owner = _owner_of(port)
         if owner is None and _is_free(port):
             yield ok(f"MASTER_ADDR {address} is this machine, and port {port} is free")
             return
@@ -160,7 +160,7 @@ def _reach(address: str, where: str, port: int) -> Finding:
     return ok(f"{address} ({where}) is another machine, and somebody listens on port {port}")
 
 
-def owner_of(port: int) -> psutil.Process | None:
+def _owner_of(port: int) -> psutil.Process | None:
     """Who listens on a port of this machine, as far as we may see."""
     try:
         for one in psutil.net_connections("tcp"):
@@ -219,16 +219,16 @@ def two_ranks(context: ProbeContext) -> Iterator[Finding]:
         found = {str(row[4][0]) for row in socket.getaddrinfo(address, int(port))}
     except OSError:  # told by the probe of the address
         found = set()
-    here = bool(found & local_addresses()) or any(ipaddress.ip_address(one).is_loopback for one in found)
+    here = bool(found & _local_addresses()) or any(ipaddress.ip_address(one).is_loopback for one in found)
     if not here or not _is_free(int(port)):
         yield ok(f"not tried at {address}:{port}: it is not free, or not here")
         return
     yield from trial(address, int(port), context.now)
 
 
-def trial(address: str, port: int, now: Callable[[str], None], act_s: float = ACT_S) -> Iterator[Finding]:
+def trial(address: str, port: int, now: Callable[[str], None], act_s: float = _ACT_S) -> Iterator[Finding]:
     """Two processes go through every act; the first that fails or is late ends it, with who and where."""
-    act_s, import_s = act_s * patience(), IMPORT_S * patience()
+    act_s, import_s = act_s * patience(), _IMPORT_S * patience()
     started = time.monotonic()
     ranks = [_start(number, address, port, act_s) for number in range(2)]
     try:
@@ -292,7 +292,7 @@ def _judge(ranks: list[Rank], address: str, port: int, act_s: float, import_s: f
                     "rank_sigkill",
                     culprit={"rank": rank.number},
                 )
-    last = min(ranks, key=lambda rank: ACTS.index(rank.at))
+    last = min(ranks, key=lambda rank: _ACTS.index(rank.at))
     other = ranks[1 - last.number]
     alone = other.at != last.at  # one waits for the other: how long it waits counts, not how long the other is at it
     waited = time.monotonic() - (other.since if alone else max(last.since, other.since))
@@ -336,16 +336,16 @@ def one_rank(request: dict[str, Any], say: Say) -> None:
         store = dist.TCPStore(address, port, ranks, is_master=rank == 0, timeout=limit)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
         say(at=(act := "all-reduce"))
-        numbers = torch.full((NUMBERS,), float(rank + 1))
+        numbers = torch.full((_NUMBERS,), float(rank + 1))
         dist.all_reduce(numbers)
         if not bool((numbers == ranks * (ranks + 1) / 2).all()):
             raise ArithmeticError(f"1 + 2 gave {numbers[0].item()}")
         say(at=(act := "barrier"))
         dist.barrier()
         say(at=(act := "broadcast"))
-        sent = torch.arange(NUMBERS) if rank == 0 else torch.zeros(NUMBERS, dtype=torch.int64)
+        sent = torch.arange(_NUMBERS) if rank == 0 else torch.zeros(_NUMBERS, dtype=torch.int64)
         dist.broadcast(sent, src=0)
-        if not torch.equal(sent, torch.arange(NUMBERS)):
+        if not torch.equal(sent, torch.arange(_NUMBERS)):
             raise ArithmeticError("what arrived is not what was sent")
         say(at=(act := "end"))
         dist.barrier()  # rank 0 keeps the store: it may not leave before the other has done

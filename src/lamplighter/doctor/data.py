@@ -30,12 +30,12 @@ from lamplighter.readers.bad_records import BadInReading
 from lamplighter.readers.local import LocalFile, is_packed, kind_of
 from lamplighter.rundir import CACHE_NAME, hash_file, human_bytes, is_alive, read_json, read_record, write_json
 
-LOOK_S = 10.0  # for all files together
+_LOOK_S = 10.0  # for all files together
 WHOLE_BYTES = 32_000_000  # a file up to this size is read to its end, while there is time
 TAIL_BYTES = 1 << 17
-SLOW_MB_S = 1.0
-SHOWN = 5
-PACKED_TIMES = 4  # text unpacks to some times its size
+_SLOW_MB_S = 1.0
+_SHOWN = 5
+_PACKED_TIMES = 4  # text unpacks to some times its size
 
 
 # ---------------------------------------------------------------- files
@@ -93,7 +93,7 @@ def is_dataset(name: str | None) -> bool:
 
 
 def _files(source: FileSource, context: ProbeContext) -> Iterator[Finding]:
-    looked, until = Looked(), time.monotonic() + LOOK_S
+    looked, until = Looked(), time.monotonic() + _LOOK_S
     bad: list[str] = []
     began, reading = time.monotonic(), source.bad.begin()
     for number, item in enumerate(source.items):
@@ -105,7 +105,7 @@ def _files(source: FileSource, context: ProbeContext) -> Iterator[Finding]:
         except LampError as error:
             bad.append(item.name)
             dirty = dict(source.bad.reasons) != before or (".jsonl" not in item.name and "UTF-8" in error.why)
-            if len(bad) <= SHOWN:
+            if len(bad) <= _SHOWN:
                 cause = "dirty_text" if dirty else error.cause
                 found = as_finding(error, "fault", cause)
                 yield fault(found.what, found.why, found.next, cause, culprit={"path": item.name})
@@ -118,8 +118,8 @@ def _files(source: FileSource, context: ProbeContext) -> Iterator[Finding]:
         bad += {path for path, _ in source.bad.known}
         found = as_finding(error, "fault", "dirty_text")
         yield fault(found.what, found.why, found.next, "dirty_text", culprit={"path": min(bad)})
-    if len(bad) > SHOWN:
-        yield fault(f"{len(bad) - SHOWN:,} further files cannot be read", "as those above", "mend or leave out")
+    if len(bad) > _SHOWN:
+        yield fault(f"{len(bad) - _SHOWN:,} further files cannot be read", "as those above", "mend or leave out")
     if aside := sorted(known for known in source.bad.known if known[0] not in bad):
         path, at = aside[0]
         reasons = ", ".join(f"{why}: {count:,}" for why, count in source.bad.reasons.most_common())
@@ -160,7 +160,7 @@ def _look_at(source: FileSource, number: int, looked: Looked, until: float, read
 def _look_at_end(source: FileSource, number: int, item: LocalFile, until: float) -> bool:
     """The last documents of a large local file; False where that would take reading it all."""
     if is_packed(item.name):
-        if item.size * PACKED_TIMES > 8 * WHOLE_BYTES or time.monotonic() > until:
+        if item.size * _PACKED_TIMES > 8 * WHOLE_BYTES or time.monotonic() > until:
             return False
         return all(time.monotonic() < until for _ in source.texts(number))
     if kind_of(item.name) == "parquet":
@@ -193,7 +193,7 @@ def _speed(count: int, seconds: float, path: str, context: ProbeContext) -> Iter
         return
     rate = count / seconds / 1e6
     write_json(context.scratch / "speed.json", {"bytes_per_s": count / seconds}, durable=False)
-    if rate < SLOW_MB_S:
+    if rate < _SLOW_MB_S:
         yield warn(
             f"read at {rate:.2f} MB/s: {path} is on a slow disk or far away",
             f"{human_bytes(count)} took {seconds:.1f} s",
@@ -217,12 +217,12 @@ def _rows(source: RowSource, context: ProbeContext) -> Iterator[Finding]:
                 if looked.documents % 500 == 0:
                     context.now(place)
                 looked.documents += 1
-                if time.monotonic() - began > LOOK_S:
+                if time.monotonic() - began > _LOOK_S:
                     break
             looked.bytes += one.size or 0
         except LampError as error:
             yield as_finding(error)
-    for line in bad.listed[:SHOWN]:
+    for line in bad.listed[:_SHOWN]:
         what, why, advice = line["error"]
         yield warn(what, why, advice, "dirty_text", culprit={"path": f"{line['path']}:{line['line']}"})
     kinds = ", ".join(sorted({rows.KIND_WORDS[kind] for kind in source.kinds}))
@@ -345,8 +345,8 @@ def _against_model(context: ProbeContext, found: tokenizers.Tokenizer) -> Iterat
         )
 
 
-VERIFY_S = 15.0
-REBUILD = "--data.cache rebuild"
+_VERIFY_S = 15.0
+_REBUILD = "--data.cache rebuild"
 
 
 def cache(context: ProbeContext) -> Iterator[Finding]:
@@ -425,7 +425,7 @@ def _tokens(root: Path, source: Source, context: ProbeContext) -> Iterator[Findi
             _level(context, "warn"),
             f"the token cache is cut short: {sought.fault}",
             "a killed copy, a full disk, or somebody's hand",
-            f"{REBUILD} (data.cache auto does it by itself)",
+            f"{_REBUILD} (data.cache auto does it by itself)",
             "shard_truncated",
             culprit={"path": str(sought.folder)},
             settings={"data.cache": "rebuild"},
@@ -529,7 +529,7 @@ def _examples(root: Path, source: RowSource, context: ProbeContext) -> Iterator[
 
 def _verified(folder: Path, files: dict[str, dict[str, object]], context: ProbeContext) -> Iterator[Finding]:
     """Sizes of all, hashes of as many as the time allows."""
-    until, done, total = time.monotonic() + VERIFY_S, 0, sum(int(str(entry["bytes"])) for entry in files.values())
+    until, done, total = time.monotonic() + _VERIFY_S, 0, sum(int(str(entry["bytes"])) for entry in files.values())
     for name, entry in files.items():
         path = folder / name
         context.now(f"checksum of {path}")
@@ -552,5 +552,5 @@ def _damaged(path: Path, cause: str, why: str, context: ProbeContext) -> Finding
     words = "cut short" if cause == "shard_truncated" else "damaged"
     level: Level = "fault" if cause == "shard_bitflip" else _level(context, "warn")
     return Finding(
-        level, f"{words}: {path}", why, REBUILD, cause, culprit={"path": str(path)}, settings={"data.cache": "rebuild"}
+        level, f"{words}: {path}", why, _REBUILD, cause, culprit={"path": str(path)}, settings={"data.cache": "rebuild"}
     )

@@ -24,12 +24,12 @@ from lamplighter.doctor.sample_data import NoSample, Sample, take
 from lamplighter.errors import LampError
 from lamplighter.rundir import read_record
 
-SHOWN_TOKENS = 24
+_SHOWN_TOKENS = 24
 MUCH, SOME = 0.5, 0.2  # padding
-MANY_EPOCHS = 5
-NEAR_DOCUMENTS = 2000
-STRATEGY = {"auto": "packed", "packed": "packed", "grouped": "grouped", "windows": "to seq_len"}
-FAULTY = ("empty", "no_answer", "no_prompt")
+_MANY_EPOCHS = 5
+_NEAR_DOCUMENTS = 2000
+_STRATEGY = {"auto": "packed", "packed": "packed", "grouped": "grouped", "windows": "to seq_len"}
+_FAULTY = ("empty", "no_answer", "no_prompt")
 
 
 def documents(context: ProbeContext) -> Iterator[Finding]:
@@ -52,7 +52,7 @@ def documents(context: ProbeContext) -> Iterator[Finding]:
         yield _first_text(next(iter(source.documents())), tokenizer)
     context.now(f"lengths, padding and repeats of {sample.words}")
     data = sample.run.data
-    request = Request(data.seq_len, sample.run.train.batch_size, data.val_fraction, None, NEAR_DOCUMENTS)
+    request = Request(data.seq_len, sample.run.train.batch_size, data.val_fraction, None, _NEAR_DOCUMENTS)
     try:
         if template is not None and isinstance(source, RowSource):
             stats = chat_stats.count_rows(source, template, "", request, None)
@@ -78,8 +78,8 @@ def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 def _first_text(text: str, tokenizer: Tokenizer) -> Finding:
     ids = tokenizer.encode(text).tolist()
-    head = "|".join(_pieces(tokenizer, ids[:SHOWN_TOKENS]))
-    more = f"| ... {len(ids) - SHOWN_TOKENS:,} more" if len(ids) > SHOWN_TOKENS else ""
+    head = "|".join(_pieces(tokenizer, ids[:_SHOWN_TOKENS]))
+    more = f"| ... {len(ids) - _SHOWN_TOKENS:,} more" if len(ids) > _SHOWN_TOKENS else ""
     what = f"the first document: {head}{more}|{tokenizer.end_name}"
     return ok(what, f"{len(ids):,} tokens and the end of text; every one of them is learned")
 
@@ -173,7 +173,7 @@ def _padding(stats: Stats, context: ProbeContext) -> Iterator[Finding]:
     """Of the strategy that is set, against the others; and the setting that makes the difference."""
     data = context.run.data
     shares = {one.strategy: one for one in stats.padding}
-    name = "windows" if stats.kind == "text" else STRATEGY[data.packing]
+    name = "windows" if stats.kind == "text" else _STRATEGY[data.packing]
     now, best = shares[name], min(stats.padding, key=lambda one: one.share)
     table = ", ".join(f"{one.strategy} {one.share:.0%}" for one in stats.padding)
     figures = {f"padding_{one.strategy.replace(' ', '_')}": one.share for one in stats.padding}
@@ -262,7 +262,7 @@ def _loss(stats: Stats, context: ProbeContext) -> Iterator[Finding]:
     if stats.quality is None:
         return
     for reason in stats.quality.reasons:
-        if reason.reason in FAULTY and reason.count:
+        if reason.reason in _FAULTY and reason.count:
             place = reason.examples[0].place if reason.examples else ""
             yield warn(
                 f"{reason.count:,} rows: {reason.about} (the first: {place})",
@@ -277,13 +277,13 @@ def _epochs(stats: Stats, context: ProbeContext, sample: Sample) -> Iterator[Fin
     """How often the run would see each token, by the true tokens of the sample."""
     train, data = context.run.train, context.run.data
     if train.steps is None:
-        if train.epochs is not None and train.epochs > MANY_EPOCHS:
+        if train.epochs is not None and train.epochs > _MANY_EPOCHS:
             yield _many(train.epochs, f"train.epochs is {train.epochs:g}", {"train.epochs": 3})
         return
     if sample.share is None or not stats.counts.tokens:
         return
     if stats.kind == "chat":  # padding is work too, and what is cut off is none
-        padding = next(one.share for one in stats.padding if one.strategy == STRATEGY[data.packing])
+        padding = next(one.share for one in stats.padding if one.strategy == _STRATEGY[data.packing])
         tokens = (stats.counts.tokens - stats.window.beyond) / max(1e-9, 1 - padding) / sample.share
     else:
         tokens = stats.counts.tokens_with_ends / sample.share
@@ -292,7 +292,7 @@ def _epochs(stats: Stats, context: ProbeContext, sample: Sample) -> Iterator[Fin
     epochs = train.steps * per_step / max(1.0, tokens)
     about = f"{train.steps:,} steps x {train.batch_size} x {data.seq_len:,} = {train.steps * per_step:,} tokens out of"
     about += f" {'' if sample.share == 1.0 else 'about '}{tokens:,.0f}"
-    if epochs > MANY_EPOCHS:
+    if epochs > _MANY_EPOCHS:
         steps = max(1, round(3 * tokens / per_step))
         yield _many(epochs, about, {"train.steps": steps})
     else:

@@ -15,10 +15,10 @@ from typing import Any
 from lamplighter.doctor.probe import Finding
 from lamplighter.doctor.runner import ProbeResult
 
-SHOWN = {"ok": "ok", "warn": "warn", "fault": "FAULT"}
-WEIGHT = {"ok": 0, "warn": 1, "fault": 2}
-MOST_ROWS = 8  # of one probe
-STRANGE = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160))}
+_SHOWN = {"ok": "ok", "warn": "warn", "fault": "FAULT"}
+_WEIGHT = {"ok": 0, "warn": 1, "fault": 2}
+_MOST_ROWS = 8  # of one probe
+_STRANGE = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160))}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Advice:
 
 
 def worst(result: ProbeResult) -> str:
-    return SHOWN[max((finding.level for finding in result.findings), key=lambda level: WEIGHT[level], default="ok")]
+    return _SHOWN[max((finding.level for finding in result.findings), key=lambda level: _WEIGHT[level], default="ok")]
 
 
 def advice(report: Report) -> dict[str, Advice]:
@@ -72,19 +72,19 @@ def table(report: Report) -> str:
     rows = []
     for result in report.results:
         name = result.probe.name
-        by_weight = sorted(result.findings, key=lambda finding: -WEIGHT[finding.level])
-        for finding in by_weight[:MOST_ROWS]:
-            rows.append(f"{name:<{wide}}  {SHOWN[finding.level]:<5}  {_one_line(finding.what)}")
+        by_weight = sorted(result.findings, key=lambda finding: -_WEIGHT[finding.level])
+        for finding in by_weight[:_MOST_ROWS]:
+            rows.append(f"{name:<{wide}}  {_SHOWN[finding.level]:<5}  {_one_line(finding.what)}")
             name = ""
-        if len(by_weight) > MOST_ROWS:
-            rows.append(f"{'':<{wide}}  {'':<5}  and {len(by_weight) - MOST_ROWS} more (--json has all)")
+        if len(by_weight) > _MOST_ROWS:
+            rows.append(f"{'':<{wide}}  {'':<5}  and {len(by_weight) - _MOST_ROWS} more (--json has all)")
     return "\n".join([*rows, *_details(report), "", _sum(report), ""])
 
 
 def _details(report: Report) -> Iterator[str]:
     for probe, finding in [*report.findings("fault"), *report.findings("warn")]:
         yield ""
-        yield f"{SHOWN[finding.level]}: {probe}"
+        yield f"{_SHOWN[finding.level]}: {probe}"
         yield f"  verdict  {_one_line(finding.what)}"
         if finding.why:
             yield f"  why      {_one_line(finding.why)}"
@@ -105,7 +105,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split()).translate(STRANGE)
+    return " ".join(text.split()).translate(_STRANGE)
 
 
 # ---------------------------------------------------------------- for scripts

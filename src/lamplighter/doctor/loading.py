@@ -30,15 +30,15 @@ from lamplighter.procs.child import Outcome
 from lamplighter.procs.stacks import Frame
 from lamplighter.rundir import human_bytes, read_lines, read_record, write_json
 
-SHM = Path("/dev/shm")
+_SHM = Path("/dev/shm")
 START_S = 60.0  # until the first batch: workers import torch
 QUIET_S = 6.0  # a worker that stands at one item for so long
 SILENT_S = 3.0  # a worker whose watching thread says nothing: the GIL is held, or it is stopped
-ASLEEP_TIMES = 4  # a crowded machine lets a sleeping worker's thread wait that much longer
-ITEMS_S = 5.0
-SLOW_TIMES = 4  # as long as an item takes in this process
-SHM_SHARE = 0.8
-DEEP = 4  # levels of an object that are searched for what cannot be pickled
+_ASLEEP_TIMES = 4  # a crowded machine lets a sleeping worker's thread wait that much longer
+_ITEMS_S = 5.0
+_SLOW_TIMES = 4  # as long as an item takes in this process
+_SHM_SHARE = 0.8
+_DEEP = 4  # levels of an object that are searched for what cannot be pickled
 
 
 # ---------------------------------------------------------------- whose dataset
@@ -158,7 +158,7 @@ def _items(loading: Loading, name: str, context: ProbeContext) -> Iterator[Findi
             context.now(f"item {number} of {name}")
             items.append(next(stream) if stream is not None else loading.dataset[number])
             number += 1
-            if time.monotonic() - began > ITEMS_S:
+            if time.monotonic() - began > _ITEMS_S:
                 break
     except StopIteration:  # a short stream: what has come is looked at
         pass
@@ -184,8 +184,8 @@ def _items(loading: Loading, name: str, context: ProbeContext) -> Iterator[Findi
         f"a batch of {loading.batch_size} has {human_bytes(size)}",
         figures={"items_per_s": rate, "batch_bytes": float(size)},
     )
-    yield shared_memory(loading.workers, loading.prefetch, size, SHM)
-    yield picklable(loading, name)
+    yield shared_memory(loading.workers, loading.prefetch, size, _SHM)
+    yield _picklable(loading, name)
 
 
 def _bytes_of(batch: Any) -> int:
@@ -203,9 +203,9 @@ def shared_memory(workers: int, prefetch: int, batch_bytes: int, folder: Path) -
     have = shutil.disk_usage(folder).free if folder.is_dir() else 0
     sums = f"{workers} workers x {prefetch} batches ahead x {human_bytes(batch_bytes)} = {human_bytes(need)}"
     figures = {"need_bytes": float(need), "free_bytes": float(have)}
-    if need <= SHM_SHARE * have:
+    if need <= _SHM_SHARE * have:
         return ok(f"shared memory will do: {sums}, {human_bytes(have)} are free in {folder}", figures=figures)
-    fit = max(1, int(SHM_SHARE * have // max(1, prefetch * batch_bytes)))
+    fit = max(1, int(_SHM_SHARE * have // max(1, prefetch * batch_bytes)))
     return fault(
         f"shared memory is too small: {human_bytes(need)} are needed, {human_bytes(have)} are free in {folder}",
         f"{sums}; a worker that cannot write there dies of a bus error",
@@ -217,7 +217,7 @@ def shared_memory(workers: int, prefetch: int, batch_bytes: int, folder: Path) -
     )
 
 
-def picklable(loading: Loading, name: str) -> Finding:
+def _picklable(loading: Loading, name: str) -> Finding:
     """What spawn and forkserver have to send to a worker."""
     parts = [(loading.dataset, "dataset"), (loading.collate, "collate_fn")]
     for value, path in parts:
@@ -272,7 +272,7 @@ def _with_workers(context: ProbeContext, method: str) -> Iterator[Finding]:
         "watch": str(watch),
     }
     item_s = read_record(context.scratch / "items.json").get("item_s", 0.0)
-    watcher = _Watcher(watch, max(QUIET_S, SLOW_TIMES * item_s))
+    watcher = _Watcher(watch, max(QUIET_S, _SLOW_TIMES * item_s))
     done = child.run(
         "lamplighter.doctor.workers:load",
         request,
@@ -320,7 +320,7 @@ class _Watcher:
                 continue
             if silent_s <= SILENT_S and record["in_users_code"]:
                 return {**record, "for_s": for_s, "silent_s": 0.0}
-            if silent_s > SILENT_S * (1 if state == psutil.STATUS_RUNNING else ASLEEP_TIMES):
+            if silent_s > SILENT_S * (1 if state == psutil.STATUS_RUNNING else _ASLEEP_TIMES):
                 silent.append({**record, "for_s": for_s, "silent_s": silent_s})
         return silent[0] if silent else None
 
@@ -515,7 +515,7 @@ class Unpicklable:
 def unpicklable(value: Any, path: str = "dataset") -> Unpicklable | None:
     """None where all of it can be sent to another process."""
     error = _error(value)
-    return None if error is None else _innermost(value, path, error, None, DEEP)
+    return None if error is None else _innermost(value, path, error, None, _DEEP)
 
 
 def _error(value: Any) -> str | None:

@@ -27,9 +27,9 @@ from lamplighter.procs import procfs
 from lamplighter.rundir import human_bytes
 from lamplighter.train import bf16, optimizers
 
-MEMORY_S = 20.0  # so long the longest micro-batch may take for real
-MARGIN = 0.92  # of the available memory
-WORTH = 1.1
+_MEMORY_S = 20.0  # so long the longest micro-batch may take for real
+_MARGIN = 0.92  # of the available memory
+_WORTH = 1.1
 
 
 # ---------------------------------------------------------------- precision
@@ -78,7 +78,7 @@ def _compare(fixture: ModelFixture, context: ProbeContext) -> Finding:
             settings={"train.dtype": "fp32"},
             figures=figures,
         )
-    best = "bf16" if gain > WORTH else "fp32"
+    best = "bf16" if gain > _WORTH else "fp32"
     if wanted in ("auto", best):
         return ok(what, why, figures=figures)
     return warn(
@@ -122,7 +122,7 @@ def _longest(fixture: ModelFixture, context: ProbeContext) -> Finding:
     have, wanted = _available(fixture), fixture.rows
     paper = _on_paper(fixture, have)
     sums = f"by arithmetic {human_bytes(paper)}" if paper else "of a model of your own there is no arithmetic"
-    if paper and paper > MARGIN * have:
+    if paper and paper > _MARGIN * have:
         return _too_much(
             fixture, paper, have, f"{sums}: weights, gradients, optimizer, activations and logits; not tried"
         )
@@ -137,9 +137,9 @@ def _longest(fixture: ModelFixture, context: ProbeContext) -> Finding:
             return _told(fixture, peaks[rows], have, f"measured on the whole micro-batch of {wanted}; {sums}")
         each = (peaks[rows] - peaks[rows // 2]) / (rows - rows // 2) if rows > 1 else 0.0
         guess = int(peaks[rows] + each * (wanted - rows))
-        if rows > 1 and (guess > MARGIN * have or spent * 2 > MEMORY_S):
+        if rows > 1 and (guess > _MARGIN * have or spent * 2 > _MEMORY_S):
             why = f"from {rows // 2} and {rows} rows, {human_bytes(int(each))} a row; {sums}"
-            return _too_much(fixture, guess, have, why) if guess > MARGIN * have else _told(fixture, guess, have, why)
+            return _too_much(fixture, guess, have, why) if guess > _MARGIN * have else _told(fixture, guess, have, why)
         rows = min(2 * rows, wanted)
 
 
@@ -208,7 +208,7 @@ def _told(fixture: ModelFixture, peak: int, have: int, why: str) -> Finding:
 
 
 def _too_much(fixture: ModelFixture, need: int, have: int, why: str) -> Finding:
-    smaller = max(1, fixture.rows // 2 ** max(1, math.ceil(math.log2(need / (MARGIN * have)))))
+    smaller = max(1, fixture.rows // 2 ** max(1, math.ceil(math.log2(need / (_MARGIN * have)))))
     return fault(
         f"the longest micro-batch, {fixture.rows} x {fixture.run.data.seq_len} tokens, needs {human_bytes(need)};"
         f" {human_bytes(have)} are available",

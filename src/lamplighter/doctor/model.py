@@ -37,7 +37,7 @@ from lamplighter.rundir import read_record, write_json
 from lamplighter.train import hardware as machines
 from lamplighter.train import optimizers
 
-MUCH_TIME = 0.3  # of a forward pass in one Python loop
+_MUCH_TIME = 0.3  # of a forward pass in one Python loop
 
 
 def one_step(context: ProbeContext) -> Iterator[Finding]:
@@ -204,7 +204,7 @@ def _loop(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
         yield ok("no line of the model runs once per token")
         return
     runs = round(found.runs * fixture.run.data.seq_len)
-    level: Level = "fault" if found.share > MUCH_TIME else "warn"
+    level: Level = "fault" if found.share > _MUCH_TIME else "warn"
     yield Finding(
         level,
         f"a Python loop over tokens: {found.place.place} runs {runs:,} times per forward, {found.share:.0%} of its time",
@@ -236,13 +236,13 @@ def _input_speed(context: ProbeContext, step_s: float) -> Iterator[Finding]:
 
 
 LENGTH = 64  # positions of these probes, at most
-ROWS = 4
+_ROWS = 4
 STEPS, OVERFIT_S = 60, 6.0
 ENOUGH, AT_MOST_S = 12, 25.0  # steps to judge by, and how long they may take
 SLOW_S = 0.5  # a step: a smaller batch then
-OVERFIT_LR = 1e-3
-FALLEN = 0.75  # of the first loss
-SHOWN = 6
+_OVERFIT_LR = 1e-3
+_FALLEN = 0.75  # of the first loss
+_SHOWN = 6
 
 
 def learning(context: ProbeContext) -> Iterator[Finding]:
@@ -259,7 +259,7 @@ def learning(context: ProbeContext) -> Iterator[Finding]:
 def _examine(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
     context.now("the first loss, and its gradients")
     machines.seed_step(fixture.run.train.seed, 1, 0)
-    first = fixture.loss(fixture.piece(ROWS, min(2 * LENGTH, fixture.run.data.seq_len)))
+    first = fixture.loss(fixture.piece(_ROWS, min(2 * LENGTH, fixture.run.data.seq_len)))
     loss = float(first.detach())
     yield _first_loss(fixture, loss)
     if not math.isfinite(loss):
@@ -312,13 +312,13 @@ def _gradients(fixture: ModelFixture) -> Finding:
     without = [(name, p) for name, p in named if p.grad is None or not bool((p.grad != 0).any())]
     bad = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
     if bad:
-        why, advice = f"in {', '.join(bad[:SHOWN])}", "look at what these compute"
+        why, advice = f"in {', '.join(bad[:_SHOWN])}", "look at what these compute"
         return fault(f"{len(bad)} gradients are not finite before any step", why, advice, "nan_batch")
     if not without:
         return ok(f"gradients reach all {len(named)} parameter tensors")
     share = sum(p.numel() for _, p in without) / max(1, sum(p.numel() for _, p in named))
-    names = ", ".join(name for name, _ in without[:SHOWN]) + (
-        f" and {len(without) - SHOWN} more" if len(without) > SHOWN else ""
+    names = ", ".join(name for name, _ in without[:_SHOWN]) + (
+        f" and {len(without) - _SHOWN} more" if len(without) > _SHOWN else ""
     )
     level: Level = "fault" if share > 0.1 else "warn"
     return Finding(
@@ -399,7 +399,7 @@ def _same_answer_twice(fixture: ModelFixture) -> Iterator[Finding]:
 
 def _overfit_one_batch(fixture: ModelFixture, context: ProbeContext) -> Finding:
     """A model that can learn at all learns a few lines by heart within seconds."""
-    batch = fixture.piece(ROWS, min(LENGTH, fixture.run.data.seq_len))
+    batch = fixture.piece(_ROWS, min(LENGTH, fixture.run.data.seq_len))
     if seconds_of(fixture, batch) > SLOW_S:
         batch = fixture.piece(1, min(SHORT, fixture.run.data.seq_len))
     optimizer = optimizers.make_optimizer(fixture.model, fixture.run.train)
@@ -412,15 +412,15 @@ def _overfit_one_batch(fixture: ModelFixture, context: ProbeContext) -> Finding:
         first = last if step == 1 else first
         context.now(f"one batch by heart: step {step} of {STEPS}, loss {last:.3f}")
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step(OVERFIT_LR, optimizers.clip_factor(float(optimizer.grad_norm()), fixture.run.train.grad_clip))
+        optimizer.step(_OVERFIT_LR, optimizers.clip_factor(float(optimizer.grad_norm()), fixture.run.train.grad_clip))
         optimizer.zero_grad()
         spent = time.monotonic() - began
         if last < 0.5 * first or not math.isfinite(last) or spent > (OVERFIT_S if step >= ENOUGH else AT_MOST_S):
             break
-    words = f"{first:.3f} -> {last:.3f} in {step} steps at a rate of {OVERFIT_LR:g}, {batch.inputs.shape[0]} x {batch.inputs.shape[1]} tokens"
+    words = f"{first:.3f} -> {last:.3f} in {step} steps at a rate of {_OVERFIT_LR:g}, {batch.inputs.shape[0]} x {batch.inputs.shape[1]} tokens"
     figures = {"first_loss": first, "last_loss": last, "steps": float(step)}
     guess = math.log(fixture.built.vocab_size)
-    if last <= FALLEN * first:
+    if last <= _FALLEN * first:
         return ok(f"learns one batch by heart: {words}", figures=figures)
     if not math.isfinite(last):
         return fault(f"diverges on one small batch: {words}", "", "a smaller train.lr", "nan_batch", figures=figures)
@@ -438,7 +438,7 @@ def _overfit_one_batch(fixture: ModelFixture, context: ProbeContext) -> Finding:
 
 
 COMPILE_S, CURIOUS_S = 40.0, 20.0  # where the run compiles, and where it is only tried
-WORTH = 1.1
+_WORTH = 1.1
 
 
 def compiling(context: ProbeContext) -> Iterator[Finding]:
@@ -509,7 +509,7 @@ def _worth(last: dict[str, Any], wanted: bool, context: ProbeContext) -> Finding
             settings={"train.compile": False},
             figures=figures,
         )
-    if not wanted and gain > WORTH and saved > 2 * last["compile_s"]:
+    if not wanted and gain > _WORTH and saved > 2 * last["compile_s"]:
         return ok(f"{what}; --train.compile true would save about {saved / 60:.0f} min", why, figures=figures)
     return ok(what, why, figures=figures)
 

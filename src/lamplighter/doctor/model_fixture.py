@@ -29,8 +29,8 @@ from lamplighter.train import hardware as machines
 from lamplighter.train.hardware import Machine
 from lamplighter.train.loop import batch_loss
 
-STEP_S = 1.5  # about so long may one forward and backward of a probe take
-FITS = 0.6  # of the free memory: activations come on top
+_STEP_S = 1.5  # about so long may one forward and backward of a probe take
+_FITS = 0.6  # of the free memory: activations come on top
 SHORT = 32  # positions of the first, careful look
 
 
@@ -131,7 +131,7 @@ def _layers_that_fit(run: Run, vocab: int) -> tuple[Model, list[Finding]]:
     each = run.train.optimizer.training_bytes
     need = each * count_parameters(shape)
     layers = section.layers
-    while layers > 1 and each * count_parameters(replace(shape, layers=layers)) > FITS * have:
+    while layers > 1 and each * count_parameters(replace(shape, layers=layers)) > _FITS * have:
         layers = max(1, layers // 2)
     if layers == section.layers:
         return section, []
@@ -204,12 +204,12 @@ def quick_rows(fixture: ModelFixture) -> tuple[Batch, str]:
     whole = fixture.batch.inputs.shape[1]
     length = min(whole, 2 * SHORT)
     spent = min(seconds_of(fixture, fixture.piece(1, length)) for _ in range(2))  # the first one allocates
-    fits = int(length * STEP_S / max(1e-9, spent))
+    fits = int(length * _STEP_S / max(1e-9, spent))
     length = whole if fits >= whole else max(SHORT, fits)
     rows, batch = 1, fixture.piece(1, length)
     spent = seconds_of(fixture, batch)
     most = min(fixture.rows, len(fixture.batch.inputs))
-    while rows < most and spent * 2 < STEP_S:
+    while rows < most and spent * 2 < _STEP_S:
         rows = min(2 * rows, most)
         batch = fixture.piece(rows, length)
         spent = seconds_of(fixture, batch)

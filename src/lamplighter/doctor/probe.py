@@ -76,7 +76,7 @@ def _probe(name: str, function: str, deadline_s: float) -> Probe:
     return Probe(name, f"lamplighter.doctor.{function}", deadline_s)
 
 
-MACHINE = (
+_MACHINE = (
     _probe("environment / torch and driver", "software:torch_and_driver", 90),
     _probe("environment / packages", "software:packages", 90),
     _probe("environment / clock and language", "software:clock_and_language", 20),
@@ -85,7 +85,7 @@ MACHINE = (
     _probe("environment / tracing", "system:tracing", 30),
     _probe("environment / leftovers", "system:leftovers", 30),
 )
-RUN = (
+_RUN = (
     _probe("settings / plan", "settings:planned", 60),
     _probe("settings / schedule and saves", "settings:schedule_and_saves", 60),
     _probe("settings / threads", "settings:threads", 20),
@@ -104,19 +104,19 @@ RUN = (
     _probe("model / memory", "memory_fit:memory", 90),
     _probe("model / compile", "model:compiling", 90),
 )
-RANKS = (
+_RANKS = (
     _probe("collectives / address and port", "collectives:address_and_port", 30),
     _probe("collectives / two ranks", "collectives:two_ranks", 90),
 )
-ALL = (*MACHINE, *RUN, *RANKS)
+_ALL = (*_MACHINE, *_RUN, *_RANKS)
 
 
 def choose(only: list[str], readable: bool) -> tuple[Probe, ...]:
     """All, or those whose name holds one of the words; without readable settings those of the machine alone."""
     for word in only:
-        if not any(_fits(probe, word) for probe in ALL):
+        if not any(_fits(probe, word) for probe in _ALL):
             raise _nothing_like(word)
-    probes = ALL if readable else (*MACHINE, *RANKS)
+    probes = _ALL if readable else (*_MACHINE, *_RANKS)
     return tuple(probe for probe in probes if not only or any(_fits(probe, word) for word in only))
 
 
@@ -125,7 +125,7 @@ def _fits(probe: Probe, word: str) -> bool:
 
 
 def _nothing_like(word: str) -> UsageError:
-    names = [probe.name for probe in ALL]
+    names = [probe.name for probe in _ALL]
     near = difflib.get_close_matches(word, sorted({part for name in names for part in name.split()}), 1, 0.5)
     why = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
     return UsageError(f"no probe is called {word}", why, "lamp doctor --only environment collectives")

@@ -20,9 +20,9 @@ from typing import Any
 from lamplighter.procs import stacks
 from lamplighter.procs.stacks import Frame
 
-SAMPLE_S = 0.001
-LOOK_S = 0.6
-PER_TOKEN = 0.9  # a line counts as run for each token from so many times per added token on
+_SAMPLE_S = 0.001
+_LOOK_S = 0.6
+_PER_TOKEN = 0.9  # a line counts as run for each token from so many times per added token on
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Sampling:
         self._over = threading.Event()
 
     def _look_on(self) -> None:
-        while not self._over.wait(SAMPLE_S):
+        while not self._over.wait(_SAMPLE_S):
             frame = sys._current_frames().get(self._ident)
             self.samples += 1
             seen = set()
@@ -77,11 +77,11 @@ class Sampling:
                 frame = frame.f_back
             self.on_stack.update(place for place in seen if stacks.is_users(place[0]))
 
-    def of(self, work: Callable[[], object], seconds: float = LOOK_S) -> Sampling:
+    def of(self, work: Callable[[], object], seconds: float = _LOOK_S) -> Sampling:
         """While `work` is done again and again."""
         thread = threading.Thread(target=self._look_on, daemon=True)
         interval = sys.getswitchinterval()
-        sys.setswitchinterval(SAMPLE_S / 2)
+        sys.setswitchinterval(_SAMPLE_S / 2)
         thread.start()
         until = time.monotonic() + seconds
         try:
@@ -99,7 +99,7 @@ def find(forward: Callable[[int], object], short: int, long: int) -> HotLoop | N
     """Count lines at two lengths: what grows with the tokens runs for each of them. Then sample its share of the time."""
     few, many = (Counting().count(lambda length=length: forward(length)) for length in (short, long))  # type: ignore[misc]
     grows = {key: (many[key] - few[key]) / (long - short) for key in many}
-    hot = {key: per for key, per in grows.items() if per >= PER_TOKEN}
+    hot = {key: per for key, per in grows.items() if per >= _PER_TOKEN}
     if not hot:
         return None
     loops: dict[tuple[str, int, str], list[tuple[int, float]]] = {}

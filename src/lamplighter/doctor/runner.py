@@ -25,8 +25,8 @@ from lamplighter.procs.stacks import Frame
 from lamplighter.rundir import human_bytes
 
 MOST_FINDINGS = 200
-MEMORY_SHARE = 0.85  # of what is free at the start
-MOST_PATIENCE = 4.0
+_MEMORY_SHARE = 0.85  # of what is free at the start
+_MOST_PATIENCE = 4.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ProbeResult:
 
 def patience() -> float:
     """Deadlines are for a calm machine: on a crowded one they grow with the crowd, at most fourfold."""
-    return min(MOST_PATIENCE, max(1.0, os.getloadavg()[0] / usable_cores()))
+    return min(_MOST_PATIENCE, max(1.0, os.getloadavg()[0] / usable_cores()))
 
 
 class _Heard:
@@ -74,7 +74,7 @@ class _Heard:
 def run(probe: Probe, config: ProbeConfig, tell: Callable[[str], None] = lambda _: None) -> ProbeResult:
     """One probe from its start to its end, whatever that is; `tell` gets the live line ten times a second."""
     started, deadline_s, heard = time.monotonic(), probe.deadline_s * patience(), _Heard()
-    most = config.memory_bytes or int(MEMORY_SHARE * procfs.memory_available())
+    most = config.memory_bytes or int(_MEMORY_SHARE * procfs.memory_available())
     request = {**{name: value and str(value) for name, value in asdict(config).items()}, "function": probe.function}
     try:
         config.scratch.mkdir(parents=True, exist_ok=True)

@@ -33,9 +33,9 @@ from lamplighter.readers.records import Part
 from lamplighter.rundir import CACHE_NAME, human_bytes, read_record, write_json
 
 DOCUMENTS, BYTES, ROWS = 2000, 4_000_000, 2000
-QUICK_VOCABULARY = 4096  # more merges take long, and little changes
-FINGERPRINT_BYTES = 2_000_000_000  # more of text that nobody has hashed yet is not hashed for a look
-READ_S = 8.0  # a slow source: what has come by then
+_QUICK_VOCABULARY = 4096  # more merges take long, and little changes
+_FINGERPRINT_BYTES = 2_000_000_000  # more of text that nobody has hashed yet is not hashed for a look
+_READ_S = 8.0  # a slow source: what has come by then
 QUIET_S = 8.0  # nothing new for so long: it blocks
 
 
@@ -99,7 +99,7 @@ def kept_tokenizer(context: ProbeContext, source: Source) -> Path | None:
     section, root = context.run.tokenizer, context.runs_dir / CACHE_NAME
     if not any(root.glob("tokenizer-*")):
         return None
-    if (source.total_bytes() or 0) > FINGERPRINT_BYTES and not (own_cache(context) / "file_hashes.json").exists():
+    if (source.total_bytes() or 0) > _FINGERPRINT_BYTES and not (own_cache(context) / "file_hashes.json").exists():
         return None
     context.now("fingerprint of the text")
     folder = root / f"tokenizer-{tokenizer_training.key_of(source, section.vocab_size, section.sample_mb)}"
@@ -113,7 +113,7 @@ def _quick_tokenizer(context: ProbeContext, source: Source) -> dict[str, Any]:
         return {}
     if kept := kept_tokenizer(context, source):
         return {"path": str(kept)}
-    return {"vocab_size": min(section.vocab_size, QUICK_VOCABULARY)}
+    return {"vocab_size": min(section.vocab_size, _QUICK_VOCABULARY)}
 
 
 def _read(context: ProbeContext, source: Source) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def read_some(
         if reading.bytes != seen:
             seen, moved = reading.bytes, at
         now(f"{len(reading.texts):,} documents, {human_bytes(reading.bytes)}, {reading.item}")
-        if at - began > READ_S and reading.texts:
+        if at - began > _READ_S and reading.texts:
             stop.set()
         if at - moved > QUIET_S:
             return _look(reading, thread, at - moved)

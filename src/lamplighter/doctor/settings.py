@@ -28,8 +28,8 @@ from lamplighter.procs import cgroup
 from lamplighter.procs.pool import usable_cores
 from lamplighter.rundir import NETWORK_FILE_SYSTEMS, file_system, free_bytes, human_bytes, write_atomic
 
-PLAN_S = 45.0
-NOT_PLANNED = "the data must be counted for it, and that takes longer than a probe may (lamp plan, lamp data stats)"
+_PLAN_S = 45.0
+_NOT_PLANNED = "the data must be counted for it, and that takes longer than a probe may (lamp plan, lamp data stats)"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def plan(context: ProbeContext) -> PlanFigures | None:
             ],
             capture_output=True,
             text=True,
-            timeout=PLAN_S * patience(),
+            timeout=_PLAN_S * patience(),
             check=False,
             env={name: value for name, value in os.environ.items() if not name.startswith("LAMP_")},
         )
@@ -85,7 +85,7 @@ def plan(context: ProbeContext) -> PlanFigures | None:
     raise BadConfig(what or f"lamp plan left with {done.returncode}", why or done.stderr[-300:], advice)
 
 
-GIB = 1 << 30
+_GIB = 1 << 30
 
 
 def planned(context: ProbeContext) -> Iterator[Finding]:
@@ -93,7 +93,7 @@ def planned(context: ProbeContext) -> Iterator[Finding]:
     context.now("planning on paper")
     paper = plan(context)
     if paper is None:
-        yield ok(f"not planned on paper: {NOT_PLANNED}")
+        yield ok(f"not planned on paper: {_NOT_PLANNED}")
         return
     figures = paper.figures
     remedy, neutral = _cheapest(figures)
@@ -128,9 +128,9 @@ def planned(context: ProbeContext) -> Iterator[Finding]:
 
 def judge_memory(need_gib: float, left: int, limit: int | None) -> Iterator[Finding]:
     """The machine may have it while our control group may not: the kernel kills the run then, without a word."""
-    if limit is not None and need_gib * GIB > left:
+    if limit is not None and need_gib * _GIB > left:
         yield fault(
-            f"{need_gib:.1f} GiB are needed, and the control group leaves {left / GIB:.1f} of {limit / GIB:.1f} GiB",
+            f"{need_gib:.1f} GiB are needed, and the control group leaves {left / _GIB:.1f} of {limit / _GIB:.1f} GiB",
             "the kernel kills the process that goes beyond it",
             "a larger container, a smaller train.micro_batch, or train.recompute true",
             "rss_oom",
@@ -235,12 +235,12 @@ def threads(context: ProbeContext) -> Iterator[Finding]:
         yield ok(f"{wanted or cores} threads, {workers or cores} workers, {cores} cores")
 
 
-BLOCK = 4 << 20
-MOST_BYTES = 64 << 20
-MOST_S = 3.0
-FEW_INODES = 5_000
-SLOW_SHARE = 0.1  # of the time between two saves
-CHECKPOINT_SPARE = 1.1
+_BLOCK = 4 << 20
+_MOST_BYTES = 64 << 20
+_MOST_S = 3.0
+_FEW_INODES = 5_000
+_SLOW_SHARE = 0.1  # of the time between two saves
+_CHECKPOINT_SPARE = 1.1
 
 
 def disk(context: ProbeContext) -> Iterator[Finding]:
@@ -267,7 +267,7 @@ def disk(context: ProbeContext) -> Iterator[Finding]:
     except OSError as error:
         yield fault(
             f"cannot write to {where}: {error.strerror}",
-            f"tried {human_bytes(MOST_BYTES)} in a file without a name",
+            f"tried {human_bytes(_MOST_BYTES)} in a file without a name",
             "free some space, or another place with --runs-dir",
             "disk_full" if error.errno == 28 else "cannot_write",
             culprit={"path": str(where)},
@@ -286,7 +286,7 @@ def nearest(folder: Path) -> Path:
 def judge_room(context: ProbeContext, paper: PlanFigures | None, where: Path, free: int) -> Iterator[Finding]:
     """What the run writes against what is free."""
     room = os.statvfs(where)
-    if room.f_files and room.f_favail < FEW_INODES:
+    if room.f_files and room.f_favail < _FEW_INODES:
         yield Finding(
             "fault" if room.f_favail < 100 else "warn",
             f"{room.f_favail:,} more files can be made on {where} (inodes)",
@@ -302,7 +302,7 @@ def judge_room(context: ProbeContext, paper: PlanFigures | None, where: Path, fr
     need = save * (keep + 2)
     sums = f"{keep} kept, the best and one being written, {human_bytes(save)} each"
     figures = {"free_bytes": float(free), "need_bytes": float(need)}
-    if free < save * CHECKPOINT_SPARE:
+    if free < save * _CHECKPOINT_SPARE:
         yield fault(
             f"not even one checkpoint fits: {human_bytes(save)} are needed, {human_bytes(free)} are free in {where}",
             "the first save would fail",
@@ -336,21 +336,21 @@ def _nameless(where: Path) -> Iterator[int]:
 
 def measure(where: Path) -> tuple[float, float]:
     """Bytes a second, written through to the disk and read back, over at most 64 MB or 3 s each."""
-    block = os.urandom(BLOCK)  # some file systems compress
+    block = os.urandom(_BLOCK)  # some file systems compress
     with _nameless(where) as fd:
         started, done = time.perf_counter(), 0
-        while done < MOST_BYTES and time.perf_counter() - started < MOST_S:
+        while done < _MOST_BYTES and time.perf_counter() - started < _MOST_S:
             view = memoryview(block)
             while view:
                 view = view[os.write(fd, view) :]
             os.fsync(fd)
-            done += BLOCK
+            done += _BLOCK
         written = done / (time.perf_counter() - started)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what is kept in memory would be read from there
         os.lseek(fd, 0, os.SEEK_SET)
         started, done = time.perf_counter(), 0
-        while time.perf_counter() - started < MOST_S and (data := os.read(fd, BLOCK)):
+        while time.perf_counter() - started < _MOST_S and (data := os.read(fd, _BLOCK)):
             done += len(data)
     return written, done / max(1e-6, time.perf_counter() - started)
 
@@ -363,8 +363,8 @@ def judge_speed(context: ProbeContext, paper: PlanFigures | None, where: Path, w
         return ok(speeds, figures=figures)
     takes, every = paper.checkpoint_bytes / written, context.run.save.every_s
     figures["checkpoint_s"] = takes
-    if every and takes > SLOW_SHARE * every:
-        longer = float(round(takes / SLOW_SHARE, -1))
+    if every and takes > _SLOW_SHARE * every:
+        longer = float(round(takes / _SLOW_SHARE, -1))
         return warn(
             f"a checkpoint takes about {takes:.0f} s: {speeds}",
             f"one is due every {every:.0f} s, so {takes / every:.0%} of the time the disk is at it",

@@ -27,15 +27,15 @@ from lamplighter.doctor.probe import Finding, Level, ProbeContext, fault, ok, wa
 
 # Packages of this field; what they require of each other is checked. Those of BOUND stop working where it is not kept:
 # they hold code that was compiled for one torch, or refuse to be imported.
-BOUND = ("torchvision", "torchaudio", "torchtext", "xformers", "flash-attn", "triton", "transformers", "torch")
-FIELD = (
-    *BOUND, "lamplighter", "accelerate", "bitsandbytes", "datasets", "deepspeed", "gigatoken", "huggingface-hub",
+_BOUND = ("torchvision", "torchaudio", "torchtext", "xformers", "flash-attn", "triton", "transformers", "torch")
+_FIELD = (
+    *_BOUND, "lamplighter", "accelerate", "bitsandbytes", "datasets", "deepspeed", "gigatoken", "huggingface-hub",
     "lightning", "numpy", "pandas", "peft", "pyarrow", "pytorch-lightning", "safetensors", "scikit-learn", "scipy",
     "sentence-transformers", "tokenizers", "torchmetrics", "trl", "vllm",
 )  # fmt: skip
-COMPILED_FOR_TORCH = ("torchvision", "torchaudio")  # imported by others unasked, so a broken one breaks those
+_COMPILED_FOR_TORCH = ("torchvision", "torchaudio")  # imported by others unasked, so a broken one breaks those
 SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-DAY_S = 86_400.0
+_DAY_S = 86_400.0
 
 
 # ---------------------------------------------------------------- torch and the driver
@@ -215,16 +215,16 @@ def packages(context: ProbeContext) -> Iterator[Finding]:
     """What the packages of this field require of each other, and whether the touchy ones can be imported."""
     context.now("reading what the packages require")
     found, checked = [], 0
-    for name in FIELD:
+    for name in _FIELD:
         try:
             wanted = metadata.requires(name) or []
         except metadata.PackageNotFoundError:  # not installed: nothing to compare
             continue
         checked += 1
-        found += [finding for text in wanted if (finding := judge_requirement(name, text)) is not None]
+        found += [finding for text in wanted if (finding := _judge_requirement(name, text)) is not None]
     yield from found
     imported = []
-    for name in COMPILED_FOR_TORCH:
+    for name in _COMPILED_FOR_TORCH:
         if importlib.util.find_spec(name) is None:
             continue
         context.now(f"importing {name}")
@@ -238,13 +238,13 @@ def packages(context: ProbeContext) -> Iterator[Finding]:
     yield ok(f"requirements of {checked} packages were compared with what is installed{also}")
 
 
-def judge_requirement(name: str, text: str) -> Finding | None:
+def _judge_requirement(name: str, text: str) -> Finding | None:
     """One line of a package's requirements against what is installed; None where it is kept, or does not count here."""
     wanted = Requirement(text)
     if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
         return None
     mine = metadata.version(name)
-    level: Level = "fault" if canonicalize_name(name) in BOUND else "warn"
+    level: Level = "fault" if canonicalize_name(name) in _BOUND else "warn"
     try:
         have = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
@@ -259,7 +259,7 @@ def judge_requirement(name: str, text: str) -> Finding | None:
         return None
     why = (
         "it holds code that was compiled for that one"
-        if name in COMPILED_FOR_TORCH
+        if name in _COMPILED_FOR_TORCH
         else "its authors exclude this version"
     )
     advice = f"pip install --upgrade {name} (one that fits {wanted.name} {have}), or pip uninstall {name}"
@@ -319,7 +319,7 @@ def clock_and_language(context: ProbeContext) -> Iterator[Finding]:
     probe = context.scratch / "clock"
     probe.touch()
     apart = probe.stat().st_mtime - now
-    if installed > now + DAY_S:
+    if installed > now + _DAY_S:
         yield warn(
             f"the clock says {time.strftime('%Y-%m-%d', time.gmtime(now))}, which is before this package was installed",
             "downloads fail by their certificates, and ages of files are wrong",

@@ -21,14 +21,14 @@ from lamplighter.procs import cgroup, procfs, stacks
 from lamplighter.procs.pool import usable_cores
 from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes, is_alive, is_running, read_record
 
-SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")
 FEW_FILES, USUAL_FILES = 256, 1024
-FEW_PROCESSES = 200
-SMALL_SHARED = 128_000_000  # a container's default is 64 MB; a worker's batches pass through it
-BUSY = 0.6  # of the cores, taken by others
-SWAPPED = 0.2  # of the memory
-OURS = ("lamplighter.commands.child", "lamplighter.procs.child")  # children: they never live without a parent
-OLD_S = 3600.0
+_FEW_PROCESSES = 200
+_SMALL_SHARED = 128_000_000  # a container's default is 64 MB; a worker's batches pass through it
+_BUSY = 0.6  # of the cores, taken by others
+_SWAPPED = 0.2  # of the memory
+_OURS = ("lamplighter.commands.child", "lamplighter.procs.child")  # children: they never live without a parent
+_OLD_S = 3600.0
 
 
 def memory_left() -> tuple[int, int | None]:
@@ -59,7 +59,7 @@ def processors(context: ProbeContext) -> Iterator[Finding]:
             "oversubscribed",
             settings={"train.threads": wanted},
         )
-    if others > BUSY * cores and machine == cores:
+    if others > _BUSY * cores and machine == cores:
         load = os.getloadavg()[0]
         busy = sorted(_busiest(), reverse=True)[:3]
         names = ", ".join(f"{name} (pid {pid})" for _, name, pid in busy)
@@ -97,7 +97,7 @@ def limits(_: ProbeContext) -> Iterator[Finding]:
     """Files, processes, shared memory, memory, swap."""
     yield from _files()
     yield from _processes()
-    yield from shared_memory(SHARED_MEMORY)
+    yield from _shared_memory(_SHARED_MEMORY)
     yield from _memory()
 
 
@@ -132,7 +132,7 @@ def _processes() -> Iterator[Finding]:
     if most is not None:
         left.append(("the control group (pids.max)", most, most - (now or 0)))
     for name, limit, rest in left:
-        if rest < FEW_PROCESSES:
+        if rest < _FEW_PROCESSES:
             yield Finding(
                 "fault" if rest < 20 else "warn",
                 f"{max(0, rest)} more processes and threads may be started: {name} is {limit}",
@@ -151,7 +151,7 @@ def _threads_of_mine() -> int:
     return total
 
 
-def shared_memory(folder: Path) -> Iterator[Finding]:
+def _shared_memory(folder: Path) -> Iterator[Finding]:
     """Loader workers hand their batches over in it; where it ends they die by a bus error."""
     try:
         room = os.statvfs(folder)
@@ -165,7 +165,7 @@ def shared_memory(folder: Path) -> Iterator[Finding]:
         return
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
     figures = {"bytes": float(size), "free_bytes": float(free)}
-    if free < SMALL_SHARED:
+    if free < _SMALL_SHARED:
         yield warn(
             f"{folder} has {human_bytes(free)} free of {human_bytes(size)}",
             "loader workers hand their batches over in it, and die by a bus error where it ends",
@@ -183,7 +183,7 @@ def _memory() -> Iterator[Finding]:
     total, swap = psutil.virtual_memory().total, psutil.swap_memory()
     of = f"{human_bytes(limit)} that the control group allows" if limit else human_bytes(total)
     yield ok(f"memory: {human_bytes(left)} free of {of}", figures={"free_bytes": left})
-    if swap.used > SWAPPED * total:
+    if swap.used > _SWAPPED * total:
         yield warn(
             f"{human_bytes(swap.used)} are swapped out",
             "memory was short here; what is swapped comes back at the speed of the disk",
@@ -305,7 +305,7 @@ def _orphans() -> Iterator[Finding]:
     mine = {os.getpid(), *(one.pid for one in psutil.Process().parents())}
     for one in psutil.process_iter(["cmdline", "environ", "create_time"]):
         words, environment = one.info["cmdline"] or [], one.info["environ"] or {}
-        if one.pid in mine or not any(name in words for name in OURS) or "-m" not in words:
+        if one.pid in mine or not any(name in words for name in _OURS) or "-m" not in words:
             continue
         parent = environment.get("LAMP_PARENT_PID", "")
         if parent.isdecimal() and not procfs.pid_start(int(parent)):
@@ -321,10 +321,10 @@ def _orphans() -> Iterator[Finding]:
 
 def _shared() -> Iterator[Finding]:
     """Slots that live in shared memory because their run is on a network file system."""
-    for folder in sorted(SHARED_MEMORY.glob(f"lamplighter-{os.getuid()}-*")):
+    for folder in sorted(_SHARED_MEMORY.glob(f"lamplighter-{os.getuid()}-*")):
         slots = list(folder.glob("*.slot"))
         newest = max((file.stat().st_mtime for file in [folder, *slots]), default=0.0)
-        if time.time() - newest > OLD_S:
+        if time.time() - newest > _OLD_S:
             yield warn(
                 f"{folder} was last touched {(time.time() - newest) / 3600:.0f} h ago",
                 "slots of a run that is over; a few kilobytes",

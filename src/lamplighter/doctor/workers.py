@@ -22,9 +22,9 @@ from lamplighter.doctor.loading import find, make
 from lamplighter.procs import stacks
 from lamplighter.procs.child import Say
 
-BATCHES = 12
-LOOK_S = 0.25
-MOST_S = 6.0  # of reading batches
+_BATCHES = 12
+_LOOK_S = 0.25
+_MOST_S = 6.0  # of reading batches
 
 
 class Watched(Dataset[Any]):
@@ -78,7 +78,7 @@ class Watch:
 
 def _look_on(path: str) -> None:
     while True:
-        time.sleep(LOOK_S)
+        time.sleep(_LOOK_S)
         _look(path)
 
 
@@ -152,7 +152,7 @@ def load(request: dict[str, Any], say: Say) -> None:
             first = first or time.monotonic()
             spent = time.monotonic() - first
             say(now=f"batch {number} by {request['method']}", batch=number, seconds=spent, start_s=first - began)
-            if number >= BATCHES or spent > MOST_S:
+            if number >= _BATCHES or spent > _MOST_S:
                 break
     except Exception as error:  # noqa: BLE001 (it is what this trial is about)
         time.sleep(0.1)  # a dead worker's code is known a moment later

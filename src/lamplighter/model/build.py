@@ -24,8 +24,8 @@ from lamplighter.model.transformer import Transformer
 from lamplighter.model.weights import init_weights, load_weights
 from lamplighter.rundir import read_json
 
-OWN_TYPE = "lamplighter-own"
-OWN_SIZES = ("vocab_size", "positions", "layers", "width", "heads")  # what the user's own function is called with
+_OWN_TYPE = "lamplighter-own"
+_OWN_SIZES = ("vocab_size", "positions", "layers", "width", "heads")  # what the user's own function is called with
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def load_folder(folder: Path, family: str | None = None, command: str = "") -> B
         raise InputMissing(
             f"{folder} is not a model folder", "it has no readable config.json", "give a run, or a folder"
         )
-    if config.get("model_type") != OWN_TYPE:
+    if config.get("model_type") != _OWN_TYPE:
         if family not in (None, config.get("model_type")):
             what = f"{folder} holds a {config.get('model_type')!r} model, not {family}"
             raise BadConfig(what, "its config.json says so", "leave --model.family out")
@@ -124,9 +124,9 @@ def _name_needed(folder: Path, named: object, command: str) -> BadConfig:
 def _own_arguments(folder: Path, found: object) -> dict[str, Any]:
     """The sizes in a config.json, and nothing else that it might hand to the user's function."""
     known = found if isinstance(found, dict) else {}
-    wrong = [name for name in OWN_SIZES if type(known.get(name)) is not int or known[name] < 1]
-    if wrong or type(known.get("dropout")) not in (int, float) or known.keys() - {*OWN_SIZES, "dropout"}:
-        why = "it should hold " + ", ".join((*OWN_SIZES, "dropout"))
+    wrong = [name for name in _OWN_SIZES if type(known.get(name)) is not int or known[name] < 1]
+    if wrong or type(known.get("dropout")) not in (int, float) or known.keys() - {*_OWN_SIZES, "dropout"}:
+        why = "it should hold " + ", ".join((*_OWN_SIZES, "dropout"))
         raise BadData(f"the arguments in {folder}/config.json are damaged", why, "use an intact folder")
     return dict(known)
 
@@ -192,5 +192,5 @@ def _own(name: str, arguments: dict[str, Any]) -> Built:
         raise BadConfig(
             f"{name} did not return a torch.nn.Module", f"it returned {type(model).__name__}", "see docs/MAP.md"
         )
-    config = {"model_type": OWN_TYPE, "family": name, "arguments": arguments}
+    config = {"model_type": _OWN_TYPE, "family": name, "arguments": arguments}
     return Built(model, config, arguments["vocab_size"], arguments["positions"])

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from lamplighter.model import cpu, shape
 
-STRIP_WORDS = 1024  # of the matrix's gradient, converted together
+_STRIP_WORDS = 1024  # of the matrix's gradient, converted together
 
 
 class LossBuffers:
@@ -144,7 +144,7 @@ def _add_product(dweight_VC: Tensor, gradient_RV: Tensor, x_RC: Tensor, scale: f
         torch.addmm(dweight_VC, gradient_RV.t(), x_RC, beta=0.0 if first else 1.0, alpha=scale, out=dweight_VC)
         return
     product_VC = gradient_RV.t() @ x_RC
-    words = STRIP_WORDS if dweight_VC.device.type == "cpu" else len(dweight_VC)
+    words = _STRIP_WORDS if dweight_VC.device.type == "cpu" else len(dweight_VC)
     for sums, part in zip(torch.split(dweight_VC, words), torch.split(product_VC, words), strict=True):
         if first:
             sums.copy_(part).mul_(scale)

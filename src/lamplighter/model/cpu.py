@@ -33,7 +33,7 @@ from lamplighter.model.recompute import RecomputedForward
 from lamplighter.model.shape import keeps_probabilities
 
 KERNELS = ("attention", "fused_layers", "split_products", "tied_gradient", "decode_pieces", "amx_tiles")
-SWITCH = (
+_SWITCH = (
     "LAMP_CPU_KERNELS"  # "none", the names to use, or the names to leave out with a minus: "-attention,-fused_layers"
 )
 RotaryCosSin = tuple[Tensor, Tensor]  # as in transformer.py
@@ -44,13 +44,13 @@ def chosen_kernels(words: str) -> set[str]:
     named = [word for word in words.replace(",", " ").split() if word != "none"]
     unknown = [word for word in named if word.lstrip("-") not in KERNELS]
     if unknown:
-        raise ValueError(f"{SWITCH}: {', '.join(unknown)} is no kernel; there are {', '.join(KERNELS)}")
+        raise ValueError(f"{_SWITCH}: {', '.join(unknown)} is no kernel; there are {', '.join(KERNELS)}")
     if all(word.startswith("-") for word in named) and "none" not in words:
         return set(KERNELS) - {word[1:] for word in named}
     return {word for word in named if not word.startswith("-")}
 
 
-enabled = chosen_kernels(os.environ.get(SWITCH, ""))
+enabled = chosen_kernels(os.environ.get(_SWITCH, ""))
 
 
 def untouched(layer: nn.Module) -> bool:
@@ -58,7 +58,7 @@ def untouched(layer: nn.Module) -> bool:
     wrapped = "forward" in layer.__dict__ and not isinstance(
         layer.forward, RecomputedForward
     )  # recompute's wrapper is ours
-    if wrapped or has_hooks(layer) or not _is_ours(layer):
+    if wrapped or _has_hooks(layer) or not _is_ours(layer):
         return False
     return all(part is layer or (_is_ours(part) and is_bare(part)) for part in layer.modules())
 
@@ -68,10 +68,10 @@ def _is_ours(part: nn.Module) -> bool:
 
 
 def is_bare(part: nn.Module) -> bool:
-    return not has_hooks(part) and "forward" not in part.__dict__
+    return not _has_hooks(part) and "forward" not in part.__dict__
 
 
-def has_hooks(part: nn.Module) -> bool:
+def _has_hooks(part: nn.Module) -> bool:
     own = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
     return bool(own) or bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
@@ -89,7 +89,7 @@ SCORES = 1 << 22  # numbers of a block at most, so that it stays in the caches
 
 def attention(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """scaled_dot_product_attention, causal where there is no mask; by our own kernel where that suits."""
-    if suits_attention(q_BHTD, k_BHSD.shape[2], dropout):
+    if _suits_attention(q_BHTD, k_BHSD.shape[2], dropout):
         return block_attention(q_BHTD, k_BHSD, v_BHSD, mask)
     causal = mask is None and q_BHTD.shape[2] > 1
     return functional.scaled_dot_product_attention(
@@ -97,7 +97,7 @@ def attention(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | Non
     )
 
 
-def suits_attention(q_BHTD: Tensor, keys: int, dropout: float) -> bool:
+def _suits_attention(q_BHTD: Tensor, keys: int, dropout: float) -> bool:
     """A step that learns in bf16, on a CPU, without dropout or a cache; what is compiled is left to the compiler."""
     learns = torch.is_grad_enabled() and q_BHTD.requires_grad and q_BHTD.shape[2] == keys
     plain = q_BHTD.device.type == "cpu" and q_BHTD.dtype == torch.bfloat16 and not dropout
@@ -124,7 +124,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, upstream_BHTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, mask, *kept = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
-            dq, dk, dv = attention_backward(upstream_BHTD.to(q.dtype).reshape(q.shape), (q, k, v), mask, kept).unbind()
+            dq, dk, dv = _attention_backward(upstream_BHTD.to(q.dtype).reshape(q.shape), (q, k, v), mask, kept).unbind()
         shape = upstream_BHTD.shape
         return dq.view(shape), dk.view(shape), dv.view(shape), None
 
@@ -146,7 +146,7 @@ def attention_forward(q_GTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, mask: Tensor 
     return mixed_GTD, kept
 
 
-def attention_backward(
+def _attention_backward(
     up_GTD: Tensor, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, kept: list[Tensor]
 ) -> Tensor:
     """The gradients of query, key and value [3, G, T, D], from that of the mixture."""
@@ -228,8 +228,8 @@ def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, start: int) -> Ten
 # tokens, or a small model, calling an operation takes longer than the operation: a sixth of a step of 66 tokens was spent
 # on bookkeeping (decision 017). Types are those that the layer has under autocast.
 
-LOW = torch.bfloat16
-ALL = (True, True, True)  # gradients of a norm
+_LOW = torch.bfloat16
+_ALL = (True, True, True)  # gradients of a norm
 
 
 def suits_fused(x_BTC: Tensor, cached: bool) -> bool:
@@ -238,11 +238,11 @@ def suits_fused(x_BTC: Tensor, cached: bool) -> bool:
         return False
     if "fused_layers" not in enabled:
         return False
-    low = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == LOW
+    low = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == _LOW
     return low and x_BTC.device.type == "cpu" and x_BTC.dtype == torch.float32 and not cached
 
 
-def can_take(tensors: Sequence[Tensor | None]) -> bool:
+def _can_take(tensors: Sequence[Tensor | None]) -> bool:
     """All there, in float32."""
     return all(tensor is not None and tensor.dtype == torch.float32 for tensor in tensors)
 
@@ -254,7 +254,7 @@ def fused_gpt2(layer: Any, x_BTC: Tensor, mask: Tensor | None, cached: bool) -> 
     attn, mlp = layer.attn, layer.mlp
     parts = (layer.ln_1, attn.c_attn, attn.c_proj, layer.ln_2, mlp.c_fc, mlp.c_proj)
     tensors = [tensor for part in parts for tensor in (part.weight, part.bias)]
-    if attn.dropout or mlp.dropout or layer.ln_1.eps != layer.ln_2.eps or not can_take(tensors):
+    if attn.dropout or mlp.dropout or layer.ln_1.eps != layer.ln_2.eps or not _can_take(tensors):
         return None
     return gpt2_layer(x_BTC, mask, attn.head_width, layer.ln_1.eps, *tensors)
 
@@ -267,7 +267,7 @@ def fused_llama(layer: Any, x_BTC: Tensor, mask: Tensor | None, rotary: RotaryCo
     projections = (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj)
     parts = (norm_1, *projections, norm_2, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     weights = [part.weight for part in parts]
-    if attn.dropout or norm_1.eps != norm_2.eps or not can_take(weights):
+    if attn.dropout or norm_1.eps != norm_2.eps or not _can_take(weights):
         return None
     return llama_layer(x_BTC, mask, rotary, (attn.head_width, norm_1.eps), *weights)
 
@@ -284,20 +284,20 @@ class _GPT2(torch.autograd.Function):
         B, T, C = x_BTC.shape
         norm1_w, norm1_b, qkv_w, qkv_b, out_w, out_b, norm2_w, norm2_b, up_w, up_b, down_w, down_b = tensors
         with torch.autocast("cpu", enabled=False):
-            qkv_w, out_w, up_w, down_w = (weight.to(LOW) for weight in (qkv_w, out_w, up_w, down_w))
+            qkv_w, out_w, up_w, down_w = (weight.to(_LOW) for weight in (qkv_w, out_w, up_w, down_w))
             x_NC = x_BTC.reshape(-1, C)
             n1_NC, *sums1 = torch.native_layer_norm(x_NC, (C,), norm1_w, norm1_b, eps)
-            n1_NC = n1_NC.to(LOW)
-            qkv = torch.addmm(qkv_b.to(LOW), n1_NC, qkv_w).view(B, T, 3, -1, D).permute(2, 0, 3, 1, 4)
+            n1_NC = n1_NC.to(_LOW)
+            qkv = torch.addmm(qkv_b.to(_LOW), n1_NC, qkv_w).view(B, T, 3, -1, D).permute(2, 0, 3, 1, 4)
             q_GTD, k_GTD, v_GTD = qkv.reshape(3, -1, T, D).unbind()
             mixed_GTD, kept = attention_forward(q_GTD, k_GTD, v_GTD, mask)
             mixed_NC = _from_heads(mixed_GTD, B)
-            y_NC = x_NC + torch.addmm(out_b.to(LOW), mixed_NC, out_w)
+            y_NC = x_NC + torch.addmm(out_b.to(_LOW), mixed_NC, out_w)
             n2_NC, *sums2 = torch.native_layer_norm(y_NC, (C,), norm2_w, norm2_b, eps)
-            n2_NC = n2_NC.to(LOW)
-            h_NM = torch.addmm(up_b.to(LOW), n2_NC, up_w)
+            n2_NC = n2_NC.to(_LOW)
+            h_NM = torch.addmm(up_b.to(_LOW), n2_NC, up_w)
             g_NM = functional.gelu(h_NM, approximate="tanh")
-            out_NC = y_NC + torch.addmm(down_b.to(LOW), g_NM, down_w)
+            out_NC = y_NC + torch.addmm(down_b.to(_LOW), g_NM, down_w)
         ctx.save_for_backward(
             x_NC, *sums1, norm1_w, norm1_b, y_NC, *sums2, norm2_w, norm2_b, qkv_w, out_w, up_w, down_w,
             n1_NC, q_GTD, k_GTD, v_GTD, mixed_NC, n2_NC, h_NM, g_NM, mask, *kept,
@@ -313,21 +313,21 @@ class _GPT2(torch.autograd.Function):
         back = torch.ops.aten.native_layer_norm_backward
         with torch.autocast("cpu", enabled=False):
             up_NC = upstream_BTC.reshape(-1, C)
-            low_NC = up_NC.to(LOW)
+            low_NC = up_NC.to(_LOW)
             ddown_w, ddown_b = g_NM.t() @ low_NC, up_NC.sum(0)
             dh_NM = torch.ops.aten.gelu_backward(low_NC @ down_w.t(), h_NM, approximate="tanh")
             dup_w, dup_b = n2_NC.t() @ dh_NM, dh_NM.sum(0, dtype=torch.float32)
             dn2_NC = (dh_NM @ up_w.t()).float()
-            dy_NC, dnorm2_w, dnorm2_b = back(dn2_NC, y_NC, (C,), mean2, spread2, norm2_w, norm2_b, ALL)
+            dy_NC, dnorm2_w, dnorm2_b = back(dn2_NC, y_NC, (C,), mean2, spread2, norm2_w, norm2_b, _ALL)
             dy_NC += up_NC
-            low_NC = dy_NC.to(LOW)
+            low_NC = dy_NC.to(_LOW)
             dout_w, dout_b = mixed_NC.t() @ low_NC, dy_NC.sum(0)
             dmixed_GTD = _to_heads(low_NC @ out_w.t(), B, q_GTD.shape[2])
-            dheads = attention_backward(dmixed_GTD, (q_GTD, k_GTD, v_GTD), mask, kept)
+            dheads = _attention_backward(dmixed_GTD, (q_GTD, k_GTD, v_GTD), mask, kept)
             dqkv = dheads.view(3, B, -1, *q_GTD.shape[1:]).permute(1, 3, 0, 2, 4).reshape(-1, 3 * C)
             dqkv_w, dqkv_b = n1_NC.t() @ dqkv, dqkv.sum(0, dtype=torch.float32)
             dn1_NC = (dqkv @ qkv_w.t()).float()
-            dx_NC, dnorm1_w, dnorm1_b = back(dn1_NC, x_NC, (C,), mean1, spread1, norm1_w, norm1_b, ALL)
+            dx_NC, dnorm1_w, dnorm1_b = back(dn1_NC, x_NC, (C,), mean1, spread1, norm1_w, norm1_b, _ALL)
             dx_NC += dy_NC
         return (
             dx_NC.view(B, T, C), None, None, None, dnorm1_w, dnorm1_b, dqkv_w.float(), dqkv_b, dout_w.float(), dout_b,
@@ -351,10 +351,10 @@ class _Llama(torch.autograd.Function):
         (B, T, C), (D, eps) = x_BTC.shape, sizes
         norm1_w, *weights1, norm2_w, gate_w, up_w, down_w = tensors
         with torch.autocast("cpu", enabled=False):
-            q_w, k_w, v_w, out_w, gate_w, up_w, down_w = (w.to(LOW) for w in (*weights1, gate_w, up_w, down_w))
+            q_w, k_w, v_w, out_w, gate_w, up_w, down_w = (w.to(_LOW) for w in (*weights1, gate_w, up_w, down_w))
             x_NC = x_BTC.reshape(-1, C)
             scaled1_NC, spread1_N1 = _rms(x_NC, eps)
-            n1_NC = (scaled1_NC * norm1_w).to(LOW)
+            n1_NC = (scaled1_NC * norm1_w).to(_LOW)
             q_GTD, k_GTD, v_GTD = (_to_heads(n1_NC @ weight.t(), B, D) for weight in (q_w, k_w, v_w))
             q_GTD, k_GTD = _rotate(q_GTD, rotary, B), _rotate(k_GTD, rotary, B)
             groups = len(q_GTD) // len(k_GTD)
@@ -363,7 +363,7 @@ class _Llama(torch.autograd.Function):
             mixed_NC = _from_heads(mixed_GTD, B)
             y_NC = x_NC + mixed_NC @ out_w.t()
             scaled2_NC, spread2_N1 = _rms(y_NC, eps)
-            n2_NC = (scaled2_NC * norm2_w).to(LOW)
+            n2_NC = (scaled2_NC * norm2_w).to(_LOW)
             gate_NM, h_NM = n2_NC @ gate_w.t(), n2_NC @ up_w.t()
             g_NM = functional.silu(gate_NM) * h_NM
             out_NC = y_NC + g_NM @ down_w.t()
@@ -382,7 +382,7 @@ class _Llama(torch.autograd.Function):
         B, T, C = upstream_BTC.shape
         with torch.autocast("cpu", enabled=False):
             up_NC = upstream_BTC.reshape(-1, C)
-            low_NC = up_NC.to(LOW)
+            low_NC = up_NC.to(_LOW)
             dg_NM, ddown_w = low_NC @ down_w, low_NC.t() @ g_NM
             dgate_NM = torch.ops.aten.silu_backward(dg_NM * h_NM, gate_NM)
             dh_NM = dg_NM.mul_(functional.silu(gate_NM))
@@ -390,10 +390,10 @@ class _Llama(torch.autograd.Function):
             dn2_NC = torch.addmm(dgate_NM @ gate_w, dh_NM, up_w)
             dy_NC, dnorm2_w = _rms_back(dn2_NC.float(), scaled2_NC, spread2_N1, norm2_w)
             dy_NC += up_NC
-            low_NC = dy_NC.to(LOW)
+            low_NC = dy_NC.to(_LOW)
             dout_w = low_NC.t() @ mixed_NC
             dmixed_GTD = _to_heads(low_NC @ out_w, B, q_GTD.shape[2])
-            dq_GTD, *shared = attention_backward(dmixed_GTD, (q_GTD, k_GTD, v_GTD), mask, kept).unbind()
+            dq_GTD, *shared = _attention_backward(dmixed_GTD, (q_GTD, k_GTD, v_GTD), mask, kept).unbind()
             dk_GTD, dv_GTD = (
                 part if ctx.groups == 1 else part.view(-1, ctx.groups, *part.shape[1:]).sum(1) for part in shared
             )
@@ -608,10 +608,10 @@ class _TiedEmbedding(torch.autograd.Function):
 # One new token: every product reads its weight in the order that is fastest for one or a few rows.
 
 LARGE_WEIGHT = 1 << 18  # numbers of a weight, from which on it is read in pieces
-DECODE_PIECES = 8  # of a weight [O, I]
+_DECODE_PIECES = 8  # of a weight [O, I]
 DECODE_PARTS = 4  # of a weight [I, O], whose products are added up
 FEW_ROWS = 16  # in which that pays
-WEIGHT_FIRST_ROWS = 4  # rows, for which even a flat weight is better the left operand
+_WEIGHT_FIRST_ROWS = 4  # rows, for which even a flat weight is better the left operand
 
 
 def decode_linear(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -620,7 +620,7 @@ def decode_linear(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
     """
     if "decode_pieces" not in enabled:
         return functional.linear(x_BI, weight_OI)
-    if len(x_BI) > 1 and (weight_OI.shape[0] >= weight_OI.shape[1] or len(x_BI) <= WEIGHT_FIRST_ROWS):
+    if len(x_BI) > 1 and (weight_OI.shape[0] >= weight_OI.shape[1] or len(x_BI) <= _WEIGHT_FIRST_ROWS):
         return (weight_OI @ x_BI.t()).t()
     return _one_row(x_BI, weight_OI) if len(x_BI) == 1 and _in_pieces(weight_OI) else functional.linear(x_BI, weight_OI)
 
@@ -645,9 +645,9 @@ def _in_pieces(weight: Tensor) -> bool:
 
 def _one_row(x_1I: Tensor, weight_OI: Tensor) -> Tensor:
     """The weight as some pieces of equal height, each times the same row; what is left over is small."""
-    whole = len(weight_OI) // DECODE_PIECES * DECODE_PIECES
-    pieces = weight_OI[:whole].view(DECODE_PIECES, whole // DECODE_PIECES, -1)
-    made_1O = torch.bmm(pieces, x_1I.t().expand(DECODE_PIECES, -1, 1)).view(1, whole)
+    whole = len(weight_OI) // _DECODE_PIECES * _DECODE_PIECES
+    pieces = weight_OI[:whole].view(_DECODE_PIECES, whole // _DECODE_PIECES, -1)
+    made_1O = torch.bmm(pieces, x_1I.t().expand(_DECODE_PIECES, -1, 1)).view(1, whole)
     if whole == len(weight_OI):
         return made_1O
     return torch.cat((made_1O, functional.linear(x_1I, weight_OI[whole:])), dim=-1)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from lamplighter.model.cpu import decode_linear, decode_linear_t, is_bare, untouched
 from lamplighter.model.transformer import GPT2Layer, KVCache, LlamaLayer, RMSNorm, Transformer, rotary_cos_sin
 
-LIKELY = 512  # how many of the likeliest tokens are looked at before all are sorted for top_p
+_LIKELY = 512  # how many of the likeliest tokens are looked at before all are sorted for top_p
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ def stream(
     choice = Choice(temperature, top_k, top_p)
     if samples < 1 or max_tokens < 0:
         raise ValueError(f"samples must be at least 1 and max_tokens at least 0, not {samples} and {max_tokens}")
-    window = window_of(model, window)
+    window = _window_of(model, window)
     text = list(prompt_ids)
     if not text:
         if stop_id is None:
             raise ValueError("the prompt is empty, and there is no stop_id to start from; give one of them")
         text = [stop_id]
-    check_ids(model, [*text, *([] if stop_id is None else [stop_id])])
-    generators = [sample_generator(seed, index) for index in range(samples)]
+    _check_ids(model, [*text, *([] if stop_id is None else [stop_id])])
+    generators = [_sample_generator(seed, index) for index in range(samples)]
     return run(model, text, max_tokens, choice, generators, stop_id=stop_id, window=window)
 
 
@@ -91,7 +91,7 @@ def run(
     samples, length = len(generators), len(prompt_ids)
     text_BT = torch.tensor(prompt_ids, device=device).repeat(samples, 1)
     text_BT = torch.cat((text_BT, text_BT.new_zeros(samples, max_tokens)), dim=1)
-    cache = new_cache(model, samples, min(window, length + max_tokens))
+    cache = _new_cache(model, samples, min(window, length + max_tokens))
     decoder = Decoder(model, cache) if isinstance(model, Transformer) and cache and can_decode(model) else None
     stopped = [False] * samples
     start = max(0, length - window)
@@ -104,10 +104,10 @@ def run(
             if decoder is not None and decoder.cache.position == end - start - 1:
                 logits_BV = decoder.step(text_BT[:, end - 1]).float()
             elif end == length:  # the prompt, which all samples have in common, is read once
-                logits_BV = next_logits(model, cache, text_BT[:1, start:end]).expand(samples, -1)
+                logits_BV = _next_logits(model, cache, text_BT[:1, start:end]).expand(samples, -1)
             else:
-                logits_BV = next_logits(model, cache, text_BT[:, start:end])
-            next_B = choose(logits_BV, choice, generators)
+                logits_BV = _next_logits(model, cache, text_BT[:, start:end])
+            next_B = _choose(logits_BV, choice, generators)
             text_BT[:, end] = next_B
             ids = next_B.tolist()
             yield [None if done else token for done, token in zip(stopped, ids, strict=True)]
@@ -117,7 +117,7 @@ def run(
 
 
 @torch.no_grad()
-def next_logits(model: nn.Module, cache: KVCache | None, visible_BT: Tensor) -> Tensor:
+def _next_logits(model: nn.Module, cache: KVCache | None, visible_BT: Tensor) -> Tensor:
     """The logits after the last visible token. With a cache, only what it has not yet read is computed."""
     if cache is None:
         logits_BTV: Tensor = model(visible_BT)
@@ -126,22 +126,22 @@ def next_logits(model: nn.Module, cache: KVCache | None, visible_BT: Tensor) -> 
     return logits_BTV[:, -1].float()
 
 
-def choose(logits_BV: Tensor, choice: Choice, generators: list[torch.Generator]) -> Tensor:
+def _choose(logits_BV: Tensor, choice: Choice, generators: list[torch.Generator]) -> Tensor:
     """One id per row: top_k first, then top_p of what is left, as Hugging Face does."""
     best_B1, likeliest_B1 = logits_BV.max(-1, keepdim=True)  # carries a NaN along
     if not torch.isfinite(best_B1).all():
         raise ValueError("the model's logits are not finite: its weights are damaged, or its training diverged")
     if choice.temperature == 0.0:
         return likeliest_B1.squeeze(-1)
-    odds_BK, ids_BK = candidates((logits_BV - best_B1) / choice.temperature, choice)
+    odds_BK, ids_BK = _candidates((logits_BV - best_B1) / choice.temperature, choice)
     if choice.top_p < 1.0:
         before_BK = odds_BK.cumsum(-1) - odds_BK
         odds_BK = odds_BK * (before_BK < choice.top_p)
-    picked_B1 = pick(odds_BK, generators)
+    picked_B1 = _pick(odds_BK, generators)
     return (picked_B1 if ids_BK is None else ids_BK.gather(-1, picked_B1)).squeeze(-1)
 
 
-def candidates(scaled_BV: Tensor, choice: Choice) -> tuple[Tensor, Tensor | None]:
+def _candidates(scaled_BV: Tensor, choice: Choice) -> tuple[Tensor, Tensor | None]:
     """The odds that can win, likeliest first where that matters, and their ids; None: the ids are the places."""
     if choice.top_k > 0:
         top = scaled_BV.topk(min(choice.top_k, scaled_BV.shape[-1]))
@@ -149,14 +149,14 @@ def candidates(scaled_BV: Tensor, choice: Choice) -> tuple[Tensor, Tensor | None
     odds_BV = scaled_BV.double().softmax(-1)
     if choice.top_p == 1.0:
         return odds_BV, None
-    if odds_BV.shape[-1] > 2 * LIKELY:  # a sort of all takes longer than a small model's step
-        likely = odds_BV.topk(LIKELY)
+    if odds_BV.shape[-1] > 2 * _LIKELY:  # a sort of all takes longer than a small model's step
+        likely = odds_BV.topk(_LIKELY)
         if (likely.values.sum(-1) > choice.top_p).all():
             return likely.values, likely.indices
     return odds_BV.sort(descending=True, stable=True)
 
 
-def pick(odds_BK: Tensor, generators: list[torch.Generator]) -> Tensor:
+def _pick(odds_BK: Tensor, generators: list[torch.Generator]) -> Tensor:
     """Draw one place per row, by one number of that row's own generator. A place with odds 0 is never drawn."""
     draws = torch.cat([torch.rand(1, generator=generator) for generator in generators])  # float32: x * total < total
     heights_BK = odds_BK.cumsum(-1)
@@ -164,19 +164,19 @@ def pick(odds_BK: Tensor, generators: list[torch.Generator]) -> Tensor:
     return torch.searchsorted(heights_BK, target_B1, right=True)
 
 
-def sample_generator(seed: int, index: int) -> torch.Generator:
+def _sample_generator(seed: int, index: int) -> torch.Generator:
     digest = hashlib.sha256(f"{seed} {index}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def new_cache(model: nn.Module, samples: int, length: int) -> KVCache | None:
+def _new_cache(model: nn.Module, samples: int, length: int) -> KVCache | None:
     if not isinstance(model, Transformer):
         return None
     parameter = next(model.parameters())
     return KVCache(model.shape, samples, length, parameter.device, parameter.dtype)
 
 
-def window_of(model: nn.Module, window: int | None) -> int:
+def _window_of(model: nn.Module, window: int | None) -> int:
     positions = model.shape.positions if isinstance(model, Transformer) else getattr(model, "positions", None)
     chosen = positions if window is None else window
     if not isinstance(chosen, int) or chosen < 1:
@@ -186,8 +186,8 @@ def window_of(model: nn.Module, window: int | None) -> int:
     return chosen
 
 
-def check_ids(model: nn.Module, ids: list[int]) -> None:
-    vocab_size = vocab_size_of(model)
+def _check_ids(model: nn.Module, ids: list[int]) -> None:
+    vocab_size = _vocab_size_of(model)
     outside = sorted({token for token in ids if not 0 <= token < vocab_size})
     if outside:
         raise ValueError(
@@ -197,7 +197,7 @@ def check_ids(model: nn.Module, ids: list[int]) -> None:
 
 
 @torch.no_grad()
-def vocab_size_of(model: nn.Module) -> int:
+def _vocab_size_of(model: nn.Module) -> int:
     if isinstance(model, Transformer):
         return model.shape.vocab_size
     one_B1 = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
@@ -269,12 +269,12 @@ class Decoder:
         if model.shape.family == "gpt2":
             body = model.transformer
             self.embedding, self.positions = body.wte.weight.detach(), body.wpe.weight.detach()
-            self.last_norm = norm_of(body.ln_f)
-            self.gpt2 = [gpt2_weights(layer) for layer in body.h]
+            self.last_norm = _norm_of(body.ln_f)
+            self.gpt2 = [_gpt2_weights(layer) for layer in body.h]
         else:
             self.embedding = model.model.embed_tokens.weight.detach()
             self.end_norm = model.model.norm.weight.detach()
-            self.llama = [llama_weights(layer) for layer in model.model.layers]
+            self.llama = [_llama_weights(layer) for layer in model.model.layers]
             every_S = torch.arange(cache.length, device=self.embedding.device)
             cos, sin = rotary_cos_sin(every_S, model.shape.head_width, model.shape.rope_theta)
             half = model.shape.head_width // 2
@@ -336,20 +336,20 @@ def rms_norm(x_BC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     return weight_C * functional.rms_norm(x_BC.float(), weight_C.shape, None, eps).type_as(x_BC)
 
 
-def norm_of(norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+def _norm_of(norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     return norm.weight.detach(), norm.bias.detach()
 
 
-def gpt2_weights(layer: nn.Module) -> GPT2Weights:
+def _gpt2_weights(layer: nn.Module) -> GPT2Weights:
     assert isinstance(layer, GPT2Layer)
     products = (layer.attn.c_attn, layer.attn.c_proj, layer.mlp.c_fc, layer.mlp.c_proj)
     attn, proj, fc, out = ((part.bias.detach(), part.weight.detach()) for part in products)
     return GPT2Weights(
-        norm_1=norm_of(layer.ln_1), c_attn=attn, c_proj=proj, norm_2=norm_of(layer.ln_2), c_fc=fc, c_out=out
+        norm_1=_norm_of(layer.ln_1), c_attn=attn, c_proj=proj, norm_2=_norm_of(layer.ln_2), c_fc=fc, c_out=out
     )
 
 
-def llama_weights(layer: nn.Module) -> LlamaWeights:
+def _llama_weights(layer: nn.Module) -> LlamaWeights:
     assert isinstance(layer, LlamaLayer)
     attn, mlp = layer.self_attn, layer.mlp
     parts = (layer.input_layernorm, attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, layer.post_attention_layernorm)

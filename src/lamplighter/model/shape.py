@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 Family = Literal["gpt2", "llama"]
 
-LLAMA_MLP_MULTIPLE = 64  # matrix units like round sizes; 8/3 of the width is rounded up to this
+_LLAMA_MLP_MULTIPLE = 64  # matrix units like round sizes; 8/3 of the width is rounded up to this
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,30 @@ class Shape:
             raise ValueError(f"model family {self.family!r} is not known here; the built-in ones are gpt2 and llama")
         # A frozen dataclass is filled in once, here; after this every number is the real one.
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
-        object.__setattr__(self, "mlp_width", self.mlp_width or usual_mlp_width(self.family, self.width))
-        check_sizes(self)
-        check_heads(self)
-        check_numbers(self)
+        object.__setattr__(self, "mlp_width", self.mlp_width or _usual_mlp_width(self.family, self.width))
+        _check_sizes(self)
+        _check_heads(self)
+        _check_numbers(self)
 
     @property
     def head_width(self) -> int:
         return self.width // self.heads
 
 
-def usual_mlp_width(family: str, width: int) -> int:
+def _usual_mlp_width(family: str, width: int) -> int:
     if family == "gpt2":
         return 4 * width
-    return -(-8 * width // (3 * LLAMA_MLP_MULTIPLE)) * LLAMA_MLP_MULTIPLE
+    return -(-8 * width // (3 * _LLAMA_MLP_MULTIPLE)) * _LLAMA_MLP_MULTIPLE
 
 
-def check_sizes(shape: Shape) -> None:
+def _check_sizes(shape: Shape) -> None:
     for name in ("vocab_size", "positions", "layers", "width", "heads", "kv_heads", "mlp_width"):
         value = getattr(shape, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
-def check_heads(shape: Shape) -> None:
+def _check_heads(shape: Shape) -> None:
     if shape.width % shape.heads:
         raise ValueError(f"width {shape.width} cannot be shared out over {shape.heads} heads; make it a multiple")
     if shape.heads % shape.kv_heads:
@@ -75,7 +75,7 @@ def check_heads(shape: Shape) -> None:
         )
 
 
-def check_numbers(shape: Shape) -> None:
+def _check_numbers(shape: Shape) -> None:
     if not 0.0 <= shape.dropout < 1.0:
         raise ValueError(f"dropout must be at least 0 and below 1, not {shape.dropout}")
     if not shape.norm_eps > 0.0:
@@ -128,7 +128,7 @@ def flops_per_token(shape: Shape, seq_len: int) -> float:
 
 def shape_to_hf(shape: Shape) -> dict[str, Any]:
     """The content of a config.json that AutoModelForCausalLM.from_pretrained opens."""
-    written = gpt2_to_hf(shape) if shape.family == "gpt2" else llama_to_hf(shape)
+    written = _gpt2_to_hf(shape) if shape.family == "gpt2" else _llama_to_hf(shape)
     return written | {
         "vocab_size": shape.vocab_size,
         "initializer_range": 0.02,
@@ -140,7 +140,7 @@ def shape_to_hf(shape: Shape) -> dict[str, Any]:
     }
 
 
-def gpt2_to_hf(shape: Shape) -> dict[str, Any]:
+def _gpt2_to_hf(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -157,7 +157,7 @@ def gpt2_to_hf(shape: Shape) -> dict[str, Any]:
     }
 
 
-def llama_to_hf(shape: Shape) -> dict[str, Any]:
+def _llama_to_hf(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -181,20 +181,20 @@ def llama_to_hf(shape: Shape) -> dict[str, Any]:
 
 def shape_from_hf(config: dict[str, Any]) -> Shape:
     """Read a config.json. A field that asks for something we do not compute is a ValueError that names it."""
-    refuse_unless(config, "quantization_config", None)
+    _refuse_unless(config, "quantization_config", None)
     family = config.get("model_type")
     if family == "gpt2":
-        return gpt2_from_hf(config)
+        return _gpt2_from_hf(config)
     if family == "llama":
-        return llama_from_hf(config)
+        return _llama_from_hf(config)
     raise ValueError(f"config.json: model_type {family!r} is not supported; gpt2 and llama are")
 
 
-def gpt2_from_hf(config: dict[str, Any]) -> Shape:
-    refuse_unless(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")  # two names of one function
-    refuse_unless(config, "scale_attn_weights", True)
-    refuse_unless(config, "scale_attn_by_inverse_layer_idx", False)
-    refuse_unless(config, "add_cross_attention", False)
+def _gpt2_from_hf(config: dict[str, Any]) -> Shape:
+    _refuse_unless(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")  # two names of one function
+    _refuse_unless(config, "scale_attn_weights", True)
+    _refuse_unless(config, "scale_attn_by_inverse_layer_idx", False)
+    _refuse_unless(config, "add_cross_attention", False)
     dropouts = {name: float(config.get(name, 0.1)) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
     if len(set(dropouts.values())) > 1:
         raise ValueError(f"config.json: {dropouts}: one dropout for all three is supported; make them equal")
@@ -209,15 +209,15 @@ def gpt2_from_hf(config: dict[str, Any]) -> Shape:
         dropout=dropouts["resid_pdrop"],
         norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
         tie_embeddings=bool(config.get("tie_word_embeddings", True)),
-        bos_token_id=one_token_id(config, "bos_token_id"),
-        eos_token_id=one_token_id(config, "eos_token_id"),
+        bos_token_id=_one_token_id(config, "bos_token_id"),
+        eos_token_id=_one_token_id(config, "eos_token_id"),
     )
 
 
-def llama_from_hf(config: dict[str, Any]) -> Shape:
-    refuse_unless(config, "hidden_act", "silu", "swish")
-    refuse_unless(config, "attention_bias", False)
-    refuse_unless(config, "mlp_bias", False)
+def _llama_from_hf(config: dict[str, Any]) -> Shape:
+    _refuse_unless(config, "hidden_act", "silu", "swish")
+    _refuse_unless(config, "attention_bias", False)
+    _refuse_unless(config, "mlp_bias", False)
     width, heads = required(config, "hidden_size"), required(config, "num_attention_heads")
     head_width = config.get("head_dim")
     if head_width is not None and head_width * heads != width:
@@ -233,14 +233,14 @@ def llama_from_hf(config: dict[str, Any]) -> Shape:
         mlp_width=required(config, "intermediate_size"),
         dropout=float(config.get("attention_dropout") or 0.0),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=rope_theta_of(config),
+        rope_theta=_rope_theta_of(config),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        bos_token_id=one_token_id(config, "bos_token_id"),
-        eos_token_id=one_token_id(config, "eos_token_id"),
+        bos_token_id=_one_token_id(config, "bos_token_id"),
+        eos_token_id=_one_token_id(config, "eos_token_id"),
     )
 
 
-def rope_theta_of(config: dict[str, Any]) -> float:
+def _rope_theta_of(config: dict[str, Any]) -> float:
     """The base of the rotation; newer files keep it inside rope_parameters or rope_scaling."""
     theta = config.get("rope_theta", 10_000.0)
     for name in ("rope_scaling", "rope_parameters"):
@@ -260,14 +260,14 @@ def required(config: dict[str, Any], name: str) -> int:
     return cast(int, config[name])
 
 
-def refuse_unless(config: dict[str, Any], name: str, *allowed: object) -> None:
+def _refuse_unless(config: dict[str, Any], name: str, *allowed: object) -> None:
     """Absent is fine: Hugging Face's own default is the first of the allowed values."""
     value = config.get(name, allowed[0])
     if value not in allowed:
         raise ValueError(f"config.json: {name} {value!r} is not supported; {' or '.join(map(repr, allowed))} is")
 
 
-def one_token_id(config: dict[str, Any], name: str) -> int | None:
+def _one_token_id(config: dict[str, Any], name: str) -> int | None:
     value = config.get(name)
     if isinstance(value, list):
         if len(value) != 1:
@@ -281,13 +281,13 @@ def one_token_id(config: dict[str, Any], name: str) -> int | None:
 # ---------------------------------------------------------------- the loss, a few rows of logits at a time
 
 CPU_BLOCK_BYTES = 64 << 20
-GPU_BLOCK_BYTES = 512 << 20
+_GPU_BLOCK_BYTES = 512 << 20
 BLOCK_ROWS = 64  # a block has a multiple of so many
 
 
 def block_rows(vocab_size: int, device_type: str) -> int:
     """Rows of logits that are worked on together: a function of nothing that may change between two starts."""
-    room = CPU_BLOCK_BYTES if device_type == "cpu" else GPU_BLOCK_BYTES
+    room = CPU_BLOCK_BYTES if device_type == "cpu" else _GPU_BLOCK_BYTES
     return max(BLOCK_ROWS, room // (4 * vocab_size) // BLOCK_ROWS * BLOCK_ROWS)
 
 

@@ -99,7 +99,7 @@ def attend(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, 
     return mixed_BHTD.transpose(1, 2).flatten(2)
 
 
-def split_heads(x_BTC: Tensor, head_width: int) -> Tensor:
+def _split_heads(x_BTC: Tensor, head_width: int) -> Tensor:
     B, T, C = x_BTC.shape
     return x_BTC.view(B, T, C // head_width, head_width).transpose(1, 2)
 
@@ -128,7 +128,7 @@ class GPT2Attention(nn.Module):
         self.c_proj = Conv1D(shape.width, shape.width)
 
     def forward(self, x_BTC: Tensor, context: AttentionContext) -> Tensor:
-        q_BHTD, k_BHTD, v_BHTD = (split_heads(part, self.head_width) for part in self.c_attn(x_BTC).chunk(3, dim=-1))
+        q_BHTD, k_BHTD, v_BHTD = (_split_heads(part, self.head_width) for part in self.c_attn(x_BTC).chunk(3, dim=-1))
         if context.cache is not None:
             k_BHTD, v_BHTD = context.cache.extend(self.layer, k_BHTD, v_BHTD)
         mixed_BTC = attend(q_BHTD, k_BHTD, v_BHTD, context.mask, self.dropout if self.training else 0.0)
@@ -205,7 +205,7 @@ def rotary_cos_sin(positions: Tensor, head_width: int, theta: float) -> RotaryCo
     return angles.cos(), angles.sin()
 
 
-def apply_rotary(x_BHTD: Tensor, rotary: RotaryCosSin) -> Tensor:
+def _apply_rotary(x_BHTD: Tensor, rotary: RotaryCosSin) -> Tensor:
     """RoPE: rotate the pairs (i, i + D/2), the "rotate half" convention of Hugging Face's llama files."""
     cos, sin = rotary
     first, second = x_BHTD.chunk(2, dim=-1)
@@ -231,9 +231,9 @@ class LlamaAttention(nn.Module):
         self.o_proj = Linear(shape.width, shape.width, bias=False)
 
     def forward(self, x_BTC: Tensor, context: AttentionContext, rotary: RotaryCosSin) -> Tensor:
-        q_BHTD = apply_rotary(split_heads(self.q_proj(x_BTC), self.head_width), rotary)
-        k_BHTD = apply_rotary(split_heads(self.k_proj(x_BTC), self.head_width), rotary)
-        v_BHTD = split_heads(self.v_proj(x_BTC), self.head_width)
+        q_BHTD = _apply_rotary(_split_heads(self.q_proj(x_BTC), self.head_width), rotary)
+        k_BHTD = _apply_rotary(_split_heads(self.k_proj(x_BTC), self.head_width), rotary)
+        v_BHTD = _split_heads(self.v_proj(x_BTC), self.head_width)
         if context.cache is not None:
             k_BHTD, v_BHTD = context.cache.extend(self.layer, k_BHTD, v_BHTD)
         mixed_BTC = attend(q_BHTD, k_BHTD, v_BHTD, context.mask, self.dropout if self.training else 0.0)

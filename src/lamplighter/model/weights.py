@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lamplighter.model.transformer import INIT_STD, Transformer
 
-RESIDUAL_PROJECTIONS = ("c_proj.weight", "o_proj.weight", "down_proj.weight")
+_RESIDUAL_PROJECTIONS = ("c_proj.weight", "o_proj.weight", "down_proj.weight")
 # Constants that older transformers stored beside the weights; they are computed, not trained.
-COMPUTED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_COMPUTED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def init_weights(model: Transformer, seed: int) -> None:
         if parameter.ndim == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
-        std = residual_std if name.endswith(RESIDUAL_PROJECTIONS) else INIT_STD
+        std = residual_std if name.endswith(_RESIDUAL_PROJECTIONS) else INIT_STD
         parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
 
@@ -60,11 +60,11 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     targets = stored_tensors(model)
     with ExitStack() as open_files:
         found: dict[str, tuple[Any, str]] = {}  # our name -> the open file, and the name in it
-        for path in weight_files(folder):
-            file = open_files.enter_context(open_safetensors(path))
-            names = [name for name in sorted(file.keys()) if not is_computed(model, name)]
-            found |= {own_name(model, name): (file, name) for name in names}
-        problems = tied_head_problems(model, found) + misfits(targets, found)
+        for path in _weight_files(folder):
+            file = open_files.enter_context(_open_safetensors(path))
+            names = [name for name in sorted(file.keys()) if not _is_computed(model, name)]
+            found |= {_own_name(model, name): (file, name) for name in names}
+        problems = _tied_head_problems(model, found) + _misfits(targets, found)
         if problems:
             more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise ValueError(f"the weights in {folder} do not fit this model:\n  " + "\n  ".join(problems[:5]) + more)
@@ -73,7 +73,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
             target.copy_(file.get_tensor(stored))
 
 
-def weight_files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         paths = [folder / "model.safetensors"]
@@ -87,25 +87,25 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def open_safetensors(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
 
 
-def is_computed(model: nn.Module, stored: str) -> bool:
-    return isinstance(model, Transformer) and stored.endswith(COMPUTED)
+def _is_computed(model: nn.Module, stored: str) -> bool:
+    return isinstance(model, Transformer) and stored.endswith(_COMPUTED)
 
 
-def own_name(model: nn.Module, stored: str) -> str:
+def _own_name(model: nn.Module, stored: str) -> str:
     """GPT-2's original files lack the "transformer." that came later."""
     bare = not stored.startswith(("transformer.", "lm_head."))
     is_gpt2 = isinstance(model, Transformer) and model.shape.family == "gpt2"
     return f"transformer.{stored}" if bare and is_gpt2 else stored
 
 
-def tied_head_problems(model: nn.Module, found: dict[str, tuple[Any, str]]) -> list[str]:
+def _tied_head_problems(model: nn.Module, found: dict[str, tuple[Any, str]]) -> list[str]:
     """A tied head may be stored as well; then it must be the embedding. It is taken out of what was found."""
     if not (isinstance(model, Transformer) and model.shape.tie_embeddings and "lm_head.weight" in found):
         return []
@@ -119,7 +119,7 @@ def tied_head_problems(model: nn.Module, found: dict[str, tuple[Any, str]]) -> l
     return [f"lm_head.weight differs from {embedding}, although the config ties them"]
 
 
-def misfits(targets: dict[str, Tensor], found: dict[str, tuple[Any, str]]) -> list[str]:
+def _misfits(targets: dict[str, Tensor], found: dict[str, tuple[Any, str]]) -> list[str]:
     missing = [f"{name} is missing" for name in targets if name not in found]
     unexpected = [f"{name} is unexpected" for name in found if name not in targets]
     misshapen = []

@@ -23,11 +23,11 @@ from lamplighter.procs import cgroup, procfs
 from lamplighter.procs.pool import usable_cores
 from lamplighter.rundir import free_bytes
 
-GIB = 1 << 30
+_GIB = 1 << 30
 GEMM_S, COPY_S = 0.2, 0.25
 GEMM = 1024
-COPY_BYTES = 32 << 20
-SMI_S = 1.5  # a driver that does not answer is no reason to wait
+_COPY_BYTES = 32 << 20
+_SMI_S = 1.5  # a driver that does not answer is no reason to wait
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Room:
 
     @property
     def gib(self) -> float:
-        return self.bytes / GIB
+        return self.bytes / _GIB
 
 
 def host_room() -> Room:
@@ -71,7 +71,7 @@ def _limit_room() -> Room | None:
     return Room(min(known), "ulimit") if known else None
 
 
-def this_cpu(threads: int | None = None) -> Device:
+def _this_cpu(threads: int | None = None) -> Device:
     """This machine's processor: memory that is free now, a matrix product and a stream of numbers that are measured."""
     share = min(1.0, threads / usable_cores()) if threads else 1.0
     a = np.ones((GEMM, GEMM), np.float32)
@@ -81,7 +81,7 @@ def this_cpu(threads: int | None = None) -> Device:
 
 def stream_rate(budget_s: float = COPY_S) -> float:
     """Bytes a second of reading numbers, changing them and writing them to fresh memory, by one core."""
-    numbers = np.ones(COPY_BYTES // 4, np.float32)
+    numbers = np.ones(_COPY_BYTES // 4, np.float32)
     return 2 * numbers.nbytes / _best(lambda: numbers + 1.0, budget_s, 1)
 
 
@@ -104,13 +104,13 @@ def _best(act: Callable[[], object], budget_s: float, threads: int) -> float:
     return best
 
 
-def this_gpu() -> Device | None:
+def _this_gpu() -> Device | None:
     """The first GPU of this machine, as its driver names it; None where there is none, or none that the table knows."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return None
     words = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
+        said = subprocess.run(words, capture_output=True, text=True, timeout=_SMI_S, check=True).stdout
         name, _, mebibytes = said.splitlines()[0].rpartition(",")
         memory_gib = float(mebibytes) / 1024
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):  # a driver without a card
@@ -121,7 +121,7 @@ def this_gpu() -> Device | None:
 
 def choose(name: str | None, mfu: float | None, threads: int | None = None, kind: str = "auto") -> Device:
     """The device of --on, else this machine's GPU, else its processor; --mfu as it is stated."""
-    device = gpus.find(name) if name else (this_gpu() if kind != "cpu" else None) or this_cpu(threads)
+    device = gpus.find(name) if name else (_this_gpu() if kind != "cpu" else None) or _this_cpu(threads)
     if mfu is None:
         return device
     if not 0 < mfu <= 1:

@@ -19,8 +19,8 @@ from lamplighter.procs import child
 
 STEPS = "lamplighter.commands.plan:real_steps"  # by name: it needs torch, and runs in a process of its own
 WARM_UP, ROUNDS, SECONDS = 2, 5, 20.0
-SPARE = 0.95  # of what is free: others live here too
-MOST_TRIES = 12
+_SPARE = 0.95  # of what is free: others live here too
+_MOST_TRIES = 12
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def attempt(run: Run, vocab_size: int, micro_batch: int, rounds: int = ROUNDS, w
         "warm_up": warm_up,
         "rounds": rounds,
         "seconds": SECONDS,
-        "bytes": int(host_room().bytes * SPARE),
+        "bytes": int(host_room().bytes * _SPARE),
     }
     told: dict[str, Any] = {}
     with report.phase(f"try micro-batch {micro_batch}") as phase:
@@ -80,7 +80,7 @@ def largest_that_fits(run: Run, vocab_size: int, found: Measured) -> int:
     """
     batch = run.train.batch_size
     good, bad = 0, batch + 1
-    for _ in range(MOST_TRIES):
+    for _ in range(_MOST_TRIES):
         size = found.micro_batch
         words = f"{found.peak_gib:.2f} GiB" if found.fits else f"does not fit ({found.why})"
         report.note(f"micro-batch {size}: {words}")

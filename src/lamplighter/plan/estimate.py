@@ -17,8 +17,8 @@ from lamplighter.plan.job import Job, Measured
 from lamplighter.plan.memory import GIB, Memory, host_gib, memory
 from lamplighter.plan.speed import least_hours, step_seconds, total_flops
 
-SPARE = 0.92  # of the memory that may be planned for
-TOKEN_BYTES = 2
+_SPARE = 0.92  # of the memory that may be planned for
+_TOKEN_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def usable_gib(self) -> float:
-        return self.device.memory_gib * SPARE
+        return self.device.memory_gib * _SPARE
 
     @property
     def between_saves_h(self) -> float:
@@ -89,7 +89,7 @@ def checkpoint_bytes(job: Job) -> int:
 def cache_bytes(job: Job) -> int:
     if job.text is None:
         return 0
-    each = TOKEN_BYTES if job.shape.vocab_size <= 1 << 16 else 2 * TOKEN_BYTES
+    each = _TOKEN_BYTES if job.shape.vocab_size <= 1 << 16 else 2 * _TOKEN_BYTES
     return each * (job.text.tokens + (job.text.val_tokens or 0))
 
 
@@ -176,7 +176,7 @@ def sure_reasons(plan: Plan) -> list[str]:
     return [*found, *_time_against(plan, least_hours(plan.job, plan.device))]
 
 
-MOST_CHANGES = 4
+_MOST_CHANGES = 4
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _changes(plan: Plan) -> Iterator[Change]:
     found = 0
     for option in _options(plan.job, plan.device):
         made = make(option.job, plan.device, plan.free_disk)
-        if made.go and found < MOST_CHANGES:
+        if made.go and found < _MOST_CHANGES:
             found += 1
             yield Change(option.settings, option.what, made.hours, made.usd, made.memory.peak_gib)
 
@@ -217,7 +217,7 @@ def _options(job: Job, device: Device) -> Iterator[Option]:
 
 
 def fits(job: Job, device: Device) -> bool:
-    return memory(job, device).peak_gib <= device.memory_gib * SPARE
+    return memory(job, device).peak_gib <= device.memory_gib * _SPARE
 
 
 def largest_micro_batch(job: Job, device: Device) -> int | None:
@@ -291,14 +291,14 @@ def _smaller_model(job: Job, _: Device) -> Iterator[Option]:
         yield Option(settings, f"a model of {params:,.0f}M parameters", replace(job, shape=smaller))
 
 
-TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
-WARMUP_SHARE = 0.30
-MANY_EPOCHS = 5
+_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
+_WARMUP_SHARE = 0.30
+_MANY_EPOCHS = 5
 MUCH_PADDING = 0.20
-DEAR_CRASH = 0.05  # of the whole run
-LITTLE_VALIDATION = 10_000  # tokens
-MUCH_VALIDATION = 0.20  # of the time
-UNUSED_ROWS = 0.10
+_DEAR_CRASH = 0.05  # of the whole run
+_LITTLE_VALIDATION = 10_000  # tokens
+_MUCH_VALIDATION = 0.20  # of the time
+_UNUSED_ROWS = 0.10
 
 
 # ---------------------------------------------------------------- odd settings
@@ -331,7 +331,7 @@ def _rate(plan: Plan) -> Iterator[Check]:
     if share > 1:
         never = f"{unit}{micro}: the peak rate would never be reached; --train.warmup_steps {max(1, job.steps // 20)}"
         yield Check("warm-up", never, True)
-    elif share > WARMUP_SHARE:
+    elif share > _WARMUP_SHARE:
         advice = f"under 10 % is usual: --train.warmup_steps {max(1, job.steps // 20)}"
         yield Check("warm-up", f"{unit}{micro}; {advice}", True)
     else:
@@ -349,7 +349,7 @@ def _saves(plan: Plan) -> Iterator[Check]:
     cost = f"${hours * job.usd_per_hour:,.2f}" if job.usd_per_hour is not None else lost
     none = hours >= plan.hours and plan.hours > 1 / 6
     words = f"{' or '.join(due) or 'only at the end'}: a crash can cost {cost}"
-    dear = none or (hours > DEAR_CRASH * plan.hours and plan.hours > 2)
+    dear = none or (hours > _DEAR_CRASH * plan.hours and plan.hours > 2)
     yield Check("saves", words + (" (save.every_s 600 would be ten minutes)" if dear else ""), dear)
 
 
@@ -366,9 +366,9 @@ def _validation(plan: Plan) -> Iterator[Check]:
     words = f"{tokens:,} of {held:,} tokens, {max(1, times):,} times: {share:.1%} of the work"
     if not held:
         yield Check("validation", "nothing is held back: nobody will know whether it learns (data.val_fraction)", True)
-    elif held < LITTLE_VALIDATION:
+    elif held < _LITTLE_VALIDATION:
         yield Check("validation", f"{words}; so few tokens are a coarse measure (data.val_fraction)", True)
-    elif share > MUCH_VALIDATION:
+    elif share > _MUCH_VALIDATION:
         yield Check("validation", f"{words}; fewer eval.windows, or a larger eval.every_steps", True)
     else:
         yield Check("validation", words)
@@ -378,7 +378,7 @@ def _data(plan: Plan) -> Iterator[Check]:
     job = plan.job
     if job.epochs is not None and job.text is not None:
         words = f"{job.epochs:.1f} over {job.text.tokens:,} tokens"
-        many = job.epochs > MANY_EPOCHS
+        many = job.epochs > _MANY_EPOCHS
         advice = f"; 1 to 4 are usual: --train.epochs 3 is {job.steps * 3 / job.epochs:,.0f} steps" if many else ""
         yield Check("epochs", words + advice, many)
     if job.text is not None and job.text.padding > MUCH_PADDING:
@@ -393,7 +393,7 @@ def _vocabulary(plan: Plan) -> Iterator[Check]:
     if given is None:
         return
     words = f"the tokenizer has {given:,} tokens, the model {known:,}"
-    if given < known * (1 - UNUSED_ROWS):
+    if given < known * (1 - _UNUSED_ROWS):
         yield Check("vocabulary", f"{words}: {1 - given / known:.0%} of the embedding is never used", True)
     else:
         yield Check("vocabulary", words)
@@ -401,6 +401,6 @@ def _vocabulary(plan: Plan) -> Iterator[Check]:
 
 def _size(plan: Plan) -> Iterator[Check]:
     ratio = plan.job.tokens / plan.params
-    words = f"{ratio:.1f} tokens per parameter; about {TOKENS_PER_PARAMETER} is balanced (Hoffmann et al. 2022, arXiv:2203.15556)"
-    few = ratio < TOKENS_PER_PARAMETER / 10
+    words = f"{ratio:.1f} tokens per parameter; about {_TOKENS_PER_PARAMETER} is balanced (Hoffmann et al. 2022, arXiv:2203.15556)"
+    few = ratio < _TOKENS_PER_PARAMETER / 10
     yield Check("balance", words + ("; more text, or a smaller model" if few else ""), few)

@@ -18,7 +18,7 @@ from lamplighter.model.shape import Shape, count_parameters, flops_per_token, sh
 from lamplighter.rundir import read_json
 from lamplighter.schedule import Schedule, schedule
 
-BYTES_VOCABULARY = 257
+_BYTES_VOCABULARY = 257
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def job_of(run: Run, shape: Shape, steps: int, dtype: str, text: Text | None = N
     )
 
 
-def count_steps(run: Run, text: Text | None) -> int:
+def _count_steps(run: Run, text: Text | None) -> int:
     """train.steps, or the epochs over what is known of the data."""
     train, data = run.train, run.data
     if train.steps is not None:
@@ -215,7 +215,7 @@ def vocabulary(run: Run) -> int:
     section = run.tokenizer
     given = section.path or run.model.init_from
     if given is None:
-        return BYTES_VOCABULARY if section.kind == "bytes" else section.vocab_size
+        return _BYTES_VOCABULARY if section.kind == "bytes" else section.vocab_size
     path = Path(given)
     content = read_json(path / "tokenizer.json" if path.is_dir() else path)
     if not isinstance(content, dict) or "model" not in content:
@@ -238,7 +238,7 @@ def job_on(run: Run, device: Device, known: Known) -> Job:
     return job_of(
         run,
         shape_of(run, has),
-        count_steps(run, known.text),
+        _count_steps(run, known.text),
         dtype,
         known.text,
         tokenizer_vocab=has,

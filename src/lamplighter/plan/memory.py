@@ -21,9 +21,9 @@ from lamplighter.model.shape import Shape, block_rows, keeps_probabilities, matm
 from lamplighter.plan.job import Job
 
 GIB = 1 << 30
-GPU_OWN_GIB = 0.8  # context, kernels and the allocator's spare
-HOST_OWN_GIB = 0.30  # Python and torch
-HOLES = {"gpt2": 1.22, "llama": 1.42}  # on a CPU the allocator keeps holes between what lives: activations and logits
+_GPU_OWN_GIB = 0.8  # context, kernels and the allocator's spare
+_HOST_OWN_GIB = 0.30  # Python and torch
+_HOLES = {"gpt2": 1.22, "llama": 1.42}  # on a CPU the allocator keeps holes between what lives: activations and logits
 LOGIT_BYTES = 12
 
 
@@ -130,17 +130,17 @@ def memory(job: Job, device: Device) -> Memory:
         activations=0 if job.own_params else kept + ends,
         layer=each + copies if job.recompute else 0,
         logits=tokens * shape.vocab_size * LOGIT_BYTES,
-        held=held_logits(job, on_cpu),
-        own=int((HOST_OWN_GIB if on_cpu else GPU_OWN_GIB) * GIB),
+        held=_held_logits(job, on_cpu),
+        own=int((_HOST_OWN_GIB if on_cpu else _GPU_OWN_GIB) * GIB),
         embedding=0 if one_gradient else 4 * shape.vocab_size * shape.width,
         gradients_meanwhile=job.accumulation > 1,
         staging=job.optimizer.checkpoint_bytes * job.params,
         staging_here=on_cpu,
-        holes=HOLES[shape.family] if on_cpu else 1.0,
+        holes=_HOLES[shape.family] if on_cpu else 1.0,
     )
 
 
-def held_logits(job: Job, on_cpu: bool) -> int:
+def _held_logits(job: Job, on_cpu: bool) -> int:
     """One block of logits with the gradients of the head, or all of them."""
     shape, tokens = job.shape, job.micro_batch * job.seq_len
     if job.whole_logits:
@@ -154,4 +154,4 @@ def host_gib(job: Job, device: Device) -> float:
     """Memory of the machine around a GPU: the copy that a save stages, and Python. Mapped text is the kernel's to drop."""
     if device.is_cpu:
         return memory(job, device).peak_gib
-    return job.optimizer.checkpoint_bytes * job.params / GIB + HOST_OWN_GIB * 4
+    return job.optimizer.checkpoint_bytes * job.params / GIB + _HOST_OWN_GIB * 4

@@ -23,9 +23,9 @@ from lamplighter.plan.job import Known, job_on
 from lamplighter.plan.memory import GIB, LOGIT_BYTES, host_gib
 from lamplighter.plan.speed import recompute_flops
 
-WHAT_IF = ("t4", "l4", "a10", "rtx3090", "rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100-80gb")
-PRESETS_ON = "a100-80gb"
-WIDE = 12
+_WHAT_IF = ("t4", "l4", "a10", "rtx3090", "rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100-80gb")
+_PRESETS_ON = "a100-80gb"
+_WIDE = 12
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PlanRequest:
     runs_dir: str = "runs"
 
 
-def plan_of(run: Run, device: Device, free_disk: int | None, known: Known) -> Plan:
+def _plan_of(run: Run, device: Device, free_disk: int | None, known: Known) -> Plan:
     made = make(job_on(run, device, known), device, free_disk, known.measured)
     return replace(completed(made), largest=known.largest)
 
@@ -49,7 +49,7 @@ def page(run: Run, request: PlanRequest, known: Known | None = None) -> tuple[st
     known = known or Known()
     room = devices.free_disk(Path(request.runs_dir)) if not request.on else None  # elsewhere there are other disks
     device = known.device or devices.choose(request.on, request.mfu, run.train.threads, run.train.device)
-    found = plan_of(run, device, room, known)
+    found = _plan_of(run, device, room, known)
     code = DONE if found.go else RefusedByPlan.code
     if request.as_json:
         record = as_json(found)
@@ -71,8 +71,8 @@ def _next(found: Plan) -> str:
 def _what_if(run: Run, request: PlanRequest, known: Known) -> list[tuple[str, Plan]]:
     """The same run on other devices, and the presets on one of them."""
     on_paper = replace(known, measured=None, largest=None, device=None)
-    rows = [("this run", make(job_on(run, d, on_paper), d)) for d in (_named(name, request) for name in WHAT_IF)]
-    device = _named(PRESETS_ON, request)
+    rows = [("this run", make(job_on(run, d, on_paper), d)) for d in (_named(name, request) for name in _WHAT_IF)]
+    device = _named(_PRESETS_ON, request)
     for name in preset_names():
         if name != "demo":
             other = replace(resolve(name).run, budget=run.budget)
@@ -135,7 +135,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _line(name: str, text: str) -> str:
-    return f"  {name:<{WIDE}} {text}"
+    return f"  {name:<{_WIDE}} {text}"
 
 
 def large(number: float) -> str:
@@ -190,7 +190,7 @@ def _work(plan: Plan) -> list[str]:
     return lines
 
 
-def time_words(plan: Plan) -> str:
+def _time_words(plan: Plan) -> str:
     """How the time was found."""
     job, device, found = plan.job, plan.device, plan.measured
     steps = f"{job.steps:,} x {span(plan.step_s / 3600)}"
@@ -204,7 +204,7 @@ def time_words(plan: Plan) -> str:
 
 
 def _time(plan: Plan) -> list[str]:
-    job, lines = plan.job, [_line("time", time_words(plan))]
+    job, lines = plan.job, [_line("time", _time_words(plan))]
     if plan.usd is not None:
         of = f" of ${job.budget_usd:,.2f}" if job.budget_usd is not None else ""
         lines.append(_line("money", f"{plan.hours:,.2f} h x ${job.usd_per_hour}/h = ${plan.usd:,.2f}{of}"))
@@ -306,7 +306,7 @@ def short(plan: Plan) -> list[str]:
     return [
         f"{plan.params:,} parameters ({'your own' if job.own_params else job.shape.family}); {large(job.flops_per_token)}FLOP per token",
         f"{job.steps:,} steps of {job.step_tokens:,.0f} tokens{epochs}; {step}, {job.row_tokens or job.seq_len:g} tokens each",
-        f"about {span(plan.hours)}{money}: {time_words(plan)}",
+        f"about {span(plan.hours)}{money}: {_time_words(plan)}",
         f"memory: at most {m.peak_gib:.2f} of {plan.device.memory_gib:.1f} GiB ({parts})",
         f"disk: {plan.disk_bytes / GIB:.2f} GiB; a crash can cost {crash}",
     ]
@@ -328,7 +328,7 @@ def table(plans: list[tuple[str, Plan]]) -> list[str]:
 
 
 CURVE_WIDE, CURVE_HIGH = 56, 4  # in characters; each is 2 x 4 dots
-DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character, by column and row
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character, by column and row
 
 
 # ---------------------------------------------------------------- curves of characters
@@ -342,7 +342,7 @@ def curve(values: Sequence[float], top: float, high: int = CURVE_HIGH) -> list[s
     for x, value in enumerate(values):
         y = min(4 * high - 1, max(0, round((1 - value / top) * (4 * high - 1)) if top > 0 else 4 * high - 1))
         for row in range(min(y, last if last is not None else y), max(y, last if last is not None else y) + 1):
-            cells[row // 4][x // 2] |= DOTS[x % 2][row % 4]
+            cells[row // 4][x // 2] |= _DOTS[x % 2][row % 4]
         last = y
     return ["".join(chr(0x2800 + cell) for cell in row) for row in cells]
 

@@ -14,11 +14,11 @@ from lamplighter.plan.memory import layer_bytes
 BEST_GPU_MFU, BEST_CPU_MFU = 0.6, 0.8  # nobody does better: what needs more than this cannot be
 
 # Of a processor, in units of its measured rates; fitted to benchmarks/plan.py.
-GEMM_SHARE = 0.88
-ATTENTION_SHARE = 0.5
-LAYER_PASSES = 3.0  # bytes moved for each byte that a layer keeps
-LOGIT_BYTES_MOVED = {"whole": 40, "blocks": 24}
-LAYER_S = 0.002  # calls, once for each layer and micro-batch
+_GEMM_SHARE = 0.88
+_ATTENTION_SHARE = 0.5
+_LAYER_PASSES = 3.0  # bytes moved for each byte that a layer keeps
+_LOGIT_BYTES_MOVED = {"whole": 40, "blocks": 24}
+_LAYER_S = 0.002  # calls, once for each layer and micro-batch
 
 
 def total_flops(job: Job) -> float:
@@ -58,12 +58,12 @@ def cpu_step_seconds(job: Job, rates: Rates) -> float:
         6.0 * tokens * (shape.layers * matmul_parameters_per_layer(shape) * forwards + shape.vocab_size * shape.width)
     )
     attention = 12.0 * tokens * shape.layers * shape.width * T / 2 * forwards  # the causal half is what is computed
-    moved = tokens * shape.layers * layer_bytes(shape, "fp32", True, job.segments, int(T)) * LAYER_PASSES * forwards
-    moved += tokens * shape.vocab_size * LOGIT_BYTES_MOVED["whole" if job.whole_logits else "blocks"]
+    moved = tokens * shape.layers * layer_bytes(shape, "fp32", True, job.segments, int(T)) * _LAYER_PASSES * forwards
+    moved += tokens * shape.vocab_size * _LOGIT_BYTES_MOVED["whole" if job.whole_logits else "blocks"]
     moved += job.params * job.optimizer.moved_bytes
     return (
-        products / (rates.gemm_flops * GEMM_SHARE)
-        + attention / (rates.gemm_flops * ATTENTION_SHARE)
+        products / (rates.gemm_flops * _GEMM_SHARE)
+        + attention / (rates.gemm_flops * _ATTENTION_SHARE)
         + moved / rates.bytes_per_s
-        + job.accumulation * shape.layers * LAYER_S
+        + job.accumulation * shape.layers * _LAYER_S
     )

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-STATES = {"running": "R", "stopped": "T", "tracing-stop": "t", "zombie": "Z", "dead": "X"}
-GONE = ("X", 0.0, 0, 0, "")
+_STATES = {"running": "R", "stopped": "T", "tracing-stop": "t", "zombie": "Z", "dead": "X"}
+_GONE = ("X", 0.0, 0, 0, "")
 
 
 def look(pid: int) -> tuple[str, float, int, int, str]:
@@ -23,7 +23,7 @@ def look(pid: int) -> tuple[str, float, int, int, str]:
     try:
         process = psutil.Process(pid)
         with process.oneshot():
-            state, name = STATES.get(process.status(), "S"), process.name()
+            state, name = _STATES.get(process.status(), "S"), process.name()
             if state == "Z":
                 return "Z", 0.0, 0, 0, name
             times = process.cpu_times()
@@ -33,7 +33,7 @@ def look(pid: int) -> tuple[str, float, int, int, str]:
     except psutil.AccessDenied:  # another user's: it is there, and that is all
         return "S", 0.0, 0, 0, ""
     except psutil.NoSuchProcess:  # that is the answer
-        return GONE
+        return _GONE
 
 
 def parents(pid: int) -> dict[int, int]:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
-UNLIMITED = 1 << 60  # version 1 writes a huge number where there is no limit
-MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+_UNLIMITED = 1 << 60  # version 1 writes a huge number where there is no limit
+_MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def memory_limits() -> list[MemoryLimit]:
     """Every limit of memory that holds for us."""
     found = []
     for folder in folders("memory"):
-        for limit, usage in MEMORY:
+        for limit, usage in _MEMORY:
             most, now = _number(folder / limit), _number(folder / usage)
             if most is not None and now is not None:
                 found.append(MemoryLimit(folder, most, max(0, now - _droppable(folder))))
@@ -82,7 +82,7 @@ def _droppable(folder: Path) -> int:
 
 def _number(path: Path) -> int | None:
     word = _read(path).strip()
-    return int(word) if word.isdecimal() and int(word) < UNLIMITED else None
+    return int(word) if word.isdecimal() and int(word) < _UNLIMITED else None
 
 
 def _read(path: Path) -> str:

@@ -32,15 +32,15 @@ from typing import Any, Literal, Protocol
 from lamplighter.procs import prctl, procfs, stacks
 from lamplighter.procs.stacks import Frame, Stacks
 
-LISTEN_S = 0.1
-WEIGH_EVERY_S = 0.4
-STACK_S = 1.5  # for the stack to be written
-PYSPY_S = 5.0
-LEAVE_S = 1.0  # for its own children to end with it
-MOST_LINE = 1 << 20
-MOST_OUTPUT = 1 << 15
-MOST_STACKS = 16
-Record = dict[str, Any]
+_LISTEN_S = 0.1
+_WEIGH_EVERY_S = 0.4
+_STACK_S = 1.5  # for the stack to be written
+_PYSPY_S = 5.0
+_LEAVE_S = 1.0  # for its own children to end with it
+_MOST_LINE = 1 << 20
+_MOST_OUTPUT = 1 << 15
+_MOST_STACKS = 16
+_Record = dict[str, Any]
 End = Literal["", "deadline", "memory", "stuck"]
 
 
@@ -54,7 +54,7 @@ class Say(Protocol):
 class Outcome:
     """How it went."""
 
-    records: list[Record]
+    records: list[_Record]
     code: int  # negative for a signal; ours where `ended_for` says so
     seconds: float
     output: str  # the end of what it printed
@@ -84,13 +84,13 @@ class Outcome:
 
 def run(
     function: str,
-    request: Record,
+    request: _Record,
     *,
     deadline_s: float | None = None,
     memory_bytes: int | None = None,
-    on_record: Callable[[Record], None] = lambda record: None,
+    on_record: Callable[[_Record], None] = lambda record: None,
     on_tick: Callable[[float], None] = lambda seconds: None,
-    is_stuck: Callable[[list[Record]], bool] = lambda records: False,
+    is_stuck: Callable[[list[_Record]], bool] = lambda records: False,
 ) -> Outcome:
     """From its start to its end, to its deadline, to its limit, or until what it says shows that it is stuck.
 
@@ -100,7 +100,7 @@ def run(
     ended_for: End = ""
     try:
         while not ended_for and not child.has_ended():
-            for record in child.listen(LISTEN_S):
+            for record in child.listen(_LISTEN_S):
                 on_record(record)
             on_tick(child.seconds)
             if child.weigh() > (memory_bytes or sys.maxsize):
@@ -126,7 +126,7 @@ class Child:
 
     living: set[int] = set()  # the pids of all children that have not been ended
 
-    def __init__(self, function: str, request: Record, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, function: str, request: _Record, env: Mapping[str, str] | None = None) -> None:
         self.began = time.monotonic()
         self.before = _below_us()
         self.oom_before = procfs.oom_kills()
@@ -160,8 +160,8 @@ class Child:
         for fd in (self.words, self.printed):
             os.set_blocking(fd, False)
         self.open = [self.words, self.printed]  # the descriptors that have not come to their end
-        self.records: list[Record] = []
-        self.end_record: Record = {}
+        self.records: list[_Record] = []
+        self.end_record: _Record = {}
         self.pending = self.output = b""
         self.unreadable = self.peak_bytes = 0
         self.weighed_at = 0.0
@@ -174,7 +174,7 @@ class Child:
 
     # -------------------------------------------------------- while it lives
 
-    def listen(self, wait_s: float) -> list[Record]:
+    def listen(self, wait_s: float) -> list[_Record]:
         """What it has said since, once there is something or the time is over; of what it prints the end is kept."""
         before = len(self.records)
         if not self.open:
@@ -185,18 +185,18 @@ class Child:
             if at_end:
                 self.open.remove(fd)
             if fd == self.printed:
-                self.output = (self.output + data)[-MOST_OUTPUT:]
+                self.output = (self.output + data)[-_MOST_OUTPUT:]
                 continue
             *lines, self.pending = (self.pending + data).split(b"\n")
             for line in lines:
                 self._hear(line)
-            if len(self.pending) > MOST_LINE:
+            if len(self.pending) > _MOST_LINE:
                 self.pending, self.unreadable = b"", self.unreadable + 1
         return self.records[before:]
 
     def _hear(self, line: bytes) -> None:
         try:
-            record = json.loads(line) if len(line) <= MOST_LINE else None
+            record = json.loads(line) if len(line) <= _MOST_LINE else None
         except ValueError:  # counted as unreadable below
             record = None
         if not isinstance(record, dict):
@@ -214,7 +214,7 @@ class Child:
 
     def weigh(self) -> int:
         """Resident bytes of it and all that it started, at the highest; looked at now and then."""
-        if self.seconds - self.weighed_at > WEIGH_EVERY_S:
+        if self.seconds - self.weighed_at > _WEIGH_EVERY_S:
             self.weighed_at = self.seconds
             now = sum(procfs.look(pid).rss_bytes for pid in (self.pid, *self.descendants()))
             self.peak_bytes = max(self.peak_bytes, now)
@@ -229,15 +229,15 @@ class Child:
     def take_stacks(self) -> None:
         """Its own by signal, else py-spy; those of its children by py-spy."""
         self.state = procfs.look(self.pid).words
-        own = stacks.by_signal(self.dump, self.pid, STACK_S) or _by_pyspy(self.pid)
-        found = {self.pid: own, **{pid: _by_pyspy(pid) for pid in self.descendants()[:MOST_STACKS]}}
+        own = stacks.by_signal(self.dump, self.pid, _STACK_S) or _by_pyspy(self.pid)
+        found = {self.pid: own, **{pid: _by_pyspy(pid) for pid in self.descendants()[:_MOST_STACKS]}}
         self.stacks = {pid: taken for pid, taken in found.items() if taken is not None}
 
     # -------------------------------------------------------- its end
 
     def let_children_leave(self) -> None:
         """Helpers of its own (a resource tracker, loader workers) notice by themselves that it is gone."""
-        until = time.monotonic() + LEAVE_S
+        until = time.monotonic() + _LEAVE_S
         while time.monotonic() < until and any(_lives(pid) for pid in self.descendants()):
             time.sleep(0.02)
 
@@ -297,7 +297,7 @@ def _lives(pid: int) -> bool:
 
 
 def _by_pyspy(pid: int) -> Stacks | None:
-    return stacks.by_pyspy(pid, nonblocking=True, sampler_silent=False, deadline_s=PYSPY_S)
+    return stacks.by_pyspy(pid, nonblocking=True, sampler_silent=False, deadline_s=_PYSPY_S)
 
 
 def _read(fd: int) -> tuple[bytes, bool]:

@@ -20,9 +20,9 @@ from lamplighter.procs import cgroup
 BY_PSUTIL = os.environ.get("LAMP_PROCS") == "psutil" or not os.path.exists("/proc/self/stat")  # noqa: PTH110 (half the price)
 if BY_PSUTIL:
     from lamplighter.procs import by_psutil
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-STATES = {"R": "running", "S": "asleep", "D": "in uninterruptible sleep (disk or kernel)", "T": "stopped", "t": "traced",
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_STATES = {"R": "running", "S": "asleep", "D": "in uninterruptible sleep (disk or kernel)", "T": "stopped", "t": "traced",
           "Z": "dead", "X": "dead", "I": "idle"}  # fmt: skip
 COMPILERS = ("cc1plus", "cc1", "g++", "gcc", "c++", "clang", "ld", "as", "collect2", "nvcc", "ptxas", "cicc")
 READ, WRITE, RECVFROM, FUTEX, NANOSLEEP = "read", "write", "recvfrom", "futex", ("nanosleep", "clock_nanosleep")
@@ -42,9 +42,11 @@ SYSCALLS_GENERIC = {
     "101": "nanosleep",
     "115": "clock_nanosleep",
 }
-MACHINE = os.uname().machine
-SYSCALLS = SYSCALLS_X86_64 if MACHINE == "x86_64" else SYSCALLS_GENERIC  # aarch64, riscv64, loongarch64 share one table
-TGKILL = 234 if MACHINE == "x86_64" else 131
+_MACHINE = os.uname().machine
+_SYSCALLS = (
+    SYSCALLS_X86_64 if _MACHINE == "x86_64" else SYSCALLS_GENERIC
+)  # aarch64, riscv64, loongarch64 share one table
+TGKILL = 234 if _MACHINE == "x86_64" else 131
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class ProcessLook:
 
     @property
     def words(self) -> str:
-        return STATES.get(self.state, self.state)
+        return _STATES.get(self.state, self.state)
 
     @property
     def stopped(self) -> bool:
@@ -104,8 +106,8 @@ def look(pid: int) -> ProcessLook:
     head, tail = _stat(pid)
     if not tail:
         return ProcessLook(pid)
-    cpu_s = (int(tail[11]) + int(tail[12])) * TICK_S
-    return ProcessLook(pid, tail[0], cpu_s, int(tail[21]) * PAGE_BYTES, threads=int(tail[17]), name=head)
+    cpu_s = (int(tail[11]) + int(tail[12])) * _TICK_S
+    return ProcessLook(pid, tail[0], cpu_s, int(tail[21]) * _PAGE_BYTES, threads=int(tail[17]), name=head)
 
 
 def look_closely(pid: int) -> ProcessLook:
@@ -163,7 +165,7 @@ def age_s(pid: int) -> float | None:
     if BY_PSUTIL:
         return by_psutil.age_s(pid)
     _, tail = _stat(pid)
-    return max(0.0, float(_read("/proc/uptime").split()[0]) - int(tail[19]) * TICK_S) if tail else None
+    return max(0.0, float(_read("/proc/uptime").split()[0]) - int(tail[19]) * _TICK_S) if tail else None
 
 
 def exists(pid: int) -> bool:
@@ -208,7 +210,7 @@ def own_memory() -> tuple[int, int]:
     if BY_PSUTIL:
         return by_psutil.own_memory()
     mapped, resident = _read("/proc/self/statm").split()[:2]
-    return int(resident) * PAGE_BYTES, int(mapped) * PAGE_BYTES
+    return int(resident) * _PAGE_BYTES, int(mapped) * _PAGE_BYTES
 
 
 def own_peak() -> int:
@@ -263,7 +265,7 @@ def memory_available() -> int:
 
 def memory_total() -> int:
     """Bytes of memory that the machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
+    return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
 
 
 def trace_scope() -> str:
@@ -286,7 +288,7 @@ def _look_at_thread(pid: int, tid: int) -> ThreadLook:
 def _syscall(base: str) -> tuple[str, str]:
     """Its name, or its number where no rule asks for it, and its first argument."""
     words = [*_read(f"{base}/syscall").split(), "", ""]
-    return SYSCALLS.get(words[0], words[0]), words[1]
+    return _SYSCALLS.get(words[0], words[0]), words[1]
 
 
 def _behind(pid: int, descriptor: str) -> str:

@@ -26,11 +26,11 @@ from typing import Any
 
 from lamplighter.procs.procfs import TGKILL, catches, look
 
-SAMPLER_DEADLINE_S = 0.5
-PYSPY_DEADLINE_S = 2.0
-SIGNAL_DEADLINE_S = 0.3
-DUMPED = re.compile(r'File "(.*)", line (\d+) in (.*)')
-LIBRARY_PARTS = (
+_SAMPLER_DEADLINE_S = 0.5
+_PYSPY_DEADLINE_S = 2.0
+_SIGNAL_DEADLINE_S = 0.3
+_DUMPED = re.compile(r'File "(.*)", line (\d+) in (.*)')
+_LIBRARY_PARTS = (
     "/lib/python3",
     "/site-packages/",
     "/dist-packages/",
@@ -40,9 +40,9 @@ LIBRARY_PARTS = (
     "/torchinductor",
 )
 OURS = str(Path(__file__).resolve().parents[1]) + os.sep
-PROGRAMS = re.compile(r"/bin/[^/]+$")  # torchrun, accelerate: launchers, not the user's code
+_PROGRAMS = re.compile(r"/bin/[^/]+$")  # torchrun, accelerate: launchers, not the user's code
 OUR_THREADS = ("lamp-listener", "lamp-batches", "lamp-saver", "lamp-stopper", "lamp-writer")
-DEPTH = 12  # frames that a finding keeps
+_DEPTH = 12  # frames that a finding keeps
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def take(slot: Path, pid: int, ours: bool) -> Stacks | None:
     if state not in "TtDZX":
         number = time.monotonic_ns()
         asked = send(slot, f"stacks {number}")
-        answered = _answer(slot, number, SAMPLER_DEADLINE_S) if asked else None
+        answered = _answer(slot, number, _SAMPLER_DEADLINE_S) if asked else None
         if answered is not None:
             return answered
     silent = asked or (ours and state in "TtD")
@@ -167,23 +167,23 @@ def send(slot: Path, request: str) -> bool:
         os.close(fd)
 
 
-def by_signal(dump: Path, pid: int, deadline_s: float = SIGNAL_DEADLINE_S) -> Stacks | None:
+def by_signal(dump: Path, pid: int, deadline_s: float = _SIGNAL_DEADLINE_S) -> Stacks | None:
     """Where ptrace is not allowed and no bytecode runs: the main thread's own dump, by faulthandler on SIGURG."""
     if not dump.exists():
         return None
     before, deadline = dump.stat().st_size, time.monotonic() + deadline_s
-    if not interrupt(pid):
+    if not _interrupt(pid):
         return None
     while time.monotonic() < deadline:
         text = dump.read_bytes()[before:].decode("utf-8", "replace")
-        frames = frames_in_dump(text)
+        frames = _frames_in_dump(text)
         if frames and text.endswith("\n"):
             return Stacks((ThreadStack("MainThread", tuple(frames)),), "signal", True, time.monotonic())
         time.sleep(0.01)
     return None
 
 
-def interrupt(pid: int) -> bool:
+def _interrupt(pid: int) -> bool:
     """SIGURG to the main thread; never to a process that does not expect it."""
     if sys.platform != "linux" or not catches(pid, signal.SIGURG):
         return False
@@ -197,7 +197,7 @@ def py_spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def by_pyspy(pid: int, nonblocking: bool, sampler_silent: bool, deadline_s: float = PYSPY_DEADLINE_S) -> Stacks | None:
+def by_pyspy(pid: int, nonblocking: bool, sampler_silent: bool, deadline_s: float = _PYSPY_DEADLINE_S) -> Stacks | None:
     """From outside, with a deadline; None where it is not allowed."""
     program = py_spy()
     if program is None:
@@ -223,9 +223,9 @@ def by_pyspy(pid: int, nonblocking: bool, sampler_silent: bool, deadline_s: floa
 # ---------------------------------------------------------------- frames from elsewhere
 
 
-def frames_in_dump(text: str) -> list[Frame]:
+def _frames_in_dump(text: str) -> list[Frame]:
     """The stack that faulthandler wrote of one thread."""
-    return [Frame(file, int(line), func) for file, line, func in DUMPED.findall(text)]
+    return [Frame(file, int(line), func) for file, line, func in _DUMPED.findall(text)]
 
 
 def frames_of_error(error: BaseException) -> list[Frame]:
@@ -246,14 +246,14 @@ def frames_of(frame: FrameType | None) -> list[Frame]:
 # ---------------------------------------------------------------- whose line
 
 
-def is_ours(frame: Frame) -> bool:
+def _is_ours(frame: Frame) -> bool:
     return frame.file.startswith(OURS)
 
 
 @lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Neither Python's, nor an installed library's or program's, nor ours."""
-    return not any(part in file for part in LIBRARY_PARTS) and not file.startswith(OURS) and not PROGRAMS.search(file)
+    return not any(part in file for part in _LIBRARY_PARTS) and not file.startswith(OURS) and not _PROGRAMS.search(file)
 
 
 def users_line(frames: Iterable[Frame]) -> Frame | None:
@@ -279,7 +279,7 @@ def own_frames(stack: ThreadStack) -> tuple[Frame, ...]:
 def line_to_name(frames: Iterable[Frame]) -> Frame | None:
     """The innermost frame of the user's code; else of ours; else the innermost at all."""
     found = list(frames)
-    ours = next((frame for frame in found if is_ours(frame)), None)
+    ours = next((frame for frame in found if _is_ours(frame)), None)
     return users_line(found) or ours or (found[0] if found else None)
 
 
@@ -291,4 +291,4 @@ def culprit(stack: ThreadStack) -> Frame | None:
 def culprit_fields(frames: list[Frame]) -> dict[str, Any]:
     """The fields of a finding that say where."""
     frame = line_to_name(frames)
-    return {} if frame is None else {**frame.fields(), "stack": [one.place for one in frames[:DEPTH]]}
+    return {} if frame is None else {**frame.fields(), "stack": [one.place for one in frames[:_DEPTH]]}

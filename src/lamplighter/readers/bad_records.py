@@ -13,10 +13,10 @@ from lamplighter import report
 from lamplighter.errors import BadData
 
 LIMIT = 0.001  # of the lines of a corpus: more is another encoding or another format (a Latin-1 book has so few)
-FLOOR = 5  # so many are borne in a small corpus too, as long as they are no more than a tenth of its lines
+_FLOOR = 5  # so many are borne in a small corpus too, as long as they are no more than a tenth of its lines
 SOON = 200  # so many bad lines, and it is checked before the end of the corpus
-EVENTS = 100
-LISTED = 20_000  # so many are kept with their places
+_EVENTS = 100
+_LISTED = 20_000  # so many are kept with their places
 PACKED_TIMES = 8  # more than text is ever packed: packed files count as so many bytes when lines are estimated
 
 
@@ -45,7 +45,7 @@ class BadRecords:
         reason = error.why.split(":")[0]
         self.reasons[reason] += 1
         self.first.setdefault(reason, f"{path}:{line}")
-        if len(self.listed) < LISTED:
+        if len(self.listed) < _LISTED:
             self.listed.append({"path": path, "line": line, "at": at, "error": [error.what, error.why, error.next]})
         if self.quiet:
             return
@@ -59,7 +59,7 @@ class BadRecords:
                 culprit={"path": path, "line": line, "byte": at},
             )
             report.verdict(verdict)
-        if len(self.known) <= EVENTS:
+        if len(self.known) <= _EVENTS:
             report.event("set_aside", path=path, line=line, byte=at, why=error.why)
 
     def warn(self, path: str, bad: int, lines: int, unit: str) -> None:
@@ -88,11 +88,11 @@ class BadInReading:
     def check(self, lines: float) -> None:
         """Refuse a corpus of so many lines where too many of them are bad."""
         limit = self.corpus.limit
-        if not self.count or self.count <= max(limit * lines, min(FLOOR, lines // 10)):
+        if not self.count or self.count <= max(limit * lines, min(_FLOOR, lines // 10)):
             return
         why = (
             f"so in {self.count:,} of {round(lines):,} lines; the limit is {limit:.3g} of all lines (data.bad_limit),"
-            f" or {FLOOR} of a small corpus"
+            f" or {_FLOOR} of a small corpus"
         )
         if (first := self.first) is not None:
             raise BadData(first.what, f"{first.why} ({why})", first.next)

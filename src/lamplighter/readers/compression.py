@@ -17,7 +17,7 @@ from lamplighter.errors import BadData
 
 PACKED_SUFFIXES = {".gz", ".zst"}
 OUT_BYTES = 1 << 18
-ZSTD_IN_BYTES = 1 << 10  # unpacks to 32 MB at the very most: one byte, repeated
+_ZSTD_IN_BYTES = 1 << 10  # unpacks to 32 MB at the very most: one byte, repeated
 
 
 class Unpacked:
@@ -89,10 +89,10 @@ class Unpacked:
                 yield unpacker.decompress(block, OUT_BYTES)
                 block = unpacker.unconsumed_tail
             return
-        for begin in range(0, len(block), ZSTD_IN_BYTES):
-            yield unpacker.decompress(block[begin : begin + ZSTD_IN_BYTES])
+        for begin in range(0, len(block), _ZSTD_IN_BYTES):
+            yield unpacker.decompress(block[begin : begin + _ZSTD_IN_BYTES])
             if unpacker.eof:
-                self._left = block[begin + ZSTD_IN_BYTES :]
+                self._left = block[begin + _ZSTD_IN_BYTES :]
                 return
 
 

@@ -23,7 +23,7 @@ PACKED_BLOCK_BYTES = 1 << 16  # unpacks to more
 PART_CHARS = 1 << 20
 LINE_BYTES = 1 << 20  # a longer line is decoded in pieces
 Item = LocalFile | RemoteFile
-Blocks = Callable[[int], Iterator[bytes]]
+_Blocks = Callable[[int], Iterator[bytes]]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def read_blocks(item: Item, tell: Tell) -> Iterator[bytes]:
     return _blocks(item, tell, {})[0](0)
 
 
-def _blocks(item: Item, tell: Tell, start: Cursor) -> tuple[Blocks, Unpacked | None]:
+def _blocks(item: Item, tell: Tell, start: Cursor) -> tuple[_Blocks, Unpacked | None]:
     if not is_packed(item.name):
         return lambda at: item.blocks(at, BLOCK_BYTES, tell), None
     unpacked = Unpacked(lambda at: item.blocks(at, PACKED_BLOCK_BYTES, tell), item.name, start)

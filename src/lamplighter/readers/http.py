@@ -21,9 +21,9 @@ from typing import Any
 from lamplighter import report
 from lamplighter.errors import BadData, InputMissing, LampError
 
-PEEK_S = 0.2  # how long bytes beyond the announced length are waited for
-PASSING = {408, 425, 429}  # besides 500 and above
-AGENT = "lamplighter"
+_PEEK_S = 0.2  # how long bytes beyond the announced length are waited for
+_PASSING = {408, 425, 429}  # besides 500 and above
+_AGENT = "lamplighter"
 
 
 class ConnectionLost(Exception):
@@ -95,7 +95,7 @@ class Body:
     def _peek(self) -> None:
         """A server that goes on after the announced length is named; by the protocol the rest is not the file's."""
         try:
-            self.fp.raw._sock.settimeout(PEEK_S)
+            self.fp.raw._sock.settimeout(_PEEK_S)
             more = self.fp.read1(1)
         except (OSError, AttributeError, ValueError):
             return
@@ -171,7 +171,7 @@ def _ask(url: str, headers: Mapping[str, str], patience_s: float, allowed: tuple
     user, _, host = parts.netloc.rpartition("@")
     path = urllib.parse.quote(parts.path, safe="/%:@!$&'()*+,;=~")
     bare = urllib.parse.urlunsplit((parts.scheme, host, path, parts.query, ""))
-    request = urllib.request.Request(bare, headers={"User-Agent": AGENT, "Accept-Encoding": "identity", **headers})
+    request = urllib.request.Request(bare, headers={"User-Agent": _AGENT, "Accept-Encoding": "identity", **headers})
     if user:
         word = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
         request.add_unredirected_header("Authorization", f"Basic {word}")
@@ -196,7 +196,7 @@ def _ask(url: str, headers: Mapping[str, str], patience_s: float, allowed: tuple
 def _refused(error: urllib.error.HTTPError, url: str) -> Exception:
     """An answer of 4xx or 5xx."""
     words = f"HTTP {error.code} {error.reason}"
-    if error.code in PASSING or error.code >= 500:
+    if error.code in _PASSING or error.code >= 500:
         after = error.headers.get("Retry-After", "") if error.headers else ""
         return ConnectionLost(words, after_s=float(after) if after.isdecimal() else 0.0)
     name = safe_url(url)

@@ -58,7 +58,7 @@ def _peek(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
 
 def _json_lines(file: OpenFile, blocks: Iterator[bytes]) -> Iterator[Record]:
     number = file.line
-    for number, at, line, size in lines_of(blocks, file.at, file.line, file.longest):
+    for number, at, line, size in _lines_of(blocks, file.at, file.line, file.longest):
         if not line or line.isspace():
             continue
         ends = size > len(line)
@@ -66,7 +66,7 @@ def _json_lines(file: OpenFile, blocks: Iterator[bytes]) -> Iterator[Record]:
             if size > len(line) + 1:
                 why = f"a line of {size:,} bytes; the limit is {file.longest:,}"
                 raise BadData(f"too long: {file.name}:{number}, byte {at:,}", why, "cut it, or raise the limit")
-            value = json_value(line, file.name, number, at)
+            value = _json_value(line, file.name, number, at)
         except BadData as error:
             file.bad.set_aside(number, at, error)
             continue
@@ -74,7 +74,7 @@ def _json_lines(file: OpenFile, blocks: Iterator[bytes]) -> Iterator[Record]:
     file.bad.end(number)
 
 
-def lines_of(
+def _lines_of(
     blocks: Iterator[bytes], at: int, number: int, longest: int | None = None
 ) -> Iterator[tuple[int, int, bytes, int]]:
     """(number, byte offset, line, its size with the newline); a line is joined once, however long.
@@ -101,7 +101,7 @@ def _whole_line(parts: list[bytes], size: int, longest: int | None) -> bytes:
     return line if longest is None or size <= longest else line[:longest]
 
 
-def json_value(raw: bytes, name: str | Path, number: int, at: int) -> Any:
+def _json_value(raw: bytes, name: str | Path, number: int, at: int) -> Any:
     """The value on one line; `number` and `at` are its place, for the error."""
     try:
         line = raw.decode()
@@ -119,7 +119,7 @@ def json_value(raw: bytes, name: str | Path, number: int, at: int) -> Any:
 
 def json_text(raw: bytes, name: str | Path, number: int, at: int, key: str) -> str:
     """The text under a key of the object on one line."""
-    value = json_value(raw, name, number, at)
+    value = _json_value(raw, name, number, at)
     text = value.get(key) if isinstance(value, dict) else None
     if not isinstance(text, str):
         text = text_of(value, key, f"{name}:{number}, byte {at:,}")

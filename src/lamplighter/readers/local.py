@@ -23,13 +23,13 @@ from lamplighter.errors import BadData, InputMissing
 from lamplighter.readers.compression import PACKED_SUFFIXES
 from lamplighter.rundir import read_json, write_json
 
-KINDS = {
+_KINDS = {
     ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
     ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
 }  # fmt: skip
-JUST_WRITTEN_S = 2.0  # a file changed so lately may change again within the same time stamp
-HASH_NAME = "xxh3:"
-HASH_BLOCK_BYTES = 1 << 20
+_JUST_WRITTEN_S = 2.0  # a file changed so lately may change again within the same time stamp
+_HASH_NAME = "xxh3:"
+_HASH_BLOCK_BYTES = 1 << 20
 Tell = Callable[[str, int], None]  # what is being read, and the byte of the file
 
 
@@ -41,7 +41,7 @@ def suffix_of(name: str | Path) -> str:
 
 def kind_of(name: str | Path) -> str:
     """text, json, csv, tsv or parquet for the known endings, '' for others (read as text where they are named outright)."""
-    kind = KINDS.get(suffix_of(name), "")
+    kind = _KINDS.get(suffix_of(name), "")
     return "" if kind == "parquet" and is_packed(name) else kind
 
 
@@ -193,7 +193,7 @@ def _in_folder(folder: Path) -> list[LocalFile]:
     if not files:
         raise InputMissing(
             f"no text in folder {folder}",
-            f"no file there ends in {' '.join(sorted(KINDS))}, or in these and .gz or .zst",
+            f"no file there ends in {' '.join(sorted(_KINDS))}, or in these and .gz or .zst",
             "name other files by a pattern, such as 'folder/**/*.log'",
         )
     if others:
@@ -231,7 +231,7 @@ def hash_files(files: list[LocalFile], store_path: Path | None) -> list[LocalFil
             name = str(file.path.absolute())
             hashed.append(_hashed(file, known.get(name), p.tick))
             entry = [*file.mark, hashed[-1].content]
-            if entry != known.get(name) and time.time() - max(file.mark[1:3]) / 1e9 > JUST_WRITTEN_S:
+            if entry != known.get(name) and time.time() - max(file.mark[1:3]) / 1e9 > _JUST_WRITTEN_S:
                 fresh[name] = entry
     if fresh and store_path:
         _remember(store_path, {**known, **fresh})
@@ -239,7 +239,7 @@ def hash_files(files: list[LocalFile], store_path: Path | None) -> list[LocalFil
 
 
 def _hashed(file: LocalFile, known: object, tick: Callable[[int], None]) -> LocalFile:
-    if isinstance(known, list) and known[:-1] == [*file.mark] and str(known[-1]).startswith(HASH_NAME):
+    if isinstance(known, list) and known[:-1] == [*file.mark] and str(known[-1]).startswith(_HASH_NAME):
         tick(file.size)
         return replace(file, content=str(known[-1]))
     try:
@@ -257,13 +257,13 @@ def hash_content(path: Path, tick: Callable[[int], None] = lambda _: None) -> st
     It tells whether a content changed; it is no proof against somebody who wants two contents to look the same (sha256
     would be, at five times the time, before anything else can begin).
     """
-    digest, buffer = xxh3_128(), bytearray(HASH_BLOCK_BYTES)
+    digest, buffer = xxh3_128(), bytearray(_HASH_BLOCK_BYTES)
     view = memoryview(buffer)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(view[:count])
             tick(count)
-    return HASH_NAME + digest.hexdigest()
+    return _HASH_NAME + digest.hexdigest()
 
 
 def _remember(store: Path, entries: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ _PLACES = (
 _WORD_ENDS = _PLACES[0]
 
 
-def cut_after(data: bytes, at: int, size: int) -> int:
+def _cut_after(data: bytes, at: int, size: int) -> int:
     """The first good place from `at + size` on, at the latest some `size` bytes further; for over twice `size`."""
     if found := _WORD_ENDS.search(data, at + size, at + 2 * size):
         return found.end()
@@ -56,7 +56,7 @@ def cut_all(data: bytes, size: int) -> list[int]:
     search = _WORD_ENDS.search
     while at < last:
         found = search(data, at + size, at + 2 * size)
-        at = found.end() if found else cut_after(data, at, size)
+        at = found.end() if found else _cut_after(data, at, size)
         ends.append(at)
     if at < len(data) or not ends:
         ends.append(len(data))
@@ -184,8 +184,8 @@ class RangeFile:
 
 
 PART_BYTES = 1 << 20
-CHECK_BYTES = 1 << 16  # decoded at a time, so that it stays in the processor's cache
-BOM = codecs.BOM_UTF8
+_CHECK_BYTES = 1 << 16  # decoded at a time, so that it stays in the processor's cache
+_BOM = codecs.BOM_UTF8
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,8 @@ def is_text(data: bytes) -> bool:
     view, at = memoryview(data), 0
     try:
         while at < len(data):
-            final = at + CHECK_BYTES >= len(data)
-            at += codecs.utf_8_decode(view[at : at + CHECK_BYTES], "strict", final)[1]
+            final = at + _CHECK_BYTES >= len(data)
+            at += codecs.utf_8_decode(view[at : at + _CHECK_BYTES], "strict", final)[1]
     except UnicodeDecodeError:
         return False
     return True
@@ -255,11 +255,11 @@ def _clean(data: bytes, file: RangeFile, at: int, bad: BadInFile) -> bytes:
     """The lines of these bytes that are text; they lie at `at` in the file."""
     bad.reading.lines += count_newlines(data)
     if is_text(data):
-        return data.removeprefix(BOM) if at == 0 else data
+        return data.removeprefix(_BOM) if at == 0 else data
     head, good = file.read(0, 4), []
     for raw in whole_lines(data):
         if (fault := fault_in(raw)) is None:
-            good.append(raw.removeprefix(BOM) if at == 0 else raw)
+            good.append(raw.removeprefix(_BOM) if at == 0 else raw)
         else:
             line, place = file.line_at(at), at + fault[0]
             bad.set_aside(line, place, not_text(file.path, line, place, fault[1], head))
@@ -324,7 +324,7 @@ def _separated(
             yield from _in_parts(docs, opened, how.part_bytes, at + len(data))
             opened = False
         while long:
-            cut = cut_after(rest, 0, how.part_bytes)
+            cut = _cut_after(rest, 0, how.part_bytes)
             yield TextBlock([rest[:cut]], opened, True), at + len(data)
             rest, opened = rest[cut:], True
             long = len(rest) > 2 * how.part_bytes + len(separator)
@@ -403,7 +403,7 @@ def _in_parts(docs: list[bytes], opened: bool, size: int, at: int) -> Iterator[t
             yield TextBlock(docs[begin:number], opened), at
             opened = False
         while len(doc) > 2 * size:
-            cut = cut_after(doc, 0, size)
+            cut = _cut_after(doc, 0, size)
             yield TextBlock([doc[:cut]], opened, True), at
             doc, opened = doc[cut:], True
         yield TextBlock([doc], opened), at

@@ -31,11 +31,11 @@ from lamplighter.readers.http import (
 from lamplighter.readers.local import Tell, kind_of
 
 STALL_S = 3.0  # a server that sends nothing for so long is asked again; twice as long each time
-LONGEST_STALL_S = 60.0
+_LONGEST_STALL_S = 60.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 30.0
-FIRST_CONTACT_S = 20.0  # a server that was never reached is given up sooner than one that was
-SAME_PLACE = 3  # an orderly end at the same byte, so often: the file ends there, whatever was announced
-VERDICTS = 5  # of one cause and one file; later ones are warnings only
+_FIRST_CONTACT_S = 20.0  # a server that was never reached is given up sooner than one that was
+_SAME_PLACE = 3  # an orderly end at the same byte, so often: the file ends there, whatever was announced
+_VERDICTS = 5  # of one cause and one file; later ones are warnings only
 OVERLAP_BYTES = (
     1 << 10
 )  # asked for again after a fault, and compared: a server may answer from another byte than it says
@@ -108,7 +108,7 @@ class Retries:
         reason = lost.reason
         if lost.cause == "stream_stall":
             reason = f"socket idle {self.patience_s:.0f} s"
-            self.patience_s = min(2 * self.patience_s, LONGEST_STALL_S)
+            self.patience_s = min(2 * self.patience_s, _LONGEST_STALL_S)
         wait = max(min(FIRST_WAIT_S * 2 ** (self.attempt - 1), LONGEST_WAIT_S), min(lost.after_s, 60.0))
         left_s = self.budget_s - (now - self.since)
         wait = min(wait, left_s)
@@ -128,7 +128,7 @@ class Retries:
     def _say(self, cause: str, reason: str, at: int, wait: float) -> None:
         words = f"retry {self.attempt} in {wait:.1f} s: {self.host}, byte {at:,}: {reason}"
         self.said[cause] += self.attempt == 1
-        if self.attempt == 1 and self.said[cause] <= VERDICTS:
+        if self.attempt == 1 and self.said[cause] <= _VERDICTS:
             verdict = report.Verdict(
                 "slow",
                 cause,
@@ -203,8 +203,8 @@ class RemoteFile:
                 raise ConnectionLost(f"it ended, but {end:,} bytes were announced")
             except ConnectionLost as lost:
                 ended_at[at] += lost.cause == "stream_drop" and ("announced" in lost.reason)
-                if ended_at[at] >= SAME_PLACE:
-                    why = f"{end or 0:,} bytes are announced, it ends after {at:,}, {SAME_PLACE} times out of {SAME_PLACE}"
+                if ended_at[at] >= _SAME_PLACE:
+                    why = f"{end or 0:,} bytes are announced, it ends after {at:,}, {_SAME_PLACE} times out of {_SAME_PLACE}"
                     raise BadData(
                         f"cut short: {self.name}", why, "the file on the server is damaged; put it there again"
                     ) from lost
@@ -355,7 +355,7 @@ def _install(url: str) -> str:
 def find_remote(entry: str, retry_s: float) -> list[RemoteFile]:
     """The files that a URL names: itself, or what a folder or a pattern holds where it can be listed."""
     scheme = entry.split("://")[0].lower()
-    first_s = min(retry_s, FIRST_CONTACT_S)
+    first_s = min(retry_s, _FIRST_CONTACT_S)
     with report.phase("look at remote files", unit="files") as p:
         p.tick(0, safe_url(entry))
         if scheme in ("http", "https"):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ROW_BYTES = 1 << 28  # one row of CSV is held whole; a longer one is a quote that never ends
 BATCH_ROWS = 256
-COLUMN_BUFFER_BYTES = 1 << 20
+_COLUMN_BUFFER_BYTES = 1 << 20
 
 
 def no_column(name: str, key: str, columns: list[str], hint: str = "") -> BadData:
@@ -174,7 +174,7 @@ def read_parquet(r: OpenFile, item: LocalFile | RemoteFile, tell: Tell) -> Itera
 
     try:
         with item.open(tell) as file:
-            parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=COLUMN_BUFFER_BYTES)
+            parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_COLUMN_BUFFER_BYTES)
             yield from _groups(r, parquet, item.size or 0, tell)
             if isinstance(item, LocalFile):
                 item.check(file.fileno(), "while it was read")

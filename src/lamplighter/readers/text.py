@@ -16,7 +16,7 @@ import numpy as np
 
 from lamplighter.readers.records import Cursor, OpenFile, Part, Texts, cut_after, cut_all, fault_in, not_text
 
-SEARCH_BYTES = 1 << 22
+_SEARCH_BYTES = 1 << 22
 
 
 class DecodedLines(NamedTuple):
@@ -44,7 +44,7 @@ def read_text(r: OpenFile) -> Texts:
     r.bad.end(held.here[3])
 
 
-Mark = tuple[int, int, int, int, int, bool]  # character and byte of the held text; at, line, bad, long in the file
+_Mark = tuple[int, int, int, int, int, bool]  # character and byte of the held text; at, line, bad, long in the file
 
 
 class _Held:
@@ -55,8 +55,8 @@ class _Held:
         self.texts: list[str] = []
         self.raws: list[bytes] = []  # only to find separators in
         self.chars = self.bytes = 0
-        self.here: Mark = (0, 0, 0, 1, 0, False)  # everything before it is handed out
-        self.marks: deque[Mark] = deque()  # the beginnings of chunks behind it
+        self.here: _Mark = (0, 0, 0, 1, 0, False)  # everything before it is handed out
+        self.marks: deque[_Mark] = deque()  # the beginnings of chunks behind it
 
     def add(self, chunk: DecodedLines) -> None:
         self.marks.append((self.chars, self.bytes, chunk.at, chunk.line, chunk.bad, chunk.long))
@@ -268,7 +268,7 @@ def find_start(file: BinaryIO, byte: int, separator: str | None, after: tuple[in
     if any(mark.startswith(mark[-size:]) for size in range(1, len(mark))):
         return None  # such a separator is only found from the left
     file.seek(begin := max(0, byte - 1 if not separator else byte))
-    window = file.read(SEARCH_BYTES)
+    window = file.read(_SEARCH_BYTES)
     at = -1
     while (at := window.find(mark, at + 1)) >= 0:
         first, last = window.rfind(b"\n", 0, at) + 1, window.find(b"\n", at + len(mark))

@@ -33,9 +33,9 @@ import torch
 from lamplighter.report import Phase, Verdict
 from lamplighter.rundir import human_bytes
 
-WRITER_THREAD = "lamp-writer"
-NICENESS = 5  # of the write. The copy keeps its full priority: a step may be waiting for it
-LEAST_SPARE = 2.0  # auto: this many times the copy must be free, so that it is not the copy that exhausts the memory
+_WRITER_THREAD = "lamp-writer"
+_NICENESS = 5  # of the write. The copy keeps its full priority: a step may be waiting for it
+_LEAST_SPARE = 2.0  # auto: this many times the copy must be free, so that it is not the copy that exhausts the memory
 Tensors = dict[str, torch.Tensor]
 
 
@@ -103,7 +103,7 @@ class AsyncSaver:
                 save.copied.set()
                 save.done.set()
 
-        threading.Thread(target=work, name=WRITER_THREAD, daemon=True).start()
+        threading.Thread(target=work, name=_WRITER_THREAD, daemon=True).start()
 
     def wait_for_copy(self, save: PendingSave) -> None:
         """Return when the weights may change: the copy is made (CPU), or comes first in the order of the GPU's work."""
@@ -150,7 +150,7 @@ def _lower_priority() -> None:
     """The writer takes what the step leaves of the cores; its disk priority follows (on Linux a thread has its own)."""
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError):  # a sandbox that forbids it: a courtesy, not a need
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def choose(section: bool | str, need: int, left: int) -> tuple[bool, str]:
@@ -160,7 +160,7 @@ def choose(section: bool | str, need: int, left: int) -> tuple[bool, str]:
         return True, f"saves are written beside the steps (save.staged): {costs}"
     if section is False:
         return False, "steps wait for each save (save.staged false)"
-    if left >= LEAST_SPARE * need:
+    if left >= _LEAST_SPARE * need:
         return True, f"saves are written beside the steps: {costs}, {human_bytes(left)} are free"
     return False, (
         f"steps wait for each save: a copy of {human_bytes(need)} would be too much for the {human_bytes(left)}"

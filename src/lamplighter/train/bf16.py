@@ -21,14 +21,14 @@ from lamplighter.model.transformer import attend
 from lamplighter.procs import procfs
 from lamplighter.train import tiles
 
-GAIN = 1.1  # bf16 costs accuracy: it must be worth it
+_GAIN = 1.1  # bf16 costs accuracy: it must be worth it
 ISA_LIMIT = "ONEDNN_MAX_CPU_ISA"
-TOKENS = 256  # of the block that is timed
-TRIAL_S = 0.1
+_TOKENS = 256  # of the block that is timed
+_TRIAL_S = 0.1
 
 
 SOME_MODEL = Shape(
-    "gpt2", vocab_size=512, positions=TOKENS, layers=1, width=1024, heads=16
+    "gpt2", vocab_size=512, positions=_TOKENS, layers=1, width=1024, heads=16
 )  # where the shape is not known
 
 
@@ -41,7 +41,7 @@ def choose(shape: Shape) -> tuple[str, str]:
     block = _block(shape)
     plain_s, low_s = block_seconds(block, torch.float32), block_seconds(block, torch.bfloat16)
     words = f"a block of this model takes {low_s * 1000:.1f} ms in bf16, {plain_s * 1000:.1f} in fp32"
-    return ("bf16" if low_s * GAIN < plain_s else "fp32"), words
+    return ("bf16" if low_s * _GAIN < plain_s else "fp32"), words
 
 
 Block = tuple[torch.Tensor, list[torch.Tensor], int]  # rows, weights, heads
@@ -49,15 +49,15 @@ Block = tuple[torch.Tensor, list[torch.Tensor], int]  # rows, weights, heads
 
 def _block(shape: Shape) -> Block:
     """Numbers like those of one transformer block."""
-    width, length = shape.width, min(shape.positions, TOKENS)
+    width, length = shape.width, min(shape.positions, _TOKENS)
     sizes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     weights = [torch.full(size, 0.01).requires_grad_() for size in sizes]
-    return torch.ones(TOKENS // length, length, width), weights, shape.heads
+    return torch.ones(_TOKENS // length, length, width), weights, shape.heads
 
 
 def block_seconds(block: Block, dtype: torch.dtype) -> float:
     """Forward and backward, as training does it: the best within a short time; time that other processes took is not counted."""
-    best, tries, until = float("inf"), 0, time.perf_counter() + TRIAL_S
+    best, tries, until = float("inf"), 0, time.perf_counter() + _TRIAL_S
     while tries < 2 or time.perf_counter() < until:  # the first one sets things up
         began, worked = time.perf_counter(), time.process_time()
         _forward_backward(block, dtype)

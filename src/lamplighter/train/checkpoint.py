@@ -275,7 +275,7 @@ def first_not_finite(tensors: dict[str, torch.Tensor]) -> str | None:
 
 def go_back(root: Path, progress: Progress) -> list[str]:
     """This step is the newest again: later ones are set aside, and neither latest nor best names one of them."""
-    moved = set_aside_newer(root, progress.step)
+    moved = _set_aside_newer(root, progress.step)
     if moved:
         write_json(
             root / "latest.json", {"step": progress.step, "path": checkpoint_name(progress.step), "t": time.time()}
@@ -288,7 +288,7 @@ def go_back(root: Path, progress: Progress) -> list[str]:
     return moved
 
 
-def set_aside_newer(root: Path, step: int) -> list[str]:
+def _set_aside_newer(root: Path, step: int) -> list[str]:
     """After going back to an older checkpoint the newer ones are another future: kept, but out of the way."""
     moved = []
     for path in newest_first(root):

@@ -32,9 +32,9 @@ from lamplighter.train.async_save import AsyncSaver, PendingSave, Tensors
 from lamplighter.train.checkpoint import Contents, Progress
 from lamplighter.train.state import RunContext, TrainState
 
-STOP_PATIENCE_S = 1.0  # how long a stop waits for the step to end by itself before it saves from beside it
-LOOK_S = 0.1
-LONG_WAIT_S = 1.0  # a wait for the save before that is worth a word
+_STOP_PATIENCE_S = 1.0  # how long a stop waits for the step to end by itself before it saves from beside it
+_LOOK_S = 0.1
+_LONG_WAIT_S = 1.0  # a wait for the save before that is worth a word
 
 
 class Checkpointer:
@@ -155,7 +155,7 @@ class Checkpointer:
         if save is None or not save.in_progress:
             return
         with report.phase("save", total=save.bytes, unit="B") as phase:
-            while not save.done.wait(LOOK_S):
+            while not save.done.wait(_LOOK_S):
                 its = save.phase
                 if its is not None and (its.done, its.item) != (phase.done, phase.item):
                     phase.set(its.done, its.item)
@@ -175,7 +175,7 @@ class Checkpointer:
 
     def stop(self) -> None:
         """Asked to stop: let the loop do it; if it is busy for longer, save from here and leave."""
-        if self.stopped.wait(STOP_PATIENCE_S):
+        if self.stopped.wait(_STOP_PATIENCE_S):
             return
         with self._saving(), self.alone():
             if self.stopped.is_set():
@@ -305,7 +305,7 @@ class Checkpointer:
 
     def _warn_if_slow(self, waited_s: float) -> None:
         """Once: saves take longer than the time between them."""
-        if waited_s > LONG_WAIT_S and not self.said_slow:
+        if waited_s > _LONG_WAIT_S and not self.said_slow:
             self.said_slow = True
             report.warn(
                 f"a save takes {self.save_s:.1f} s, longer than the time between two saves: the steps waited"

@@ -14,7 +14,7 @@ from lamplighter.errors import BadConfig
 from lamplighter.report import Verdict
 from lamplighter.schedule import Schedule
 
-LONG_RUN_S = 2 * 3600
+_LONG_RUN_S = 2 * 3600
 WARMUP_SHARE = 0.30
 SKIPS, SKIP_WINDOW = 3, 100  # so many bad batches within so many steps are skipped before it is rolled back
 
@@ -77,7 +77,7 @@ def explain_schedule(schedule: Schedule) -> None:
 
 def refuse_long_runs(save: Save, preset: str | None, expected_s: float, steps: int, force: bool) -> None:
     """No save due, or a toy preset, in a run of hours: refused unless forced."""
-    if expected_s < LONG_RUN_S or force:
+    if expected_s < _LONG_RUN_S or force:
         return
     hours = f"the run is expected to last {expected_s / 3600:.1f} hours"
     by_steps = 0 < save.every_steps < steps

@@ -26,10 +26,10 @@ from lamplighter.procs import procfs
 from lamplighter.procs.pool import usable_cores
 from lamplighter.train import bf16
 
-FAMILIES = ("gpt2", "llama")
-COMPILE_COSTS_S = 60.0  # half a minute, and it should be worth the trouble
-COMPILE_GAINS = {("llama", "fp32"): 0.06}  # measured: docs/performance.md
-GPU_COMPILE_GAIN = 0.1
+_FAMILIES = ("gpt2", "llama")
+_COMPILE_COSTS_S = 60.0  # half a minute, and it should be worth the trouble
+_COMPILE_GAINS = {("llama", "fp32"): 0.06}  # measured: docs/performance.md
+_GPU_COMPILE_GAIN = 0.1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3), with what they are by default
 TRIM_THRESHOLD, MMAP_MAX = 128 * 1024, 65_536
 
@@ -98,16 +98,16 @@ def choose_compile(
         return section.compile, "train.compile"
     if before is not None:
         return before, "as before"
-    if family not in FAMILIES:
+    if family not in _FAMILIES:
         return False, "a model of your own is compiled if you ask for it"
     if not one_shape:
         return False, "every length would be compiled"
     on_cpu = where.device.type == "cpu"
-    gain = COMPILE_GAINS.get((family, where.dtype_name), 0.0) if on_cpu else GPU_COMPILE_GAIN
+    gain = _COMPILE_GAINS.get((family, where.dtype_name), 0.0) if on_cpu else _GPU_COMPILE_GAIN
     if not gain:
         return False, f"it gains a {family} nothing in {where.dtype_name} on a CPU (docs/performance.md)"
-    if expected_s * gain < COMPILE_COSTS_S:
-        return False, f"it pays from about {COMPILE_COSTS_S / gain / 60:.0f} min of training on"
+    if expected_s * gain < _COMPILE_COSTS_S:
+        return False, f"it pays from about {_COMPILE_COSTS_S / gain / 60:.0f} min of training on"
     if on_cpu and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
         return False, "there is no C++ compiler (g++), which it needs"
     return True, f"the run is long enough to pay for it (about {expected_s / 3600:.1f} h)"

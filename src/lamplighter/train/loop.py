@@ -29,9 +29,9 @@ from lamplighter.train.optimizers import clip_factor
 from lamplighter.train.state import RunContext, TrainState
 from lamplighter.train.validation import validate
 
-SYSTEM_EVERY_STEPS = 10
-SAMPLE_TEMPERATURE = 0.8
-EPOCHS_SAID = 5
+_SYSTEM_EVERY_STEPS = 10
+_SAMPLE_TEMPERATURE = 0.8
+_EPOCHS_SAID = 5
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class _Loop:
         budget = context.run.budget
         if budget.usd_per_hour is not None:
             values["cost/usd"] = budget.spent_usd(report.spent_s())
-        if record.step % SYSTEM_EVERY_STEPS == 0:
+        if record.step % _SYSTEM_EVERY_STEPS == 0:
             values |= hardware.memory_gb(context.machine.device)
             values["sys/disk_free_gb"] = free_bytes(context.folder.path) / 1e9
         report.metric(record.step, values)
@@ -228,7 +228,7 @@ class _Loop:
         done, before = int(data.epochs(step)), int(data.epochs(step - 1))
         if done > before:
             report.event("epoch", step=step, epochs=done)
-            if before < EPOCHS_SAID:
+            if before < _EPOCHS_SAID:
                 report.note(
                     f"epoch {done} is done at step {step}: every one of the {data.samples:,} {data.noun} was seen"
                     f" {done} time(s)"
@@ -421,7 +421,7 @@ class _Loop:
                 "stop_id": end,
                 "window": context.built.positions,
             }
-            for (token,) in sample_stream(self.model, ids, temperature=SAMPLE_TEMPERATURE, **choice):
+            for (token,) in sample_stream(self.model, ids, temperature=_SAMPLE_TEMPERATURE, **choice):
                 phase.tick()
                 if token is None or token == end:
                     break

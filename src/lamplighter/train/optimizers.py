@@ -19,9 +19,9 @@ from lamplighter.config import Train
 from lamplighter.schedule import Schedule as Schedule
 from lamplighter.schedule import schedule as schedule
 
-EPS = 1e-8
+_EPS = 1e-8
 KINDS = ("step", "exp_avg", "exp_avg_sq")
-State = dict[str, torch.Tensor]  # by KINDS
+_State = dict[str, torch.Tensor]  # by KINDS
 
 
 class Optimizer(Protocol):
@@ -62,7 +62,7 @@ class AdamW:
 
     def __init__(self, groups: list[Group], betas: tuple[float, float]) -> None:
         self.groups, self.betas = groups, betas
-        self.state: dict[str, State] = {}
+        self.state: dict[str, _State] = {}
 
     def grad_norm(self) -> torch.Tensor:
         return torch.nn.utils.get_total_norm(
@@ -89,7 +89,7 @@ class AdamW:
                 beta2=self.betas[1],
                 lr=lr,
                 weight_decay=group.weight_decay,
-                eps=EPS,
+                eps=_EPS,
                 maximize=False,
                 grad_scale=grad_scale,
                 found_inf=found_inf,
@@ -111,7 +111,7 @@ class AdamW:
                     for kind, kept in self._state(name, parameter).items():
                         kept.copy_(tensors[f"{kind}.{name}"])
 
-    def _state(self, name: str, parameter: torch.nn.Parameter) -> State:
+    def _state(self, name: str, parameter: torch.nn.Parameter) -> _State:
         if name not in self.state:
             step = torch.zeros((), device=parameter.device)
             moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in KINDS[1:]}

@@ -23,7 +23,7 @@ NAMES = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
 }  # fmt: skip
-RANKS = [
+_RANKS = [
     "BOOL",
     "U8",
     "I8",
@@ -41,12 +41,12 @@ RANKS = [
     "I64",
     "U64",
 ]  # the library's order
-PIECE = 1 << 20  # stays in the processor's cache between the checksum and the write
+_PIECE = 1 << 20  # stays in the processor's cache between the checksum and the write
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], tick: Callable[[int], None] = lambda _: None) -> str:
     """The checksum of the file; `tick` gets the bytes as they are written. OSError as the system says it."""
-    order = sorted(tensors, key=lambda name: (-RANKS.index(NAMES[tensors[name].dtype]), name))
+    order = sorted(tensors, key=lambda name: (-_RANKS.index(NAMES[tensors[name].dtype]), name))
     digest = xxhash.xxh3_128()
     with open(path, "wb", buffering=0) as file:
 
@@ -59,9 +59,9 @@ def write(path: Path, tensors: dict[str, torch.Tensor], tick: Callable[[int], No
         put(memoryview(_header(order, tensors)))
         for name in order:
             data = _bytes_of(tensors[name]).data
-            for start in range(0, len(data), PIECE):
-                put(data[start : start + PIECE])
-                tick(min(PIECE, len(data) - start))
+            for start in range(0, len(data), _PIECE):
+                put(data[start : start + _PIECE])
+                tick(min(_PIECE, len(data) - start))
     return digest.hexdigest()
 
 

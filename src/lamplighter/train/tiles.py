@@ -22,16 +22,16 @@ from lamplighter.procs.procfs import of_processor
 
 TILE_INFORMATION, TILE_PRODUCTS = 0x1D, 0x1E
 PALETTE = (8192 | 1024 << 16, 64 | 8 << 16, 16, 0)  # bytes of all tiles and of one; of a row, and how many; rows
-PRODUCTS = (0, 16 | 64 << 8, 0, 0)  # rows or columns, and bytes of a column, that one product takes
+_PRODUCTS = (0, 16 | 64 << 8, 0, 0)  # rows or columns, and bytes of a column, that one product takes
 ARCH_SET_CPUID, SYS_ARCH_PRCTL = 0x1012, 158
 SA_SIGINFO, SA_NODEFER = 0x4, 0x40000000
 CPUID = b"\x0f\xa2"
-REGISTERS = 40  # where the registers are in a ucontext_t, and which is which
+_REGISTERS = 40  # where the registers are in a ucontext_t, and which is which
 RBX, RDX, RAX, RCX, RIP = 11, 12, 13, 14, 16
 # cpuid(leaf, subleaf, answer[4]): push rbx; mov r8,rdx; mov eax,edi; mov ecx,esi; cpuid; four stores; pop rbx; ret
-ASK = bytes.fromhex("53 4989d0 89f8 89f1 0fa2 418900 41895804 41894808 4189500c 5b c3")
+_ASK = bytes.fromhex("53 4989d0 89f8 89f1 0fa2 418900 41895804 41894808 4189500c 5b c3")
 
-Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 Answer = tuple[int, int, int, int]
 
 
@@ -69,7 +69,7 @@ def describe(first_product: Callable[[], object]) -> None:
             raise OSError(ctypes.get_errno(), "CPUID cannot be made a fault here")
 
     def on_fault(number: int, info: int, context: int) -> None:
-        registers = (ctypes.c_uint64 * 23).from_address(context + REGISTERS)
+        registers = (ctypes.c_uint64 * 23).from_address(context + _REGISTERS)
         faulting(False)
         if ctypes.string_at(registers[RIP], len(CPUID)) != CPUID:  # somebody else's fault: as if we had never been here
             libc.sigaction(signal.SIGSEGV, ctypes.byref(before), None)
@@ -79,7 +79,7 @@ def describe(first_product: Callable[[], object]) -> None:
         registers[RIP] += len(CPUID)
         faulting(True)
 
-    handler = Handler(on_fault)
+    handler = _Handler(on_fault)
     ours = SigAction(handler=ctypes.cast(handler, ctypes.c_void_p), flags=SA_SIGINFO | SA_NODEFER)
     libc.sigaction(signal.SIGSEGV, ctypes.byref(ours), ctypes.byref(before))
     try:
@@ -97,7 +97,7 @@ def answer(leaf: int, subleaf: int, ask: Callable[[int, int], Answer]) -> Answer
     if leaf == TILE_INFORMATION:
         return (1, 0, 0, 0) if subleaf == 0 else PALETTE if subleaf == 1 else (0, 0, 0, 0)
     if leaf == TILE_PRODUCTS:
-        return PRODUCTS if subleaf == 0 else (0, 0, 0, 0)
+        return _PRODUCTS if subleaf == 0 else (0, 0, 0, 0)
     said = ask(leaf, subleaf)
     return (max(said[0], TILE_PRODUCTS), *said[1:]) if leaf == 0 else said
 
@@ -105,7 +105,7 @@ def answer(leaf: int, subleaf: int, ask: Callable[[int, int], Answer]) -> Answer
 def _asker() -> Callable[[int, int], Answer]:
     """CPUID itself, which Python cannot say: a few bytes of machine code."""
     page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-    page.write(ASK)
+    page.write(_ASK)
     code = ctypes.c_char.from_buffer(page)
     run = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)(ctypes.addressof(code))
 

@@ -33,15 +33,15 @@ from lamplighter.procs.pool import each, usable_cores
 from lamplighter.readers.records import digest
 from lamplighter.rundir import cannot_write, hash_file, human_bytes, read_json, read_record, write_atomic, write_json
 
-FORMAT = 1
+_FORMAT = 1
 PARTS = ("tokenizer", "template", "settings", "sources")
 LEARNED = np.uint32(1 << 31)
 FIELDS = ("begin", "length", "first_answer", "last_answer", "learned", "text_bytes", "answer_bytes", "is_val")
 MANY_BYTES = 1 << 23  # of rows: from here on other processes help
-CHUNK = 256  # rows that are rendered and encoded together
-Mode = Literal["auto", "require", "rebuild"]
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
-Uint32s = np.ndarray[Any, np.dtype[np.uint32]]
+_CHUNK = 256  # rows that are rendered and encoded together
+_Mode = Literal["auto", "require", "rebuild"]
+_Int64s = np.ndarray[Any, np.dtype[np.int64]]
+_Uint32s = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 # ---------------------------------------------------------------- which cache, and is it there
@@ -52,7 +52,7 @@ def ensure(
     source: RowSource,
     template: ChatTemplate,
     val_fraction: float,
-    mode: Mode = "auto",
+    mode: _Mode = "auto",
     workers: int | None = None,
 ) -> Path:
     """The folder of the finished cache: reused, built or rebuilt, and said which and why."""
@@ -93,7 +93,7 @@ def _parts(source: RowSource, template: ChatTemplate, val_fraction: float) -> di
     return {
         "tokenizer": {"fingerprint": tokenizer.fingerprint(), "content": str(tokenizer).split(", by ")[0]},
         "template": {"fingerprint": template.fingerprint(), "content": template.name},
-        "settings": {"fingerprint": digest([settings, FORMAT]), "content": settings},
+        "settings": {"fingerprint": digest([settings, _FORMAT]), "content": settings},
         "sources": {"fingerprint": source.fingerprint(), "content": str(source)},
     }
 
@@ -110,7 +110,7 @@ def find_example_cache(cache_root: Path, source: RowSource, template: ChatTempla
 
 def _fault(folder: Path) -> str | None:
     manifest = read_record(folder / "examples.json")
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") != _FORMAT:
         return "it is not there" if not (folder / "examples.json").exists() else "its manifest cannot be read"
     for name, entry in manifest["files"].items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
@@ -135,7 +135,7 @@ def _near(cache_root: Path, parts: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- building
 
 
-Conversation = tuple[list[Message], str]
+_Conversation = tuple[list[Message], str]
 """Messages, and the place where they stand."""
 
 
@@ -168,19 +168,19 @@ class _Builder:
                 write_json(self.folder / "progress.json", {**progress, "total_bytes": self.total_bytes}, durable=False)
             p.set(self.total_bytes or self.source.position().bytes_done)
 
-    def _chunks(self, p: report.Phase) -> Iterator[list[Conversation]]:
+    def _chunks(self, p: report.Phase) -> Iterator[list[_Conversation]]:
         stream = self.source.conversations(self.aside, self.template.between)
         while True:
             here = self.source.position()
             p.set(here.bytes_done, here.item)
-            chunk = list(islice(stream, CHUNK))
+            chunk = list(islice(stream, _CHUNK))
             if not chunk:
                 return
             p.set(self.source.position().bytes_done, f"{self.rows + len(chunk):,} rows, at {chunk[-1][1]}")
             if fresh := list(self._fresh(chunk)):
                 yield fresh
 
-    def _fresh(self, chunk: list[Conversation]) -> Iterator[Conversation]:
+    def _fresh(self, chunk: list[_Conversation]) -> Iterator[_Conversation]:
         for messages, place in chunk:
             cleaned = [without_end(message, self.template) for message in messages]
             self.ends_taken += any(a is not b for a, b in zip(cleaned, messages, strict=True))
@@ -195,7 +195,7 @@ class _Builder:
                 self.hashes.append(mark)
                 yield cleaned, place
 
-    def _store(self, chunk: list[Conversation], encoded: list[EncodedExample | Refused], out: IO[bytes]) -> None:
+    def _store(self, chunk: list[_Conversation], encoded: list[EncodedExample | Refused], out: IO[bytes]) -> None:
         for (messages, place), made in zip(chunk, encoded, strict=True):
             if isinstance(made, Refused):
                 raise BadConfig(f"{place} cannot be learned with this template", str(made), "--data.template chatml")
@@ -222,7 +222,7 @@ def _begin(name: str, text: str, content: dict[str, Any], end_name: str, files: 
     _here[:] = [ChatTemplate(name, text, Tokenizer(content, end_name, files))]
 
 
-def _encode(chunk: list[Conversation]) -> list[EncodedExample | Refused]:
+def _encode(chunk: list[_Conversation]) -> list[EncodedExample | Refused]:
     return _here[0].encode([messages for messages, _ in chunk])
 
 
@@ -246,7 +246,7 @@ def _build(
         for name in ("examples.bin", "index.npy"):
             files[name] = {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name, p.tick)}
     manifest = {
-        "format": FORMAT,
+        "format": _FORMAT,
         "parts": parts,
         "files": files,
         "examples": len(index),
@@ -272,7 +272,7 @@ def hash_of(messages: list[Message]) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def sides_of(hashes: array[int], val_fraction: float, source: RowSource) -> Int64s:
+def sides_of(hashes: array[int], val_fraction: float, source: RowSource) -> _Int64s:
     """1 for validation, by the hash alone; neither side may come out empty."""
     if not val_fraction:
         return np.zeros(len(hashes), np.int64)
@@ -280,7 +280,7 @@ def sides_of(hashes: array[int], val_fraction: float, source: RowSource) -> Int6
         why = f"{source} has one example of its own"
         raise BadData("too few examples to hold some back for validation", why, "--data.val_fraction 0")
     marks, below = np.array(hashes, np.uint64), np.uint64(val_fraction * 2**64)
-    is_val: Int64s = ((marks != marks.max()) & ((marks < below) | (marks == marks.min()))).astype(np.int64)
+    is_val: _Int64s = ((marks != marks.max()) & ((marks < below) | (marks == marks.min()))).astype(np.int64)
     return is_val
 
 
@@ -298,20 +298,20 @@ class Side:
     """The examples that are trained on, or those held back; one number per example in each array."""
 
     name: str
-    tokens: Uint32s  # of all examples, mapped; the highest bit says: learned
-    begin: Int64s
-    length: Int64s
-    first_answer: Int64s
-    last_answer: Int64s
-    learned: Int64s
-    text_bytes: Int64s
-    answer_bytes: Int64s
+    tokens: _Uint32s  # of all examples, mapped; the highest bit says: learned
+    begin: _Int64s
+    length: _Int64s
+    first_answer: _Int64s
+    last_answer: _Int64s
+    learned: _Int64s
+    text_bytes: _Int64s
+    answer_bytes: _Int64s
 
     @property
     def examples(self) -> int:
         return len(self.begin)
 
-    def ids(self, number: int) -> Int64s:
+    def ids(self, number: int) -> _Int64s:
         begin = int(self.begin[number])
         return (self.tokens[begin : begin + int(self.length[number])] & ~LEARNED).astype(np.int64)
 

@@ -23,8 +23,8 @@ from lamplighter.data.unigrams import SAMPLE_TOKENS, loss_of
 from lamplighter.errors import BadConfig, BadData
 
 STRATEGIES = ("to seq_len", "to 128-multiple", "dynamic", "grouped", "packed")
-ROUND_TO = 2  # a batch of like lengths is padded to a multiple of this: 8 was not faster on a CPU; not tried on a GPU
-POOL_BATCHES = 64  # so many batches are sorted by length together; more would leave less to chance
+_ROUND_TO = 2  # a batch of like lengths is padded to a multiple of this: 8 was not faster on a CPU; not tried on a GPU
+_POOL_BATCHES = 64  # so many batches are sorted by length together; more would leave less to chance
 
 
 # ---------------------------------------------------------------- several examples in one window
@@ -110,7 +110,7 @@ def group(lengths: Int64s, batch_size: int, seed: int, epoch: int) -> Packing:
     count = len(lengths)
     places = np.arange(count, dtype=np.int64)
     order = permute(seed, np.full_like(places, epoch), places, count)
-    pool = places // (batch_size * POOL_BATCHES)
+    pool = places // (batch_size * _POOL_BATCHES)
     order = order[np.lexsort((-lengths[order], pool))]
     batches = -(-count // batch_size)
     numbers = np.arange(batches, dtype=np.int64)
@@ -121,7 +121,7 @@ def group(lengths: Int64s, batch_size: int, seed: int, epoch: int) -> Packing:
     return Packing(order[np.repeat(turn * batch_size, sizes) + within], starts)
 
 
-def round_up(length: Int64s | int, multiple: int) -> Any:
+def _round_up(length: Int64s | int, multiple: int) -> Any:
     return -(-length // multiple) * multiple
 
 
@@ -148,13 +148,13 @@ def _positions(lengths: Int64s, strategy: str, seq_len: int, batch_size: int) ->
     if strategy == "to seq_len":
         return len(lengths) * seq_len
     if strategy == "to 128-multiple":
-        return int(np.minimum(round_up(lengths, 128), seq_len).sum())
+        return int(np.minimum(_round_up(lengths, 128), seq_len).sum())
     if strategy == "packed":
         return pack(lengths, seq_len).windows * seq_len
     if strategy == "grouped":
         batches = group(lengths, batch_size, 0, 0)
         longest = np.maximum.reduceat(lengths[batches.members], batches.starts[:-1])
-        longest = np.minimum(round_up(longest, ROUND_TO), seq_len)
+        longest = np.minimum(_round_up(longest, _ROUND_TO), seq_len)
         return int((longest * np.diff(batches.starts)).sum())
     places = np.arange(len(lengths), dtype=np.int64)
     order = permute(0, np.zeros_like(places), places, len(places))
@@ -166,9 +166,9 @@ def _positions(lengths: Int64s, strategy: str, seq_len: int, batch_size: int) ->
 # ---------------------------------------------------------------- batches of the layout that a run asks for
 
 
-PADDING_SEGMENT = -1
-MUCH = 0.5  # padding that would have been most of the work is worth a word even where it was avoided
-SOME = 0.2  # padding that there is
+_PADDING_SEGMENT = -1
+_MUCH = 0.5  # padding that would have been most of the work is worth a word even where it was avoided
+_SOME = 0.2  # padding that there is
 WORDS = {"packed": "several examples in a window", "grouped": "batches of like length", "windows": "one per window"}
 
 
@@ -262,10 +262,10 @@ def _tell_padding(train: Fitted, facts: DataFacts, how: str, data: Data) -> None
     report.note(f"data.packing {how} ({WORDS[how]}): {now}", pad_frac=facts.padding)
     culprit = {"pad_frac": facts.padding, "pad_frac_alone": alone, "speed_up": faster, "packing": how}
     each = f"padding each example to data.seq_len {data.seq_len} is {alone:.0%} padding"
-    if facts.padding > SOME:
+    if facts.padding > _SOME:
         why, advice = _remedy(train, facts, how, data)
         report.verdict(report.Verdict("waste", "padding", why, advice, culprit=culprit))
-    elif alone > MUCH:
+    elif alone > _MUCH:
         why = f"{each}; avoided: {now}, so an epoch is {faster:.0f} x less work"
         advice = f"nothing to do: data.packing {how} was chosen" + (" by auto" if data.packing == "auto" else "")
         report.verdict(report.Verdict("waste", "padding", why, advice, "fallback", culprit=culprit))
@@ -337,7 +337,7 @@ def fit(side: Side, seq_len: int, over_length: str, learn_all: bool) -> Fitted:
         raise BadData(
             f"{int(long.sum()):,} of {side.examples:,} examples are longer than data.seq_len {seq_len}",
             f"the longest has {worst + 1:,} tokens; data.over_length is refuse",
-            f"--data.seq_len {round_up(worst, 64)}, or --data.over_length truncate (or drop)",
+            f"--data.seq_len {_round_up(worst, 64)}, or --data.over_length truncate (or drop)",
         )
     keep = ~long if over_length == "drop" else np.ones_like(long)
     learnable = np.ones_like(long) if learn_all else side.first_answer <= seq_len
@@ -384,7 +384,7 @@ def lay_out(fitted: Fitted, packing: Packing, length: int, pad_id: int, with_seg
     targets.flat[place] = wanted
     segments = None
     if with_segments:
-        segments = np.full((packing.windows, length), PADDING_SEGMENT, np.int64)
+        segments = np.full((packing.windows, length), _PADDING_SEGMENT, np.int64)
         segments.flat[place] = np.repeat(np.arange(len(members)) - starts[:-1][row], sizes)
     real = int((wanted != NO_TARGET).sum())
     return Batch(0, inputs, targets, segments, members, epoch=0.0, real_tokens=real, filled_tokens=int(ends[-1]))
@@ -477,7 +477,7 @@ def _grouped(train: Fitted, val: Fitted, layout: BatchLayout) -> StepBatches:
 
     def rows(fitted: Fitted, members: Int64s, step: int, epoch: float) -> Batch:
         longest = int(fitted.positions[members].max())
-        length = min(seq_len, int(round_up(longest, ROUND_TO)))
+        length = min(seq_len, int(_round_up(longest, _ROUND_TO)))
         each = Packing(members, np.arange(len(members) + 1, dtype=np.int64))
         return _named(lay_out(fitted, each, length, pad_id, with_segments=False), step, members, epoch)
 
@@ -497,7 +497,7 @@ def _grouped(train: Fitted, val: Fitted, layout: BatchLayout) -> StepBatches:
 
     first = batches_of(0)
     longest = np.maximum.reduceat(train.positions[first.members], first.starts[:-1])
-    filled = np.minimum(seq_len, round_up(longest, ROUND_TO)) * np.diff(first.starts)
+    filled = np.minimum(seq_len, _round_up(longest, _ROUND_TO)) * np.diff(first.starts)
     facts = DataFacts(
         name="",
         samples=len(train),

@@ -31,17 +31,17 @@ from lamplighter.rundir import hash_file, human_bytes
 if TYPE_CHECKING:
     from lamplighter.config import Data
 
-RULES = 1  # changes when the same rows give other conversations
-EVENTS = 100  # for single rows
-LOOK_ROWS = 20
-SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
-SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+_RULES = 1  # changes when the same rows give other conversations
+_EVENTS = 100  # for single rows
+_LOOK_ROWS = 20
+_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
+_SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
             "model": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "function": "tool",
             "observation": "tool"}  # fmt: skip
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant" | "tool", "content": text}"""
 Row = dict[str, Any]
-RowInput = Item | HubSource
+_RowInput = Item | HubSource
 
 
 # ---------------------------------------------------------------- which kind a row is
@@ -133,7 +133,7 @@ def _from_messages(row: Row) -> list[Message]:
         if not isinstance(turn, dict):
             raise NotAnExample("a message is not an object")
         who = turn.get("role", turn.get("from"))
-        role = SPEAKERS.get(who) if isinstance(who, str) else None
+        role = _SPEAKERS.get(who) if isinstance(who, str) else None
         if role is None:
             raise NotAnExample(f"a message has the role {who!r}" if who is not None else "a message has no role")
         messages.append({"role": role, "content": _text(turn.get("content", turn.get("value")), "message")})
@@ -189,7 +189,7 @@ class SetAside:
             raise BadData(f"{place} cannot be learned from", reason, advice)
         self.counts[reason] += 1
         self.first.setdefault(reason, place)
-        if not self.quiet and self.counts.total() <= EVENTS:
+        if not self.quiet and self.counts.total() <= _EVENTS:
             report.event("set_aside", path=place.rpartition(":")[0], line=place.rpartition(":")[2], why=reason)
 
     def add_unread(self, bad: BadRecords) -> None:
@@ -204,7 +204,7 @@ class RowSource:
     """Files and datasets of instruction rows."""
 
     def __init__(
-        self, inputs: list[RowInput], kinds: list[str], policy: str, limit: int | None = None, bad_limit: float = LIMIT
+        self, inputs: list[_RowInput], kinds: list[str], policy: str, limit: int | None = None, bad_limit: float = LIMIT
     ) -> None:
         self.inputs, self.kinds, self.policy, self.limit, self.bad_limit = inputs, kinds, policy, limit, bad_limit
         self._position = Position(name_of(inputs[0]), 0)
@@ -229,7 +229,7 @@ class RowSource:
                 for one, kind in zip(self.inputs, self.kinds, strict=True):
                     p.tick(0, name_of(one))
                     marks.append([*_identity(one, p.tick), kind])
-            self._fingerprint = digest(["rows", RULES, marks, self.policy, self.limit])
+            self._fingerprint = digest(["rows", _RULES, marks, self.policy, self.limit])
         return self._fingerprint
 
     def total_bytes(self) -> int | None:
@@ -291,11 +291,11 @@ class RowSource:
         aside.add_unread(bad)
 
 
-def name_of(one: RowInput) -> str:
+def name_of(one: _RowInput) -> str:
     return f"dataset {one.name}" if isinstance(one, HubSource) else one.name
 
 
-def _identity(one: RowInput, tick: Callable[[int], None]) -> list[Any]:
+def _identity(one: _RowInput, tick: Callable[[int], None]) -> list[Any]:
     if isinstance(one, HubSource):
         return [one.marks, "dataset"]
     if not isinstance(one, LocalFile):
@@ -306,7 +306,7 @@ def _identity(one: RowInput, tick: Callable[[int], None]) -> list[Any]:
     return [content, suffix_of(one.name)]
 
 
-def _records(one: RowInput, bad: BadInReading, tell: Tell) -> Iterator[Record]:
+def _records(one: _RowInput, bad: BadInReading, tell: Tell) -> Iterator[Record]:
     if isinstance(one, HubSource):
         for record in one.records(bad):
             tell(f"dataset {one.name}", one.position().bytes_done)
@@ -337,7 +337,7 @@ def find_rows(data: Data, hash_store: Path | None = None, opened: Opened | None 
     inputs, others = _row_inputs(data, hash_store, opened if opened is not None else {})
     if not inputs:
         if wanted == "chat":
-            why = f"no file there ends in {' '.join(sorted(SUFFIXES))}"
+            why = f"no file there ends in {' '.join(sorted(_SUFFIXES))}"
             raise InputMissing("no instruction rows in data.paths", why, "name other files")
         return None
     kinds: list[str] = []
@@ -361,9 +361,9 @@ def find_rows(data: Data, hash_store: Path | None = None, opened: Opened | None 
     return RowSource(inputs, kinds, data.bad_text, data.max_documents, data.bad_limit)
 
 
-def _row_inputs(data: Data, hash_store: Path | None, opened: Opened) -> tuple[list[RowInput], list[Path]]:
+def _row_inputs(data: Data, hash_store: Path | None, opened: Opened) -> tuple[list[_RowInput], list[Path]]:
     """(what may hold rows, other files in the folders); nothing where an entry names a file of another kind outright."""
-    inputs: list[RowInput] = []
+    inputs: list[_RowInput] = []
     others: list[Path] = []
     for entry in data.paths:
         if is_named(entry):
@@ -377,7 +377,7 @@ def _row_inputs(data: Data, hash_store: Path | None, opened: Opened) -> tuple[li
             opened[entry] = remote = find_remote(entry, data.retry_s)
             matches: list[Item] = [*remote]
         else:
-            paths, more = matching_files(as_local(entry) if is_url(entry) else entry, SUFFIXES)
+            paths, more = matching_files(as_local(entry) if is_url(entry) else entry, _SUFFIXES)
             matches = [local_file(path) for path in paths if path.stat().st_size]
             others += more
         if not matches or not all(has_records(one) for one in matches):
@@ -386,12 +386,12 @@ def _row_inputs(data: Data, hash_store: Path | None, opened: Opened) -> tuple[li
     return list({name_of(one): one for one in inputs}.values()), others
 
 
-def look_at_rows(one: RowInput, text_key: str) -> tuple[str | None, str]:
+def look_at_rows(one: _RowInput, text_key: str) -> tuple[str | None, str]:
     """(kind of row, or None for text; why), by the first rows of a file or dataset."""
     reading = BadRecords(quiet=True).begin()
     first: list[tuple[str, Row]] = []
     try:
-        for record in islice(_records(one, reading, lambda *_: None), LOOK_ROWS):
+        for record in islice(_records(one, reading, lambda *_: None), _LOOK_ROWS):
             if isinstance(record.value, dict):
                 first.append((f"{name_of(one)}:{record.line}", record.value))
     except BadData:

@@ -30,38 +30,38 @@ from lamplighter.errors import BadConfig, InputMissing
 from lamplighter.readers.records import digest
 from lamplighter.rundir import read_json, read_record, write_atomic, write_json
 
-MARKERS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5"  # never characters of a text: one of them breaks a control token up
+_MARKERS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5"  # never characters of a text: one of them breaks a control token up
 PROBE_QUESTION, PROBE_ANSWER = "Which lamp is lit?", "The third one from the bridge."
-PROBE = [{"role": "user", "content": PROBE_QUESTION}, {"role": "assistant", "content": PROBE_ANSWER}]
-Uint32s = np.ndarray[Any, np.dtype[np.uint32]]
+_PROBE = [{"role": "user", "content": PROBE_QUESTION}, {"role": "assistant", "content": PROBE_ANSWER}]
+_Uint32s = np.ndarray[Any, np.dtype[np.uint32]]
 
-CHATML = (
+_CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + END + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-ALPACA = (
+_ALPACA = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}{{ '### Response:\n' + message['content'] + eos_token + '\n\n' }}"
     "{% elif message['role'] == 'user' %}{{ '### Instruction:\n' + message['content'] | trim + '\n\n' }}"
     "{% else %}{{ message['content'] | trim + '\n\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
 )
-PLAIN = (
+_PLAIN = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}{{ message['content'] + eos_token + '\n' }}"
     "{% else %}{{ message['content'] | trim + '\n' }}{% endif %}"
     "{% endfor %}"
 )
-BUILT_IN = {"chatml": CHATML, "alpaca": ALPACA, "plain": PLAIN}
-INPUT_HEADS = {"alpaca": "\n\n### Input:\n"}  # what stands between an instruction and its input
+_BUILT_IN = {"chatml": _CHATML, "alpaca": _ALPACA, "plain": _PLAIN}
+_INPUT_HEADS = {"alpaca": "\n\n### Input:\n"}  # what stands between an instruction and its input
 
 
 @dataclass(frozen=True)
 class EncodedExample:
     """The ids of a conversation; `learned` is true for the tokens of its answers."""
 
-    ids: Uint32s
+    ids: _Uint32s
     learned: np.ndarray[Any, np.dtype[np.bool_]]
     answers: int
     moved: bool  # the tokenizer would join a prompt and its answer into one token; the border was kept
@@ -132,7 +132,7 @@ class ChatTemplate:
     @property
     def between(self) -> str:
         """What stands between an instruction and its input."""
-        return INPUT_HEADS.get(self.name, "\n\n")
+        return _INPUT_HEADS.get(self.name, "\n\n")
 
     # -- text
 
@@ -154,9 +154,9 @@ class ChatTemplate:
     def _probe(self) -> tuple[str, bool]:
         """The token that ends an answer, and whether the template opens one for generation."""
         try:
-            before, plain = self.render(PROBE[:1], True), self.render(PROBE[:1])
-            whole, two = self.render(PROBE), self.render([*PROBE, *PROBE])
-            again = self.render([*PROBE, PROBE[0]], True)
+            before, plain = self.render(_PROBE[:1], True), self.render(_PROBE[:1])
+            whole, two = self.render(_PROBE), self.render([*_PROBE, *_PROBE])
+            again = self.render([*_PROBE, _PROBE[0]], True)
         except Refused as error:
             raise BadConfig(f"{self} cannot render a question and its answer", str(error), _ANOTHER) from error
         for part, of in ((before, whole), (again, two)):
@@ -181,7 +181,7 @@ class ChatTemplate:
 
     def _choose_path(self) -> None:
         """Encoding between control tokens is quick; where it is not exactly what transformers does, all at once."""
-        text = self.render([*PROBE, *PROBE])
+        text = self.render([*_PROBE, *_PROBE])
         whole = tokenizers.Tokenizer.from_str(json.dumps(self.tokenizer.content))
         whole.no_truncation()
         whole.no_padding()
@@ -201,7 +201,7 @@ class ChatTemplate:
     # -- ids
 
     def _marker(self, texts: list[str]) -> str:
-        return next(mark for mark in MARKERS if not any(mark in text for text in texts))
+        return next(mark for mark in _MARKERS if not any(mark in text for text in texts))
 
     def _defused(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
         """The messages with a marker inside everything that reads like a control token; '' where nothing does."""
@@ -243,7 +243,7 @@ class ChatTemplate:
                 needed.append(before)
         return [(text, mark) for text in needed]
 
-    def _assemble(self, texts: list[tuple[str, str]], ids: list[Uint32s]) -> EncodedExample | Refused:
+    def _assemble(self, texts: list[tuple[str, str]], ids: list[_Uint32s]) -> EncodedExample | Refused:
         """Find each answer in the ids of the whole: from the end of what comes before it to its stop token."""
         whole, begins, moved = ids[0], [len(before) for before in ids[1:]], False
         if any(not np.array_equal(whole[: len(before)], before) for before in ids[1:]):
@@ -256,14 +256,14 @@ class ChatTemplate:
             learned[begin : begin + int(ends[0]) + 1] = True
         return EncodedExample(whole, learned, len(begins), moved)
 
-    def _with_borders(self, texts: list[tuple[str, str]]) -> tuple[Uint32s, list[int]]:
+    def _with_borders(self, texts: list[tuple[str, str]]) -> tuple[_Uint32s, list[int]]:
         """The ids with every answer's beginning kept as a border between tokens, as it is in generation."""
         whole, mark = texts[0]
         cuts = [0, *(len(text) for text, _ in texts[1:]), len(whole)]
         stretches = self._ids([(whole[begin:end], mark) for begin, end in itertools.pairwise(cuts)])
         return np.concatenate(stretches), np.cumsum([len(part) for part in stretches])[:-1].tolist()
 
-    def _ids(self, texts: list[tuple[str, str]]) -> list[Uint32s]:
+    def _ids(self, texts: list[tuple[str, str]]) -> list[_Uint32s]:
         if self._whole is None or any(mark for _, mark in texts):
             plain = self._whole is None
             done = self._by_pieces([text for text, mark in texts if plain or mark], [m for _, m in texts if plain or m])
@@ -274,11 +274,11 @@ class ChatTemplate:
             return [next(rest) if mark else next(others) for _, mark in texts]
         return self._at_once([text for text, _ in texts])
 
-    def _at_once(self, texts: list[str]) -> list[Uint32s]:
+    def _at_once(self, texts: list[str]) -> list[_Uint32s]:
         assert self._whole is not None
         return [np.array(found.ids, np.uint32) for found in self._whole.encode_batch(texts, add_special_tokens=False)]
 
-    def _by_pieces(self, texts: list[str], marks: list[str] | None = None) -> list[Uint32s]:
+    def _by_pieces(self, texts: list[str], marks: list[str] | None = None) -> list[_Uint32s]:
         """Control tokens by their ids, and the text between them as text, all texts in one call."""
         pieces: list[str] = []
         plans: list[list[int]] = []  # per text: the id of a control token, or -1 for the next piece
@@ -372,13 +372,13 @@ def load_template(wanted: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     if wanted is None and own is not None:
         return ChatTemplate("of the tokenizer", own, tokenizer)
     name = wanted or "chatml"
-    if name in BUILT_IN:
+    if name in _BUILT_IN:
         known = {token["content"] for token in tokenizer.content.get("added_tokens", []) if token.get("special")}
         end = "<|im_end|>" if "<|im_end|>" in known else tokenizer.end_name
-        return ChatTemplate(name, BUILT_IN[name].replace("END", json.dumps(end)), tokenizer)
+        return ChatTemplate(name, _BUILT_IN[name].replace("END", json.dumps(end)), tokenizer)
     path = Path(name).expanduser()
     if not path.is_file():
-        why = f"it is none of {', '.join(BUILT_IN)}, and there is no such file"
+        why = f"it is none of {', '.join(_BUILT_IN)}, and there is no such file"
         raise InputMissing(f"no chat template {name}", why, "--data.template chatml, or the path of a .jinja file")
     try:
         return ChatTemplate(str(path), path.read_text("utf-8"), tokenizer)
@@ -390,7 +390,7 @@ def load_template(wanted: str | None, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 RECORD = "chat.json"
-RECORDED = {"name", "template", "stop_token", "stop_token_id", "eos_token", "eos_token_id"}
+_RECORDED = {"name", "template", "stop_token", "stop_token_id", "eos_token", "eos_token_id"}
 
 
 def announce(template: ChatTemplate, folder: str | None) -> None:
@@ -415,7 +415,7 @@ def announce(template: ChatTemplate, folder: str | None) -> None:
 # ---------------------------------------------------------------- with the model
 
 
-def record_of(template: ChatTemplate) -> dict[str, Any]:
+def _record_of(template: ChatTemplate) -> dict[str, Any]:
     """What training knew; generation compares it with what it finds."""
     return {
         "format": 1,
@@ -431,7 +431,7 @@ def record_of(template: ChatTemplate) -> dict[str, Any]:
 def keep(template: ChatTemplate, folder: Path) -> None:
     """Beside the tokenizer's files: the template where transformers looks for it, the stop tokens, the record."""
     config = read_json(folder / "tokenizer_config.json")
-    record = record_of(template)
+    record = _record_of(template)
     write_json(folder / "tokenizer_config.json", {**config, "chat_template": template.text})
     if (folder / "chat_template.jinja").exists():
         write_atomic(folder / "chat_template.jinja", template.text)
@@ -448,7 +448,7 @@ def keep(template: ChatTemplate, folder: Path) -> None:
 def check_folder(folder: Path) -> dict[str, Any] | None:
     """The record of a chat model, None for other models; refused where template or end mark are not as in training."""
     record = read_json(folder / RECORD)
-    if not isinstance(record, dict) or not record.keys() >= RECORDED:
+    if not isinstance(record, dict) or not record.keys() >= _RECORDED:
         was_chat = read_record(folder / "training" / "state.json").get("chat")
         if not was_chat and not (folder / RECORD).exists():
             return None

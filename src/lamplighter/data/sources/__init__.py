@@ -138,7 +138,7 @@ def open_source(
     if weights:
         check_weights(list(weights), paths)
         return Mixture(
-            [open_entries([entry]) for entry in paths], list(weights), mix_until, [shown_entry(p) for p in paths]
+            [open_entries([entry]) for entry in paths], list(weights), mix_until, [_shown_entry(p) for p in paths]
         )
     groups = [list(group) for _, group in groupby(paths, lambda entry: entry if is_named(entry) else "")]
     found = [open_entries(group) for group in groups]
@@ -173,7 +173,7 @@ def is_own(entry: str) -> bool:
     return entry.startswith("source:")
 
 
-def shown_entry(entry: str) -> str:
+def _shown_entry(entry: str) -> str:
     """An entry of data.paths for people: without the credentials of a URL."""
     return safe_url(entry) if is_url(entry) else entry
 

@@ -45,11 +45,11 @@ from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.readers.bad_records import BadRecords
 
-FORMAT = 1
-NEAR_DOCUMENTS = 50_000
-MANY_REPEATS = 0.005
-MANY_TWINS = 0.01
-CACHE_NOTE = "from a token cache: characters, near duplicates and faults of rows need the text itself"
+_FORMAT = 1
+_NEAR_DOCUMENTS = 50_000
+_MANY_REPEATS = 0.005
+_MANY_TWINS = 0.01
+_CACHE_NOTE = "from a token cache: characters, near duplicates and faults of rows need the text itself"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Request:
     batch_size: int
     val_fraction: float
     sample_bytes: int | None = None
-    near_documents: int = NEAR_DOCUMENTS
+    near_documents: int = _NEAR_DOCUMENTS
 
 
 # ---------------------------------------------------------------- the record
@@ -206,9 +206,9 @@ def conclude(
     with report.phase("padding of each strategy", unit="documents") as p:
         wasted = padding(lengths, seq_len, batch_size)
         p.tick(len(lengths))
-    longest, shortest = extremes(tally, lengths)
+    longest, shortest = _extremes(tally, lengths)
     return Stats(
-        format=FORMAT,
+        format=_FORMAT,
         **{**vars(about), "seconds": round(about.seconds, 3)},
         bytes_per_second=round(tally.bytes / max(1e-6, about.seconds)),
         tokens_per_second=round(tokens / tally.encode_s) if tally.encode_s else 0,
@@ -250,7 +250,7 @@ def conclude(
 def _advise_cleaning(found: Duplicates, documents: int, is_text: bool) -> list[LengthAdvice]:
     """Equal examples are learned once in any case; equal documents are not."""
     exact, near = found.exact if is_text else 0, found.near or 0
-    if exact + near <= MANY_REPEATS * documents:
+    if exact + near <= _MANY_REPEATS * documents:
         return []
     because = (
         f"{exact:,} of {documents:,} repeat an earlier one ({exact / documents:.1%}), {near:,} of {found.near_documents:,}"
@@ -262,7 +262,7 @@ def _advise_cleaning(found: Duplicates, documents: int, is_text: bool) -> list[L
 def _advise_apart(sides: Sides, test: TestSet | None) -> list[LengthAdvice]:
     """A score on text that was trained on says nothing."""
     found = []
-    if sides.near and sides.near > MANY_TWINS * sides.near_val:
+    if sides.near and sides.near > _MANY_TWINS * sides.near_val:
         because = (
             f"{sides.near:,} of {sides.near_val:,} held-back {sides.by} ({sides.near / sides.near_val:.1%}) nearly stand among"
             f" {sides.near_train:,} that are trained on: the validation loss will look better than it is"
@@ -327,11 +327,11 @@ def count_cache(folder: Path, request: Request) -> Stats:
         duplicates=find_duplicates(tally, reason),
         apart=apart,
         test_set=None,
-        notes=[CACHE_NOTE],
+        notes=[_CACHE_NOTE],
     )
 
 
-def extremes(tally: Tally, lengths: Lengths) -> tuple[list[Found], list[Found]]:
+def _extremes(tally: Tally, lengths: Lengths) -> tuple[list[Found], list[Found]]:
     """The longest and the shortest documents, in tokens."""
     order = np.argsort(lengths, kind="stable")
     made = []

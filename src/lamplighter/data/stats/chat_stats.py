@@ -27,7 +27,7 @@ from lamplighter.errors import BadData
 from lamplighter.readers.bad_records import BadRecords
 from lamplighter.rundir import human_bytes
 
-CHUNK = 256  # rows that are rendered and encoded together
+_CHUNK = 256  # rows that are rendered and encoded together
 
 
 def count_rows(source: RowSource, template: ChatTemplate, path: str, request: Request, test: TestGrams | None) -> Stats:
@@ -125,7 +125,7 @@ class _Counter:
                 self._waiting.append((messages, place))
         except NotAnExample as error:
             self.set_aside(place, str(error))
-        if len(self._waiting) >= CHUNK:
+        if len(self._waiting) >= _CHUNK:
             self.flush(seq_len)
         return size
 

@@ -73,7 +73,7 @@ def find_split(source: Source, val_fraction: float) -> tuple[SideFinder | None, 
 SHOWN = 5
 HEAD_CHARS = 80
 _WITH_LINE = re.compile(r"(.+):(\d+)")
-HEADS = 50_000  # documents whose first words are kept, to show
+_HEADS = 50_000  # documents whose first words are kept, to show
 
 
 # ---------------------------------------------------------------- where a document stands
@@ -232,9 +232,9 @@ class Tally:
         number, head = len(self.places) - 1, self._head or ""
         self.hashes.append(int.from_bytes(self._hash.digest(), "little"))
         self.signers[self._side].offer(number, self._normal)
-        if number < HEADS:
+        if number < _HEADS:
             self._heads.append(head)
-        for name, key in (("longest", self._size), ("shortest", -self._size)) if number >= HEADS else ():
+        for name, key in (("longest", self._size), ("shortest", -self._size)) if number >= _HEADS else ():
             heapq.heappush(self._extreme[name], (key, -number, head))
             if len(self._extreme[name]) > 4 * SHOWN:
                 heapq.heappop(self._extreme[name])

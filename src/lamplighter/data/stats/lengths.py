@@ -17,18 +17,18 @@ import numpy as np
 from lamplighter.data.chat.packing import STRATEGIES, padding_share
 
 Lengths = np.ndarray[Any, np.dtype[Any]]
-WINDOWS = "windows"
-HOLDS = 0.98  # of the examples whole: the window that is advised
-LITTLE = 0.05  # padding that is not worth a longer window
-FEW_STEPS = 20  # in an epoch: too few updates to learn by
+_WINDOWS = "windows"
+_HOLDS = 0.98  # of the examples whole: the window that is advised
+_LITTLE = 0.05  # padding that is not worth a longer window
+_FEW_STEPS = 20  # in an epoch: too few updates to learn by
 SMALL_STEP, MANY_STEPS = 8192, 10_000
-MEANINGS = {
+_MEANINGS = {
     "to seq_len": "each alone, padded to the window",
     "to 128-multiple": "each padded to the next 128",
     "dynamic": "batches in random order, padded to the longest",
     "grouped": "batches of like length, padded to the longest",
     "packed": "several in a window, longest first",
-    WINDOWS: "one stream, cut into windows; the last one is padded",
+    _WINDOWS: "one stream, cut into windows; the last one is padded",
 }
 
 
@@ -155,8 +155,8 @@ def padding(lengths: Lengths, seq_len: int, batch_size: int) -> list[Padding]:
     shares = {name: padding_share(np.asarray(lengths, np.int64), name, seq_len, batch_size) for name in STRATEGIES}
     total = int(np.sum(lengths, dtype=np.int64))
     stream = math.ceil(max(1, total - 1) / seq_len) * seq_len
-    shares[WINDOWS] = 1 - (total - 1) / stream if total > 1 else 0.0
-    return [Padding(name, share, 1 / max(1e-9, 1 - share), MEANINGS[name]) for name, share in shares.items()]
+    shares[_WINDOWS] = 1 - (total - 1) / stream if total > 1 else 0.0
+    return [Padding(name, share, 1 / max(1e-9, 1 - share), _MEANINGS[name]) for name, share in shares.items()]
 
 
 # ---------------------------------------------------------------- advice
@@ -171,7 +171,7 @@ class LengthAdvice:
     set: str
 
 
-def fitting(lengths: Lengths, share: float = HOLDS) -> int:
+def fitting(lengths: Lengths, share: float = _HOLDS) -> int:
     """The least power of two, from 32 on, that holds so large a share whole."""
     need = int(np.quantile(lengths, share, method="inverted_cdf")) if len(lengths) else 1
     return max(32, 1 << (max(1, need) - 1).bit_length())
@@ -180,7 +180,7 @@ def fitting(lengths: Lengths, share: float = HOLDS) -> int:
 def packing_window(lengths: Lengths) -> int:
     """The least power of two that holds enough of them whole, and in which packing leaves little padding."""
     first = best = fitting(lengths)
-    while best < 16 * first and padding_share(np.asarray(lengths, np.int64), "packed", best, 1) > LITTLE:
+    while best < 16 * first and padding_share(np.asarray(lengths, np.int64), "packed", best, 1) > _LITTLE:
         best *= 2
     return best
 
@@ -267,8 +267,8 @@ def _advise_batch(lengths: Lengths, seq_len: int, batch_size: int, examples: boo
     step = batch_size * seq_len
     steps = max(1, math.ceil(total / step))
     sums = f"{batch_size} x {seq_len:,} = {step:,} tokens a step; {total:,} tokens make {steps:,} steps an epoch"
-    if steps < FEW_STEPS and batch_size > 1:
-        fewer = max(1, 2 ** int(math.log2(max(1.0, total / (FEW_STEPS * seq_len)))))
+    if steps < _FEW_STEPS and batch_size > 1:
+        fewer = max(1, 2 ** int(math.log2(max(1.0, total / (_FEW_STEPS * seq_len)))))
         if fewer < batch_size:
             return LengthAdvice(f"a smaller batch: {fewer}", f"{sums}: few to learn by", f"train.batch_size: {fewer}")
     if step < SMALL_STEP and steps > MANY_STEPS:
@@ -281,7 +281,7 @@ def _advise_batch(lengths: Lengths, seq_len: int, batch_size: int, examples: boo
 # ---------------------------------------------------------------- drawn
 
 
-EIGHTHS = " ▏▎▍▌▋▊▉"
+_EIGHTHS = " ▏▎▍▌▋▊▉"
 WIDTH = 44
 
 
@@ -305,7 +305,7 @@ def _bar(count: int, most: int, width: int) -> str:
     """At least a sliver for what is not nothing."""
     eighths = max(1, round(8 * width * count / most)) if count else 0
     full, part = divmod(eighths, 8)
-    return "█" * full + EIGHTHS[part].strip()
+    return "█" * full + _EIGHTHS[part].strip()
 
 
 def svg(bars: Sequence[Bar], marks: Mapping[str, int], title: str, about: str) -> str:

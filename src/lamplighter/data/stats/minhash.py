@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 
 WORDS = 5
-ALIKE = 0.8
+_ALIKE = 0.8
 BANDS, ROWS = 21, 6
 SIGNATURE = BANDS * ROWS
-SEED = 20
+_SEED = 20
 MOST_BYTES = 1 << 16  # of a text that count for its signature
 BLOCK_BYTES = 1 << 20  # hashed at once
-FACTOR = 0x9E3779B97F4A7C15  # odd, so it has an inverse
-Hashes = np.ndarray[Any, np.dtype[np.uint64]]
-Signatures = np.ndarray[Any, np.dtype[np.uint32]]
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so it has an inverse
+_Hashes = np.ndarray[Any, np.dtype[np.uint64]]
+_Signatures = np.ndarray[Any, np.dtype[np.uint32]]
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def normalised(text: str) -> str:
@@ -51,18 +51,18 @@ def text_hash(normal: str) -> int:
 
 
 @cache
-def _powers() -> tuple[Hashes, Hashes]:
+def _powers() -> tuple[_Hashes, _Hashes]:
     """FACTOR**n and its inverse**n, modulo 2**64."""
-    inverse = pow(FACTOR, -1, 1 << 64)
+    inverse = pow(_FACTOR, -1, 1 << 64)
     made = []
-    for base in (FACTOR, inverse):
+    for base in (_FACTOR, inverse):
         steps = np.full(BLOCK_BYTES + 1, base, np.uint64)
         steps[0] = 1
         made.append(np.cumprod(steps, dtype=np.uint64))
     return made[0], made[1]
 
 
-def word_grams(texts: Sequence[str], words: int = WORDS) -> tuple[Hashes, Ints]:
+def word_grams(texts: Sequence[str], words: int = WORDS) -> tuple[_Hashes, _Ints]:
     """The hashes of all runs of so many words, and for each the number of its text. Texts are normalised.
 
     A prefix sum of bytes times powers gives the hash of any stretch in two look-ups; equal stretches, equal hashes.
@@ -74,9 +74,9 @@ def word_grams(texts: Sequence[str], words: int = WORDS) -> tuple[Hashes, Ints]:
     return np.concatenate([hashes for hashes, _ in found]), np.concatenate([owners for _, owners in found])
 
 
-def _blocks(texts: Sequence[str]) -> list[tuple[bytes, Ints]]:
+def _blocks(texts: Sequence[str]) -> list[tuple[bytes, _Ints]]:
     """Texts joined by newlines up to BLOCK_BYTES, with their numbers; a longer one is cut between words."""
-    made: list[tuple[bytes, Ints]] = []
+    made: list[tuple[bytes, _Ints]] = []
     held: list[bytes] = []
     numbers: list[int] = []
     size = 0
@@ -96,7 +96,7 @@ def _blocks(texts: Sequence[str]) -> list[tuple[bytes, Ints]]:
     return [*made, (b"\n".join(held), np.array(numbers))] if held else made
 
 
-def _grams(data: bytes, numbers: Ints, words: int) -> tuple[Hashes, Ints]:
+def _grams(data: bytes, numbers: _Ints, words: int) -> tuple[_Hashes, _Ints]:
     raw = np.frombuffer(data, np.uint8)
     up, down = _powers()
     sums = np.zeros(len(raw) + 1, np.uint64)
@@ -116,7 +116,7 @@ def _grams(data: bytes, numbers: Ints, words: int) -> tuple[Hashes, Ints]:
     return _mixed(hashes), numbers[owner[:last][inside]]
 
 
-def _mixed(hashes: Hashes) -> Hashes:
+def _mixed(hashes: _Hashes) -> _Hashes:
     """Every bit depends on every other: the sums of a polynomial have weak low bits."""
     hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -126,13 +126,13 @@ def _mixed(hashes: Hashes) -> Hashes:
 # ---------------------------------------------------------------- signatures and pairs
 
 
-def signatures(texts: Sequence[str]) -> tuple[Signatures, np.ndarray[Any, np.dtype[np.bool_]]]:
+def signatures(texts: Sequence[str]) -> tuple[_Signatures, np.ndarray[Any, np.dtype[np.bool_]]]:
     """uint32 [texts, SIGNATURE], and which of them have one (shorter ones have not enough words)."""
     rensa: Any = importlib.import_module("rensa")
     hashes, owners = word_grams([text[:MOST_BYTES] for text in texts])  # too short to be cut: owners are in order
     counts = np.bincount(owners, minlength=len(texts))
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64)
-    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, SIGNATURE, SEED)
+    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, SIGNATURE, _SEED)
     return np.array(matrix.to_rows(), np.uint32).reshape(len(texts), SIGNATURE), counts > 0
 
 
@@ -154,7 +154,7 @@ class Alike:
     similarity: float
 
 
-def near_pairs(rows: Signatures, apart: int = 0, tick: Callable[[], None] = lambda: None) -> list[Alike]:
+def near_pairs(rows: _Signatures, apart: int = 0, tick: Callable[[], None] = lambda: None) -> list[Alike]:
     """Each text with the first earlier one that it is a near duplicate of; a text is listed once.
 
     With `apart`, only pairs whose first is below it and whose second is not: across two sets, one after the other.
@@ -174,7 +174,7 @@ def near_pairs(rows: Signatures, apart: int = 0, tick: Callable[[], None] = lamb
             continue
         similar = (rows[first] == rows[second]).mean(axis=1)
         for a, b, share in zip(first.tolist(), second.tolist(), similar.tolist(), strict=True):
-            if share >= ALIKE and (b not in best or best[b].first > a):
+            if share >= _ALIKE and (b not in best or best[b].first > a):
                 best[b] = Alike(a, b, share)
     return [best[number] for number in sorted(best)]
 
@@ -185,7 +185,7 @@ class Signer:
     def __init__(self, most: int) -> None:
         self.most, self.every, self.offered = most, 1, 0
         self.numbers: list[int] = []
-        self.rows: list[Signatures] = []
+        self.rows: list[_Signatures] = []
         self._waiting: list[tuple[int, str]] = []
         self._size = 0
 
@@ -211,14 +211,14 @@ class Signer:
             self.rows = [np.concatenate(self.rows)[keep]]
             self.numbers = [number for number, one in zip(self.numbers, keep.tolist(), strict=True) if one]
 
-    def matrix(self) -> Signatures:
+    def matrix(self) -> _Signatures:
         self.flush()
         return np.concatenate([np.zeros((0, SIGNATURE), np.uint32), *self.rows])
 
 
 def _scattered(number: int) -> int:
     """A number that has nothing to do with its neighbours'."""
-    number = (number * FACTOR) & ((1 << 64) - 1)
+    number = (number * _FACTOR) & ((1 << 64) - 1)
     return (number ^ (number >> 29)) >> 8
 
 

@@ -22,7 +22,7 @@ from lamplighter.rundir import human_bytes
 
 GRAM_WORDS = 8
 GRAM_SHARE = 0.7
-TEST_BYTES = 1 << 26
+_TEST_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class TestGrams:
                 self.normals.append(normalised(whole))
                 self.heads.append(whole[:HEAD_CHARS])
                 parts = []
-                if size > TEST_BYTES:
-                    why = f"it is held in memory while the training text passes, at most {human_bytes(TEST_BYTES)}"
+                if size > _TEST_BYTES:
+                    why = f"it is held in memory while the training text passes, at most {human_bytes(_TEST_BYTES)}"
                     raise BadData(f"the test set {self.name} is too large", why, "give a part of it to --val")
 
     def meet(self, normal: str) -> None:
@@ -145,7 +145,7 @@ class TestGrams:
 # ---------------------------------------------------------------- conclusions
 
 
-def exact_duplicates(tally: Tally) -> tuple[int, int, list[Pair], np.ndarray[Any, np.dtype[np.bool_]]]:
+def _exact_duplicates(tally: Tally) -> tuple[int, int, list[Pair], np.ndarray[Any, np.dtype[np.bool_]]]:
     """Repeats, groups of them, the largest groups; and for each document whether it is the first of its kind."""
     hashes = np.frombuffer(tally.hashes, np.uint64)
     order = np.argsort(hashes, kind="stable")
@@ -171,7 +171,7 @@ def exact_duplicates(tally: Tally) -> tuple[int, int, list[Pair], np.ndarray[Any
 def find_duplicates(tally: Tally, reason: str) -> Duplicates:
     """Exact ones of all documents, near ones of the sample."""
     with report.phase("exact duplicates", unit="documents"):
-        exact, groups, pairs, firsts = exact_duplicates(tally)
+        exact, groups, pairs, firsts = _exact_duplicates(tally)
     if reason:
         return Duplicates(
             exact, groups, pairs, near=None, near_documents=0, near_sampled=False, near_reason=reason, near_examples=[]

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from lamplighter.data.stats.minhash import normalised, text_hash
 
 EXAMPLES = 3
-SHORT_CHARS = 2  # an answer of so many characters or fewer
-SENTENCE_WORDS = 8  # an answer of fewer words need not be a sentence
-DOUBT = 0.25
-FORMULA = f"100 x (1 - (faulty rows + {DOUBT} x doubtful rows) / rows); a row counts once, the worse kind first"
-REASONS = {
+_SHORT_CHARS = 2  # an answer of so many characters or fewer
+_SENTENCE_WORDS = 8  # an answer of fewer words need not be a sentence
+_DOUBT = 0.25
+_FORMULA = f"100 x (1 - (faulty rows + {_DOUBT} x doubtful rows) / rows); a row counts once, the worse kind first"
+_REASONS = {
     "unreadable": ("faulty", "not a row of a known kind: set aside by the reader"),
     "empty": ("faulty", "neither prompt nor answer holds text"),
     "no_answer": ("faulty", "the answer is missing or empty"),
@@ -27,10 +27,10 @@ REASONS = {
     "same_prompt": ("doubtful", "an earlier row has the same prompt and another answer"),
     "mid_sentence": (
         "doubtful",
-        f"a guess: an answer of {SENTENCE_WORDS} words or more that ends in a letter, comma or opening bracket,"
+        f"a guess: an answer of {_SENTENCE_WORDS} words or more that ends in a letter, comma or opening bracket,"
         " though other lines of it end sentences",
     ),
-    "very_short": ("doubtful", f"the answer has {SHORT_CHARS} characters or fewer"),
+    "very_short": ("doubtful", f"the answer has {_SHORT_CHARS} characters or fewer"),
     "very_long": ("doubtful", "longer than data.seq_len tokens with the template: data.over_length decides"),
 }
 _OPEN = re.compile(r"[\w,(\[{–—-]$")
@@ -86,8 +86,8 @@ class Inspector:
     doubtful: int = 0
     words: int = 0
     answers: int = 0
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
-    examples: dict[str, list[Example]] = field(default_factory=lambda: {name: [] for name in REASONS})
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
+    examples: dict[str, list[Example]] = field(default_factory=lambda: {name: [] for name in _REASONS})
     _prompts: set[int] = field(default_factory=set)
     _wholes: set[int] = field(default_factory=set)
 
@@ -105,7 +105,7 @@ class Inspector:
         if answer:
             self.answers += 1
             self.words += answer.count(" ") + 1
-            if len(answer) <= SHORT_CHARS:
+            if len(answer) <= _SHORT_CHARS:
                 found.append("very_short")
             if ends_mid_sentence(row.answer):
                 found.append("mid_sentence")
@@ -136,7 +136,7 @@ class Inspector:
 
     def _count(self, row: Row, found: list[str]) -> None:
         self.rows += 1
-        kinds = {REASONS[name][0] for name in found}
+        kinds = {_REASONS[name][0] for name in found}
         self.faulty += "faulty" in kinds
         self.doubtful += kinds == {"doubtful"}
         for name in found:
@@ -147,15 +147,15 @@ class Inspector:
                 self.examples[name].append(Example(row.place, shown))
 
     def result(self) -> Quality:
-        made = [Reason(name, *REASONS[name], self.counts[name], self.examples[name]) for name in REASONS]
-        bad = (self.faulty + DOUBT * self.doubtful) / max(1, self.rows)
+        made = [Reason(name, *_REASONS[name], self.counts[name], self.examples[name]) for name in _REASONS]
+        bad = (self.faulty + _DOUBT * self.doubtful) / max(1, self.rows)
         words = self.words / max(1, self.answers)
         return Quality(
             self.rows,
             self.faulty,
             self.doubtful,
             score=round(100 * (1 - bad), 2),
-            formula=FORMULA,
+            formula=_FORMULA,
             reasons=made,
             answer_words_mean=words,
         )
@@ -164,12 +164,12 @@ class Inspector:
 def ends_mid_sentence(answer: str) -> bool:
     """A guess: prose that stops without a full stop. Lists, code, single words and numbers may end as they like."""
     text = answer.rstrip()
-    if len(text.split()) < SENTENCE_WORDS or not _OPEN.search(text) or "```" in text:
+    if len(text.split()) < _SENTENCE_WORDS or not _OPEN.search(text) or "```" in text:
         return False
     last = text.splitlines()[-1]
     if last.split()[-1].startswith(("#", "@", "http")):
         return False
     is_list = bool(re.match(r"\s*([-*•]|\d+[.)])\s", last)) or (
-        "\n" in text.strip() and len(last.split()) < SENTENCE_WORDS
+        "\n" in text.strip() and len(last.split()) < _SENTENCE_WORDS
     )
     return (not is_list and bool(re.search(r"[.!?。！？](\s|$)", text))) or text[-1] in ",(["

@@ -20,7 +20,7 @@ from lamplighter.data.tokenizer_training import escaped
 from lamplighter.errors import CannotWrite
 from lamplighter.rundir import cannot_write, write_atomic
 
-HEAD = 56
+_HEAD = 56
 
 
 def as_record(stats: Stats) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def _found(name: str, found: Sequence[Found]) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    shown = escaped(" ".join(text[: 2 * HEAD].split()))
-    return f'  "{shown[:HEAD]}{"..." if len(shown) > HEAD else ""}"' if shown else ""
+    shown = escaped(" ".join(text[: 2 * _HEAD].split()))
+    return f'  "{shown[:_HEAD]}{"..." if len(shown) > _HEAD else ""}"' if shown else ""
 
 
 def _padding(stats: Stats) -> list[str]:

@@ -53,11 +53,11 @@ from lamplighter.rundir import (
 
 FORMAT = 2
 COMMIT_S = 30.0  # the most that a kill can cost of a slow source
-SYNC_THREADS = 4
+_SYNC_THREADS = 4
 ALONE_BYTES = 20_000_000  # a smaller corpus is done before workers would have started
 OVERLAP_HASHES = 1 << 22  # held in memory at once
 
-Show = Callable[[int, str], None]
+_Show = Callable[[int, str], None]
 """Is told how many bytes are read, and what is being read now."""
 
 
@@ -71,7 +71,7 @@ class Builder:
         self.need_bytes = 0
         self.records: dict[int, Record] = {}
         self.half_done: Record = {}  # of the unit of a slow source that is not full yet
-        self.threads = ThreadPoolExecutor(SYNC_THREADS)
+        self.threads = ThreadPoolExecutor(_SYNC_THREADS)
         self.synced: list[Future[None]] = []
         self._said = 0.0
 
@@ -360,7 +360,7 @@ def _sum_side(side: str, records: list[Record]) -> dict[str, Any]:
 # ---------------------------------------------------------------- reading texts in sight of the watcher
 
 
-def _look_at_texts(source: Source, found: Survey, show: Show) -> int:
+def _look_at_texts(source: Source, found: Survey, show: _Show) -> int:
     opened = False
     for text in watched(source, show):
         found.add(TextBlock([text.encode()], opened, isinstance(text, Part)))

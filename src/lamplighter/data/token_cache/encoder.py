@@ -15,9 +15,9 @@ from lamplighter.procs.procfs import own_memory
 from lamplighter.readers.ranges import cut_all
 
 GROWN_BYTES = 128 << 20
-PIECE_BYTES = 1 << 15  # what stays in the processor's cache; longer texts are encoded in such pieces
-MANY = 200  # texts at once, from which on a call for each costs more than it should
-PROBE = (
+_PIECE_BYTES = 1 << 15  # what stays in the processor's cache; longer texts are encoded in such pieces
+_MANY = 200  # texts at once, from which on a call for each costs more than it should
+_PROBE = (
     "The lamps of 1837 were lit, one by one; it's said 42 of them   went out again.\n\nNobody knew why.\n"
     "\tnaïve œuvre, £5 — “quote” Россия 日本語 and then \n the end  "
 )
@@ -47,7 +47,7 @@ class Encoder:
 
     def _may_cut(self) -> bool:
         """Whether a cut after a word changes no id: so with byte-level tokenizers, not with those that mark beginnings."""
-        data = PROBE.encode()
+        data = _PROBE.encode()
         whole = self._encode([data])[0].tolist()
         for size in (5, 9, 17):
             ends = cut_all(data, size)
@@ -60,13 +60,13 @@ class Encoder:
         """The ids of all texts in one array, and how many each has."""
         if not texts:
             return np.zeros(0, np.uint32), np.zeros(0, np.int64)
-        if not self.is_free or max(map(len, texts)) <= 2 * PIECE_BYTES:
+        if not self.is_free or max(map(len, texts)) <= 2 * _PIECE_BYTES:
             return self._encode(texts)
         pieces: list[bytes] = []
         firsts = []
         for text in texts:
             firsts.append(len(pieces))
-            ends = cut_all(text, PIECE_BYTES)
+            ends = cut_all(text, _PIECE_BYTES)
             pieces += [text[a:b] for a, b in zip([0, *ends], ends, strict=False)] if len(ends) > 1 else [text]
         ids, lengths = self._encode(pieces)
         return ids, np.add.reduceat(lengths, firsts)
@@ -75,7 +75,7 @@ class Encoder:
         if self.fast is None:
             found = self.reference.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
             rows = [np.array(row.ids, np.uint32) for row in found]
-        elif self.threads or len(texts) > MANY:  # the first time this loads another library: not for a few texts
+        elif self.threads or len(texts) > _MANY:  # the first time this loads another library: not for a few texts
             layout = self.fast.encode_batch(texts, parallel=self.threads).layout
             return np.asarray(layout.content.data), np.diff(np.asarray(layout.offsets.data))
         else:

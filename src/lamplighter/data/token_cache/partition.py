@@ -24,9 +24,9 @@ from lamplighter.readers.local import LocalFile, is_packed, kind_of, suffix_of
 from lamplighter.readers.ranges import ReadOptions, Span, read
 
 LEAST_BYTES, USUAL_BYTES = 4 * MB, 64 * MB
-MOST_UNITS = 1024  # of a very large corpus: a shard is a file, and an open one while it is read
-PACKED_BY = 4  # text is packed about so well
-CUT_SUFFIXES = {".jsonl", ".ndjson"}
+_MOST_UNITS = 1024  # of a very large corpus: a shard is a file, and an open one while it is read
+_PACKED_BY = 4  # text is packed about so well
+_CUT_SUFFIXES = {".jsonl", ".ndjson"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class BuildPlan:
 def unit_bytes(total: int, settings: CacheSettings) -> int:
     """Small enough to share the work evenly and to lose little by a kill; a whole number of parts."""
     usual = min(max(total // 32, LEAST_BYTES), USUAL_BYTES)
-    wanted = settings.unit_bytes or max(usual, total // MOST_UNITS)
+    wanted = settings.unit_bytes or max(usual, total // _MOST_UNITS)
     part = ranges.PART_BYTES
     return wanted if wanted < part else -(-wanted // part) * part
 
@@ -87,7 +87,7 @@ def plan(source: Source, settings: CacheSettings) -> BuildPlan | None:
     weight = 0
     for file in files:
         kind, length = _span_kind(file), file.size
-        weighs = length * (PACKED_BY if is_packed(file.path) else 1)
+        weighs = length * (_PACKED_BY if is_packed(file.path) else 1)
         if weight and weight + weighs > size:
             groups.append([])
             weight = 0
@@ -109,7 +109,7 @@ def _span_kind(file: LocalFile) -> str:
         return "file"
     kind = kind_of(file.path)
     if kind == "json":
-        return "json" if suffix_of(file.path) in CUT_SUFFIXES else "file"
+        return "json" if suffix_of(file.path) in _CUT_SUFFIXES else "file"
     return "text" if kind in ("text", "") else "file"
 
 

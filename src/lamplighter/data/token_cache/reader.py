@@ -41,9 +41,9 @@ from lamplighter.rundir import cannot_write, hash_file, identity, read_json, rea
 __all__ = ["CacheSettings", "TokenStream", "Tokens", "ensure", "obtain", "open_tokens"]
 
 PARTS = ("tokenizer", "settings", "sources")
-POLL_S = 0.2
+_POLL_S = 0.2
 MANY_ROWS, MANY_TOKENS = 32, 256  # from so many rows of fewer tokens a shard on, they are gathered together
-Mode = Literal["auto", "require", "rebuild"]
+_Mode = Literal["auto", "require", "rebuild"]
 
 
 # ---------------------------------------------------------------- which cache, and is it there
@@ -54,7 +54,7 @@ def ensure(
     source: Source,
     tokenizer: Tokenizer,
     settings: CacheSettings,
-    mode: Mode = "auto",
+    mode: _Mode = "auto",
     workers: int | None = None,
 ) -> Path:
     """The folder of the finished cache: reused, built or rebuilt, and said which and why."""
@@ -66,7 +66,7 @@ def obtain(
     source: Source,
     tokenizer: Tokenizer,
     settings: CacheSettings,
-    mode: Mode = "auto",
+    mode: _Mode = "auto",
     workers: int | None = None,
 ) -> tuple[Tokens, bool]:
     """The open cache, and whether it was built just now; one that was there before is verified byte by byte."""
@@ -75,7 +75,7 @@ def obtain(
 
 
 def _ensure(
-    cache_root: Path, source: Source, tokenizer: Tokenizer, settings: CacheSettings, mode: Mode, workers: int | None
+    cache_root: Path, source: Source, tokenizer: Tokenizer, settings: CacheSettings, mode: _Mode, workers: int | None
 ) -> tuple[Path, bool]:
     parts = _parts(source, tokenizer, settings)
     folder = _folder(cache_root, parts)
@@ -191,7 +191,7 @@ def _change(old: dict[str, Any], new: dict[str, Any]) -> str:
     return f"{was} -> {now}" if was != now else f"{now}, other content"
 
 
-def _reason(cache_root: Path, folder: Path, parts: dict[str, Any], mode: Mode, fault: str | None) -> str:
+def _reason(cache_root: Path, folder: Path, parts: dict[str, Any], mode: _Mode, fault: str | None) -> str:
     if mode == "rebuild":
         return f"token cache rebuilt: {folder} (asked for by data.cache rebuild)"
     if (folder / "manifest.json").exists():
@@ -252,7 +252,7 @@ def _wait(fd: int, folder: Path) -> None:
             if now.get("bytes") != seen:
                 seen = now.get("bytes")
                 p.set(seen or 0, f"{who}: {now.get('units', 0):,} units, at {now.get('item', '?')}")
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
 
 
 # ---------------------------------------------------------------- reading

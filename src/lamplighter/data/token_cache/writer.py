@@ -28,13 +28,13 @@ from lamplighter.readers.ranges import ReadOptions, TextBlock
 from lamplighter.rundir import cannot_write, free_bytes, human_bytes
 
 SIDES = ("train", "val")
-KINDS = (
+_KINDS = (
     "bin",
     "idx",
     "hash",
 )  # ids; where documents begin in it (u8); hashes of its texts (u8), until the sides are checked
-READ_BYTES = 1 << 22
-FEW = 256  # texts, from which on they are not copied one by one
+_READ_BYTES = 1 << 22
+_FEW = 256  # texts, from which on they are not copied one by one
 
 Record = dict[str, Any]
 
@@ -104,7 +104,7 @@ class _Growing:
 
     def read_on(self, size: int) -> None:
         with open(self.path, "rb") as file:
-            while self.bytes < size and (block := file.read(min(READ_BYTES, size - self.bytes))):
+            while self.bytes < size and (block := file.read(min(_READ_BYTES, size - self.bytes))):
                 self.sha256.update(block)
                 self.bytes += len(block)
 
@@ -137,7 +137,7 @@ class _Shard:
 
     def __init__(self, folder: Path, side: str, number: int) -> None:
         self.side = side
-        self.files = {kind: _Growing(folder / f"{side}-{number:05d}.{kind}") for kind in KINDS}
+        self.files = {kind: _Growing(folder / f"{side}-{number:05d}.{kind}") for kind in _KINDS}
         self.counts = {"tokens": 0, "documents": 0, "text_bytes": 0}
 
     def add(self, tokens: Ids, starts: Ids, text_bytes: int) -> None:
@@ -226,7 +226,7 @@ class UnitWriter:
 
 def _laid_out(ids: Ids, lengths: Ids, chosen: Ids, ends: Ids, job: UnitJob) -> Ids:
     """The ids of the chosen texts, each with an end-of-text after it where it ends."""
-    if len(lengths) <= FEW:
+    if len(lengths) <= _FEW:
         stops = np.cumsum(lengths)
         rows: list[Ids] = []
         mark = np.array([job.end_of_text], np.uint32)

@@ -16,13 +16,13 @@ from lamplighter.rundir import RunDir, read_last_lines
 from lamplighter.train.anomalies import learning, throughput
 from lamplighter.train.anomalies.history import Facts, History
 
-Rule = Callable[[History], Verdict | None]
-RECALL_BYTES = 1 << 26  # some 150,000 steps
-WELL_BLOCKS = 5  # a flag comes down after so long without its cause,
+_Rule = Callable[[History], Verdict | None]
+_RECALL_BYTES = 1 << 26  # some 150,000 steps
+_WELL_BLOCKS = 5  # a flag comes down after so long without its cause,
 LONG_STEPS, LONG_SHARE = 200, 0.1  # and is said again only after it was well for this long
 
-EACH_STEP: dict[str, Rule] = {"lr_zero": learning.rate_near_zero, "loss_spike": learning.spike}
-EACH_BLOCK: dict[str, Rule] = {
+EACH_STEP: dict[str, _Rule] = {"lr_zero": learning.rate_near_zero, "loss_spike": learning.spike}
+EACH_BLOCK: dict[str, _Rule] = {
     "starts_high": learning.starts_high,
     "not_learning": learning.not_learning,
     "too_good": learning.too_good,
@@ -87,7 +87,7 @@ class Detector:
         self.up: dict[str, Standing] = {}
         self.down_at: dict[str, int] = {}
         self.said_before = dict(said_before or {})  # cause -> the last step at which it was said, then lost in a kill
-        self.well_after = WELL_BLOCKS * facts.block
+        self.well_after = _WELL_BLOCKS * facts.block
         self.long = max(LONG_STEPS, round(LONG_SHARE * facts.steps))
 
     def step(self, step: int, values: Mapping[str, float | None]) -> list[Change]:
@@ -107,10 +107,10 @@ class Detector:
         self.history.sampled(step, repeat)
         return self._look({"sample_degenerate": learning.degenerate_samples})
 
-    def _look(self, rules: Mapping[str, Rule]) -> list[Change]:
+    def _look(self, rules: Mapping[str, _Rule]) -> list[Change]:
         return [change for cause, rule in rules.items() if (change := self._judge(cause, rule))]
 
-    def _judge(self, cause: str, rule: Rule) -> Change | None:
+    def _judge(self, cause: str, rule: _Rule) -> Change | None:
         now, standing = self.history.step, self.up.get(cause)
         if standing is None and any(cause in EXPLAINS.get(other, ()) for other in self.up):
             return None
@@ -178,11 +178,11 @@ def recall(facts: Facts, folder: RunDir, last_step: int) -> Detector:
         if event.get("type") == "verdict" and event.get("flag") and int(event.get("step", 0)) > last_step:
             said[event["cause"]] = max(said.get(event["cause"], 0), int(event["step"]))
     detector = Detector(facts, said)
-    replay(detector, read_last_lines(folder.metrics, RECALL_BYTES), last_step)
-    report.event("flags", standing=[standing_record(one) for one in detector.up.values()])
+    replay(detector, read_last_lines(folder.metrics, _RECALL_BYTES), last_step)
+    report.event("flags", standing=[_standing_record(one) for one in detector.up.values()])
     return detector
 
 
-def standing_record(one: Standing) -> dict[str, Any]:
+def _standing_record(one: Standing) -> dict[str, Any]:
     found = one.verdict
     return {"cause": found.cause, "state": found.state, "why": found.why, "next": found.next, "step": one.since_step}

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from statistics import median
 
 LEAST_BLOCK, LARGEST_BLOCK = 20, 100
-BLOCKS_KEPT = 4000
+_BLOCKS_KEPT = 4000
 RECENT = 100
-NORMAL = 1.4826  # median distance -> standard deviation, for a bell curve
+_NORMAL = 1.4826  # median distance -> standard deviation, for a bell curve
 LR_NEAR_ZERO = 0.001  # of the peak
 SPIKE_SIGMAS, SPIKE_SHARE = 8.0, 0.05
 SPIKE_OF, SPIKE_LAST = 3, 5  # so many of the last few losses
-SPIKE_BITS = (1 << SPIKE_LAST) - 1
+_SPIKE_BITS = (1 << SPIKE_LAST) - 1
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Sample:
 
 
 def spread_of(values: Sequence[float], middle: float) -> float:
-    return NORMAL * median(abs(value - middle) for value in values)
+    return _NORMAL * median(abs(value - middle) for value in values)
 
 
 @dataclass
@@ -104,7 +104,7 @@ class History:
 
     facts: Facts
     step: int = 0
-    blocks: deque[Block] = field(default_factory=lambda: deque(maxlen=BLOCKS_KEPT))
+    blocks: deque[Block] = field(default_factory=lambda: deque(maxlen=_BLOCKS_KEPT))
     validations: list[Validation] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     first_loss: float | None = None
@@ -126,7 +126,7 @@ class History:
                 self.first_loss = loss
             self.recent.append(loss)
             self.last_losses.append(loss)
-            self.highs = (self.highs << 1 | (loss > self.spike_limit)) & SPIKE_BITS
+            self.highs = (self.highs << 1 | (loss > self.spike_limit)) & _SPIKE_BITS
         lr = values.get("train/lr")
         if lr is not None:
             self.low_rates = self.low_rates + 1 if lr < LR_NEAR_ZERO * self.facts.peak_lr else 0

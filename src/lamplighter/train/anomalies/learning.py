@@ -15,30 +15,30 @@ from statistics import median
 from lamplighter.report import Verdict
 from lamplighter.train.anomalies.history import LR_NEAR_ZERO, Block, History, Validation, spread_of
 
-NOT_LEARNING = 0.97  # of ln(vocabulary)
-TOO_GOOD_NATS = 0.05
-START_HIGH = 2.0  # times ln(vocabulary)
+_NOT_LEARNING = 0.97  # of ln(vocabulary)
+_TOO_GOOD_NATS = 0.05
+_START_HIGH = 2.0  # times ln(vocabulary)
 LR_STEPS = 20
-LR_END = 0.05  # the last share of a schedule, where a rate near zero is meant
-CONTEXT_FROM = 0.15  # of the run
-NEARLY = 0.015  # of the entropy of single tokens: no more is forgiven as noise
-STILL_EARLY = 0.25  # of the run: until then a loss that still falls is given time
-GAVE_BACK = 0.10  # of what had been learned below chance
-RISE_SIGMAS = 4.0
+_LR_END = 0.05  # the last share of a schedule, where a rate near zero is meant
+_CONTEXT_FROM = 0.15  # of the run
+_NEARLY = 0.015  # of the entropy of single tokens: no more is forgiven as noise
+_STILL_EARLY = 0.25  # of the run: until then a loss that still falls is given time
+_GAVE_BACK = 0.10  # of what had been learned below chance
+_RISE_SIGMAS = 4.0
 PLATEAU_SHARE, PLATEAU_STEPS = 0.25, 200
-PLATEAU_GAIN = 0.005  # of the loss
-PLATEAU_LR = 0.3  # of the peak
+_PLATEAU_GAIN = 0.005  # of the loss
+_PLATEAU_LR = 0.3  # of the peak
 EXPLODES, VANISHES = 10.0, 1e-3  # against the usual gradient norm of this run
-HARD_CLIP_SHARE = 0.95
+_HARD_CLIP_SHARE = 0.95
 # Expected training loss by progress, published for models of 108M and 334M with 30,000 tokens; as shares of ln(30,000).
-BAND = ((0.25, 6.0 / 10.309), (0.50, 5.0 / 10.309), (0.75, 4.0 / 10.309), (0.90, 3.5 / 10.309))
+_BAND = ((0.25, 6.0 / 10.309), (0.50, 5.0 / 10.309), (0.75, 4.0 / 10.309), (0.90, 3.5 / 10.309))
 BAND_PARAMETERS, BAND_VOCABULARY = 80e6, (20_000, 130_000)
-BAND_SLACK = 1.1
+_BAND_SLACK = 1.1
 RISING, WORSE = 3, 0.01  # so many validations in a row above the best, by so much of it
 NEW_RISING, NEW_WORSE = 5, 0.05  # the same while no text was seen twice, which is no learning by heart
-MANY_PASSES = 5.0
-DEGENERATE = 0.5  # of a sample
-DEGENERATE_TIMES = 2
+_MANY_PASSES = 5.0
+_DEGENERATE = 0.5  # of a sample
+_DEGENERATE_TIMES = 2
 
 
 def not_learning(history: History) -> Verdict | None:
@@ -48,7 +48,7 @@ def not_learning(history: History) -> Verdict | None:
     if not blocks or history.step < patience:
         return None
     loss = _mean_loss(blocks)
-    if loss <= NOT_LEARNING * facts.chance or (history.step < STILL_EARLY * facts.steps and _falls(history)):
+    if loss <= _NOT_LEARNING * facts.chance or (history.step < _STILL_EARLY * facts.steps and _falls(history)):
         return None
     return Verdict(
         "waste",
@@ -64,10 +64,10 @@ def no_context(history: History) -> Verdict | None:
     facts, blocks = history.facts, history.last(50)
     if facts.unigram_nats is None or not blocks or history.step < history.settled:
         return None
-    if history.step < CONTEXT_FROM * facts.steps:
+    if history.step < _CONTEXT_FROM * facts.steps:
         return None
-    loss, limit = _mean_loss(blocks), facts.unigram_nats - min(2 * _error(blocks), NEARLY * facts.unigram_nats)
-    if loss < limit or (history.step < STILL_EARLY * facts.steps and _falls(history)):
+    loss, limit = _mean_loss(blocks), facts.unigram_nats - min(2 * _error(blocks), _NEARLY * facts.unigram_nats)
+    if loss < limit or (history.step < _STILL_EARLY * facts.steps and _falls(history)):
         return None
     return Verdict(
         "waste",
@@ -94,12 +94,12 @@ def above_band(history: History) -> Verdict | None:
     ):
         return None
     share = history.step / facts.steps
-    passed = [(at, part) for at, part in BAND if share >= at]
+    passed = [(at, part) for at, part in _BAND if share >= at]
     if not blocks or not passed:
         return None
     at, part = passed[-1]
     loss, limit = _mean_loss(blocks), part * facts.chance
-    if loss <= BAND_SLACK * limit:
+    if loss <= _BAND_SLACK * limit:
         return None
     return Verdict(
         "waste",
@@ -113,7 +113,7 @@ def above_band(history: History) -> Verdict | None:
 def starts_high(history: History) -> Verdict | None:
     """A new model knows nothing, so it begins at ln(vocabulary); far above it, its first weights are too large."""
     facts, first = history.facts, history.first_loss
-    if first is None or not facts.from_scratch or first < START_HIGH * facts.chance:
+    if first is None or not facts.from_scratch or first < _START_HIGH * facts.chance:
         return None
     if history.blocks and history.blocks[-1].loss < facts.chance:
         return None  # it got over it
@@ -134,7 +134,7 @@ def too_good(history: History) -> Verdict | None:
     loss = _mean_loss(blocks)
     advice = "look for targets that leak into inputs, or data that repeats"
     evidence: tuple[str, ...] = (f"loss of the last {_steps(blocks)} steps {loss:.4f}",)
-    if loss < TOO_GOOD_NATS:
+    if loss < _TOO_GOOD_NATS:
         why = f"after {history.step} steps the loss is {loss:.4f} nats per token: too good to be true for text"
         return Verdict("waste", "too_good", why, advice, evidence=evidence)
     if facts.floor_nats is None or not history.validations:
@@ -161,10 +161,10 @@ def loss_rising(history: History) -> Verdict | None:
     rise = level - best
     heard = [one for one in history.validations if one.step > at]
     known = [one.loss for one in history.validations if one.step <= at]
-    agrees = bool(heard and known) and heard[-1].loss > min(known) + 0.5 * GAVE_BACK * learned
+    agrees = bool(heard and known) and heard[-1].loss > min(known) + 0.5 * _GAVE_BACK * learned
     if heard and known and not agrees:
         return None
-    needed = max(GAVE_BACK * learned * (1 if agrees else 2), RISE_SIGMAS * error)
+    needed = max(_GAVE_BACK * learned * (1 if agrees else 2), _RISE_SIGMAS * error)
     if rise < needed or min(block.loss for block in now) < best + 0.5 * needed:
         return None
     lost = rise / learned
@@ -202,30 +202,30 @@ def plateau(history: History) -> Verdict | None:
     """Nothing more is gained, said only where the numbers are sure of it and validation agrees."""
     facts = history.facts
     span = history.last(max(PLATEAU_STEPS, round(PLATEAU_SHARE * facts.steps)))
-    if not span or span[0].first < history.settled or span[-1].lr < PLATEAU_LR * facts.peak_lr:
+    if not span or span[0].first < history.settled or span[-1].lr < _PLATEAU_LR * facts.peak_lr:
         return None
     half = len(span) // 2
     then, now = span[:half], span[half:]
     gain, error = _mean_loss(then) - _mean_loss(now), math.hypot(_error(then), _error(now))
     level = _mean_loss(now)
-    if gain + 2 * error > PLATEAU_GAIN * level or gain < -2 * error - PLATEAU_GAIN * level:
+    if gain + 2 * error > _PLATEAU_GAIN * level or gain < -2 * error - _PLATEAU_GAIN * level:
         return None
     quarters = [_mean_loss(part) for whole in (then, now) for part in (whole[: half // 2], whole[half // 2 :]) if part]
-    if max(quarters) - min(quarters) > 2 * PLATEAU_GAIN * level + 3 * error:
+    if max(quarters) - min(quarters) > 2 * _PLATEAU_GAIN * level + 3 * error:
         return None  # down and up again is another matter
     if facts.floor_nats is not None and level < 1.1 * facts.floor_nats:
         return None  # there is little left to learn
     inside = [one.loss for one in history.validations if one.step >= span[0].first]
     if history.validations and len(inside) < 2:
         return None
-    if inside and min(inside[1:]) < inside[0] * (1 - PLATEAU_GAIN):
+    if inside and min(inside[1:]) < inside[0] * (1 - _PLATEAU_GAIN):
         return None
     agrees = f"; the validation loss went from {inside[0]:.3f} to {inside[-1]:.3f}" if inside else ""
     return Verdict(
         "waste",
         "plateau",
         f"over the last {_steps(span)} steps the loss went from {_mean_loss(then):.3f} to {level:.3f}: under"
-        f" {PLATEAU_GAIN:.1%} was gained while the rate was {span[-1].lr / facts.peak_lr:.0%} of its peak{agrees}",
+        f" {_PLATEAU_GAIN:.1%} was gained while the rate was {span[-1].lr / facts.peak_lr:.0%} of its peak{agrees}",
         "another train.lr (is it far too low, or too high?), or end it: eval.patience 5 does so by itself",
         evidence=(f"gain {gain:.4f}, give or take {error:.4f}", f"rate {span[-1].lr:.3g}"),
     )
@@ -271,7 +271,7 @@ def clipped_always(history: History) -> Verdict | None:
     if not facts.grad_clip or not blocks or blocks[0].first < history.settled:
         return None
     share = sum(block.clipped for block in blocks) / len(blocks)
-    if share < HARD_CLIP_SHARE:
+    if share < _HARD_CLIP_SHARE:
         return None
     norm = median(block.grad_norm for block in blocks)
     return Verdict(
@@ -287,7 +287,7 @@ def clipped_always(history: History) -> Verdict | None:
 def rate_near_zero(history: History) -> Verdict | None:
     """Outside of the end of the schedule, where it is meant."""
     facts = history.facts
-    if history.low_rates < LR_STEPS or history.step > (1 - LR_END) * facts.steps:
+    if history.low_rates < LR_STEPS or history.step > (1 - _LR_END) * facts.steps:
         return None
     warmup = facts.warmup / facts.steps
     return Verdict(
@@ -360,7 +360,7 @@ def _gap_words(best: Validation, now: Validation) -> str:
 
 def data_repeats(history: History) -> Verdict | None:
     """Many passes over the same text, and validation has gained nothing from the last of them."""
-    if not history.blocks or history.blocks[-1].epoch <= MANY_PASSES:
+    if not history.blocks or history.blocks[-1].epoch <= _MANY_PASSES:
         return None
     passes, seen = history.blocks[-1].epoch, history.validations
     gained = ""
@@ -381,8 +381,8 @@ def data_repeats(history: History) -> Verdict | None:
 
 def degenerate_samples(history: History) -> Verdict | None:
     """What the model writes is one token or one short cycle, twice in a row."""
-    last = history.samples[-DEGENERATE_TIMES:]
-    if len(last) < DEGENERATE_TIMES or history.step < history.settled or any(one.repeat < DEGENERATE for one in last):
+    last = history.samples[-_DEGENERATE_TIMES:]
+    if len(last) < _DEGENERATE_TIMES or history.step < history.settled or any(one.repeat < _DEGENERATE for one in last):
         return None
     return Verdict(
         "waste",

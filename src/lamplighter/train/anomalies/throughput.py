@@ -15,21 +15,21 @@ from statistics import median, median_low
 from lamplighter.report import Verdict
 from lamplighter.train.anomalies.history import Block, History
 
-LEAST_STEPS = 60
+_LEAST_STEPS = 60
 WAIT_SHARE, WAIT_S, WAIT_STEP_S = 0.30, 60.0, 0.02  # less than that a step is the changing of threads
-PADDING_SHARE = 0.5
+_PADDING_SHARE = 0.5
 GROWTH, GROWTH_EACH, GROWTH_ORDER = (
     0.30,
     0.05,
     0.6,
 )  # from first to last quarter, from each to the next, rank correlation
-JUMP = 0.7  # of all growth between two quarters: that is no growth
+_JUMP = 0.7  # of all growth between two quarters: that is no growth
 GROWTH_BLOCKS, GROWTH_LOOK = 12, 24
 GROWTH_S, GROWTH_ALONE_S = 60.0, 300.0  # with memory that grows too; without, it could be a busy neighbour
-RAM_EACH = 0.02  # from each quarter to the next
+_RAM_EACH = 0.02  # from each quarter to the next
 COLLAPSE, COLLAPSE_S = 0.4, 180.0
-MFU_S = 120.0
-MFU_LEAST = {
+_MFU_S = 120.0
+_MFU_LEAST = {
     "cuda": (30e6, 0.15),
     "cpu": (10e6, 0.02),
 }  # of models from so many parameters on; with matrix tiles (AMX) 10 to 25 % is usual
@@ -37,7 +37,7 @@ MFU_LEAST = {
 
 def data_wait(history: History) -> Verdict | None:
     """The device waits for batches."""
-    blocks = history.last(LEAST_STEPS, WAIT_S)
+    blocks = history.last(_LEAST_STEPS, WAIT_S)
     if not blocks:
         return None
     whole = sum(block.seconds for block in blocks)
@@ -55,11 +55,11 @@ def data_wait(history: History) -> Verdict | None:
 
 def padding(history: History) -> Verdict | None:
     """More than half of what is computed is filler."""
-    blocks = history.last(LEAST_STEPS)
+    blocks = history.last(_LEAST_STEPS)
     if not blocks:
         return None
     share = sum(block.padding for block in blocks) / len(blocks)
-    if share < PADDING_SHARE:
+    if share < _PADDING_SHARE:
         return None
     return Verdict(
         "waste",
@@ -81,7 +81,7 @@ def step_time_grows(history: History) -> Verdict | None:
         [block.ram_gb for block in blocks],
         sum(block.seconds for block in every if block.first >= blocks[0].first),
     )
-    leak = all(map(math.isfinite, ram)) and _rises(ram, RAM_EACH)
+    leak = all(map(math.isfinite, ram)) and _rises(ram, _RAM_EACH)
     if took < (GROWTH_S if leak else GROWTH_ALONE_S):
         return None
     times = [block.step_s for block in blocks]
@@ -105,7 +105,7 @@ def step_time_grows(history: History) -> Verdict | None:
 
 def throughput_collapsed(history: History) -> Verdict | None:
     """For minutes far below what this very run could do."""
-    blocks = history.last(LEAST_STEPS, COLLAPSE_S)
+    blocks = history.last(_LEAST_STEPS, COLLAPSE_S)
     if not blocks or len(history.blocks) <= len(blocks) + 2:
         return None
     rates = sorted(block.tokens_per_s for block in history.blocks)
@@ -125,8 +125,8 @@ def throughput_collapsed(history: History) -> Verdict | None:
 def mfu_low(history: History) -> Verdict | None:
     """The device idles; said only of models that are large enough to fill one."""
     facts = history.facts
-    parameters, least = MFU_LEAST.get(facts.device, (math.inf, 0.0))
-    blocks = history.last(LEAST_STEPS, MFU_S) if facts.parameters >= parameters else []
+    parameters, least = _MFU_LEAST.get(facts.device, (math.inf, 0.0))
+    blocks = history.last(_LEAST_STEPS, _MFU_S) if facts.parameters >= parameters else []
     if not blocks:
         return None
     now = median(block.mfu for block in blocks)
@@ -161,7 +161,7 @@ def _grows(blocks: list[Block]) -> bool:
     times = [block.step_s for block in blocks]
     quarters = _quarters(times)
     growth = quarters[3] - quarters[0]
-    if growth < GROWTH * quarters[0] or max(b - a for a, b in pairwise(quarters)) > JUMP * growth:
+    if growth < GROWTH * quarters[0] or max(b - a for a, b in pairwise(quarters)) > _JUMP * growth:
         return False
     return _rises(times, GROWTH_EACH) and _order(times) > GROWTH_ORDER
 
