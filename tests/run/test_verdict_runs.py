@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from lamplighter.procs.procfs import ProcessLook, look_closely
 from lamplighter.rundir import RunDir
