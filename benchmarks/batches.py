@@ -27,7 +27,7 @@ OURS = """
 import numpy as np
 from pathlib import Path
 from lamplighter.data.batches import BatchLayout, make_batch
-from lamplighter.data.token_cache.reader import TokenStream
+from lamplighter.data.token_cache.reader import CachedStream
 
 def batch_of(step):
     made = make_batch(split, BatchLayout(1, rows, length, 0), step)
@@ -39,7 +39,7 @@ def answer(ask):
         rows, length = ask["rows"], ask["length"]
         began = time.perf_counter()
         folder = Path(ask["folder"])
-        split = TokenStream(folder, "train", json.loads((folder / "manifest.json").read_text()))
+        split = CachedStream(folder, "train", json.loads((folder / "manifest.json").read_text()))
         batch_of(1)
         return {"s": time.perf_counter() - began}
     began, total = time.perf_counter(), 0
@@ -173,7 +173,7 @@ if __name__ == "__main__":
 def make_files(folder: Path, wanted: Any) -> None:
     """The token file, what our reader needs beside it, and the windows of each batch, in our order."""
     from lamplighter.data.batches import BatchLayout, count_windows, make_batch
-    from lamplighter.data.token_cache.reader import TokenStream
+    from lamplighter.data.token_cache.reader import CachedStream
 
     ids = np.random.default_rng(1).integers(0, 30_000, wanted.tokens + 1).astype(np.uint16)
     ids.tofile(folder / "train.bin")
@@ -182,7 +182,7 @@ def make_files(folder: Path, wanted: Any) -> None:
     side = {"tokens": len(ids), "documents": 1, "text_bytes": 0, "shards": shards}
     manifest = {"splits": {"train": side}, "dtype": "uint16", "end_of_text": int(ids[0])}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    split = TokenStream(folder, "train", manifest)
+    split = CachedStream(folder, "train", manifest)
     assert count_windows(len(split), wanted.length) >= wanted.rows
     steps = range(1, wanted.batches + 1)
     chosen = [make_batch(split, BatchLayout(1, wanted.rows, wanted.length, 0), step).samples for step in steps]

@@ -20,8 +20,8 @@ import measured
 
 from lamplighter.clean import gutenberg, normalise, quality, worker
 from lamplighter.clean.dedup import record_of
-from lamplighter.clean.documents import Item, documents, find_items, kind_of_file
 from lamplighter.clean.quality import language_of, words_of
+from lamplighter.clean.raw_documents import Item, documents, find_items, kind_of_file
 from lamplighter.clean.rules import Ledger, Raw, Rules
 from lamplighter.readers.files import read_blocks
 

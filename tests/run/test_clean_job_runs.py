@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from test_clean_job import _run, make_corpus, prose, rejected, texts
 
-from lamplighter.data.sources.files import FileSource
+from lamplighter.data.sources.file_source import FileSource
 from lamplighter.readers.local import find_files
 from running import LONG, lamp, start_lamp, wait_for
 

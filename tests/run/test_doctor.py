@@ -389,7 +389,7 @@ def test_settings_that_cannot_be_read_and_leftovers_of_a_dead_run(tmp_path: Path
     half.write_text((dead / "lock").read_text())
     (dead / "status.json").write_text(json.dumps({"state": "running", "durable_step": 4}))
     (tmp_path / "my.yaml").write_text("train:\n  max_steps: 5\n")
-    orphan = [sys.executable, "-c", "import time; time.sleep(1000)", "-m", "lamplighter.commands.child"]
+    orphan = [sys.executable, "-c", "import time; time.sleep(1000)", "-m", "lamplighter.commands.child_main"]
     bystander = subprocess.Popen(orphan, env=clean_env(LAMP_PARENT_PID=str(gone.pid)))
     try:
         record = examined(tmp_path, "my.yaml", "--only", "leftovers")

@@ -117,7 +117,7 @@ def children(pid: int) -> dict[str, list[int]]:
             line = " ".join(one.cmdline())
         except psutil.Error:
             continue
-        if "lamplighter.commands.child" in line:
+        if "lamplighter.commands.child_main" in line:
             found["child"].append(one.pid)
         elif "spawn_main" in line:
             found["workers"].append(one.pid)

@@ -21,12 +21,12 @@ from lamplighter.data.batches import (
     rows_of_rank,
     validation_batches,
 )
-from lamplighter.data.token_cache.reader import TokenStream
+from lamplighter.data.token_cache.reader import CachedStream
 
 PAD = 9999
 
 
-def split_of(tmp_path: Path, tokens: int, shard_tokens: int = 100, name: str = "train") -> TokenStream:
+def split_of(tmp_path: Path, tokens: int, shard_tokens: int = 100, name: str = "train") -> CachedStream:
     """A stream whose token i is i, in shards (the first token is in no file: it is the mark before all documents)."""
     ids = np.arange(tokens, dtype="<u2")
     shards = []
@@ -36,7 +36,7 @@ def split_of(tmp_path: Path, tokens: int, shard_tokens: int = 100, name: str = "
         path.write_bytes(own.tobytes())
         shards.append({"file": path.name, "tokens": len(own)})
     counts = {"tokens": tokens, "documents": 1, "text_bytes": 1, "shards": shards}
-    return TokenStream(tmp_path, name, {"splits": {name: counts}, "dtype": "<u2", "end_of_text": 0})
+    return CachedStream(tmp_path, name, {"splits": {name: counts}, "dtype": "<u2", "end_of_text": 0})
 
 
 def order(seed: int, epoch: int, size: int) -> list[int]:
@@ -168,7 +168,7 @@ def same(one: batches.Batch, two: batches.Batch) -> bool:
 LAYOUT = BatchLayout(1, 4, 10, PAD)
 
 
-def source_of(split: TokenStream) -> StepBatches:
+def source_of(split: CachedStream) -> StepBatches:
     """The batches of a split, as a run gets them; make_batch is looked up anew, so that a test may replace it."""
     source = text_batches(split, split, LAYOUT, "cache", lambda _: None)
     source.make = lambda step: batches.make_batch(split, LAYOUT, step)
@@ -191,7 +191,7 @@ def test_batches_are_made_ahead_but_not_without_end(tmp_path: Path, monkeypatch:
     enough = threading.Event()
     real = batches.make_batch
 
-    def counting(split: TokenStream, layout: BatchLayout, step: int) -> batches.Batch:
+    def counting(split: CachedStream, layout: BatchLayout, step: int) -> batches.Batch:
         made.append(step)
         if len(made) == 3:
             enough.set()
@@ -210,7 +210,7 @@ def test_batches_are_made_ahead_but_not_without_end(tmp_path: Path, monkeypatch:
 def test_the_threads_error_reaches_the_caller(tmp_path: Path, monkeypatch: Any) -> None:
     real = batches.make_batch
 
-    def breaking(split: TokenStream, layout: BatchLayout, step: int) -> batches.Batch:
+    def breaking(split: CachedStream, layout: BatchLayout, step: int) -> batches.Batch:
         if step == 3:
             raise OSError("the disk is gone")
         return real(split, layout, step)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import zstandard
 
-from lamplighter.clean import documents, job, worker
+from lamplighter.clean import pipeline, worker
+from lamplighter.clean import raw_documents as documents
 from lamplighter.clean.rules import Rules
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
 
@@ -70,11 +71,11 @@ def rejected(out: Path) -> dict[str, tuple[str, str]]:
     return {row["place"]: (row["reason"], row["why"]) for row in rows}
 
 
-def _run(folder: Path, *paths: str, workers: int = 1, out: str = "clean", **rules: Any) -> job.CleanOutcome:
+def _run(folder: Path, *paths: str, workers: int = 1, out: str = "clean", **rules: Any) -> pipeline.CleanOutcome:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        return job.run(list(paths), Path(out), Rules(**rules), workers)
+        return pipeline.run(list(paths), Path(out), Rules(**rules), workers)
     finally:
         os.chdir(before)
 
@@ -200,15 +201,15 @@ def test_shards_are_of_the_asked_size_and_old_ones_go(tmp_path: Path) -> None:
 def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
     raw = make_corpus(tmp_path / "raw", 1)
     items, _ = documents.find_items([str(raw)], None)
-    held = job._prepare(tmp_path / "clean", items)
+    held = pipeline._prepare(tmp_path / "clean", items)
     with pytest.raises(AlreadyRunning):
-        job.run([str(raw)], tmp_path / "clean", Rules(), 1)
+        pipeline.run([str(raw)], tmp_path / "clean", Rules(), 1)
     os.close(held)
-    assert job.run([str(raw)], tmp_path / "clean", Rules(), 1).totals["kept"] == 1
+    assert pipeline.run([str(raw)], tmp_path / "clean", Rules(), 1).totals["kept"] == 1
 
 
 def test_no_space_left_is_an_exit_code_of_its_own(tmp_path: Path) -> None:
-    full = job._cannot_write(tmp_path, OSError(errno.ENOSPC, "No space left on device"))
+    full = pipeline._cannot_write(tmp_path, OSError(errno.ENOSPC, "No space left on device"))
     assert isinstance(full, CannotWrite)
     assert full.code == 73
     assert "what is finished is kept" in full.next
@@ -224,12 +225,12 @@ def test_an_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         _run(tmp_path, "raw", out="raw")
     with pytest.raises(BadData):
-        job.refuse_nothing(job.CleanOutcome({"kept": 0, "rejected": {"empty": 2}}, [], 0.0), tmp_path)
+        pipeline.refuse_nothing(pipeline.CleanOutcome({"kept": 0, "rejected": {"empty": 2}}, [], 0.0), tmp_path)
 
 
 def test_what_is_not_text_in_a_folder_is_counted(tmp_path: Path, monkeypatch: Any) -> None:
     from lamplighter import report
-    from lamplighter.clean.documents import find_items
+    from lamplighter.clean.raw_documents import find_items
 
     said: list[str] = []
     monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))

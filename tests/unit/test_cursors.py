@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from lamplighter.data.sources import Part, Source, files, open_source
+from lamplighter.data.sources import Part, Source, file_source, open_source
 from lamplighter.errors import BadData
 from lamplighter.readers import compression, tables
 from lamplighter.readers import files as reader_files
@@ -188,7 +188,7 @@ def test_a_file_can_be_read_in_stretches_side_by_side(tmp_path: Path, small: Non
     path = tmp_path / ("a.txt" if separator else "a.jsonl")
     path.write_bytes(KINDS[path.name](rows, 0))
     source = open_source([str(path)], None, separator)
-    assert isinstance(source, files.FileSource)
+    assert isinstance(source, file_source.FileSource)
     whole, cursors = walk(source)
     size = path.stat().st_size
     starts: list[Any] = [None]
@@ -208,7 +208,7 @@ def test_a_file_can_be_read_in_stretches_side_by_side(tmp_path: Path, small: Non
     assert source.cursor_at(0, size - 1) is None
     (tmp_path / "b.json").write_bytes(KINDS["array.json"](rows, 0))
     other = open_source([str(tmp_path / "b.json")], None, None)
-    assert isinstance(other, files.FileSource) and other.cursor_at(0, 100) is None
+    assert isinstance(other, file_source.FileSource) and other.cursor_at(0, 100) is None
 
 
 @pytest.mark.parametrize("cursor", [{"text": 3}, {"file": 2, "at": 0}])

@@ -14,10 +14,10 @@ import pytest
 
 from doctor_context import SICK, context, examine, line_of
 from lamplighter.data.setup import obtain_tokens, open_text
-from lamplighter.doctor import data as probes
+from lamplighter.doctor import data_probes as probes
 from lamplighter.doctor import sample_data
-from lamplighter.doctor.data import cache
-from lamplighter.doctor.documents import documents
+from lamplighter.doctor.data_probes import cache
+from lamplighter.doctor.document_probe import documents
 from lamplighter.doctor.probe import ProbeContext
 from lamplighter.readers.local import LocalFile
 from lamplighter.rundir import CACHE_NAME, identity

@@ -13,7 +13,7 @@ import pytest
 from lamplighter.config import validated
 from lamplighter.data.unigrams import entropy
 from lamplighter.rundir import RunDir
-from lamplighter.train.anomalies.detector import EACH_BLOCK, EACH_STEP, EXPLAINS, Change, Detector, recall, replay
+from lamplighter.train.anomalies.detector import EACH_BLOCK, EACH_STEP, EXPLAINS, Detector, FlagChange, recall, replay
 from lamplighter.train.anomalies.history import Facts, repeat_share
 from lamplighter.train.checkpoint import Progress
 from lamplighter.watch.status import Status, alert, flags_section, hear_flag, standing_flags, tell
@@ -55,11 +55,11 @@ def load(name: str) -> tuple[Facts, list[dict[str, Any]]]:
     return Facts(**kept["facts"]), records
 
 
-def raised(changes: list[Change]) -> list[tuple[str, int]]:
+def raised(changes: list[FlagChange]) -> list[tuple[str, int]]:
     return [(change.verdict.cause, change.step) for change in changes if change.up]
 
 
-def run_curve(facts: Facts, losses: list[float], **more: Any) -> list[Change]:
+def run_curve(facts: Facts, losses: list[float], **more: Any) -> list[FlagChange]:
     records = [{"step": n, "train/loss": x, "train/lr": facts.peak_lr, "train/grad_norm": 0.5, "train/dt_ms": 10.0,
                 "train/tok_per_sec": 1e4, "train/mfu": 0.3, "train/epoch": n / 1e4, **{k: v(n) for k, v in more.items()}}
                for n, x in enumerate(losses, 1)]  # fmt: skip

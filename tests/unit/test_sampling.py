@@ -9,7 +9,7 @@ import pytest
 
 from lamplighter.data import sampling
 from lamplighter.data.sources import EmbeddedCorpus, First, Position
-from lamplighter.data.sources.files import FileSource
+from lamplighter.data.sources.file_source import FileSource
 from lamplighter.errors import BadData
 from lamplighter.readers.local import find_files
 

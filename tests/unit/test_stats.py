@@ -18,7 +18,7 @@ from lamplighter.data.chat import example_cache
 from lamplighter.data.chat.rows import find_rows
 from lamplighter.data.chat.template import load_template
 from lamplighter.data.sources import EmbeddedCorpus, Position
-from lamplighter.data.sources.files import FileSource
+from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.stats import Request, Stats, collect, count_cache, count_text, minhash
 from lamplighter.data.stats.chat_stats import count_rows

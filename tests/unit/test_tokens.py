@@ -18,7 +18,7 @@ from lamplighter import report
 from lamplighter.data import split as division
 from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, open_source
 from lamplighter.data.token_cache import builder, writer
-from lamplighter.data.token_cache.reader import CacheSettings, Tokens, TokenStream, ensure, open_tokens
+from lamplighter.data.token_cache.reader import CachedStream, CacheSettings, Tokens, ensure, open_tokens
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
 from lamplighter.readers import files as reader_files
@@ -70,7 +70,7 @@ def letters(count: int, seed: int = 0) -> list[str]:
     return list(EmbeddedCorpus(seed, count).documents())
 
 
-def documents(split: TokenStream, tokenizer: Tokenizer | None = None) -> list[str]:
+def documents(split: CachedStream, tokenizer: Tokenizer | None = None) -> list[str]:
     """The stream taken apart at its marks; checked against the index."""
     tokenizer = tokenizer or byte_level()
     ids = split.read(0, len(split))

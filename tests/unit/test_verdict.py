@@ -12,7 +12,7 @@ from lamplighter.procs.procfs import ProcessLook, ThreadLook
 from lamplighter.procs.stacks import OURS, Frame, Stacks, ThreadStack
 from lamplighter.report import Verdict
 from lamplighter.slot import Slot
-from lamplighter.watch.diagnosis import Finding, enclosing_loop
+from lamplighter.watch.diagnosis import Diagnosis, enclosing_loop
 from lamplighter.watch.evidence import GroupSample, from_json, to_json
 from lamplighter.watch.process_tree import Exit, Process, Snapshot
 from lamplighter.watch.resources import disk_verdict, memory_verdict
@@ -107,8 +107,8 @@ def test_loops_are_found_by_the_innermost(user_file: str) -> None:
     assert enclosing_loop("/no/such/file.py", 3) is None
 
 
-def finding(cause: str, since_s: float, provable: bool = False) -> Finding:
-    return Finding(Verdict("stuck", cause, "", "", since_s=since_s, culprit={"file": "a.py", "line": 3}), provable)
+def finding(cause: str, since_s: float, provable: bool = False) -> Diagnosis:
+    return Diagnosis(Verdict("stuck", cause, "", "", since_s=since_s, culprit={"file": "a.py", "line": 3}), provable)
 
 
 def test_naming_is_not_killing() -> None:

@@ -22,8 +22,8 @@ from pydantic_core import to_json
 from lamplighter.clean import gutenberg, normalise, quality
 from lamplighter.clean import normalise as characters
 from lamplighter.clean.dedup import record_of
-from lamplighter.clean.documents import Item, documents
 from lamplighter.clean.quality import Words, language_of, words_of
+from lamplighter.clean.raw_documents import Item, documents
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules, has_language, snippet
 from lamplighter.errors import LampError
 from lamplighter.readers.local import Mark, mark_of

@@ -175,17 +175,17 @@ def clean(words: list[str]) -> int:
 def clean_child(_: RunDir, request: dict[str, Any]) -> int:
     """Raw files to clean documents."""
     with report.phase("import"):
-        from lamplighter.clean import job
+        from lamplighter.clean import pipeline
         from lamplighter.clean.rules import Rules
         from lamplighter.procs.pool import usable_cores
     rules, dry = Rules(**request["rules"]), request["dry_run"]
     out = Path(request["out"]) if request["out"] else None
-    done = job.run(request["paths"], out, rules, request["workers"] or usable_cores(), dry)
-    shown = job.table(done.totals, examples=dry)
+    done = pipeline.run(request["paths"], out, rules, request["workers"] or usable_cores(), dry)
+    shown = pipeline.table(done.totals, examples=dry)
     if request["json"]:
         shown = json.dumps({**done.totals, "out": str(out) if out else None, "shards": done.shards}, indent=1) + "\n"
     report.result(shown)
-    job.refuse_nothing(done, None if dry else out)
+    pipeline.refuse_nothing(done, None if dry else out)
     rate = done.totals["bytes_in"] / max(done.seconds, 1e-3)
     if dry:
         report.note("a dry run: nothing was written; without --dry-run the documents go to --out DIR")

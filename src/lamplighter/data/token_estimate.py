@@ -28,7 +28,7 @@ from lamplighter.data.chat.rows import RowSource, SetAside
 from lamplighter.data.chat.template import ChatTemplate, EncodedExample, load_template
 from lamplighter.data.sampling import TextSample, take
 from lamplighter.data.sources import Source
-from lamplighter.data.sources.files import FileSource
+from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.token_cache import reader as tokens
 from lamplighter.data.tokenizer import Tokenizer

@@ -68,7 +68,7 @@ class Probe:
     """One question, answered in a child of its own with a deadline."""
 
     name: str  # "data / ids in range"
-    function: str  # "lamplighter.doctor.data:ids_in_range"
+    function: str  # "lamplighter.doctor.data_probes:ids_in_range"
     deadline_s: float
 
 

@@ -1,7 +1,7 @@
 """The text that probes look at: the first documents of the run's own source, read once, with an eye on a source that blocks.
 
 In:  a ProbeContext.
-Out: a Sample, kept in its scratch folder: the same run on a small file of its own documents, and how much of what it is.
+Out: a SampledRun, kept in its scratch folder: the same run on a small file of its own documents, and how much of what it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lamplighter.data import tokenizer_training
 from lamplighter.data.chat.rows import RowSource
 from lamplighter.data.setup import open_source
 from lamplighter.data.sources import Source
-from lamplighter.data.sources.files import FileSource
+from lamplighter.data.sources.file_source import FileSource
 from lamplighter.doctor.probe import Finding, ProbeContext, as_finding, failed, fault
 from lamplighter.errors import LampError
 from lamplighter.procs import stacks
@@ -48,7 +48,7 @@ class NoSample(Exception):
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampledRun:
     """A run on a small part of its own data."""
 
     run: Run
@@ -74,7 +74,7 @@ def own_cache(context: ProbeContext) -> Path:
     return folder
 
 
-def take(context: ProbeContext) -> Sample:
+def take(context: ProbeContext) -> SampledRun:
     """The sample, made once; NoSample where the data cannot be read."""
     cache, record = own_cache(context), context.scratch / "sample.json"
     known = read_record(record)
@@ -89,7 +89,7 @@ def take(context: ProbeContext) -> Sample:
     changed = {name: replace(getattr(whole, name), **known[name]) for name in ("data", "tokenizer")}
     run = replace(whole, **changed)
     try:
-        return Sample(run, open_source(run, cache), known["words"], known["share"], cache)
+        return SampledRun(run, open_source(run, cache), known["words"], known["share"], cache)
     except LampError as error:
         raise NoSample(as_finding(error)) from error
 

@@ -27,7 +27,7 @@ _FEW_PROCESSES = 200
 _SMALL_SHARED = 128_000_000  # a container's default is 64 MB; a worker's batches pass through it
 _BUSY = 0.6  # of the cores, taken by others
 _SWAPPED = 0.2  # of the memory
-_OURS = ("lamplighter.commands.child", "lamplighter.procs.child")  # children: they never live without a parent
+_OURS = ("lamplighter.commands.child_main", "lamplighter.procs.child")  # children: they never live without a parent
 _OLD_S = 3600.0
 
 

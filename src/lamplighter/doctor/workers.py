@@ -66,7 +66,7 @@ def _at(path: str, item: int) -> None:
     _items["item"] = item
 
 
-class Watch:
+class WorkerWatch:
     """Called in each worker as it starts: a thread says again and again where the worker stands."""
 
     def __init__(self, path: str) -> None:
@@ -138,7 +138,7 @@ def load(request: dict[str, Any], say: Say) -> None:
         dataset,
         num_workers=own.workers,
         multiprocessing_context=request["method"],
-        worker_init_fn=Watch(request["watch"]),
+        worker_init_fn=WorkerWatch(request["watch"]),
         prefetch_factor=own.prefetch,
         **options,
     )

@@ -35,7 +35,7 @@ _EPOCHS_SAID = 5
 
 
 @dataclass(frozen=True)
-class Record:
+class StepRecord:
     """One finished optimizer step."""
 
     step: int
@@ -47,7 +47,7 @@ class Record:
 
 
 @contextlib.contextmanager
-def training(context: RunContext, state: TrainState) -> Iterator[Iterator[Record]]:
+def training(context: RunContext, state: TrainState) -> Iterator[Iterator[StepRecord]]:
     """Hand out the steps; leaving the block makes the last completed one durable."""
     context.source.start(state.progress.step + 1, state.progress.stream)
     checkpointer = Checkpointer(context, state)
@@ -107,7 +107,7 @@ class _Loop:
         self.model, self.optimizer = context.model, context.optimizer
         self.train, self.eval = context.run.train, context.run.eval
 
-    def steps(self) -> Iterator[Record]:
+    def steps(self) -> Iterator[StepRecord]:
         """Every step that is left, one after the other."""
         state, source = self.state, self.context.source
         self._init_anomalies()
@@ -137,7 +137,7 @@ class _Loop:
 
     # ---------------------------------------------------------------- one step
 
-    def _step(self, batch: Batch, waited_s: float, begun: torch.Tensor | None = None) -> Record | None:
+    def _step(self, batch: Batch, waited_s: float, begun: torch.Tensor | None = None) -> StepRecord | None:
         """One optimizer step, read left to right; None where it was rolled back instead. `begun`: the loss of its first
         micro-batch, whose gradients are there already.
         """
@@ -153,14 +153,14 @@ class _Loop:
         lr = self.context.schedule.lr_at(step)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             seconds = waited_s + time.perf_counter() - started
-            return self._nonfinite(batch, Record(step, loss, grad_norm, lr, seconds=seconds, tokens=batch.filled))
+            return self._nonfinite(batch, StepRecord(step, loss, grad_norm, lr, seconds=seconds, tokens=batch.filled))
         with report.span("optimizer"), self.checkpointer.optimizer_update():
             self.optimizer.step(lr, clip_factor(grad_norm, self.train.grad_clip))
             self.optimizer.zero_grad()
             tokens = self.state.progress.tokens + batch.filled
             self.state.progress = replace(self.state.progress, step=step, tokens=tokens, loss=loss)
         seconds = waited_s + time.perf_counter() - started
-        record = Record(step, loss, grad_norm, lr, seconds=seconds, tokens=batch.filled)
+        record = StepRecord(step, loss, grad_norm, lr, seconds=seconds, tokens=batch.filled)
         self._log_step(batch, record, waited_s)
         return record
 
@@ -181,15 +181,15 @@ class _Loop:
     def rows_at_once(self) -> int:
         return self.train.micro_batch or self.train.batch_size
 
-    def _skip_step(self, batch: Batch, waited_s: float) -> Record:
+    def _skip_step(self, batch: Batch, waited_s: float) -> StepRecord:
         """A step whose batch was bad before the roll-back: it counts, and nothing is learned from it."""
         report.metric(batch.step, {"train/loss": math.nan, "train/iter": batch.step, "train/passed_over": 1})
         with self.checkpointer.lock:
             tokens = self.state.progress.tokens + batch.filled
             self.state.progress = replace(self.state.progress, step=batch.step, tokens=tokens)
-        return Record(batch.step, math.nan, math.nan, 0.0, seconds=waited_s, tokens=batch.filled)
+        return StepRecord(batch.step, math.nan, math.nan, 0.0, seconds=waited_s, tokens=batch.filled)
 
-    def _log_step(self, batch: Batch, record: Record, waited_s: float) -> None:
+    def _log_step(self, batch: Batch, record: StepRecord, waited_s: float) -> None:
         """The record of the step, by the field's names; then what stands out in it."""
         context = self.context
         tokens_per_s = record.tokens / record.seconds
@@ -269,7 +269,7 @@ class _Loop:
 
     # ---------------------------------------------------------------- numbers that are not finite
 
-    def _nonfinite(self, batch: Batch, record: Record) -> Record | None:
+    def _nonfinite(self, batch: Batch, record: StepRecord) -> StepRecord | None:
         """A bad batch: skip it; too many of them, or bad weights: roll back once; then stop. The weights are never touched."""
         if late := self.checkpointer.failure(wait=True):  # the weights were bad before this batch
             assert late.bad is not None
@@ -344,7 +344,7 @@ class _Loop:
 
     # ---------------------------------------------------------------- between two steps
 
-    def _save_and_evaluate(self, record: Record) -> bool:
+    def _save_and_evaluate(self, record: StepRecord) -> bool:
         """Save before you score; score before you sample. False where saved weights were bad and it was rolled back.
 
         That may be found some steps later, as the save goes on beside them; which batches are skipped does not depend on it.
@@ -361,7 +361,7 @@ class _Loop:
             self._rollback(late.step, late.step, late.bad)
         return late is None
 
-    def _check_stop(self, record: Record) -> None:
+    def _check_stop(self, record: StepRecord) -> None:
         """A request to stop, or a budget that is nearly spent."""
         budget, save_s = self.context.run.budget, max(self.checkpointer.save_s, 0.2)
         verdict = guard.budget_reached(budget, report.spent_s(), save_s, record.seconds)

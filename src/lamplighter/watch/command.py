@@ -23,7 +23,7 @@ from lamplighter.report import Verdict
 from lamplighter.rundir import LineFile, RunDir
 from lamplighter.watch import agent, time_report
 from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
-from lamplighter.watch.diagnosis import Finding
+from lamplighter.watch.diagnosis import Diagnosis
 from lamplighter.watch.process_tree import HELLO_S, Snapshot
 from lamplighter.watch.progress import ScriptProgress
 from lamplighter.watch.restart_policy import RestartPolicy
@@ -58,7 +58,7 @@ class WatchedCommand:
         self.child: subprocess.Popen[bytes] | None = None
         self.progress = ScriptProgress()
         self.snapshot: Snapshot | None = None
-        self.finding: Finding | None = None
+        self.finding: Diagnosis | None = None
         self.oom_before = procfs.oom_kills()
         self.without_agent: dict[int, float] = {}
         self.said_without = False

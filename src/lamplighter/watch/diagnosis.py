@@ -1,7 +1,7 @@
 """Slow, stuck or dead, for one process of a tree: pure functions from what was seen to what it means.
 
 In:  Evidence: a GroupSample (two looks at the tree, the stacks taken between them) and the process that is asked about.
-Out: a Finding: a verdict in the form of every verdict, and whether it is proved that nobody can end the wait.
+Out: a Diagnosis: a verdict in the form of every verdict, and whether it is proved that nobody can end the wait.
 
 `judge_process` asks RULES in order, and the first that fits wins. The order carries the meaning: what needs no stacks comes
 first (stopped, uninterruptible, compiling, collecting garbage), then a GIL that is held, then bytes that move, then CPU that
@@ -37,7 +37,7 @@ STARVED = 2.0  # times longer waiting for a core than running
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """A verdict, and whether it may be acted on soon (`provable`) or only after long patience."""
 
     verdict: Verdict
@@ -140,7 +140,7 @@ class Evidence:
         return f", usually {duration(self.usual_s)} at most" if self.usual_s > 0.1 else ""
 
 
-def judge_process(sample: GroupSample, process: Process) -> Finding | None:
+def judge_process(sample: GroupSample, process: Process) -> Diagnosis | None:
     """The first rule that fits; None where nothing can be said yet."""
     evidence = Evidence(sample, process)
     return next((found for rule in RULES if (found := rule(evidence)) is not None), None)
@@ -148,7 +148,7 @@ def judge_process(sample: GroupSample, process: Process) -> Finding | None:
 
 def _finding(
     evidence: Evidence, state: str, cause: str, why: str, next: str, provable: bool = False, **culprit_fields: object
-) -> Finding:
+) -> Diagnosis:
     where: dict[str, object] = {"pid": evidence.look.pid}
     if evidence.frame is not None:
         where |= evidence.frame.fields()
@@ -160,7 +160,7 @@ def _finding(
     if evidence.look.wchan.strip("0"):
         seen.append(f"waits in {evidence.look.wchan}")
     since_s = round(evidence.stalled_s, 2)
-    return Finding(
+    return Diagnosis(
         Verdict(
             state, cause, why, next, "none", evidence=tuple(seen), culprit={**where, **culprit_fields}, since_s=since_s
         ),
@@ -171,7 +171,7 @@ def _finding(
 # ---------------------------------------------------------------- the rules, in order
 
 
-def stopped(evidence: Evidence) -> Finding | None:
+def stopped(evidence: Evidence) -> Diagnosis | None:
     halted = [process.look for process in evidence.sample.last.processes if process.look.stopped]
     if not halted:
         return None
@@ -186,7 +186,7 @@ def stopped(evidence: Evidence) -> Finding | None:
     )
 
 
-def uninterruptible(evidence: Evidence) -> Finding | None:
+def uninterruptible(evidence: Evidence) -> Diagnosis | None:
     asleep_throughout = evidence.before.look.state == evidence.look.state == "D" and evidence.seconds >= 0.9
     if not asleep_throughout or evidence.bytes_per_s > 0:
         return None
@@ -195,7 +195,7 @@ def uninterruptible(evidence: Evidence) -> Finding | None:
     return _finding(evidence, "stuck", "d_state", why, "wait, or look at the disk or the mount behind it (dmesg)")
 
 
-def compiling(evidence: Evidence) -> Finding | None:
+def compiling(evidence: Evidence) -> Diagnosis | None:
     flagged = any(process.slot and process.slot.compiling for process in evidence.sample.last.processes)
     if not flagged and not evidence.compilers:
         return None
@@ -206,7 +206,7 @@ def compiling(evidence: Evidence) -> Finding | None:
     return _finding(evidence, "slow", "compile_slow", why, "wait: the second start finds the result in the cache")
 
 
-def _compile_asleep(evidence: Evidence) -> Finding:
+def _compile_asleep(evidence: Evidence) -> Diagnosis:
     """Nobody computes: a compiler that waits. Named as slow, and given the patience of all that cannot be proved."""
     names = (
         ", ".join(f"{process.look.name} {process.pid}" for process in evidence.sample.last.processes[1:4])
@@ -217,7 +217,7 @@ def _compile_asleep(evidence: Evidence) -> Finding:
     return replace(found, asleep=True)
 
 
-def collecting(evidence: Evidence) -> Finding | None:
+def collecting(evidence: Evidence) -> Diagnosis | None:
     if not evidence.slot.collecting:
         return None
     return _finding(
@@ -225,7 +225,7 @@ def collecting(evidence: Evidence) -> Finding | None:
     )
 
 
-def moving_slowly(evidence: Evidence) -> Finding | None:
+def moving_slowly(evidence: Evidence) -> Diagnosis | None:
     """Bytes move, the process mostly waits for them: input-bound."""
     if evidence.bytes_per_s <= 0 or evidence.cpu_share > 0.5 or evidence.seconds < 0.9:
         return None
@@ -239,7 +239,7 @@ def moving_slowly(evidence: Evidence) -> Finding | None:
     return _finding(evidence, "slow", "slow_disk", why, "copy the data to a faster disk", path=path)
 
 
-def holding_the_gil(evidence: Evidence) -> Finding | None:
+def holding_the_gil(evidence: Evidence) -> Diagnosis | None:
     """The listener cannot answer: a C call keeps the GIL, asleep or busy."""
     main = evidence.main_stack
     if not evidence.sampler_silent or main is None or main.holds_gil is False or evidence.frame is None:
@@ -248,7 +248,7 @@ def holding_the_gil(evidence: Evidence) -> Finding | None:
     return _finding(evidence, "slow", "gil_hold", why, "nothing can be saved until it returns; look at that line")
 
 
-def running(evidence: Evidence) -> Finding | None:
+def running(evidence: Evidence) -> Diagnosis | None:
     if evidence.cpu_share < BUSY or evidence.frame is None:
         return None
     counted = loop_progress(evidence)
@@ -276,7 +276,7 @@ def running(evidence: Evidence) -> Finding | None:
     return replace(found, left_s=counted.left_s if counted else None)
 
 
-def deadlocked(evidence: Evidence) -> Finding | None:
+def deadlocked(evidence: Evidence) -> Diagnosis | None:
     """Every thread of the user's waits for a lock without a time limit, and nothing moves."""
     if evidence.newest is None or evidence.seconds < 0.9 or evidence.sampler_silent or len(evidence.stacks) < 2:
         return None
@@ -303,7 +303,7 @@ def deadlocked(evidence: Evidence) -> Finding | None:
     return _finding(evidence, "stuck", "deadlock", why, "take the locks in one order", provable=proved)
 
 
-def asleep(evidence: Evidence) -> Finding | None:
+def asleep(evidence: Evidence) -> Diagnosis | None:
     if evidence.frame is None or evidence.seconds < 0.9:
         return None
     sleeping = evidence.main_thread is not None and evidence.main_thread.syscall in NANOSLEEP
@@ -315,7 +315,7 @@ def asleep(evidence: Evidence) -> Finding | None:
     )
 
 
-RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
+RULES: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
     stopped, uninterruptible, compiling, collecting, holding_the_gil, moving_slowly, running, deadlocked, asleep,
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lamplighter.watch.diagnosis import Finding
+from lamplighter.watch.diagnosis import Diagnosis
 
 GRACE_S = 4.0  # for what is proved
 TIMES_LONGEST = 10.0
@@ -35,7 +35,7 @@ class RestartPolicy:
     durable: int = -1
     eager: bool = False  # the compiler was given up
 
-    def stuck(self, finding: Finding, longest_s: float, step: int, durable: int) -> Decision:
+    def stuck(self, finding: Diagnosis, longest_s: float, step: int, durable: int) -> Decision:
         """A live process: proved causes after a short grace, all others after long patience, and only with a way back."""
         cause, quiet_s = finding.verdict.cause, finding.verdict.since_s
         patience_s = GRACE_S if finding.provable else max(self.patience_s, TIMES_LONGEST * longest_s)

@@ -15,7 +15,7 @@ from pathlib import Path
 from lamplighter.procs import procfs, stacks
 from lamplighter.procs.stacks import Stacks
 from lamplighter.rundir import RunDir
-from lamplighter.watch.diagnosis import Finding
+from lamplighter.watch.diagnosis import Diagnosis
 from lamplighter.watch.evidence import GroupSample, to_json
 from lamplighter.watch.process_tree import Process, ProcessTree, Snapshot, counts
 from lamplighter.watch.status import duration
@@ -49,7 +49,7 @@ class StallDetector:
         """A new attempt: what was learned stays, what was seen goes."""
         self.window: deque[Snapshot] = deque()
         self.captures: dict[int, tuple[Stacks, ...]] = {}
-        self.finding: Finding | None = None
+        self.finding: Diagnosis | None = None
         self.named: set[str] = set()  # in this stall
         self.phase = ""
         self.phase_ticks = 0
@@ -104,7 +104,7 @@ class StallDetector:
     def sample(self) -> GroupSample:
         return GroupSample(self.window[0], self.window[-1], dict(self.captures), self.usual_gap_s.get(self.phase, 0.0))
 
-    def unnamed_finding(self) -> Finding | None:
+    def unnamed_finding(self) -> Diagnosis | None:
         """The finding, if this stall was not called so yet."""
         if self.finding is None:
             return None
@@ -115,7 +115,7 @@ class StallDetector:
         self.named.add(named)
         return self.finding
 
-    def keep_evidence(self, finding: Finding) -> str | None:
+    def keep_evidence(self, finding: Diagnosis) -> str | None:
         """What the verdict was judged from, as a file: it can be judged again."""
         path = keep_text(self.run, f"{finding.verdict.cause}.json", to_json(self.sample()))
         return path.name if path else None
@@ -200,7 +200,7 @@ def take_all(tree: ProcessTree, processes: tuple[Process, ...], everybody: bool)
     return {pid: stacks.take(tree.slot_path(pid), pid, ours=pid in tree.own) for pid in wanted[:MOST_STACKS]}
 
 
-def explain(line: str, snapshot: Snapshot, taken: Mapping[int, Stacks | None], finding: Finding | None) -> str:
+def explain(line: str, snapshot: Snapshot, taken: Mapping[int, Stacks | None], finding: Diagnosis | None) -> str:
     """The line of now, the verdict, then every process with its phase and its stacks."""
     lines = [line]
     if finding is not None:

@@ -26,16 +26,7 @@ from typing import Any, Protocol
 from lamplighter.errors import DONE, STOPPED_EARLY
 from lamplighter.procs import procfs
 from lamplighter.report import Verdict
-from lamplighter.rundir import (
-    VERSIONS,
-    LineFile,
-    RunDir,
-    cannot_write,
-    identity,
-    read_lines,
-    read_record,
-    write_json,
-)
+from lamplighter.rundir import VERSIONS, LineFile, RunDir, cannot_write, identity, read_lines, read_record, write_json
 from lamplighter.watch import tree_diagnosis
 from lamplighter.watch.notify import Notifier
 from lamplighter.watch.process_tree import ProcessTree, Snapshot, open_pidfd, read_slots

@@ -1,7 +1,7 @@
 """Our own processes as a target of the supervisor: one per rank, each with a slot, a FIFO and an event file of its own.
 
 In:  a run folder, the verb and its request (ChildSpec), a console.
-Out: processes of `python -m lamplighter.commands.child`, what they report in words, and what their end means.
+Out: processes of `python -m lamplighter.commands.child_main`, what they report in words, and what their end means.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Trainer:
         try:
             return subprocess.Popen(
                 # -P: what lies in the current folder (a model folder, say) is not imported in a library's place
-                [sys.executable, "-P", "-m", "lamplighter.commands.child", spec.verb, request],
+                [sys.executable, "-P", "-m", "lamplighter.commands.child_main", spec.verb, request],
                 stdin=spec.child_stdin,
                 stdout=output,
                 stderr=output,

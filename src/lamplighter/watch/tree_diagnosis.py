@@ -1,7 +1,7 @@
 """Verdicts on a process tree: who waits for whom, and which process is at the end of the chain. Pure functions.
 
 In:  a GroupSample: two looks at the tree, the stacks of each process, what is usual.
-Out: a Finding whose culprit is a worker, a rank or a line. `judge` asks RULES in order, and the first that fits wins; the
+Out: a Diagnosis whose culprit is a worker, a rank or a line. `judge` asks RULES in order, and the first that fits wins; the
      last of them asks the rules for one process (diagnosis.py). Also: verdicts on processes that have ended.
 """
 
@@ -16,7 +16,7 @@ from lamplighter.procs.procfs import not_known
 from lamplighter.procs.stacks import Stacks, ThreadStack, own_frames, users_frame
 from lamplighter.report import Verdict
 from lamplighter.slot import Slot
-from lamplighter.watch.diagnosis import BUSY, SOFT_WAITS, Finding, judge_process, text_of_wait
+from lamplighter.watch.diagnosis import BUSY, SOFT_WAITS, Diagnosis, judge_process, text_of_wait
 from lamplighter.watch.evidence import GroupSample
 from lamplighter.watch.process_tree import Exit, Process, Snapshot
 from lamplighter.watch.status import duration
@@ -26,7 +26,7 @@ OPEN_S = 1.8  # a fetch or a collective that lasts so long, while nothing else i
 RECENT_S = 600.0
 
 
-def judge(sample: GroupSample) -> Finding | None:
+def judge(sample: GroupSample) -> Diagnosis | None:
     """The first rule that fits; None where nothing can be said yet."""
     if not sample.last.processes:
         return None
@@ -42,7 +42,7 @@ def _finding(
     next: str,
     provable: bool = False,
     **more: object,
-) -> Finding:
+) -> Diagnosis:
     frame = sample.frame(process)
     culprit: dict[str, object] = {"pid": process.pid}
     if frame is not None:
@@ -58,13 +58,13 @@ def _finding(
     verdict = Verdict(
         state, cause, why, next, "none", evidence=tuple(filter(None, evidence)), culprit={**culprit, **more}
     )
-    return Finding(replace(verdict, since_s=round(sample.last.stalled_s, 2)), provable)
+    return Diagnosis(replace(verdict, since_s=round(sample.last.stalled_s, 2)), provable)
 
 
 # ---------------------------------------------------------------- the rules, in order
 
 
-def part_stopped(sample: GroupSample) -> Finding | None:
+def part_stopped(sample: GroupSample) -> Diagnosis | None:
     """Part of the tree is stopped by a signal. Where all of it is, a person may have pressed Ctrl+Z."""
     halted = [process for process in sample.last.processes if process.look.stopped]
     if not halted or len(halted) == len(sample.last.processes):
@@ -99,7 +99,7 @@ def _weight(process: Process) -> int:
     return process.slot.coll_seq + process.slot.step + process.slot.in_coll if process.slot else 0
 
 
-def late_rank(sample: GroupSample) -> Finding | None:
+def late_rank(sample: GroupSample) -> Diagnosis | None:
     """Some ranks are in a collective; the one behind them is the culprit."""
     ranks = ranks_of(sample.last)
     waiting = [m for m in ranks if m.slot and m.slot.in_coll and sample.last.at - m.slot.coll_since_ns / 1e9 > OPEN_S]
@@ -125,7 +125,7 @@ def late_rank(sample: GroupSample) -> Finding | None:
     )
 
 
-def _uneven(sample: GroupSample, one: Process, ahead: Process) -> Finding:
+def _uneven(sample: GroupSample, one: Process, ahead: Process) -> Diagnosis:
     """One waits in the backward pass (a collective inside C++), the other has gone on: they make different numbers of steps."""
     assert one.slot is not None and ahead.slot is not None
     why = (
@@ -137,7 +137,7 @@ def _uneven(sample: GroupSample, one: Process, ahead: Process) -> Finding:
     return _finding(sample, ahead, "stuck", "rank_uneven", why, next=advice, provable=True, waits=one.rank)
 
 
-def _other_collective(sample: GroupSample, waiting: Sequence[Process]) -> Finding | None:
+def _other_collective(sample: GroupSample, waiting: Sequence[Process]) -> Diagnosis | None:
     """All ranks are inside, in different ones."""
     calls = {m.slot.coll: m for m in waiting if m.slot}
     moving = any(_is_busy(sample, m) for m in waiting)
@@ -158,7 +158,7 @@ def _other_collective(sample: GroupSample, waiting: Sequence[Process]) -> Findin
     )
 
 
-def outlier_rank(sample: GroupSample) -> Finding | None:
+def outlier_rank(sample: GroupSample) -> Diagnosis | None:
     """Collectives inside C++ (DDP) are not counted: group the ranks by their stacks; who stands apart is the culprit."""
     ranks = ranks_of(sample.last)
     groups = group_by_line([(m, sample.main_stack(m)) for m in ranks])
@@ -192,7 +192,7 @@ def _in_backward(stack: ThreadStack | None) -> bool:
     return stack is not None and any(frame.func in ("_engine_run_backward", "backward") for frame in stack.frames)
 
 
-def waiting_for_worker(sample: GroupSample) -> Finding | None:
+def waiting_for_worker(sample: GroupSample) -> Diagnosis | None:
     """The main process waits for a batch: the worker that has it in hands is the end of the chain."""
     for main in sample.last.processes:
         slot = main.slot
@@ -207,7 +207,7 @@ def waiting_for_worker(sample: GroupSample) -> Finding | None:
     return None
 
 
-def _about_worker(sample: GroupSample, main: Process, worker: Process) -> Finding | None:
+def _about_worker(sample: GroupSample, main: Process, worker: Process) -> Diagnosis | None:
     assert worker.slot is not None
     since = duration(sample.last.at - worker.slot.item_since_ns / 1e9)
     where = f"worker {worker.worker} has been{sample.at(worker)} (item {worker.slot.item}) for {since}"
@@ -253,7 +253,7 @@ def _moves_bytes(sample: GroupSample, process: Process) -> bool:
     return process.moved_bytes - before.moved_bytes > 20_000 * sample.seconds
 
 
-def child_lost(sample: GroupSample) -> Finding | None:
+def child_lost(sample: GroupSample) -> Diagnosis | None:
     """Everybody sleeps, and one that was there was killed: a pool that waits for its answer for ever."""
     if sum(sample.cpu_share(m) for m in sample.last.processes) > BUSY:
         return None
@@ -285,7 +285,7 @@ def child_lost(sample: GroupSample) -> Finding | None:
     return None
 
 
-def anybody(sample: GroupSample) -> Finding | None:
+def anybody(sample: GroupSample) -> Diagnosis | None:
     """Nobody waits for a known unit: the busiest, else whoever stands in the user's code, deepest first."""
     processes = [m for m in sample.last.processes if m.slot is not None or m.pid in sample.stacks]
     busiest = max(processes, key=sample.cpu_share, default=None)
@@ -305,7 +305,7 @@ def _is_idle(sample: GroupSample, process: Process) -> bool:
     return stack is not None and any(word in stack.frames[0].file for word in words if stack.frames)
 
 
-def _as_one(sample: GroupSample, process: Process) -> Finding | None:
+def _as_one(sample: GroupSample, process: Process) -> Diagnosis | None:
     """The rules for one process, with everybody else's CPU and bytes counted in."""
     found = judge_process(sample, process)
     if found is None:
@@ -330,7 +330,7 @@ def _as_one(sample: GroupSample, process: Process) -> Finding | None:
     return replace(found, verdict=verdict)
 
 
-RULES: tuple[Callable[[GroupSample], Finding | None], ...] = (
+RULES: tuple[Callable[[GroupSample], Diagnosis | None], ...] = (
     part_stopped, late_rank, outlier_rank, waiting_for_worker, child_lost, anybody,
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lamplighter import report
-from lamplighter.data.sources.files import FileSource
+from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.sources.hub import HubSource, open_dataset
 from lamplighter.data.sources.mixture import Chain, Mixture, check_weights
 from lamplighter.errors import BadConfig, BadData

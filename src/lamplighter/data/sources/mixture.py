@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from lamplighter import report
-from lamplighter.data.sources.files import FileSource
+from lamplighter.data.sources.file_source import FileSource
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.readers.records import Cursor, Part, Position, digest
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.sources import Part, Source, watched
-from lamplighter.data.sources.files import FileSource
+from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.split import CacheSettings, Split, Survey, begin_survey, decide
 from lamplighter.data.token_cache import partition
 from lamplighter.data.token_cache import writer as shards
@@ -41,15 +41,7 @@ from lamplighter.procs.procfs import boot_id
 from lamplighter.readers.bad_records import SOON, BadInFile, BadRecords
 from lamplighter.readers.files import unpacked_bytes
 from lamplighter.readers.ranges import PART_BYTES, TextBlock
-from lamplighter.rundir import (
-    free_bytes,
-    human_bytes,
-    identity,
-    read_json,
-    read_record,
-    write_atomic,
-    write_json,
-)
+from lamplighter.rundir import free_bytes, human_bytes, identity, read_json, read_record, write_atomic, write_json
 
 FORMAT = 2
 COMMIT_S = 30.0  # the most that a kill can cost of a slow source

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from lamplighter.data.sources import Source
-from lamplighter.data.sources.files import FileSource
+from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.split import MB, CacheSettings, Survey
 from lamplighter.readers import ranges
 from lamplighter.readers.bad_records import BadRecords

@@ -1,7 +1,7 @@
 """The token cache: found by its fingerprint, built once (by whoever is first), read by mapped memory.
 
 In:  a folder for caches, a source, a tokenizer, settings.
-Out: Tokens with a train and a val TokenStream: documents of ids, one after the other, in shards on disk (see builder.py).
+Out: Tokens with a train and a val CachedStream: documents of ids, one after the other, in shards on disk (see builder.py).
 
 A cache is named after three fingerprints: tokenizer, settings, sources. If one of them changes it is another cache, and
 the difference is said.
@@ -38,7 +38,7 @@ from lamplighter.readers import ranges
 from lamplighter.readers.records import digest
 from lamplighter.rundir import cannot_write, hash_file, identity, read_json, read_record
 
-__all__ = ["CacheSettings", "TokenStream", "Tokens", "ensure", "obtain", "open_tokens"]
+__all__ = ["CacheSettings", "CachedStream", "Tokens", "ensure", "obtain", "open_tokens"]
 
 PARTS = ("tokenizer", "settings", "sources")
 _POLL_S = 0.2
@@ -258,7 +258,7 @@ def _wait(fd: int, folder: Path) -> None:
 # ---------------------------------------------------------------- reading
 
 
-class TokenStream:
+class CachedStream:
     """One side's stream of ids: an end-of-text, then its shards, which may have any sizes."""
 
     def __init__(self, folder: Path, name: str, manifest: dict[str, Any]) -> None:
@@ -330,8 +330,8 @@ class Tokens:
 
     folder: Path
     manifest: dict[str, Any]
-    train: TokenStream
-    val: TokenStream
+    train: CachedStream
+    val: CachedStream
 
     @property
     def vocab_size(self) -> int:
@@ -365,7 +365,7 @@ def open_tokens(folder: Path, verify: bool = False) -> Tokens:
     if verify:
         _verify(folder, manifest["files"])
     _allow_open_files(sum(len(split["shards"]) for split in manifest["splits"].values()))
-    return Tokens(folder, manifest, TokenStream(folder, "train", manifest), TokenStream(folder, "val", manifest))
+    return Tokens(folder, manifest, CachedStream(folder, "train", manifest), CachedStream(folder, "val", manifest))
 
 
 def _verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:

@@ -69,7 +69,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Change:
+class FlagChange:
     """A flag went up or came down."""
 
     up: bool
@@ -90,7 +90,7 @@ class Detector:
         self.well_after = _WELL_BLOCKS * facts.block
         self.long = max(LONG_STEPS, round(LONG_SHARE * facts.steps))
 
-    def step(self, step: int, values: Mapping[str, float | None]) -> list[Change]:
+    def step(self, step: int, values: Mapping[str, float | None]) -> list[FlagChange]:
         """After an optimizer step."""
         if self.history.add(step, values):
             return self._look(EACH_STEP) + self._look(EACH_BLOCK)
@@ -99,18 +99,18 @@ class Detector:
             return self._look(EACH_STEP)
         return []
 
-    def validated(self, step: int, loss: float | None) -> list[Change]:
+    def validated(self, step: int, loss: float | None) -> list[FlagChange]:
         self.history.validated(step, loss)
         return self._look(EACH_BLOCK) if self.history.blocks else []
 
-    def sampled(self, step: int, repeat: float | None) -> list[Change]:
+    def sampled(self, step: int, repeat: float | None) -> list[FlagChange]:
         self.history.sampled(step, repeat)
         return self._look({"sample_degenerate": learning.degenerate_samples})
 
-    def _look(self, rules: Mapping[str, _Rule]) -> list[Change]:
+    def _look(self, rules: Mapping[str, _Rule]) -> list[FlagChange]:
         return [change for cause, rule in rules.items() if (change := self._judge(cause, rule))]
 
-    def _judge(self, cause: str, rule: _Rule) -> Change | None:
+    def _judge(self, cause: str, rule: _Rule) -> FlagChange | None:
         now, standing = self.history.step, self.up.get(cause)
         if standing is None and any(cause in EXPLAINS.get(other, ()) for other in self.up):
             return None
@@ -118,7 +118,7 @@ class Detector:
         if verdict is not None and standing is None:
             self.up[cause] = Standing(verdict, now, now)
             soon = cause in self.down_at and now - self.down_at[cause] < self.long
-            return Change(True, verdict, now, now, again=soon or now <= self.said_before.get(cause, 0))
+            return FlagChange(True, verdict, now, now, again=soon or now <= self.said_before.get(cause, 0))
         if standing is None:
             return None
         if verdict is not None:
@@ -126,14 +126,14 @@ class Detector:
         elif now - standing.held_step >= self.well_after:
             del self.up[cause]
             self.down_at[cause] = now
-            return Change(False, standing.verdict, now, standing.since_step)
+            return FlagChange(False, standing.verdict, now, standing.since_step)
         return None
 
 
 # ---------------------------------------------------------------- words
 
 
-def announce(changes: Iterable[Change]) -> None:
+def announce(changes: Iterable[FlagChange]) -> None:
     """Through report: a verdict that stands, or that it is well again."""
     for change in changes:
         verdict = change.verdict
@@ -146,7 +146,7 @@ def announce(changes: Iterable[Change]) -> None:
 # ---------------------------------------------------------------- after a restart
 
 
-def replay(detector: Detector, records: Iterable[Mapping[str, Any]], last_step: int) -> list[Change]:
+def replay(detector: Detector, records: Iterable[Mapping[str, Any]], last_step: int) -> list[FlagChange]:
     """What the records of a run would have raised, up to a step; of a step that was done twice, the last record counts."""
     steps: dict[int, Mapping[str, Any]] = {}
     looks: dict[int, Mapping[str, Any]] = {}
@@ -158,7 +158,7 @@ def replay(detector: Detector, records: Iterable[Mapping[str, Any]], last_step: 
             steps[step] = record
         elif "eval/val_loss" in record or "eval/sample_repeat" in record:
             looks[step] = {**looks.get(step, {}), **record}
-    changes: list[Change] = []
+    changes: list[FlagChange] = []
     for step in sorted(steps.keys() | looks.keys()):
         if step in steps:
             changes += detector.step(step, steps[step])

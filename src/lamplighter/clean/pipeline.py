@@ -24,7 +24,7 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.clean import dedup, worker
-from lamplighter.clean.documents import Item, find_items
+from lamplighter.clean.raw_documents import Item, find_items
 from lamplighter.clean.rules import Rejected, Rules
 from lamplighter.clean.worker import CleanBatch, CleanCounts
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, ChildLost, UsageError
@@ -375,7 +375,7 @@ def _finish(
     out: Path, items: list[Item], refused: list[Rejected], rules: Rules, totals: Totals, names: list[str]
 ) -> None:
     """The report, then the manifest, then no more parts."""
-    from lamplighter.clean.job import table
+    from lamplighter.clean.pipeline import table
 
     made = [*names, f"{LOG}/{REJECTED}", f"{LOG}/{REPORT}"]
     report_path = out / LOG / REPORT

@@ -18,7 +18,7 @@ from lamplighter.data.chat import example_cache, rows
 from lamplighter.data.chat.rows import RowSource
 from lamplighter.data.setup import open_source, open_text
 from lamplighter.data.sources import Source
-from lamplighter.data.sources.files import FileSource
+from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.token_cache import reader
 from lamplighter.data.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """The child's entry point: runs one verb's child part, and says how it ended.
 
-In:  `python -m lamplighter.commands.child VERB REQUEST`, a run folder made by the parent.
+In:  `python -m lamplighter.commands.child_main VERB REQUEST`, a run folder made by the parent.
 Out: the verb's exit code; everything else goes through report.
 """
 

@@ -20,7 +20,7 @@ from lamplighter.data.stats import Request, Stats, chat_stats, count_text
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.tokenizer_training import escaped
 from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding, fault, ok, warn
-from lamplighter.doctor.sample_data import NoSample, Sample, take
+from lamplighter.doctor.sample_data import NoSample, SampledRun, take
 from lamplighter.errors import LampError
 from lamplighter.rundir import read_record
 
@@ -132,7 +132,7 @@ def _template(context: ProbeContext, template: ChatTemplate) -> Iterator[Finding
 # ---------------------------------------------------------------- lengths and padding
 
 
-def _lengths(stats: Stats, context: ProbeContext, sample: Sample) -> Iterator[Finding]:
+def _lengths(stats: Stats, context: ProbeContext, sample: SampledRun) -> Iterator[Finding]:
     window, facts = stats.window, stats.lengths
     words = (
         f"{facts.count:,} {'examples' if stats.kind == 'chat' else 'documents'}, p50 {facts.p50:,}, p95 {facts.p95:,},"
@@ -215,7 +215,7 @@ def _shorter(stats: Stats) -> int:
 # ---------------------------------------------------------------- repeats, loss, epochs
 
 
-def _repeats(stats: Stats, sample: Sample) -> Iterator[Finding]:
+def _repeats(stats: Stats, sample: SampledRun) -> Iterator[Finding]:
     found, sides, count = stats.duplicates, stats.sides, stats.counts.documents
     share = (found.exact + (found.near or 0)) / max(1, count)
     if share > 0.005:
@@ -273,7 +273,7 @@ def _loss(stats: Stats, context: ProbeContext) -> Iterator[Finding]:
             )
 
 
-def _epochs(stats: Stats, context: ProbeContext, sample: Sample) -> Iterator[Finding]:
+def _epochs(stats: Stats, context: ProbeContext, sample: SampledRun) -> Iterator[Finding]:
     """How often the run would see each token, by the true tokens of the sample."""
     train, data = context.run.train, context.run.data
     if train.steps is None:
