@@ -1,7 +1,7 @@
 # The two that everybody needs are in README.md; these are for people who change the code.
 PYTHON ?= .venv/bin/python
 
-.PHONY: venv format lint types test check sizes
+.PHONY: venv format lint types unit test check sizes
 
 venv:
 	python3 -m venv .venv
@@ -17,8 +17,12 @@ lint:
 types:
 	$(PYTHON) -m mypy
 
+# No process is started: under a minute.
+unit:
+	$(PYTHON) -m pytest -n 2 -q tests/unit
+
 test:
-	$(PYTHON) -m pytest -n 2
+	$(PYTHON) -m pytest -n 2 -q
 
 sizes:
 	$(PYTHON) benchmarks/sizes.py
@@ -26,6 +30,7 @@ sizes:
 check: lint types test sizes
 
 .PHONY: zoo
+# Everything, with the tests that take long or need a quiet machine (marker zoo; listed in docs/reliability.md).
 zoo:
 	LAMP_ZOO_FULL=1 $(PYTHON) -m pytest -q tests
 

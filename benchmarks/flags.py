@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from lamplighter.train.anomalies.detector import Detector
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 from test_flags import CURVES, load
+
+from lamplighter.train.anomalies.detector import Detector
 
 
 def measure(name: str) -> tuple[int, float, float, float]:

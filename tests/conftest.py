@@ -34,6 +34,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not FULL:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("zoo")])
         items[:] = [item for item in items if not item.get_closest_marker("zoo")]
+    for item in items:
+        if item.get_closest_marker("zoo"):
+            item.add_marker(pytest.mark.timeout(1200))
 
 
 @pytest.fixture

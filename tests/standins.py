@@ -17,7 +17,7 @@ from typing import Any
 
 from lamplighter.data.sources import EmbeddedCorpus
 
-VERSION = "1"  # a new one where what is made here changes
+VERSION = "4"  # a new one where what is made here changes
 BOS, EOS = 1, 2
 
 
@@ -53,10 +53,10 @@ def instructions(path: Path) -> None:
     words = "\n".join(corpus(200)).split()
     rows = []
     for number in range(1100):
-        begin, length = number * 7, 4 + number * number % 17
-        row = {"instruction": f"Say the words of line {number}.", "input": "", "output": ""}
-        row["input"] = " ".join(words[begin : begin + length]) if number % 3 else ""
-        row["output"] = f"{' '.join(words[begin + 5 : begin + 5 + length])} {number}."
+        begin, length = number * 7, number * number % 16
+        row = {"instruction": f"Line {number}?" if number % 4 else f"What is line {number}, please?"}
+        row["input"] = "" if number % 3 else " ".join(words[begin : begin + length // 2])
+        row["output"] = " ".join([*words[begin + 5 : begin + 5 + length], f"{number}."])
         rows.append(row)
     path.write_text(json.dumps(rows, indent=1))
 
@@ -65,7 +65,10 @@ def gpt2(folder: Path) -> None:
     """Byte-level BPE of 2,000 tokens in all three files."""
     from lamplighter.data.tokenizer import train
 
-    content = train(corpus(2000), 2000).content
+    content = train(
+        [*corpus(2000), "A line.\n\nAnother line.\n\n" * 50, "<|im_start|>assistant user system<|im_end|>\n" * 300],
+        2000,
+    ).content
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
     merges = [" ".join(pair) for pair in content["model"]["merges"]]
@@ -133,7 +136,7 @@ def llama_tokenizer() -> dict[str, Any]:
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     special = ["<unk>", "<s>", "</s>"]
-    pieces = [piece for text in corpus(300) for piece in text.split()]
+    pieces = [piece for text in [*corpus(300), "time " * 500] for piece in text.split()]
     made.train_from_iterator(pieces, trainers.BpeTrainer(vocab_size=256, special_tokens=special, show_progress=False))
     content: dict[str, Any] = json.loads(made.to_str())
     own = [name for name in content["model"]["vocab"] if name not in special]
@@ -160,18 +163,31 @@ def llama_tokenizer() -> dict[str, Any]:
 
 
 def web(folder: Path) -> None:
-    """Three packed files of 200 rows each; of every 20 rows two are copies of earlier ones, and some are long."""
+    """Three packed files of 201 rows each; of every 20 rows two are copies of earlier ones, and some are long."""
     import zstandard
 
-    texts = [text if n % 40 else " ".join([text] * 20) for n, text in enumerate(corpus(600))]
+    texts = [text if n % 40 else " ".join([text] * 20) for n, text in enumerate(corpus(603))]
     for number in range(20, 600, 20):
         texts[number] = texts[number - 7]
         texts[number + 1] = texts[number - 3]
     for part in range(3):
-        rows = "".join(json.dumps({"text": text, "meta": {"part": part}}) + "\n" for text in texts[part * 200 :][:200])
+        rows = "".join(json.dumps({"text": text, "meta": {"part": part}}) + "\n" for text in texts[part * 201 :][:201])
         (folder / f"part-{part}.jsonl.zst").write_bytes(zstandard.compress(rows.encode()))
 
 
+def books(folder: Path) -> None:
+    """Three texts of different lengths, one with a byte-order mark."""
+    for number, name in enumerate(BOOKS):
+        text = "\n\n".join(corpus(2000 + 1000 * number))
+        (folder / name).write_text(text, encoding="utf-8-sig" if number == 1 else "utf-8")
+
+
+def accounts(folder: Path) -> None:
+    for number, text in enumerate(corpus(60)):
+        (folder / f"OA{number:03d}.txt").write_text(f"{text}\n\n{text.upper()}")
+
+
+BOOKS = ("dickens_dombey_821-0.txt", "evelyn_diary_v1_41218-0.txt", "london_people_of_the_abyss_1688.txt")
 MAKERS: dict[str, Callable[[Path], None]] = {
     "tinyshakespeare/input.txt": shakespeare,
     "finetune/instruction-data-short.json": instructions,
@@ -179,4 +195,6 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "tokenizers/hellolondon": london,
     "models/stories260K_hf_llama": llama,
     "web/slimpajama_like": web,
+    "london/gutenberg_raw": books,
+    "london/ordinarys_accounts_txt": accounts,
 }

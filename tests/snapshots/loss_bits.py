@@ -2,7 +2,7 @@
 
 In:  nothing (the `lamplighter` that Python finds), or `--against SRC`: another tree's src folder.
 Out: JSON on stdout: the machine, and for each run the losses as hexadecimal floats; with --against, a line for each run
-     and exit code 1 where one differs. The words of the runs are also those of tests/test_snapshots.py.
+     and exit code 1 where one differs. The words of the runs are also those of tests/run/test_snapshots.py.
 
     python tests/snapshots/loss_bits.py                          # this tree
     PYTHONPATH=OLD/src python tests/snapshots/loss_bits.py       # another one

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "field"))
 from truth import CASES, Case, command_of, culprit_lines
 
 from lamplighter.rundir import RunDir, read_lines

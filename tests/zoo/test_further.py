@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from lamplighter.rundir import RunDir, read_json, read_lines
 from running import LAMP, LONG, TINY, Row, clean_env, lamp, losses_of, slot_of, start_lamp, wait_for
 
@@ -149,7 +148,7 @@ def test_dirty_text_is_set_aside_with_its_place_and_count(tmp_path: Path, zoo_ro
     zoo_row("dirty_text", float(found["t"] - began), "set_aside", 0)
 
 
-@LONG  # tests/test_tokens.py names the place of such an id
+@LONG  # tests/unit/test_tokens.py names the place of such an id
 def test_an_id_beyond_the_vocabulary_is_found_before_step_1(tmp_path: Path, zoo_row: Row) -> None:
     """token_range: the checksums agree, the ids do not fit the model."""
     assert lamp(*QUICK, cwd=tmp_path).returncode == 0
@@ -229,7 +228,7 @@ class Model(torch.nn.Module):
 """
 
 
-@LONG  # tests/test_exact.py kills during saves too
+@LONG  # tests/run/test_exact.py kills during saves too
 def test_a_kill_at_each_step_of_a_save_never_goes_back_before_the_durable_one(tmp_path: Path, zoo_row: Row) -> None:
     (tmp_path / "killer.py").write_text(SAVE_KILLER)
     words = ["train", "--run", "z", *TINY, "--model.family", "killer:Model", "--train.steps", "100"]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from lamplighter.rundir import RunDir, read_lines
 from running import FULL, LONG, TINY, lamp, losses_of, slot_of, start_lamp, wait_for
 
@@ -123,7 +121,7 @@ def test_the_innocent_are_left_alone(tmp_path: Path, name: str, crowded: bool, r
     assert sorted(losses_of(run)) == list(range(1, 31))
 
 
-@LONG  # tests/test_silence.py stops and continues one
+@LONG  # tests/run/test_silence.py stops and continues one
 def test_a_job_that_is_stopped_and_continued_is_left_alone(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "i")
     words = [

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from lamplighter.rundir import RunDir, is_running, read_json, read_lines
 from running import LAMP, LONG, TINY, Row, clean_env, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
 
@@ -184,7 +182,7 @@ def test_a_learning_rate_near_zero_is_named(tmp_path: Path, zoo_row: Row) -> Non
     zoo_row("lr_zero", "20 steps", "none", 75)
 
 
-@LONG  # tests/test_silence.py has a source that blocks
+@LONG  # tests/run/test_silence.py has a source that blocks
 def test_slow_input_is_told_from_stuck(tmp_path: Path, zoo_row: Row) -> None:
     """A FIFO that gives 20 kB/s."""
     os.mkfifo(tmp_path / "pipe")
@@ -242,7 +240,7 @@ def test_a_damaged_token_shard_is_rebuilt_or_refused_never_trained_on(tmp_path: 
     zoo_row(cause, "start", str(found["action"]), done.returncode)
 
 
-@LONG  # tests/test_doctor_text.py finds it, tests/test_tokens.py takes it over
+@LONG  # tests/unit/test_doctor_text.py finds it, tests/unit/test_tokens.py takes it over
 def test_a_cache_lock_of_a_dead_process_is_taken_over(tmp_path: Path, zoo_row: Row) -> None:
     words = ["train", "--run", "z", *TINY, "--data.embedded_documents", "60000", "--train.steps", "3"]
     first = start_lamp(*words, "--watch.on_stuck", "stop", cwd=tmp_path)
@@ -256,7 +254,7 @@ def test_a_cache_lock_of_a_dead_process_is_taken_over(tmp_path: Path, zoo_row: R
     zoo_row("dead_lock_file", "start", "none", 0)
 
 
-@LONG  # tests/test_terminal.py blocks a pipe and a terminal too
+@LONG  # tests/run/test_terminal.py blocks a pipe and a terminal too
 def test_a_blocked_output_does_not_stop_training(tmp_path: Path, zoo_row: Row) -> None:
     reading, writing = os.pipe()
     run = RunDir(tmp_path / "runs" / "z")
@@ -294,7 +292,7 @@ def test_too_few_file_descriptors(tmp_path: Path, zoo_row: Row) -> None:
     zoo_row("low_fd", "none", "none", 0)
 
 
-@LONG  # tests/test_watch.py notifies by a command
+@LONG  # tests/run/test_watch.py notifies by a command
 def test_notify_by_command_and_by_webhook(tmp_path: Path) -> None:
     heard: list[dict[str, object]] = []
 

@@ -137,7 +137,7 @@ class OptimizerKind:
         return WEIGHT_BYTES + GRADIENT_BYTES + self.state_bytes
 
 
-# A new optimizer is its own file and one line here (tests/test_optim.py compares the bytes with its real state).
+# A new optimizer is its own file and one line here (tests/unit/test_optim.py compares the bytes with its real state).
 OPTIMIZERS = {"adamw": OptimizerKind("lamplighter.train.optimizers:adamw", 8, 36, "element")}
 
 

@@ -3,7 +3,7 @@
 In:  a seed and a range of document numbers; or a text, to ask its probability.
 Out: entries, each a text and its own negative log-probability in nats: the floor that no honest model can beat.
 
-Every text comes from the stochastic grammar below. The grammar is unambiguous (tests/test_corpus.py proves it, it does
+Every text comes from the stochastic grammar below. The grammar is unambiguous (tests/unit/test_corpus.py proves it, it does
 not sample it): every choice is prefix-free, so a text has one derivation, `nats` is exactly -ln P(text), and a text
 also says where it ends: an end-of-text token costs nothing more. Document `i` of a seed depends on (seed, i) alone.
 

@@ -4,7 +4,7 @@ In:  a Job, a Device.
 Out: a Memory, part by part; its peak, and the least that is sure.
 
 What one layer keeps of one token for the backward pass, as this package's own transformer does it (C width, M width of the
-MLP, H heads, T length; counted with torch's hooks, see tests/test_plan_memory.py): gpt2 8C + 2M numbers, llama 10C + 4M; bf16
+MLP, H heads, T length; counted with torch's hooks, see tests/unit/test_plan_memory.py): gpt2 8C + 2M numbers, llama 10C + 4M; bf16
 keeps the residual stream in fp32. With train.recompute a layer keeps its input alone, and one layer at a time is whole.
 Logits as a whole: 12 bytes a number (log-softmax, its gradient, the gradient of the logits; in fp32 also under bf16). In blocks
 (train.loss, model/chunked_loss.py): one block, and the gradients of the head, which are ready before the backward pass. Gradients and

@@ -1,0 +1,53 @@
+"""In processes of their own: attention by plain products is attention, and so are its gradients: any length, any mask, any type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_attention import documents, layer_output, plain, there_and_back
+
+from lamplighter.model import cpu
+from lamplighter.model.shape import Shape
+from lamplighter.model.transformer import Transformer, attend
+from lamplighter.model.weights import init_weights
+from lamplighter.train.bf16 import make_it_work
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [64, 600])
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch says so whenever oneDNN is switched
+def test_in_bf16_it_is_as_near_to_the_truth_as_torchs(masked: bool, length: int) -> None:
+    inputs, mask = layer_output(2, 3, length, 32), documents(2, length) if masked else None
+    rounded = [4 * part.bfloat16().double() for part in inputs]  # sharp: scores of some tens
+    truth = there_and_back(plain, rounded, mask, torch.float64)
+    with torch.backends.mkldnn.flags(enabled=make_it_work()):
+        theirs = there_and_back(plain, rounded, mask, torch.bfloat16)
+        ours = there_and_back(cpu.block_attention, rounded, mask, torch.bfloat16)
+    for name, right, mine, other in zip(("mixed", "dq", "dk", "dv"), truth, ours, theirs, strict=True):
+        far, theirs_far = ((found.double() - right).norm() / right.norm() for found in (mine, other))
+        assert far < max(1.5 * theirs_far, 0.01), f"{name}: {far:.4f} against {theirs_far:.4f}"
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_it_is_taken_for_steps_that_learn_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    real = cpu.attention_forward
+    monkeypatch.setattr(cpu, "attention_forward", lambda *parts: (taken.append(1), real(*parts))[1])
+    for family in ("gpt2", "llama"):
+        model = Transformer(Shape(family, 50, 16, 2, 32, 4, kv_heads=2 if family == "llama" else 0))  # type: ignore[arg-type]
+        init_weights(model, 1)
+        ids = torch.arange(16)[None]
+        with torch.autocast("cpu", torch.bfloat16), torch.backends.mkldnn.flags(enabled=make_it_work()):
+            model(ids)
+            assert len(taken) == 2, "two layers"
+            with torch.no_grad():
+                model(ids)
+        model(ids)
+        assert len(taken) == 2, "nothing is learned, or float32"
+        taken.clear()
+    q, k, v = (part.bfloat16().requires_grad_() for part in layer_output(1, 2, 8, 8))
+    with torch.backends.mkldnn.flags(enabled=make_it_work()):
+        attend(q, k, v, None, dropout=0.5)
+        assert not taken, "dropout is torch's"
+        attend(q, k, v, None, dropout=0.0)
+    assert taken == [1]

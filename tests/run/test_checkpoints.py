@@ -1,0 +1,232 @@
+"""Checkpoints: open with transformers, survive damage and full disks, are pruned with care, generate what they should."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lamplighter.data.token_cache.reader import open_tokens
+from lamplighter.rundir import RunDir, read_json, read_lines
+from running import SHARED, TINY, Finished, Row, lamp, losses_of, shared, slot_of, start_lamp, wait_for
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def quick(cwd: Path, *words: str, run: str = "r", steps: int = 12) -> RunDir:
+    done = lamp("train", "--run", run, *TINY, "--train.steps", str(steps), *words, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return RunDir(cwd / "runs" / run)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_checkpoint_opens_with_transformers_and_agrees(tmp_path: Path, family: str) -> None:
+    """Same logits, the same greedy text as `lamp generate`, and the same validation loss."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from lamplighter.model.build import load_folder
+
+    words = [
+        "--model.family",
+        family,
+        "--tokenizer.kind",
+        "bpe",
+        "--tokenizer.vocab_size",
+        "400",
+        "--eval.windows",
+        "0",
+    ]
+    words += ["--model.kv_heads", "1"] if family == "llama" else []
+    run = quick(tmp_path, *words, "--model.dropout", "0.1", steps=60)
+    folder = run.checkpoints / "checkpoint-60"
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = "The fog"
+    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
+    ours = load_folder(folder).model.eval()
+    with torch.no_grad():
+        assert torch.allclose(ours(ids), theirs(ids).logits, atol=1e-5)
+        greedy = theirs.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    text = tokenizer.decode(greedy[0, 1:], skip_special_tokens=True)
+    said = lamp("generate", "r", "--prompt", prompt, "--temperature", "0", "--max-tokens", "20", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout == text + "\n"
+    assert "tokens per second" in said.stderr
+
+    (cache,) = [path.parent for path in (tmp_path / "runs" / ".cache").glob("*/train-00000.bin")]
+    val = open_tokens(cache).val
+    stream = torch.from_numpy(val.read(0, len(val)).astype(np.int64))
+    nats, count = 0.0, 0
+    with torch.no_grad():
+        for start in range(0, len(stream) - 1, 32):
+            piece = stream[start : start + 33]
+            logits = theirs(piece[None, :-1]).logits[0]
+            nats += float(torch.nn.functional.cross_entropy(logits, piece[1:], reduction="sum"))
+            count += len(piece) - 1
+    recorded = [record["eval/val_loss"] for record in read_lines(run.metrics) if "eval/val_loss" in record][-1]
+    assert recorded == pytest.approx(nats / count, abs=1e-4)
+    assert count == len(val) - 1
+
+
+def test_start_from_a_hugging_face_folder_and_fine_tune(tmp_path: Path) -> None:
+    folder = shared("models", "stories260K_hf_llama")
+    text = shared("tinyshakespeare", "input.txt")
+    done = lamp("train", "--run", "tuned", "--model.init_from", str(folder), "--data.paths", str(text), "--data.separator", "\n\n",
+                "--data.seq_len", "64", "--train.batch_size", "8", "--train.steps", "40", "--train.lr", "1e-3", "--train.dtype", "fp32",
+                "--eval.every_steps", "0", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "260,032 parameters" in done.stdout
+    losses = [float.fromhex(value) for value in losses_of(RunDir(tmp_path / "runs" / "tuned")).values()]
+    assert sum(losses[-5:]) < sum(losses[:5]) - 2
+    said = lamp(
+        "generate",
+        str(folder),
+        "--prompt",
+        "Once upon a time",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "20",
+        cwd=tmp_path,
+    )
+    assert said.returncode == 0, said.stderr
+    if folder.is_relative_to(SHARED):
+        assert "there was a little girl named Lily" in said.stdout
+
+
+FOURTHS = [*TINY, "--train.steps", "12", "--save.every_steps", "4"]
+
+
+def damage(path: Path, how: str) -> None:
+    model = path / "model.safetensors"
+    data = bytearray(model.read_bytes())
+    if how == "truncated":
+        model.write_bytes(data[: len(data) // 2])
+    elif how == "flipped":
+        data[len(data) // 2] ^= 4
+        model.write_bytes(data)
+    elif how == "torn":
+        (path / "manifest.json").unlink()
+    else:
+        (path / "training" / "state.json").unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "torn", "state gone"])
+def test_a_bad_checkpoint_is_passed_over_and_said(tmp_path: Path, how: str, zoo_row: Row, finished: Finished) -> None:
+    run = finished(*FOURTHS)
+    whole = losses_of(run)
+    damage(run.checkpoints / "checkpoint-12", how)
+    damage(run.checkpoints / "checkpoint-8", how)
+    done = lamp("train", "--run", "r", *FOURTHS, "--train.steps", "13", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "checkpoint-12 is passed over" in done.stdout
+    assert "checkpoint-8 is passed over" in done.stdout
+    assert "resumed from checkpoint-4" in done.stdout
+    assert {step: loss for step, loss in losses_of(run).items() if step <= 4} == {
+        s: v for s, v in whole.items() if s <= 4
+    }
+    assert list(run.checkpoints.glob("aside-checkpoint-8-*")), "a bad folder is moved aside, not deleted"
+    found = [e for e in read_lines(run.events) if e["type"] == "verdict" and e["cause"] == "bad_checkpoint"]
+    assert [Path(e["culprit"]["path"]).name for e in found] == ["checkpoint-12", "checkpoint-8"]
+    zoo_row(f"bad_checkpoint {how}"[:18], "start", "fallback", 0)
+
+
+def test_nothing_valid_is_an_error_not_a_fresh_start(tmp_path: Path, finished: Finished) -> None:
+    run = finished(*FOURTHS)
+    for path in run.checkpoints.glob("checkpoint-*"):
+        damage(path, "flipped")
+    done = lamp("train", "--run", "r", *TINY, "--train.steps", "20", "--save.every_steps", "4", cwd=tmp_path)
+    assert done.returncode == 74
+    assert "--resume never" in done.stdout
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 8 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"cannot mount a small file system here: {made.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+WIDE = ["--model.width", "128", "--model.heads", "4"]  # a checkpoint of about 5.3 MB
+
+
+def test_a_full_disk_at_the_start_is_said_with_need_and_have(tmp_path: Path, small_disk: Path, zoo_row: Row) -> None:
+    words = [*TINY, *WIDE, "--model.layers", "4", "--train.steps", "5", "--runs-dir", str(small_disk / "runs")]
+    done = lamp("train", "--run", "r", *words, cwd=tmp_path)
+    assert done.returncode == 73, done.stdout
+    assert re.search(r"it needs [\d.]+ MB, [\d.]+ MB are free", done.stdout)
+    zoo_row("disk_full start", "start", "stop", 73)
+
+
+def test_a_disk_that_fills_up_during_a_save_leaves_the_old_checkpoint_intact(
+    tmp_path: Path, small_disk: Path, zoo_row: Row
+) -> None:
+    run = RunDir(small_disk / "runs" / "r")
+    words = ["train", "--run", "r", *TINY, "--model.width", "64", "--train.steps", "100000", "--save.every_steps", "40",
+             "--save.keep", "1", "--runs-dir", str(small_disk / "runs")]  # fmt: skip
+    going = start_lamp(*words, cwd=tmp_path)
+    wait_for(lambda: slot_of(run).durable_step >= 40, process=going)
+    free = shutil.disk_usage(small_disk).free
+    with open(small_disk / "ballast", "wb") as file:
+        file.write(b"\1" * (free - 300_000))
+    assert going.wait(60) == 73, (tmp_path / "out.txt").read_text()[-2000:]
+    said = (tmp_path / "out.txt").read_text()
+    assert "checkpoints that exist are intact" in said or "what was saved before is intact" in said
+    (small_disk / "ballast").unlink()
+    rows = json.loads(lamp("checkpoints", "r", "--json", "--runs-dir", str(small_disk / "runs"), cwd=tmp_path).stdout)
+    assert [row for row in rows if row["valid"]]
+    last = max(row["step"] for row in rows if row["valid"])
+    steps = last + 30
+    done = lamp(*words, "--train.steps", str(steps), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert read_json(run.status)["step"] == steps
+    found = [e for e in read_lines(run.events) if e["type"] == "verdict" and e["cause"] == "disk_full"]
+    assert found
+    zoo_row("disk_full", "save", "stop", 73)
+
+
+def test_the_best_is_never_pruned(tmp_path: Path, zoo_row: Row) -> None:
+    """With an absurd learning rate the first validation is the best one; many saves later it is still there."""
+    run = quick(tmp_path, "--save.every_steps", "2", "--eval.every_steps", "2", "--save.keep", "2", "--train.lr", "1.0",
+                "--train.warmup_steps", "0", "--train.grad_clip", "0", steps=20)  # fmt: skip
+    best = read_json(run.checkpoints / "best.json")
+    there = sorted(int(path.name.split("-")[1]) for path in run.checkpoints.glob("checkpoint-*"))
+    scores = {r["step"]: r["eval/val_loss"] for r in read_lines(run.metrics) if "eval/val_loss" in r}
+    assert best["step"] == min(scores, key=lambda step: scores[step])
+    assert best["step"] in there
+    assert there[-2:] == [18, 20]
+    assert len(there) <= 3
+    zoo_row("best_pruned", "none", "none", 0)
+
+
+def test_generate_has_seeds_samples_and_limits(tmp_path: Path, finished: Finished) -> None:
+    finished(*FOURTHS)
+    base = ["generate", "r", "--prompt", "A", "--max-tokens", "12"]
+    one = lamp(*base, "--seed", "5", cwd=tmp_path).stdout
+    assert one == lamp(*base, "--seed", "5", cwd=tmp_path).stdout
+    assert one != lamp(*base, "--seed", "6", cwd=tmp_path).stdout
+    many = lamp(*base, "--num-samples", "3", cwd=tmp_path).stdout
+    assert many.count("--- sample") == 3
+    bad = lamp(*base, "--temperature", "-1", cwd=tmp_path)
+    assert bad.returncode == 2
+    assert "temperature" in bad.stderr
+    talk = lamp("generate", "r", "--interactive", "--max-tokens", "5", cwd=tmp_path, input="The lamp\nA goose\n")
+    assert talk.returncode == 0, talk.stderr
+    assert talk.stdout.startswith("The lamp")
+    assert "\nA goose" in talk.stdout
+    assert lamp("generate", "r", "--checkpoint", "best", "--max-tokens", "5", cwd=tmp_path).returncode == 0

@@ -1,0 +1,137 @@
+"""Never quiet: something new to read at least every 2.5 s in every phase, in a pipe and on a terminal."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from lamplighter.rundir import RunDir, read_lines
+from running import LAMP, LONG, TINY, Heard, listen, slot_of
+
+LIMIT_S = 2.5
+FIRST_S = 0.5
+BOTH = pytest.mark.parametrize("on_pty", [False, True], ids=["pipe", "pty"])
+MOSTLY = pytest.mark.parametrize("on_pty", [False, pytest.param(True, marks=LONG)], ids=["pipe", "pty"])
+
+BLOCKING_SOURCE = """
+import time
+
+def documents():
+    for i in range(300):
+        if i == 40:
+            time.sleep(10)
+        yield f"document number {i} about the lamps of the street, and little else. " * 3
+"""
+
+GIL_MODEL = """
+import ctypes, torch
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size, positions, layers, width, heads, dropout):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab_size, width)
+        self.head = torch.nn.Linear(width, vocab_size)
+        self.calls = 0
+
+    def forward(self, ids):
+        self.calls += 1
+        if self.training and self.calls == 5:
+            ctypes.PyDLL(None).sleep(6)
+        return self.head(self.embed(ids))
+"""
+
+
+def check(heard: Heard, on_pty: bool) -> None:
+    assert heard.code == 0, heard.text[-3000:]
+    assert heard.first_s < FIRST_S
+    assert heard.longest_gap_s < LIMIT_S, f"{heard.longest_gap_s:.2f} s of silence after: {heard.before_gap}"
+    if not on_pty:
+        lines = heard.text.splitlines()
+        assert all(re.match(r"\d\d:\d\d:\d\d  ", line) for line in lines), "each line is whole and stamped"
+        bodies = [line[10:] for line in lines]
+        assert all(a != b for a, b in itertools.pairwise(bodies) if a), "each line says something new"
+
+
+@MOSTLY
+def test_a_source_that_blocks_for_ten_seconds(tmp_path: Path, on_pty: bool) -> None:
+    (tmp_path / "slow_source.py").write_text(BLOCKING_SOURCE)
+    words = [*LAMP, "train", "--run", "slow", *TINY, "--data.source", "slow_source:documents", "--train.steps", "5"]
+    heard = listen(words, tmp_path, on_pty)
+    check(heard, on_pty)
+    said = RunDir(tmp_path / "runs" / "slow").console.read_text()
+    assert "slow_source.py:7 (documents)" in said, "the line that blocks is named"
+    assert re.search(r"sleeping at .*no work for \d", said)
+
+
+@MOSTLY
+def test_a_step_that_holds_the_gil(tmp_path: Path, on_pty: bool) -> None:
+    (tmp_path / "gil_model.py").write_text(GIL_MODEL)
+    words = [*LAMP, "train", "--run", "gil", *TINY, "--model.family", "gil_model:Model", "--train.steps", "20"]
+    heard = listen(words, tmp_path, on_pty)
+    check(heard, on_pty)
+    said = RunDir(tmp_path / "runs" / "gil").console.read_text()
+    assert re.search(r"the GIL is held by a C call at .*gil_model.py:14 .*no work for", said)
+
+
+@MOSTLY
+def test_a_child_that_is_stopped(tmp_path: Path, on_pty: bool) -> None:
+    run = RunDir(tmp_path / "runs" / "halted")
+    seen: dict[str, float] = {}
+
+    def meanwhile(elapsed: float) -> None:
+        slot = slot_of(run)
+        if "stopped" not in seen and slot.step > 20:
+            os.kill(slot.pid, signal.SIGSTOP)
+            seen["stopped"] = elapsed
+        if "stopped" in seen and "continued" not in seen and elapsed > seen["stopped"] + 8:
+            os.kill(slot.pid, signal.SIGCONT)
+            seen["continued"] = elapsed
+
+    words = [*LAMP, "train", "--run", "halted", *TINY, "--train.steps", "1500", "--save.every_steps", "500"]
+    heard = listen(words, tmp_path, on_pty, meanwhile)
+    assert "continued" in seen
+    check(heard, on_pty)
+    said = "".join(d.decode(errors="replace") for t, d in heard.chunks if seen["stopped"] < t < seen["stopped"] + 4)
+    assert "stopped" in said
+
+
+@LONG  # tests/run/test_wheel.py runs the demo for a few steps
+def test_the_demo_speaks_all_the_way_and_comes_near_its_floor(tmp_path: Path) -> None:
+    heard = listen([*LAMP, "demo"], tmp_path, on_pty=False, timeout=400)
+    check(heard, on_pty=False)
+    assert "sample at step" in heard.text
+    assert "next: lamp generate demo" in heard.text
+    run = RunDir(tmp_path / "runs" / "demo")
+    events = list(read_lines(run.events))
+    floor = next(event for event in events if event["type"] == "floor")
+    last = [event for event in events if event["type"] == "eval"][-1]
+    assert last["nats_per_document"] / floor["nats_per_document"] < 1.15
+    assert last["nats_per_document"] > floor["nats_per_document"] - 3 * floor["standard_error"]
+    unexplained = re.search(r"unexplained +\S+ s +([\d.]+)%", run.report.read_text())
+    assert unexplained is not None
+    assert float(unexplained.group(1)) < 1.0
+
+
+@LONG
+def test_the_demo_on_a_terminal(tmp_path: Path) -> None:
+    heard = listen([*LAMP, "demo", "--train.steps", "100"], tmp_path, on_pty=True)
+    check(heard, on_pty=True)
+    assert "floor" in heard.text
+
+
+@pytest.mark.slow
+def test_the_first_word_comes_at_once_on_a_loaded_machine(tmp_path: Path, hogs: None) -> None:
+    for words in (
+        ["train", "--preset", "nothing"],
+        ["plan", "--preset", "nothing"],
+        ["generate", "nothing"],
+        ["demo", "--train.lrr", "3"],
+    ):
+        heard = listen([*LAMP, *words], tmp_path, on_pty=False)
+        assert heard.first_s < FIRST_S
+        assert heard.code in (2, 66)

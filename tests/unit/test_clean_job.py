@@ -1,0 +1,316 @@
+"""`lamp data clean` as a user runs it: what it makes, what it says, what it leaves out and why; killed, repeated, in parallel."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import random
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from lamplighter.clean import pipeline, worker
+from lamplighter.clean import raw_documents as documents
+from lamplighter.clean.rules import Rules
+from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
+
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "a",
+    "was",
+    "he",
+    "that",
+    "it",
+    "lamp",
+    "lane",
+    "ladder",
+    "window",
+    "evening",
+    "child",
+    "hat",
+    "post",
+    "oil",
+    "wind",
+    "street",
+    "night",
+    "parish",
+]
+
+
+def prose(seed: int, paragraphs: int = 6, width: int = 72) -> str:
+    rng = random.Random(seed)
+    texts = [
+        " ".join(rng.choices([*WORDS, f"name{seed}", f"place{rng.randint(0, 999)}"], k=rng.randint(30, 90)))
+        for _ in range(paragraphs)
+    ]
+    return "\n\n".join(textwrap.fill(text.capitalize() + ".", width) for text in texts)
+
+
+def make_corpus(folder: Path, count: int = 6, paragraphs: int = 6) -> Path:
+    folder.mkdir()
+    for number in range(count):
+        (folder / f"book{number:03}.txt").write_text(prose(number, paragraphs))
+    return folder
+
+
+def texts(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(out.glob("clean-*.jsonl")) for line in path.read_text().splitlines()]
+
+
+def rejected(out: Path) -> dict[str, tuple[str, str]]:
+    rows = [json.loads(line) for line in (out / "log" / "rejected.log").read_text().splitlines()]
+    return {row["place"]: (row["reason"], row["why"]) for row in rows}
+
+
+def _run(folder: Path, *paths: str, workers: int = 1, out: str = "clean", **rules: Any) -> pipeline.CleanOutcome:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return pipeline.run(list(paths), Path(out), Rules(**rules), workers)
+    finally:
+        os.chdir(before)
+
+
+def test_near_copies_go_at_the_likeness_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    text = prose(1, 12)
+    (tmp_path / "raw" / "1.txt").write_text(text)
+    (tmp_path / "raw" / "2.txt").write_text(text.replace("ladder", "stepladder", 3))
+    assert _run(tmp_path, "raw", out="near").totals["rejected"] == {"near_duplicate": 1}
+    assert rejected(tmp_path / "near")["raw/2.txt"][1].endswith("like raw/1.txt")
+    assert _run(tmp_path, "raw", out="exact", near=0.0).totals["kept"] == 2
+
+
+def test_everything_that_is_left_out_is_named(tmp_path: Path) -> None:
+    raw = make_corpus(tmp_path / "raw", 2)
+    packed = gzip.compress((json.dumps({"text": prose(7)}) + "\n").encode() * 3 + os.urandom(90_000).hex().encode())
+    files: dict[str, bytes] = {
+        "empty.txt": b"",
+        "nul.txt": prose(20, 40).encode().replace(b"\n\n", b"\n\nb\x00d\n\n", 1),
+        "bits.txt": bytes(random.Random(1).randbytes(5000)),
+        "torn.txt.gz": gzip.compress(prose(8).encode())[:-9],
+        "torn.jsonl.gz": packed[: len(packed) - 4000],
+        "torn.txt.zst": zstandard.compress(prose(9).encode())[:-6],
+        "bad.xml": b"<TEI.2>\n<text><p>x</text></TEI.2>",
+        "mets.xml": b"<mets/>",
+        "other.jsonl": b'{"body": "x"}\n[1]\n{"text": "\\ud800 half"}\n\xff\xfe\n{"text": 3}\n',
+        "array.json": json.dumps([{"text": prose(30)}, {"nothing": 1}]).encode(),
+        "long.jsonl": json.dumps({"text": "a" * 300_000}).encode() + b"\n" + json.dumps({"text": prose(31)}).encode(),
+        "long.txt": b"lamp " * 40_000,
+    }
+    for name, data in files.items():
+        (raw / name).write_bytes(data)
+    outcome = _run(tmp_path, "raw", max_document_mb=0.1)
+    why = rejected(tmp_path / "clean")
+    expected = {
+        "empty.txt": "empty", "nul.txt:13": "bad_line", "bits.txt": "not_text", "torn.txt.gz": "cut_short", "torn.jsonl.gz": "cut_short",
+        "torn.txt.zst": "cut_short", "bad.xml:2:13": "bad_xml", "mets.xml": "mets", "other.jsonl:1": "no_text", "other.jsonl:2": "no_text",
+        "other.jsonl:3": "not_text", "other.jsonl:4": "not_text", "other.jsonl:5": "no_text", "array.json#2": "no_text",
+        "long.jsonl:1": "too_long", "long.txt": "too_long",
+    }  # fmt: skip
+    found = {place.removeprefix("raw/"): reason for place, (reason, _) in why.items()}
+    nul = next(place for place in found if place.startswith("nul.txt:"))
+    expected = {nul if name == "nul.txt:13" else name: reason for name, reason in expected.items()}
+    assert {name: found.get(name) for name in expected} == expected
+    assert set(found) - set(expected) == {"torn.jsonl.gz:2", "torn.jsonl.gz:3"}, "the copies before the tear"
+    assert all(text for _, text in why.values())
+    kept = {record["source"] for record in texts(tmp_path / "clean")}
+    assert kept == {
+        "raw/" + name
+        for name in ("array.json#1", "book000.txt", "book001.txt", "long.jsonl:2", "nul.txt", "torn.jsonl.gz:1")
+    }
+    assert (
+        outcome.totals["documents"]
+        == outcome.totals["kept"] + sum(outcome.totals["rejected"].values()) - outcome.totals["rejected"]["bad_line"]
+    )
+
+
+def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+    raw = make_corpus(tmp_path / "raw", 2)
+    (raw / "book001.txt").chmod(0)
+    if os.access(raw / "book001.txt", os.R_OK):
+        pytest.skip("this user may read everything")
+    assert _run(tmp_path, "raw").totals["kept"] == 1
+    assert rejected(tmp_path / "clean")["raw/book001.txt"] == ("unreadable", "Permission denied")
+
+
+def test_a_file_that_changes_while_it_is_read_is_left_out(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "raw", 1)
+    (item,), _ = documents.find_items([str(tmp_path / "raw")], None)
+    with open(item.path, "a") as file:
+        file.write("\n\nand more")
+    make_corpus(tmp_path / "other", 1)
+    (other,), _ = documents.find_items([str(tmp_path / "other")], None)
+    batch = worker.CleanBatch(str(tmp_path), (other, item, other), Rules())
+    summary = worker.make(batch)
+    assert summary["rejected"] == {"changed": 1}
+    assert summary["kept"] == 2
+    assert (tmp_path / f"{batch.name}.part").read_bytes().count(b"\n") == 2, "the others of its part are kept"
+
+
+def test_stretches_of_a_long_file_have_the_places_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"text": prose(number)}) for number in range(60)]
+    lines[41] = "{torn"
+    (tmp_path / "web.jsonl").write_text("\n".join(lines) + "\n")
+    _run(tmp_path, "web.jsonl", out="whole")
+    monkeypatch.setattr(documents, "RANGE_BYTES", 20_000)
+    assert len(documents.find_items([str(tmp_path / "web.jsonl")], None)[0]) > 3
+    _run(tmp_path, "web.jsonl", out="parts")
+    assert texts(tmp_path / "whole") == texts(tmp_path / "parts")
+    assert list(rejected(tmp_path / "parts")) == ["web.jsonl:42"]
+
+
+def test_a_part_of_other_rules_is_never_used(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "raw", 2)
+    items, _ = documents.find_items([str(tmp_path / "raw")], None)
+    for rules in (Rules(), Rules(keep_lines=True)):
+        batch = worker.CleanBatch(str(tmp_path), (items[0],), rules)
+        worker.make(batch)
+        assert worker.is_done(tmp_path, batch)
+    assert not worker.is_done(tmp_path, worker.CleanBatch(str(tmp_path), (items[0],), Rules()))
+
+
+def test_the_output_cleaned_again_is_the_same(tmp_path: Path) -> None:
+    raw = make_corpus(tmp_path / "raw", 4)
+    (raw / "x.jsonl").write_text(json.dumps({"text": prose(60), "url": "u"}))
+    _run(tmp_path, "raw", out="one")
+    _run(tmp_path, "one", out="two")
+    assert (tmp_path / "one" / "clean-00000.jsonl").read_bytes() == (
+        tmp_path / "two" / "clean-00000.jsonl"
+    ).read_bytes()
+
+
+def test_shards_are_of_the_asked_size_and_old_ones_go(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "raw", 8)
+    many = _run(tmp_path, "raw", shard_mb=0.005)
+    assert len(many.shards) > 2
+    assert len(texts(tmp_path / "clean")) == 8
+    assert _run(tmp_path, "raw").shards == ["clean-00000.jsonl"]
+    assert [path.name for path in (tmp_path / "clean").glob("clean-*")] == ["clean-00000.jsonl"]
+
+
+def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
+    raw = make_corpus(tmp_path / "raw", 1)
+    items, _ = documents.find_items([str(raw)], None)
+    held = pipeline._prepare(tmp_path / "clean", items)
+    with pytest.raises(AlreadyRunning):
+        pipeline.run([str(raw)], tmp_path / "clean", Rules(), 1)
+    os.close(held)
+    assert pipeline.run([str(raw)], tmp_path / "clean", Rules(), 1).totals["kept"] == 1
+
+
+def test_no_space_left_is_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    full = pipeline._cannot_write(tmp_path, OSError(errno.ENOSPC, "No space left on device"))
+    assert isinstance(full, CannotWrite)
+    assert full.code == 73
+    assert "what is finished is kept" in full.next
+
+
+def test_an_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "raw", 1)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CannotWrite):
+        _run(tmp_path, "raw", out="file/clean")
+    with pytest.raises(InputMissing):
+        _run(tmp_path, "nothing*")
+    with pytest.raises(UsageError):
+        _run(tmp_path, "raw", out="raw")
+    with pytest.raises(BadData):
+        pipeline.refuse_nothing(pipeline.CleanOutcome({"kept": 0, "rejected": {"empty": 2}}, [], 0.0), tmp_path)
+
+
+def test_what_is_not_text_in_a_folder_is_counted(tmp_path: Path, monkeypatch: Any) -> None:
+    from lamplighter import report
+    from lamplighter.clean.raw_documents import find_items
+
+    said: list[str] = []
+    monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
+    (tmp_path / "a.txt").write_text("text")
+    for name in ("b.csv", "c.csv", "d.warc.gz"):
+        (tmp_path / name).write_text("x")
+    items, refused = find_items([str(tmp_path)], None)
+    assert len(items) == 1 and not refused
+    assert len(said) == 1 and ".csv 2" in said[0] and ".warc" in said[0]
+
+
+# ---------------------------------------------------------------- nothing lost in silence
+
+
+def test_a_torn_line_loses_that_line_and_no_other(tmp_path: Path) -> None:
+    for torn in (0, 1, 150, 299):
+        lines = [json.dumps({"text": prose(number)}) for number in range(300)]
+        lines[torn] = lines[torn][:40]
+        (tmp_path / "web.jsonl").write_text("\n".join(lines) + "\n")
+        done = _run(tmp_path, "web.jsonl", out=f"clean{torn}", keep_duplicates=True)
+        assert done.totals["kept"] == 299 and done.totals["rejected"] == {"bad_json": 1}
+        assert list(rejected(tmp_path / f"clean{torn}")) == [f"web.jsonl:{torn + 1}"]
+
+
+def test_one_json_value_over_several_lines_is_still_read(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps({"text": prose(1)}, indent=2))
+    (tmp_path / "some.json").write_text(json.dumps([{"text": prose(2)}, {"text": prose(3)}], indent=2))
+    assert _run(tmp_path, "one.json", "some.json").totals["kept"] == 3
+
+
+def test_what_cannot_be_read_is_named_and_left_out_loudly(tmp_path: Path, monkeypatch: Any) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr("lamplighter.report.warn", lambda text, **_: warned.append(text))
+    rows = "".join(json.dumps({"text": prose(n)}) + "\n" for n in range(40)).encode()
+    (tmp_path / "good.jsonl").write_bytes(rows)
+    (tmp_path / "crawl.warc.gz").write_bytes(
+        gzip.compress(b"WARC/1.0\r\nWARC-Type: response\r\n\r\n" + prose(1).encode())
+    )
+    (tmp_path / "rows.parquet").write_bytes(rows)
+    (tmp_path / "table.csv").write_text("title,body\n" + "".join(f'{n},"{prose(n)}"\n' for n in range(5)))
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(rows)[:-40])
+    (tmp_path / "torn.txt.zst").write_bytes(zstandard.compress(prose(7).encode() * 50)[:-20])
+    names = ["good.jsonl", "crawl.warc.gz", "rows.parquet", "table.csv", "torn.jsonl.gz", "torn.txt.zst"]
+    done = _run(tmp_path, *names)
+    why = rejected(tmp_path / "clean")
+    assert why["crawl.warc.gz"][0] == "unknown_kind" and "WARC" in why["crawl.warc.gz"][1]
+    assert why["rows.parquet"][0] == "unreadable"
+    assert why["table.csv"][0] == "unknown_kind" and "title, body" in why["table.csv"][1]
+    assert why["torn.jsonl.gz"][0] == why["torn.txt.zst"][0] == "cut_short" and "bytes" in why["torn.jsonl.gz"][1]
+    assert done.totals["rejected"]["cut_short"] == 2 and not any(
+        "WARC" in one["text"] for one in texts(tmp_path / "clean")
+    )
+    assert (
+        len(warned) == 1
+        and "cut_short 2" in warned[0]
+        and "unknown_kind 2" in warned[0]
+        and "rows.parquet" in warned[0]
+    )
+    for name in ("torn.jsonl.gz", "torn.txt.zst", "rows.parquet"):
+        with pytest.raises(BadData) as caught:
+            _run(tmp_path, "good.jsonl", name, out="refusing", bad_files="refuse")
+        assert name in caught.value.what and caught.value.code == 65
+
+
+def test_tables_are_read_by_the_column_of_the_texts(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "a.csv").write_text("id,text\n" + "".join(f'{n},"{prose(n)}"\n' for n in range(5)) + "6\n")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [prose(n) for n in range(10, 14)]}), tmp_path / "b.parquet")
+    done = _run(tmp_path, "a.csv", "b.parquet")
+    assert done.totals["kept"] == 9 and done.totals["rejected"] == {"bad_row": 1}
+
+
+def test_many_small_files_make_few_parts(tmp_path: Path, monkeypatch: Any) -> None:
+    make_corpus(tmp_path / "raw", 60)
+    alone = _run(tmp_path, "raw", out="alone")
+    monkeypatch.setattr(worker, "PARTS", 7)
+    items, _ = documents.find_items([str(tmp_path / "raw")], None)
+    batches = worker.batches_of(items, "", Rules())
+    assert len(batches) == 7 and [item for batch in batches for item in batch.items] == items
+    together = _run(tmp_path, "raw", out="together")
+    assert together.totals == alone.totals and texts(tmp_path / "alone") == texts(tmp_path / "together")

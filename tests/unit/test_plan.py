@@ -1,0 +1,238 @@
+"""The plan on paper: true parameters, refusals with their arithmetic, changes, sanity, curves, devices, the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from lamplighter.config import resolve
+from lamplighter.errors import UsageError
+from lamplighter.gpus import TABLE, Device, Rates, find, of_card
+from lamplighter.model.shape import Shape
+from lamplighter.plan import estimate
+from lamplighter.plan.estimate import Plan, completed, largest_micro_batch, make, sure_reasons
+from lamplighter.plan.job import Job, Measured, Text, job_of, shape_of
+from lamplighter.plan.memory import GIB, memory
+from lamplighter.plan.render import as_json, curve, draw, short, table, tell
+from lamplighter.plan.speed import recompute_flops, step_seconds, total_flops
+
+SMALL = Shape("gpt2", 30_000, 512, 12, 768, 12)
+SLM = Job(SMALL, 512, 36, 18, 60_000, "bf16")
+# System D: 1.4 thousand million parameters, long windows, a large vocabulary, 18,968 steps, five hours for $7.85.
+LONG = Job(
+    Shape("llama", 128_000, 8192, 24, 2048, 16), 8192, 64, 16, 18_968, "bf16", whole_logits=True,
+    budget_usd=7.85, usd_per_hour=1.57,
+)  # fmt: skip
+CPU = Device("cpu", 20.0, None, 100e9, mfu=0.5, rates=Rates(100e9, 6e9))
+
+
+def test_a_run_that_fits_goes() -> None:
+    plan = make(SLM, find("a100-80gb"))
+    assert plan.go and plan.params == 108_489_216
+    assert plan.flops == pytest.approx(
+        60_000 * 36 * 512 * (6 * (12 * 12 * 768**2 + 30_000 * 768) + 12 * 12 * 768 * 512)
+    )
+    assert plan.hours == pytest.approx(plan.flops / (312e12 * 0.4) / 3600)
+
+
+def test_what_cannot_be_is_refused_with_the_arithmetic() -> None:
+    """Situation 11: system D's plan."""
+    plan = completed(make(LONG, find("l40s")))
+    kinds = [reason.split(":")[0] for reason in plan.reasons]
+    assert kinds == ["memory", "money", "time"]
+    assert "times the peak" in plan.reasons[2] and "$7.85" in plan.reasons[1]
+    times = float(plan.reasons[2].split(" times the peak")[0].split()[-1])
+    assert times > 14, "it needed more than fourteen times the peak"
+    assert plan.memory.logits == 16 * 8192 * 128_000 * 12 and plan.memory.logits / GIB > plan.device.memory_gib
+    assert [reason.split(":")[0] for reason in sure_reasons(plan)] == ["memory", "money", "time"], "sure in every point"
+    assert plan.changes, "it says what would go"
+    for change in plan.changes:
+        assert change.usd is not None and change.usd <= 7.85 and change.memory_gib < 45
+        assert change.settings.startswith("--")
+
+
+def test_the_changes_make_it_go_when_they_are_taken() -> None:
+    plan = completed(make(replace(SLM, usd_per_hour=2.0, budget_usd=3.0), find("l4")))
+    assert not plan.go and plan.changes
+    steps = int(plan.changes[0].settings.split()[1])
+    assert make(replace(plan.job, steps=steps), plan.device).go
+
+
+def test_changes_for_memory_leave_batch_and_losses_alone() -> None:
+    tight = replace(SLM, micro_batch=36)
+    card = replace(find("a10"), memory_gib=8.0)
+    plan = completed(make(tight, card))
+    assert not plan.go and plan.reasons[0].startswith("memory")
+    first, second = plan.changes[:2]
+    size = int(first.settings.split()[1])
+    assert first.settings.startswith("--train.micro_batch") and size < 36
+    pieces = -(-36 // size)
+    largest = largest_micro_batch(tight, card)
+    assert largest is not None and size <= largest and -(-36 // largest) == pieces, "no more pieces than needed"
+    assert memory(replace(tight, micro_batch=largest + 1), card).peak_gib > 8.0 * 0.92, "the largest that fits"
+    assert "--train.recompute true" in second.settings and "more time" in second.what
+    assert second.hours > first.hours and second.memory_gib < 8
+
+
+def test_recompute_costs_about_a_third_more_work() -> None:
+    again = replace(SLM, recompute=True)
+    assert total_flops(again) == total_flops(SLM), "what is learned from stays the same"
+    assert 0.2 < recompute_flops(again) / total_flops(again) < 1 / 3
+    device = find("a100-80gb")
+    ratio = step_seconds(again, device) / step_seconds(SLM, device)
+    assert ratio == pytest.approx(1 + recompute_flops(again) / total_flops(SLM))
+    assert "compute the layers again" in "\n".join(tell(make(again, device)))
+
+
+def test_a_generous_bound_is_kept_for_refusals() -> None:
+    """Between hope and expectation there is only a warning: the budget stops and saves."""
+    device = find("a100-80gb")
+    expected = make(SLM, device).hours
+    near = replace(SLM, budget_hours=expected * 0.8)
+    far = replace(SLM, budget_hours=expected * 0.5)
+    assert not make(near, device).go and not sure_reasons(make(near, device))
+    assert [reason.split(":")[0] for reason in sure_reasons(make(far, device))] == ["time"]
+
+
+def test_measured_steps_are_believed_over_paper() -> None:
+    measured = Measured(2.0, 3.3, 18, 5, "bf16")
+    plan = make(SLM, replace(find("l4"), memory_gib=5.0), measured=measured)
+    assert plan.go and plan.hours == pytest.approx(2.0 * 60_000 / 3600), "it was tried, and it fits"
+    assert "measured over 5 real steps" in "\n".join(tell(plan))
+    dead = Measured(0.0, 0.0, 18, 0, "bf16", fits=False, why="killed")
+    plan = make(SLM, find("l4"), measured=dead)
+    assert not plan.go and "does not fit" in plan.reasons[0] and plan.hours > 0
+
+
+def test_the_time_of_a_processor_is_summed_up_from_its_rates() -> None:
+    job = Job(Shape("gpt2", 8000, 256, 4, 256, 4), 256, 8, 8, 10)
+    base = step_seconds(job, CPU)
+    faster = step_seconds(job, replace(CPU, rates=Rates(200e9, 12e9)))
+    assert 0.4 * base < faster < 0.6 * base
+    assert step_seconds(replace(job, recompute=True), CPU) > 1.1 * base
+    assert 1.8 * base < step_seconds(replace(job, batch_size=16), CPU) < 2.1 * base
+
+
+# ---------------------------------------------------------------- sanity
+
+
+def warned(job: Job, device: Device | None = None) -> str:
+    return "\n".join(estimate.warnings(make(job, device or find("l4"))))
+
+
+def from_words(*words: str, text: Text | None = None) -> Job:
+    pairs = dict(zip(words[::2], words[1::2], strict=True))
+    run = resolve("slm", None, {name: [value] for name, value in pairs.items()}).run
+    assert run.train.steps is not None
+    return job_of(run, shape_of(run), run.train.steps, "bf16", text, tokenizer_vocab=run.tokenizer.vocab_size)
+
+
+def test_warm_up_has_a_share_and_a_unit() -> None:
+    """Situation 13."""
+    said = warned(from_words("train.warmup_steps", "40000"))
+    assert "67% of the run" in said and "optimizer steps" in said and "not micro-batches: 2" in said
+    assert "never be reached" in warned(from_words("train.warmup_steps", "70000"))
+    assert "warm-up" not in warned(from_words())
+
+
+def test_forty_epochs_are_not_three() -> None:
+    text = Text(30_000_000, "counted", True, 500_000)
+    said = warned(from_words("train.steps", "60000", text=text))
+    assert "epochs: 36.9 over 30,000,000" in said and "--train.epochs 3 is 4,883 steps" in said
+    assert "epochs" not in warned(from_words("train.steps", "4000", text=text))
+
+
+def test_a_crash_has_a_price_and_padding_is_seen() -> None:
+    dear = from_words("save.every_s", "0", "save.every_steps", "30000", "budget.usd_per_hour", "2")
+    said = warned(dear)
+    assert "saves: every 30,000 steps: a crash can cost $4.47" in said
+    assert "padding: 97% of the positions" in warned(from_words(text=Text(10**9, "counted", True, 10**6, padding=0.97)))
+    assert "nothing is held back" in warned(from_words(text=Text(10**9, "counted", True, 0)))
+    assert "coarse measure" in warned(from_words(text=Text(10**9, "counted", True, 900)))
+
+
+def test_the_vocabulary_must_be_the_tokenizers() -> None:
+    job = from_words()
+    few = make(replace(job, tokenizer_vocab=50_257), find("l4"))
+    assert not few.go and "vocabulary: the tokenizer has 50,257 tokens, the model knows 30,000" in few.reasons[0]
+    assert "never used" in warned(replace(job, tokenizer_vocab=300))
+    assert "longer than the 512 positions" in make(replace(job, seq_len=1024), find("l4")).reasons[0]
+
+
+def test_tokens_per_parameter_come_with_their_source() -> None:
+    text = "\n".join(tell(make(from_words(), find("l4"))))
+    assert "10.2 tokens per parameter" in text and "arXiv:2203.15556" in text
+    assert "balance" in warned(from_words("train.steps", "500"))
+
+
+# ---------------------------------------------------------------- pictures and words
+
+
+def test_a_curve_begins_and_ends_where_it_should() -> None:
+    rows = curve([0.0, 1.0] * 1 + [0.5] * 6 + [0.0, 0.0], 1.0, high=2)
+    assert len(rows) == 2 and len(rows[0]) == 5
+    dots = [[ord(cell) - 0x2800 for cell in row] for row in rows]
+    assert dots[0][0] & 0x08, "the second value is at the top"
+    assert dots[1][0] & 0x40 and dots[1][4] & 0x80, "the first and the last are at the bottom"
+    assert not dots[0][4]
+
+
+def test_the_rate_and_the_spending_are_drawn() -> None:
+    job = from_words("budget.usd_per_hour", "1.8", "budget.usd", "4")
+    lines = draw(make(job, find("l4")))
+    assert lines[0].startswith("  learning rate  3.0e-04") and any(line.startswith("  spending") for line in lines)
+    assert "the budget of $4.00 ends at step 29," in lines[-1] and "50% of the run" in lines[-1]
+    assert any("⠉" in line or "⠒" in line for line in lines)
+
+
+def test_the_words_say_every_figure() -> None:
+    plan = make(replace(from_words(), usd_per_hour=2.0, budget_usd=10.0), find("l4"))
+    text = "\n".join(tell(plan))
+    for word in ("parameters", "per token", "tokens", "work", "time", "money", "memory", "logits", "host RAM", "disk",
+                 "warm-up", "schedule", "saves", "vocabulary", "balance", "GO", "of $10.00", "copy that a save stages"):  # fmt: skip
+        assert word in text, word
+    assert "copy for a save" in "\n".join(tell(make(SLM, CPU))), "on a processor it lies in the same memory"
+    assert 5 <= len(short(plan)) <= 8
+    assert "a crash can cost $" in "\n".join(short(plan))
+
+
+def test_json_has_what_scripts_need() -> None:
+    plan = completed(make(LONG, find("t4")))
+    found = json.loads(json.dumps(as_json(plan)))
+    wanted = {"go", "params", "tokens", "flops", "hours", "usd", "memory_gib", "logits_gib", "reasons"}
+    assert wanted <= set(found) and found["go"] is False and found["warnings"] == estimate.warnings(plan)
+    assert found["logits_gib"] == pytest.approx(16 * 8192 * 128_000 * 12 / GIB)
+    assert found["memory_parts_gib"]["held"] == found["logits_held_gib"] == found["logits_gib"]
+
+
+def test_the_table_says_why_not() -> None:
+    rows: list[tuple[str, Plan]] = [("this run", make(LONG, find(name))) for name in ("t4", "l40s")]
+    assert all("no: memory, money, time" in line for line in table(rows)[1:])
+
+
+# ---------------------------------------------------------------- devices and places
+
+
+def test_the_table_of_devices() -> None:
+    wanted = {"t4", "l4", "a10", "l40s", "a100-40gb", "a100-80gb", "h100-80gb", "rtx3090", "rtx4090"}
+    assert wanted <= set(TABLE)
+    assert find("A100-80GB:2").count == 2 and find("a100-80gb:2").peak("bf16") == 624e12
+    assert find("t4").dtype == "fp32"
+    for bad in ("a100", "b1000", "t4:0", "t4:x"):
+        with pytest.raises(UsageError) as caught:
+            find(bad)
+        assert caught.value.next
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [("NVIDIA A100-SXM4-80GB", "a100-40gb"), ("NVIDIA A10G", "a10"), ("NVIDIA L4", "l4"), ("NVIDIA L40S", "l40s"),
+     ("Tesla T4", "t4"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+     ("NVIDIA L40", None), ("NVIDIA T400", None), ("NVIDIA RTX A1000", None)],
+)  # fmt: skip
+def test_a_card_is_known_by_its_own_name(card: str, name: str | None) -> None:
+    """Situation 26: the peak is that of the device that was found."""
+    found = of_card(card)
+    assert (found.name if found else None) == name

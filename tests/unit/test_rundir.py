@@ -1,0 +1,78 @@
+"""Run folder: atomic files, lock, manifests, identity."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import pytest
+
+from lamplighter import rundir
+from lamplighter.errors import AlreadyRunning, CannotWrite
+from lamplighter.rundir import RunDir
+
+
+def test_a_live_heartbeat_from_another_host_counts_and_an_old_one_does_not(tmp_path: Path) -> None:
+    import os
+
+    run = RunDir(tmp_path / "r")
+    run.create()
+    rundir.write_json(run.status, {"host": "elsewhere", "state": "running", "pid": 1})
+    with pytest.raises(AlreadyRunning):
+        rundir.take_lock(run)
+    old = time.time() - 60
+    os.utime(run.status, (old, old))
+    assert rundir.take_lock(run) > 0
+
+
+def test_a_manifest_of_an_earlier_version_still_finds_damage(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    entry = {"bytes": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
+    rundir.write_json(tmp_path / "manifest.json", {"step": 1, "files": {"model.bin": entry}})
+    assert rundir.verify_manifest(tmp_path) is None
+    (tmp_path / "model.bin").write_bytes(b"wrights")
+    assert rundir.verify_manifest(tmp_path) == "model.bin does not match its checksum"
+
+
+def test_a_manifest_finds_every_kind_of_damage(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+    (folder / "training").mkdir(parents=True)
+    (folder / "model.bin").write_bytes(bytes(range(256)) * 100)
+    (folder / "training" / "state.json").write_text("{}")
+    assert "missing" in str(rundir.verify_manifest(folder))
+    rundir.write_manifest(folder, step=1)
+    assert rundir.verify_manifest(folder) is None
+    whole = (folder / "model.bin").read_bytes()
+    (folder / "model.bin").write_bytes(whole[:-1])
+    assert "25,599 bytes, expected 25,600" in str(rundir.verify_manifest(folder))
+    flipped = bytearray(whole)
+    flipped[777] ^= 1
+    (folder / "model.bin").write_bytes(flipped)
+    assert "checksum" in str(rundir.verify_manifest(folder))
+    assert rundir.verify_manifest(folder, deep=False) is None
+    (folder / "model.bin").unlink()
+    assert "model.bin is missing" in str(rundir.verify_manifest(folder))
+    (folder / "manifest.json").write_text('{"files"')
+    assert "damaged" in str(rundir.verify_manifest(folder))
+
+
+def test_move_aside_takes_the_first_free_number(tmp_path: Path) -> None:
+    for expected in ("demo.1", "demo.2"):
+        (tmp_path / "demo").mkdir()
+        assert rundir.move_aside(tmp_path / "demo").name == expected
+
+
+def test_a_folder_that_cannot_be_made_is_said_in_three_lines(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotWrite) as caught:
+        RunDir(tmp_path / "file" / "run").create()
+    assert caught.value.code == 73
+    assert len(caught.value.lines()) == 3
+
+
+def test_identity_names_a_process_for_ever() -> None:
+    me = rundir.identity()
+    assert rundir.is_alive(me)
+    assert not rundir.is_alive({**me, "pid_start": me["pid_start"] - 1})
+    assert not rundir.is_alive({**me, "boot_id": "another boot"})

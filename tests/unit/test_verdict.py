@@ -1,0 +1,226 @@
+"""Verdicts are pure: recorded moments in, a cause out; and the rules of acting on them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lamplighter.procs.procfs import ProcessLook, ThreadLook
+from lamplighter.procs.stacks import OURS, Frame, Stacks, ThreadStack
+from lamplighter.report import Verdict
+from lamplighter.slot import Slot
+from lamplighter.watch.diagnosis import Diagnosis, enclosing_loop
+from lamplighter.watch.evidence import GroupSample, from_json, to_json
+from lamplighter.watch.process_tree import Exit, Process, Snapshot
+from lamplighter.watch.resources import disk_verdict, memory_verdict
+from lamplighter.watch.restart_policy import RestartPolicy
+from lamplighter.watch.tree_diagnosis import death_verdict, judge, phase_from_stack
+
+SOURCE = """\
+def forward(x):
+    for token in range(10):
+        x = x + token
+    while True:
+        x = x
+    with lock:
+        pass
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> str:
+    path = tmp_path / "model.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+def moment(at: float, *, state: str = "S", cpu_s: float = 0.0, read: int = 0, syscall: str = "", compiling: int = 0, collecting: int = 0,
+           span: str = "compute", children: tuple[ProcessLook, ...] = (), starved_ns: int = 0, cpu_ns: int = 0,
+           waits_on: str = "") -> Snapshot:  # fmt: skip
+    slot = Slot(pid=7, phase="train", span=span, tick_ns=0, compiling=compiling, collecting=collecting, step=9)
+    thread = ThreadLook(7, state, cpu_ns, starved_ns, "", syscall)
+    main = ProcessLook(7, state, cpu_s, 10**8, 1, "python", "", syscall, read, 0, 0, waits_on, (thread,))
+    return Snapshot(at, (Process(main, slot), *(Process(child, None, 7) for child in children)), worked_at=0.0)
+
+
+def stack_at(
+    file: str, line: int, silent: bool = False, gil: bool | None = None, others: tuple[ThreadStack, ...] = ()
+) -> Stacks:
+    main = ThreadStack("MainThread", (Frame(file, line, "forward"),), gil)
+    return Stacks((main, *others), "py-spy" if silent else "listener", silent)
+
+
+def cause(window: list[Snapshot], stacks: list[Stacks], usual_s: float = 0.0) -> tuple[str, str, bool] | None:
+    found = judge(GroupSample(window[0], window[-1], {7: tuple(stacks)}, usual_s))
+    return (found.verdict.state, found.verdict.cause, found.provable) if found else None
+
+
+def test_the_catalogue(user_file: str) -> None:
+    here = [stack_at(user_file, 3)] * 2
+    calm = [moment(2.0), moment(4.0)]
+    compiler = ProcessLook(8, "R", 1.0, 0, 1, "cc1plus")
+    busy = [moment(2.0, state="R"), moment(4.0, state="R", cpu_s=2.0, cpu_ns=2 * 10**9)]
+    assert cause([moment(2, state="T"), moment(4, state="T")], here) == ("stuck", "stopped", False)
+    assert cause([moment(2, state="D"), moment(4, state="D")], here) == ("stuck", "d_state", False)
+    assert cause([moment(2, state="D"), moment(4, state="D", read=10**6)], here) == ("slow", "slow_disk", False)
+    assert cause([moment(2), moment(4, compiling=1)], []) == ("slow", "compile_slow", False)
+    assert cause([moment(2), moment(4, children=(compiler,))], here) == ("slow", "compile_slow", False)
+    assert cause([moment(2), moment(4, collecting=1)], here) == ("slow", "gc", False)
+    assert cause([moment(2), moment(4, read=80_000, waits_on="/data/x")], here) == ("slow", "slow_disk", False)
+    assert cause(busy, here) == ("slow", "python_loop", False)
+    assert cause(busy, [stack_at(user_file, 5)] * 2) == ("slow", "livelock", False)
+    assert cause(busy, [stack_at("/elsewhere.py", 5)] * 2) == ("slow", "running", False)
+    assert cause(calm, [stack_at(user_file, 3, silent=True, gil=True)] * 2) == ("slow", "gil_hold", False)
+    starved = [moment(2.0, state="R"), moment(4.0, state="R", cpu_s=0.3, cpu_ns=3 * 10**8, starved_ns=17 * 10**8)]
+    assert cause(starved, here) == ("slow", "starved", False)
+    sleeping = [moment(2.0, syscall="clock_nanosleep"), moment(4.0, syscall="clock_nanosleep")]
+    assert cause(sleeping, here) == ("slow", "sleep", False)
+    assert cause(calm, here) == ("slow", "waiting", False)
+
+
+def test_a_deadlock_needs_two_agreeing_samples_and_locks_everywhere(user_file: str) -> None:
+    locked = [moment(2.0, syscall="futex"), moment(4.0, syscall="futex")]
+    other = ThreadStack("other", (Frame(user_file, 6, "work"),))
+    both = [stack_at(user_file, 6, others=(other,))] * 2
+    assert cause(locked, both) == ("stuck", "deadlock", True)
+    assert cause(locked, both[:1]) == ("slow", "waiting", False), "one sample proves nothing"
+    moved = [stack_at(user_file, 6, others=(other,)), stack_at(user_file, 7, others=(other,))]
+    assert cause(locked, moved) == ("slow", "waiting", False)
+    reader = ThreadStack("reader", (Frame(user_file, 3, "read"),))
+    assert cause(locked, [stack_at(user_file, 6, others=(reader,))] * 2) == ("slow", "waiting", False), (
+        "that thread may end the wait"
+    )
+    ours = ThreadStack("lamp-listener", (Frame("/x/report.py", 3, "_answer_all"),))
+    assert cause(locked, [stack_at(user_file, 6, others=(other, ours))] * 2) == ("stuck", "deadlock", True)
+    busy = [moment(2.0, syscall="futex"), moment(4.0, syscall="futex", cpu_s=1.0)]
+    assert cause(busy, both) != ("stuck", "deadlock", True), "somebody works"
+
+
+def test_loops_are_found_by_the_innermost(user_file: str) -> None:
+    loop = enclosing_loop(user_file, 3)
+    assert loop is not None
+    assert (loop.kind, loop.line, loop.text) == ("for", 2, "range(10)")
+    assert enclosing_loop(user_file, 6) is None
+    assert enclosing_loop("/no/such/file.py", 3) is None
+
+
+def finding(cause: str, since_s: float, provable: bool = False) -> Diagnosis:
+    return Diagnosis(Verdict("stuck", cause, "", "", since_s=since_s, culprit={"file": "a.py", "line": 3}), provable)
+
+
+def test_naming_is_not_killing() -> None:
+    recovery = RestartPolicy("recover", patience_s=600)
+    assert recovery.stuck(finding("livelock", 599), 0.1, 50, 40).action == "none"
+    assert recovery.stuck(finding("livelock", 601), 70.0, 50, 40).action == "none", "ten times the longest it ever took"
+    assert recovery.stuck(finding("livelock", 601), 1.0, 50, 40).action == "restart"
+    assert recovery.stuck(finding("deadlock", 3.0, provable=True), 0.1, 50, 40).action == "none", "a short grace"
+    assert recovery.stuck(finding("deadlock", 5.0, provable=True), 0.1, 50, 0).action == "none", "no way back"
+    assert RestartPolicy("report").stuck(finding("deadlock", 1e6, provable=True), 0.1, 50, 40).action == "none"
+    assert RestartPolicy("stop").stuck(finding("deadlock", 5.0, provable=True), 0.1, 50, 40).action == "stop"
+
+
+@pytest.mark.parametrize("cause", ["compile_slow", "gc", "slow_disk", "io", "starved", "stopped", "d_state"])
+def test_healthy_but_slow_is_never_killed(cause: str) -> None:
+    for policy in ("recover", "stop", "report"):
+        assert (
+            RestartPolicy(policy, patience_s=1).stuck(finding(cause, 1e6, provable=False), 0.1, 50, 40).action == "none"
+        )
+
+
+def test_the_same_twice_is_a_bug_and_three_in_vain_are_enough() -> None:
+    recovery = RestartPolicy("recover")
+    assert recovery.stuck(finding("deadlock", 9, provable=True), 0, 50, 40).action == "restart"
+    assert recovery.stuck(finding("deadlock", 9, provable=True), 0, 50, 50).action == "stop"
+    deaths = RestartPolicy("recover")
+    assert [deaths.dead("killed by SIGKILL", step, 40).action for step in (41, 42, 43, 44)] == ["restart"] * 3 + [
+        "stop"
+    ]
+    progress = RestartPolicy("recover")
+    assert [progress.dead("killed by SIGKILL", step, step).action for step in range(10, 90, 10)] == ["restart"] * 8
+
+
+def test_the_first_rung_is_eager_once() -> None:
+    recovery = RestartPolicy("recover")
+    assert recovery.dead("killed by SIGSEGV", 0, 0, compiling=True).action == "fallback"
+    assert recovery.eager
+    assert recovery.dead("killed by SIGSEGV", 0, 0, compiling=True).action == "restart"
+    asleep = replace(finding("compile_slow", 601), asleep=True)
+    assert RestartPolicy("recover").stuck(asleep, 0.0, 0, 0).action == "fallback"
+    assert RestartPolicy("recover").stuck(asleep, 70.0, 0, 0).action == "none", "ten times the longest it ever took"
+
+
+def test_memory_that_grows_steadily_is_said_before_it_is_too_late() -> None:
+    leak = [(float(t), 1e9 + 2e7 * t) for t in range(0, 60, 5)]
+    found = memory_verdict(leak, left_bytes=4e9)
+    assert found is not None
+    assert "out of memory in about 3:20" in found.why
+    assert memory_verdict(leak, left_bytes=1e12) is None, "not soon"
+    step_up = [(float(t), 1e9 if t < 30 else 3e9) for t in range(0, 60, 5)]
+    assert memory_verdict(step_up, left_bytes=4e9) is None, "a step up is no leak"
+    assert memory_verdict([(float(t), 1e9) for t in range(0, 60, 5)], left_bytes=4e9) is None
+    assert disk_verdict(10**9, 6 * 10**8) is not None
+    assert disk_verdict(10**10, 6 * 10**8) is None
+
+
+def rank(number: int, line: int, file: str, **fields: object) -> tuple[Process, Stacks]:
+    slot = Slot(pid=number + 10, rank=number, world=2, step=5, **fields)
+    return Process(ProcessLook(number + 10, "S", name="python"), slot), stack_at(file, line)
+
+
+def test_a_tree_is_judged_by_who_is_behind_and_can_be_judged_again(user_file: str) -> None:
+    behind, its_stack = rank(1, 3, user_file, coll_seq=6)
+    waits, other_stack = rank(0, 7, user_file, coll_seq=7, in_coll=1, coll="all_reduce [4]", coll_at="train.py:9")
+    exits = (Exit(99, -9, Slot(pid=99, worker=1, item="40..43"), 1.0, out_of_memory=True),)
+    first, last = (Snapshot(at, (waits, behind), worked_at=0.0, exits=exits) for at in (2.0, 4.0))
+    sample = GroupSample(first, last, {10: (other_stack,), 11: (its_stack,)}, 0.0)
+    found = judge(sample)
+    assert found is not None
+    assert (found.verdict.state, found.verdict.cause) == ("stuck", "rank_late")
+    assert (found.verdict.culprit["rank"], found.verdict.culprit["line"]) == (1, 3)
+    assert judge(from_json(to_json(sample))) == found
+    assert from_json(to_json(sample)) == sample
+    death = death_verdict(exits[0])
+    assert death is not None and death.cause == "worker_oom"
+
+
+RECORDINGS = sorted((Path(__file__).parents[1] / "recordings").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+def test_recorded_runs_are_judged_as_they_were(path: Path, tmp_path: Path) -> None:
+    """Real observations, kept by real runs (tests/zoo/record.py)."""
+    record = json.loads(path.read_text())
+    (tmp_path / "animal.py").write_text(record["source"])
+    text = json.dumps(record["seen"]).replace("{folder}", str(tmp_path)).replace("{ours}/", OURS)
+    sample = from_json(text)
+    found = judge(sample)
+    assert found is not None
+    truth = record["truth"]
+    assert (found.verdict.state, found.verdict.cause, found.provable) == (
+        truth["state"],
+        truth["cause"],
+        truth["provable"],
+    )
+    assert found.verdict.culprit["line"] == truth["line"]
+    assert from_json(to_json(sample)) == sample
+
+
+def test_there_are_recordings() -> None:
+    assert len(RECORDINGS) >= 7
+
+
+def test_a_phase_is_inferred_from_the_stack() -> None:
+    def stack(*frames: tuple[str, str]) -> ThreadStack:
+        return ThreadStack("MainThread", tuple(Frame(file, 1, func) for file, func in frames))
+
+    site = "/venv/lib/python3.11/site-packages"
+    saving = stack((f"{site}/torch/serialization.py", "save"), ("/home/me/train.py", "main"))
+    assert phase_from_stack(saving) == "saving"
+    loading = stack((f"{site}/safetensors/torch.py", "load_file"), (f"{site}/transformers/x.py", "from_pretrained"))
+    assert phase_from_stack(loading) == "loading weights"
+    assert phase_from_stack(stack(("/base/lib/python3.11/http/client.py", "read"))) == "downloading"
+    assert phase_from_stack(stack((f"{site}/torch/_inductor/codecache.py", "compile"))) == "compiling"
+    assert phase_from_stack(stack(("/home/me/train.py", "main"))) == ""
