@@ -11,7 +11,7 @@ from typing import Any
 
 import lamplighter
 
-NEEDS = "lamplighter.TrainerCallback needs transformers, and it is not installed here; try: pip install transformers"
+_NEEDS = "lamplighter.TrainerCallback needs transformers, and it is not installed here; try: pip install transformers"
 
 
 class _Teller:
@@ -44,7 +44,7 @@ def _make() -> type:
     try:
         from transformers import TrainerCallback
     except ImportError as error:
-        raise ImportError(NEEDS) from error
+        raise ImportError(_NEEDS) from error
 
     class LampCallback(TrainerCallback):
         """Reports phases, steps and loss to whoever watches."""

@@ -33,8 +33,8 @@ from lamplighter.watch.supervisor import Death, Ending, RunOutcome
 from lamplighter.watch.terminal import Terminal
 from lamplighter.watch.trainer import signal_name
 
-GRACE_S = 10.0
-LOADING_S = 60.0
+_GRACE_S = 10.0
+_LOADING_S = 60.0
 POLICIES = {"report": "report", "stop": "stop", "restart": "recover"}  # --on-stuck -> watch.on_stuck
 
 
@@ -43,7 +43,7 @@ class WatchedCommand:
 
     ours = False
     verb = "watch"
-    grace_s = GRACE_S
+    grace_s = _GRACE_S
 
     def __init__(self, run: RunDir, words: list[str], again: bool) -> None:
         """`again`: it may be started more than once, so its side of the terminal stays open."""
@@ -113,7 +113,7 @@ class WatchedCommand:
     def ask_stop(self, reason: str, again: bool) -> None:
         """TERM to the command; the supervisor kills all of it if that does not end it."""
         if not again and self.child is not None:
-            self.say(f"the command is asked to end (SIGTERM); in {GRACE_S:.0f} s it is killed")
+            self.say(f"the command is asked to end (SIGTERM); in {_GRACE_S:.0f} s it is killed")
             self.child.terminate()
 
     def ask_save(self) -> int:
@@ -208,7 +208,7 @@ class WatchedCommand:
 
     def may_grow(self) -> bool:
         """Loading grows by right."""
-        return not self.progress.counts and time.monotonic() - self.began < LOADING_S
+        return not self.progress.counts and time.monotonic() - self.began < _LOADING_S
 
     def resource_verdicts(self, snapshot: Snapshot) -> list[Verdict | None]:
         return []

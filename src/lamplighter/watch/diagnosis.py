@@ -28,12 +28,12 @@ from lamplighter.watch.evidence import GroupSample
 from lamplighter.watch.process_tree import Process, counts
 from lamplighter.watch.status import duration
 
-UNTIMED_WAIT = re.compile(r"\.(acquire|join|get|wait|result)\(\s*(?:True\s*|block(?:ing)?=True\s*)?\)")
+_UNTIMED_WAIT = re.compile(r"\.(acquire|join|get|wait|result)\(\s*(?:True\s*|block(?:ing)?=True\s*)?\)")
 WORKERS = {"data/stream.py": "lamp-stream", "train/checkpointer.py": "lamp-writer"}  # who works while this file waits
 BUSY = 0.03  # share of one core that counts as running
-SLOW_BYTES_PER_S = 2e6
+_SLOW_BYTES_PER_S = 2e6
 SOFT_WAITS = ("wait", "get", "result", "join")  # a signal handler, a timer or a native thread may end them
-STARVED = 2.0  # times longer waiting for a core than running
+_STARVED = 2.0  # times longer waiting for a core than running
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Evidence:
 def judge_process(sample: GroupSample, process: Process) -> Diagnosis | None:
     """The first rule that fits; None where nothing can be said yet."""
     evidence = Evidence(sample, process)
-    return next((found for rule in RULES if (found := rule(evidence)) is not None), None)
+    return next((found for rule in _RULES if (found := rule(evidence)) is not None), None)
 
 
 def _finding(
@@ -186,7 +186,7 @@ def stopped(evidence: Evidence) -> Diagnosis | None:
     )
 
 
-def uninterruptible(evidence: Evidence) -> Diagnosis | None:
+def _uninterruptible(evidence: Evidence) -> Diagnosis | None:
     asleep_throughout = evidence.before.look.state == evidence.look.state == "D" and evidence.seconds >= 0.9
     if not asleep_throughout or evidence.bytes_per_s > 0:
         return None
@@ -225,11 +225,11 @@ def collecting(evidence: Evidence) -> Diagnosis | None:
     )
 
 
-def moving_slowly(evidence: Evidence) -> Diagnosis | None:
+def _moving_slowly(evidence: Evidence) -> Diagnosis | None:
     """Bytes move, the process mostly waits for them: input-bound."""
     if evidence.bytes_per_s <= 0 or evidence.cpu_share > 0.5 or evidence.seconds < 0.9:
         return None
-    if evidence.bytes_per_s > SLOW_BYTES_PER_S:
+    if evidence.bytes_per_s > _SLOW_BYTES_PER_S:
         return _finding(
             evidence, "slow", "io", f"{evidence.bytes_per_s / 1e6:.1f} MB/s are moved, {evidence.words()}", "wait"
         )
@@ -239,7 +239,7 @@ def moving_slowly(evidence: Evidence) -> Diagnosis | None:
     return _finding(evidence, "slow", "slow_disk", why, "copy the data to a faster disk", path=path)
 
 
-def holding_the_gil(evidence: Evidence) -> Diagnosis | None:
+def _holding_the_gil(evidence: Evidence) -> Diagnosis | None:
     """The listener cannot answer: a C call keeps the GIL, asleep or busy."""
     main = evidence.main_stack
     if not evidence.sampler_silent or main is None or main.holds_gil is False or evidence.frame is None:
@@ -251,7 +251,7 @@ def holding_the_gil(evidence: Evidence) -> Diagnosis | None:
 def running(evidence: Evidence) -> Diagnosis | None:
     if evidence.cpu_share < BUSY or evidence.frame is None:
         return None
-    counted = loop_progress(evidence)
+    counted = _loop_progress(evidence)
     far = counted.words() if counted else evidence.usually()
     here = f"at {evidence.frame.short}, {evidence.cpu_share:.0%} of a core, {evidence.words()}{far}"
     if _starved(evidence):
@@ -276,7 +276,7 @@ def running(evidence: Evidence) -> Diagnosis | None:
     return replace(found, left_s=counted.left_s if counted else None)
 
 
-def deadlocked(evidence: Evidence) -> Diagnosis | None:
+def _deadlocked(evidence: Evidence) -> Diagnosis | None:
     """Every thread of the user's waits for a lock without a time limit, and nothing moves."""
     if evidence.newest is None or evidence.seconds < 0.9 or evidence.sampler_silent or len(evidence.stacks) < 2:
         return None
@@ -315,8 +315,8 @@ def asleep(evidence: Evidence) -> Diagnosis | None:
     )
 
 
-RULES: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
-    stopped, uninterruptible, compiling, collecting, holding_the_gil, moving_slowly, running, deadlocked, asleep,
+_RULES: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
+    stopped, _uninterruptible, compiling, collecting, _holding_the_gil, _moving_slowly, running, _deadlocked, asleep,
 )  # fmt: skip
 
 
@@ -331,7 +331,7 @@ def _starved(evidence: Evidence) -> bool:
         if earlier is not None:
             ran += thread.cpu_ns - earlier.cpu_ns
             starved += thread.starved_ns - earlier.starved_ns
-    return starved > STARVED * max(ran, 1) and starved > 0.2e9 * evidence.seconds
+    return starved > _STARVED * max(ran, 1) and starved > 0.2e9 * evidence.seconds
 
 
 def _only_waits(thread: ThreadStack) -> bool:
@@ -356,8 +356,8 @@ def _acquires(thread: ThreadStack) -> bool:
 
 def text_of_wait(frame: Frame) -> str:
     """The call on this line that waits for another thread without a time limit; empty where there is none."""
-    text = source_line(frame.file, frame.line)
-    found = UNTIMED_WAIT.search(text)
+    text = _source_line(frame.file, frame.line)
+    found = _UNTIMED_WAIT.search(text)
     return "with" if text.startswith("with ") else found.group(1) if found else ""
 
 
@@ -391,7 +391,7 @@ class LoopProgress:
         return count + left
 
 
-def loop_progress(evidence: Evidence) -> LoopProgress | None:
+def _loop_progress(evidence: Evidence) -> LoopProgress | None:
     """From the loop's counter in two stacks; None where it cannot be seen or does not move."""
     if len(evidence.stacks) < 2 or not all(taken.threads for taken in evidence.stacks):
         return None
@@ -430,7 +430,7 @@ def _parsed(file: str) -> tuple[ast.Module, list[str]] | None:
         return None
 
 
-def source_line(file: str, line: int) -> str:
+def _source_line(file: str, line: int) -> str:
     parsed = _parsed(file)
     return parsed[1][line - 1].strip() if parsed and 0 < line <= len(parsed[1]) else ""
 

@@ -21,7 +21,7 @@ from lamplighter.watch.process_tree import ProcessTree, Snapshot
 from lamplighter.watch.stall import explain, take_all
 from lamplighter.watch.status import duration
 
-BETWEEN_S = 1.0
+_BETWEEN_S = 1.0
 
 
 def inspect_pid(pid: int) -> int:
@@ -37,7 +37,7 @@ def inspect_pid(pid: int) -> int:
             snapshots.append(tree.look(closely=True))
             taken = take_all(tree, snapshots[-1].processes, everybody=True)
             samples = {one: (*samples.get(one, ()), stacks) for one, stacks in taken.items() if stacks is not None}
-            time.sleep(BETWEEN_S * (1 - number))
+            time.sleep(_BETWEEN_S * (1 - number))
         snapshots.append(tree.look(closely=True))
         tree.close()
     finding = tree_diagnosis.judge(GroupSample(snapshots[0], snapshots[-1], samples, 0.0))

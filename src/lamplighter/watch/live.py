@@ -18,7 +18,7 @@ from rich.text import Text
 
 from lamplighter.watch.status import Status, alert, duration, sentence, sparkline
 
-SPINNER = "◐◓◑◒"
+_SPINNER = "◐◓◑◒"
 
 
 class Live:
@@ -49,7 +49,7 @@ class Live:
 
     def _draw(self, status: Status) -> Group:
         width = self.console.width
-        spin = SPINNER[self.frames % len(SPINNER)]
+        spin = _SPINNER[self.frames % len(_SPINNER)]
         head = Text(f"{spin} {status.name} ", style="bold yellow")
         head.append(sentence(status), style="default")
         head.truncate(max(10, width - 1), overflow="ellipsis")

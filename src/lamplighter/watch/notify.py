@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-DEADLINE_S = 10.0
-WAITING = 20
-KINDS = ("stuck", "dead", "diverged", "budget", "finished", "stopped", "lost", "failed")
+_DEADLINE_S = 10.0
+_WAITING = 20
+_KINDS = ("stuck", "dead", "diverged", "budget", "finished", "stopped", "lost", "failed")
 
 
 class Notifier:
@@ -24,14 +24,14 @@ class Notifier:
 
     def __init__(self, target: str | None, run_name: str, say: Callable[[str], None]) -> None:
         self.target, self.run_name, self.say = target, run_name, say
-        self.waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=WAITING)
+        self.waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=_WAITING)
         self.dropped = 0
         self.failed = False
         self.thread: threading.Thread | None = None
 
     def tell(self, kind: str, text: str, **fields: Any) -> None:
         """Put it in the queue; never waits."""
-        if self.target is None or kind not in KINDS:
+        if self.target is None or kind not in _KINDS:
             return
         if self.thread is None:
             self.thread = threading.Thread(target=self._work, name="lamp-notify", daemon=True)
@@ -48,7 +48,7 @@ class Notifier:
                 self.waiting.put_nowait(None)
             except queue.Full:  # nobody takes the messages: the last one is lost too
                 return
-            self.thread.join(DEADLINE_S)
+            self.thread.join(_DEADLINE_S)
 
     def _work(self) -> None:
         while (message := self.waiting.get()) is not None:
@@ -66,7 +66,7 @@ def _deliver(target: str, message: dict[str, Any]) -> str | None:
             import urllib.request  # 15 ms of every start, for a few runs
 
             request = urllib.request.Request(target, data, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=DEADLINE_S):
+            with urllib.request.urlopen(request, timeout=_DEADLINE_S):
                 return None
         environment = {
             **os.environ,
@@ -75,7 +75,7 @@ def _deliver(target: str, message: dict[str, Any]) -> str | None:
             "LAMP_TEXT": message["text"],
         }
         done = subprocess.run(
-            ["sh", "-c", target], input=data, env=environment, timeout=DEADLINE_S, capture_output=True, check=False
+            ["sh", "-c", target], input=data, env=environment, timeout=_DEADLINE_S, capture_output=True, check=False
         )
         return (
             None if done.returncode == 0 else f"the command ended with {done.returncode}: {done.stderr.decode()[-200:]}"

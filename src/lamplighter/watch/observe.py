@@ -18,9 +18,9 @@ from lamplighter.rundir import RunDir, parse_record, read_last_lines
 from lamplighter.slot import Slot
 from lamplighter.watch.status import Status, hear_flag
 
-RATE_WINDOW_S = 15.0
-HISTORY_RUNS = 5
-HISTORY_BYTES = 1 << 18
+_RATE_WINDOW_S = 15.0
+_HISTORY_RUNS = 5
+_HISTORY_BYTES = 1 << 18
 
 
 class Tail:
@@ -59,7 +59,7 @@ class Rate:
             self.counted = counted
             self.samples.clear()
         self.samples.append((now, done))
-        while len(self.samples) > 2 and now - self.samples[0][0] > RATE_WINDOW_S:
+        while len(self.samples) > 2 and now - self.samples[0][0] > _RATE_WINDOW_S:
             self.samples.popleft()
         (then, before), seconds = self.samples[0], now - self.samples[0][0]
         self.per_s = max(0.0, done - before) / seconds if seconds > 0.4 else self.per_s if then != now else 0.0
@@ -75,7 +75,7 @@ class Observer:
         self.events = [Tail(path, from_end=True) for path in events]
         self.metrics = Tail(run.metrics, from_end=True)
         self.rate = Rate()
-        self.history = phase_history(run)
+        self.history = _phase_history(run)
         self.durable_at: float | None = None
         self.fresh: list[dict[str, Any]] = []  # metrics of the last look
 
@@ -123,13 +123,13 @@ class Observer:
             self.status.floor = event["nats_per_token"]
 
 
-def phase_history(run: RunDir) -> dict[str, float]:
+def _phase_history(run: RunDir) -> dict[str, float]:
     """How long each phase took the last time, in this run or its newest neighbours."""
     found: dict[str, float] = {}
     neighbours = [path for path in run.path.parent.glob("*/events.jsonl") if path != run.events]
     neighbours.sort(key=lambda path: path.stat().st_mtime)
-    for path in [*neighbours[-HISTORY_RUNS:], run.events]:
-        for event in read_last_lines(path, HISTORY_BYTES):
+    for path in [*neighbours[-_HISTORY_RUNS:], run.events]:
+        for event in read_last_lines(path, _HISTORY_BYTES):
             if event.get("type") == "phase" and event.get("state") == "end":
                 found[event.get("path", "")] = event.get("seconds", 0.0)
     return found

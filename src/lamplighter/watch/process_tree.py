@@ -20,13 +20,13 @@ from lamplighter.procs import procfs
 from lamplighter.procs.procfs import ProcessLook
 from lamplighter.slot import Slot, read_slot
 
-PIDFD_GET_INFO = 0xC040FF0B  # Linux 6.15 and later
-PIDFD_INFO_EXIT = 8
+_PIDFD_GET_INFO = 0xC040FF0B  # Linux 6.15 and later
+_PIDFD_INFO_EXIT = 8
 HELLO_S = 1.5  # a Python that has not opened its slot by then has no agent
-MOST_PROCESSES = 64
-MOST_PIDFDS = 400
-TREE_EVERY_S = 0.9  # in calm times
-ANSWER_OVERHEAD_BYTES = 16384  # a request for stacks, and the pages that a small file makes dirty
+_MOST_PROCESSES = 64
+_MOST_PIDFDS = 400
+_TREE_EVERY_S = 0.9  # in calm times
+_ANSWER_OVERHEAD_BYTES = 16384  # a request for stacks, and the pages that a small file makes dirty
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Process:
     def moved_bytes(self) -> int:
         """By any means, less what our own questions have moved."""
         slot = self.slot
-        asked = slot.answered_bytes + ANSWER_OVERHEAD_BYTES * slot.answers if slot else 0
+        asked = slot.answered_bytes + _ANSWER_OVERHEAD_BYTES * slot.answers if slot else 0
         return self.look.moved_bytes - asked
 
 
@@ -105,7 +105,7 @@ class Snapshot:
         return next((process for process in self.processes if process.pid == pid), None)
 
 
-def work_of(slot: Slot) -> tuple[float, ...]:
+def _work_of(slot: Slot) -> tuple[float, ...]:
     """All that moves when work gets done."""
     return (slot.ticks, slot.step, slot.fetches, slot.items, slot.coll_seq, slot.bar_n, slot.done, slot.compiles)
 
@@ -148,14 +148,14 @@ class ProcessTree:
     def look(self, closely: bool, output_bytes: int = -1, calm: bool = False) -> Snapshot:
         """One look at every process; a close one costs ten times as much and is for stalls."""
         now = time.monotonic()
-        if not calm or now - self.counted_at > TREE_EVERY_S:
+        if not calm or now - self.counted_at > _TREE_EVERY_S:
             self.parents = {pid: parent for root in self.roots for pid, parent in procfs.parents(root).items()}
             self.counted_at = now
             self._notice_births(now)
             self._notice_missed(now)
         self._notice_exits(now)
         processes = []
-        for pid, ppid in list(self.parents.items())[:MOST_PROCESSES]:
+        for pid, ppid in list(self.parents.items())[:_MOST_PROCESSES]:
             seen = procfs.look_closely(pid) if closely else procfs.look(pid)
             if seen.state in "XZ" and pid not in self.roots:
                 continue
@@ -169,7 +169,7 @@ class ProcessTree:
         if slot is None:
             return None
         self.seen[pid] = slot
-        counted = work_of(slot)
+        counted = _work_of(slot)
         if counted != self.counted.get(pid):
             self.counted[pid] = counted
             self.worked_at = max(self.worked_at, slot.tick_ns / 1e9 or now)  # the agent does not say when
@@ -179,7 +179,7 @@ class ProcessTree:
         for pid in self.parents:
             if pid in self.gone and procfs.look(pid).state in "XZ":
                 continue  # noticed already; its parent has not asked for it yet
-            if pid not in self.born and len(self.pidfds) < MOST_PIDFDS:
+            if pid not in self.born and len(self.pidfds) < _MOST_PIDFDS:
                 self.born[pid] = now
                 if (fd := open_pidfd(pid)) >= 0:
                     self.pidfds[pid] = fd
@@ -264,12 +264,12 @@ def _exit_code(pidfd: int, pid: int) -> int | None:
 
 def _code_of_reaped(pidfd: int) -> int | None:
     info = bytearray(64)
-    struct.pack_into("=Q", info, 0, PIDFD_INFO_EXIT)
+    struct.pack_into("=Q", info, 0, _PIDFD_INFO_EXIT)
     try:
-        fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
     except OSError:  # an older kernel does not say
         return None
     (mask,) = struct.unpack_from("=Q", info, 0)
-    if not mask & PIDFD_INFO_EXIT:
+    if not mask & _PIDFD_INFO_EXIT:
         return None
     return os.waitstatus_to_exitcode(struct.unpack_from("=i", info, 60)[0])

@@ -40,17 +40,17 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 SHARED_BYTES = 1024  # bytes passed so far, then one count for each signal number: all 8 bytes wide
-PIECE = 65536
-BACKLOG = 65536  # a slow terminal slows the command down, as it would without us
-LIMIT = 4 << 20  # a stopped terminal does not: this much is kept for it
-STOPPED_AFTER_S = 0.5  # a terminal that has taken nothing for so long has stopped
-AGAIN_S = 0.05  # until a full terminal is tried again
-SETTLE_S = 0.1  # after the command's last byte, before we draw
-DRAW_EVERY_S = 0.25
-URGENT_S = 3.0  # an urgent sentence does not wait longer for the command's line to end
-DRAWING_S = 10.0  # after a cursor movement, the screen counts as the command's own
-DRAIN_S = 0.5  # for bytes that are still on their way when the command has ended
-UNKNOWN_COLUMNS = 60  # a terminal of 0 x 0: it has not been told
+_PIECE = 65536
+_BACKLOG = 65536  # a slow terminal slows the command down, as it would without us
+_LIMIT = 4 << 20  # a stopped terminal does not: this much is kept for it
+_STOPPED_AFTER_S = 0.5  # a terminal that has taken nothing for so long has stopped
+_AGAIN_S = 0.05  # until a full terminal is tried again
+_SETTLE_S = 0.1  # after the command's last byte, before we draw
+_DRAW_EVERY_S = 0.25
+_URGENT_S = 3.0  # an urgent sentence does not wait longer for the command's line to end
+_DRAWING_S = 10.0  # after a cursor movement, the screen counts as the command's own
+_DRAIN_S = 0.5  # for bytes that are still on their way when the command has ended
+_UNKNOWN_COLUMNS = 60  # a terminal of 0 x 0: it has not been told
 CLEAR = b"\r\x1b[2K"
 SAID_LIMIT = 500
 
@@ -68,7 +68,7 @@ def count_at(shared: mmap.mmap, index: int) -> int:
     return int(struct.unpack_from("q", shared, index * 8)[0])
 
 
-def add_to(shared: mmap.mmap, index: int, more: int) -> None:
+def _add_to(shared: mmap.mmap, index: int, more: int) -> None:
     struct.pack_into("q", shared, index * 8, count_at(shared, index) + more)
 
 
@@ -100,7 +100,7 @@ class Screen:
         self.waiting_bytes = 0
         self.skipped = 0
         self.took = self.retry_at = self.last_output = self.last_draw = 0.0
-        self.moved = -DRAWING_S
+        self.moved = -_DRAWING_S
         self.tail = b""
         self.said: deque[tuple[float, str]] = deque()
         self.footer = self.shown = self.title = ""
@@ -118,7 +118,7 @@ class Screen:
 
     def takes_more(self, now: float) -> bool:
         """Whether to read on: yes if the terminal keeps up, and yes if it has stopped; no if it is merely slow."""
-        return self.waiting_bytes < BACKLOG or now - self.took >= STOPPED_AFTER_S
+        return self.waiting_bytes < _BACKLOG or now - self.took >= _STOPPED_AFTER_S
 
     def _put(self, data: bytes, now: float) -> None:
         if self.gone or not data:
@@ -129,13 +129,13 @@ class Screen:
         if idle:
             self.took = now
             self.flush(now)
-        elif self.waiting_bytes > LIMIT:
+        elif self.waiting_bytes > _LIMIT:
             self._skip_the_oldest()
 
     def _skip_the_oldest(self) -> None:
         """The newest is worth most (a traceback); what is being written now is never cut."""
         first = self.waiting.popleft()
-        while self.waiting and self.waiting_bytes > LIMIT * 3 // 4:
+        while self.waiting and self.waiting_bytes > _LIMIT * 3 // 4:
             self._skip(len(self.waiting.popleft()))
         if self.waiting:
             cut = self.waiting[0].find(b"\n") + 1
@@ -154,7 +154,7 @@ class Screen:
             try:
                 written = os.write(self.out, piece)
             except BlockingIOError:  # it takes no more just now
-                self.retry_at = now + AGAIN_S
+                self.retry_at = now + _AGAIN_S
                 return
             except OSError:  # the terminal is closed: output.log still has every byte
                 self._give_up()
@@ -186,7 +186,7 @@ class Screen:
     def say(self, text: str, urgent: bool, now: float) -> None:
         """Lines that stay. They wait for the command's line to end; an urgent one not for longer than 3 s."""
         if len(self.said) < SAID_LIMIT and not self.gone:
-            self.said.append((now + URGENT_S if urgent else float("inf"), text))
+            self.said.append((now + _URGENT_S if urgent else float("inf"), text))
 
     def speak(self, now: float, at_once: bool = False) -> None:
         """Write what is ours and due."""
@@ -205,9 +205,9 @@ class Screen:
         if self.gone:
             return moments[0]
         if self.said:
-            moments.append(min(min(self.said)[0], self.moved + DRAWING_S if not self.line_open else float("inf")))
+            moments.append(min(min(self.said)[0], self.moved + _DRAWING_S if not self.line_open else float("inf")))
         if self.waiting:
-            moments += [moment for moment in (self.retry_at, self.took + STOPPED_AFTER_S) if moment > now]
+            moments += [moment for moment in (self.retry_at, self.took + _STOPPED_AFTER_S) if moment > now]
         elif self.style != "plain" and self._wants_something(now):
             moments.append(self._draw_at())
         return min(moments)
@@ -223,10 +223,10 @@ class Screen:
 
     def _owned(self, now: float) -> bool:
         """Whether the command's own line, bar or drawing is under the cursor."""
-        return self.line_open or now - self.moved < DRAWING_S
+        return self.line_open or now - self.moved < _DRAWING_S
 
     def _draw_at(self) -> float:
-        return max(self.last_output + SETTLE_S, self.last_draw + DRAW_EVERY_S)
+        return max(self.last_output + _SETTLE_S, self.last_draw + _DRAW_EVERY_S)
 
     def _wants_something(self, now: float) -> bool:
         return self._wants_title() if self._owned(now) else self.footer != self.shown
@@ -247,7 +247,7 @@ class Screen:
 
     def _draw_footer(self, now: float) -> None:
         self.last_draw = now
-        columns = columns_of(self.tty) or UNKNOWN_COLUMNS
+        columns = _columns_of(self.tty) or _UNKNOWN_COLUMNS
         if not self.foreground() or columns < 2:
             return
         line = fit(self.footer, columns - 1)
@@ -281,7 +281,7 @@ def _by_thread(tty: int) -> int:
 
     def copy() -> None:
         try:
-            while data := os.read(reading, PIECE):
+            while data := os.read(reading, _PIECE):
                 while data:
                     data = data[os.write(tty, data) :]
         except OSError:  # the terminal is gone: our end of the pipe says so to the screen
@@ -301,7 +301,7 @@ def _not_stopped_for_writing() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def columns_of(tty: int) -> int:
+def _columns_of(tty: int) -> int:
     """How wide it is; 0 for a terminal that does not say."""
     try:
         return int(struct.unpack("HHHH", fcntl.ioctl(tty, termios.TIOCGWINSZ, b"\0" * 8))[1])
@@ -377,7 +377,7 @@ class PtyProxy:
                 poll.register(screen.out, select.POLLOUT)
         until = min([screen.due_at(now) for screen in self.screens], default=float("inf"))
         if self.told_end and not self.answered:
-            until = min(until, now + AGAIN_S if any(screen.waiting for screen in self.screens) else now)
+            until = min(until, now + _AGAIN_S if any(screen.waiting for screen in self.screens) else now)
         wait_ms = None if until == float("inf") else max(0.0, until - now) * 1000
         return {fd for fd, _ in poll.poll(wait_ms)}
 
@@ -385,7 +385,7 @@ class PtyProxy:
         screen = self.routes[master]
         data, closed = _drain(master)
         if data:
-            add_to(self.shared, 0, len(data))
+            _add_to(self.shared, 0, len(data))
             self._keep(data)
             screen.carry(data, time.monotonic())
         if closed:
@@ -407,7 +407,7 @@ class PtyProxy:
     def _hear(self) -> None:
         while self.words.fileno() >= 0:
             try:
-                message = self.words.recv(PIECE)
+                message = self.words.recv(_PIECE)
             except BlockingIOError:  # no more messages
                 return
             except OSError:  # the watcher was killed: that is a message too
@@ -442,7 +442,7 @@ class PtyProxy:
     def _answer(self, busy: bool) -> None:
         """Tell the watcher that the last bytes are out; a grandchild that goes on writing is not waited for."""
         now = time.monotonic()
-        if any(screen.waiting for screen in self.screens) or (busy and now - self.end_at < DRAIN_S):
+        if any(screen.waiting for screen in self.screens) or (busy and now - self.end_at < _DRAIN_S):
             return
         self._close(now)
         if any(screen.waiting for screen in self.screens):
@@ -459,7 +459,7 @@ class PtyProxy:
     # -- signals: they come to the whole process group, so what we get, the command got too
 
     def _survive(self, number: int, _frame: FrameType | None) -> None:
-        add_to(self.shared, number, 1)
+        _add_to(self.shared, number, 1)
 
     def _resize(self, _number: int, _frame: FrameType | None) -> None:
         """The command heard of the new size before its own terminal had it: tell it once more."""
@@ -489,9 +489,9 @@ def _drain(master: int) -> tuple[bytes, bool]:
     """What is there to read, and whether the last holder of the other side is gone."""
     pieces: list[bytes] = []
     size = 0
-    while size < PIECE:
+    while size < _PIECE:
         try:
-            piece = os.read(master, PIECE)
+            piece = os.read(master, _PIECE)
         except BlockingIOError:  # all is read
             break
         except OSError:  # EIO: nobody holds the other side any more

@@ -12,10 +12,10 @@ from lamplighter.report import Verdict
 from lamplighter.rundir import human_bytes
 from lamplighter.watch.status import duration
 
-LEAST_S = 20.0
-LEAST_GROWTH = 0.05  # of what it was, and
-LEAST_BYTES = 50_000_000
-SOON_S = 3600.0
+_LEAST_S = 20.0
+_LEAST_GROWTH = 0.05  # of what it was, and
+_LEAST_BYTES = 50_000_000
+_SOON_S = 3600.0
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> float:
@@ -29,14 +29,14 @@ def slope(samples: Sequence[tuple[float, float]]) -> float:
 
 def memory_verdict(samples: Sequence[tuple[float, float]], left_bytes: float) -> Verdict | None:
     """Growing steadily, and the end is in sight."""
-    if len(samples) < 8 or samples[-1][0] - samples[0][0] < LEAST_S:
+    if len(samples) < 8 or samples[-1][0] - samples[0][0] < _LEAST_S:
         return None
     first, last = samples[0][1], samples[-1][1]
     rate = slope(samples)
-    if rate <= 0 or last - first < max(LEAST_GROWTH * first, LEAST_BYTES) or not _steady(samples):
+    if rate <= 0 or last - first < max(_LEAST_GROWTH * first, _LEAST_BYTES) or not _steady(samples):
         return None
     in_s = left_bytes / rate
-    if in_s > SOON_S:
+    if in_s > _SOON_S:
         return None
     why = f"memory grows by {human_bytes(rate)} a second ({human_bytes(first)} to {human_bytes(last)}): out of memory in about {duration(in_s)}"
     return Verdict(

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from lamplighter.watch.diagnosis import Diagnosis
 
-GRACE_S = 4.0  # for what is proved
-TIMES_LONGEST = 10.0
-WITHOUT_PROGRESS = 3
-NEVER = ("compile_slow", "gc", "slow_disk", "io", "starved", "stopped", "d_state")  # healthy, or nobody's to kill
+_GRACE_S = 4.0  # for what is proved
+_TIMES_LONGEST = 10.0
+_WITHOUT_PROGRESS = 3
+_NEVER = ("compile_slow", "gc", "slow_disk", "io", "starved", "stopped", "d_state")  # healthy, or nobody's to kill
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class RestartPolicy:
     def stuck(self, finding: Diagnosis, longest_s: float, step: int, durable: int) -> Decision:
         """A live process: proved causes after a short grace, all others after long patience, and only with a way back."""
         cause, quiet_s = finding.verdict.cause, finding.verdict.since_s
-        patience_s = GRACE_S if finding.provable else max(self.patience_s, TIMES_LONGEST * longest_s)
-        if self.policy == "report" or (cause in NEVER and not finding.asleep) or quiet_s < patience_s:
+        patience_s = _GRACE_S if finding.provable else max(self.patience_s, _TIMES_LONGEST * longest_s)
+        if self.policy == "report" or (cause in _NEVER and not finding.asleep) or quiet_s < patience_s:
             return Decision()
         if self.policy == "stop":
             return Decision("stop", f"{cause} for {quiet_s:.0f} s, and watch.on_stuck is stop")
@@ -68,8 +68,8 @@ class RestartPolicy:
             return Decision(
                 "stop", f"the same at step {step} for the second time ({key}): a bug in code or data, not chance"
             )
-        if self.since_progress >= WITHOUT_PROGRESS:
-            return Decision("stop", f"{WITHOUT_PROGRESS} restarts without progress beyond step {durable}")
+        if self.since_progress >= _WITHOUT_PROGRESS:
+            return Decision("stop", f"{_WITHOUT_PROGRESS} restarts without progress beyond step {durable}")
         self.tried.add((key, step))
         self.since_progress += 1
         return Decision("restart", f"restarting from step {durable}")

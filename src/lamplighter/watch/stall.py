@@ -23,16 +23,16 @@ from lamplighter.watch.tree_diagnosis import judge, phase_from_stack
 
 LOOK_EVERY_S = 0.25
 STALL_S = 2.0
-UNCOUNTED_STALL_S = 3.0  # for a phase of ours that counts nothing (an import, a model being built)
+_UNCOUNTED_STALL_S = 3.0  # for a phase of ours that counts nothing (an import, a model being built)
 CLOSE_LOOK_S = 1.0  # from here on every look is a close one
-WINDOW_S = 8.0
-WITHOUT_STACKS_S = 4.5  # if those of our own process cannot be had by then, judge without
-TIMES_USUAL = 4.0
-OPEN_COLLECTIVE_S = 1.5  # what is usual counts for no more than this while a rank waits for another
-COMMON = ("running", "gc", "io")
-UNCOUNTED_S = 8.0  # while a script has counted nothing yet (imports), COMMON causes are status and no verdict
-MOST_STACKS = 16
-WARM_S = 0.2
+_WINDOW_S = 8.0
+_WITHOUT_STACKS_S = 4.5  # if those of our own process cannot be had by then, judge without
+_TIMES_USUAL = 4.0
+_OPEN_COLLECTIVE_S = 1.5  # what is usual counts for no more than this while a rank waits for another
+_COMMON = ("running", "gc", "io")
+_UNCOUNTED_S = 8.0  # while a script has counted nothing yet (imports), COMMON causes are status and no verdict
+_MOST_STACKS = 16
+_WARM_S = 0.2
 
 
 class StallDetector:
@@ -87,7 +87,7 @@ class StallDetector:
         if prompting or self.gap_s < CLOSE_LOOK_S or self._is_warming(tree, snapshot):
             return
         self.window.append(snapshot)
-        while snapshot.at - self.window[0].at > WINDOW_S:
+        while snapshot.at - self.window[0].at > _WINDOW_S:
             self.window.popleft()
         halted = self._halted()
         if not halted and self.gap_s < self._patience_s(snapshot, main, phase_usual_s):
@@ -97,7 +97,7 @@ class StallDetector:
         compiling = self.ours and main.slot is not None and bool(main.slot.compiling)
         if not compiling:
             self._capture_when_due(tree, snapshot)
-        late = self.ours and (compiling or self.gap_s > WITHOUT_STACKS_S)
+        late = self.ours and (compiling or self.gap_s > _WITHOUT_STACKS_S)
         if self.captures or late or (halted and not self.ours):
             self.finding = judge(self.sample()) or self.finding
 
@@ -109,8 +109,8 @@ class StallDetector:
         if self.finding is None:
             return None
         named = f"{self.finding.key} {self.finding.left_s is not None}"
-        early = not self.ours and not self.counted and self.gap_s < UNCOUNTED_S
-        if named in self.named or (early and self.finding.verdict.cause in COMMON):
+        early = not self.ours and not self.counted and self.gap_s < _UNCOUNTED_S
+        if named in self.named or (early and self.finding.verdict.cause in _COMMON):
             return None
         self.named.add(named)
         return self.finding
@@ -147,10 +147,10 @@ class StallDetector:
     def _patience_s(self, snapshot: Snapshot, main: Process, phase_usual_s: float) -> float:
         usual_s = self.usual_gap_s.get(self.phase, 0.0)
         if any(process.slot and process.slot.in_coll for process in snapshot.processes):
-            usual_s = min(usual_s, OPEN_COLLECTIVE_S)
+            usual_s = min(usual_s, _OPEN_COLLECTIVE_S)
         counted = not self.ours or (main.slot is not None and main.slot.ticks > self.phase_ticks + 1)
-        least_s = STALL_S if counted else max(UNCOUNTED_STALL_S, 2 * phase_usual_s)
-        return max(least_s, TIMES_USUAL * usual_s)
+        least_s = STALL_S if counted else max(_UNCOUNTED_STALL_S, 2 * phase_usual_s)
+        return max(least_s, _TIMES_USUAL * usual_s)
 
     def _halted(self) -> bool:
         """Stopped by a signal, or asleep in the kernel: no patience is needed to see that."""
@@ -166,10 +166,10 @@ class StallDetector:
         if self.ours:
             return False
         fresh = [p for p in snapshot.processes if p.slot is not None and not p.slot.answers and not p.look.stopped]
-        for process in [p for p in fresh if p.pid not in self.warmed][:MOST_STACKS]:
+        for process in [p for p in fresh if p.pid not in self.warmed][:_MOST_STACKS]:
             self.warmed.add(process.pid)
             path = tree.slot_path(process.pid)
-            threading.Thread(target=stacks.ask, args=(path, WARM_S), name="lamp-warm", daemon=True).start()
+            threading.Thread(target=stacks.ask, args=(path, _WARM_S), name="lamp-warm", daemon=True).start()
             self.warm_until = snapshot.at + 2 * LOOK_EVERY_S
         return snapshot.at < self.warm_until
 
@@ -197,7 +197,7 @@ class StallDetector:
 def take_all(tree: ProcessTree, processes: tuple[Process, ...], everybody: bool) -> dict[int, Stacks | None]:
     """The stacks of every process that reports, or of every Python; None where they cannot be had."""
     wanted = [p.pid for p in processes if p.slot is not None or (everybody and procfs.is_python(p.pid))]
-    return {pid: stacks.take(tree.slot_path(pid), pid, ours=pid in tree.own) for pid in wanted[:MOST_STACKS]}
+    return {pid: stacks.take(tree.slot_path(pid), pid, ours=pid in tree.own) for pid in wanted[:_MOST_STACKS]}
 
 
 def explain(line: str, snapshot: Snapshot, taken: Mapping[int, Stacks | None], finding: Diagnosis | None) -> str:

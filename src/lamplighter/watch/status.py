@@ -17,8 +17,8 @@ from lamplighter.procs.procfs import ProcessLook
 from lamplighter.rundir import human_bytes
 from lamplighter.slot import Slot
 
-BARS = "▁▂▃▄▅▆▇█"
-Flag = dict[str, Any]  # a red flag that stands: cause, state, why, next, step
+_BARS = "▁▂▃▄▅▆▇█"
+_Flag = dict[str, Any]  # a red flag that stands: cause, state, why, next, step
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Status:
     usd_limit: float | None = None
     durable_age_s: float | None = None
     usual_s: float | None = None  # what this phase took last time
-    flags: dict[str, Flag] = field(default_factory=dict)  # red flags that stand, by cause
+    flags: dict[str, _Flag] = field(default_factory=dict)  # red flags that stand, by cause
 
     @property
     def training(self) -> bool:
@@ -92,8 +92,8 @@ def sparkline(values: Iterable[float], width: int) -> str:
     cuts = [points[int(i * size) : max(int(i * size) + 1, int((i + 1) * size))] for i in range(min(width, len(points)))]
     means = [sum(cut) / len(cut) for cut in cuts if cut]
     low, high = min(means), max(means)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
 def line(status: Status) -> str:
@@ -229,7 +229,7 @@ def tell_step(record: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- red flags, from the events of a run
 
 
-def hear_flag(standing: dict[str, Flag], event: dict[str, Any]) -> None:
+def hear_flag(standing: dict[str, _Flag], event: dict[str, Any]) -> None:
     """What an event changes."""
     kind = event.get("type")
     if kind == "verdict" and event.get("flag"):
@@ -241,14 +241,14 @@ def hear_flag(standing: dict[str, Flag], event: dict[str, Any]) -> None:
         standing |= {flag["cause"]: flag for flag in event.get("standing", [])}
 
 
-def standing_flags(status: dict[str, Any]) -> dict[str, Flag]:
+def standing_flags(status: dict[str, Any]) -> dict[str, _Flag]:
     """Those that a status.json names."""
     found = status.get("flags")
     flags = [flag for flag in found if isinstance(flag, dict)] if isinstance(found, list) else []
     return {str(flag.get("cause")): flag for flag in flags}
 
 
-def tell_flags(standing: dict[str, Flag]) -> list[str]:
+def tell_flags(standing: dict[str, _Flag]) -> list[str]:
     """verdict / why / next of each."""
     lines = []
     for flag in standing.values():
@@ -278,7 +278,7 @@ class FlagPeriod:
     evidence: list[str] = field(default_factory=list)
 
 
-def flag_periods(events: Iterable[dict[str, Any]]) -> list[FlagPeriod]:
+def _flag_periods(events: Iterable[dict[str, Any]]) -> list[FlagPeriod]:
     """Every flag that was ever up, in order; one that was raised again in steps done twice is the same."""
     found: list[FlagPeriod] = []
     up: dict[str, FlagPeriod] = {}
@@ -307,7 +307,7 @@ def flag_periods(events: Iterable[dict[str, Any]]) -> list[FlagPeriod]:
 
 def flags_section(events: Iterable[dict[str, Any]]) -> list[str]:
     """The lines of report.md: which, when, how long, the numbers; or none."""
-    found = flag_periods(events)
+    found = _flag_periods(events)
     lines = ["## Red flags", ""]
     if not found:
         return [*lines, "none", ""]

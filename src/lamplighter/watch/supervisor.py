@@ -35,10 +35,10 @@ from lamplighter.watch.restart_policy import RestartPolicy
 from lamplighter.watch.stall import CLOSE_LOOK_S, LOOK_EVERY_S, STALL_S, StallDetector, explain, keep_text, take_all
 from lamplighter.watch.status import tell
 
-RESOURCES_EVERY_S = 2.5
-STATUS_EVERY_S = 0.9
+_RESOURCES_EVERY_S = 2.5
+_STATUS_EVERY_S = 0.9
 RECOMPILES, RECOMPILES_S = 3, 10.0
-REQUESTS = (".why", ".stop", ".save")
+_REQUESTS = (".why", ".stop", ".save")
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Supervisor:
         self._hear()
         self._name_stall()
         self.target.show(time.monotonic() - self.stop_at if self.stop_reason else None)
-        if time.monotonic() - self.status_at > STATUS_EVERY_S:
+        if time.monotonic() - self.status_at > _STATUS_EVERY_S:
             self._write_status("stopping" if self.stop_reason else "running")
         self._answer_requests()
         self._act()
@@ -337,7 +337,7 @@ class Supervisor:
         now, snapshot = time.monotonic(), self.snapshot
         if self.target.may_grow():
             self.memory.clear()
-        if now - self.resources_at < RESOURCES_EVERY_S or snapshot is None:
+        if now - self.resources_at < _RESOURCES_EVERY_S or snapshot is None:
             return
         self.resources_at = now
         if not self.target.may_grow():
@@ -419,7 +419,7 @@ class Supervisor:
     # ---------------------------------------------------------------- requests of readers
 
     def _answer_requests(self) -> None:
-        names = sorted(name for name in procfs.listed(str(self.run.ask)) if name.endswith(REQUESTS))
+        names = sorted(name for name in procfs.listed(str(self.run.ask)) if name.endswith(_REQUESTS))
         for path in (self.run.ask / name for name in names):
             kind, who, target = path.suffix[1:], read_record(path), path.with_suffix(".answer")
             path.unlink(missing_ok=True)

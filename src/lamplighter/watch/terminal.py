@@ -39,14 +39,14 @@ from lamplighter.watch.process_tree import open_pidfd, send_signal
 if TYPE_CHECKING:
     from lamplighter.watch.console import Stream
 
-WITNESS_S = 0.5
-REVIVALS = 5
-WORDS_LIMIT = 32_000
-PTY_MASTER = os.makedev(5, 2)  # a terminal to isatty(), but the wrong end of it
-TIOCGDEV = 0x80045432  # the kernel's number for the device behind a terminal, /dev/tty too
-TITLED = ("xterm", "screen", "tmux", "rxvt", "alacritty", "foot", "kitty", "wezterm", "konsole", "vte", "gnome")
-FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGQUIT)
-FROM_THE_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
+_WITNESS_S = 0.5
+_REVIVALS = 5
+_WORDS_LIMIT = 32_000
+_PTY_MASTER = os.makedev(5, 2)  # a terminal to isatty(), but the wrong end of it
+_TIOCGDEV = 0x80045432  # the kernel's number for the device behind a terminal, /dev/tty too
+_TITLED = ("xterm", "screen", "tmux", "rxvt", "alacritty", "foot", "kitty", "wezterm", "konsole", "vte", "gnome")
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGQUIT)
+_FROM_THE_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
 
 
 # ---------------------------------------------------------------- descriptors
@@ -84,13 +84,13 @@ def _open_anew(fd: int) -> int:
 
 
 def _is_terminal(fd: int) -> bool:
-    return os.isatty(fd) and os.fstat(fd).st_rdev != PTY_MASTER
+    return os.isatty(fd) and os.fstat(fd).st_rdev != _PTY_MASTER
 
 
 def _which(fd: int) -> bytes:
     """Which terminal it is, whatever name it was opened by."""
     try:
-        return fcntl.ioctl(fd, TIOCGDEV, b"\0" * 4)
+        return fcntl.ioctl(fd, _TIOCGDEV, b"\0" * 4)
     except OSError:  # not Linux, or not a terminal: its device number will do
         return str(os.fstat(fd).st_rdev).encode()
 
@@ -116,7 +116,7 @@ def _style() -> str:
     term = os.environ.get("TERM", "dumb")
     if term in ("", "dumb") or os.environ.get("NO_COLOR"):
         return "plain"
-    return "title" if term.startswith(TITLED) else "footer"
+    return "title" if term.startswith(_TITLED) else "footer"
 
 
 # ---------------------------------------------------------------- the terminal
@@ -248,7 +248,7 @@ class Terminal:
         self._revive()
         if self._words is None:
             return
-        self._unsent.append(message.encode("utf-8", "replace")[:WORDS_LIMIT])
+        self._unsent.append(message.encode("utf-8", "replace")[:_WORDS_LIMIT])
         try:
             while self._unsent:
                 self._words.send(self._unsent[0])
@@ -259,7 +259,7 @@ class Terminal:
 
     def _revive(self) -> None:
         """Killed by somebody, the proxy is started again: the pty is still ours, and the command has noticed nothing."""
-        if self._finished or self._proxy is None or self._proxy.poll() is None or self._revivals >= REVIVALS:
+        if self._finished or self._proxy is None or self._proxy.poll() is None or self._revivals >= _REVIVALS:
             return
         self._revivals += 1
         if self._words is not None:
@@ -319,7 +319,7 @@ class Terminal:
         What came to the whole process group (Ctrl+C, a scheduler) the command has already; the proxy is the witness.
         What came to the watcher alone is handed on, once. What was ignored stays so, for the command too (nohup).
         """
-        before = {number: signal.getsignal(number) for number in FORWARDED}
+        before = {number: signal.getsignal(number) for number in _FORWARDED}
         changed = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
         for number in changed:
             signal.signal(number, self._on_signal)
@@ -339,8 +339,8 @@ class Terminal:
     def _came_to_the_group(self, number: int) -> bool:
         known = self._witnessed.get(number, 0)
         if self._proxy is None or self._proxy.poll() is not None:
-            return number in FROM_THE_KEYBOARD
-        deadline = time.monotonic() + WITNESS_S
+            return number in _FROM_THE_KEYBOARD
+        deadline = time.monotonic() + _WITNESS_S
         while (seen := pty_proxy.count_at(self._shared, number)) <= known and time.monotonic() < deadline:
             time.sleep(0.002)
         self._witnessed[number] = seen

@@ -44,12 +44,12 @@ from lamplighter.watch.stall import StallDetector
 from lamplighter.watch.status import clean, duration, line, tell, tell_flags, tell_step
 from lamplighter.watch.supervisor import Death, Ending, RunOutcome
 
-OUTPUT_LINES = 40
-BUDGET_BACKSTOP_S = 5.0
-SAVE_S = 2.0
-SPIN = "3000"  # turns of waiting before a thread sleeps: chosen by measurement, decision 005
-NO_WORD = "it did not say that it was done; your code or a library may have called os._exit"
-STATES = {
+_OUTPUT_LINES = 40
+_BUDGET_BACKSTOP_S = 5.0
+_SAVE_S = 2.0
+_SPIN = "3000"  # turns of waiting before a thread sleeps: chosen by measurement, decision 005
+_NO_WORD = "it did not say that it was done; your code or a library may have called os._exit"
+_STATES = {
     DONE: "finished",
     STUCK: "stuck",
     STOPPED_EARLY: "stopped",
@@ -57,8 +57,8 @@ STATES = {
     76: "diverged",
     LEFT_AT_ONCE: "stopped",
 }
-STYLES = {DONE: "bold green", STOPPED_EARLY: "bold yellow"}
-NOT_BY_RESUMING = (65, 66, 77, 78)  # these need another input, not the same command again
+_STYLES = {DONE: "bold green", STOPPED_EARLY: "bold yellow"}
+_NOT_BY_RESUMING = (65, 66, 77, 78)  # these need another input, not the same command again
 
 
 @dataclass
@@ -198,7 +198,7 @@ class Trainer:
         return self.wake
 
     def stop_wanted(self) -> str:
-        spent = self.spec.budget.left_s(self.spent_s) < -BUDGET_BACKSTOP_S
+        spent = self.spec.budget.left_s(self.spent_s) < -_BUDGET_BACKSTOP_S
         return self.signalled or ("the budget is spent" if spent else "")
 
     def leaves_at_once(self) -> bool:
@@ -220,7 +220,7 @@ class Trainer:
 
     def save_before_kill(self) -> int:
         """Ask the saver threads, which work even while a main thread is stuck; the step that is safe then."""
-        step, deadline, durable = self.standing()[0], time.monotonic() + SAVE_S, 0
+        step, deadline, durable = self.standing()[0], time.monotonic() + _SAVE_S, 0
         self.ask_save()
         while time.monotonic() < deadline and durable < step:
             time.sleep(0.05)
@@ -256,10 +256,10 @@ class Trainer:
         for record in self.observer.fresh if self.spec.verbose else []:
             self.say(tell_step(record), "dim")
         fresh = self.output.lines()
-        for printed in fresh[:OUTPUT_LINES]:
+        for printed in fresh[:_OUTPUT_LINES]:
             self.say(f"  | {clean(printed)}", "dim")
-        if len(fresh) > OUTPUT_LINES:
-            self.say(f"  | ... {len(fresh) - OUTPUT_LINES} more lines in {self.run.output}", "dim")
+        if len(fresh) > _OUTPUT_LINES:
+            self.say(f"  | ... {len(fresh) - _OUTPUT_LINES} more lines in {self.run.output}", "dim")
 
     def _take_in(self, event: dict[str, Any]) -> None:
         kind = event.get("type")
@@ -331,7 +331,7 @@ class Trainer:
             why = f"the process was {how} (signal {-code}) at step {step}" + (", out of memory" if memory else "")
             evidence = (f"largest seen {self.peak_bytes / 1e9:.2f} GB", f"{procfs.memory_left() / 1e9:.2f} GB free now")
         else:
-            why = f"the process {how} at step {step}, in the middle of its work: {NO_WORD}"
+            why = f"the process {how} at step {step}, in the middle of its work: {_NO_WORD}"
         cause = "rss_oom" if memory else "killed" if code < 0 else "exit"
         failed = next((rank for rank in self.ranks if self.processes[rank].returncode == code), 0)
         culprit: dict[str, object] = {"pid": self.processes[failed].pid, "rank": failed, "step": step}
@@ -357,7 +357,7 @@ class Trainer:
         if slot is not None and slot.error and not self.error_heard:
             self.say(slot.error, "bold red")  # the event was lost: a full disk
         code, words = self._judge(ending, ending.code)
-        return RunOutcome(code, STATES.get(code, "failed"), words)
+        return RunOutcome(code, _STATES.get(code, "failed"), words)
 
     def _judge(self, ending: Ending, child_code: int) -> tuple[int, str]:
         """The exit code of the command, and the sentence for it."""
@@ -379,7 +379,7 @@ class Trainer:
             how = f"killed by {signal_name(-child_code)} (signal {-child_code}){memory}"
             return CHILD_LOST, f"the process was {how}; {safe}"
         if lost:
-            return CHILD_LOST, f"the process left with exit code {child_code} in the middle: {NO_WORD}; {safe}"
+            return CHILD_LOST, f"the process left with exit code {child_code} in the middle: {_NO_WORD}; {safe}"
         return child_code, self._words_of_code(child_code)
 
     def _words_of_code(self, code: int) -> str:
@@ -411,7 +411,7 @@ class Trainer:
         if self.spec.keeps_report:
             self._report_times(outcome)
         if outcome.code != DONE or self.spec.keeps_report:
-            self.say(outcome.words, STYLES.get(outcome.code, "bold red"))
+            self.say(outcome.words, _STYLES.get(outcome.code, "bold red"))
 
     def _report_times(self, outcome: RunOutcome) -> None:
         times = time_report.read_time_report(self.run)
@@ -433,14 +433,14 @@ class Trainer:
 
     def close(self, outcome: RunOutcome) -> None:
         """What to run next."""
-        if outcome.code != DONE and self.spec.resume_command and outcome.code not in NOT_BY_RESUMING:
+        if outcome.code != DONE and self.spec.resume_command and outcome.code not in _NOT_BY_RESUMING:
             self.say(f"next: {self.spec.resume_command}", "bold")
 
 
 def threads_wait(environ: Mapping[str, str]) -> dict[str, str]:
     """Threads that wait for each other spin a little and then sleep; who has said otherwise is heard."""
     said = "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ
-    return {} if said else {"GOMP_SPINCOUNT": SPIN}
+    return {} if said else {"GOMP_SPINCOUNT": _SPIN}
 
 
 def signal_name(which: int) -> str:

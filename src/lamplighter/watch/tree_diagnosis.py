@@ -21,16 +21,16 @@ from lamplighter.watch.evidence import GroupSample
 from lamplighter.watch.process_tree import Exit, Process, Snapshot
 from lamplighter.watch.status import duration
 
-SAME_EVERYWHERE = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "barrier", "reduce")
-OPEN_S = 1.8  # a fetch or a collective that lasts so long, while nothing else is counted, is what is waited for
-RECENT_S = 600.0
+_SAME_EVERYWHERE = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "barrier", "reduce")
+_OPEN_S = 1.8  # a fetch or a collective that lasts so long, while nothing else is counted, is what is waited for
+_RECENT_S = 600.0
 
 
 def judge(sample: GroupSample) -> Diagnosis | None:
     """The first rule that fits; None where nothing can be said yet."""
     if not sample.last.processes:
         return None
-    return next((found for rule in RULES if (found := rule(sample)) is not None), None)
+    return next((found for rule in _RULES if (found := rule(sample)) is not None), None)
 
 
 def _finding(
@@ -64,7 +64,7 @@ def _finding(
 # ---------------------------------------------------------------- the rules, in order
 
 
-def part_stopped(sample: GroupSample) -> Diagnosis | None:
+def _part_stopped(sample: GroupSample) -> Diagnosis | None:
     """Part of the tree is stopped by a signal. Where all of it is, a person may have pressed Ctrl+Z."""
     halted = [process for process in sample.last.processes if process.look.stopped]
     if not halted or len(halted) == len(sample.last.processes):
@@ -84,7 +84,7 @@ def _in_what(process: Process) -> str:
     return f" in {process.slot.coll}" if process.slot and process.slot.in_coll else ""
 
 
-def ranks_of(snapshot: Snapshot) -> list[Process]:
+def _ranks_of(snapshot: Snapshot) -> list[Process]:
     """One process for each rank: the one that trains, not its loader's workers."""
     found: dict[int, Process] = {}
     for process in snapshot.processes:
@@ -99,10 +99,10 @@ def _weight(process: Process) -> int:
     return process.slot.coll_seq + process.slot.step + process.slot.in_coll if process.slot else 0
 
 
-def late_rank(sample: GroupSample) -> Diagnosis | None:
+def _late_rank(sample: GroupSample) -> Diagnosis | None:
     """Some ranks are in a collective; the one behind them is the culprit."""
-    ranks = ranks_of(sample.last)
-    waiting = [m for m in ranks if m.slot and m.slot.in_coll and sample.last.at - m.slot.coll_since_ns / 1e9 > OPEN_S]
+    ranks = _ranks_of(sample.last)
+    waiting = [m for m in ranks if m.slot and m.slot.in_coll and sample.last.at - m.slot.coll_since_ns / 1e9 > _OPEN_S]
     if not waiting or len(ranks) < 2:
         return None
     ahead = max(waiting, key=lambda m: m.slot.coll_seq if m.slot else 0)
@@ -141,7 +141,7 @@ def _other_collective(sample: GroupSample, waiting: Sequence[Process]) -> Diagno
     """All ranks are inside, in different ones."""
     calls = {m.slot.coll: m for m in waiting if m.slot}
     moving = any(_is_busy(sample, m) for m in waiting)
-    if len(calls) < 2 or moving or any(call.split()[0] not in SAME_EVERYWHERE for call in calls):
+    if len(calls) < 2 or moving or any(call.split()[0] not in _SAME_EVERYWHERE for call in calls):
         return None
     words = "; ".join(f"rank {m.rank} in {call} at {_short(m.slot.coll_at)}" for call, m in calls.items() if m.slot)
     names = {call.split()[0] for call in calls}
@@ -158,10 +158,10 @@ def _other_collective(sample: GroupSample, waiting: Sequence[Process]) -> Diagno
     )
 
 
-def outlier_rank(sample: GroupSample) -> Diagnosis | None:
+def _outlier_rank(sample: GroupSample) -> Diagnosis | None:
     """Collectives inside C++ (DDP) are not counted: group the ranks by their stacks; who stands apart is the culprit."""
-    ranks = ranks_of(sample.last)
-    groups = group_by_line([(m, sample.main_stack(m)) for m in ranks])
+    ranks = _ranks_of(sample.last)
+    groups = _group_by_line([(m, sample.main_stack(m)) for m in ranks])
     if len(ranks) < 2 or len(groups) < 2:
         return None
     waits = [key for key, processes in groups.items() if any(_in_backward(sample.main_stack(m)) for m in processes)]
@@ -178,7 +178,7 @@ def outlier_rank(sample: GroupSample) -> Diagnosis | None:
     return _finding(sample, one, "slow" if busy else "stuck", "rank_late", why, next=advice, waits=other.rank)
 
 
-def group_by_line(stacks: Sequence[tuple[Process, ThreadStack | None]]) -> dict[str, list[Process]]:
+def _group_by_line(stacks: Sequence[tuple[Process, ThreadStack | None]]) -> dict[str, list[Process]]:
     """Peers that stand at the same line of the user's code belong together."""
     groups: dict[str, list[Process]] = {}
     for process, stack in stacks:
@@ -192,13 +192,13 @@ def _in_backward(stack: ThreadStack | None) -> bool:
     return stack is not None and any(frame.func in ("_engine_run_backward", "backward") for frame in stack.frames)
 
 
-def waiting_for_worker(sample: GroupSample) -> Diagnosis | None:
+def _waiting_for_worker(sample: GroupSample) -> Diagnosis | None:
     """The main process waits for a batch: the worker that has it in hands is the end of the chain."""
     for main in sample.last.processes:
         slot = main.slot
         if slot is None or not slot.in_fetch or not slot.loader_workers:
             continue
-        if sample.last.at - slot.fetch_since_ns / 1e9 < OPEN_S:
+        if sample.last.at - slot.fetch_since_ns / 1e9 < _OPEN_S:
             continue
         workers = [m for m in sample.last.processes if m.ppid == main.pid and m.slot and m.slot.in_item]
         wanted = [m for m in workers if m.worker == slot.wait_worker] or workers
@@ -253,11 +253,11 @@ def _moves_bytes(sample: GroupSample, process: Process) -> bool:
     return process.moved_bytes - before.moved_bytes > 20_000 * sample.seconds
 
 
-def child_lost(sample: GroupSample) -> Diagnosis | None:
+def _child_lost(sample: GroupSample) -> Diagnosis | None:
     """Everybody sleeps, and one that was there was killed: a pool that waits for its answer for ever."""
     if sum(sample.cpu_share(m) for m in sample.last.processes) > BUSY:
         return None
-    ended = [one for one in sample.last.exits if one.code != 0 and sample.last.at - one.at < RECENT_S]
+    ended = [one for one in sample.last.exits if one.code != 0 and sample.last.at - one.at < _RECENT_S]
     known = [one for one in ended if one.code is not None]
     at_work = [m for m in sample.last.processes if m.ppid and sample.frame(m) is not None]
     ended = known or (ended if not at_work else [])
@@ -267,7 +267,7 @@ def child_lost(sample: GroupSample) -> Diagnosis | None:
         if waits and ended and sample.frame(main) is not None and not _moves_bytes(sample, main):
             one = ended[-1]
             why = (
-                f"a process of the pool ({one.pid}) {how_it_ended(one)} and its answer will never come;"
+                f"a process of the pool ({one.pid}) {_how_it_ended(one)} and its answer will never come;"
                 f" the main process waits{sample.at(main)}, {sample.words()}"
             )
             advice = "find out why it died (memory?); concurrent.futures raises BrokenProcessPool instead of waiting"
@@ -330,12 +330,12 @@ def _as_one(sample: GroupSample, process: Process) -> Diagnosis | None:
     return replace(found, verdict=verdict)
 
 
-RULES: tuple[Callable[[GroupSample], Diagnosis | None], ...] = (
-    part_stopped, late_rank, outlier_rank, waiting_for_worker, child_lost, anybody,
+_RULES: tuple[Callable[[GroupSample], Diagnosis | None], ...] = (
+    _part_stopped, _late_rank, _outlier_rank, _waiting_for_worker, _child_lost, anybody,
 )  # fmt: skip
 
 
-PHASES = (  # (part of a frame's file, part of its function, what that is); the innermost frame that fits decides
+_PHASES = (  # (part of a frame's file, part of its function, what that is); the innermost frame that fits decides
     ("torch/_inductor", "", "compiling"),
     ("torch/_dynamo", "compile", "compiling"),
     ("importlib", "_find_and_load", "importing"),
@@ -363,7 +363,7 @@ PHASES = (  # (part of a frame's file, part of its function, what that is); the 
 def phase_from_stack(stack: ThreadStack) -> str:
     """What a script is in, by the libraries and functions that it stands in; empty where none tells."""
     for frame in own_frames(stack):
-        for file, func, phase in PHASES:
+        for file, func, phase in _PHASES:
             if file in frame.file and func in frame.func:
                 return phase
     return ""
@@ -383,7 +383,7 @@ def storm_verdict(process: Process, count: int, seconds: float, taken: Stacks | 
 # ---------------------------------------------------------------- those who have ended
 
 
-def how_it_ended(ended: Exit) -> str:
+def _how_it_ended(ended: Exit) -> str:
     if ended.code is None:
         return "ended (how, the kernel does not say)"
     if ended.code < 0:
@@ -405,9 +405,9 @@ def death_verdict(ended: Exit) -> Verdict | None:
         elif ended.out_of_memory:
             cause = "worker_oom"
         culprit |= {"worker": slot.worker, "item": slot.item}
-        why = f"worker {slot.worker} (process {ended.pid}) {how_it_ended(ended)} at item {slot.item}"
+        why = f"worker {slot.worker} (process {ended.pid}) {_how_it_ended(ended)} at item {slot.item}"
         return Verdict("dead", cause, why, _advice(cause), "none", evidence=(), culprit=culprit)
-    why = f"rank {slot.rank} (process {ended.pid}) {how_it_ended(ended)} after {slot.step} steps, collective {slot.coll_seq}"
+    why = f"rank {slot.rank} (process {ended.pid}) {_how_it_ended(ended)} after {slot.step} steps, collective {slot.coll_seq}"
     cause = "rank_sigkill" if ended.code == -9 else "rank_exit"
     return Verdict(
         "dead",
@@ -420,7 +420,7 @@ def death_verdict(ended: Exit) -> Verdict | None:
     )
 
 
-WORKER_ERROR = re.compile(r"(?:Caught (\w+) in DataLoader worker process (\d+))")
+_WORKER_ERROR = re.compile(r"(?:Caught (\w+) in DataLoader worker process (\d+))")
 
 
 def error_verdict(slot: Slot, slots: Mapping[int, Slot]) -> Verdict:
@@ -429,7 +429,7 @@ def error_verdict(slot: Slot, slots: Mapping[int, Slot]) -> Verdict:
     culprit: dict[str, object] = {"pid": slot.pid}
     if place := re.search(r"\(([^()]+):(\d+)\)$", text):
         culprit |= {"file": place.group(1), "line": int(place.group(2))}
-    where = WORKER_ERROR.search(text)
+    where = _WORKER_ERROR.search(text)
     worker = int(where.group(2)) if where else slot.worker
     theirs = next((one for one in slots.values() if one.worker == worker >= 0), None)
     if theirs is not None:
