@@ -149,6 +149,13 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
+def bare_start_s() -> float:
+    """How long a Python that only says one word takes for it here and now: what a first word is measured against."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "print('x')"], check=True, capture_output=True)
+    return time.monotonic() - began
+
+
 @dataclass
 class Heard:
     """What came out of a command, and how long it was ever quiet."""

@@ -1,4 +1,4 @@
-"""In processes of their own: the words of a command line, bound to the parameters of a function; and what the parent of a run does not load."""
+"""What starts processes: The words of a command line, bound to the parameters of a function; and what the parent of a run does not load."""
 
 from __future__ import annotations
 

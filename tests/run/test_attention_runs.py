@@ -1,4 +1,4 @@
-"""In processes of their own: attention by plain products is attention, and so are its gradients: any length, any mask, any type."""
+"""What starts processes: Attention by plain products is attention, and so are its gradients: any length, any mask, any type."""
 
 from __future__ import annotations
 

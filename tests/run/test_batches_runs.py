@@ -1,4 +1,4 @@
-"""In processes of their own: every token is a target once per epoch, in an order that depends on (seed, step) and on nothing else."""
+"""What starts processes: Every token is a target once per epoch, in an order that depends on (seed, step) and on nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In processes of their own: chat templates: what people write stays text, answers are found exactly, training and use agree or refuse."""
+"""What starts processes: Chat templates: what people write stays text, answers are found exactly, training and use agree or refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In processes of their own: `lamp data clean` as a user runs it: what it makes, what it says, what it leaves out and why; killed, repeated, in parallel."""
+"""What starts processes: `lamp data clean` as a user runs it: what it makes, what it says, what it leaves out and why; killed, repeated, in parallel."""
 
 from __future__ import annotations
 

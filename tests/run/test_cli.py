@@ -323,7 +323,7 @@ def test_a_second_ctrl_c_leaves_now_without_a_torn_file(tmp_path: Path, zoo_row:
     going = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: slot_of(run).step == 19, process=going)
     going.send_signal(signal.SIGINT)
-    wait_for(lambda: "stopping (Ctrl+C)" in (tmp_path / "out.txt").read_text(), 2, going)
+    wait_for(lambda: "stopping (Ctrl+C)" in (tmp_path / "out.txt").read_text(), 5, going)
     going.send_signal(signal.SIGINT)
     assert going.wait(5) == 130
     assert "step 15 is safe" in (tmp_path / "out.txt").read_text()
@@ -394,7 +394,7 @@ def test_a_stop_in_any_phase_is_said_at_once_and_ends_with_75(tmp_path: Path, ph
     going = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: phase in slot_of(run).phase, process=going)
     going.send_signal(signal.SIGTERM)
-    wait_for(lambda: "stopping (SIGTERM)" in (tmp_path / "out.txt").read_text(), 2, going)
+    wait_for(lambda: "stopping (SIGTERM)" in (tmp_path / "out.txt").read_text(), 5, going)
     assert going.wait(10) == 75, (tmp_path / "out.txt").read_text()
     status = read_json(run.status)
     assert status["state"] == "stopped"

@@ -1,4 +1,4 @@
-"""In processes of their own: lamp doctor, model: real models on real batches, each ill in one way; the five source systems are named by what ailed them."""
+"""What starts processes: lamp doctor, model: real models on real batches, each ill in one way; the five source systems are named by what ailed them."""
 
 from __future__ import annotations
 

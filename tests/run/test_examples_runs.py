@@ -1,4 +1,4 @@
-"""In processes of their own: instruction rows: every kind is found, every fault is named with its place, the cache is built once and never trusted."""
+"""What starts processes: Instruction rows: every kind is found, every fault is named with its place, the cache is built once and never trusted."""
 
 from __future__ import annotations
 

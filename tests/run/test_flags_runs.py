@@ -1,4 +1,4 @@
-"""In processes of their own: red flags: recorded curves of healthy runs raise none, those of sick runs raise the right one; and early stopping."""
+"""What starts processes: Red flags: recorded curves of healthy runs raise none, those of sick runs raise the right one; and early stopping."""
 
 from __future__ import annotations
 

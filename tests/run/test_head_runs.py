@@ -1,4 +1,4 @@
-"""In processes of their own: the loss in blocks of rows is the plain loss, and so are its gradients; rows without a target cost nothing."""
+"""What starts processes: The loss in blocks of rows is the plain loss, and so are its gradients; rows without a target cost nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In processes of their own: hugging Face datasets: folders are read in place and ask nobody; a name without a network is an error in seconds."""
+"""What starts processes: Hugging Face datasets: folders are read in place and ask nobody; a name without a network is an error in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In processes of their own: what is chosen for a run, and why: dtype, threads, memory, compiling."""
+"""What starts processes: What is chosen for a run, and why: dtype, threads, memory, compiling."""
 
 from __future__ import annotations
 

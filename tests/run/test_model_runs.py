@@ -1,4 +1,4 @@
-"""In processes of their own: the model room: the same numbers as transformers, the same names on disk, true arithmetic about sizes."""
+"""What starts processes: The model room: the same numbers as transformers, the same names on disk, true arithmetic about sizes."""
 
 import subprocess
 import sys

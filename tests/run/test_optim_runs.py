@@ -1,4 +1,4 @@
-"""In processes of their own: the optimizer: the very numbers of torch's own, without the compiler at every start."""
+"""What starts processes: The optimizer: the very numbers of torch's own, without the compiler at every start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In processes of their own: the plan on paper: true parameters, refusals with their arithmetic, changes, sanity, curves, devices, the command."""
+"""What starts processes: The plan on paper: true parameters, refusals with their arithmetic, changes, sanity, curves, devices, the command."""
 
 from __future__ import annotations
 

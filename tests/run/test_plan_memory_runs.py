@@ -1,4 +1,4 @@
-"""In processes of their own: memory on paper against what autograd really keeps, and against the memory of a real process."""
+"""What starts processes: Memory on paper against what autograd really keeps, and against the memory of a real process."""
 
 from __future__ import annotations
 

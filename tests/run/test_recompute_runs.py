@@ -1,4 +1,4 @@
-"""In processes of their own: train.recompute: less memory, the same numbers to the last bit."""
+"""What starts processes: train.recompute: less memory, the same numbers to the last bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In processes of their own: run folder: atomic files, lock, manifests, identity."""
+"""What starts processes: Run folder: atomic files, lock, manifests, identity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In processes of their own: saves beside the steps: of the right step, whole or not there, one at a time, from memory that is kept; faults reach the loop."""
+"""What starts processes: Saves beside the steps: of the right step, whole or not there, one at a time, from memory that is kept; faults reach the loop."""
 
 from __future__ import annotations
 

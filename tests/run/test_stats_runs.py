@@ -1,4 +1,4 @@
-"""In processes of their own: a corpus in figures: every number is the true one, every place can be gone to, and what was not counted is said."""
+"""What starts processes: A corpus in figures: every number is the true one, every place can be gone to, and what was not counted is said."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In processes of their own: lamp tokenizer train and show: what is made is checked, said, and opens everywhere."""
+"""What starts processes: lamp tokenizer train and show: what is made is checked, said, and opens everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In processes of their own: the token cache: nothing lost or doubled, never mixed up, never half built, and it says what it does."""
+"""What starts processes: The token cache: nothing lost or doubled, never mixed up, never half built, and it says what it does."""
 
 from __future__ import annotations
 

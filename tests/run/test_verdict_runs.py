@@ -1,4 +1,4 @@
-"""In processes of their own: verdicts are pure: recorded moments in, a cause out; and the rules of acting on them."""
+"""What starts processes: Verdicts are pure: recorded moments in, a cause out; and the rules of acting on them."""
 
 from __future__ import annotations
 
