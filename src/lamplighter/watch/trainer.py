@@ -333,7 +333,7 @@ class Trainer:
         else:
             why = f"the process {how} at step {step}, in the middle of its work: {_NO_WORD}"
         cause = "rss_oom" if memory else "killed" if code < 0 else "exit"
-        failed = next((rank for rank in self.ranks if self.processes[rank].returncode == code), 0)
+        failed = self._rank_that_left(code)
         culprit: dict[str, object] = {"pid": self.processes[failed].pid, "rank": failed, "step": step}
         return Death(how, cause, why, evidence, culprit, compiling=compiling)
 
@@ -345,12 +345,20 @@ class Trainer:
         """
         if code in (CRASHED, CannotWrite.code):
             return False
-        slot = self.slot
+        slot = self._slot_of(code)
         if code < 0 or slot is None or not slot.closed_with(code):
             return True
         if code == DONE and self.spec.keeps_report:
             return not (self.ended_early or slot.step >= slot.steps > 0)
         return False
+
+    def _slot_of(self, code: int) -> Slot | None:
+        """The slot of the rank that left with this code: its own last word is what counts, not that of rank 0."""
+        rank = self._rank_that_left(code)
+        return self.slot if rank == 0 else read_slot(self.run.slot(rank))
+
+    def _rank_that_left(self, code: int) -> int:
+        return next((rank for rank in self.ranks if self.processes[rank].returncode == code), 0)
 
     def outcome(self, ending: Ending) -> RunOutcome:
         slot = self.slot
