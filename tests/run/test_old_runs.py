@@ -216,6 +216,17 @@ def test_a_damaged_format_is_said(tmp_path: Path, text: str) -> None:
         read_dump(tmp_path / "config.yaml")
 
 
+def test_a_lost_config_is_neither_taken_for_defaults_nor_replaced_by_wrong_settings(old_run: RunDir) -> None:
+    old_run.config.write_text("")
+    done = lamp("train", "--run", NAME, cwd=home(old_run))
+    assert done.returncode == 78 and "config.yaml is empty" in done.stdout + done.stderr
+    old_run.config.unlink()
+    done = lamp("train", "--run", NAME, "--tokenizer.kind", "bytes", cwd=home(old_run))  # other settings than the run's
+    said = done.stdout + done.stderr
+    assert done.returncode == 78 and "config.yaml is missing" in said
+    assert not old_run.config.exists(), "the right settings must still be welcome"
+
+
 def test_damaged_records_of_one_run_do_not_hide_the_others(old_run: RunDir) -> None:
     for name, record in {
         "a": {"step": "x", "loss": [], "spent_s": {}, "flags": [7]},

@@ -122,6 +122,11 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         code = _finished_already(run, resolved, console) if resume == "auto" else None
         if code is not None:
             return code
+        unrecorded = not run.config.exists() and bool(newest_first(run.checkpoints))
+        if unrecorded:
+            console.say(
+                f"WARNING  {run.config} is missing: this command's settings are taken for the run's", "bold yellow"
+            )
         write_atomic(run.config, dump(resolved))
         console.say(
             f"run {run.path}: everything about it is in this folder; look from elsewhere with: lamp watch {run.name}"
@@ -146,6 +151,8 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         code = Supervisor(run, Trainer(run, spec, console), policy, care.notify).supervise()
         if code == 0:
             _say_next(run, flags, console, read_record(run.status).get("step", 0))
+        elif code == BadConfig.code and unrecorded:
+            run.config.unlink(missing_ok=True)  # they were not: the right ones must not be refused for these
         return code
     except OSError as error:
         raise cannot_write(run.path, error) from error

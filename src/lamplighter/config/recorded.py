@@ -14,6 +14,7 @@ from typing import Any
 from lamplighter.config import schema
 from lamplighter.config.resolve import Resolved, flat, read_yaml, validate
 from lamplighter.config.schema import LENGTH, MAY_CHANGE, NO_MATTER, Run
+from lamplighter.errors import BadConfig
 from lamplighter.rundir import VERSIONS
 
 
@@ -42,8 +43,10 @@ class Recorded:
 
 def read_dump(path: Path) -> Recorded:
     """What `dump` wrote, now or in an earlier version."""
-    values, dropped = dict(schema.ADDED), []
-    for name, (value, _) in read_yaml(path).items():
+    values, dropped, recorded = dict(schema.ADDED), [], read_yaml(path)
+    if not recorded:  # `dump` writes every field: an empty file is a torn one, never "all defaults"
+        raise BadConfig(f"{path} is empty", "a run's config.yaml has every field", "put it back")
+    for name, (value, _) in recorded.items():
         if name in schema.REMOVED:
             dropped.append(f"{name} ({value!r} in this run) no longer exists: {schema.REMOVED[name]}")
         else:
