@@ -17,7 +17,7 @@ from typing import Any
 
 from lamplighter.data.sources import EmbeddedCorpus
 
-VERSION = "4"  # a new one where what is made here changes
+VERSION = "5"  # a new one where what is made here changes
 BOS, EOS = 1, 2
 
 
@@ -176,10 +176,11 @@ def web(folder: Path) -> None:
 
 
 def books(folder: Path) -> None:
-    """Three texts of different lengths, one with a byte-order mark."""
+    """Three texts of different lengths, one with a byte-order mark; and one in Latin-1."""
     for number, name in enumerate(BOOKS):
         text = "\n\n".join(corpus(2000 + 1000 * number))
         (folder / name).write_text(text, encoding="utf-8-sig" if number == 1 else "utf-8")
+    (folder / "defoe_plague_17221-8.txt").write_text("A line.\nCaf\u00e9, and so on.\n" * 50, encoding="latin-1")
 
 
 def accounts(folder: Path) -> None:

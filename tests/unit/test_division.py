@@ -255,14 +255,20 @@ def _wait_for_the_clock_of_files(path: Path) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz"])
+MOMENTS = ["before a unit", "after a unit was read", "after the hash"]
+
+
 @pytest.mark.parametrize("change", [_append, _edit])
-@pytest.mark.parametrize("moment", ["before a unit", "after a unit was read", "after the hash"])
+@pytest.mark.parametrize(
+    ("name", "moment"),
+    [
+        *((name, moment) for name in ("a.jsonl", "a.txt") for moment in MOMENTS),
+        *(("a.jsonl.gz", moment) for moment in MOMENTS[::2]),  # read to its end before its first document is handed on
+    ],
+)
 def test_a_file_that_changes_while_it_is_prepared_is_refused(
     tmp_path: Path, monkeypatch: Any, name: str, change: Any, moment: str
 ) -> None:
-    if name.endswith(".gz") and moment == "after a unit was read":
-        pytest.skip("a small packed file is read to its end before its first document is handed on")
     text = "".join(json.dumps({"text": f"document {n} " * 20}) + "\n" for n in range(300)).encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from lamplighter.model.shape import Family, Shape, count_parameters, flops_per_token, shape_from_hf, shape_to_hf
 from lamplighter.model.transformer import KVCache, LanguageModel, Transformer, next_token_loss
 from lamplighter.model.weights import init_weights, load_weights, weights
-from running import shared
+from running import LONG, shared
 
 GPT2 = Shape(family="gpt2", vocab_size=61, positions=32, layers=2, width=24, heads=3, mlp_width=40, dropout=0.1)
 LLAMA = Shape(family="llama", vocab_size=61, positions=32, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48)
@@ -198,7 +198,7 @@ def test_too_many_tokens_are_refused(shape: Shape) -> None:
         model(some_ids(shape, length=4), cache=cache, segments_BT=torch.zeros(2, 4, dtype=torch.long))
 
 
-@both_families
+@pytest.mark.parametrize("shape", [pytest.param(GPT2, marks=LONG), LLAMA], ids=["gpt2", "llama"])
 def test_it_compiles_whole_and_computes_the_same(shape: Shape) -> None:
     shape = replace(shape, dropout=0.0)
     model, ids = a_model(shape).train(), some_ids(shape)
