@@ -216,6 +216,15 @@ def test_a_damaged_format_is_said(tmp_path: Path, text: str) -> None:
         read_dump(tmp_path / "config.yaml")
 
 
+def test_a_bare_name_means_the_settings_of_that_run_also_before_its_first_checkpoint(old_run: RunDir) -> None:
+    shutil.rmtree(old_run.checkpoints)
+    before = load_dump(old_run.config)
+    done = lamp("train", "--run", NAME, cwd=home(old_run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert load_dump(old_run.config) == before
+    assert_same(losses_of(old_run), "train/loss", 1)
+
+
 def test_a_lost_config_is_neither_taken_for_defaults_nor_replaced_by_wrong_settings(old_run: RunDir) -> None:
     old_run.config.write_text("")
     done = lamp("train", "--run", NAME, cwd=home(old_run))

@@ -207,7 +207,8 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
     from lamplighter.config import LENGTH, carry_over, read_dump
 
     _refuse_newer_status(run)
-    if not run.config.exists() or not newest_first(run.checkpoints):
+    began = bool(newest_first(run.checkpoints))
+    if not run.config.exists() or (resolved.origin and not began):  # nothing is done yet: settings are as given
         return resolved
     try:
         old = read_dump(run.config)
