@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import multiprocessing.process
@@ -18,6 +19,7 @@ import pytest
 from lamplighter.rundir import RunDir
 from running import FULL, LAMP, STARTED, Command, Finished, Row, copy_run, trained_once
 
+PR_SET_CHILD_SUBREAPER = 36
 UNIT = Path(__file__).parent / "unit"
 ZOO_HEAD = ("case", "named in", "cause", "culprit", "action", "exit")
 
@@ -91,8 +93,13 @@ def no_process_in_unit(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 @pytest.fixture(autouse=True)
 def nothing_left_running() -> Iterator[None]:
-    """A failed test must not leave its run behind."""
+    """A failed test must not leave its run behind; and orphans of later tests go to init again, which buries them.
+
+    Code that runs a child in this process (procs/child.py) makes it the one who adopts orphans, for good.
+    """
     yield
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     while STARTED:
         process = STARTED.pop()
         if process.poll() is None:
