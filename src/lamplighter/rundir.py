@@ -43,6 +43,14 @@ class RunDir:
         return self.path.name
 
     @property
+    def address(self) -> str:
+        """The words by which another command finds this run, as they can be pasted into a shell."""
+        import shlex
+
+        usual = self.path.parent in (Path("runs"), Path.cwd() / "runs")
+        return shlex.join([self.name] if usual else [self.name, "--runs-dir", str(self.path.parent)])
+
+    @property
     def config(self) -> Path:
         return self.path / "config.yaml"
 
@@ -494,5 +502,5 @@ def _already_running(run: RunDir, holder: dict[str, Any]) -> AlreadyRunning:
     return AlreadyRunning(
         f"run {run.name} is already running",
         f"{who} holds {run.lock}",
-        f"look at it with: lamp watch {run.name}; or end it with: lamp stop {run.name}",
+        f"look at it with: lamp watch {run.address}; or end it with: lamp stop {run.address}",
     )

@@ -216,6 +216,15 @@ def test_a_damaged_format_is_said(tmp_path: Path, text: str) -> None:
         read_dump(tmp_path / "config.yaml")
 
 
+def test_a_bare_name_means_the_settings_of_that_run_also_before_its_first_checkpoint(old_run: RunDir) -> None:
+    shutil.rmtree(old_run.checkpoints)
+    before = load_dump(old_run.config)
+    done = lamp("train", "--run", NAME, cwd=home(old_run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert load_dump(old_run.config) == before
+    assert_same(losses_of(old_run), "train/loss", 1)
+
+
 def test_a_lost_config_is_neither_taken_for_defaults_nor_replaced_by_wrong_settings(old_run: RunDir) -> None:
     old_run.config.write_text("")
     done = lamp("train", "--run", NAME, cwd=home(old_run))
@@ -300,6 +309,21 @@ def test_code_commands_and_addresses_are_never_taken_from_a_run_folder(tmp_path:
     found, _ = carry_over(resolved(), recorded(tmp_path, f"--{name}", value))
     section, field = name.split(".")
     assert getattr(getattr(found.run, section), field) == getattr(getattr(resolved().run, section), field)
+
+
+def test_a_source_of_ones_own_is_asked_for_by_name(old_run: RunDir) -> None:
+    text = old_run.config.read_text()
+    line = next(line for line in text.splitlines() if line.strip().startswith("source:"))
+    old_run.config.write_text(text.replace(line, "  source: mine:docs # --data.source"))
+    done = lamp("train", "--run", NAME, cwd=home(old_run))
+    said = done.stdout + done.stderr
+    assert done.returncode == 78 and "never taken from a run folder" in said and "--data.source mine:docs" in said
+
+
+def test_a_hint_finds_a_run_that_is_not_in_the_usual_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert RunDir(Path("runs/a")).address == RunDir(tmp_path / "runs" / "a").address == "a"
+    assert RunDir(Path("my runs/a")).address == "a --runs-dir 'my runs'"
 
 
 def test_renamed_removed_and_added_fields_of_an_older_run_are_understood(

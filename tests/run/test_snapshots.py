@@ -118,6 +118,11 @@ def files_of(folder: Path) -> list[str]:
     return [name for name in found if not name.startswith("stacks/") and name != "slots/rank0.stacks.json"]
 
 
+def _is_ahead(line: str) -> bool:
+    """A chunk that is read ahead has a phase only where the loop had to wait for it."""
+    return "> fill chunk" in line
+
+
 def of_run(run: Path, cache: Path) -> str:
     """All that is recorded of a finished run."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
@@ -129,7 +134,9 @@ def of_run(run: Path, cache: Path) -> str:
     sections = {
         "files": files_of(run),
         "files of its cache": files_of(cache) if cache.exists() else [],
-        "events": [event_line(event) for event in events if event["type"] not in BY_TIME],
+        "events": [
+            line for event in events if event["type"] not in BY_TIME and not _is_ahead(line := event_line(event))
+        ],
         "fields of events": fields_by_type(events),
         "fields of metrics.jsonl": [" ".join(sorted(training)), " ".join(sorted(evaluation))],
         "fields of status.json": keys(json.loads((run / "status.json").read_text())),

@@ -233,13 +233,13 @@ def test_what_is_not_text_in_a_folder_is_counted(tmp_path: Path, monkeypatch: An
     from lamplighter.clean.raw_documents import find_items
 
     said: list[str] = []
-    monkeypatch.setattr(report, "note", lambda text, **_: said.append(text))
+    monkeypatch.setattr(report, "warn", lambda text, **_: said.append(text))
     (tmp_path / "a.txt").write_text("text")
     for name in ("b.csv", "c.csv", "d.warc.gz"):
         (tmp_path / name).write_text("x")
     items, refused = find_items([str(tmp_path)], None)
     assert len(items) == 1 and not refused
-    assert len(said) == 1 and ".csv 2" in said[0] and ".warc" in said[0]
+    assert len(said) == 1 and f"2 .csv ({tmp_path / 'b.csv'})" in said[0] and "d.warc.gz" in said[0]
 
 
 # ---------------------------------------------------------------- nothing lost in silence

@@ -128,16 +128,19 @@ def _in_folder(folder: Path, refused: list[Rejected]) -> list[Path]:
 
     files: list[Path] = []
     others: Counter[str] = Counter()
+    first: dict[str, Path] = {}
     for place, folders, names in os.walk(folder, onerror=cannot):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for path in (Path(place, name) for name in names if not name.startswith(".")):
             if _is_known(path):
                 files.append(path)
             else:
-                others[suffix_of(path) or path.name] += 1
+                kind = suffix_of(path) or path.name
+                others[kind] += 1
+                first[kind] = min(path, first.get(kind, path))
     if others:
-        kinds = ", ".join(f"{kind} {count:,}" for kind, count in others.most_common(5))
-        report.note(f"not cleaned in {folder}, as their endings are not those of text: {kinds}")
+        kinds = ", ".join(f"{count:,} {kind} ({first[kind]})" for kind, count in others.most_common(5))
+        report.warn(f"left out of {folder}, as their endings are not those of text: {kinds}", count=others.total())
     if not files and not refused:
         kinds = " ".join(sorted(_TEXT_SUFFIXES | _JSON_SUFFIXES | _MARKUP_SUFFIXES))
         why = f"no file there ends in {kinds}, or in these and .gz or .zst"

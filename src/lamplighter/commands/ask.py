@@ -92,7 +92,7 @@ def save_run(run: RunDir) -> int:
             )
         time.sleep(0.1)
     console.say(
-        f"{run.name}: safe to step {read_record(run.status).get('durable_step', 0)}; next: lamp checkpoints {run.name}"
+        f"{run.name}: safe to step {read_record(run.status).get('durable_step', 0)}; next: lamp checkpoints {run.address}"
     )
     console.close()
     return DONE

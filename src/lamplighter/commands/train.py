@@ -129,7 +129,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             )
         write_atomic(run.config, dump(resolved))
         console.say(
-            f"run {run.path}: everything about it is in this folder; look from elsewhere with: lamp watch {run.name}"
+            f"run {run.path}: everything about it is in this folder; look from elsewhere with: lamp watch {run.address}"
         )
         request = {"resume": resume, "preset": resolved.preset, "force": flags["force"]}
         from lamplighter.watch.restart_policy import RestartPolicy  # after the first words: this takes a while
@@ -150,7 +150,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         policy = RestartPolicy(care.on_stuck, care.patience_s)
         code = Supervisor(run, Trainer(run, spec, console), policy, care.notify).supervise()
         if code == 0:
-            _say_next(run, flags, console, read_record(run.status).get("step", 0))
+            _say_next(run, console, read_record(run.status).get("step", 0))
         elif code == BadConfig.code and unrecorded:
             run.config.unlink(missing_ok=True)  # they were not: the right ones must not be refused for these
         return code
@@ -198,7 +198,7 @@ def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int 
         console.say(
             f"{run.name} is finished: {status.get('step')} steps. Raise train.steps to go on, or --resume never to begin anew."
         )
-    console.say(f"next: lamp generate {run.name}")
+    console.say(f"next: lamp generate {run.address}")
     return 0
 
 
@@ -207,7 +207,8 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
     from lamplighter.config import LENGTH, carry_over, read_dump
 
     _refuse_newer_status(run)
-    if not run.config.exists() or not newest_first(run.checkpoints):
+    began = bool(newest_first(run.checkpoints))
+    if not run.config.exists() or (resolved.origin and not began):  # nothing is done yet: settings are as given
         return resolved
     try:
         old = read_dump(run.config)
@@ -241,9 +242,12 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
 
 def _refuse_drift(run: RunDir, old: Run, resolved: Resolved) -> None:
     """Settings that a resume may not change."""
-    from lamplighter.config import drift
+    from lamplighter.config import drift, to_give_again
 
     changes = drift(old, resolved.run)
+    if changes and (again := to_give_again(old, resolved)):
+        why = f"code and addresses are never taken from a run folder ({'; '.join(changes)})"
+        raise BadConfig(f"run {run.name} needs its source named again", why, f"the same command with {' '.join(again)}")
     if changes:
         raise BadConfig(
             f"run {run.name} was started with other settings",
@@ -264,10 +268,9 @@ def _refuse_newer_status(run: RunDir) -> None:
         )
 
 
-def _say_next(run: RunDir, flags: dict[str, Any], console: Console, step: int) -> None:
-    where = "" if flags["runs_dir"] == Path("runs") else f" --runs-dir {flags['runs_dir']}"
+def _say_next(run: RunDir, console: Console, step: int) -> None:
     console.say(f"made: {run.checkpoint(step)} (opens with transformers as it is), {run.report}")
-    console.say(f"next: lamp generate {run.name}{where}    or: lamp checkpoints {run.name}{where}", "bold")
+    console.say(f"next: lamp generate {run.address}    or: lamp checkpoints {run.address}", "bold")
 
 
 # ---------------------------------------------------------------- in the child

@@ -7,6 +7,7 @@ Out: YAML in which each value says where it came from; the run as it was; what a
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,16 @@ def _reaches_out(name: str, value: Any) -> bool:
     if name == "data.paths":
         return any(":" in path for path in value)  # a URL, dataset:NAME, source:module:name
     return (name in ("data.source", "watch.notify") and value is not None) or (name == "model.family" and ":" in value)
+
+
+def to_give_again(old: Run, resolved: Resolved) -> list[str]:
+    """The flags of an old run that are not taken from its folder (`_reaches_out`) and were not given now."""
+    missing = {name: value for name, value in flat(old).items() if name not in resolved.origin}
+    return [
+        shlex.join([f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])])
+        for name, value in missing.items()
+        if name.split(".")[0] not in MAY_CHANGE and _reaches_out(name, value)
+    ]
 
 
 def drift(old: Run, new: Run) -> list[str]:

@@ -77,7 +77,7 @@ class Data:
     )
     bad_limit: float = _value(
         0.001,
-        "the share of all lines that may be set aside before the corpus is refused; 5 lines of a small corpus always may",
+        "the share of all lines that may be set aside before the corpus is refused; up to 5 always may, if no more than a tenth",
         ge=0,
         le=1,
     )

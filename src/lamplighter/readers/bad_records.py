@@ -92,7 +92,7 @@ class BadInReading:
             return
         why = (
             f"so in {self.count:,} of {round(lines):,} lines; the limit is {limit:.3g} of all lines (data.bad_limit),"
-            f" or {_FLOOR} of a small corpus"
+            f" or {_FLOOR} lines where that is no more than a tenth of them"
         )
         if (first := self.first) is not None:
             raise BadData(first.what, f"{first.why} ({why})", first.next)

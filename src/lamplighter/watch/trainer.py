@@ -28,6 +28,7 @@ from lamplighter.errors import (
     STOPPED_EARLY,
     STUCK,
     CannotWrite,
+    NoCheckpoint,
     RefusedByPlan,
 )
 from lamplighter.procs import prctl, procfs, stacks
@@ -403,6 +404,7 @@ class Trainer:
             CRASHED: f"the process crashed{where}; {safe}",
             FAULTS_FOUND: f"faults were found; {safe}",
             RefusedByPlan.code: f"refused by the plan; {safe}",
+            NoCheckpoint.code: "there is no valid checkpoint to go on from",
         }
         return words.get(code, f"ended with exit code {code}; {safe}")
 
