@@ -146,6 +146,7 @@ def test_nothing_valid_is_an_error_not_a_fresh_start(tmp_path: Path, finished: F
     done = lamp("train", "--run", "r", *TINY, "--train.steps", "20", "--save.every_steps", "4", cwd=tmp_path)
     assert done.returncode == 74
     assert "--resume never" in done.stdout
+    assert "no valid checkpoint to go on from" in done.stdout and "is safe" not in done.stdout
 
 
 @pytest.fixture

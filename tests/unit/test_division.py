@@ -193,6 +193,7 @@ def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: A
     with pytest.raises(BadData, match="not text") as caught:
         ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), CacheSettings(0.1, 0, 5000))
     assert "of 5,001 lines" in caught.value.why and "data.bad_limit" in caught.value.why
+    assert "no more than a tenth" in caught.value.why
     with pytest.raises(BadData, match=f"{path}:1, byte 3"):
         refusing = open_source([str(path)], None, None, bad_text="refuse")
         ensure(tmp_path / "c", refusing, byte_level(), CacheSettings(0.1, 0, 5000))
