@@ -128,7 +128,7 @@ def _layers_that_fit(run: Run, vocab: int) -> tuple[Model, list[Finding]]:
     if section.init_from is not None or ":" in section.family:
         return section, []
     shape = shape_of(run, vocab)
-    each = run.train.optimizer.training_bytes
+    each = run.train.optimizer_kind.training_bytes
     need = each * count_parameters(shape)
     layers = section.layers
     while layers > 1 and each * count_parameters(replace(shape, layers=layers)) > _FITS * have:

@@ -52,7 +52,7 @@ def plan(context: ProbeContext) -> PlanFigures | None:
     """`lamp plan --json` of the very settings, on the device that it chooses by itself."""
     known = context.scratch / "paper.json"  # of an earlier probe of this examination
     if known.exists():
-        return PlanFigures(json.loads(known.read_text()), context.run.train.optimizer)
+        return PlanFigures(json.loads(known.read_text()), context.run.train.optimizer_kind)
     file = context.scratch / "paper.yaml"
     file.write_text(dump(Resolved(context.run)))
     try:
@@ -77,7 +77,7 @@ def plan(context: ProbeContext) -> PlanFigures | None:
         return None
     if done.returncode in (0, RefusedByPlan.code):
         write_atomic(known, done.stdout)
-        return PlanFigures(json.loads(done.stdout), context.run.train.optimizer)
+        return PlanFigures(json.loads(done.stdout), context.run.train.optimizer_kind)
     if context.run.train.steps is None:
         return None
     said = dict(line.split(":", 1) for line in done.stderr.splitlines() if ":" in line)

@@ -139,7 +139,7 @@ def job_of(run: Run, shape: Shape, steps: int, dtype: str, text: Text | None = N
         recompute=train.recompute,
         whole_logits=train.loss == "whole" or bool(more.get("own_params")),
         text=text,
-        optimizer=train.optimizer,
+        optimizer=train.optimizer_kind,
         keep=save.keep,
         save_every_steps=save.every_steps,
         save_every_s=save.every_s,
