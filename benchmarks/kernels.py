@@ -41,7 +41,6 @@ WAYS = {
     "without fused_layers": ("-fused_layers", False),
     "without fused_layers, attention": ("-fused_layers,-attention", False),
     "without tied_gradient": ("-tied_gradient", False),
-    "without split_products": ("-split_products", False),
     "without amx_tiles": ("-amx_tiles", False),
     "no kernel but amx_tiles": ("amx_tiles", False),
     "no kernel but amx_tiles, compiled": ("amx_tiles", True),

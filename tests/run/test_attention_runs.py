@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from test_attention import documents, layer_output, plain, there_and_back
+from torch import Tensor
 
 from lamplighter.model import cpu
 from lamplighter.model.shape import Shape
-from lamplighter.model.transformer import Transformer, attend
+from lamplighter.model.transformer import Transformer, attend, attention_context, rotary_cos_sin
 from lamplighter.model.weights import init_weights
 from lamplighter.train.bf16 import make_it_work
 
@@ -51,3 +52,24 @@ def test_it_is_taken_for_steps_that_learn_and_for_nothing_else(monkeypatch: pyte
         assert not taken, "dropout is torch's"
         attend(q, k, v, None, dropout=0.0)
     assert taken == [1]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_a_compiled_block_keeps_torchs_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> Tensor:
+        raise AssertionError("a compiled block is the compiler's")
+
+    model = Transformer(Shape(family, 50, 16, 1, 32, 2))  # type: ignore[arg-type]
+    init_weights(model, 3)
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    context = attention_context(torch.zeros(2, 8, dtype=torch.long), None, None)
+    layer = model.transformer.h[0] if family == "gpt2" else model.model.layers[0]
+    more = () if family == "gpt2" else (rotary_cos_sin(context.positions, 16, 10_000.0),)
+    with torch.autocast("cpu", torch.bfloat16), torch.backends.mkldnn.flags(enabled=make_it_work()):
+        uncompiled = layer(x, context, *more)
+        monkeypatch.setattr(cpu, "attention_forward", never)
+        with pytest.raises(AssertionError, match="the compiler's"):
+            layer(x, context, *more)
+        layer.compile(dynamic=False, backend="eager")
+        torch.testing.assert_close(layer(x, context, *more), uncompiled, rtol=2e-2, atol=2e-2)

@@ -222,7 +222,7 @@ def test_each_kernel_has_a_switch() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_without_any_kernel_a_step_is_torchs_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "enabled", set())
-    for name in ("attention_forward", "gpt2_layer", "llama_layer", "split_matmul", "_TiedEmbedding"):
+    for name in ("attention_forward", "gpt2_layer", "llama_layer", "_TiedEmbedding"):
         monkeypatch.setattr(cpu, name, lambda *_: pytest.fail("a kernel that was switched off"))
     for low in (True, False):
         model, (ids, _) = model_of(family, 0, 16), batch(16, packed=False)

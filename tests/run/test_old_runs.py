@@ -211,7 +211,7 @@ def test_a_newer_format_is_refused_with_both_numbers(old_run: RunDir, monkeypatc
 
 @pytest.mark.parametrize("text", ["format: two\n", "format: [1]\n", "format:\n", "numerics: true\n"])
 def test_a_damaged_format_is_said(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.yaml").write_text(text + dump(resolve(None)).partition("numerics: 1\n")[2])
+    (tmp_path / "config.yaml").write_text(text + dump(resolve(None)).partition(f"numerics: {NUMERICS}\n")[2])
     with pytest.raises(BadConfig, match=r"config\.yaml"):
         read_dump(tmp_path / "config.yaml")
 

@@ -7,7 +7,6 @@ Out: the same results as the plain operations, and their gradients; which kernel
 |---|---|---|
 | attention | scaled_dot_product_attention | a training step in bf16 |
 | fused_layers | a whole transformer layer, as one node of the autograd graph (it has its own attention) | the same, without dropout |
-| split_products | linear layers and the products of the loss | at most 192 tokens, float32, two threads |
 | tied_gradient | the gradient of an embedding that is also the head | any training step in float32 weights |
 | decode_pieces | products with one or a few rows | generation in float32 |
 | amx_tiles | nothing: it makes bf16 work on some virtual machines (train/bf16.py) | once, at the first bf16 product |
@@ -15,7 +14,7 @@ Out: the same results as the plain operations, and their gradients; which kernel
 Nothing here is used while torch.compile traces, on a GPU, or on a layer that somebody hooked, wrapped or replaced (`untouched`).
 
 Tensors carry their axes as a suffix: B batch, T time, C width, M MLP width, H heads, D head width, V vocabulary; N tokens of all
-rows, G heads of all rows; R rows and C columns of a weight, I and O the inputs and outputs of a product.
+rows, G heads of all rows; I and O the inputs and outputs of a product.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch.nn import functional
 from lamplighter.model.recompute import RecomputedForward
 from lamplighter.model.shape import keeps_probabilities
 
-KERNELS = ("attention", "fused_layers", "split_products", "tied_gradient", "decode_pieces", "amx_tiles")
+KERNELS = ("attention", "fused_layers", "tied_gradient", "decode_pieces", "amx_tiles")
 _SWITCH = (
     "LAMP_CPU_KERNELS"  # "none", the names to use, or the names to leave out with a minus: "-attention,-fused_layers"
 )
@@ -64,7 +63,7 @@ def untouched(layer: nn.Module) -> bool:
 
 
 def _is_ours(part: nn.Module) -> bool:
-    return type(part) is nn.LayerNorm or type(part).__module__ == "lamplighter.model.transformer"
+    return type(part) in (nn.LayerNorm, nn.Linear) or type(part).__module__ == "lamplighter.model.transformer"
 
 
 def is_bare(part: nn.Module) -> bool:
@@ -441,111 +440,6 @@ def _to_heads(x_NC: Tensor, samples: int, D: int) -> Tensor:
 def _from_heads(x_GTD: Tensor, samples: int) -> Tensor:
     T, D = x_GTD.shape[1:]
     return x_GTD.view(samples, -1, T, D).transpose(1, 2).reshape(samples * T, -1)
-
-
-# --- split products ----------------------------------------------------------------------------------------------------
-#
-# The products of a small step, where each thread keeps to its own rows of a weight: the rows that it updates as well. Two
-# cores need not share a cache. Where they do not, what one has written and the other reads costs more than the arithmetic:
-# a library divides a product as it likes, the optimizer divides the numbers of every weight in order, and a step of 66
-# tokens spent a quarter of its time on weights on their way from core to core (decision 016). So a weight is cut into as
-# many pieces of rows as there are threads, and the pieces are multiplied as a batch. In larger steps the libraries' own
-# way is as good.
-
-FEW_TOKENS = 192  # tokens: a step of 66 was faster by 5 to 19 %, of 132 by 5, of 264 no more (docs/performance.md)
-SPLIT_THREADS = 2  # measured with so many, and used with no other number
-
-
-def suits_split(tokens: int, weight_RC: Tensor) -> bool:
-    """A small step that learns, in float32, on the two threads that this was measured with."""
-    if torch.compiler.is_compiling() or not 0 < tokens <= FEW_TOKENS or not torch.is_grad_enabled():
-        return False
-    plain = weight_RC.device.type == "cpu" and weight_RC.dtype == torch.float32 and weight_RC.requires_grad
-    shared = (
-        torch.get_num_threads() == SPLIT_THREADS and len(weight_RC) % SPLIT_THREADS == 0 and weight_RC.is_contiguous()
-    )
-    return plain and shared and not torch.is_autocast_enabled("cpu") and "split_products" in enabled
-
-
-def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """As torch's, for a weight that is stored [out, in]."""
-    if not suits_split(x.numel() // x.shape[-1], weight_OI):
-        return functional.linear(x, weight_OI)
-    made: Tensor = _SplitLinear.apply(x, weight_OI)  # type: ignore[no-untyped-call]
-    return made
-
-
-def linear_t(x: Tensor, weight_IO: Tensor, bias_O: Tensor) -> Tensor:
-    """The same for a weight that is stored transposed, [in, out], and a bias."""
-    if not suits_split(x.numel() // x.shape[-1], weight_IO):
-        return functional.linear(x, weight_IO.t(), bias_O)
-    made: Tensor = _SplitLinearT.apply(x, weight_IO)  # type: ignore[no-untyped-call]
-    return made + bias_O
-
-
-def split_matmul_t(x_NC: Tensor, weight_RC: Tensor, out_NR: Tensor | None = None) -> Tensor:
-    """x times the transposed weight: [N, R]."""
-    N, (R, C) = len(x_NC), weight_RC.shape
-    pieces = weight_RC.view(SPLIT_THREADS, R // SPLIT_THREADS, C).transpose(1, 2)
-    made = torch.bmm(x_NC.expand(SPLIT_THREADS, N, C), pieces).transpose(0, 1)  # into its place at once was slower
-    out_NR = x_NC.new_empty(N, R) if out_NR is None else out_NR
-    out_NR.view(N, SPLIT_THREADS, R // SPLIT_THREADS).copy_(made)
-    return out_NR
-
-
-def split_matmul(x_NR: Tensor, weight_RC: Tensor) -> Tensor:
-    """x times the weight: [N, C], a sum over the threads."""
-    N, (R, C) = len(x_NR), weight_RC.shape
-    parts = x_NR.view(N, SPLIT_THREADS, R // SPLIT_THREADS).transpose(0, 1)
-    sums = torch.bmm(parts, weight_RC.view(SPLIT_THREADS, R // SPLIT_THREADS, C))
-    return sums[0].add_(sums[1])
-
-
-def split_outer(x_NR: Tensor, y_NC: Tensor) -> Tensor:
-    """The transposed x times y: the gradient [R, C] of a weight."""
-    return add_split_outer(x_NR.new_empty(x_NR.shape[1], y_NC.shape[1]), x_NR, y_NC, 1.0, first=True)
-
-
-def add_split_outer(sum_RC: Tensor, x_NR: Tensor, y_NC: Tensor, scale: float, first: bool) -> Tensor:
-    """Add `scale` times that gradient to a sum, or begin one."""
-    (N, R), C = x_NR.shape, y_NC.shape[1]
-    parts, whole = x_NR.t().view(SPLIT_THREADS, R // SPLIT_THREADS, N), y_NC.expand(SPLIT_THREADS, N, C)
-    sum_RC.view(SPLIT_THREADS, R // SPLIT_THREADS, C).baddbmm_(parts, whole, beta=0.0 if first else 1.0, alpha=scale)
-    return sum_RC
-
-
-class _SplitLinear(torch.autograd.Function):
-    """The rows of the weight are outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight_OI)
-        return split_matmul_t(x.reshape(-1, x.shape[-1]), weight_OI).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor]:
-        x, weight_OI = ctx.saved_tensors
-        up_NO = upstream.reshape(-1, upstream.shape[-1])
-        dx = split_matmul(up_NO, weight_OI).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, split_outer(up_NO, x.reshape(-1, x.shape[-1]))
-
-
-class _SplitLinearT(torch.autograd.Function):
-    """The rows of the weight are inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_IO: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight_IO)
-        return split_matmul(x.reshape(-1, x.shape[-1]), weight_IO).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor]:
-        x, weight_IO = ctx.saved_tensors
-        up_NO = upstream.reshape(-1, upstream.shape[-1])
-        dx = split_matmul_t(up_NO, weight_IO).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, split_outer(x.reshape(-1, x.shape[-1]), up_NO)
 
 
 # --- tied gradient -----------------------------------------------------------------------------------------------------

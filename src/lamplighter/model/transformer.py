@@ -6,7 +6,7 @@ Out: logits, or the next-token loss.
 Tensors carry their axes as a suffix: B batch, T time (new tokens), S time (all tokens looked at), C width, H heads,
 D head width, V vocabulary, M MLP width. No module holds a buffer: the state dict is the parameters and nothing else.
 
-What cpu.py provides (`linear`, `attention`, `embed`, `fused_gpt2` ...) is the plain operation of that name, with a faster
+What cpu.py provides (`attention`, `embed`, `fused_gpt2` ...) is the plain operation of that name, with a faster
 kernel for a CPU where one suits; read it as torch.nn.functional's.
 """
 
@@ -117,7 +117,7 @@ class Conv1D(nn.Module):
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cpu.linear_t(x, self.weight, self.bias)
+        return functional.linear(x, self.weight.t(), self.bias)
 
 
 class GPT2Attention(nn.Module):
@@ -213,22 +213,15 @@ def _apply_rotary(x_BHTD: Tensor, rotary: RotaryCosSin) -> Tensor:
     return (x_BHTD * cos + half_BHTD * sin).type_as(x_BHTD)
 
 
-class Linear(nn.Linear):
-    """Without a bias."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cpu.linear(x, self.weight)
-
-
 class LlamaAttention(nn.Module):
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self.layer, self.head_width, self.dropout = layer, shape.head_width, shape.dropout
         kv_width = shape.kv_heads * shape.head_width
-        self.q_proj = Linear(shape.width, shape.width, bias=False)
-        self.k_proj = Linear(shape.width, kv_width, bias=False)
-        self.v_proj = Linear(shape.width, kv_width, bias=False)
-        self.o_proj = Linear(shape.width, shape.width, bias=False)
+        self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.k_proj = nn.Linear(shape.width, kv_width, bias=False)
+        self.v_proj = nn.Linear(shape.width, kv_width, bias=False)
+        self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
 
     def forward(self, x_BTC: Tensor, context: AttentionContext, rotary: RotaryCosSin) -> Tensor:
         q_BHTD = _apply_rotary(_split_heads(self.q_proj(x_BTC), self.head_width), rotary)
@@ -244,9 +237,9 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.width, shape.mlp_width, bias=False)
-        self.up_proj = Linear(shape.width, shape.mlp_width, bias=False)
-        self.down_proj = Linear(shape.mlp_width, shape.width, bias=False)
+        self.gate_proj = nn.Linear(shape.width, shape.mlp_width, bias=False)
+        self.up_proj = nn.Linear(shape.width, shape.mlp_width, bias=False)
+        self.down_proj = nn.Linear(shape.mlp_width, shape.width, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         out_BTC: Tensor = self.down_proj(functional.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
