@@ -41,9 +41,8 @@ WAYS = {
     "without fused_layers": ("-fused_layers", False),
     "without fused_layers, attention": ("-fused_layers,-attention", False),
     "without tied_gradient": ("-tied_gradient", False),
-    "without amx_tiles": ("-amx_tiles", False),
-    "no kernel but amx_tiles": ("amx_tiles", False),
-    "no kernel but amx_tiles, compiled": ("amx_tiles", True),
+    "no kernel": ("none", False),
+    "no kernel, compiled": ("none", True),
 }
 PLAIN_LOOP = "plain loop, compiled"
 # The steps of `lamp train`, without its data, saves and records.
@@ -168,9 +167,9 @@ def main() -> None:
     wanted = parser.parse_args()
     if wanted.quick:
         wanted.families, wanted.sizes, wanted.lengths, wanted.steps, wanted.rounds = ["gpt2"], ["5M"], [256], 1, 1
-    from lamplighter.train.bf16 import cpu_has_it
+    from lamplighter.train.bf16 import cpu_has_it, make_it_work
 
-    wanted.dtype = wanted.dtype or ("bf16" if cpu_has_it() else "fp32")
+    wanted.dtype = wanted.dtype or ("bf16" if cpu_has_it() and make_it_work() else "fp32")
     names = [name for name in [*WAYS, *([] if wanted.no_peers else [PLAIN_LOOP])] if name != BASE]
     if wanted.only:
         names = [name for name in names if any(part in name for part in wanted.only)]

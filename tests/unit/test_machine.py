@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lamplighter.config import Train
+from lamplighter.errors import BadConfig
 from lamplighter.train import bf16, hardware
 from lamplighter.train.hardware import Machine, choose_compile
 from lamplighter.watch.trainer import threads_wait
@@ -72,6 +74,27 @@ def test_the_dtype_is_chosen_by_a_block_of_the_model(monkeypatch: pytest.MonkeyP
     assert bf16.choose(bf16.SOME_MODEL)[0] == "fp32", "not worth the accuracy"
     monkeypatch.setattr(bf16, "make_it_work", lambda: False)
     assert bf16.choose(bf16.SOME_MODEL) == ("fp32", "bf16 crashes on this CPU (a trial process died)")
+
+
+def test_bf16_that_dies_with_amx_is_computed_without_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(bf16.ISA_LIMIT, "")
+    monkeypatch.delenv(bf16.ISA_LIMIT)
+    monkeypatch.setattr(bf16, "_survives_trial", lambda: "AVX512" in os.environ.get(bf16.ISA_LIMIT, ""))
+    monkeypatch.setattr(bf16, "make_it_work", bf16.make_it_work.__wrapped__)
+    monkeypatch.setattr(hardware, "_peak", lambda *_: (1e11, "made up"))
+    where = hardware.detect(Train(dtype="bf16", device="cpu"))
+    assert where.facts()["isa_limit"] == "AVX512_CORE_BF16"
+    assert any(why.startswith("without AMX: bf16 crashes with it") for why in where.reasons)
+
+
+def test_bf16_that_dies_in_every_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(bf16.ISA_LIMIT, "")
+    monkeypatch.delenv(bf16.ISA_LIMIT)
+    monkeypatch.setattr(bf16, "_survives_trial", lambda: False)
+    monkeypatch.setattr(bf16, "make_it_work", bf16.make_it_work.__wrapped__)
+    with pytest.raises(BadConfig, match="this CPU cannot compute in bf16"):
+        hardware.detect(Train(dtype="bf16", device="cpu"))
+    assert bf16.ISA_LIMIT not in os.environ
 
 
 def test_what_the_user_said_about_waiting_threads_holds() -> None:

@@ -9,7 +9,6 @@ Out: the same results as the plain operations, and their gradients; which kernel
 | fused_layers | a whole transformer layer, as one node of the autograd graph (it has its own attention) | the same, without dropout |
 | tied_gradient | the gradient of an embedding that is also the head | any training step in float32 weights |
 | decode_pieces | products with one or a few rows | generation in float32 |
-| amx_tiles | nothing: it makes bf16 work on some virtual machines (train/bf16.py) | once, at the first bf16 product |
 
 Nothing here is used while torch.compile traces, on a GPU, or on a layer that somebody hooked, wrapped or replaced (`untouched`).
 
@@ -31,7 +30,7 @@ from torch.nn import functional
 from lamplighter.model.recompute import RecomputedForward
 from lamplighter.model.shape import keeps_probabilities
 
-KERNELS = ("attention", "fused_layers", "tied_gradient", "decode_pieces", "amx_tiles")
+KERNELS = ("attention", "fused_layers", "tied_gradient", "decode_pieces")
 _SWITCH = (
     "LAMP_CPU_KERNELS"  # "none", the names to use, or the names to leave out with a minus: "-attention,-fused_layers"
 )

@@ -83,7 +83,10 @@ def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | 
     torch.set_num_threads(threads)
     why = "train.threads" if section.threads else "as before" if before else "the cores this process may use"
     reasons.append(f"{threads} thread{'s' if threads != 1 else ''}: {why}")
+    allowed = os.environ.get(bf16.ISA_LIMIT)
     dtype = _choose_dtype(section, device, before.get("dtype"), shape, reasons)
+    if os.environ.get(bf16.ISA_LIMIT) != allowed:
+        reasons.append("without AMX: bf16 crashes with it on this CPU (a trial process died)")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     peak, how = _peak(device, dtype, name)
     reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {'bf16' if dtype == torch.bfloat16 else 'fp32'}: {how}")
