@@ -35,11 +35,10 @@ VOCAB = 16_384
 TOKENS = 2_048  # of a step, or one row where a row is longer
 LR, CLIP = 3e-4, 1.0
 BASE = "all kernels"
-# Name -> (LAMP_CPU_KERNELS, compiled). The fused layers have their own attention, so both go together as well.
+# Name -> (LAMP_CPU_KERNELS, compiled).
 WAYS = {
     BASE: ("", False),
-    "without fused_layers": ("-fused_layers", False),
-    "without fused_layers, attention": ("-fused_layers,-attention", False),
+    "without attention": ("-attention", False),
     "without tied_gradient": ("-tied_gradient", False),
     "no kernel": ("none", False),
     "no kernel, compiled": ("none", True),

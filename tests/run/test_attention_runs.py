@@ -73,3 +73,27 @@ def test_a_compiled_block_keeps_torchs_attention(family: str, monkeypatch: pytes
             layer(x, context, *more)
         layer.compile(dynamic=False, backend="eager")
         torch.testing.assert_close(layer(x, context, *more), uncompiled, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_no_rows_in_are_no_rows_out(family: str) -> None:
+    model = Transformer(Shape(family, 60, 16, 2, 32, 4))  # type: ignore[arg-type]
+    init_weights(model, 3)
+    for low in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=low), torch.backends.mkldnn.flags(enabled=make_it_work()):
+            assert model(torch.zeros(0, 4, dtype=torch.long)).shape == (0, 4, 60)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_without_any_kernel_a_step_is_torchs_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "enabled", set())
+    for name in ("attention_forward", "_TiedEmbedding"):
+        monkeypatch.setattr(cpu, name, lambda *_: pytest.fail("a kernel that was switched off"))
+    model = Transformer(Shape(family, 60, 16, 2, 32, 4))  # type: ignore[arg-type]
+    init_weights(model, 3)
+    ids = torch.arange(16)[None]
+    for low in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=low), torch.backends.mkldnn.flags(enabled=make_it_work()):
+            model(ids, targets_BT=ids).backward()

@@ -81,3 +81,11 @@ def test_kept_or_worked_out_again_is_the_same_to_the_last_bit(monkeypatch: pytes
         monkeypatch.setattr(shape, "KEPT_BYTES", kept)
         found.append(there_and_back(cpu.block_attention, inputs, None, torch.float32))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_each_kernel_has_a_switch() -> None:
+    assert cpu.chosen_kernels("") == set(cpu.KERNELS) and cpu.chosen_kernels("none") == set()
+    assert cpu.chosen_kernels("attention, tied_gradient") == {"attention", "tied_gradient"}
+    assert cpu.chosen_kernels("-attention") == set(cpu.KERNELS) - {"attention"}
+    with pytest.raises(ValueError, match="warp is no kernel"):
+        cpu.chosen_kernels("warp")

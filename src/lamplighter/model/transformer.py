@@ -6,7 +6,7 @@ Out: logits, or the next-token loss.
 Tensors carry their axes as a suffix: B batch, T time (new tokens), S time (all tokens looked at), C width, H heads,
 D head width, V vocabulary, M MLP width. No module holds a buffer: the state dict is the parameters and nothing else.
 
-What cpu.py provides (`attention`, `embed`, `fused_gpt2` ...) is the plain operation of that name, with a faster
+What cpu.py provides (`attention`, `embed`) is the plain operation of that name, with a faster
 kernel for a CPU where one suits; read it as torch.nn.functional's.
 """
 
@@ -19,10 +19,10 @@ from torch.nn import functional
 
 from lamplighter.model import cpu
 from lamplighter.model.chunked_loss import LossBuffers, chunked_loss
-from lamplighter.model.cpu import RotaryCosSin
 from lamplighter.model.shape import Shape
 
 INIT_STD = 0.02
+RotaryCosSin = tuple[Tensor, Tensor]
 
 
 class LanguageModel(Protocol):
@@ -156,8 +156,6 @@ class GPT2Layer(nn.Module):
         self.mlp = GPT2MLP(shape)
 
     def forward(self, x_BTC: Tensor, context: AttentionContext) -> Tensor:
-        if (fused := cpu.fused_gpt2(self, x_BTC, context.mask, cached=context.cache is not None)) is not None:
-            return fused
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), context)
         out_BTC: Tensor = x_BTC + self.mlp(self.ln_2(x_BTC))
         return out_BTC
@@ -255,9 +253,6 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape)
 
     def forward(self, x_BTC: Tensor, context: AttentionContext, rotary: RotaryCosSin) -> Tensor:
-        cached = context.cache is not None
-        if (fused := cpu.fused_llama(self, x_BTC, context.mask, rotary, cached)) is not None:
-            return fused
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), context, rotary)
         out_BTC: Tensor = x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
         return out_BTC

@@ -86,17 +86,15 @@ def layer_bytes(shape: Shape, dtype: str, on_cpu: bool = True, segments: bool = 
     """What one layer keeps of one token for the backward pass, without copies of the weights."""
     C, M, H, T = shape.width, shape.mlp_width, shape.heads, seq_len
     number = 4 if dtype == "fp32" else 2
-    by_hand = on_cpu and dtype == "bf16" and not shape.dropout  # model/cpu.py, fused layers
+    by_blocks = on_cpu and dtype == "bf16" and not shape.dropout  # model/cpu.py, attention
     if shape.family == "gpt2":
         kept = 32 * C + 8 * M if dtype == "fp32" else 20 * C + 4 * M
         noise = 2 * C  # after attention and after the MLP
-    elif by_hand:
-        kept, noise = 20 * C + 6 * M, 0
     else:
         kept = 40 * C + 16 * M if dtype == "fp32" else 34 * C + 8 * M
         noise = 0
     kept += 16  # norms
-    if not by_hand:
+    if not by_blocks:
         kept += 4 * H  # the sums of attention
     elif keeps_probabilities(T, shape.head_width, number):
         kept += number * H * T
@@ -104,7 +102,7 @@ def layer_bytes(shape: Shape, dtype: str, on_cpu: bool = True, segments: bool = 
         kept += noise * (number if on_cpu else 1)
         if on_cpu:  # no fused kernel drops out on a CPU: scores, noise and their product are kept, in fp32
             kept += 12 * H * T + (6 * C if dtype == "bf16" else 0)
-    elif segments and not by_hand:
+    elif segments and not by_blocks:
         kept += number * T  # the mask as numbers
     return kept
 
