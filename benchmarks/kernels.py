@@ -39,7 +39,6 @@ BASE = "all kernels"
 WAYS = {
     BASE: ("", False),
     "without attention": ("-attention", False),
-    "without tied_gradient": ("-tied_gradient", False),
     "no kernel": ("none", False),
     "no kernel, compiled": ("none", True),
 }

@@ -85,7 +85,7 @@ def test_kept_or_worked_out_again_is_the_same_to_the_last_bit(monkeypatch: pytes
 
 def test_each_kernel_has_a_switch() -> None:
     assert cpu.chosen_kernels("") == set(cpu.KERNELS) and cpu.chosen_kernels("none") == set()
-    assert cpu.chosen_kernels("attention, tied_gradient") == {"attention", "tied_gradient"}
+    assert cpu.chosen_kernels("attention, decode_pieces") == {"attention", "decode_pieces"}
     assert cpu.chosen_kernels("-attention") == set(cpu.KERNELS) - {"attention"}
     with pytest.raises(ValueError, match="warp is no kernel"):
         cpu.chosen_kernels("warp")

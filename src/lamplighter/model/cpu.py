@@ -6,10 +6,9 @@ Out: the same results as the plain operations, and their gradients; which kernel
 | kernel | replaces | where |
 |---|---|---|
 | attention | scaled_dot_product_attention | a training step in bf16 |
-| tied_gradient | the gradient of an embedding that is also the head | any training step in float32 weights |
 | decode_pieces | products with one or a few rows | generation in float32 |
 
-Nothing here is used while torch.compile traces, on a GPU, or on a layer that somebody hooked, wrapped or replaced (`untouched`).
+Nothing here is used while torch.compile traces, or on a GPU.
 
 Tensors carry their axes as a suffix: B batch, T time, C width, H heads, D head width, V vocabulary; G heads of all rows; I and O
 the inputs and outputs of a product.
@@ -21,14 +20,13 @@ import os
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from lamplighter.model.recompute import RecomputedForward
 from lamplighter.model.shape import keeps_probabilities
 
-KERNELS = ("attention", "tied_gradient", "decode_pieces")
+KERNELS = ("attention", "decode_pieces")
 _SWITCH = "LAMP_CPU_KERNELS"  # "none", the names to use, or the names to leave out with a minus: "-attention"
 
 
@@ -44,29 +42,6 @@ def chosen_kernels(words: str) -> set[str]:
 
 
 enabled = chosen_kernels(os.environ.get(_SWITCH, ""))
-
-
-def untouched(layer: nn.Module) -> bool:
-    """Whether a layer and all of its modules are transformer.py's own, and nobody hooked, wrapped or replaced any of them."""
-    wrapped = "forward" in layer.__dict__ and not isinstance(
-        layer.forward, RecomputedForward
-    )  # recompute's wrapper is ours
-    if wrapped or _has_hooks(layer) or not _is_ours(layer):
-        return False
-    return all(part is layer or (_is_ours(part) and is_bare(part)) for part in layer.modules())
-
-
-def _is_ours(part: nn.Module) -> bool:
-    return type(part) in (nn.LayerNorm, nn.Linear) or type(part).__module__ == "lamplighter.model.transformer"
-
-
-def is_bare(part: nn.Module) -> bool:
-    return not _has_hooks(part) and "forward" not in part.__dict__
-
-
-def _has_hooks(part: nn.Module) -> bool:
-    own = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-    return bool(own) or bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 # --- attention ---------------------------------------------------------------------------------------------------------
@@ -213,61 +188,6 @@ def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, start: int) -> Ten
         scores.view(len(mask), -1, rows, columns).masked_fill_(~mask, float("-inf"))
     torch.ops.aten._softmax.out(scores, -1, False, out=scores)
     return scores.to(q.dtype)
-
-
-# --- tied gradient -----------------------------------------------------------------------------------------------------
-#
-# The embedding of a tied model is also the last matrix. Left to autograd, its gradient is made twice, and the
-# embedding's part, nearly all of it zeros, is cleared and added up in every step: a twentieth of a step of two short
-# examples, and the memory. Here the loss makes the gradient, and the embedding adds its rows to it, one after the other,
-# in the same order each time. On a GPU torch's way is kept.
-
-
-class TiedGradient:
-    """What the loss hands to the embedding within one backward pass."""
-
-    def __init__(self) -> None:
-        self.gradient_VC: Tensor | None = None
-
-
-def tie_for(weight_VC: Tensor) -> TiedGradient | None:
-    """For a step that learns, on a CPU."""
-    if "tied_gradient" not in enabled:
-        return None
-    learns = torch.is_grad_enabled() and weight_VC.requires_grad and weight_VC.dtype == torch.float32
-    return TiedGradient() if learns and weight_VC.device.type == "cpu" and not torch.compiler.is_compiling() else None
-
-
-def tied_gradient(table: nn.Embedding, layers: nn.ModuleList) -> TiedGradient | None:
-    """Where the embedding is torch's own without options, and nothing between it and the tied head can cut the graph."""
-    if type(table) is not nn.Embedding or not is_bare(table):
-        return None
-    plain = table.padding_idx is None and table.max_norm is None and not (table.scale_grad_by_freq or table.sparse)
-    return tie_for(table.weight) if plain and all(untouched(layer) for layer in layers) else None
-
-
-def embed(table: nn.Embedding, ids_BT: Tensor, tie: TiedGradient | None) -> Tensor:
-    if tie is None:
-        found: Tensor = table(ids_BT)
-        return found
-    rows: Tensor = _TiedEmbedding.apply(table.weight, ids_BT, tie)  # type: ignore[no-untyped-call]
-    return rows
-
-
-class _TiedEmbedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight_VC: Tensor, ids_BT: Tensor, tie: TiedGradient) -> Tensor:
-        ctx.save_for_backward(ids_BT)
-        ctx.tie = tie
-        return functional.embedding(ids_BT, weight_VC)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream_BTC: Tensor) -> tuple[Tensor, None, None]:
-        (ids_BT,) = ctx.saved_tensors
-        gradient_VC, ctx.tie.gradient_VC = ctx.tie.gradient_VC, None
-        assert gradient_VC is not None, "the loss comes first in the backward pass"
-        return gradient_VC.index_add_(0, ids_BT.flatten(), upstream_BTC.flatten(0, 1)), None, None
 
 
 # --- decode pieces -----------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ Out: logits, or the next-token loss.
 Tensors carry their axes as a suffix: B batch, T time (new tokens), S time (all tokens looked at), C width, H heads,
 D head width, V vocabulary, M MLP width. No module holds a buffer: the state dict is the parameters and nothing else.
 
-What cpu.py provides (`attention`, `embed`) is the plain operation of that name, with a faster
-kernel for a CPU where one suits; read it as torch.nn.functional's.
+cpu.attention is scaled_dot_product_attention, with a kernel of its own for bf16 steps on a CPU.
 """
 
 from collections.abc import Iterator, Mapping
@@ -170,8 +169,8 @@ class GPT2Body(nn.Module):
         self.h = nn.ModuleList(GPT2Layer(shape, layer) for layer in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.width, eps=shape.norm_eps)
 
-    def forward(self, tokens_BTC: Tensor, context: AttentionContext) -> Tensor:
-        x_BTC: Tensor = tokens_BTC + self.wpe(context.positions)
+    def forward(self, ids_BT: Tensor, context: AttentionContext) -> Tensor:
+        x_BTC: Tensor = self.wte(ids_BT) + self.wpe(context.positions)
         x_BTC = functional.dropout(x_BTC, self.dropout, self.training)
         for layer in self.h:
             x_BTC = layer(x_BTC, context)
@@ -266,7 +265,8 @@ class LlamaBody(nn.Module):
         self.layers = nn.ModuleList(LlamaLayer(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape)
 
-    def forward(self, x_BTC: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, ids_BT: Tensor, context: AttentionContext) -> Tensor:
+        x_BTC: Tensor = self.embed_tokens(ids_BT)
         rotary = rotary_cos_sin(context.positions, self.head_width, self.theta)
         for layer in self.layers:
             x_BTC = layer(x_BTC, context, rotary)
@@ -311,27 +311,18 @@ class Transformer(nn.Module):
         self.check_room(ids_BT, cache, segments_BT)
         context = attention_context(ids_BT, cache, segments_BT)
         body = self.transformer if self.shape.family == "gpt2" else self.model
-        tie = None if targets_BT is None else self.tie()
-        x_BTC: Tensor = body(cpu.embed(self.embedding(), ids_BT, tie), context)
+        x_BTC: Tensor = body(ids_BT, context)
         if cache is not None:
             cache.position += ids_BT.shape[1]
         if targets_BT is not None:
-            return chunked_loss(x_BTC, self.head_weight(), targets_BT, scale, self.loss_buffers, tie=tie)
+            return chunked_loss(x_BTC, self.head_weight(), targets_BT, scale, self.loss_buffers)
         return functional.linear(x_BTC[:, -1:] if last_only else x_BTC, self.head_weight())
-
-    def embedding(self) -> nn.Embedding:
-        return self.transformer.wte if self.shape.family == "gpt2" else self.model.embed_tokens
 
     def head_weight(self) -> Tensor:
         """The [V, C] matrix that turns the last layer into logits: the embedding itself where they are tied."""
-        return self.embedding().weight if self.shape.tie_embeddings else self.lm_head.weight
-
-    def tie(self) -> cpu.TiedGradient | None:
-        """Where the embedding is tied to the head, on a CPU: one gradient for both."""
         if not self.shape.tie_embeddings:
-            return None
-        layers = self.transformer.h if self.shape.family == "gpt2" else self.model.layers
-        return cpu.tied_gradient(self.embedding(), layers)
+            return self.lm_head.weight
+        return self.transformer.wte.weight if self.shape.family == "gpt2" else self.model.embed_tokens.weight
 
     def check_room(self, ids_BT: Tensor, cache: KVCache | None, segments_BT: Tensor | None) -> None:
         length = ids_BT.shape[1] + (0 if cache is None else cache.position)

@@ -119,7 +119,6 @@ def memory(job: Job, device: Device) -> Memory:
     kept = shape.layers * (tokens * shape.width * 4 if job.recompute else each)
     head = 2 * shape.vocab_size * shape.width if job.dtype == "bf16" else 0
     cast = head + (0 if job.recompute else shape.layers * copies)
-    one_gradient = on_cpu and shape.tie_embeddings and not job.whole_logits  # model/cpu.py, tied gradient
     return Memory(
         weights=WEIGHT_BYTES * job.params,
         gradients=GRADIENT_BYTES * job.params,
@@ -130,7 +129,7 @@ def memory(job: Job, device: Device) -> Memory:
         logits=tokens * shape.vocab_size * LOGIT_BYTES,
         held=_held_logits(job, on_cpu),
         own=int((_HOST_OWN_GIB if on_cpu else _GPU_OWN_GIB) * GIB),
-        embedding=0 if one_gradient else 4 * shape.vocab_size * shape.width,
+        embedding=4 * shape.vocab_size * shape.width,
         gradients_meanwhile=job.accumulation > 1,
         staging=job.optimizer.checkpoint_bytes * job.params,
         staging_here=on_cpu,
