@@ -7,7 +7,7 @@ import torch
 from test_attention import documents, layer_output, plain, there_and_back
 from torch import Tensor
 
-from lamplighter.model import cpu
+from lamplighter.model import cpu, shape
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, attend, attention_context, rotary_cos_sin
 from lamplighter.model.weights import init_weights
@@ -50,6 +50,9 @@ def test_it_is_taken_for_steps_that_learn_and_for_nothing_else(monkeypatch: pyte
     with torch.backends.mkldnn.flags(enabled=make_it_work()):
         attend(q, k, v, None, dropout=0.5)
         assert not taken, "dropout is torch's"
+        long = [part.bfloat16().requires_grad_() for part in layer_output(1, 1, shape.BLOCK_ATTENTION_TOKENS + 1, 8)]
+        attend(long[0], long[1], long[2], None, dropout=0.0)
+        assert not taken, "torch's is faster for long rows"
         attend(q, k, v, None, dropout=0.0)
     assert taken == [1]
 

@@ -5,7 +5,7 @@ Out: the same results as the plain operations, and their gradients; which kernel
 
 | kernel | replaces | where |
 |---|---|---|
-| attention | scaled_dot_product_attention | a training step in bf16 |
+| attention | scaled_dot_product_attention | a training step in bf16, rows of at most 512 tokens |
 | decode_pieces | products with one or a few rows | generation in float32 |
 
 Nothing here is used while torch.compile traces, or on a GPU.
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from lamplighter.model.shape import keeps_probabilities
+from lamplighter.model.shape import BLOCK_ATTENTION_TOKENS, keeps_probabilities
 
 KERNELS = ("attention", "decode_pieces")
 _SWITCH = "LAMP_CPU_KERNELS"  # "none", the names to use, or the names to leave out with a minus: "-attention"
@@ -48,10 +48,10 @@ enabled = chosen_kernels(os.environ.get(_SWITCH, ""))
 #
 # Causal attention in bf16 as plain matrix products over a block of queries at a time. torch's own kernel for a CPU gains
 # nothing from bf16: with its gradient it was a seventh of a step (decision 015). Scores are float32, as there; the other
-# products are in the type of the inputs. Queries meet only the keys before them, so the scores of a long row never exist
-# as a whole. In float32 torch's kernel is the faster one.
+# products are in the type of the inputs. Queries meet only the keys before them. In float32, and for rows of more than
+# BLOCK_ATTENTION_TOKENS, torch's kernel is the faster one (decision 021).
 
-QUERIES = 256  # of a block
+QUERIES = 128  # of a block
 SCORES = 1 << 22  # numbers of a block at most, so that it stays in the caches
 
 
@@ -66,8 +66,8 @@ def attention(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | Non
 
 
 def _suits_attention(q_BHTD: Tensor, keys: int, dropout: float) -> bool:
-    """A step that learns in bf16, on a CPU, without dropout or a cache; what is compiled is left to the compiler."""
-    learns = torch.is_grad_enabled() and q_BHTD.requires_grad and q_BHTD.shape[2] == keys
+    """A step that learns in bf16 from short rows, on a CPU, without dropout or a cache; what is compiled is the compiler's."""
+    learns = torch.is_grad_enabled() and q_BHTD.requires_grad and q_BHTD.shape[2] == keys <= BLOCK_ATTENTION_TOKENS
     plain = q_BHTD.device.type == "cpu" and q_BHTD.dtype == torch.bfloat16 and not dropout
     return learns and plain and not torch.compiler.is_compiling() and "attention" in enabled
 
@@ -92,20 +92,16 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, upstream_BHTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, mask, *kept = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
-            dq, dk, dv = _attention_backward(upstream_BHTD.to(q.dtype).reshape(q.shape), (q, k, v), mask, kept).unbind()
-        shape = upstream_BHTD.shape
-        return dq.view(shape), dk.view(shape), dv.view(shape), None
+            gradients = _attention_backward(upstream_BHTD.to(q.dtype).reshape(q.shape), (q, k, v), mask, kept)
+        dq, dk, dv = (part.view(upstream_BHTD.shape) for part in gradients)
+        return dq, dk, dv, None
 
 
 def attention_forward(q_GTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
     """The mixture of the values, and the probabilities that are worth keeping for the backward pass."""
     keep = keeps_probabilities(q_GTD.shape[1], q_GTD.shape[2], q_GTD.element_size())
-    blocks = _query_blocks(q_GTD, mask)
-    if len(blocks) == 1:
-        probs = _probabilities(q_GTD, k_GTD, mask, 0)
-        return torch.bmm(probs, v_GTD), [probs] if keep else []
     mixed_GTD, kept = torch.empty_like(q_GTD), []
-    for heads, queries, keys in blocks:
+    for heads, queries, keys in _query_blocks(q_GTD, mask):
         probs = _probabilities(
             q_GTD[heads, queries], k_GTD[heads, keys], _mask_of(mask, q_GTD, heads, queries), queries.start
         )
@@ -116,31 +112,19 @@ def attention_forward(q_GTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, mask: Tensor 
 
 def _attention_backward(
     up_GTD: Tensor, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, kept: list[Tensor]
-) -> Tensor:
-    """The gradients of query, key and value [3, G, T, D], from that of the mixture."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, from that of the mixture; those of key and value are added up in float32."""
     q_GTD, k_GTD, v_GTD = qkv
-    scale, blocks = q_GTD.shape[2] ** -0.5, _query_blocks(q_GTD, mask)
-    made = torch.empty((3, *q_GTD.shape), dtype=q_GTD.dtype)
-    if len(blocks) == 1:
-        probs = kept[0] if kept else _probabilities(q_GTD, k_GTD, mask, 0)
-        dscores = torch._softmax_backward_data(torch.bmm(up_GTD, v_GTD.mT), probs, -1, probs.dtype)
-        torch.bmm(dscores, k_GTD, out=made[0])
-        torch.bmm(dscores.mT, q_GTD, out=made[1])
-        torch.bmm(probs.mT, up_GTD, out=made[2])
-        made[:2].mul_(scale)
-        return made
+    dq_GTD, scale = torch.empty_like(q_GTD), q_GTD.shape[2] ** -0.5
     dk_GTD, dv_GTD = torch.empty_like(k_GTD, dtype=torch.float32), torch.empty_like(v_GTD, dtype=torch.float32)
-    for number, (heads, queries, keys) in enumerate(blocks):
+    for number, (heads, queries, keys) in enumerate(_query_blocks(q_GTD, mask)):
         q, k, up = q_GTD[heads, queries], k_GTD[heads, keys], up_GTD[heads, queries]
         probs = kept[number] if kept else _probabilities(q, k, _mask_of(mask, q_GTD, heads, queries), queries.start)
         dscores = torch._softmax_backward_data(torch.bmm(up, v_GTD[heads, keys].mT), probs, -1, probs.dtype)
-        made[0, heads, queries] = torch.bmm(dscores, k)
+        dq_GTD[heads, queries] = torch.bmm(dscores, k)
         _add_block(dk_GTD, (heads, keys), torch.bmm(dscores.mT, q))
         _add_block(dv_GTD, (heads, keys), torch.bmm(probs.mT, up))
-    made[0].mul_(scale)
-    made[1] = dk_GTD.mul_(scale)
-    made[2] = dv_GTD
-    return made
+    return dq_GTD.mul_(scale), dk_GTD.mul_(scale).to(k_GTD.dtype), dv_GTD.to(v_GTD.dtype)
 
 
 def _add_block(sums: Tensor, seen: tuple[slice, slice], part: Tensor) -> None:

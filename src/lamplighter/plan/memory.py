@@ -17,7 +17,13 @@ from dataclasses import dataclass
 
 from lamplighter.config import GRADIENT_BYTES, WEIGHT_BYTES
 from lamplighter.gpus import Device
-from lamplighter.model.shape import Shape, block_rows, keeps_probabilities, matmul_parameters_per_layer
+from lamplighter.model.shape import (
+    BLOCK_ATTENTION_TOKENS,
+    Shape,
+    block_rows,
+    keeps_probabilities,
+    matmul_parameters_per_layer,
+)
 from lamplighter.plan.job import Job
 
 GIB = 1 << 30
@@ -86,7 +92,7 @@ def layer_bytes(shape: Shape, dtype: str, on_cpu: bool = True, segments: bool = 
     """What one layer keeps of one token for the backward pass, without copies of the weights."""
     C, M, H, T = shape.width, shape.mlp_width, shape.heads, seq_len
     number = 4 if dtype == "fp32" else 2
-    by_blocks = on_cpu and dtype == "bf16" and not shape.dropout  # model/cpu.py, attention
+    by_blocks = on_cpu and dtype == "bf16" and not shape.dropout and T <= BLOCK_ATTENTION_TOKENS  # model/cpu.py
     if shape.family == "gpt2":
         kept = 32 * C + 8 * M if dtype == "fp32" else 20 * C + 4 * M
         noise = 2 * C  # after attention and after the MLP
