@@ -56,7 +56,7 @@ def test_heads_of_a_sample_stay_together_where_samples_have_masks_of_their_own(
     inputs, mask = layer_output(3, 2, 20, 8), documents(3, 20)
     wanted = there_and_back(plain, inputs, mask, torch.float32)
     monkeypatch.setattr(cpu, "SCORES", heads_at_once * 16 * 20)
-    monkeypatch.setattr(cpu, "QUERIES", 16)
+    monkeypatch.setattr(cpu, "BLOCK_QUERIES", 16)
     found = there_and_back(cpu.block_attention, inputs, mask, torch.float32)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
@@ -66,7 +66,7 @@ def test_a_mask_for_all_samples_and_blocks_of_a_few_samples(monkeypatch: pytest.
     inputs, mask = layer_output(5, 2, 40, 8), documents(1, 40)
     wanted = there_and_back(plain, inputs, mask, torch.float32)
     monkeypatch.setattr(cpu, "SCORES", 2 * 2 * 16 * 40)
-    monkeypatch.setattr(cpu, "QUERIES", 16)
+    monkeypatch.setattr(cpu, "BLOCK_QUERIES", 16)
     heads = inputs[0].reshape(-1, 40, 8)
     assert len(cpu._query_blocks(heads, mask)) == 9  # 4, 4 and 2 heads, three times 16 queries or less
     found = there_and_back(cpu.block_attention, inputs, mask, torch.float32)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from lamplighter.model.shape import BLOCK_ATTENTION_TOKENS, keeps_probabilities
+from lamplighter.model.shape import BLOCK_ATTENTION_TOKENS, BLOCK_QUERIES, keeps_probabilities
 
 KERNELS = ("attention", "decode_pieces")
 _SWITCH = "LAMP_CPU_KERNELS"  # "none", the names to use, or the names to leave out with a minus: "-attention"
@@ -51,7 +51,6 @@ enabled = chosen_kernels(os.environ.get(_SWITCH, ""))
 # products are in the type of the inputs. Queries meet only the keys before them. In float32, and for rows of more than
 # BLOCK_ATTENTION_TOKENS, torch's kernel is the faster one (decision 021).
 
-QUERIES = 128  # of a block
 SCORES = 1 << 22  # numbers of a block at most, so that it stays in the caches
 
 
@@ -142,7 +141,7 @@ def _query_blocks(q_GTD: Tensor, mask: Tensor | None) -> list[tuple[slice, slice
     shapes alone. The last queries come first; heads of one sample stay together where samples have masks of their own.
     """
     G, T, _ = q_GTD.shape
-    queries = min(T, QUERIES)
+    queries = min(T, BLOCK_QUERIES)
     each = 1 if mask is None or len(mask) == 1 else G // len(mask)
     heads = max(each, min(G, SCORES // (queries * T)) // each * each)
     found = []

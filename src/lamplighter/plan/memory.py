@@ -19,6 +19,7 @@ from lamplighter.config import GRADIENT_BYTES, WEIGHT_BYTES
 from lamplighter.gpus import Device
 from lamplighter.model.shape import (
     BLOCK_ATTENTION_TOKENS,
+    BLOCK_QUERIES,
     Shape,
     block_rows,
     keeps_probabilities,
@@ -103,7 +104,7 @@ def layer_bytes(shape: Shape, dtype: str, on_cpu: bool = True, segments: bool = 
     if not by_blocks:
         kept += 4 * H  # the sums of attention
     elif keeps_probabilities(T, shape.head_width, number):
-        kept += number * H * T
+        kept += number * H * min(T, (T + BLOCK_QUERIES) // 2)
     if shape.dropout > 0:
         kept += noise * (number if on_cpu else 1)
         if on_cpu:  # no fused kernel drops out on a CPU: scores, noise and their product are kept, in fp32
