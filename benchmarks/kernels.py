@@ -39,8 +39,7 @@ BASE = "all kernels"
 WAYS = {
     BASE: ("", False),
     "without attention": ("-attention", False),
-    "no kernel": ("none", False),
-    "no kernel, compiled": ("none", True),
+    "compiled": ("", True),
 }
 PLAIN_LOOP = "plain loop, compiled"
 # The steps of `lamp train`, without its data, saves and records.

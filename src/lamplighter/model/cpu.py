@@ -54,17 +54,7 @@ enabled = chosen_kernels(os.environ.get(_SWITCH, ""))
 SCORES = 1 << 22  # numbers of a block at most, so that it stays in the caches
 
 
-def attention(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """scaled_dot_product_attention, causal where there is no mask; by our own kernel where that suits."""
-    if _suits_attention(q_BHTD, k_BHSD.shape[2], dropout):
-        return block_attention(q_BHTD, k_BHSD, v_BHSD, mask)
-    causal = mask is None and q_BHTD.shape[2] > 1
-    return functional.scaled_dot_product_attention(
-        q_BHTD, k_BHSD, v_BHSD, attn_mask=mask, dropout_p=dropout, is_causal=causal
-    )
-
-
-def _suits_attention(q_BHTD: Tensor, keys: int, dropout: float) -> bool:
+def suits_attention(q_BHTD: Tensor, keys: int, dropout: float) -> bool:
     """A step that learns in bf16 from short rows, on a CPU, without dropout or a cache; what is compiled is the compiler's."""
     learns = torch.is_grad_enabled() and q_BHTD.requires_grad and q_BHTD.shape[2] == keys <= BLOCK_ATTENTION_TOKENS
     plain = q_BHTD.device.type == "cpu" and q_BHTD.dtype == torch.bfloat16 and not dropout

@@ -5,8 +5,6 @@ Out: logits, or the next-token loss.
 
 Tensors carry their axes as a suffix: B batch, T time (new tokens), S time (all tokens looked at), C width, H heads,
 D head width, V vocabulary, M MLP width. No module holds a buffer: the state dict is the parameters and nothing else.
-
-cpu.attention is scaled_dot_product_attention, with a kernel of its own for bf16 steps on a CPU.
 """
 
 from collections.abc import Iterator, Mapping
@@ -94,7 +92,11 @@ def attend(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, 
     if groups > 1:
         k_BHSD = k_BHSD.repeat_interleave(groups, dim=1)
         v_BHSD = v_BHSD.repeat_interleave(groups, dim=1)
-    mixed_BHTD = cpu.attention(q_BHTD, k_BHSD, v_BHSD, mask, dropout)
+    if cpu.suits_attention(q_BHTD, k_BHSD.shape[2], dropout):  # a kernel of our own, the same arithmetic
+        mixed_BHTD = cpu.block_attention(q_BHTD, k_BHSD, v_BHSD, mask)
+    else:
+        is_causal = mask is None and q_BHTD.shape[2] > 1
+        mixed_BHTD = functional.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, mask, dropout, is_causal)
     return mixed_BHTD.transpose(1, 2).flatten(2)
 
 
