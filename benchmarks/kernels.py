@@ -1,11 +1,11 @@
 """What each CPU kernel of model/cpu.py is worth, over a grid of shapes. Run: python benchmarks/kernels.py --json kernels.json
 
-In:  families, sizes (5M to 110M parameters), lengths (256 to 4096); each kernel's switch (LAMP_CPU_KERNELS).
-Out: for each shape the tokens per second with all kernels, without each of them, without any, without any but compiled, and
-     of a plain compiled loop around transformers' own model; ratios above 1 mean that the kernels are faster.
+In:  families, sizes (5M to 100M parameters), lengths (256 to 4096); the kernels' switch (LAMP_CPU_KERNELS).
+Out: for each shape the tokens per second with all kernels, without attention, compiled (which uses none), and of a plain
+     compiled loop around transformers' own model.
 
-A kernel stays if it is worth 5 % of a step on shapes that people train. `ratio` is a contestant's rate over that with all
-kernels, so a kernel that is worth 5 % shows as 0.95 in the row "without" it.
+A kernel stays if it is worth 5 % of a step on shapes that people train (docs/decisions/021-kernels.md). `ratio` is a contestant's
+rate over that with all kernels, so a kernel that is worth 5 % shows as 0.95 in the row "without" it.
 
 Everybody has the same weights, batches, optimizer and clipping. Contestants run a few at a time (--at-once, for memory), each
 group in turn with "all kernels" among them, so every ratio is of neighbours in time.

@@ -8,7 +8,7 @@ Out: the same results as the plain operations, and their gradients; which kernel
 | attention | scaled_dot_product_attention | a training step in bf16, rows of at most 512 tokens |
 | decode_pieces | products with one or a few rows | generation in float32 |
 
-Nothing here is used while torch.compile traces, or on a GPU.
+`attention` is not used while torch.compile traces, nor on a GPU.
 
 Tensors carry their axes as a suffix: B batch, T time, C width, H heads, D head width, V vocabulary; G heads of all rows; I and O
 the inputs and outputs of a product.
