@@ -19,8 +19,12 @@ PLAIN = replace(LOW, dtype=torch.float32)
 HOUR = 3600.0
 
 
-def chosen(section: Train, before: bool | None, expected_s: float, where: Machine, family: str, one: bool) -> bool:
-    found, why = choose_compile(section, where, family, before=before, expected_s=expected_s, one_shape=one)
+def chosen(
+    section: Train, before: bool | None, expected_s: float, where: Machine, family: str, one: bool, seq_len: int = 512
+) -> bool:
+    found, why = choose_compile(
+        section, where, family, before=before, expected_s=expected_s, one_shape=one, seq_len=seq_len
+    )
     assert why
     return found
 
@@ -30,7 +34,9 @@ def test_compiling_is_chosen_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> N
     auto = Train(steps=10)
     assert chosen(auto, None, HOUR, PLAIN, "llama", True)
     assert not chosen(auto, None, 900.0, PLAIN, "llama", True), "a quarter of an hour does not pay for it"
-    assert not chosen(auto, None, HOUR, LOW, "llama", True), "bf16 gains nothing on a CPU"
+    assert not chosen(auto, None, HOUR, LOW, "llama", True), "in bf16 our attention is faster for short rows"
+    assert chosen(auto, None, HOUR, LOW, "llama", True, seq_len=1024)
+    assert not chosen(auto, None, HOUR, LOW, "gpt2", True, seq_len=1024)
     assert not chosen(auto, None, HOUR, PLAIN, "gpt2", True), "a gpt2 gains nothing on a CPU"
     assert not chosen(auto, None, HOUR, PLAIN, "mine.py:Model", True), "a model of one's own, unasked"
     assert not chosen(auto, None, HOUR, PLAIN, "llama", False), "every length anew"
@@ -47,7 +53,9 @@ def test_what_is_asked_for_or_was_before_holds() -> None:
 def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(hardware.shutil, "which", lambda _: None)
-    found, why = choose_compile(Train(steps=10), PLAIN, "llama", before=None, expected_s=HOUR, one_shape=True)
+    found, why = choose_compile(
+        Train(steps=10), PLAIN, "llama", before=None, expected_s=HOUR, one_shape=True, seq_len=512
+    )
     assert not found and "C++ compiler" in why
 
 
