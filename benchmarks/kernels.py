@@ -121,11 +121,13 @@ def environment(kernels: str) -> dict[str, str]:
 def group_rates(wanted: Any, case: dict[str, Any], names: list[str], place: Path) -> list[measured.Row]:
     """Some contestants in turn."""
     memory: dict[str, float] = {}
+    cpu_s: dict[str, float] = {}  # of a step, the least: a busy machine hardly changes it
     workers: dict[str, peers.Worker] = {}
 
     def turn(name: str) -> float:
         told = workers[name].ask({"steps": wanted.steps})
         memory[name] = told["mb"]
+        cpu_s[name] = min(cpu_s.get(name, float("inf")), told["cpu_s"] / wanted.steps)
         return float(wanted.steps * case["tokens"] / told["s"])
 
     try:
@@ -140,7 +142,10 @@ def group_rates(wanted: Any, case: dict[str, Any], names: list[str], place: Path
     finally:
         for worker in workers.values():
             worker.__exit__(None, None, None)
-    return [measured.Row(name, rates, extra=f"{memory[name]:,.0f} MB") for name, rates in found.items()]
+    return [
+        measured.Row(name, rates, extra=f"{memory[name]:,.0f} MB, {cpu_s[name]:.3f} CPU-s a step")
+        for name, rates in found.items()
+    ]
 
 
 def interpreter(wanted: Any) -> str:
