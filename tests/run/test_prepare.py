@@ -14,9 +14,10 @@ import pytest
 
 from lamplighter.data.sources import open_source
 from lamplighter.data.token_cache import builder
-from lamplighter.data.token_cache.reader import CacheSettings, ensure, open_tokens
+from lamplighter.data.token_cache.reader import CacheSettings, open_tokens
 from lamplighter.data.tokenizer import byte_level
 from running import TINY, lamp, shared, start_lamp, wait_for
+from token_caches import ensure
 
 BYTES = ["--tokenizer.kind", "bytes"]
 

@@ -18,11 +18,12 @@ from lamplighter import report
 from lamplighter.data.sources import FileSource, Part, open_source
 from lamplighter.data.split import CacheSettings, Split, Splitter
 from lamplighter.data.token_cache import builder, encoder, partition
-from lamplighter.data.token_cache.reader import ensure, open_tokens
+from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadData
 from lamplighter.readers import bad_records, ranges
 from lamplighter.readers.ranges import TextBlock
+from token_caches import ensure
 
 
 def by_source(source: FileSource) -> tuple[list[str], list[Any]]:

@@ -20,13 +20,14 @@ from tokenizers import pre_tokenizers
 from lamplighter import report
 from lamplighter.data.sources import EmbeddedCorpus, Part, open_source
 from lamplighter.data.split import CacheSettings
-from lamplighter.data.token_cache.reader import ensure, open_tokens
+from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
 from lamplighter.readers import files as reader_files
 from lamplighter.readers import local
 from lamplighter.readers.records import cut_all
 from running import shared
+from token_caches import ensure
 
 
 def read(

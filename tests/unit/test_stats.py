@@ -30,6 +30,7 @@ from lamplighter.data.token_cache import reader
 from lamplighter.data.tokenizer import byte_level, load
 from lamplighter.readers.local import find_files
 from running import real, shared
+from token_caches import ensure
 
 WORDS = [
     f"{a}{b}" for a in ("lamp", "fog", "bridge", "river", "coach", "candle") for b in ("", "s", "light", "man", "ing")
@@ -66,7 +67,7 @@ def test_the_counts_are_those_of_the_token_cache(tmp_path: Path) -> None:
     assert found.counts.characters == sum(map(len, texts))
     assert found.counts.bytes == found.counts.tokens == sum(len(text.encode()) for text in texts)
     assert found.lengths.longest == max(len(text.encode()) for text in texts) + 1
-    folder = reader.ensure(tmp_path / "cache", source, byte_level(), CacheSettings(0.05))
+    folder = ensure(tmp_path / "cache", source, byte_level(), CacheSettings(0.05))
     cache = reader.open_tokens(folder)
     assert len(cache.train) + len(cache.val) - found.counts.tokens_with_ends in (0, 2), "a side may begin with one more"
     assert (found.sides.train, found.sides.val) == (cache.train.documents, cache.val.documents)

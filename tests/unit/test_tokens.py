@@ -18,13 +18,14 @@ from lamplighter import report
 from lamplighter.data import split as division
 from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, open_source
 from lamplighter.data.token_cache import builder, writer
-from lamplighter.data.token_cache.reader import CachedStream, CacheSettings, Tokens, ensure, open_tokens
+from lamplighter.data.token_cache.reader import CachedStream, CacheSettings, Tokens, open_tokens
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
 from lamplighter.readers import files as reader_files
 from lamplighter.readers import ranges
 from lamplighter.readers.records import cut_all, digest
 from running import SHARED, shared
+from token_caches import ensure
 
 
 class Texts:

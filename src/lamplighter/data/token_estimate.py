@@ -30,7 +30,7 @@ from lamplighter.data.sampling import TextSample, take
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.split import CacheSettings
-from lamplighter.data.token_cache import reader as tokens
+from lamplighter.data.token_cache.reader import locate_token_cache
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.rundir import human_bytes, read_record
 
@@ -63,17 +63,12 @@ def estimate_tokens(run: Run, source: Source, cache: Path) -> TokenEstimate:
     if isinstance(source, RowSource):
         return _look_at_rows(run, source, tokenizer, cache if may_hash else None)
     if tokenizer is not None and may_hash:
-        found = tokens.find_token_cache(cache, source, tokenizer, CacheSettings(run.data.val_fraction))
-        if found is not None:
-            train, val = (int(found["splits"][side]["tokens"]) for side in ("train", "val"))
-            return _text(
-                run,
-                train,
-                val,
-                how=f"counted: token cache {found['name']}",
-                counted=True,
-                vocab_size=tokenizer.vocab_size,
-            )
+        found = locate_token_cache(cache, source, tokenizer, CacheSettings(run.data.val_fraction))
+        if found.fault is None:
+            splits = read_record(found.folder / found.kind.manifest)["splits"]
+            train, val = (int(splits[side]["tokens"]) for side in ("train", "val"))
+            how = f"counted: token cache {found.folder.name}"
+            return _text(run, train, val, how=how, counted=True, vocab_size=tokenizer.vocab_size)
     return _estimate(run, source, tokenizer)
 
 
@@ -151,11 +146,9 @@ def _look_at_rows(run: Run, source: RowSource, tokenizer: Tokenizer | None, cach
     if tokenizer is None:
         tokenizer = tokenizers.train(take(source, _SAMPLE_BYTES).texts, run.tokenizer.vocab_size)
     template = load_template(run.data.template, tokenizer)
-    folder = (
-        example_cache.find_example_cache(cache, source, template, run.data.val_fraction) if cache is not None else None
-    )
-    if folder is not None:
-        index = np.load(folder / "index.npy")
+    found = example_cache.locate_example_cache(cache, source, template, run.data.val_fraction) if cache else None
+    if found is not None and found.fault is None:
+        index = np.load(found.folder / "index.npy")
         columns = dict(zip(example_cache.FIELDS, index.T, strict=True))
         is_val = columns["is_val"] == 1
         train, val = columns["length"][~is_val], int(columns["length"][is_val].sum())
@@ -164,7 +157,7 @@ def _look_at_rows(run: Run, source: RowSource, tokenizer: Tokenizer | None, cach
             train,
             1.0,
             val=val,
-            how=f"counted: examples {folder.name}",
+            how=f"counted: examples {found.folder.name}",
             counted=True,
             vocab_size=tokenizer.vocab_size,
         )

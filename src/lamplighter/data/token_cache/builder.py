@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from lamplighter import report
+from lamplighter.data.cache_location import remove_others
 from lamplighter.data.sources import Part, Source, watched
 from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.split import CacheSettings, Split, Survey, begin_survey, decide
@@ -89,7 +90,7 @@ class Builder:
 
     def begin(self, source: Source, plan: BuildPlan | None) -> None:
         """Decide the division, make sure of room, and write it down."""
-        self._remove_others({"lock"})
+        remove_others(self.folder, {"lock"})
         total = source.total_bytes()
         found = begin_survey(self.settings)
         with report.phase("look at the documents", unit="documents") as p:
@@ -130,7 +131,7 @@ class Builder:
         records = [*self.records.values(), *([self.half_done] if self.half_done else [])]
         files = {name: entry["bytes"] for record in records for name, entry in record["files"].items()}
         markers = {_marker(number) for number in self.records} | ({"open.json"} if self.half_done else set())
-        self._remove_others({*files, *markers, "build.json", "lock"})
+        remove_others(self.folder, {*files, *markers, "build.json", "lock"})
         self._check_room(self.need_bytes - sum(files.values()))
         return True
 
@@ -145,11 +146,6 @@ class Builder:
             if not same_start and hash_first(path, entry["bytes"]) != entry["sha256"]:
                 return False
         return True
-
-    def _remove_others(self, kept: set[str]) -> None:
-        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == "build.json"):  # that one last
-            if path.name not in kept:
-                path.unlink(missing_ok=True)
 
     def _estimate(self, found: Survey, total: int | None, read: int) -> int:
         """Bytes of the finished cache, from the tokens of a sample; 0 where the source cannot say its size."""
@@ -312,7 +308,7 @@ class Builder:
             "files": dict(sorted(files.items())),
         }
         self._write("manifest.json", manifest)
-        self._remove_others({*files, "manifest.json", "lock"})
+        remove_others(self.folder, {*files, "manifest.json", "lock"})
         return manifest
 
     def _check_overlap(self, records: list[Record]) -> None:
@@ -442,10 +438,3 @@ def _sum_up(manifest: dict[str, Any], seconds: float) -> None:
         + (f"; {empty:,} empty documents passed over" if empty else ""),
         seconds=round(seconds, 3),
     )
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a finished cache."""
-    manifest = read_json(folder / "manifest.json")
-    usable = isinstance(manifest, dict) and manifest.get("format") == FORMAT and isinstance(manifest.get("files"), dict)
-    return manifest if usable else None
