@@ -166,7 +166,7 @@ def test_after_a_power_cut_the_bytes_decide(tmp_path: Path, corpus: tuple[Path, 
     assert content(tmp_path) == truth
     manifest = json.loads((folder / "manifest.json").read_text())
     one = builder.Builder(folder, byte_level(), CacheSettings(0.02))
-    plan = builder.partition.plan(source, CacheSettings(0.02))
+    plan = builder.units.plan(source, CacheSettings(0.02))
     assert plan is not None
     (folder / "manifest.json").unlink()
     one.begin(source, plan)

@@ -15,8 +15,16 @@ import pytest
 from lamplighter.data.batches import NO_TARGET, Batch
 from lamplighter.data.sources import Cursor, EmbeddedCorpus, Position, open_source
 from lamplighter.data.split import Split
-from lamplighter.data.stream import AsItComes, Filler, State, StreamBatches, StreamSettings, load_state
-from lamplighter.data.stream_split import HeldOutTokens, hold_back
+from lamplighter.data.stream import (
+    AsItComes,
+    Filler,
+    HeldOutTokens,
+    State,
+    StreamBatches,
+    StreamSettings,
+    hold_back,
+    load_state,
+)
 from lamplighter.data.tokenizer import Tokenizer, byte_level
 from lamplighter.errors import BadData
 

@@ -17,7 +17,7 @@ import pytest
 from lamplighter import report
 from lamplighter.data import split as division
 from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, open_source
-from lamplighter.data.token_cache import builder, writer
+from lamplighter.data.token_cache import builder, units
 from lamplighter.data.token_cache.reader import CachedStream, CacheSettings, Tokens, open_tokens
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
@@ -346,7 +346,7 @@ def test_stopped_before_any_write_it_ends_the_same(tmp_path: Path, monkeypatch: 
     truth = content(ensure(tmp_path / "whole", Texts(texts), tokenizer, settings))
     assert json.loads(truth["manifest.json"])["divided_by"] == by
     real = {(where, name): getattr(where, name) for where, name in ((builder, "write_atomic"), (Path, "unlink"))}
-    real[writer.os, "write"] = writer.os.write
+    real[units.os, "write"] = units.os.write
     left = [0]
 
     def counting(function: Any) -> Any:
@@ -384,7 +384,7 @@ def test_room_is_checked_first(tmp_path: Path, monkeypatch: Any) -> None:
 
 def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: Any, notes: list[str]) -> None:
     truth = content(made(tmp_path / "whole", letters(300), shard=5000).folder)
-    real, written = writer.os.write, []
+    real, written = units.os.write, []
 
     def filling(fd: int, data: Any) -> int:
         written.append(len(data))
@@ -392,7 +392,7 @@ def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: Any, notes:
             raise OSError(errno.ENOSPC, "No space left on device")
         return int(real(fd, data))
 
-    monkeypatch.setattr(writer.os, "write", filling)
+    monkeypatch.setattr(units.os, "write", filling)
     tokenizer = byte_level()
     tokenizer.batch_bytes = 5000
     with pytest.raises(CannotWrite) as caught:

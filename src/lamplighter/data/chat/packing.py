@@ -16,10 +16,9 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.config import Data
-from lamplighter.data.batch_source import DataFacts, HeldOut, StepBatches
+from lamplighter.data.batch_source import SAMPLE_TOKENS, DataFacts, HeldOut, StepBatches, loss_of
 from lamplighter.data.batches import NO_TARGET, Batch, BatchLayout, Int64s, permute
 from lamplighter.data.chat.example_cache import LEARNED, Examples, Side
-from lamplighter.data.unigrams import SAMPLE_TOKENS, loss_of
 from lamplighter.errors import BadConfig, BadData
 
 STRATEGIES = ("to seq_len", "to 128-multiple", "dynamic", "grouped", "packed")

@@ -30,11 +30,19 @@ from lamplighter.data.cache_location import remove_others
 from lamplighter.data.sources import Part, Source, watched
 from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.split import CacheSettings, Split, Survey, begin_survey, decide
-from lamplighter.data.token_cache import partition
-from lamplighter.data.token_cache import writer as shards
+from lamplighter.data.token_cache import units
 from lamplighter.data.token_cache.encoder import renewed
-from lamplighter.data.token_cache.partition import BuildPlan, Unit
-from lamplighter.data.token_cache.writer import SIDES, Record, UnitJob, UnitWriter, full, hash_first, sync_file
+from lamplighter.data.token_cache.units import (
+    SIDES,
+    BuildPlan,
+    Record,
+    Unit,
+    UnitJob,
+    UnitWriter,
+    full,
+    hash_first,
+    sync_file,
+)
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, CannotWrite
 from lamplighter.procs.pool import TICK_S, each
@@ -100,7 +108,7 @@ class Builder:
                 self.say(bytes_done, total, item)
 
             bad = plan.how.bad_records() if plan else BadRecords(quiet=True)
-            read = partition.survey_plan(plan, found, show, bad) if plan else _look_at_texts(source, found, show)
+            read = units.survey_plan(plan, found, show, bad) if plan else _look_at_texts(source, found, show)
         try:
             self.division = decide(found, self.settings, source)
         except BadData as error:
@@ -203,11 +211,11 @@ class Builder:
             tick()
             job = self._job()
             if workers == 1:
-                shards.start_here(job, plan.how, self.tokenizer.recipe(), self.tokenizer.encoder(threads=True), tell)
-            start = shards.start_worker if workers > 1 else None
+                units.start_here(job, plan.how, self.tokenizer.recipe(), self.tokenizer.encoder(threads=True), tell)
+            start = units.start_worker if workers > 1 else None
             start_with = (job, plan.how, self.tokenizer.recipe(), cells)
             made = each(
-                shards.make_unit, todo, workers, name=str, start=start, start_with=start_with, in_order=False, tick=tick
+                units.make_unit, todo, workers, name=str, start=start, start_with=start_with, in_order=False, tick=tick
             )
             for unit, record in made:
                 self._commit(record)
@@ -243,7 +251,7 @@ class Builder:
     def run_texts(self, source: Source) -> None:
         """Encode every text from the cursor on; a unit ends with the text that fills it."""
         total = source.total_bytes()
-        size = self.settings.unit_bytes or partition.USUAL_BYTES
+        size = self.settings.unit_bytes or units.USUAL_BYTES
         job, encoder = self._job(), self.tokenizer.encoder(threads=True)
         last: Record = self.records[max(self.records)] if self.records else {}
         writer = UnitWriter(job, encoder, len(self.records), last.get("open_val"))
@@ -412,7 +420,7 @@ def build(
 ) -> None:
     """Make the cache in `folder`, or go on making it."""
     builder = Builder(folder, tokenizer, settings, workers)
-    plan = partition.plan(source, settings)
+    plan = units.plan(source, settings)
     if builder.go_on():
         done = sum(
             record["read_bytes"] for record in (*builder.records.values(), builder.half_done or {"read_bytes": 0})

@@ -22,7 +22,7 @@ from lamplighter.data.sources import Source
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.token_cache import builder
 from lamplighter.data.token_cache.encoder import Ids
-from lamplighter.data.token_cache.writer import bad_id
+from lamplighter.data.token_cache.units import bad_id
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.procs.pool import usable_cores
