@@ -17,7 +17,7 @@ from lamplighter import report
 from lamplighter.data.token_cache.reader import CacheSettings
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import CannotWrite
-from token_caches import ensure
+from opening import ensure
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from lamplighter import report
-from lamplighter.data.sources import FileSource, Part, open_source
+from lamplighter.data.sources import FileSource, Part
 from lamplighter.data.split import CacheSettings, Split, Splitter
 from lamplighter.data.token_cache import builder, encoder, units
 from lamplighter.data.token_cache.reader import open_tokens
@@ -23,7 +23,7 @@ from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadData
 from lamplighter.readers import bad_records, ranges
 from lamplighter.readers.ranges import TextBlock
-from token_caches import ensure
+from opening import ensure, open_source
 
 
 def by_source(source: FileSource) -> tuple[list[str], list[Any]]:
@@ -123,7 +123,7 @@ def test_packed_files_and_small_ones_go_together_and_large_ones_are_cut(tmp_path
     (tmp_path / "large.txt").write_text("word " * 1000)
     (tmp_path / "large.jsonl").write_text('{"text": "some words"}\n' * 200)
     (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(b"packed words " * 3000))
-    source = open_source([str(tmp_path)], None, None)
+    source = open_source([str(tmp_path)])
     plan = units.plan(source, CacheSettings(0.1, 0, 1000))
     assert plan is not None
     spans = [span for unit in plan.units for span in unit.spans]
@@ -133,7 +133,7 @@ def test_packed_files_and_small_ones_go_together_and_large_ones_are_cut(tmp_path
     assert len([span for span in spans if span.path.endswith("large.jsonl")]) == 5
     assert max(len(unit.spans) for unit in plan.units) > 4, "small files go together"
     assert by_units(source, 1000) == by_source(source)  # type: ignore[arg-type]
-    assert units.plan(open_source([], None, None), CacheSettings()) is None, "texts that only their source can read"
+    assert units.plan(open_source([]), CacheSettings()) is None, "texts that only their source can read"
 
 
 def stream(tmp_path: Path, name: str, source: FileSource, unit_bytes: int, val: float = 0.2) -> tuple[Any, ...]:
@@ -151,7 +151,7 @@ def test_one_long_text_in_many_units_is_the_same_stream(tmp_path: Path, monkeypa
     for number in range(count):
         words = rng.choices(["lamp", "fog", "naïve", "of\n", "the", "goose.", "1837"], k=30_000 if number == 0 else 20)
         (tmp_path / f"{number:03d}.txt").write_text(" ".join(words))
-    source = open_source([str(tmp_path)], None, None)
+    source = open_source([str(tmp_path)])
     assert isinstance(source, FileSource)
     whole = stream(tmp_path, "whole", source, 1_000_000)
     assert whole[2] == ("blocks" if count == 1 else "documents") and whole[3] == 1
@@ -184,7 +184,7 @@ def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: A
     lines[7], lines[4990] = b"b\0d\n", b"caf\xe9 au lait\n"
     path = tmp_path / "a.txt"
     path.write_bytes(b"".join(lines))
-    ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), CacheSettings(0.1, 0, 5000))
+    ensure(tmp_path / "c", open_source([str(path)]), byte_level(), CacheSettings(0.1, 0, 5000))
     places = [sum(map(len, lines[:at])) + add for at, add in ((7, 1), (4990, 3))]
     assert told == [(8, places[0]), (4991, places[1])]
     assert warned == [f"2 of 5,001 lines of {path} set aside, as not text"]
@@ -192,7 +192,7 @@ def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: A
         lines[at] = b"caf\xe9\n"
     path.write_bytes(b"".join(lines))
     with pytest.raises(BadData, match="not text") as caught:
-        ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), CacheSettings(0.1, 0, 5000))
+        ensure(tmp_path / "c", open_source([str(path)]), byte_level(), CacheSettings(0.1, 0, 5000))
     assert "of 5,001 lines" in caught.value.why and "data.bad_limit" in caught.value.why
     assert "no more than a tenth" in caught.value.why
     with pytest.raises(BadData, match=f"{path}:1, byte 3"):
@@ -203,7 +203,7 @@ def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: A
 def test_an_encoder_that_has_grown_is_made_anew(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{number} words and {number * 7} more\n" for number in range(5000)))
-    source = open_source([str(path)], None, None)
+    source = open_source([str(path)])
     assert isinstance(source, FileSource)
     before = stream(tmp_path, "before", source, 20_000)
     made: list[int] = []
@@ -275,7 +275,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_refused(
     path = tmp_path / name
     path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
     _wait_for_the_clock_of_files(path)
-    source = open_source([str(path)], None, None)
+    source = open_source([str(path)])
     real_read, real_look = ranges.read, units.survey_plan
 
     def read(*args: Any) -> Any:
@@ -301,7 +301,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_refused(
 def test_a_hard_link_to_a_file_that_is_being_read_is_no_change(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "a.txt"
     path.write_text("a line of text\n" * 5000)
-    source = open_source([str(path)], None, None)
+    source = open_source([str(path)])
     real = units.survey_plan
     monkeypatch.setattr(units, "survey_plan", lambda *args: (os.link(path, tmp_path / "backup"), real(*args))[1])
     assert open_tokens(ensure(tmp_path / "cache", source, byte_level(), CacheSettings(0.1))).train.tokens > 5000

@@ -29,8 +29,8 @@ from lamplighter.data.stats.summary import told
 from lamplighter.data.token_cache import reader
 from lamplighter.data.tokenizer import byte_level, load
 from lamplighter.readers.local import find_files
+from opening import ensure
 from running import real, shared
-from token_caches import ensure
 
 WORDS = [
     f"{a}{b}" for a in ("lamp", "fog", "bridge", "river", "coach", "candle") for b in ("", "s", "light", "man", "ing")

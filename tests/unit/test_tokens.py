@@ -16,7 +16,7 @@ import pytest
 
 from lamplighter import report
 from lamplighter.data import split as division
-from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, open_source
+from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source
 from lamplighter.data.token_cache import builder, units
 from lamplighter.data.token_cache.reader import CachedStream, CacheSettings, Tokens, open_tokens
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
@@ -24,8 +24,8 @@ from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, La
 from lamplighter.readers import files as reader_files
 from lamplighter.readers import ranges
 from lamplighter.readers.records import cut_all, digest
+from opening import ensure, open_source
 from running import SHARED, shared
-from token_caches import ensure
 
 
 class Texts:
@@ -185,7 +185,7 @@ def test_a_document_in_parts_is_one_document(tmp_path: Path, monkeypatch: Any, m
 
 
 def test_real_web_text_with_its_duplicates(tmp_path: Path) -> None:
-    source = open_source([str(shared("web", "slimpajama_like"))], None, None)
+    source = open_source([str(shared("web", "slimpajama_like"))])
     texts = list(source.documents())
     assert len(set(texts)) < len(texts)
     tokenizer = load(shared("tokenizers", "gpt2"))
@@ -200,7 +200,7 @@ def test_real_web_text_with_its_duplicates(tmp_path: Path) -> None:
 
 def test_real_books_have_both_sides(tmp_path: Path) -> None:
     path = shared("tinyshakespeare", "input.txt")
-    source = open_source([str(path)], None, None)
+    source = open_source([str(path)])
     cache = open_tokens(ensure(tmp_path, source, byte_level(), CacheSettings(0.05)))
     assert cache.train.text_bytes + cache.val.text_bytes == path.stat().st_size > 1_000_000
     assert 0.03 < cache.val.text_bytes / path.stat().st_size < 0.08
@@ -461,7 +461,7 @@ def test_a_users_fault_passes_through_and_can_be_mended(tmp_path: Path) -> None:
     path.write_text("\n".join([*rows, *['{"text": 7}'] * 9]))
     tokenizer = byte_level()
     with pytest.raises(LampError, match="401"):
-        ensure(tmp_path / "cache", open_source([str(path)], None, None), tokenizer, CacheSettings(0.1, 0, 5000))
+        ensure(tmp_path / "cache", open_source([str(path)]), tokenizer, CacheSettings(0.1, 0, 5000))
     path.write_text("\n".join(rows))
-    folder = ensure(tmp_path / "cache", open_source([str(path)], None, None), tokenizer, CacheSettings(0.1, 0, 5000))
+    folder = ensure(tmp_path / "cache", open_source([str(path)]), tokenizer, CacheSettings(0.1, 0, 5000))
     assert sorted(documents(open_tokens(folder).train) + documents(open_tokens(folder).val)) == sorted(letters(400))

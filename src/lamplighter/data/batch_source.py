@@ -179,7 +179,10 @@ def loss_of(ids: Int64s) -> float | None:
 
 
 def entropy(ids: Int64s) -> float:
-    """Nats per token of a guess by frequency, which a model that reads its context must beat; what is too small in a small sample is added (Miller and Madow, 1955)."""
+    """Nats per token of a guess by frequency, which a model that reads its context must beat.
+
+    What is too small in a small sample is added (Miller and Madow, 1955).
+    """
     counts = np.bincount(ids)
     seen = counts[counts > 0]
     share = seen / len(ids)
