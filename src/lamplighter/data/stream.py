@@ -30,8 +30,17 @@ import numpy as np
 from lamplighter import report
 from lamplighter.data.batch_source import DataFacts, held_out_windows, unigram_loss
 from lamplighter.data.batches import NO_TARGET, Batch, Prefetcher, count_targets, permute, validation_batches
-from lamplighter.data.sources import Cursor, Part, Position, Source, watched
-from lamplighter.data.split import LOOK_DOCUMENTS, CacheSettings, Pieces, Split, Splitter, begin_survey, decide
+from lamplighter.data.sources import Cursor, Part, Position, Source
+from lamplighter.data.split import (
+    LOOK_DOCUMENTS,
+    CacheSettings,
+    Pieces,
+    Split,
+    Splitter,
+    begin_survey,
+    decide,
+    survey_texts,
+)
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
 from lamplighter.readers.ranges import TextBlock
@@ -481,12 +490,10 @@ def _load(folder: Path, key: str) -> tuple[Split, HeldOutTokens] | None:
 
 def _look(source: Source, settings: CacheSettings, sample_bytes: int) -> tuple[list[TextBlock], Split]:
     """The first texts, and how they and all others are divided."""
-    seen, texts, opened = begin_survey(settings), list[TextBlock](), False
+    seen, texts = begin_survey(settings), list[TextBlock]()
     with report.phase("look at the documents", unit="documents") as p:
-        for text in watched(source, lambda _, item: p.set(seen.documents, item)):
-            texts.append(TextBlock([text.encode()], opened, isinstance(text, Part)))
-            opened = texts[-1].open
-            seen.add(texts[-1])
+        for block in survey_texts(source, seen, lambda _, item: p.set(seen.documents, item)):
+            texts.append(block)
             if seen.text_bytes >= sample_bytes and seen.documents >= LOOK_DOCUMENTS:
                 break
     return texts, decide(seen, settings, source)

@@ -14,8 +14,7 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.sources import Source
-from lamplighter.data.stats import collect as sides
-from lamplighter.data.stats.collect import SHOWN, Tally, read
+from lamplighter.data.stats.collect import SHOWN, Tally, find_split, read
 from lamplighter.data.stats.lengths import (
     Bar,
     LengthAdvice,
@@ -138,34 +137,20 @@ class Stats:
 def count_text(source: Source, tokenizer: Tokenizer, path: str, request: Request, test: TestGrams | None) -> Stats:
     """All figures of plain text."""
     started = time.monotonic()
-    found, why_not = sides.find_split(source, request.val_fraction)
+    found, why_not = find_split(source, request.val_fraction)
     reason = no_near(request.near_documents)
     tally = Tally(tokenizer, found, 0 if reason else request.near_documents, test.meet if test else None)
     sampled = read(source, tally, request.sample_bytes)
-    about = About(
-        str(source),
-        "text",
-        "",
-        tokenizer=str(tokenizer),
-        tokenizer_path=path,
-        sampled=sampled,
-        seconds=time.monotonic() - started,
-    )
-    duplicates = find_duplicates(tally, reason)
-    apart = compare_sides(tally, found, why_not, reason)
+    seconds = time.monotonic() - started
     return conclude(
-        about,
+        About(str(source), "text", "", str(tokenizer), path, sampled=sampled, seconds=seconds),
         request,
         tally,
         dirt=_set_aside(source),
-        duplicates=duplicates,
-        apart=apart,
-        test_set=_tested(tally, test, reason),
+        duplicates=find_duplicates(tally, reason),
+        apart=compare_sides(tally, found, why_not, reason),
+        test_set=compare_test(tally, test, reason) if test is not None else None,
     )
-
-
-def _tested(tally: Tally, test: TestGrams | None, reason: str) -> TestSet | None:
-    return compare_test(tally, test, reason) if test is not None else None
 
 
 def _set_aside(source: Source) -> dict[str, int]:
@@ -194,7 +179,7 @@ def conclude(
     dirt: dict[str, int],
     duplicates: Duplicates,
     apart: Sides,
-    test_set: TestSet | None,
+    test_set: TestSet | None = None,
     quality: Quality | None = None,
     notes: list[str] | None = None,
 ) -> Stats:
@@ -298,35 +283,15 @@ def count_cache(folder: Path, request: Request) -> Stats:
             tally.bytes += split.text_bytes
     parts = found.manifest.get("parts", {})
     named = {name: str(parts.get(name, {}).get("content", "unknown")) for name in ("sources", "tokenizer")}
-    about = About(
-        f"token cache {folder} of {named['sources']}",
-        "text",
-        "",
-        tokenizer=named["tokenizer"],
-        tokenizer_path="",
-        sampled="",
-        seconds=time.monotonic() - started,
-    )
-    reason = "a token cache holds no text"
-    apart = Sides(
-        "documents",
-        reason,
-        found.train.documents,
-        val=found.val.documents,
-        exact=0,
-        near=None,
-        near_train=0,
-        near_val=0,
-        near_examples=[],
-    )
+    seconds, reason = time.monotonic() - started, "a token cache holds no text"
+    name = f"token cache {folder} of {named['sources']}"
     return conclude(
-        about,
+        About(name, "text", "", named["tokenizer"], "", sampled="", seconds=seconds),
         request,
         tally,
         dirt={},
         duplicates=find_duplicates(tally, reason),
-        apart=apart,
-        test_set=None,
+        apart=Sides("documents", reason, found.train.documents, found.val.documents),
         notes=[_CACHE_NOTE],
     )
 

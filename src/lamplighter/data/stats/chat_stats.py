@@ -20,8 +20,8 @@ from lamplighter.data.chat.rows import Message, NotAnExample, RowSource
 from lamplighter.data.chat.template import ChatTemplate, Refused
 from lamplighter.data.sampling import Quota
 from lamplighter.data.stats import About, Request, Stats, conclude, minhash
-from lamplighter.data.stats.collect import SHOWN, Tally
-from lamplighter.data.stats.overlap import Sides, TestGrams, compare_test, find_duplicates, no_near, pair_of
+from lamplighter.data.stats.collect import NOTHING_HELD, Tally, would_refuse
+from lamplighter.data.stats.overlap import Sides, TestGrams, compare_test, find_duplicates, near_across, no_near
 from lamplighter.data.stats.row_faults import EXAMPLES, Inspector, Row
 from lamplighter.errors import BadData
 from lamplighter.readers.bad_records import BadRecords
@@ -34,25 +34,15 @@ def count_rows(source: RowSource, template: ChatTemplate, path: str, request: Re
     """All figures of instruction rows."""
     started = time.monotonic()
     reason = no_near(request.near_documents)
-    counter = _Counter(
-        source,
-        template,
-        Tally(template.tokenizer, None, 0 if reason else request.near_documents, test.meet if test else None),
-    )
+    near = 0 if reason else request.near_documents
+    counter = _Counter(source, template, Tally(template.tokenizer, None, near, test.meet if test else None))
     sampled = counter.read(request)
     tally, inspector = counter.tally, counter.inspector
     if not len(tally.places):
         raise BadData(f"no example in {source}", "no row has a question and an answer", "check data.paths")
     inspector.set_aside(counter.aside.total(), counter.aside_places)
-    about = About(
-        str(source),
-        "chat",
-        template.name,
-        tokenizer=str(template.tokenizer),
-        tokenizer_path=path,
-        sampled=sampled,
-        seconds=time.monotonic() - started,
-    )
+    seconds = time.monotonic() - started
+    about = About(str(source), "chat", template.name, str(template.tokenizer), path, sampled=sampled, seconds=seconds)
     duplicates = find_duplicates(tally, reason)
     sides = _compare_sides(counter, request.val_fraction, reason)
     compared = compare_test(tally, test, reason) if test else None
@@ -151,7 +141,7 @@ class _Counter:
             if not all(message["content"].strip() for message in cleaned):
                 continue  # nothing but an end mark: not an example for lamp train either
             text = "\n".join(message["content"] for message in messages)
-            self.tally.add_counted(text, place, 0, len(one.ids))
+            self.tally.add_counted(text, place, len(one.ids))
             self.tally.used[one.ids] = True
             self.tally.learned = (self.tally.learned or 0) + int(one.learned.sum())
             self.hashes.append(example_cache.hash_of(cleaned))
@@ -167,44 +157,17 @@ def _exchange(messages: Sequence[Message]) -> tuple[str, str]:
 def _compare_sides(counter: _Counter, val_fraction: float, reason: str) -> Sides:
     """The division that `lamp train` would make of these examples, and near duplicates across it."""
     if not val_fraction:
-        return Sides(
-            "",
-            "data.val_fraction is 0: nothing is held back",
-            0,
-            val=0,
-            exact=0,
-            near=None,
-            near_train=0,
-            near_val=0,
-            near_examples=[],
-        )
+        return Sides("", NOTHING_HELD)
     unique = array("Q", dict.fromkeys(counter.hashes))
     try:
-        sides = dict(zip(unique, example_cache.sides_of(unique, val_fraction, counter.source).tolist(), strict=True))
+        is_val = dict(zip(unique, example_cache.sides_of(unique, val_fraction, counter.source).tolist(), strict=True))
     except BadData as error:
-        return Sides(
-            "",
-            f"lamp train would refuse: {error.what} ({error.why})",
-            0,
-            val=0,
-            exact=0,
-            near=None,
-            near_train=0,
-            near_val=0,
-            near_examples=[],
-        )
-    val = sum(sides.values())
-    counts = ("examples", reason, len(sides) - val, val, 0)
+        return Sides("", would_refuse(error))
+    val = sum(is_val.values())
+    sides = Sides("examples", reason, len(is_val) - val, val)
     if reason:
-        return Sides(*counts, None, 0, 0, [])
-    signer = counter.tally.signers["train"]
-    matrix, numbers = signer.matrix(), np.array(signer.numbers, np.int64)
-    is_val = np.array([bool(sides[counter.hashes[n]]) for n in signer.numbers], np.bool_)
-    order = np.concatenate([np.flatnonzero(~is_val), np.flatnonzero(is_val)])
-    train = int((~is_val).sum())
-    found = minhash.near_pairs(matrix[order], train) if train else []
-    pairs = [
-        pair_of(counter.tally, int(numbers[order[one.first]]), int(numbers[order[one.second]]), one.similarity)
-        for one in found[:SHOWN]
-    ]
-    return Sides(*counts, len(found), train, len(order) - train, pairs)
+        return sides
+    rows, numbers = minhash.joined([counter.tally.signers["train"]])
+    held = np.array([is_val[counter.hashes[n]] for n in numbers.tolist()], np.int64)
+    order = np.argsort(held, kind="stable")
+    return near_across(sides, counter.tally, rows[order], numbers[order], int((held == 0).sum()))

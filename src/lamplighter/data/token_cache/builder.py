@@ -29,7 +29,7 @@ from lamplighter import report
 from lamplighter.data.cache_location import remove_others
 from lamplighter.data.sources import Part, Source, watched
 from lamplighter.data.sources.file_source import FileSource
-from lamplighter.data.split import CacheSettings, Split, Survey, begin_survey, decide
+from lamplighter.data.split import CacheSettings, Split, Survey, begin_survey, decide, survey_texts
 from lamplighter.data.token_cache import units
 from lamplighter.data.token_cache.encoder import renewed
 from lamplighter.data.token_cache.units import (
@@ -357,10 +357,7 @@ def _sum_side(side: str, records: list[Record]) -> dict[str, Any]:
 
 
 def _look_at_texts(source: Source, found: Survey, show: _Show) -> int:
-    opened = False
-    for text in watched(source, show):
-        found.add(TextBlock([text.encode()], opened, isinstance(text, Part)))
-        opened = isinstance(text, Part)
+    for _ in survey_texts(source, found, show):
         if found.is_enough():
             return source.position().bytes_done
     found.ended = True
