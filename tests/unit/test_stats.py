@@ -21,10 +21,9 @@ from lamplighter.data.sources import EmbeddedCorpus, Position
 from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.stats import Request, Stats, collect, count_cache, count_text, minhash
-from lamplighter.data.stats.chat_stats import count_rows
+from lamplighter.data.stats.chat_stats import Inspector, Row, count_rows, ends_mid_sentence
 from lamplighter.data.stats.minhash import Grams, Signer, near_pairs, normalised, signatures, word_grams
 from lamplighter.data.stats.overlap import TestGrams as HeldBack
-from lamplighter.data.stats.row_faults import Inspector, Row, ends_mid_sentence
 from lamplighter.data.stats.summary import told
 from lamplighter.data.token_cache import reader
 from lamplighter.data.tokenizer import byte_level, load

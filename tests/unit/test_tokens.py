@@ -192,9 +192,9 @@ def test_real_web_text_with_its_duplicates(tmp_path: Path) -> None:
     cache = open_tokens(ensure(tmp_path, source, tokenizer, CacheSettings(0.1)), verify=True)
     train, val = documents(cache.train, tokenizer), documents(cache.val, tokenizer)
     assert Counter(train + val) == Counter(texts) and not set(train) & set(val)
-    assert cache.manifest["dtype"] == "<u2" and cache.vocab_size == tokenizer.vocab_size
+    assert cache.manifest["dtype"] == "<u2" and cache.manifest["vocab_size"] == tokenizer.vocab_size
     if SHARED.is_dir():
-        assert len(set(texts)) == len(texts) - 6 and cache.vocab_size == 50257
+        assert len(set(texts)) == len(texts) - 6 and cache.manifest["vocab_size"] == 50257
         assert 890_000 < len(cache.train) + len(cache.val) < 910_000
 
 

@@ -17,7 +17,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -169,21 +169,6 @@ def make_batch(split: TokenStream, layout: BatchLayout, step: int) -> Batch:
     samples = order(layout.seed, last - layout.batch_size, last, windows)
     inputs, targets = _windows(split, samples, layout.seq_len, layout.pad_id)
     return Batch(step, inputs, targets, None, samples, epoch=last / windows, real_tokens=count_targets(targets))
-
-
-def rows_of_rank(batch: Batch, rank: int, world: int) -> Batch:
-    """The rows that one of `world` ranks works on; together the ranks have each row once."""
-    begin, end = (number * len(batch.samples) // world for number in (rank, rank + 1))
-    targets = batch.targets[begin:end]
-    segments = None if batch.segments is None else batch.segments[begin:end]
-    return replace(
-        batch,
-        inputs=batch.inputs[begin:end],
-        targets=targets,
-        segments=segments,
-        samples=batch.samples[begin:end],
-        real_tokens=count_targets(targets),
-    )
 
 
 def validation_batches(

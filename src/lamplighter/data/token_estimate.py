@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from lamplighter import report
 from lamplighter.config import Run
 from lamplighter.data import tokenizer as tokenizers
 from lamplighter.data import tokenizer_training
+from lamplighter.data.batches import Int64s
 from lamplighter.data.chat import example_cache
 from lamplighter.data.chat.packing import WORDS, padding_share
 from lamplighter.data.chat.rows import RowSource, SetAside
@@ -88,11 +88,9 @@ def _ready_tokenizer(run: Run, source: Source, cache: Path | None) -> Tokenizer 
         return tokenizers.load(Path(path))
     if section.kind == "bytes":
         return tokenizers.byte_level()
-    return (
-        tokenizer_training.find_trained(source, section.vocab_size, section.sample_mb, cache)
-        if cache is not None
-        else None
-    )
+    if cache is None:
+        return None
+    return tokenizer_training.find_trained(source, section.vocab_size, section.sample_mb, cache)
 
 
 # ---------------------------------------------------------------- text
@@ -127,10 +125,9 @@ def _estimate(run: Run, source: Source, tokenizer: Tokenizer | None) -> TokenEst
         f"estimated: {human_bytes(whole)} of text x {per_byte:.3f} tokens per byte{at_least},"
         f" from {sample.words}, by {by}; lamp data prepare counts them"
     )
-    vocab_size = (
-        tokenizer.vocab_size if run.tokenizer.path or run.model.init_from or run.tokenizer.kind == "bytes" else 0
-    )
-    return _text(run, total - val, val, how=how, counted=False, vocab_size=vocab_size or run.tokenizer.vocab_size)
+    known = run.tokenizer.path or run.model.init_from or run.tokenizer.kind == "bytes"
+    vocab_size = tokenizer.vocab_size if known else run.tokenizer.vocab_size
+    return _text(run, total - val, val, how=how, counted=False, vocab_size=vocab_size)
 
 
 def _all_bytes(source: Source, sample: TextSample) -> float:
@@ -152,30 +149,16 @@ def _look_at_rows(run: Run, source: RowSource, tokenizer: Tokenizer | None, cach
         columns = dict(zip(example_cache.FIELDS, index.T, strict=True))
         is_val = columns["is_val"] == 1
         train, val = columns["length"][~is_val], int(columns["length"][is_val].sum())
-        return _rows(
-            run,
-            train,
-            1.0,
-            val=val,
-            how=f"counted: examples {found.folder.name}",
-            counted=True,
-            vocab_size=tokenizer.vocab_size,
-        )
+        how = f"counted: examples {found.folder.name}"
+        return _rows(run, train, 1.0, val=val, how=how, counted=True, vocab_size=tokenizer.vocab_size)
     lengths, share = _sample_rows(source, template)
     val = round(int(lengths.sum()) / share * run.data.val_fraction)
     how = f"estimated: the first {len(lengths):,} examples, {share:.1%} of {human_bytes(source.total_bytes() or 0)}, with the template"
-    return _rows(
-        run,
-        lengths,
-        share / (1 - run.data.val_fraction),
-        val=val,
-        how=how,
-        counted=False,
-        vocab_size=tokenizer.vocab_size,
-    )
+    share /= 1 - run.data.val_fraction
+    return _rows(run, lengths, share, val=val, how=how, counted=False, vocab_size=tokenizer.vocab_size)
 
 
-def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[np.ndarray[Any, np.dtype[np.int64]], float]:
+def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[Int64s, float]:
     """The lengths of the first examples, and the share of the rows that they are."""
     with report.phase("estimate tokens", total=_ROWS, unit="examples") as p:
         read = list(islice(source.conversations(SetAside(source.policy, quiet=True), template.between), _ROWS + 1))
@@ -186,15 +169,7 @@ def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[np.ndarray[
     return np.array(lengths, np.int64), max(1e-9, min(1.0, share))
 
 
-def _rows(
-    run: Run,
-    lengths: np.ndarray[Any, np.dtype[np.int64]],
-    share: float,
-    val: int,
-    how: str,
-    counted: bool,
-    vocab_size: int,
-) -> TokenEstimate:
+def _rows(run: Run, lengths: Int64s, share: float, val: int, how: str, counted: bool, vocab_size: int) -> TokenEstimate:
     seq_len, batch = run.data.seq_len, run.train.batch_size
     positions = np.minimum(np.maximum(0, lengths - 1), seq_len)
     packing = "packed" if run.data.packing == "auto" else run.data.packing

@@ -214,6 +214,12 @@ class Tokenizer:
         return {**roles, **({"additional_special_tokens": others} if others else {})}
 
 
+def first_difference(text: str, other: str) -> int:
+    """The number of characters that two texts begin with in common."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((n for n, (one, two) in pairs if one != two), min(len(text), len(other)))
+
+
 # ---------------------------------------------------------------- reading a tokenizer
 
 

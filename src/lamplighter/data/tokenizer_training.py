@@ -66,10 +66,6 @@ class TokenizerMeasure:
     frequent: list[Token]
     longest: list[Token]
 
-    @property
-    def used_share(self) -> float:
-        return self.used / max(1, self.vocab_size)
-
 
 def measure(tokenizer: Tokenizer, texts: Sequence[str], places: Sequence[str], what: str = "") -> TokenizerMeasure:
     """Encode and decode every text, and count."""
@@ -139,7 +135,7 @@ def escaped(text: bytes | str) -> str:
 
 def difference(text: str, back: str) -> str:
     """Where two texts part, in words."""
-    at = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
+    at = tokenizers.first_difference(text, back)
     was, now = escaped(text[max(0, at - 8) : at + 12]), escaped(back[max(0, at - 8) : at + 12])
     return f'character {at:,}: "{was}" came back as "{now}"'
 

@@ -25,7 +25,7 @@ import tokenizers
 
 from lamplighter import report
 from lamplighter.data.chat.rows import Message
-from lamplighter.data.tokenizer import END_OF_TEXT, Tokenizer
+from lamplighter.data.tokenizer import END_OF_TEXT, Tokenizer, first_difference
 from lamplighter.errors import BadConfig, InputMissing
 from lamplighter.readers.records import digest
 from lamplighter.rundir import read_json, read_record, write_atomic, write_json
@@ -63,7 +63,6 @@ class EncodedExample:
 
     ids: _Uint32s
     learned: np.ndarray[Any, np.dtype[np.bool_]]
-    answers: int
     moved: bool  # the tokenizer would join a prompt and its answer into one token; the border was kept
 
 
@@ -254,7 +253,7 @@ class ChatTemplate:
             if not len(ends):
                 return Refused(f"{self} does not end its answer with {self.stop}")
             learned[begin : begin + int(ends[0]) + 1] = True
-        return EncodedExample(whole, learned, len(begins), moved)
+        return EncodedExample(whole, learned, moved)
 
     def _with_borders(self, texts: list[tuple[str, str]]) -> tuple[_Uint32s, list[int]]:
         """The ids with every answer's beginning kept as a border between tokens, as it is in generation."""
@@ -336,7 +335,7 @@ _ANOTHER = "another template: --data.template chatml, or a .jinja file"
 
 def around(part: str, of: str) -> str:
     """Where the two differ, in a few characters."""
-    at = next((n for n, (a, b) in enumerate(zip(part, of, strict=False)) if a != b), min(len(part), len(of)))
+    at = first_difference(part, of)
     return f"{part[max(0, at - 20) : at + 20]!r} became {of[max(0, at - 20) : at + 20]!r}"
 
 
@@ -482,7 +481,7 @@ def _same_template(folder: Path, record: dict[str, Any], config: dict[str, Any])
 
 def _differs(path: Path, what: str, then: object, now: object) -> BadConfig:
     if isinstance(then, str) and isinstance(now, str) and what == "chat_template":
-        at = next((n for n, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
+        at = first_difference(then, now)
         then, now = f"...{then[max(0, at - 30) : at + 50]}...", f"...{now[max(0, at - 30) : at + 50]}..."
     return BadConfig(
         f"{path}: {what} is not the one that this model was trained with",

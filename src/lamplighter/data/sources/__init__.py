@@ -14,10 +14,10 @@ from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.data.sources.file_source import FileSource
+from lamplighter.data.sources.file_source import FileSource, Source
 from lamplighter.data.sources.hub import HubSource, open_dataset
 from lamplighter.data.sources.mixture import Chain, Mixture, check_weights
 from lamplighter.errors import BadConfig, BadData
@@ -46,30 +46,8 @@ Opened = dict[str, list[RemoteFile] | HubSource]
 """What entries of data.paths were opened already, to see whether they hold rows: not asked for a second time."""
 
 
-class Source(Protocol):
-    """Texts in a fixed order. A user's own source needs only `documents`, or may be a list or a generator function.
-
-    Its `documents` is given the number of texts that are behind, or its own cursor where its `position` has one.
-    """
-
-    def fingerprint(self) -> str:
-        """A string that changes when the documents change."""
-
-    def documents(self, start: Cursor | None = None) -> Iterator[str]:
-        """The texts after `start`, or all. A `Part` counts as one text and says that its document goes on."""
-
-    def total_bytes(self) -> int | None:
-        """How much there is to read (on disk, packed), where that is known."""
-
-    def position(self) -> Position:
-        """How far the latest reading has come; asked before each text as well as after it.
-
-        Its cursor is the place after the latest text: `documents(cursor)` goes on with the next one, in any process.
-        """
-
-
 def watched(source: Source, show: Callable[[int, str], None], start: Cursor | None = None) -> Iterator[str]:
-    """The texts of a source; bytes done and what is being read now are safe_url before each wait for one."""
+    """The texts of a source; bytes done and what is being read now are shown before each wait for one."""
     texts = source.documents(start)
     while True:
         here = source.position()

@@ -39,7 +39,6 @@ from lamplighter.data.stats.overlap import (
     find_duplicates,
     no_near,
 )
-from lamplighter.data.stats.row_faults import Quality
 from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.readers.bad_records import BadRecords
@@ -94,6 +93,38 @@ class Counts:
     set_aside_reasons: dict[str, int]
     used_tokens: int
     """Of the vocabulary."""
+
+
+@dataclass(frozen=True)
+class Example:
+    place: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One kind of fault of instruction rows."""
+
+    reason: str
+    kind: str
+    """faulty or doubtful."""
+    about: str
+    count: int
+    examples: list[Example]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What is wrong with the rows."""
+
+    rows: int
+    faulty: int
+    doubtful: int
+    score: float
+    formula: str
+    reasons: list[Reason]
+    answer_words_mean: float
+    """Of the answers that there are."""
 
 
 @dataclass(frozen=True)

@@ -183,14 +183,13 @@ class Signer:
     """Signatures of a sample of texts, bounded: where there are too many, every second one (by a hash of its number) goes."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.every, self.offered = most, 1, 0
+        self.most, self.every = most, 1
         self.numbers: list[int] = []
         self.rows: list[Signatures] = []
         self._waiting: list[tuple[int, str]] = []
         self._size = 0
 
     def offer(self, number: int, normal: str) -> None:
-        self.offered += 1
         if self.most and _scattered(number) % self.every == 0:
             self._waiting.append((number, normal[:MOST_BYTES]))
             self._size += len(self._waiting[-1][1])

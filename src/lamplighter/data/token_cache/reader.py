@@ -152,14 +152,6 @@ class Tokens:
     train: CachedStream
     val: CachedStream
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self.manifest["vocab_size"])
-
-    @property
-    def end_of_text(self) -> int:
-        return int(self.manifest["end_of_text"])
-
     def check_ids(self, vocab_size: int) -> None:
         """Read every id once: a model of `vocab_size` must know it."""
         with report.phase("check token ids", total=self.train.tokens + self.val.tokens, unit="tokens") as p:
