@@ -1,6 +1,6 @@
 """Ids become batches: windows over the stream, in an order that is a pure function of (seed, step), fetched ahead.
 
-In:  a Split, a seed, a step.
+In:  a stream of tokens, a seed, a step.
 Out: Batch(inputs, targets, ...), the same for that step always and everywhere.
 
 Window i is stream tokens [i*T, i*T + T]: T inputs, and the same shifted by one as targets. The last window is filled
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class TokenStream(Protocol):
-    """Documents as one stream of ids: a Split of the token cache, or what a stream holds back."""
+    """Documents as one stream of ids: one side of the token cache, or what a live stream holds back."""
 
     @property
     def name(self) -> str: ...

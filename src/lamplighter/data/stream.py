@@ -1,7 +1,9 @@
 """Training while documents arrive: chunks of tokens in the order of the source, shuffled inside, at an exact place.
 
-In:  a source, a tokenizer, a Split; the State that was saved with a step, or none.
-Out: Batch by Batch; the State after any step; the end of the data as an epoch or a stop, never as invented tokens.
+In:  a source, a tokenizer, what share to hold back; the State that was saved with a step, or none.
+Out: Batch by Batch; the State after any step; the end of the data as an epoch or a stop, never as invented tokens. What is
+     held back is decided by the first documents, once, and kept in the run's folder; later ones of that side are never
+     trained on.
 
 The stream of an epoch is one end-of-text, then every document with one end-of-text after it, as in the token cache, but
 in the order of the source. A chunk is the next `chunk_tokens` of it or a little more, up to the end of a text; windows
@@ -424,7 +426,7 @@ def _declare(chunk: Chunk) -> None:
 
 @dataclass(frozen=True)
 class HeldOutTokens:
-    """Some documents as one stream of ids in memory; read like a Split of the token cache."""
+    """Some documents as one stream of ids in memory; read like one side of the token cache."""
 
     ids: Ids
     documents: int

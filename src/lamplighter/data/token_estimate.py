@@ -1,7 +1,7 @@
 """How many tokens a run will find in its text, before it begins: counted where a cache has them, else estimated and said so.
 
 In:  the run's source, its tokenizer section, the folder of caches.
-Out: an TokenEstimate: tokens to train and to validate on, padding, windows; and in words where the numbers come from.
+Out: a TokenEstimate: tokens to train and to validate on, padding, windows; and in words where the numbers come from.
 
 Nothing is built and nothing is written. An estimate is: text of the source x tokens per byte of a sample spread over it. Where
 the tokenizer is still to be trained, one is trained on the sample for this and forgotten; it is measured on the sample and on text

@@ -5,7 +5,7 @@ Out: a Tokenizer: exact ids, fast; files that transformers opens as they are.
 
 Over-length policy: a text is never truncated here, whatever its file says; long documents are cut into windows later
 (data/batches), so nothing is thrown away. Nothing is added either: no begin or end marks, and a text that happens to
-contain "<|endoftext|>" stays a text. The cache (data/tokens) puts one end-of-text after each document, by its id.
+contain "<|endoftext|>" stays a text. The token cache puts one end-of-text after each document, by its id.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a tokenizer does with text: round trip, bytes per token, how much of the vocabulary a text uses, how it cuts.
+"""A tokenizer trained on a source, kept, and measured: round trip, bytes per token, how much of the vocabulary a text uses.
 
-In:  a tokenizer, texts with their places.
-Out: figures as frozen dataclasses, and the words for them.
+In:  a source, the size of the vocabulary; or a tokenizer and texts with their places.
+Out: a Tokenizer in its folder; figures as frozen dataclasses, and the words for them.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _refuse_other(folder: Path, key: str, force: bool) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Before any work too."""
+    """Before any work: whether a folder can be written to."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         probe = (folder if folder.exists() else folder.parent) / f".lamp-probe.{os.getpid()}"

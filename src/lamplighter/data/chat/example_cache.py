@@ -3,9 +3,9 @@
 In:  files of instruction rows, a tokenizer, a chat template, settings.
 Out: Examples with a train and a val side. Equal examples are kept once, so they are never on both sides.
 
-The cache is `<cache>/examples-<fingerprint>/`: examples.bin holds every token as 32 bits, the highest one set where the
-token is learned; index.npy one row of numbers per example; examples.json says what it was made of. It is written under
-temporary names and named at the end: a killed build leaves nothing that could be taken for a cache, and is done anew.
+The cache is `<cache>/examples-<fingerprint>/` (cache_location.py): examples.bin holds every token as 32 bits, the highest
+one set where the token is learned; index.npy one row of numbers per example; examples.json says what it was made of. It
+is written last: a killed build leaves nothing that could be taken for a cache, and is done anew.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class ChatTemplate:
         whole = tokenizers.Tokenizer.from_str(json.dumps(self.tokenizer.content))
         whole.no_truncation()
         whole.no_padding()
-        pieces = self._by_pieces([text])[0].tolist()
+        pieces = self._by_pieces([(text, "")])[0].tolist()
         if pieces != whole.encode(text, add_special_tokens=False).ids:
             self._whole = whole
 
@@ -263,25 +263,21 @@ class ChatTemplate:
         return np.concatenate(stretches), np.cumsum([len(part) for part in stretches])[:-1].tolist()
 
     def _ids(self, texts: list[tuple[str, str]]) -> list[_Uint32s]:
-        if self._whole is None or any(mark for _, mark in texts):
-            plain = self._whole is None
-            done = self._by_pieces([text for text, mark in texts if plain or mark], [m for _, m in texts if plain or m])
-            if plain:
-                return done
-            rest = iter(done)
-            others = iter(self._at_once([text for text, mark in texts if not mark]))
-            return [next(rest) if mark else next(others) for _, mark in texts]
-        return self._at_once([text for text, _ in texts])
+        """Of (text, marker): by pieces where that is exact and where a marker must be taken out, else at once."""
+        by_pieces = [self._whole is None or bool(mark) for _, mark in texts]
+        pieces = iter(self._by_pieces([pair for pair, is_piece in zip(texts, by_pieces, strict=True) if is_piece]))
+        wholes = iter(self._at_once([pair[0] for pair, is_piece in zip(texts, by_pieces, strict=True) if not is_piece]))
+        return [next(pieces if is_piece else wholes) for is_piece in by_pieces]
 
     def _at_once(self, texts: list[str]) -> list[_Uint32s]:
-        assert self._whole is not None
-        return [np.array(found.ids, np.uint32) for found in self._whole.encode_batch(texts, add_special_tokens=False)]
+        found = self._whole.encode_batch(texts, add_special_tokens=False) if self._whole is not None else []
+        return [np.array(one.ids, np.uint32) for one in found]
 
-    def _by_pieces(self, texts: list[str], marks: list[str] | None = None) -> list[_Uint32s]:
+    def _by_pieces(self, texts: list[tuple[str, str]]) -> list[_Uint32s]:
         """Control tokens by their ids, and the text between them as text, all texts in one call."""
         pieces: list[str] = []
         plans: list[list[int]] = []  # per text: the id of a control token, or -1 for the next piece
-        for text, mark in zip(texts, marks or [""] * len(texts), strict=True):
+        for text, mark in texts:
             plan, at = [], 0
             for found in self._control.finditer(text):
                 plan += self._cut(text[at : found.start()], mark, pieces)

@@ -1,7 +1,7 @@
 """A corpus in figures: documents, true tokens, lengths, padding, duplicates, advice; from one reading.
 
 In:  a source, a tokenizer, the settings of a run; perhaps a test set.
-Out: Stats, a frozen record of every figure (its JSON is `lamp data stats --json`); data/figures has the words for it.
+Out: Stats, a frozen record of every figure (its JSON is `lamp data stats --json`); summary.py has the words for it.
 """
 
 from __future__ import annotations
