@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from lamplighter.data.batches import mix
+
 WORDS = 5
 _ALIKE = 0.8
 BANDS, ROWS = 21, 6
@@ -112,15 +114,8 @@ def _grams(data: bytes, numbers: Ints, words: int) -> tuple[_Hashes, Ints]:
     begin, end = starts[:last], ends[words - 1 :]
     inside = (owner[:last] == owner[words - 1 :]) & (end > begin)
     begin, end = begin[inside], end[inside]
-    hashes = (sums[end] - sums[begin]) * down[begin]
-    return _mixed(hashes), numbers[owner[:last][inside]]
-
-
-def _mixed(hashes: _Hashes) -> _Hashes:
-    """Every bit depends on every other: the sums of a polynomial have weak low bits."""
-    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return hashes ^ (hashes >> np.uint64(31))
+    hashes = (sums[end] - sums[begin]) * down[begin]  # mixed below: the sums of a polynomial have weak low bits
+    return mix(hashes), numbers[owner[:last][inside]]
 
 
 # ---------------------------------------------------------------- signatures and pairs
