@@ -45,7 +45,7 @@ class CacheKind:
     """Why it is built where there is no other one."""
 
 
-def read_manifest(folder: Path, kind: CacheKind) -> dict[str, Any] | None:
+def _read_manifest(folder: Path, kind: CacheKind) -> dict[str, Any] | None:
     """The manifest of a finished cache."""
     manifest = read_record(folder / kind.manifest)
     usable = manifest.get("format") == kind.format and isinstance(manifest.get("files"), dict)
@@ -54,7 +54,7 @@ def read_manifest(folder: Path, kind: CacheKind) -> dict[str, Any] | None:
 
 def find_fault(folder: Path, kind: CacheKind) -> str | None:
     """None for a complete cache whose files have their sizes; else what is wrong with it."""
-    manifest = read_manifest(folder, kind)
+    manifest = _read_manifest(folder, kind)
     if manifest is None:
         return "it is not there" if not (folder / kind.manifest).exists() else "its manifest cannot be read"
     for name, entry in manifest["files"].items():
@@ -88,10 +88,10 @@ class CacheLocation:
         """Which parts differ from the nearest finished cache, in words; '' where there is no other."""
         best: tuple[int, float, str] = (0, 0.0, "")
         for path in self.root.glob(f"{self.kind.prefix}*/{self.kind.manifest}"):
-            other = read_manifest(path.parent, self.kind)
-            if other is None or path.parent == self.folder:
+            other = _read_manifest(path.parent, self.kind)
+            old = other.get("parts", {}) if other is not None else {}
+            if path.parent == self.folder or old.keys() != self.parts.keys():
                 continue
-            old = other["parts"]
             changed = [name for name in self.parts if old[name]["fingerprint"] != self.parts[name]["fingerprint"]]
             words = [f"{name} changed ({_change(old[name], self.parts[name])})" for name in changed]
             alike = len(self.parts) - len(changed)
