@@ -1,11 +1,11 @@
 """What each CPU kernel of model/cpu.py is worth, over a grid of shapes. Run: python benchmarks/kernels.py --json kernels.json
 
-In:  families, sizes (5M to 110M parameters), lengths (256 to 4096); each kernel's switch (LAMP_CPU_KERNELS).
-Out: for each shape the tokens per second with all kernels, without each of them, without any, without any but compiled, and
-     of a plain compiled loop around transformers' own model; ratios above 1 mean that the kernels are faster.
+In:  families, sizes (5M to 100M parameters), lengths (256 to 4096); the kernels' switch (LAMP_CPU_KERNELS).
+Out: for each shape the tokens per second with all kernels, without attention, compiled (which uses none), and of a plain
+     compiled loop around transformers' own model.
 
-A kernel stays if it is worth 5 % of a step on shapes that people train. `ratio` is a contestant's rate over that with all
-kernels, so a kernel that is worth 5 % shows as 0.95 in the row "without" it.
+A kernel stays if it is worth 5 % of a step on shapes that people train (docs/decisions/021-kernels.md). `ratio` is a contestant's
+rate over that with all kernels, so a kernel that is worth 5 % shows as 0.95 in the row "without" it.
 
 Everybody has the same weights, batches, optimizer and clipping. Contestants run a few at a time (--at-once, for memory), each
 group in turn with "all kernels" among them, so every ratio is of neighbours in time.
@@ -35,16 +35,11 @@ VOCAB = 16_384
 TOKENS = 2_048  # of a step, or one row where a row is longer
 LR, CLIP = 3e-4, 1.0
 BASE = "all kernels"
-# Name -> (LAMP_CPU_KERNELS, compiled). The fused layers have their own attention, so both go together as well.
+# Name -> (LAMP_CPU_KERNELS, compiled).
 WAYS = {
     BASE: ("", False),
-    "without fused_layers": ("-fused_layers", False),
-    "without fused_layers, attention": ("-fused_layers,-attention", False),
-    "without tied_gradient": ("-tied_gradient", False),
-    "without split_products": ("-split_products", False),
-    "without amx_tiles": ("-amx_tiles", False),
-    "no kernel but amx_tiles": ("amx_tiles", False),
-    "no kernel but amx_tiles, compiled": ("amx_tiles", True),
+    "without attention": ("-attention", False),
+    "compiled": ("", True),
 }
 PLAIN_LOOP = "plain loop, compiled"
 # The steps of `lamp train`, without its data, saves and records.
@@ -126,11 +121,13 @@ def environment(kernels: str) -> dict[str, str]:
 def group_rates(wanted: Any, case: dict[str, Any], names: list[str], place: Path) -> list[measured.Row]:
     """Some contestants in turn."""
     memory: dict[str, float] = {}
+    cpu_s: dict[str, float] = {}  # of a step, the least: a busy machine hardly changes it
     workers: dict[str, peers.Worker] = {}
 
     def turn(name: str) -> float:
         told = workers[name].ask({"steps": wanted.steps})
         memory[name] = told["mb"]
+        cpu_s[name] = min(cpu_s.get(name, float("inf")), told["cpu_s"] / wanted.steps)
         return float(wanted.steps * case["tokens"] / told["s"])
 
     try:
@@ -145,7 +142,10 @@ def group_rates(wanted: Any, case: dict[str, Any], names: list[str], place: Path
     finally:
         for worker in workers.values():
             worker.__exit__(None, None, None)
-    return [measured.Row(name, rates, extra=f"{memory[name]:,.0f} MB") for name, rates in found.items()]
+    return [
+        measured.Row(name, rates, extra=f"{memory[name]:,.0f} MB, {cpu_s[name]:.3f} CPU-s a step")
+        for name, rates in found.items()
+    ]
 
 
 def interpreter(wanted: Any) -> str:
@@ -169,9 +169,9 @@ def main() -> None:
     wanted = parser.parse_args()
     if wanted.quick:
         wanted.families, wanted.sizes, wanted.lengths, wanted.steps, wanted.rounds = ["gpt2"], ["5M"], [256], 1, 1
-    from lamplighter.train.bf16 import cpu_has_it
+    from lamplighter.train.bf16 import cpu_has_it, make_it_work
 
-    wanted.dtype = wanted.dtype or ("bf16" if cpu_has_it() else "fp32")
+    wanted.dtype = wanted.dtype or ("bf16" if cpu_has_it() and make_it_work() else "fp32")
     names = [name for name in [*WAYS, *([] if wanted.no_peers else [PLAIN_LOOP])] if name != BASE]
     if wanted.only:
         names = [name for name in names if any(part in name for part in wanted.only)]

@@ -101,7 +101,7 @@ class Contestant:
         self.low, self.seconds, self.step = ask["dtype"] == "bf16", ask["seconds"], 0
         self.lamp = ask["way"].startswith("lamp")
         if not self.lamp:
-            cpu.enabled.clear()  # a script has torch's own products, attention and layers
+            cpu.enabled.clear()  # a script has torch's own attention
         self.make = way_of(ask["way"], made_up(2000, ask["vocab"]))
         heads = ask["width"] // 64
         shape = Shape(

@@ -9,20 +9,6 @@ PEAK = """
 def peak_mb():
     return int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) / 1024
 """
-# Where a virtual machine hides what the library must know of AMX, the peers get our repair too: alone they would die of SIGILL.
-TILES = """
-def lend_tiles():
-    from lamplighter.train import tiles
-    def products():
-        for k in (64, 70):
-            a = torch.ones(65, k, dtype=torch.bfloat16)
-            a @ a.T
-        q = torch.ones(1, 2, 65, 64, dtype=torch.bfloat16, requires_grad=True)
-        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
-    if tiles.missing():
-        torch.set_num_threads(1)
-        tiles.describe(products)
-"""
 # For frameworks that own the loop: it runs in a thread, and waits at the first step of each turn.
 TURNS = """
 import queue, threading
@@ -83,7 +69,6 @@ def answer(ask):
 )
 PLAIN = (
     PEAK
-    + TILES
     + """
 import contextlib, numpy, torch
 from transformers import AutoModelForCausalLM
@@ -92,8 +77,6 @@ import torch.nn.functional as F
 def answer(ask):
     global model, whole, optimizer, batches, place, low, clip
     if "folder" in ask:
-        if ask["dtype"] == "bf16":
-            lend_tiles()
         torch.set_num_threads(ask["threads"])
         model = AutoModelForCausalLM.from_pretrained(ask["folder"], dtype=torch.float32).train()
         decay = [p for p in model.parameters() if p.dim() >= 2]
@@ -124,7 +107,6 @@ def answer(ask):
 )
 TRAINER = (
     PEAK
-    + TILES
     + """
 import queue, threading, numpy, torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -165,8 +147,6 @@ class Turns(TrainerCallback):
 
 def answer(ask):
     if "folder" in ask:
-        if ask["dtype"] == "bf16":
-            lend_tiles()
         torch.set_num_threads(ask["threads"])
         model = AutoModelForCausalLM.from_pretrained(ask["folder"], dtype=torch.float32)
         model.config.use_cache = False
@@ -184,7 +164,6 @@ def answer(ask):
 )
 LIGHTNING = (
     PEAK
-    + TILES
     + TURNS
     + """
 import numpy, torch, lightning
@@ -226,8 +205,6 @@ class Watch(lightning.Callback):
 
 def answer(ask):
     if "folder" in ask:
-        if ask["dtype"] == "bf16":
-            lend_tiles()
         torch.set_num_threads(ask["threads"])
         trainer = lightning.Trainer(accelerator="cpu", devices=1, precision="bf16-mixed" if ask["dtype"] == "bf16" else "32-true",
             max_steps=10**6, logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -241,7 +218,6 @@ def answer(ask):
 # As litgpt's pretrain.py does it: Fabric, its own model (rotary, with a head of its own), its loss, torch.compile.
 LITGPT = (
     PEAK
-    + TILES
     + """
 import numpy, torch
 import lightning as L
@@ -252,8 +228,6 @@ from litgpt.utils import chunked_cross_entropy
 def answer(ask):
     global model, optimizer, fabric, batches, place, clip
     if "folder" in ask:
-        if ask["dtype"] == "bf16":
-            lend_tiles()
         torch.set_num_threads(ask["threads"])
         torch.manual_seed(0)
         sizes = json.load(open(ask["folder"] + "/config.json"))

@@ -8,8 +8,8 @@ Out: a table of ratios, the share of the matrix product's peak, peak memory, and
 Same weights, same batches for everybody but litgpt, whose own model of the same sizes starts from its own (it has
 rotary positions and a head that is not tied). Everybody works in a process of their own and takes turns of a few
 steps. A peer gets its defaults in one row and its best settings in another (fused AdamW, torch.compile, bf16 where
-this processor has it: a virtual machine that hides its AMX is repaired for everybody, decision 014). Ours is the product's own loop as `lamp train` runs it, with its saves and its validation out of the way, as
-the peers' are; what being watched costs is in watching.py.
+this processor has it; where bf16 works only without AMX, nobody uses AMX, decision 004). Ours is the product's own loop as
+`lamp train` runs it, with its saves and its validation out of the way, as the peers' are; what being watched costs is in watching.py.
 """
 
 from __future__ import annotations
@@ -225,9 +225,11 @@ def main() -> None:
         wanted.rounds, wanted.steps = 1, 2
     import torch
 
-    from lamplighter.train.bf16 import cpu_has_it
+    from lamplighter.train.bf16 import cpu_has_it, make_it_work
 
-    wanted.dtypes = wanted.dtypes or ["bf16" if cpu_has_it() else "fp32"]
+    wanted.dtypes = wanted.dtypes or [
+        "bf16" if cpu_has_it() and make_it_work() else "fp32"
+    ]  # it may limit the instructions for all
     torch.set_num_threads(wanted.threads)
     measured.say_machine()
     with tempfile.TemporaryDirectory(prefix="lamp-bench-") as place:

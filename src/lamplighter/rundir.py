@@ -26,7 +26,7 @@ CACHE_NAME = ".cache"
 FORMAT = (
     1  # of the files of a run: raised when an older version could no longer read them (a manifest keeps its `check`)
 )
-NUMERICS = 1  # of the arithmetic: raised when the same run would give other bits
+NUMERICS = 2  # of the arithmetic: raised when the same run would give other bits
 VERSIONS = {"format": FORMAT, "numerics": NUMERICS}
 _HEARTBEAT_DEAD_S = 10.0
 NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "ceph", "gluster", "gpfs", "beegfs", "9p", "fuse.sshfs", "afs")

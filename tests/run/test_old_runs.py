@@ -54,13 +54,11 @@ def same_machine() -> bool:
     return detect(Train(threads=1, dtype="fp32")).facts() == THEN["machine"]
 
 
-def assert_same(found: dict[int, str], name: str, first: int) -> None:
-    """The numbers that the old commit computed: the same bits where that is promised, else nearly."""
+def assert_near(found: dict[int, str], name: str, first: int) -> None:
+    """The numbers that the old commit computed, but for the last bits: the arithmetic is another since (numerics 2)."""
     expected = {int(step): value for step, value in THEN[name].items() if int(step) >= first}
     mine = {step: value for step, value in found.items() if step >= first}
     assert mine.keys() == expected.keys()
-    if same_machine():
-        assert mine == expected
     for step, value in expected.items():
         assert float.fromhex(mine[step]) == pytest.approx(float.fromhex(value), rel=1e-4)
 
@@ -82,10 +80,12 @@ def test_the_same_command_resumes_an_old_run(old_run: RunDir) -> None:
     done = lamp("train", "--run", NAME, *THEN["words"], cwd=home(old_run))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed from checkpoint-23: step 24 is next" in done.stdout
+    assert f"(numerics {NUMERICS}) is not that of the checkpoint (numerics 1)" in done.stdout
+    assert "from step 24 on no longer bit-identical" in done.stdout
     assert "not given" not in done.stdout
-    assert_same(losses_of(old_run), "train/loss", 1)
+    assert_near(losses_of(old_run), "train/loss", 1)
     scores = {r["step"]: r["eval/val_loss"].hex() for r in read_lines(old_run.metrics) if "eval/val_loss" in r}
-    assert_same(scores, "eval/val_loss", 1)
+    assert_near(scores, "eval/val_loss", 1)
     made = old_run.checkpoints / "checkpoint-60"
     for path in (old_run.status, made / "manifest.json", made / "training" / "state.json"):
         record = read_json(path)
@@ -93,7 +93,7 @@ def test_the_same_command_resumes_an_old_run(old_run: RunDir) -> None:
     assert old_run.config.read_text().startswith(f"format: {FORMAT}\nnumerics: {NUMERICS}\n")
 
 
-def test_a_resume_needs_no_more_than_the_name_and_steps_are_redone_exactly(old_run: RunDir) -> None:
+def test_a_resume_needs_no_more_than_the_name_and_lost_steps_are_redone(old_run: RunDir) -> None:
     """The newest checkpoint is damaged: steps 21 to 23 are computed again, with the settings of the run's own config.yaml."""
     with open(old_run.checkpoints / "checkpoint-23" / "model.safetensors", "r+b") as file:
         file.seek(20_000)
@@ -102,8 +102,9 @@ def test_a_resume_needs_no_more_than_the_name_and_steps_are_redone_exactly(old_r
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checkpoint-23 is passed over" in done.stdout
     assert "resumed from checkpoint-20: step 21 is next" in done.stdout
+    assert "from step 21 on no longer bit-identical" in done.stdout
     assert "train.batch_size 4 (without it: 16)" in done.stdout
-    assert_same(losses_of(old_run), "train/loss", 21)
+    assert_near(losses_of(old_run), "train/loss", 21)
     redone = [record["step"] for record in read_lines(old_run.metrics) if record.get("attempt") == 2]
     assert min(redone) <= 21
     assert "  batch_size: 4                          # command line" in old_run.config.read_text()
@@ -211,7 +212,7 @@ def test_a_newer_format_is_refused_with_both_numbers(old_run: RunDir, monkeypatc
 
 @pytest.mark.parametrize("text", ["format: two\n", "format: [1]\n", "format:\n", "numerics: true\n"])
 def test_a_damaged_format_is_said(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.yaml").write_text(text + dump(resolve(None)).partition("numerics: 1\n")[2])
+    (tmp_path / "config.yaml").write_text(text + dump(resolve(None)).partition(f"numerics: {NUMERICS}\n")[2])
     with pytest.raises(BadConfig, match=r"config\.yaml"):
         read_dump(tmp_path / "config.yaml")
 
@@ -222,7 +223,7 @@ def test_a_bare_name_means_the_settings_of_that_run_also_before_its_first_checkp
     done = lamp("train", "--run", NAME, cwd=home(old_run))
     assert done.returncode == 0, done.stdout + done.stderr
     assert load_dump(old_run.config) == before
-    assert_same(losses_of(old_run), "train/loss", 1)
+    assert_near(losses_of(old_run), "train/loss", 1)
 
 
 def test_a_lost_config_is_neither_taken_for_defaults_nor_replaced_by_wrong_settings(old_run: RunDir) -> None:

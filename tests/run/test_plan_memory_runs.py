@@ -49,3 +49,5 @@ if __name__ == "__main__":
     for kind in ("gpt2", "llama"):
         for case in CASES:
             compare_layer(kind, "bf16", *case)
+        for length in (256, 520):  # attention in blocks that keep their probabilities; torch's
+            compare_layer(kind, "bf16", 0.0, False, length, heads=1)

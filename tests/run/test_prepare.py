@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lamplighter.data.sources import open_source
 from lamplighter.data.token_cache import builder
-from lamplighter.data.token_cache.reader import CacheSettings, ensure, open_tokens
+from lamplighter.data.token_cache.reader import CacheSettings, open_tokens
 from lamplighter.data.tokenizer import byte_level
+from opening import ensure, open_source
 from running import TINY, lamp, shared, start_lamp, wait_for
 
 BYTES = ["--tokenizer.kind", "bytes"]
@@ -97,7 +97,7 @@ def test_real_books_by_two_workers_and_by_one(tmp_path: Path, monkeypatch: Any) 
         str(shared("london", "gutenberg_raw", name))
         for name in ("dickens_dombey_821-0.txt", "evelyn_diary_v1_41218-0.txt", "london_people_of_the_abyss_1688.txt")
     ]
-    source = open_source([*books, str(shared("london", "ordinarys_accounts_txt"))], None, None)
+    source = open_source([*books, str(shared("london", "ordinarys_accounts_txt"))])
     made = [
         content(
             ensure(
@@ -160,12 +160,12 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path, corpus: tuple[Path, dic
 def test_after_a_power_cut_the_bytes_decide(tmp_path: Path, corpus: tuple[Path, dict[str, bytes]]) -> None:
     """Markers of another start of the machine prove nothing: a shard that lost its bytes is made again."""
     path, truth = corpus
-    source = open_source([str(path)], None, None)
+    source = open_source([str(path)])
     folder = ensure(tmp_path, source, byte_level(), CacheSettings(0.02), workers=1)
     assert content(tmp_path) == truth
     manifest = json.loads((folder / "manifest.json").read_text())
     one = builder.Builder(folder, byte_level(), CacheSettings(0.02))
-    plan = builder.partition.plan(source, CacheSettings(0.02))
+    plan = builder.units.plan(source, CacheSettings(0.02))
     assert plan is not None
     (folder / "manifest.json").unlink()
     one.begin(source, plan)

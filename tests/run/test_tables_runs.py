@@ -30,7 +30,8 @@ PEAK = """
 import sys, threading, time
 from pathlib import Path
 import pyarrow.parquet, zstandard
-from lamplighter.data.sources import open_source
+from lamplighter.config import Data
+from lamplighter.data.sources import open_data
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -42,7 +43,7 @@ def watch():
         most = max(most, anonymous())
         time.sleep(0.002)
 
-source = open_source([sys.argv[1]], None, None)
+source = open_data(Data(paths=[sys.argv[1]]))
 before = most = anonymous()
 threading.Thread(target=watch, daemon=True).start()
 chars = sum(len(text) for text in source.documents())

@@ -14,9 +14,10 @@ import pytest
 from test_tokens import Texts, content, letters, made
 
 from lamplighter import report
-from lamplighter.data.token_cache.reader import CacheSettings, ensure
+from lamplighter.data.token_cache.reader import CacheSettings
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import CannotWrite
+from opening import ensure
 
 
 @pytest.fixture
@@ -57,7 +58,8 @@ def slow(number):
 PAUSE = {"": None, "slow": slow, "gate": gate}[sys.argv[2]]
 tokenizer = byte_level()
 tokenizer.batch_bytes = 20_000
-print(tokens.ensure(Path(sys.argv[1]), Slow(5, 1200), tokenizer, tokens.CacheSettings(0.2, 0, 20_000)), flush=True)
+settings = tokens.CacheSettings(0.2, 0, 20_000)
+print(tokens.obtain(Path(sys.argv[1]), Slow(5, 1200), tokenizer, settings)[0].folder, flush=True)
 """
 
 

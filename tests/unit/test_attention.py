@@ -56,7 +56,7 @@ def test_heads_of_a_sample_stay_together_where_samples_have_masks_of_their_own(
     inputs, mask = layer_output(3, 2, 20, 8), documents(3, 20)
     wanted = there_and_back(plain, inputs, mask, torch.float32)
     monkeypatch.setattr(cpu, "SCORES", heads_at_once * 16 * 20)
-    monkeypatch.setattr(cpu, "QUERIES", 16)
+    monkeypatch.setattr(cpu, "BLOCK_QUERIES", 16)
     found = there_and_back(cpu.block_attention, inputs, mask, torch.float32)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
@@ -66,7 +66,7 @@ def test_a_mask_for_all_samples_and_blocks_of_a_few_samples(monkeypatch: pytest.
     inputs, mask = layer_output(5, 2, 40, 8), documents(1, 40)
     wanted = there_and_back(plain, inputs, mask, torch.float32)
     monkeypatch.setattr(cpu, "SCORES", 2 * 2 * 16 * 40)
-    monkeypatch.setattr(cpu, "QUERIES", 16)
+    monkeypatch.setattr(cpu, "BLOCK_QUERIES", 16)
     heads = inputs[0].reshape(-1, 40, 8)
     assert len(cpu._query_blocks(heads, mask)) == 9  # 4, 4 and 2 heads, three times 16 queries or less
     found = there_and_back(cpu.block_attention, inputs, mask, torch.float32)
@@ -81,3 +81,11 @@ def test_kept_or_worked_out_again_is_the_same_to_the_last_bit(monkeypatch: pytes
         monkeypatch.setattr(shape, "KEPT_BYTES", kept)
         found.append(there_and_back(cpu.block_attention, inputs, None, torch.float32))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_each_kernel_has_a_switch() -> None:
+    assert cpu.chosen_kernels("") == set(cpu.KERNELS) and cpu.chosen_kernels("none") == set()
+    assert cpu.chosen_kernels("attention, decode_pieces") == {"attention", "decode_pieces"}
+    assert cpu.chosen_kernels("-attention") == set(cpu.KERNELS) - {"attention"}
+    with pytest.raises(ValueError, match="warp is no kernel"):
+        cpu.chosen_kernels("warp")

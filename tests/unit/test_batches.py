@@ -18,7 +18,6 @@ from lamplighter.data.batches import (
     count_windows,
     make_batch,
     permute,
-    rows_of_rank,
     validation_batches,
 )
 from lamplighter.data.token_cache.reader import CachedStream
@@ -124,15 +123,6 @@ def test_shapes_and_types(tmp_path: Path) -> None:
     assert batch.segments is None and batch.real_tokens == 48
     assert batch.inputs.flags["C_CONTIGUOUS"] and batch.targets.flags["C_CONTIGUOUS"]
     assert np.array_equal(batch.inputs[:, 0], batch.samples * 16)
-
-
-def test_ranks_share_a_batch(tmp_path: Path) -> None:
-    batch = make_batch(split_of(tmp_path, 105), BatchLayout(0, 11, 10, PAD), 1)
-    for world in (1, 2, 3, 11):
-        parts = [rows_of_rank(batch, rank, world) for rank in range(world)]
-        assert np.array_equal(np.concatenate([part.inputs for part in parts]), batch.inputs)
-        assert np.array_equal(np.concatenate([part.samples for part in parts]), batch.samples)
-        assert sum(part.real_tokens for part in parts) == batch.real_tokens
 
 
 def test_validation_sees_every_token_once_in_order(tmp_path: Path) -> None:

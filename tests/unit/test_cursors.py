@@ -16,10 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from lamplighter.data.sources import Part, Source, file_source, open_source
+from lamplighter.data.sources import Part, Source, file_source
 from lamplighter.errors import BadData
 from lamplighter.readers import compression, tables
 from lamplighter.readers import files as reader_files
+from opening import open_source
 
 WORDS = ["fog", "lamp", "naïve", "日本", "don't", "12", "--", "\n", "\n\n", "\r\n", "  ", "\t", "🙂", '"quoted"', "a,b"]
 
@@ -142,7 +143,7 @@ def test_any_cursor_of_any_kind_goes_on_with_the_rest(name: str, tmp_path: Path,
 def test_a_whole_file_as_one_document_too(tmp_path: Path, small: None) -> None:
     text = "\n".join(texts(3, 200))
     (tmp_path / "a.txt").write_text(text, newline="")
-    whole = check_every_cursor(lambda: open_source([str(tmp_path / "a.txt")], None, None), 40)
+    whole = check_every_cursor(lambda: open_source([str(tmp_path / "a.txt")]), 40)
     assert joined(whole) == [text] and len(whole) > 40
 
 
@@ -161,7 +162,7 @@ def test_dirt_is_the_same_from_any_cursor(tmp_path: Path, small: None, separator
     rows = [json.dumps({"text": f"row {n}"}).encode() for n in range(4000)]
     rows[50], rows[51] = b"{half", b'{"text": 7}'
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(rows))
-    assert len(check_every_cursor(lambda: open_source([str(tmp_path / "a.jsonl")], None, None), 10)) == 3998
+    assert len(check_every_cursor(lambda: open_source([str(tmp_path / "a.jsonl")]), 10)) == 3998
 
 
 def test_a_cursor_seeks_instead_of_reading_again(tmp_path: Path, monkeypatch: Any) -> None:
@@ -169,17 +170,17 @@ def test_a_cursor_seeks_instead_of_reading_again(tmp_path: Path, monkeypatch: An
     rows = [f"row {n} " + "x" * 200 for n in range(5000)]
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines_of(rows))
-    _, cursors = walk(open_source([str(path)], None, None))
+    _, cursors = walk(open_source([str(path)]))
     with open(path, "r+b") as file:
         file.write(b"\0" * 500_000)
-    assert list(open_source([str(path)], None, None).documents(cursors[4000])) == rows[4001:]
+    assert list(open_source([str(path)]).documents(cursors[4000])) == rows[4001:]
     two = zstandard.compress(lines_of(rows[:2500])) + zstandard.compress(lines_of(rows[2500:]))
     frame = len(zstandard.compress(lines_of(rows[:2500])))
     (tmp_path / "b.jsonl.zst").write_bytes(two)
-    _, cursors = walk(open_source([str(tmp_path / "b.jsonl.zst")], None, None))
+    _, cursors = walk(open_source([str(tmp_path / "b.jsonl.zst")]))
     assert cursors[4000]["member"][0] == frame
     (tmp_path / "b.jsonl.zst").write_bytes(b"\0" * frame + two[frame:])
-    assert list(open_source([str(tmp_path / "b.jsonl.zst")], None, None).documents(cursors[4000])) == rows[4001:]
+    assert list(open_source([str(tmp_path / "b.jsonl.zst")]).documents(cursors[4000])) == rows[4001:]
 
 
 @pytest.mark.parametrize("separator", [None, SEPARATOR])
@@ -207,7 +208,7 @@ def test_a_file_can_be_read_in_stretches_side_by_side(tmp_path: Path, small: Non
     assert together == whole
     assert source.cursor_at(0, size - 1) is None
     (tmp_path / "b.json").write_bytes(KINDS["array.json"](rows, 0))
-    other = open_source([str(tmp_path / "b.json")], None, None)
+    other = open_source([str(tmp_path / "b.json")])
     assert isinstance(other, file_source.FileSource) and other.cursor_at(0, 100) is None
 
 
@@ -215,4 +216,4 @@ def test_a_file_can_be_read_in_stretches_side_by_side(tmp_path: Path, small: Non
 def test_a_place_of_other_files_is_refused(tmp_path: Path, cursor: Any) -> None:
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(BadData, match="not in these files"):
-        open_source([str(tmp_path / "a.txt")], None, None).documents(cursor)
+        open_source([str(tmp_path / "a.txt")]).documents(cursor)

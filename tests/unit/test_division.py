@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 
 from lamplighter import report
-from lamplighter.data.sources import FileSource, Part, open_source
+from lamplighter.data.sources import FileSource, Part
 from lamplighter.data.split import CacheSettings, Split, Splitter
-from lamplighter.data.token_cache import builder, encoder, partition
-from lamplighter.data.token_cache.reader import ensure, open_tokens
+from lamplighter.data.token_cache import builder, encoder, units
+from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadData
 from lamplighter.readers import bad_records, ranges
 from lamplighter.readers.ranges import TextBlock
+from opening import ensure, open_source
 
 
 def by_source(source: FileSource) -> tuple[list[str], list[Any]]:
@@ -42,7 +43,7 @@ def by_source(source: FileSource) -> tuple[list[str], list[Any]]:
 
 def by_units(source: FileSource, unit_bytes: int) -> tuple[list[str], list[Any]]:
     """The same, unit by unit, each on its own."""
-    plan = partition.plan(source, CacheSettings(0.1, 0, unit_bytes))
+    plan = units.plan(source, CacheSettings(0.1, 0, unit_bytes))
     assert plan is not None
     documents, now, faults = [], b"", []
     for unit in plan.units:
@@ -109,7 +110,7 @@ def test_the_documents_are_the_same_however_files_are_cut(tmp_path: Path, monkey
         monkeypatch.setattr(ranges, "PART_BYTES", rng.choice([40, 1000, 1 << 20]))
         unit_bytes = rng.choice([50, 333, 5000])
         assert by_units(source, unit_bytes) == expected, (number, unit_bytes)
-        plan = partition.plan(source, CacheSettings(0.1, 0, unit_bytes))
+        plan = units.plan(source, CacheSettings(0.1, 0, unit_bytes))
         cut = cut or (plan is not None and len(plan.units) > 5)
     assert cut
 
@@ -122,8 +123,8 @@ def test_packed_files_and_small_ones_go_together_and_large_ones_are_cut(tmp_path
     (tmp_path / "large.txt").write_text("word " * 1000)
     (tmp_path / "large.jsonl").write_text('{"text": "some words"}\n' * 200)
     (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(b"packed words " * 3000))
-    source = open_source([str(tmp_path)], None, None)
-    plan = partition.plan(source, CacheSettings(0.1, 0, 1000))
+    source = open_source([str(tmp_path)])
+    plan = units.plan(source, CacheSettings(0.1, 0, 1000))
     assert plan is not None
     spans = [span for unit in plan.units for span in unit.spans]
     assert sum(span.stop - span.start for span in spans) == source.total_bytes()
@@ -132,7 +133,7 @@ def test_packed_files_and_small_ones_go_together_and_large_ones_are_cut(tmp_path
     assert len([span for span in spans if span.path.endswith("large.jsonl")]) == 5
     assert max(len(unit.spans) for unit in plan.units) > 4, "small files go together"
     assert by_units(source, 1000) == by_source(source)  # type: ignore[arg-type]
-    assert partition.plan(open_source([], None, None), CacheSettings()) is None, "texts that only their source can read"
+    assert units.plan(open_source([]), CacheSettings()) is None, "texts that only their source can read"
 
 
 def stream(tmp_path: Path, name: str, source: FileSource, unit_bytes: int, val: float = 0.2) -> tuple[Any, ...]:
@@ -150,7 +151,7 @@ def test_one_long_text_in_many_units_is_the_same_stream(tmp_path: Path, monkeypa
     for number in range(count):
         words = rng.choices(["lamp", "fog", "naïve", "of\n", "the", "goose.", "1837"], k=30_000 if number == 0 else 20)
         (tmp_path / f"{number:03d}.txt").write_text(" ".join(words))
-    source = open_source([str(tmp_path)], None, None)
+    source = open_source([str(tmp_path)])
     assert isinstance(source, FileSource)
     whole = stream(tmp_path, "whole", source, 1_000_000)
     assert whole[2] == ("blocks" if count == 1 else "documents") and whole[3] == 1
@@ -183,7 +184,7 @@ def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: A
     lines[7], lines[4990] = b"b\0d\n", b"caf\xe9 au lait\n"
     path = tmp_path / "a.txt"
     path.write_bytes(b"".join(lines))
-    ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), CacheSettings(0.1, 0, 5000))
+    ensure(tmp_path / "c", open_source([str(path)]), byte_level(), CacheSettings(0.1, 0, 5000))
     places = [sum(map(len, lines[:at])) + add for at, add in ((7, 1), (4990, 3))]
     assert told == [(8, places[0]), (4991, places[1])]
     assert warned == [f"2 of 5,001 lines of {path} set aside, as not text"]
@@ -191,7 +192,7 @@ def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: A
         lines[at] = b"caf\xe9\n"
     path.write_bytes(b"".join(lines))
     with pytest.raises(BadData, match="not text") as caught:
-        ensure(tmp_path / "c", open_source([str(path)], None, None), byte_level(), CacheSettings(0.1, 0, 5000))
+        ensure(tmp_path / "c", open_source([str(path)]), byte_level(), CacheSettings(0.1, 0, 5000))
     assert "of 5,001 lines" in caught.value.why and "data.bad_limit" in caught.value.why
     assert "no more than a tenth" in caught.value.why
     with pytest.raises(BadData, match=f"{path}:1, byte 3"):
@@ -202,7 +203,7 @@ def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: A
 def test_an_encoder_that_has_grown_is_made_anew(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{number} words and {number * 7} more\n" for number in range(5000)))
-    source = open_source([str(path)], None, None)
+    source = open_source([str(path)])
     assert isinstance(source, FileSource)
     before = stream(tmp_path, "before", source, 20_000)
     made: list[int] = []
@@ -274,8 +275,8 @@ def test_a_file_that_changes_while_it_is_prepared_is_refused(
     path = tmp_path / name
     path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
     _wait_for_the_clock_of_files(path)
-    source = open_source([str(path)], None, None)
-    real_read, real_look = ranges.read, partition.survey_plan
+    source = open_source([str(path)])
+    real_read, real_look = ranges.read, units.survey_plan
 
     def read(*args: Any) -> Any:
         if moment == "before a unit":
@@ -289,7 +290,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_refused(
             yield found
 
     if moment == "after the hash":
-        monkeypatch.setattr(partition, "survey_plan", lambda *args: (change(path), real_look(*args))[1])
+        monkeypatch.setattr(units, "survey_plan", lambda *args: (change(path), real_look(*args))[1])
     else:
         monkeypatch.setattr(ranges, "read", read if moment == "before a unit" else read_then)
     with pytest.raises(BadData, match="changed"):
@@ -300,9 +301,9 @@ def test_a_file_that_changes_while_it_is_prepared_is_refused(
 def test_a_hard_link_to_a_file_that_is_being_read_is_no_change(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "a.txt"
     path.write_text("a line of text\n" * 5000)
-    source = open_source([str(path)], None, None)
-    real = partition.survey_plan
-    monkeypatch.setattr(partition, "survey_plan", lambda *args: (os.link(path, tmp_path / "backup"), real(*args))[1])
+    source = open_source([str(path)])
+    real = units.survey_plan
+    monkeypatch.setattr(units, "survey_plan", lambda *args: (os.link(path, tmp_path / "backup"), real(*args))[1])
     assert open_tokens(ensure(tmp_path / "cache", source, byte_level(), CacheSettings(0.1))).train.tokens > 5000
 
 
@@ -311,7 +312,7 @@ def test_the_place_in_a_unit_of_many_files_is_found_without_walking_over_them(tm
     for number in range(50):
         paths.append(tmp_path / f"{number:02}.txt")
         paths[-1].write_text("x" * (number % 7 + 1))
-    plan = partition.plan(FileSource(paths), CacheSettings(0.1))
+    plan = units.plan(FileSource(paths), CacheSettings(0.1))
     assert plan is not None and len(plan.units) == 1
     done = 0
     for span in plan.units[0].spans:

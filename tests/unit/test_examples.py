@@ -20,13 +20,13 @@ import zstandard
 from lamplighter import report
 from lamplighter.config import Data
 from lamplighter.data.batches import BatchLayout
+from lamplighter.data.cache_location import locked
 from lamplighter.data.chat import example_cache, rows
 from lamplighter.data.chat.example_cache import LEARNED, ensure, open_examples
 from lamplighter.data.chat.packing import arrange
 from lamplighter.data.chat.rows import RowSource, SetAside, find_rows
 from lamplighter.data.chat.template import load_template
 from lamplighter.data.sources import Opened, open_data
-from lamplighter.data.token_cache.reader import locked
 from lamplighter.data.tokenizer import byte_level, load
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.readers.local import local_file
@@ -400,7 +400,7 @@ def test_the_cache_is_reused_and_rejected_by_its_fingerprint(tmp_path: Path, sai
     changed = ensure(root, source_of(path), TEMPLATE, 0.0)
     assert changed != first and "sources changed" in texts(said)
     assert (first / "examples.bin").read_bytes() == bytes_before
-    with pytest.raises(InputMissing, match="no cache of examples"):
+    with pytest.raises(InputMissing, match="no examples at"):
         ensure(root, source_of(path, limit=3), TEMPLATE, 0.0, "require")
 
 
@@ -455,7 +455,7 @@ def test_one_builds_and_the_others_wait_in_sight(tmp_path: Path, said: list[dict
         assert not made
         (built / "examples.json").write_bytes(manifest)  # the builder has finished
     other.join(20)
-    assert made == [built] and "another process has built them" in texts(said)
+    assert made == [built] and "another process has built it" in texts(said)
 
 
 # ---------------------------------------------------------------- real data

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lamplighter.config import validated
-from lamplighter.data.unigrams import entropy
+from lamplighter.data.batch_source import entropy
 from lamplighter.rundir import RunDir
 from lamplighter.train.anomalies.detector import EACH_BLOCK, EACH_STEP, EXPLAINS, Detector, FlagChange, recall, replay
 from lamplighter.train.anomalies.history import Facts, repeat_share

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from test_cursors import check_every_cursor, joined
 
-from lamplighter.data.sources import Source, hub, open_source
+from lamplighter.data.sources import Source, hub
 from lamplighter.errors import BadConfig, BadData, InputMissing
+from opening import open_source
 
 datasets = pytest.importorskip("datasets")
 
@@ -111,10 +112,10 @@ def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(hub.urllib.request, "getproxies", dict)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(InputMissing, match="someone/nothing") as caught:
-        open_source(["dataset:someone/nothing"], None, None)
+        open_source(["dataset:someone/nothing"])
     assert "no answer in 0 s" in caught.value.why
 
 
 def test_a_dataset_without_a_name_is_not_the_current_folder() -> None:
     with pytest.raises(BadConfig, match="names no dataset"):
-        open_source(["dataset:"], None, None)
+        open_source(["dataset:"])

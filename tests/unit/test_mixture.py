@@ -11,9 +11,10 @@ import pytest
 from test_cursors import check_every_cursor, walk
 
 from lamplighter import report
-from lamplighter.data.sources import Part, Source, open_source
+from lamplighter.data.sources import Part, Source
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.readers import files as reader_files
+from opening import open_source
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_entries_without_weights_come_one_after_the_other(tmp_path: Path, monkey
     (tmp_path / "mine_for_chain.py").write_text("texts = ['m1', 'm2']\n")
     a, b = write(tmp_path / "a.jsonl", "a", [3, 4]), write(tmp_path / "b.jsonl", "b", [3])
     paths = [a, "source:mine_for_chain:texts", b]
-    assert check_every_cursor(lambda: open_source(paths, None, None), 9) == ["aaa", "aaaa", "m1", "m2", "bbb"]
+    assert check_every_cursor(lambda: open_source(paths), 9) == ["aaa", "aaaa", "m1", "m2", "bbb"]
     texts = list(mixed([a, "source:mine_for_chain:texts"], [1, 1]).documents())
     assert texts[:3] == ["aaa", "m1", "m2"]
 

@@ -14,7 +14,7 @@ import torch
 from lamplighter import report
 from lamplighter.config import Data, validated
 from lamplighter.data.batch_source import StepBatches
-from lamplighter.data.batches import NO_TARGET, BatchLayout, rows_of_rank
+from lamplighter.data.batches import NO_TARGET, BatchLayout
 from lamplighter.data.chat.example_cache import LEARNED, Examples, Side
 from lamplighter.data.chat.packing import STRATEGIES, arrange, example_batches, fit, group, pack, padding_share
 from lamplighter.errors import BadConfig, BadData
@@ -170,15 +170,6 @@ def test_grouped_batches_are_as_long_as_their_longest_rounded_up_to_a_pair() -> 
     feed = feed_of([5] * 8 + [30] * 8, "grouped", batch_size=8)
     assert sorted(feed.make(step).inputs.shape for step in (1, 2)) == [(8, 4), (8, 30)]
     assert feed.facts.steps_per_epoch == 2 and feed.facts.noun == "examples"
-
-
-def test_ranks_share_the_segments_too() -> None:
-    batch = feed_of(source_like(200), "packed", seq_len=128).make(1)
-    parts = [rows_of_rank(batch, rank, 2) for rank in (0, 1)]
-    assert batch.segments is not None
-    assert np.array_equal(
-        np.concatenate([part.segments for part in parts if part.segments is not None]), batch.segments
-    )
 
 
 # ---------------------------------------------------------------- too long

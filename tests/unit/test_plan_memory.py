@@ -43,11 +43,11 @@ def kept_bytes(shape: Shape, dtype: str, again: bool = False, packed: bool = Fal
     return sum(size for size, _ in held.values())
 
 
-def compare_layer(family: str, dtype: str, dropout: float, packed: bool) -> None:
-    small = Shape(family, V, T, 1, 64, 4, dropout=dropout)  # type: ignore[arg-type]
+def compare_layer(family: str, dtype: str, dropout: float, packed: bool, length: int = T, heads: int = 4) -> None:
+    small = Shape(family, V, length, 1, 64, heads, dropout=dropout)  # type: ignore[arg-type]
     real = (kept_bytes(replace(small, layers=3), dtype, packed=packed) - kept_bytes(small, dtype, packed=packed)) / 2
     copies = 2 * matmul_parameters_per_layer(small) if dtype == "bf16" else 0
-    paper = B * T * layer_bytes(small, dtype, True, packed, T) + copies
+    paper = B * length * layer_bytes(small, dtype, True, packed, length) + copies
     assert real == pytest.approx(paper, rel=0.02), (family, dtype, dropout, packed)
 
 

@@ -21,10 +21,11 @@ import zstandard
 from test_cursors import check_every_cursor, walk
 
 from lamplighter import report
-from lamplighter.data.sources import Source, open_source
+from lamplighter.data.sources import Source
 from lamplighter.errors import BadData, InputMissing, LampError
 from lamplighter.readers import files as reader_files
 from lamplighter.readers import remote
+from opening import open_source
 from server import Handler, Served, Server, serving
 
 ROWS = [f"row {n} é " + "fog " * (n % 40) for n in range(3000)]
@@ -85,17 +86,17 @@ def test_every_kind_is_read_from_a_server_and_any_cursor_goes_on(server: Server,
     }
     for name, data in kinds.items():
         url, _ = server.put(name, data)
-        assert check_every_cursor(lambda url=url: open_source([f"{url}?download=true"], None, None), 4) == rows  # type: ignore[misc]
+        assert check_every_cursor(lambda url=url: open_source([f"{url}?download=true"]), 4) == rows  # type: ignore[misc]
     url, _ = server.put("a.txt", b"one two\nthree\n")
     assert read(url) == ["one two\nthree\n"]
 
 
 def test_a_cursor_asks_for_the_exact_byte(server: Server) -> None:
     url, served = server.put("a.jsonl", LINES)
-    source = open_source([url], None, None)
+    source = open_source([url])
     _, cursors = walk(source)
     served.requests.clear()
-    assert list(open_source([url], None, None).documents(cursors[2000])) == ROWS[2001:]
+    assert list(open_source([url]).documents(cursors[2000])) == ROWS[2001:]
     assert served.requests[1]["Range"] == f"bytes={cursors[2000]['at']}-"
     assert all(request["Accept-Encoding"] == "identity" for request in served.requests)
     assert not any("Authorization" in request for request in served.requests)
@@ -124,7 +125,7 @@ def test_local_files_never_touch_the_network(tmp_path: Path, monkeypatch: Any) -
 
     monkeypatch.setattr(socket, "socket", no)
     monkeypatch.setattr(socket, "getaddrinfo", no)
-    source = open_source([str(tmp_path), (tmp_path / "b.txt").as_uri()], None, None)
+    source = open_source([str(tmp_path), (tmp_path / "b.txt").as_uri()])
     source.fingerprint()
     assert list(source.documents()) == ["x", "near"]
 
@@ -136,7 +137,7 @@ def test_a_dropped_connection_goes_on_at_the_byte(server: Server, said: Said) ->
     rng = random.Random(1)
     places = sorted(rng.sample(range(len(LINES)), 8))
     url, served = server.put("a.jsonl", LINES, drops=[*places])
-    assert check_every_cursor(lambda: open_source([url], None, None), 3) == ROWS
+    assert check_every_cursor(lambda: open_source([url]), 3) == ROWS
     assert not served.drops
     first = said.verdicts[0]
     assert first.cause == "stream_drop" and first.culprit["byte"] == places[0]
@@ -156,7 +157,7 @@ def test_a_dropped_packed_and_chunked_stream_too(server: Server, said: Said) -> 
 
 def test_a_stalled_server_is_named_and_asked_again(server: Server, said: Said) -> None:
     url, served = server.put("a.jsonl", LINES, stalls=[1, 60_000])
-    source = open_source([url], None, None)
+    source = open_source([url])
     texts = source.documents()
     items: list[str] = []
     found: list[str] = []
@@ -184,7 +185,7 @@ def test_a_stalled_server_is_named_and_asked_again(server: Server, said: Said) -
 def test_waiting_for_a_retry_can_be_seen(server: Server, monkeypatch: Any) -> None:
     monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.6)
     url, _ = server.put("a.jsonl", LINES, drops=[50_000])
-    source = open_source([url], None, None)
+    source = open_source([url])
     thread = threading.Thread(target=lambda: list(source.documents()))
     thread.start()
     items: set[str] = set()
@@ -218,7 +219,7 @@ def test_a_server_without_ranges_is_read_again_and_passed_over(server: Server, s
     assert read(url) == ROWS
     assert any("cannot send parts" in text and "90,000" in text for text in said.warnings)
     url, _ = server.put("b.jsonl", LINES, ranges=False)
-    assert check_every_cursor(lambda: open_source([url], None, None), 2) == ROWS
+    assert check_every_cursor(lambda: open_source([url]), 2) == ROWS
     table = io.BytesIO()
     rng = random.Random(0)
     pq.write_table(pa.table({"text": [rng.randbytes(50).hex() for _ in ROWS]}), table)
@@ -324,7 +325,7 @@ def test_redirects_credentials_and_names(server: Server, said: Said) -> None:
     server.put("old", b"", redirect="/real.jsonl")
     host = server.url.removeprefix("http://")
     secret = f"http://me:hush@{host}/real.jsonl"
-    source = open_source([secret], None, None)
+    source = open_source([secret])
     assert list(source.documents()) == ROWS
     assert served.requests[-1]["Authorization"] == "Basic bWU6aHVzaA=="
     assert "hush" not in source.position().item + str(source)
@@ -336,7 +337,7 @@ def test_redirects_credentials_and_names(server: Server, said: Said) -> None:
 
 def test_the_fingerprint_is_address_size_and_mark(server: Server, said: Said) -> None:
     def mark(query: str = "") -> str:
-        return open_source([url + query], None, None).fingerprint()
+        return open_source([url + query]).fingerprint()
 
     url, served = server.put("a.jsonl", LINES)
     first = mark()
@@ -369,12 +370,12 @@ def test_any_fsspec_address(memory: Any) -> None:
     table = io.BytesIO()
     pq.write_table(pa.table({"text": ["third"]}), table)
     memory.pipe("/corpus/deep/c.parquet", table.getvalue())
-    assert check_every_cursor(lambda: open_source(["memory://corpus"], None, None), 3) == [*ROWS, "second", "third"]
+    assert check_every_cursor(lambda: open_source(["memory://corpus"]), 3) == [*ROWS, "second", "third"]
     assert read("memory://corpus/*.zst") == ["second"]
     assert "nothing matches" in fails(InputMissing, "memory://corpus/*.csv").what
     assert "no such file" in fails(InputMissing, "memory://corpus/x.txt").what
-    source: Source = open_source(["memory://corpus/a.jsonl"], None, None)
-    assert source.fingerprint() == open_source(["memory://corpus/a.jsonl"], None, None).fingerprint()
+    source: Source = open_source(["memory://corpus/a.jsonl"])
+    assert source.fingerprint() == open_source(["memory://corpus/a.jsonl"]).fingerprint()
 
 
 def test_an_fsspec_file_that_fails_in_the_middle_goes_on(memory: Any, said: Said, monkeypatch: Any) -> None:

@@ -18,14 +18,15 @@ from test_cursors import joined
 from tokenizers import pre_tokenizers
 
 from lamplighter import report
-from lamplighter.data.sources import EmbeddedCorpus, Part, open_source
+from lamplighter.data.sources import EmbeddedCorpus, Part
 from lamplighter.data.split import CacheSettings
-from lamplighter.data.token_cache.reader import ensure, open_tokens
+from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
 from lamplighter.readers import files as reader_files
 from lamplighter.readers import local
 from lamplighter.readers.records import cut_all
+from opening import ensure, open_source
 from running import shared
 
 
@@ -36,7 +37,7 @@ def read(
     start: int = 0,
     bad_text: str = "set_aside",
 ) -> list[str]:
-    source = open_source([str(path) for path in paths], None, separator, text_key, None, bad_text)
+    source = open_source([str(path) for path in paths], None, separator, text_key=text_key, bad_text=bad_text)
     texts = source.documents()
     for _ in range(start):
         next(texts)
@@ -131,7 +132,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         for _ in range(400):
             file.write("fog and lamps in the night, " * 4000)
     tracemalloc.start()
-    size = sum(len(text) for text in open_source([str(path)], None, None).documents())
+    size = sum(len(text) for text in open_source([str(path)]).documents())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert size == path.stat().st_size > 40_000_000
@@ -147,7 +148,7 @@ def test_real_web_documents() -> None:
 
 def test_where_the_reading_is_can_be_seen(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a.txt", "a" * 10), write(tmp_path / "b.txt", "b" * 30)
-    source = open_source([str(first), str(second)], None, None)
+    source = open_source([str(first), str(second)])
     assert source.total_bytes() == 40
     texts = source.documents()
     assert source.position().item == str(first)
@@ -226,7 +227,7 @@ def test_a_few_bad_lines_are_set_aside_and_counted(tmp_path: Path, monkeypatch: 
             b"ends in \xc3",
         ]
         path = write(tmp_path / "a.txt", b"".join(dirty))
-        source = open_source([str(path)], None, None)
+        source = open_source([str(path)])
         assert list(source.documents()) == list(source.documents()) == [b"".join(good).decode()]
         assert [text for text in warned if "4 of 6,004 lines" in text] == [warned[-1]], "said once, not per reading"
         assert verdicts[-1].culprit == {"path": str(path), "line": 101, "byte": sum(map(len, good[:100])) + 3}
@@ -247,13 +248,13 @@ def test_the_limit_on_bad_lines_is_of_the_corpus_with_a_floor_and_a_setting(tmp_
         if number in (0, 1, 50):
             lines[20:25] = ["{torn"] * 5
         (folder / f"{number:03}.jsonl").write_text("\n".join(lines) + "\n")
-    found = open_source([str(folder)], None, None)
+    found = open_source([str(folder)])
     with pytest.raises(BadData) as caught:
         list(found.documents())
     assert "15 of 12,200 lines" in caught.value.why and "data.bad_limit" in caught.value.why
     assert f"{folder / '000.jsonl'}:21, byte" in caught.value.what
     with pytest.raises(BadData, match="bad JSON"):
-        ensure(tmp_path / "cache", open_source([str(folder)], None, None), byte_level(), CacheSettings(0.1))
+        ensure(tmp_path / "cache", open_source([str(folder)]), byte_level(), CacheSettings(0.1))
     loose = open_source([str(folder)], None, None, bad_limit=0.01)
     assert len(list(loose.documents())) == 200 * 60 - 15
     cache = open_tokens(ensure(tmp_path / "cache", loose, byte_level(), CacheSettings(0.1)))
@@ -317,7 +318,7 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(local.os, "access", lambda *_: False)
     assert "permission" in fails(InputMissing, path).why
     monkeypatch.undo()
-    source = open_source([str(path)], None, None)
+    source = open_source([str(path)])
     path.unlink()
     with pytest.raises(InputMissing):
         list(source.documents())
@@ -447,7 +448,7 @@ def test_own_source_mistakes_are_explained(module: Any) -> None:
 
 
 def test_the_embedded_corpus_is_the_default() -> None:
-    source = open_source([], None, None)
+    source = open_source([])
     assert isinstance(source, EmbeddedCorpus)
     small = EmbeddedCorpus(seed=3, documents=50)
     texts = list(small.documents())
@@ -487,7 +488,7 @@ def test_the_first_documents_come_with_all_their_parts(tmp_path: Path, monkeypat
 
 def test_a_source_that_is_opened_again_stands_at_its_start(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "one"}\n{"text": "two"}\n')
-    source = open_source([str(path)], None, None)
+    source = open_source([str(path)])
     list(source.documents())
     again = source.documents()
     assert source.position().cursor == {}

@@ -21,14 +21,14 @@ from lamplighter.data.sources import EmbeddedCorpus, Position
 from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.stats import Request, Stats, collect, count_cache, count_text, minhash
-from lamplighter.data.stats.chat_stats import count_rows
+from lamplighter.data.stats.chat_stats import Inspector, Row, count_rows, ends_mid_sentence
 from lamplighter.data.stats.minhash import Grams, Signer, near_pairs, normalised, signatures, word_grams
 from lamplighter.data.stats.overlap import TestGrams as HeldBack
-from lamplighter.data.stats.row_faults import Inspector, Row, ends_mid_sentence
 from lamplighter.data.stats.summary import told
 from lamplighter.data.token_cache import reader
 from lamplighter.data.tokenizer import byte_level, load
 from lamplighter.readers.local import find_files
+from opening import ensure
 from running import real, shared
 
 WORDS = [
@@ -66,7 +66,7 @@ def test_the_counts_are_those_of_the_token_cache(tmp_path: Path) -> None:
     assert found.counts.characters == sum(map(len, texts))
     assert found.counts.bytes == found.counts.tokens == sum(len(text.encode()) for text in texts)
     assert found.lengths.longest == max(len(text.encode()) for text in texts) + 1
-    folder = reader.ensure(tmp_path / "cache", source, byte_level(), CacheSettings(0.05))
+    folder = ensure(tmp_path / "cache", source, byte_level(), CacheSettings(0.05))
     cache = reader.open_tokens(folder)
     assert len(cache.train) + len(cache.val) - found.counts.tokens_with_ends in (0, 2), "a side may begin with one more"
     assert (found.sides.train, found.sides.val) == (cache.train.documents, cache.val.documents)

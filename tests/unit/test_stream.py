@@ -13,12 +13,21 @@ import numpy as np
 import pytest
 
 from lamplighter.data.batches import NO_TARGET, Batch
-from lamplighter.data.sources import Cursor, EmbeddedCorpus, Position, open_source
+from lamplighter.data.sources import Cursor, EmbeddedCorpus, Position
 from lamplighter.data.split import Split
-from lamplighter.data.stream import AsItComes, Filler, State, StreamBatches, StreamSettings, load_state
-from lamplighter.data.stream_split import HeldOutTokens, hold_back
+from lamplighter.data.stream import (
+    AsItComes,
+    Filler,
+    HeldOutTokens,
+    State,
+    StreamBatches,
+    StreamSettings,
+    hold_back,
+    load_state,
+)
 from lamplighter.data.tokenizer import Tokenizer, byte_level
 from lamplighter.errors import BadData
+from opening import open_source
 
 ALL = Split("documents", 0, 0)
 
@@ -296,7 +305,7 @@ def test_another_text_under_the_same_name_gets_a_tokenizer_of_its_own(tmp_path: 
     marks = []
     for letter in "aba":
         path.write_text(f"{letter} " * 500)
-        marks.append(AsItComes(open_source([str(path)], None, None)).fingerprint())
+        marks.append(AsItComes(open_source([str(path)])).fingerprint())
     assert marks[0] != marks[1] and marks[0] == marks[2]
 
 
@@ -305,7 +314,7 @@ def test_a_file_that_grew_by_a_line_is_another_stream(tmp_path: Path) -> None:
     names = []
     for count in (30_000, 30_001):  # 1.2 MB both times
         path.write_text('{"text": "the same words each time"}\n' * count)
-        source = open_source([str(path)], None, None)
+        source = open_source([str(path)])
         filler = Filler(source, byte_level(), ALL, StreamSettings(1, 4, 32, 4000))
         names.append(StreamBatches(filler, HeldOutTokens(np.zeros(0, np.uint32), 0, 0)).describe().name)
     assert names[0] != names[1]

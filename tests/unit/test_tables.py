@@ -15,10 +15,10 @@ import zstandard
 from test_sources import fails, joined, read, write
 
 from lamplighter import report
-from lamplighter.data.sources import open_source
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.readers import lines as records
 from lamplighter.readers import local
+from opening import open_source
 from running import real
 
 
@@ -185,7 +185,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     def fault(change: Any, name: str = "a.jsonl", data: bytes = rows) -> BadData:
         path = write(tmp_path / name, data)
         os.utime(path, (1_000_000_000, 1_000_000_000))
-        texts = open_source([str(path)], None, None).documents()
+        texts = open_source([str(path)]).documents()
         next(texts)
         change(path)
         with pytest.raises(BadData) as caught:
@@ -204,7 +204,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
 
 def test_a_file_replaced_since_it_was_found_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "one two")
-    source = open_source([str(path)], None, None)
+    source = open_source([str(path)])
     write(tmp_path / "b.txt", "two one").rename(path)
     with pytest.raises(BadData, match="changed since this command began") as caught:
         list(source.documents())

@@ -16,14 +16,15 @@ import pytest
 
 from lamplighter import report
 from lamplighter.data import split as division
-from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source, open_source
-from lamplighter.data.token_cache import builder, writer
-from lamplighter.data.token_cache.reader import CachedStream, CacheSettings, Tokens, ensure, open_tokens
+from lamplighter.data.sources import Cursor, EmbeddedCorpus, Part, Position, Source
+from lamplighter.data.token_cache import builder, units
+from lamplighter.data.token_cache.reader import CachedStream, CacheSettings, Tokens, open_tokens
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.errors import BadConfig, BadData, CannotWrite, InputMissing, LampError
 from lamplighter.readers import files as reader_files
 from lamplighter.readers import ranges
 from lamplighter.readers.records import cut_all, digest
+from opening import ensure, open_source
 from running import SHARED, shared
 
 
@@ -184,22 +185,22 @@ def test_a_document_in_parts_is_one_document(tmp_path: Path, monkeypatch: Any, m
 
 
 def test_real_web_text_with_its_duplicates(tmp_path: Path) -> None:
-    source = open_source([str(shared("web", "slimpajama_like"))], None, None)
+    source = open_source([str(shared("web", "slimpajama_like"))])
     texts = list(source.documents())
     assert len(set(texts)) < len(texts)
     tokenizer = load(shared("tokenizers", "gpt2"))
     cache = open_tokens(ensure(tmp_path, source, tokenizer, CacheSettings(0.1)), verify=True)
     train, val = documents(cache.train, tokenizer), documents(cache.val, tokenizer)
     assert Counter(train + val) == Counter(texts) and not set(train) & set(val)
-    assert cache.manifest["dtype"] == "<u2" and cache.vocab_size == tokenizer.vocab_size
+    assert cache.manifest["dtype"] == "<u2" and cache.manifest["vocab_size"] == tokenizer.vocab_size
     if SHARED.is_dir():
-        assert len(set(texts)) == len(texts) - 6 and cache.vocab_size == 50257
+        assert len(set(texts)) == len(texts) - 6 and cache.manifest["vocab_size"] == 50257
         assert 890_000 < len(cache.train) + len(cache.val) < 910_000
 
 
 def test_real_books_have_both_sides(tmp_path: Path) -> None:
     path = shared("tinyshakespeare", "input.txt")
-    source = open_source([str(path)], None, None)
+    source = open_source([str(path)])
     cache = open_tokens(ensure(tmp_path, source, byte_level(), CacheSettings(0.05)))
     assert cache.train.text_bytes + cache.val.text_bytes == path.stat().st_size > 1_000_000
     assert 0.03 < cache.val.text_bytes / path.stat().st_size < 0.08
@@ -345,7 +346,7 @@ def test_stopped_before_any_write_it_ends_the_same(tmp_path: Path, monkeypatch: 
     truth = content(ensure(tmp_path / "whole", Texts(texts), tokenizer, settings))
     assert json.loads(truth["manifest.json"])["divided_by"] == by
     real = {(where, name): getattr(where, name) for where, name in ((builder, "write_atomic"), (Path, "unlink"))}
-    real[writer.os, "write"] = writer.os.write
+    real[units.os, "write"] = units.os.write
     left = [0]
 
     def counting(function: Any) -> Any:
@@ -383,7 +384,7 @@ def test_room_is_checked_first(tmp_path: Path, monkeypatch: Any) -> None:
 
 def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: Any, notes: list[str]) -> None:
     truth = content(made(tmp_path / "whole", letters(300), shard=5000).folder)
-    real, written = writer.os.write, []
+    real, written = units.os.write, []
 
     def filling(fd: int, data: Any) -> int:
         written.append(len(data))
@@ -391,7 +392,7 @@ def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: Any, notes:
             raise OSError(errno.ENOSPC, "No space left on device")
         return int(real(fd, data))
 
-    monkeypatch.setattr(writer.os, "write", filling)
+    monkeypatch.setattr(units.os, "write", filling)
     tokenizer = byte_level()
     tokenizer.batch_bytes = 5000
     with pytest.raises(CannotWrite) as caught:
@@ -460,7 +461,7 @@ def test_a_users_fault_passes_through_and_can_be_mended(tmp_path: Path) -> None:
     path.write_text("\n".join([*rows, *['{"text": 7}'] * 9]))
     tokenizer = byte_level()
     with pytest.raises(LampError, match="401"):
-        ensure(tmp_path / "cache", open_source([str(path)], None, None), tokenizer, CacheSettings(0.1, 0, 5000))
+        ensure(tmp_path / "cache", open_source([str(path)]), tokenizer, CacheSettings(0.1, 0, 5000))
     path.write_text("\n".join(rows))
-    folder = ensure(tmp_path / "cache", open_source([str(path)], None, None), tokenizer, CacheSettings(0.1, 0, 5000))
+    folder = ensure(tmp_path / "cache", open_source([str(path)]), tokenizer, CacheSettings(0.1, 0, 5000))
     assert sorted(documents(open_tokens(folder).train) + documents(open_tokens(folder).val)) == sorted(letters(400))

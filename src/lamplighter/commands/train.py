@@ -344,6 +344,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         before=before.get("compiled"),
         expected_s=expected_s,
         one_shape=not data.whole_batches,
+        seq_len=run.data.seq_len,
     )
     if compiled and request.get("eager"):
         compiled, why = False, "compiling did not work out in an earlier attempt"

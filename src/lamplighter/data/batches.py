@@ -1,6 +1,6 @@
 """Ids become batches: windows over the stream, in an order that is a pure function of (seed, step), fetched ahead.
 
-In:  a Split, a seed, a step.
+In:  a stream of tokens, a seed, a step.
 Out: Batch(inputs, targets, ...), the same for that step always and everywhere.
 
 Window i is stream tokens [i*T, i*T + T]: T inputs, and the same shifted by one as targets. The last window is filled
@@ -17,7 +17,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class TokenStream(Protocol):
-    """Documents as one stream of ids: a Split of the token cache, or what a stream holds back."""
+    """Documents as one stream of ids: one side of the token cache, or what a live stream holds back."""
 
     @property
     def name(self) -> str: ...
@@ -84,7 +84,7 @@ class BatchLayout:
 # ---------------------------------------------------------------- the order
 
 
-def _mix(x: _Uint64s) -> _Uint64s:
+def mix(x: _Uint64s) -> _Uint64s:
     """The finisher of splitmix64: every bit of the result depends on every bit of x."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -93,8 +93,8 @@ def _mix(x: _Uint64s) -> _Uint64s:
 
 def _keys(seed: int, epochs: _Uint64s) -> _Uint64s:
     golden = np.uint64(0x9E3779B97F4A7C15)
-    start = _mix(np.array([seed & (1 << 64) - 1], np.uint64) + golden)
-    return _mix(start + (epochs + np.uint64(1)) * golden)
+    start = mix(np.array([seed & (1 << 64) - 1], np.uint64) + golden)
+    return mix(start + (epochs + np.uint64(1)) * golden)
 
 
 def permute(seed: int, epochs: Int64s, positions: Int64s, size: int) -> Int64s:
@@ -113,8 +113,8 @@ def _feistel(x: _Uint64s, keys: _Uint64s, rows: int, columns: int) -> _Uint64s:
     height, width = np.uint64(rows), np.uint64(columns)
     row, column = x // width, x % width
     for one, two in _ROUNDS:
-        row = (row + _mix(keys + one + column) % height) % height
-        column = (column + _mix(keys + two + row) % width) % width
+        row = (row + mix(keys + one + column) % height) % height
+        column = (column + mix(keys + two + row) % width) % width
     return row * width + column
 
 
@@ -171,32 +171,21 @@ def make_batch(split: TokenStream, layout: BatchLayout, step: int) -> Batch:
     return Batch(step, inputs, targets, None, samples, epoch=last / windows, real_tokens=count_targets(targets))
 
 
-def rows_of_rank(batch: Batch, rank: int, world: int) -> Batch:
-    """The rows that one of `world` ranks works on; together the ranks have each row once."""
-    begin, end = (number * len(batch.samples) // world for number in (rank, rank + 1))
-    targets = batch.targets[begin:end]
-    segments = None if batch.segments is None else batch.segments[begin:end]
-    return replace(
-        batch,
-        inputs=batch.inputs[begin:end],
-        targets=targets,
-        segments=segments,
-        samples=batch.samples[begin:end],
-        real_tokens=count_targets(targets),
-    )
+def evenly_spread(total: int, limit: int | None) -> Int64s:
+    """All of 0..total-1; with a limit, that many of them at even distances."""
+    count = total if limit is None else min(total, limit)
+    return np.arange(count, dtype=np.int64) * total // max(1, count)
 
 
 def validation_batches(
     split: TokenStream, seq_len: int, batch_size: int, pad_id: int, limit_windows: int | None = None
 ) -> Iterator[Batch]:
     """Every window once, in order; with a limit, that many, evenly spread. The last batch may have fewer rows."""
-    total = count_windows(len(split), seq_len)
-    count = total if limit_windows is None else min(total, limit_windows)
-    chosen = np.arange(count, dtype=np.int64) * total // max(1, count)
-    for step, begin in enumerate(range(0, count, batch_size), 1):
+    chosen = evenly_spread(count_windows(len(split), seq_len), limit_windows)
+    for step, begin in enumerate(range(0, len(chosen), batch_size), 1):
         samples = chosen[begin : begin + batch_size]
         inputs, targets = _windows(split, samples, seq_len, pad_id)
-        done = min(1.0, (begin + len(samples)) / count)
+        done = (begin + len(samples)) / len(chosen)
         yield Batch(step, inputs, targets, None, samples, epoch=done, real_tokens=count_targets(targets))
 
 

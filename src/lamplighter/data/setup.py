@@ -147,8 +147,7 @@ def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Exam
 
 def _open_stream(run: Run, folder: Path, source: Source, tokenizer: Tokenizer) -> StreamBatches:
     """Documents as they arrive: what is held out is decided by the first of them, once, and kept in the run's folder."""
-    from lamplighter.data.stream import Filler, StreamBatches, StreamSettings
-    from lamplighter.data.stream_split import hold_back
+    from lamplighter.data.stream import Filler, StreamBatches, StreamSettings, hold_back
 
     data, train = run.data, run.train
     with report.phase("hold back"):

@@ -6,12 +6,14 @@ Out: pieces of text, each with its side; whole documents where there are enough 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from lamplighter.data.sources import Part, Source, watched
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.readers.ranges import TextBlock, cut_all
 from lamplighter.rundir import human_bytes
@@ -129,6 +131,16 @@ class Survey:
 def begin_survey(settings: CacheSettings) -> Survey:
     """An empty look."""
     return Survey(Split("documents", int(settings.val_fraction * 2**64), settings.seed))
+
+
+def survey_texts(source: Source, found: Survey, show: Callable[[int, str], None]) -> Iterator[TextBlock]:
+    """Each text of a source, after it was looked at; the asker stops when it has seen enough."""
+    opened = False
+    for text in watched(source, show):
+        block = TextBlock([text.encode()], opened, isinstance(text, Part))
+        opened = block.open
+        found.add(block)
+        yield block
 
 
 def decide(found: Survey, settings: CacheSettings, source: object) -> Split:

@@ -1,7 +1,9 @@
 """Training while documents arrive: chunks of tokens in the order of the source, shuffled inside, at an exact place.
 
-In:  a source, a tokenizer, a Split; the State that was saved with a step, or none.
-Out: Batch by Batch; the State after any step; the end of the data as an epoch or a stop, never as invented tokens.
+In:  a source, a tokenizer, what share to hold back; the State that was saved with a step, or none.
+Out: Batch by Batch; the State after any step; the end of the data as an epoch or a stop, never as invented tokens. What is
+     held back is decided by the first documents, once, and kept in the run's folder; later ones of that side are never
+     trained on.
 
 The stream of an epoch is one end-of-text, then every document with one end-of-text after it, as in the token cache, but
 in the order of the source. A chunk is the next `chunk_tokens` of it or a little more, up to the end of a text; windows
@@ -15,26 +17,36 @@ a killed run reads at most the chunk that it was in once more, and proves by a d
 from __future__ import annotations
 
 import hashlib
+import io
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lamplighter import report
-from lamplighter.data.batch_source import DataFacts, held_out_windows
+from lamplighter.data.batch_source import DataFacts, held_out_windows, unigram_loss
 from lamplighter.data.batches import NO_TARGET, Batch, Prefetcher, count_targets, permute, validation_batches
 from lamplighter.data.sources import Cursor, Part, Position, Source
-from lamplighter.data.split import Pieces, Split, Splitter
-from lamplighter.data.stream_split import HeldOutTokens
+from lamplighter.data.split import (
+    LOOK_DOCUMENTS,
+    CacheSettings,
+    Pieces,
+    Split,
+    Splitter,
+    begin_survey,
+    decide,
+    survey_texts,
+)
 from lamplighter.data.tokenizer import Tokenizer
-from lamplighter.data.unigrams import unigram_loss
 from lamplighter.errors import BadData
-from lamplighter.readers.ranges import TextBlock as Texts
+from lamplighter.readers.ranges import TextBlock
+from lamplighter.rundir import read_json, write_atomic, write_json
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 _LOOK_EVERY_S = 0.2
@@ -212,7 +224,7 @@ class Filler:
             here = self.source.position()
             share = min(1.0, here.bytes_done / total) if total else 0.0
             going_on = divider.open_val is not None
-            pieces = divider.pieces(Texts([text.encode()], going_on, isinstance(text, Part)))
+            pieces = divider.pieces(TextBlock([text.encode()], going_on, isinstance(text, Part)))
             place = State(epoch=state.epoch, cursor=here.cursor, open_val=divider.open_val, share=share)
             waiting.append((pieces, place))
             size += len(text)
@@ -407,3 +419,97 @@ def _declare(chunk: Chunk) -> None:
         chunk.end.ended or len(str(chunk.end.epoch).rstrip("0")) == 1
     ):  # 1 to 9, 10, 20 ...: a tiny source ends each step
         report.note(f"the source ended in chunk {chunk.begin.chunk} (which began at document {documents:,}): {what}")
+
+
+# ---------------------------------------------------------------- what is held back
+
+
+@dataclass(frozen=True)
+class HeldOutTokens:
+    """Some documents as one stream of ids in memory; read like one side of the token cache."""
+
+    ids: Ids
+    documents: int
+    text_bytes: int
+    name: str = "val"
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, start: int, stop: int) -> Ids:
+        return self.ids[start:stop]
+
+    def document_starts(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """Where each document begins: after each end-of-text but the last."""
+        return np.flatnonzero(self.ids == self.ids[0])[:-1].astype(np.uint64) + np.uint64(1)
+
+    def gather(self, starts: np.ndarray[Any, np.dtype[np.int64]], length: int) -> Ids:
+        """int64 [B, length]: the stretches that begin at `starts`."""
+        if not len(starts):
+            return np.zeros((0, length), np.int64)
+        out: Ids = np.lib.stride_tricks.sliding_window_view(self.ids, length)[starts].astype(np.int64)
+        return out
+
+
+def hold_back(
+    folder: Path, source: Source, tokenizer: Tokenizer, fraction: float, sample_bytes: int
+) -> tuple[Split, HeldOutTokens]:
+    """What an earlier start of this run decided; else from the first documents, and kept."""
+    if not fraction:
+        return Split("documents", 0, 0), HeldOutTokens(np.zeros(0, np.uint32), 0, 0)
+    key = hashlib.sha256(f"{source} {tokenizer.fingerprint()} {fraction}".encode()).hexdigest()
+    if (known := _load(folder, key)) is not None:
+        return known
+    texts, division = _look(source, CacheSettings(fraction), sample_bytes)
+    held = _take(division, texts, tokenizer)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = io.BytesIO()
+    np.save(data, held.ids, allow_pickle=False)
+    write_atomic(folder / "val.npy", data.getvalue())
+    record = {
+        "key": key,
+        "sha256": hashlib.sha256(data.getvalue()).hexdigest(),
+        "division": asdict(division),
+        "documents": held.documents,
+        "text_bytes": held.text_bytes,
+    }
+    write_json(folder / "val.json", record)
+    return division, held
+
+
+def _load(folder: Path, key: str) -> tuple[Split, HeldOutTokens] | None:
+    record = read_json(folder / "val.json")
+    path = folder / "val.npy"
+    if not isinstance(record, dict) or record.get("key") != key or not path.is_file():
+        return None
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != record["sha256"]:
+        report.warn(f"{path} is damaged: the validation text is taken from the source again", path=str(path))
+        return None
+    ids = np.load(io.BytesIO(data), allow_pickle=False)
+    return Split(**record["division"]), HeldOutTokens(ids, record["documents"], record["text_bytes"])
+
+
+def _look(source: Source, settings: CacheSettings, sample_bytes: int) -> tuple[list[TextBlock], Split]:
+    """The first texts, and how they and all others are divided."""
+    seen, texts = begin_survey(settings), list[TextBlock]()
+    with report.phase("look at the documents", unit="documents") as p:
+        for block in survey_texts(source, seen, lambda _, item: p.set(seen.documents, item)):
+            texts.append(block)
+            if seen.text_bytes >= sample_bytes and seen.documents >= LOOK_DOCUMENTS:
+                break
+    return texts, decide(seen, settings, source)
+
+
+def _take(division: Split, texts: list[TextBlock], tokenizer: Tokenizer) -> HeldOutTokens:
+    """The validation pieces of what was looked at, as one stream: end-of-text first, and after each document."""
+    divider, chosen = Splitter(division), list[bytes]()
+    begins, ends = 0, list[bool]()
+    for pieces in map(divider.pieces, texts):
+        chosen += [text for text, val in zip(pieces.texts, pieces.val.tolist(), strict=True) if val]
+        begins += int((pieces.begins & pieces.val).sum())
+        ends += pieces.ends[pieces.val].tolist()
+    encoded = tokenizer.encode_batch([text.decode() for text in chosen])
+    ids = np.insert(encoded.ids, encoded.offsets[1:][np.array(ends, bool)], tokenizer.end_of_text)
+    ids = np.concatenate([np.array([tokenizer.end_of_text], ids.dtype), ids]) if chosen else ids[:0]
+    return HeldOutTokens(ids, begins, sum(map(len, chosen)))

@@ -1,7 +1,7 @@
 """How many tokens a run will find in its text, before it begins: counted where a cache has them, else estimated and said so.
 
 In:  the run's source, its tokenizer section, the folder of caches.
-Out: an TokenEstimate: tokens to train and to validate on, padding, windows; and in words where the numbers come from.
+Out: a TokenEstimate: tokens to train and to validate on, padding, windows; and in words where the numbers come from.
 
 Nothing is built and nothing is written. An estimate is: text of the source x tokens per byte of a sample spread over it. Where
 the tokenizer is still to be trained, one is trained on the sample for this and forgotten; it is measured on the sample and on text
@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from lamplighter import report
 from lamplighter.config import Run
 from lamplighter.data import tokenizer as tokenizers
 from lamplighter.data import tokenizer_training
+from lamplighter.data.batches import Int64s
 from lamplighter.data.chat import example_cache
 from lamplighter.data.chat.packing import WORDS, padding_share
 from lamplighter.data.chat.rows import RowSource, SetAside
@@ -30,7 +30,7 @@ from lamplighter.data.sampling import TextSample, take
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.split import CacheSettings
-from lamplighter.data.token_cache import reader as tokens
+from lamplighter.data.token_cache.reader import locate_token_cache
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.rundir import human_bytes, read_record
 
@@ -63,17 +63,12 @@ def estimate_tokens(run: Run, source: Source, cache: Path) -> TokenEstimate:
     if isinstance(source, RowSource):
         return _look_at_rows(run, source, tokenizer, cache if may_hash else None)
     if tokenizer is not None and may_hash:
-        found = tokens.find_token_cache(cache, source, tokenizer, CacheSettings(run.data.val_fraction))
-        if found is not None:
-            train, val = (int(found["splits"][side]["tokens"]) for side in ("train", "val"))
-            return _text(
-                run,
-                train,
-                val,
-                how=f"counted: token cache {found['name']}",
-                counted=True,
-                vocab_size=tokenizer.vocab_size,
-            )
+        found = locate_token_cache(cache, source, tokenizer, CacheSettings(run.data.val_fraction))
+        if found.fault is None:
+            splits = read_record(found.folder / found.kind.manifest)["splits"]
+            train, val = (int(splits[side]["tokens"]) for side in ("train", "val"))
+            how = f"counted: token cache {found.folder.name}"
+            return _text(run, train, val, how=how, counted=True, vocab_size=tokenizer.vocab_size)
     return _estimate(run, source, tokenizer)
 
 
@@ -93,11 +88,9 @@ def _ready_tokenizer(run: Run, source: Source, cache: Path | None) -> Tokenizer 
         return tokenizers.load(Path(path))
     if section.kind == "bytes":
         return tokenizers.byte_level()
-    return (
-        tokenizer_training.find_trained(source, section.vocab_size, section.sample_mb, cache)
-        if cache is not None
-        else None
-    )
+    if cache is None:
+        return None
+    return tokenizer_training.find_trained(source, section.vocab_size, section.sample_mb, cache)
 
 
 # ---------------------------------------------------------------- text
@@ -132,10 +125,9 @@ def _estimate(run: Run, source: Source, tokenizer: Tokenizer | None) -> TokenEst
         f"estimated: {human_bytes(whole)} of text x {per_byte:.3f} tokens per byte{at_least},"
         f" from {sample.words}, by {by}; lamp data prepare counts them"
     )
-    vocab_size = (
-        tokenizer.vocab_size if run.tokenizer.path or run.model.init_from or run.tokenizer.kind == "bytes" else 0
-    )
-    return _text(run, total - val, val, how=how, counted=False, vocab_size=vocab_size or run.tokenizer.vocab_size)
+    known = run.tokenizer.path or run.model.init_from or run.tokenizer.kind == "bytes"
+    vocab_size = tokenizer.vocab_size if known else run.tokenizer.vocab_size
+    return _text(run, total - val, val, how=how, counted=False, vocab_size=vocab_size)
 
 
 def _all_bytes(source: Source, sample: TextSample) -> float:
@@ -151,38 +143,22 @@ def _look_at_rows(run: Run, source: RowSource, tokenizer: Tokenizer | None, cach
     if tokenizer is None:
         tokenizer = tokenizers.train(take(source, _SAMPLE_BYTES).texts, run.tokenizer.vocab_size)
     template = load_template(run.data.template, tokenizer)
-    folder = (
-        example_cache.find_example_cache(cache, source, template, run.data.val_fraction) if cache is not None else None
-    )
-    if folder is not None:
-        index = np.load(folder / "index.npy")
+    found = example_cache.locate_example_cache(cache, source, template, run.data.val_fraction) if cache else None
+    if found is not None and found.fault is None:
+        index = np.load(found.folder / "index.npy")
         columns = dict(zip(example_cache.FIELDS, index.T, strict=True))
         is_val = columns["is_val"] == 1
         train, val = columns["length"][~is_val], int(columns["length"][is_val].sum())
-        return _rows(
-            run,
-            train,
-            1.0,
-            val=val,
-            how=f"counted: examples {folder.name}",
-            counted=True,
-            vocab_size=tokenizer.vocab_size,
-        )
+        how = f"counted: examples {found.folder.name}"
+        return _rows(run, train, 1.0, val=val, how=how, counted=True, vocab_size=tokenizer.vocab_size)
     lengths, share = _sample_rows(source, template)
     val = round(int(lengths.sum()) / share * run.data.val_fraction)
     how = f"estimated: the first {len(lengths):,} examples, {share:.1%} of {human_bytes(source.total_bytes() or 0)}, with the template"
-    return _rows(
-        run,
-        lengths,
-        share / (1 - run.data.val_fraction),
-        val=val,
-        how=how,
-        counted=False,
-        vocab_size=tokenizer.vocab_size,
-    )
+    share /= 1 - run.data.val_fraction
+    return _rows(run, lengths, share, val=val, how=how, counted=False, vocab_size=tokenizer.vocab_size)
 
 
-def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[np.ndarray[Any, np.dtype[np.int64]], float]:
+def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[Int64s, float]:
     """The lengths of the first examples, and the share of the rows that they are."""
     with report.phase("estimate tokens", total=_ROWS, unit="examples") as p:
         read = list(islice(source.conversations(SetAside(source.policy, quiet=True), template.between), _ROWS + 1))
@@ -193,15 +169,7 @@ def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[np.ndarray[
     return np.array(lengths, np.int64), max(1e-9, min(1.0, share))
 
 
-def _rows(
-    run: Run,
-    lengths: np.ndarray[Any, np.dtype[np.int64]],
-    share: float,
-    val: int,
-    how: str,
-    counted: bool,
-    vocab_size: int,
-) -> TokenEstimate:
+def _rows(run: Run, lengths: Int64s, share: float, val: int, how: str, counted: bool, vocab_size: int) -> TokenEstimate:
     seq_len, batch = run.data.seq_len, run.train.batch_size
     positions = np.minimum(np.maximum(0, lengths - 1), seq_len)
     packing = "packed" if run.data.packing == "auto" else run.data.packing

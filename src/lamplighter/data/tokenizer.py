@@ -5,7 +5,7 @@ Out: a Tokenizer: exact ids, fast; files that transformers opens as they are.
 
 Over-length policy: a text is never truncated here, whatever its file says; long documents are cut into windows later
 (data/batches), so nothing is thrown away. Nothing is added either: no begin or end marks, and a text that happens to
-contain "<|endoftext|>" stays a text. The cache (data/tokens) puts one end-of-text after each document, by its id.
+contain "<|endoftext|>" stays a text. The token cache puts one end-of-text after each document, by its id.
 """
 
 from __future__ import annotations
@@ -212,6 +212,12 @@ class Tokenizer:
             elif name != self.end_name:
                 others.append(name)
         return {**roles, **({"additional_special_tokens": others} if others else {})}
+
+
+def first_difference(text: str, other: str) -> int:
+    """The number of characters that two texts begin with in common."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((n for n, (one, two) in pairs if one != two), min(len(text), len(other)))
 
 
 # ---------------------------------------------------------------- reading a tokenizer

@@ -6,7 +6,6 @@ Out: a record for --json, and the words for it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from lamplighter.data import tokenizer as tokenizers
 from lamplighter.data import tokenizer_training
+from lamplighter.data.chat.template import own_template
 from lamplighter.data.sampling import take
 from lamplighter.data.sources import Source
 from lamplighter.data.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def portray(
         "added": {name: i for i, name in tokenizer.added.items() if i not in tokenizer.special},
         "backend": tokenizer.backend,
         "backend_reason": tokenizer.backend_reason,
-        "chat_template": _has_template(tokenizer, found),
+        "chat_template": own_template(tokenizer.files) is not None,
         "fingerprint": tokenizer.fingerprint(),
     }
     if text is not None:
@@ -72,14 +72,6 @@ def portray(
 def _kind(tokenizer: Tokenizer) -> str:
     model = str(tokenizer.content["model"].get("type", "?"))
     return f"byte-level {model}" if tokenizer.is_byte_level else model
-
-
-def _has_template(tokenizer: Tokenizer, path: Path) -> bool:
-    folder = path if path.is_dir() else path.parent
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    config = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
-    return bool(isinstance(config, dict) and config.get("chat_template"))
 
 
 def _cut(tokenizer: Tokenizer, text: str) -> dict[str, Any]:

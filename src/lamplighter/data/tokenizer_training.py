@@ -1,7 +1,7 @@
-"""What a tokenizer does with text: round trip, bytes per token, how much of the vocabulary a text uses, how it cuts.
+"""A tokenizer trained on a source, kept, and measured: round trip, bytes per token, how much of the vocabulary a text uses.
 
-In:  a tokenizer, texts with their places.
-Out: figures as frozen dataclasses, and the words for them.
+In:  a source, the size of the vocabulary; or a tokenizer and texts with their places.
+Out: a Tokenizer in its folder; figures as frozen dataclasses, and the words for them.
 """
 
 from __future__ import annotations
@@ -65,10 +65,6 @@ class TokenizerMeasure:
     """Tokens that occur, but less than RARE times."""
     frequent: list[Token]
     longest: list[Token]
-
-    @property
-    def used_share(self) -> float:
-        return self.used / max(1, self.vocab_size)
 
 
 def measure(tokenizer: Tokenizer, texts: Sequence[str], places: Sequence[str], what: str = "") -> TokenizerMeasure:
@@ -139,7 +135,7 @@ def escaped(text: bytes | str) -> str:
 
 def difference(text: str, back: str) -> str:
     """Where two texts part, in words."""
-    at = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
+    at = tokenizers.first_difference(text, back)
     was, now = escaped(text[max(0, at - 8) : at + 12]), escaped(back[max(0, at - 8) : at + 12])
     return f'character {at:,}: "{was}" came back as "{now}"'
 
@@ -211,7 +207,7 @@ def _refuse_other(folder: Path, key: str, force: bool) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Before any work too."""
+    """Before any work: whether a folder can be written to."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         probe = (folder if folder.exists() else folder.parent) / f".lamp-probe.{os.getpid()}"

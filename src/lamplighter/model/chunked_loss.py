@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lamplighter.model import cpu, shape
+from lamplighter.model import shape
 
 _STRIP_WORDS = 1024  # of the matrix's gradient, converted together
 
@@ -45,22 +45,10 @@ class _Settings(NamedTuple):
     scale: float
     dtype: torch.dtype  # of the products: autocast's where it is on
     buffers: LossBuffers
-    split: bool  # cpu.py's split products
-    tie: cpu.TiedGradient | None
 
 
-def chunked_loss(
-    x_BTC: Tensor,
-    weight_VC: Tensor,
-    targets_BT: Tensor,
-    scale: float,
-    buffers: LossBuffers,
-    *,
-    tie: cpu.TiedGradient | None = None,
-) -> Tensor:
-    """`scale` times the sum of cross entropy (nats) over targets >= 0, in float32. With a tie, the gradient of the matrix
-    goes through it instead of through autograd.
-    """
+def chunked_loss(x_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, scale: float, buffers: LossBuffers) -> Tensor:
+    """`scale` times the sum of cross entropy (nats) over targets >= 0, in float32."""
     x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
     counted_N = targets_N >= 0
     if not bool(counted_N.all()):
@@ -68,7 +56,7 @@ def chunked_loss(
         x_NC, targets_N = x_NC.index_select(0, kept), targets_N.index_select(0, kept)
     device = x_NC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_NC.dtype
-    settings = _Settings(scale, dtype, buffers, cpu.suits_split(len(x_NC), weight_VC), tie)
+    settings = _Settings(scale, dtype, buffers)
     with torch.autocast(device, enabled=False):
         loss: Tensor = _ChunkedLoss.apply(x_NC, weight_VC, targets_N, settings)  # type: ignore[no-untyped-call]
     return loss
@@ -79,7 +67,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, settings: _Settings) -> Tensor:
-        scale, dtype, buffers, split, ctx.tie = settings
+        scale, dtype, buffers = settings
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         weight = weight_VC.to(dtype)
         dx_NC = torch.empty_like(x_NC) if wants_x else None
@@ -92,19 +80,14 @@ class _ChunkedLoss(torch.autograd.Function):
             here = slice(start, start + rows)
             x_RC, targets_R1 = x_NC[here].to(dtype), targets_N[here, None]
             chunk_RV = buffers.take(rows, weight, dtype)[: len(x_RC)]
-            if split:
-                cpu.split_matmul_t(x_RC, weight, out_NR=chunk_RV)
-            else:
-                torch.mm(x_RC, weight.t(), out=chunk_RV)
+            torch.mm(x_RC, weight.t(), out=chunk_RV)
             strip = shape.strip_rows(rows, x_NC.device.type)
             for top in range(0, len(x_RC), strip):
                 part = slice(top, top + strip)
                 loss_N1[here][part] = _to_gradient(chunk_RV[part], targets_R1[part], buffers, wants_x or wants_weight)
             if dx_NC is not None:
-                dx_NC[here] = cpu.split_matmul(chunk_RV, weight) if split else chunk_RV @ weight
-            if dweight_VC is not None and split:
-                cpu.add_split_outer(dweight_VC, chunk_RV, x_RC, scale, first=start == 0)
-            elif dweight_VC is not None:
+                dx_NC[here] = chunk_RV @ weight
+            if dweight_VC is not None:
                 _add_product(dweight_VC, chunk_RV, x_RC, scale, first=start == 0)
         ctx.save_for_backward(None if dx_NC is None else dx_NC.mul_(scale), dweight_VC)
         return loss_N1.sum() * scale
@@ -115,8 +98,6 @@ class _ChunkedLoss(torch.autograd.Function):
         dx_NC, dweight_VC = ctx.saved_tensors
         if upstream.device.type != "cpu" or float(upstream) != 1.0:
             dx_NC, dweight_VC = (None if part is None else part * upstream for part in (dx_NC, dweight_VC))
-        if ctx.tie is not None:
-            ctx.tie.gradient_VC, dweight_VC = dweight_VC, None
         return dx_NC, dweight_VC, None, None
 
 

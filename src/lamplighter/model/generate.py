@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lamplighter.model.cpu import decode_linear, decode_linear_t, is_bare, untouched
-from lamplighter.model.transformer import GPT2Layer, KVCache, LlamaLayer, RMSNorm, Transformer, rotary_cos_sin
+from lamplighter.model.cpu import decode_linear, decode_linear_t
+from lamplighter.model.recompute import RecomputedForward
+from lamplighter.model.transformer import GPT2Layer, KVCache, LlamaLayer, Transformer, rotary_cos_sin
 
 _LIKELY = 512  # how many of the likeliest tokens are looked at before all are sorted for top_p
 
@@ -251,14 +252,16 @@ class LlamaWeights(NamedTuple):
 
 def can_decode(model: nn.Module) -> bool:
     """Whether every module is transformer.py's own, and nobody hooked, wrapped or replaced any of them."""
-    if type(model) is not Transformer:
-        return False
-    gpt2 = model.shape.family == "gpt2"
-    layers = model.transformer.h if gpt2 else model.model.layers
-    body: nn.Module = model.transformer if gpt2 else model.model
-    ends = [part for part in body.children() if part is not layers]
-    plain = all(type(part) in (nn.Embedding, nn.LayerNorm, RMSNorm) and is_bare(part) for part in ends)
-    return plain and is_bare(body) and all(untouched(layer) for layer in layers)
+    return type(model) is Transformer and all(_is_plain(part) for part in model.modules() if part is not model)
+
+
+def _is_plain(part: nn.Module) -> bool:
+    torchs = type(part) in (nn.Embedding, nn.LayerNorm, nn.Linear, nn.ModuleList)
+    ours = torchs or type(part).__module__ == "lamplighter.model.transformer"
+    wrapped = "forward" in part.__dict__ and not isinstance(part.forward, RecomputedForward)
+    hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+    global_hooks = nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    return ours and not wrapped and not hooks and not global_hooks
 
 
 class Decoder:

@@ -296,8 +296,10 @@ def strip_rows(rows: int, device_type: str) -> int:
     return min(rows, BLOCK_ROWS) if device_type == "cpu" else rows
 
 
-# ---------------------------------------------------------------- attention by products, on a CPU
+# ---------------------------------------------------------------- attention in blocks of queries, on a CPU (model/cpu.py)
 
+BLOCK_ATTENTION_TOKENS = 512  # of a row, up to which it is faster than torch's in bf16: docs/decisions/021-kernels.md
+BLOCK_QUERIES = 128  # a block of them meets only the keys before its end
 KEPT_BYTES = 8  # a token and a unit of width: probabilities up to this size are kept, larger ones worked out again
 
 

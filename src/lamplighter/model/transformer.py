@@ -5,9 +5,6 @@ Out: logits, or the next-token loss.
 
 Tensors carry their axes as a suffix: B batch, T time (new tokens), S time (all tokens looked at), C width, H heads,
 D head width, V vocabulary, M MLP width. No module holds a buffer: the state dict is the parameters and nothing else.
-
-What cpu.py provides (`linear`, `attention`, `embed`, `fused_gpt2` ...) is the plain operation of that name, with a faster
-kernel for a CPU where one suits; read it as torch.nn.functional's.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,10 +16,10 @@ from torch.nn import functional
 
 from lamplighter.model import cpu
 from lamplighter.model.chunked_loss import LossBuffers, chunked_loss
-from lamplighter.model.cpu import RotaryCosSin
 from lamplighter.model.shape import Shape
 
 INIT_STD = 0.02
+RotaryCosSin = tuple[Tensor, Tensor]
 
 
 class LanguageModel(Protocol):
@@ -95,7 +92,11 @@ def attend(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, 
     if groups > 1:
         k_BHSD = k_BHSD.repeat_interleave(groups, dim=1)
         v_BHSD = v_BHSD.repeat_interleave(groups, dim=1)
-    mixed_BHTD = cpu.attention(q_BHTD, k_BHSD, v_BHSD, mask, dropout)
+    if cpu.suits_attention(q_BHTD, k_BHSD.shape[2], dropout):  # a kernel of our own, the same arithmetic
+        mixed_BHTD = cpu.block_attention(q_BHTD, k_BHSD, v_BHSD, mask)
+    else:
+        is_causal = mask is None and q_BHTD.shape[2] > 1
+        mixed_BHTD = functional.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, mask, dropout, is_causal)
     return mixed_BHTD.transpose(1, 2).flatten(2)
 
 
@@ -117,7 +118,7 @@ class Conv1D(nn.Module):
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cpu.linear_t(x, self.weight, self.bias)
+        return functional.linear(x, self.weight.t(), self.bias)
 
 
 class GPT2Attention(nn.Module):
@@ -156,8 +157,6 @@ class GPT2Layer(nn.Module):
         self.mlp = GPT2MLP(shape)
 
     def forward(self, x_BTC: Tensor, context: AttentionContext) -> Tensor:
-        if (fused := cpu.fused_gpt2(self, x_BTC, context.mask, cached=context.cache is not None)) is not None:
-            return fused
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), context)
         out_BTC: Tensor = x_BTC + self.mlp(self.ln_2(x_BTC))
         return out_BTC
@@ -172,8 +171,8 @@ class GPT2Body(nn.Module):
         self.h = nn.ModuleList(GPT2Layer(shape, layer) for layer in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.width, eps=shape.norm_eps)
 
-    def forward(self, tokens_BTC: Tensor, context: AttentionContext) -> Tensor:
-        x_BTC: Tensor = tokens_BTC + self.wpe(context.positions)
+    def forward(self, ids_BT: Tensor, context: AttentionContext) -> Tensor:
+        x_BTC: Tensor = self.wte(ids_BT) + self.wpe(context.positions)
         x_BTC = functional.dropout(x_BTC, self.dropout, self.training)
         for layer in self.h:
             x_BTC = layer(x_BTC, context)
@@ -213,22 +212,15 @@ def _apply_rotary(x_BHTD: Tensor, rotary: RotaryCosSin) -> Tensor:
     return (x_BHTD * cos + half_BHTD * sin).type_as(x_BHTD)
 
 
-class Linear(nn.Linear):
-    """Without a bias."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cpu.linear(x, self.weight)
-
-
 class LlamaAttention(nn.Module):
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self.layer, self.head_width, self.dropout = layer, shape.head_width, shape.dropout
         kv_width = shape.kv_heads * shape.head_width
-        self.q_proj = Linear(shape.width, shape.width, bias=False)
-        self.k_proj = Linear(shape.width, kv_width, bias=False)
-        self.v_proj = Linear(shape.width, kv_width, bias=False)
-        self.o_proj = Linear(shape.width, shape.width, bias=False)
+        self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.k_proj = nn.Linear(shape.width, kv_width, bias=False)
+        self.v_proj = nn.Linear(shape.width, kv_width, bias=False)
+        self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
 
     def forward(self, x_BTC: Tensor, context: AttentionContext, rotary: RotaryCosSin) -> Tensor:
         q_BHTD = _apply_rotary(_split_heads(self.q_proj(x_BTC), self.head_width), rotary)
@@ -244,9 +236,9 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.width, shape.mlp_width, bias=False)
-        self.up_proj = Linear(shape.width, shape.mlp_width, bias=False)
-        self.down_proj = Linear(shape.mlp_width, shape.width, bias=False)
+        self.gate_proj = nn.Linear(shape.width, shape.mlp_width, bias=False)
+        self.up_proj = nn.Linear(shape.width, shape.mlp_width, bias=False)
+        self.down_proj = nn.Linear(shape.mlp_width, shape.width, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         out_BTC: Tensor = self.down_proj(functional.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
@@ -262,9 +254,6 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape)
 
     def forward(self, x_BTC: Tensor, context: AttentionContext, rotary: RotaryCosSin) -> Tensor:
-        cached = context.cache is not None
-        if (fused := cpu.fused_llama(self, x_BTC, context.mask, rotary, cached)) is not None:
-            return fused
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), context, rotary)
         out_BTC: Tensor = x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
         return out_BTC
@@ -278,7 +267,8 @@ class LlamaBody(nn.Module):
         self.layers = nn.ModuleList(LlamaLayer(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape)
 
-    def forward(self, x_BTC: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, ids_BT: Tensor, context: AttentionContext) -> Tensor:
+        x_BTC: Tensor = self.embed_tokens(ids_BT)
         rotary = rotary_cos_sin(context.positions, self.head_width, self.theta)
         for layer in self.layers:
             x_BTC = layer(x_BTC, context, rotary)
@@ -323,27 +313,18 @@ class Transformer(nn.Module):
         self.check_room(ids_BT, cache, segments_BT)
         context = attention_context(ids_BT, cache, segments_BT)
         body = self.transformer if self.shape.family == "gpt2" else self.model
-        tie = None if targets_BT is None else self.tie()
-        x_BTC: Tensor = body(cpu.embed(self.embedding(), ids_BT, tie), context)
+        x_BTC: Tensor = body(ids_BT, context)
         if cache is not None:
             cache.position += ids_BT.shape[1]
         if targets_BT is not None:
-            return chunked_loss(x_BTC, self.head_weight(), targets_BT, scale, self.loss_buffers, tie=tie)
+            return chunked_loss(x_BTC, self.head_weight(), targets_BT, scale, self.loss_buffers)
         return functional.linear(x_BTC[:, -1:] if last_only else x_BTC, self.head_weight())
-
-    def embedding(self) -> nn.Embedding:
-        return self.transformer.wte if self.shape.family == "gpt2" else self.model.embed_tokens
 
     def head_weight(self) -> Tensor:
         """The [V, C] matrix that turns the last layer into logits: the embedding itself where they are tied."""
-        return self.embedding().weight if self.shape.tie_embeddings else self.lm_head.weight
-
-    def tie(self) -> cpu.TiedGradient | None:
-        """Where the embedding is tied to the head, on a CPU: one gradient for both."""
         if not self.shape.tie_embeddings:
-            return None
-        layers = self.transformer.h if self.shape.family == "gpt2" else self.model.layers
-        return cpu.tied_gradient(self.embedding(), layers)
+            return self.lm_head.weight
+        return self.transformer.wte.weight if self.shape.family == "gpt2" else self.model.embed_tokens.weight
 
     def check_room(self, ids_BT: Tensor, cache: KVCache | None, segments_BT: Tensor | None) -> None:
         length = ids_BT.shape[1] + (0 if cache is None else cache.position)

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 
 from lamplighter.config import GRADIENT_BYTES, WEIGHT_BYTES
 from lamplighter.gpus import Device
-from lamplighter.model.shape import Shape, block_rows, keeps_probabilities, matmul_parameters_per_layer
+from lamplighter.model.shape import (
+    BLOCK_ATTENTION_TOKENS,
+    BLOCK_QUERIES,
+    Shape,
+    block_rows,
+    keeps_probabilities,
+    matmul_parameters_per_layer,
+)
 from lamplighter.plan.job import Job
 
 GIB = 1 << 30
@@ -86,25 +93,23 @@ def layer_bytes(shape: Shape, dtype: str, on_cpu: bool = True, segments: bool = 
     """What one layer keeps of one token for the backward pass, without copies of the weights."""
     C, M, H, T = shape.width, shape.mlp_width, shape.heads, seq_len
     number = 4 if dtype == "fp32" else 2
-    by_hand = on_cpu and dtype == "bf16" and not shape.dropout  # model/cpu.py, fused layers
+    by_blocks = on_cpu and dtype == "bf16" and not shape.dropout and T <= BLOCK_ATTENTION_TOKENS  # model/cpu.py
     if shape.family == "gpt2":
         kept = 32 * C + 8 * M if dtype == "fp32" else 20 * C + 4 * M
         noise = 2 * C  # after attention and after the MLP
-    elif by_hand:
-        kept, noise = 20 * C + 6 * M, 0
     else:
         kept = 40 * C + 16 * M if dtype == "fp32" else 34 * C + 8 * M
         noise = 0
     kept += 16  # norms
-    if not by_hand:
+    if not by_blocks:
         kept += 4 * H  # the sums of attention
     elif keeps_probabilities(T, shape.head_width, number):
-        kept += number * H * T
+        kept += number * H * min(T, (T + BLOCK_QUERIES) // 2)
     if shape.dropout > 0:
         kept += noise * (number if on_cpu else 1)
         if on_cpu:  # no fused kernel drops out on a CPU: scores, noise and their product are kept, in fp32
             kept += 12 * H * T + (6 * C if dtype == "bf16" else 0)
-    elif segments and not by_hand:
+    elif segments and not by_blocks:
         kept += number * T  # the mask as numbers
     return kept
 
@@ -121,7 +126,6 @@ def memory(job: Job, device: Device) -> Memory:
     kept = shape.layers * (tokens * shape.width * 4 if job.recompute else each)
     head = 2 * shape.vocab_size * shape.width if job.dtype == "bf16" else 0
     cast = head + (0 if job.recompute else shape.layers * copies)
-    one_gradient = on_cpu and shape.tie_embeddings and not job.whole_logits  # model/cpu.py, tied gradient
     return Memory(
         weights=WEIGHT_BYTES * job.params,
         gradients=GRADIENT_BYTES * job.params,
@@ -132,7 +136,7 @@ def memory(job: Job, device: Device) -> Memory:
         logits=tokens * shape.vocab_size * LOGIT_BYTES,
         held=_held_logits(job, on_cpu),
         own=int((_HOST_OWN_GIB if on_cpu else _GPU_OWN_GIB) * GIB),
-        embedding=0 if one_gradient else 4 * shape.vocab_size * shape.width,
+        embedding=4 * shape.vocab_size * shape.width,
         gradients_meanwhile=job.accumulation > 1,
         staging=job.optimizer.checkpoint_bytes * job.params,
         staging_here=on_cpu,

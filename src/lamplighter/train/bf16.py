@@ -1,7 +1,7 @@
 """bf16 on a CPU: whether it works here, and whether it is worth it for this model.
 
 In:  the shape of the model.
-Out: bf16 made to work where that can be (decisions 004, 014); fp32 or bf16, by the time that such a block takes in each.
+Out: bf16 made to work where that can be (decision 004); fp32 or bf16, by the time that such a block takes in each.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import faulthandler
 import functools
 import os
 import time
-from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
-from lamplighter.model import cpu
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import attend
 from lamplighter.procs import procfs
-from lamplighter.train import tiles
 
 _GAIN = 1.1  # bf16 costs accuracy: it must be worth it
 ISA_LIMIT = "ONEDNN_MAX_CPU_ISA"
@@ -88,51 +85,35 @@ def processor() -> str:
 
 @functools.cache
 def make_it_work() -> bool:
-    """Some virtual machines announce AMX and die of it (SIGILL): try in a forked process; with AMX described to the
-    library; without AMX. Asked before the first product, and remembered: a fork after it would hang.
+    """Some virtual machines announce AMX and die of it (SIGILL): try in a forked process; then without AMX. Asked before
+    the first product, and remembered: a fork after it would hang.
     """
-    if _survives(_trial):
-        return True
-    if "amx_tiles" in cpu.enabled and tiles.missing() and _survives(_describe_tiles):
-        _describe_tiles()
+    if _survives_trial():
         return True
     os.environ[ISA_LIMIT] = "AVX512_CORE_BF16"  # read by the library at its first product, which is still to come
-    if _survives(_trial):
+    if _survives_trial():
         return True
     del os.environ[ISA_LIMIT]
     return False
 
 
-def _describe_tiles() -> None:
-    """What the library asks depends on the shape (sizes that fill no tile ask more): many small ones first, then others
-    that must do without us.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        tiles.describe(_trial)
-        _trial(rows=200, inner=1001, columns=77, head=24)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _trial(rows: int = 65, inner: int = 70, columns: int = 33, head: int = 64) -> None:
-    """Products whose results are known, of sizes that fill the tiles and of given ones, and attention forward and backward."""
-    for m, k, n in ((64, 64, 64), (rows, inner, columns)):
+def _trial() -> None:
+    """Products whose results are known, of sizes that fill a tile of AMX and others, and attention forward and backward."""
+    for m, k, n in ((64, 64, 64), (65, 70, 33)):
         a, b = ((torch.arange(x * k).reshape(x, k) % 7 - 3).float() for x in (m, n))
         right = a @ b.T
         for product in (a.bfloat16() @ b.bfloat16().T, a.bfloat16() @ b.T.contiguous().bfloat16(),
                         a.T.contiguous().bfloat16().T @ b.bfloat16().T):  # fmt: skip
             if not torch.equal(product, right.bfloat16()):
                 raise ArithmeticError("a bf16 product is wrong")
-    question = (torch.arange(2 * rows * head).reshape(1, 2, rows, head) % 7 - 3).bfloat16().requires_grad_()
-    torch.nn.functional.scaled_dot_product_attention(question, question, question, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
-    if question.grad is None or not question.grad.isfinite().all():
+    q = (torch.arange(2 * 65 * 64).reshape(1, 2, 65, 64) % 7 - 3).bfloat16().requires_grad_()
+    functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
+    if q.grad is None or not q.grad.isfinite().all():
         raise ArithmeticError("a bf16 attention is wrong")
 
 
-def _survives(trial: Callable[[], None]) -> bool:
-    """The trial in a process that may die."""
+def _survives_trial() -> bool:
+    """In a process that may die."""
     pid = os.fork()
     if pid == 0:
         with open(os.devnull, "w") as nowhere:
@@ -141,7 +122,7 @@ def _survives(trial: Callable[[], None]) -> bool:
         torch.set_num_threads(1)
         code = 1
         try:
-            trial()
+            _trial()
             code = 0
         finally:
             os._exit(code)

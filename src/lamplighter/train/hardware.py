@@ -21,14 +21,14 @@ import torch
 from lamplighter import gpus
 from lamplighter.config import Train
 from lamplighter.errors import BadConfig
-from lamplighter.model.shape import Shape
+from lamplighter.model.shape import BLOCK_ATTENTION_TOKENS, Shape
 from lamplighter.procs import procfs
 from lamplighter.procs.pool import usable_cores
 from lamplighter.train import bf16
 
 _FAMILIES = ("gpt2", "llama")
 _COMPILE_COSTS_S = 60.0  # half a minute, and it should be worth the trouble
-_COMPILE_GAINS = {("llama", "fp32"): 0.06}  # measured: docs/performance.md
+_LLAMA_COMPILE_GAIN = 0.05  # with torch's attention, on a CPU: docs/decisions/021-kernels.md
 _GPU_COMPILE_GAIN = 0.1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3), with what they are by default
 TRIM_THRESHOLD, MMAP_MAX = 128 * 1024, 65_536
@@ -83,7 +83,10 @@ def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | 
     torch.set_num_threads(threads)
     why = "train.threads" if section.threads else "as before" if before else "the cores this process may use"
     reasons.append(f"{threads} thread{'s' if threads != 1 else ''}: {why}")
+    allowed = os.environ.get(bf16.ISA_LIMIT)
     dtype = _choose_dtype(section, device, before.get("dtype"), shape, reasons)
+    if os.environ.get(bf16.ISA_LIMIT) != allowed:
+        reasons.append("without AMX: bf16 crashes with it on this CPU (a trial process died)")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     peak, how = _peak(device, dtype, name)
     reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {'bf16' if dtype == torch.bfloat16 else 'fp32'}: {how}")
@@ -91,7 +94,14 @@ def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | 
 
 
 def choose_compile(
-    section: Train, where: Machine, family: str, *, before: bool | None, expected_s: float, one_shape: bool
+    section: Train,
+    where: Machine,
+    family: str,
+    *,
+    before: bool | None,
+    expected_s: float,
+    one_shape: bool,
+    seq_len: int,
 ) -> tuple[bool, str]:
     """Whether to compile the blocks, and why; a resumed run keeps what it had."""
     if section.compile != "auto":
@@ -103,7 +113,7 @@ def choose_compile(
     if not one_shape:
         return False, "every length would be compiled"
     on_cpu = where.device.type == "cpu"
-    gain = _COMPILE_GAINS.get((family, where.dtype_name), 0.0) if on_cpu else _GPU_COMPILE_GAIN
+    gain = _cpu_compile_gain(family, where.dtype_name, seq_len) if on_cpu else _GPU_COMPILE_GAIN
     if not gain:
         return False, f"it gains a {family} nothing in {where.dtype_name} on a CPU (docs/performance.md)"
     if expected_s * gain < _COMPILE_COSTS_S:
@@ -111,6 +121,12 @@ def choose_compile(
     if on_cpu and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
         return False, "there is no C++ compiler (g++), which it needs"
     return True, f"the run is long enough to pay for it (about {expected_s / 3600:.1f} h)"
+
+
+def _cpu_compile_gain(family: str, dtype_name: str, seq_len: int) -> float:
+    """Share of the time that it saves; nothing where attention is a kernel of our own, which a compiled block does not use."""
+    own_attention = dtype_name == "bf16" and seq_len <= BLOCK_ATTENTION_TOKENS
+    return _LLAMA_COMPILE_GAIN if family == "llama" and not own_attention else 0.0
 
 
 def _choose_device(section: Train, reasons: list[str]) -> torch.device:

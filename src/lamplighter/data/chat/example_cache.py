@@ -3,9 +3,9 @@
 In:  files of instruction rows, a tokenizer, a chat template, settings.
 Out: Examples with a train and a val side. Equal examples are kept once, so they are never on both sides.
 
-The cache is `<cache>/examples-<fingerprint>/`: examples.bin holds every token as 32 bits, the highest one set where the
-token is learned; index.npy one row of numbers per example; examples.json says what it was made of. It is written under
-temporary names and named at the end: a killed build leaves nothing that could be taken for a cache, and is done anew.
+The cache is `<cache>/examples-<fingerprint>/` (cache_location.py): examples.bin holds every token as 32 bits, the highest
+one set where the token is learned; index.npy one row of numbers per example; examples.json says what it was made of. It
+is written last: a killed build leaves nothing that could be taken for a cache, and is done anew.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 
 from lamplighter import report
+from lamplighter.data.cache_location import CacheKind, CacheLocation, Mode, Parts, claimed, find_fault, verify_hashes
 from lamplighter.data.chat.rows import Message, RowSource, SetAside
 from lamplighter.data.chat.template import ChatTemplate, EncodedExample, Refused
-from lamplighter.data.token_cache.reader import locked
 from lamplighter.data.tokenizer import Tokenizer
-from lamplighter.errors import BadConfig, BadData, InputMissing
+from lamplighter.errors import BadConfig, BadData
 from lamplighter.procs.pool import each, usable_cores
 from lamplighter.readers.records import digest
-from lamplighter.rundir import cannot_write, hash_file, human_bytes, read_json, read_record, write_atomic, write_json
+from lamplighter.rundir import cannot_write, hash_file, human_bytes, read_record, write_atomic, write_json
 
-_FORMAT = 1
-PARTS = ("tokenizer", "template", "settings", "sources")
+KIND = CacheKind(
+    name="examples", prefix="examples-", manifest="examples.json", format=1, first="the first for these rows"
+)
 LEARNED = np.uint32(1 << 31)
 FIELDS = ("begin", "length", "first_answer", "last_answer", "learned", "text_bytes", "answer_bytes", "is_val")
 MANY_BYTES = 1 << 23  # of rows: from here on other processes help
 _CHUNK = 256  # rows that are rendered and encoded together
-_Mode = Literal["auto", "require", "rebuild"]
 _Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _Uint32s = np.ndarray[Any, np.dtype[np.uint32]]
 
@@ -52,84 +52,32 @@ def ensure(
     source: RowSource,
     template: ChatTemplate,
     val_fraction: float,
-    mode: _Mode = "auto",
+    mode: Mode = "auto",
     workers: int | None = None,
 ) -> Path:
     """The folder of the finished cache: reused, built or rebuilt, and said which and why."""
-    parts = _parts(source, template, val_fraction)
-    folder = _folder(cache_root, parts)
-    fault = _fault(folder)
-    if fault is None and mode != "rebuild":
-        report.note(f"examples reused: {folder} (tokenizer, template, settings and rows are unchanged)")
-        return folder
-    why = fault if (folder / "examples.json").exists() else _near(cache_root, parts) or "the first for these rows"
-    if mode == "require":
-        raise InputMissing(f"no cache of examples at {folder}", str(why), "build it: --data.cache auto")
-    with locked(folder) as waited:
-        if waited and _fault(folder) is None:
-            report.note(f"examples reused: {folder} (another process has built them)")
-            return folder
-        if (folder / "examples.json").exists() and mode == "auto":
-            advice = "nothing to do; if it happens again, look at the disk"
-            report.verdict(
-                report.Verdict("broken", "shard_truncated", f"examples built anew: {why}", advice, "rebuild")
-            )
-        else:
-            report.note(
-                f"building the examples: {folder} ({'asked for by data.cache rebuild' if mode == 'rebuild' else why})"
-            )
-        for name in ("examples.json", "examples.bin", "index.npy"):
-            (folder / name).unlink(missing_ok=True)
-        try:
-            _build(folder, source, template, val_fraction=val_fraction, parts=parts, workers=workers or usable_cores())
-        except OSError as error:
-            raise cannot_write(folder, error) from error
-    return folder
+    cache = locate_example_cache(cache_root, source, template, val_fraction)
+    with claimed(cache, mode) as to_build:
+        if to_build:
+            try:
+                _build(cache, source, template, val_fraction=val_fraction, workers=workers or usable_cores())
+            except OSError as error:
+                raise cannot_write(cache.folder, error) from error
+    return cache.folder
 
 
-def _parts(source: RowSource, template: ChatTemplate, val_fraction: float) -> dict[str, dict[str, Any]]:
-    """The four things that decide the examples, each with its fingerprint and words for people."""
+def locate_example_cache(
+    cache_root: Path, source: RowSource, template: ChatTemplate, val_fraction: float
+) -> CacheLocation:
+    """Where it is or would be; nothing is touched."""
     settings, tokenizer = {"val_fraction": val_fraction}, template.tokenizer
-    return {
+    parts: Parts = {
         "tokenizer": {"fingerprint": tokenizer.fingerprint(), "content": str(tokenizer).split(", by ")[0]},
         "template": {"fingerprint": template.fingerprint(), "content": template.name},
-        "settings": {"fingerprint": digest([settings, _FORMAT]), "content": settings},
+        "settings": {"fingerprint": digest([settings, KIND.format]), "content": settings},
         "sources": {"fingerprint": source.fingerprint(), "content": str(source)},
     }
-
-
-def _folder(cache_root: Path, parts: dict[str, dict[str, Any]]) -> Path:
-    return cache_root / f"examples-{digest([parts[name]['fingerprint'] for name in PARTS])[:20]}"
-
-
-def find_example_cache(cache_root: Path, source: RowSource, template: ChatTemplate, val_fraction: float) -> Path | None:
-    """The folder of the finished cache of these rows; None where there is none. Builds nothing."""
-    folder = _folder(cache_root, _parts(source, template, val_fraction))
-    return folder if _fault(folder) is None else None
-
-
-def _fault(folder: Path) -> str | None:
-    manifest = read_record(folder / "examples.json")
-    if manifest.get("format") != _FORMAT:
-        return "it is not there" if not (folder / "examples.json").exists() else "its manifest cannot be read"
-    for name, entry in manifest["files"].items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size != entry["bytes"]:
-            return f"{folder / name} has {size if size is not None else 'no'} bytes, expected {entry['bytes']:,}"
-    return None
-
-
-def _near(cache_root: Path, parts: dict[str, Any]) -> str:
-    """Which parts differ from the nearest finished cache, in words."""
-    best: tuple[int, str] = (0, "")
-    for path in sorted(cache_root.glob("examples-*/examples.json"), key=lambda path: path.stat().st_mtime):
-        other = read_record(path).get("parts", {})
-        changed = [n for n in PARTS if other.get(n, {}).get("fingerprint") != parts[n]["fingerprint"]]
-        words = " and ".join(
-            f"{n} changed ({other[n]['content']} -> {parts[n]['content']})" for n in changed if n in other
-        )
-        best = max(best, (len(PARTS) - len(changed), f"{words} since {path.parent.name}"), key=lambda item: item[0])
-    return best[1]
+    return CacheLocation(cache_root, KIND, parts)
 
 
 # ---------------------------------------------------------------- building
@@ -226,10 +174,8 @@ def _encode(chunk: list[_Conversation]) -> list[EncodedExample | Refused]:
     return _here[0].encode([messages for messages, _ in chunk])
 
 
-def _build(
-    folder: Path, source: RowSource, template: ChatTemplate, val_fraction: float, parts: dict[str, Any], workers: int
-) -> None:
-    began = time.monotonic()
+def _build(cache: CacheLocation, source: RowSource, template: ChatTemplate, val_fraction: float, workers: int) -> None:
+    began, folder = time.monotonic(), cache.folder
     builder = _Builder(folder, source, template)
     builder.make(1 if (builder.total_bytes or 0) <= MANY_BYTES else workers)
     aside = builder.aside
@@ -246,8 +192,8 @@ def _build(
         for name in ("examples.bin", "index.npy"):
             files[name] = {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name, p.tick)}
     manifest = {
-        "format": _FORMAT,
-        "parts": parts,
+        "format": KIND.format,
+        "parts": cache.parts,
         "files": files,
         "examples": len(index),
         "rows": builder.rows + aside.counts.total(),
@@ -256,7 +202,7 @@ def _build(
         "borders_kept": builder.borders_kept,
         "seconds": round(time.monotonic() - began, 3),
     }
-    write_json(folder / "examples.json", manifest)
+    write_json(folder / KIND.manifest, manifest)
     (folder / "progress.json").unlink(missing_ok=True)
 
 
@@ -368,16 +314,9 @@ class Examples:
 
 def open_examples(folder: Path) -> Examples:
     """Map a finished cache; every byte is checked against its hash."""
-    if (fault := _fault(folder)) is not None:
+    if (fault := find_fault(folder, KIND)) is not None:
         raise BadData(f"cannot open the examples in {folder}", fault, "--data.cache rebuild")
-    manifest = read_json(folder / "examples.json")
-    files = manifest["files"]
-    with report.phase("verify the examples", total=sum(entry["bytes"] for entry in files.values()), unit="B") as p:
-        for name, entry in files.items():
-            p.tick(0, str(folder / name))
-            if hash_file(folder / name, p.tick) != entry["sha256"]:
-                why = "its sha256 is not the one in examples.json: the disk or somebody changed it"
-                raise BadData(f"damaged: {folder / name}", why, "--data.cache rebuild", cause="shard_bitflip")
+    verify_hashes(folder, KIND)
     index = np.load(folder / "index.npy")
     tokens = np.memmap(folder / "examples.bin", "<u4", mode="r").view(np.ndarray)
     columns = dict(zip(FIELDS, index.T.copy(), strict=True))
@@ -387,4 +326,4 @@ def open_examples(folder: Path) -> Examples:
         for name, rows_ in (("train", ~is_val), ("val", is_val))
     ]
     report.note(f"examples: {len(tokens):,} tokens, {human_bytes(tokens.nbytes)} on disk")
-    return Examples(folder, manifest, sides[0], sides[1])
+    return Examples(folder, read_record(folder / KIND.manifest), sides[0], sides[1])

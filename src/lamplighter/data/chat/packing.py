@@ -16,10 +16,9 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.config import Data
-from lamplighter.data.batch_source import DataFacts, HeldOut, StepBatches
-from lamplighter.data.batches import NO_TARGET, Batch, BatchLayout, Int64s, permute
+from lamplighter.data.batch_source import SAMPLE_TOKENS, DataFacts, HeldOut, StepBatches, loss_of
+from lamplighter.data.batches import NO_TARGET, Batch, BatchLayout, Int64s, evenly_spread, permute
 from lamplighter.data.chat.example_cache import LEARNED, Examples, Side
-from lamplighter.data.unigrams import SAMPLE_TOKENS, loss_of
 from lamplighter.errors import BadConfig, BadData
 
 STRATEGIES = ("to seq_len", "to 128-multiple", "dynamic", "grouped", "packed")
@@ -92,10 +91,15 @@ def _fill(
     return rest[len(now) :]
 
 
-def _shuffled_by_length(lengths: Int64s, seed: int, epoch: int = 0) -> Int64s:
-    """The examples, longest first; those of one length in an order that (seed, epoch) decides."""
-    places = np.arange(len(lengths), dtype=np.int64)
-    shuffled = permute(seed, np.full_like(places, epoch), places, len(lengths)) if len(lengths) else places
+def _shuffled(count: int, seed: int, epoch: int = 0) -> Int64s:
+    """0..count-1 in an order that (seed, epoch) decides."""
+    places = np.arange(count, dtype=np.int64)
+    return permute(seed, np.full_like(places, epoch), places, count) if count else places
+
+
+def _shuffled_by_length(lengths: Int64s, seed: int) -> Int64s:
+    """The examples, longest first; those of one length in an order that the seed decides."""
+    shuffled = _shuffled(len(lengths), seed)
     return shuffled[np.argsort(-lengths[shuffled], kind="stable")]
 
 
@@ -108,13 +112,10 @@ def group(lengths: Int64s, batch_size: int, seed: int, epoch: int) -> Packing:
     Every example is in one batch; the last one cut may be smaller.
     """
     count = len(lengths)
-    places = np.arange(count, dtype=np.int64)
-    order = permute(seed, np.full_like(places, epoch), places, count)
-    pool = places // (batch_size * _POOL_BATCHES)
+    order = _shuffled(count, seed, epoch)
+    pool = np.arange(count, dtype=np.int64) // (batch_size * _POOL_BATCHES)
     order = order[np.lexsort((-lengths[order], pool))]
-    batches = -(-count // batch_size)
-    numbers = np.arange(batches, dtype=np.int64)
-    turn = permute(seed + 1, np.full_like(numbers, epoch), numbers, batches)
+    turn = _shuffled(-(-count // batch_size), seed + 1, epoch)
     sizes = np.minimum((turn + 1) * batch_size, count) - turn * batch_size
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     within = np.arange(count, dtype=np.int64) - np.repeat(starts[:-1], sizes)
@@ -156,10 +157,8 @@ def _positions(lengths: Int64s, strategy: str, seq_len: int, batch_size: int) ->
         longest = np.maximum.reduceat(lengths[batches.members], batches.starts[:-1])
         longest = np.minimum(_round_up(longest, _ROUND_TO), seq_len)
         return int((longest * np.diff(batches.starts)).sum())
-    places = np.arange(len(lengths), dtype=np.int64)
-    order = permute(0, np.zeros_like(places), places, len(places))
     starts = np.arange(0, len(lengths), batch_size)
-    longest = np.maximum.reduceat(lengths[order], starts)
+    longest = np.maximum.reduceat(lengths[_shuffled(len(lengths), 0)], starts)
     return int((longest * np.diff([*starts, len(lengths)])).sum())
 
 
@@ -426,14 +425,14 @@ def example_batches(train: Fitted, val: Fitted, how: str, layout: BatchLayout) -
         numbers = np.arange((step - 1) * batch_size, step * batch_size, dtype=np.int64)
         windows = permute(seed, numbers // packing.windows, numbers % packing.windows, packing.windows)
         batch = lay_out(train, _take(packing, windows), seq_len, pad_id, with_segments)
-        return _named(batch, step, windows, step * batch_size / packing.windows)
+        return replace(batch, step=step, samples=windows, epoch=step * batch_size / packing.windows)
 
     def validation(size: int, limit: int | None) -> Iterator[Batch]:
-        chosen = _spread(held.windows, limit)
+        chosen = evenly_spread(held.windows, limit)
         for step, begin in enumerate(range(0, len(chosen), size), 1):
             windows = chosen[begin : begin + size]
             batch = lay_out(val, _take(held, windows), seq_len, pad_id, with_segments)
-            yield _named(batch, step, windows, (begin + len(windows)) / len(chosen))
+            yield replace(batch, step=step, samples=windows, epoch=(begin + len(windows)) / len(chosen))
 
     facts = DataFacts(
         name="",
@@ -448,17 +447,8 @@ def example_batches(train: Fitted, val: Fitted, how: str, layout: BatchLayout) -
     return StepBatches(facts, make, validation)
 
 
-def _named(batch: Batch, step: int, samples: Int64s, epoch: float) -> Batch:
-    return replace(batch, step=step, samples=samples, epoch=epoch)
-
-
 def _fingerprint(packing: Packing) -> str:
     return hashlib.sha256(packing.members.tobytes() + packing.starts.tobytes()).hexdigest()[:20]
-
-
-def _spread(total: int, limit: int | None) -> Int64s:
-    count = total if limit is None else min(total, limit)
-    return np.arange(count, dtype=np.int64) * total // max(1, count)
 
 
 # ---------------------------------------------------------------- batches of like length
@@ -479,7 +469,8 @@ def _grouped(train: Fitted, val: Fitted, layout: BatchLayout) -> StepBatches:
         longest = int(fitted.positions[members].max())
         length = min(seq_len, int(_round_up(longest, _ROUND_TO)))
         each = Packing(members, np.arange(len(members) + 1, dtype=np.int64))
-        return _named(lay_out(fitted, each, length, pad_id, with_segments=False), step, members, epoch)
+        batch = lay_out(fitted, each, length, pad_id, with_segments=False)
+        return replace(batch, step=step, samples=members, epoch=epoch)
 
     per_epoch = math.ceil(len(train) / batch_size)
 
@@ -489,7 +480,7 @@ def _grouped(train: Fitted, val: Fitted, layout: BatchLayout) -> StepBatches:
         return rows(train, batches.members[batches.starts[number] : batches.starts[number + 1]], step, step / per_epoch)
 
     def validation(size: int, limit: int | None) -> Iterator[Batch]:
-        chosen = _spread(len(val), limit)
+        chosen = evenly_spread(len(val), limit)
         chosen = chosen[np.argsort(val.positions[chosen], kind="stable")]
         for step, begin in enumerate(range(0, len(chosen), size), 1):
             some = chosen[begin : begin + size]

@@ -367,10 +367,7 @@ def _row_inputs(data: Data, hash_store: Path | None, opened: Opened) -> tuple[li
     others: list[Path] = []
     for entry in data.paths:
         if is_named(entry):
-            name = entry.partition(":")[2]
-            bad = BadRecords(data.bad_text, data.bad_limit)
-            hub = open_dataset(name, data.dataset_config, data.dataset_split, key="*", hash_store=hash_store, bad=bad)
-            opened[entry] = hub
+            opened[entry] = hub = open_dataset(entry.partition(":")[2], data, "*", hash_store)
             inputs.append(hub)
             continue
         if is_url(entry) and not entry.startswith("file://"):

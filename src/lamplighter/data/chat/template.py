@@ -25,7 +25,7 @@ import tokenizers
 
 from lamplighter import report
 from lamplighter.data.chat.rows import Message
-from lamplighter.data.tokenizer import END_OF_TEXT, Tokenizer
+from lamplighter.data.tokenizer import END_OF_TEXT, Tokenizer, first_difference
 from lamplighter.errors import BadConfig, InputMissing
 from lamplighter.readers.records import digest
 from lamplighter.rundir import read_json, read_record, write_atomic, write_json
@@ -63,7 +63,6 @@ class EncodedExample:
 
     ids: _Uint32s
     learned: np.ndarray[Any, np.dtype[np.bool_]]
-    answers: int
     moved: bool  # the tokenizer would join a prompt and its answer into one token; the border was kept
 
 
@@ -185,7 +184,7 @@ class ChatTemplate:
         whole = tokenizers.Tokenizer.from_str(json.dumps(self.tokenizer.content))
         whole.no_truncation()
         whole.no_padding()
-        pieces = self._by_pieces([text])[0].tolist()
+        pieces = self._by_pieces([(text, "")])[0].tolist()
         if pieces != whole.encode(text, add_special_tokens=False).ids:
             self._whole = whole
 
@@ -254,7 +253,7 @@ class ChatTemplate:
             if not len(ends):
                 return Refused(f"{self} does not end its answer with {self.stop}")
             learned[begin : begin + int(ends[0]) + 1] = True
-        return EncodedExample(whole, learned, len(begins), moved)
+        return EncodedExample(whole, learned, moved)
 
     def _with_borders(self, texts: list[tuple[str, str]]) -> tuple[_Uint32s, list[int]]:
         """The ids with every answer's beginning kept as a border between tokens, as it is in generation."""
@@ -264,25 +263,21 @@ class ChatTemplate:
         return np.concatenate(stretches), np.cumsum([len(part) for part in stretches])[:-1].tolist()
 
     def _ids(self, texts: list[tuple[str, str]]) -> list[_Uint32s]:
-        if self._whole is None or any(mark for _, mark in texts):
-            plain = self._whole is None
-            done = self._by_pieces([text for text, mark in texts if plain or mark], [m for _, m in texts if plain or m])
-            if plain:
-                return done
-            rest = iter(done)
-            others = iter(self._at_once([text for text, mark in texts if not mark]))
-            return [next(rest) if mark else next(others) for _, mark in texts]
-        return self._at_once([text for text, _ in texts])
+        """Of (text, marker): by pieces where that is exact and where a marker must be taken out, else at once."""
+        by_pieces = [self._whole is None or bool(mark) for _, mark in texts]
+        pieces = iter(self._by_pieces([pair for pair, is_piece in zip(texts, by_pieces, strict=True) if is_piece]))
+        wholes = iter(self._at_once([pair[0] for pair, is_piece in zip(texts, by_pieces, strict=True) if not is_piece]))
+        return [next(pieces if is_piece else wholes) for is_piece in by_pieces]
 
     def _at_once(self, texts: list[str]) -> list[_Uint32s]:
-        assert self._whole is not None
-        return [np.array(found.ids, np.uint32) for found in self._whole.encode_batch(texts, add_special_tokens=False)]
+        found = self._whole.encode_batch(texts, add_special_tokens=False) if self._whole is not None else []
+        return [np.array(one.ids, np.uint32) for one in found]
 
-    def _by_pieces(self, texts: list[str], marks: list[str] | None = None) -> list[_Uint32s]:
+    def _by_pieces(self, texts: list[tuple[str, str]]) -> list[_Uint32s]:
         """Control tokens by their ids, and the text between them as text, all texts in one call."""
         pieces: list[str] = []
         plans: list[list[int]] = []  # per text: the id of a control token, or -1 for the next piece
-        for text, mark in zip(texts, marks or [""] * len(texts), strict=True):
+        for text, mark in texts:
             plan, at = [], 0
             for found in self._control.finditer(text):
                 plan += self._cut(text[at : found.start()], mark, pieces)
@@ -336,7 +331,7 @@ _ANOTHER = "another template: --data.template chatml, or a .jinja file"
 
 def around(part: str, of: str) -> str:
     """Where the two differ, in a few characters."""
-    at = next((n for n, (a, b) in enumerate(zip(part, of, strict=False)) if a != b), min(len(part), len(of)))
+    at = first_difference(part, of)
     return f"{part[max(0, at - 20) : at + 20]!r} became {of[max(0, at - 20) : at + 20]!r}"
 
 
@@ -482,7 +477,7 @@ def _same_template(folder: Path, record: dict[str, Any], config: dict[str, Any])
 
 def _differs(path: Path, what: str, then: object, now: object) -> BadConfig:
     if isinstance(then, str) and isinstance(now, str) and what == "chat_template":
-        at = next((n for n, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
+        at = first_difference(then, now)
         then, now = f"...{then[max(0, at - 30) : at + 50]}...", f"...{now[max(0, at - 30) : at + 50]}..."
     return BadConfig(
         f"{path}: {what} is not the one that this model was trained with",

@@ -9,19 +9,18 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.data.sources.file_source import FileSource
+from lamplighter.data.sources.file_source import FileSource, Source
 from lamplighter.data.sources.hub import HubSource, open_dataset
 from lamplighter.data.sources.mixture import Chain, Mixture, check_weights
 from lamplighter.errors import BadConfig, BadData
-from lamplighter.readers.bad_records import LIMIT, BadRecords
 from lamplighter.readers.files import find_items
 from lamplighter.readers.http import safe_url
 from lamplighter.readers.records import Cursor, Part, Position, digest, skip
@@ -38,7 +37,7 @@ __all__ = [
     "Part",
     "Position",
     "Source",
-    "open_source",
+    "open_data",
     "own_source",
 ]
 
@@ -47,30 +46,8 @@ Opened = dict[str, list[RemoteFile] | HubSource]
 """What entries of data.paths were opened already, to see whether they hold rows: not asked for a second time."""
 
 
-class Source(Protocol):
-    """Texts in a fixed order. A user's own source needs only `documents`, or may be a list or a generator function.
-
-    Its `documents` is given the number of texts that are behind, or its own cursor where its `position` has one.
-    """
-
-    def fingerprint(self) -> str:
-        """A string that changes when the documents change."""
-
-    def documents(self, start: Cursor | None = None) -> Iterator[str]:
-        """The texts after `start`, or all. A `Part` counts as one text and says that its document goes on."""
-
-    def total_bytes(self) -> int | None:
-        """How much there is to read (on disk, packed), where that is known."""
-
-    def position(self) -> Position:
-        """How far the latest reading has come; asked before each text as well as after it.
-
-        Its cursor is the place after the latest text: `documents(cursor)` goes on with the next one, in any process.
-        """
-
-
 def watched(source: Source, show: Callable[[int, str], None], start: Cursor | None = None) -> Iterator[str]:
-    """The texts of a source; bytes done and what is being read now are safe_url before each wait for one."""
+    """The texts of a source; bytes done and what is being read now are shown before each wait for one."""
     texts = source.documents(start)
     while True:
         here = source.position()
@@ -81,87 +58,39 @@ def watched(source: Source, show: Callable[[int, str], None], start: Cursor | No
         yield text
 
 
-def open_source(
-    paths: list[str],
-    source: str | None,
-    separator: str | None,
-    text_key: str = "text",
-    hash_store: Path | None = None,
-    bad_text: str = "set_aside",
-    *,
-    weights: Sequence[float] = (),
-    mix_until: str = "first",
-    dataset_config: str | None = None,
-    dataset_split: str = "train",
-    retry_s: float = 600.0,
-    bad_limit: float = LIMIT,
-    opened: Opened | None = None,
-) -> Source:
-    """The documents that the configuration asks for; the embedded corpus where it asks for none."""
-    if paths and source:
+def open_data(data: Data, hash_store: Path | None = None, opened: Opened | None = None) -> Source:
+    """The documents that the section `data` of a run asks for; the embedded corpus where it asks for none."""
+    if data.paths and data.source:
         why = "documents come from one of the two"
         raise BadConfig("both data.paths and data.source are set", why, "take one of them out")
-    if weights and not paths:
+    if data.weights and not data.paths:
         raise BadConfig("data.weights without data.paths", "weights mix the entries of data.paths", "give data.paths")
-    if source:
-        return own_source(source)
-    if not paths:
+    if data.source:
+        return own_source(data.source)
+    if not data.paths:
         return EmbeddedCorpus()
-
     known = opened or {}
+    if data.weights:
+        check_weights(data.weights, data.paths)
+        sources = [_open_entries([entry], data, hash_store, known) for entry in data.paths]
+        return Mixture(sources, data.weights, data.mix_until, [_shown_entry(entry) for entry in data.paths])
+    groups = [list(group) for _, group in groupby(data.paths, lambda entry: entry if is_named(entry) else "")]
+    sources = [_open_entries(group, data, hash_store, known) for group in groups]
+    return sources[0] if len(sources) == 1 else Chain(sources)
+
+
+def _open_entries(entries: list[str], data: Data, hash_store: Path | None, known: Opened) -> Source:
+    """Files that follow each other in data.paths, or one dataset, or one source of the user's own."""
+    kind, _, name = entries[0].partition(":")
+    if isinstance(hub := known.get(entries[0]), HubSource):
+        return hub.narrowed(data.text_key)
+    if kind == "dataset":
+        return open_dataset(name, data, data.text_key, hash_store)
+    if kind == "source":
+        return own_source(name)
     remote = {entry: files for entry, files in known.items() if isinstance(files, list)}
-
-    def open_entries(entries: list[str]) -> Source:
-        kind, _, name = entries[0].partition(":")
-        if isinstance(hub := known.get(entries[0]), HubSource):
-            return hub.narrowed(text_key)
-        if kind == "dataset":
-            return open_dataset(
-                name,
-                dataset_config,
-                dataset_split,
-                key=text_key,
-                hash_store=hash_store,
-                bad=BadRecords(bad_text, bad_limit),
-            )
-        if kind == "source":
-            return own_source(name)
-        return FileSource(
-            find_items(entries, retry_s, remote),
-            separator,
-            text_key,
-            hash_store=hash_store,
-            bad_text=bad_text,
-            bad_limit=bad_limit,
-        )
-
-    if weights:
-        check_weights(list(weights), paths)
-        return Mixture(
-            [open_entries([entry]) for entry in paths], list(weights), mix_until, [_shown_entry(p) for p in paths]
-        )
-    groups = [list(group) for _, group in groupby(paths, lambda entry: entry if is_named(entry) else "")]
-    found = [open_entries(group) for group in groups]
-    return found[0] if len(found) == 1 else Chain(found)
-
-
-def open_data(data: Data, hash_store: Path | None = None, opened: Opened | None = None) -> Source:
-    """The same, out of the section `data` of a run."""
-    return open_source(
-        data.paths,
-        data.source,
-        data.separator,
-        text_key=data.text_key,
-        hash_store=hash_store,
-        bad_text=data.bad_text,
-        weights=data.weights,
-        mix_until=data.mix_until,
-        dataset_config=data.dataset_config,
-        dataset_split=data.dataset_split,
-        retry_s=data.retry_s,
-        bad_limit=data.bad_limit,
-        opened=opened,
-    )
+    items = find_items(entries, data.retry_s, remote)
+    return FileSource(items, data.separator, data.text_key, hash_store, data.bad_text, data.bad_limit)
 
 
 def is_named(entry: str) -> bool:

@@ -1,4 +1,4 @@
-"""Files as a source of documents, here or elsewhere, each text with a cursor that seeks.
+"""What a source of documents is; and files as one, here or elsewhere, each text with a cursor that seeks.
 
 In:  files that were found; how they are to be read.
 Out: texts in a fixed order. Nothing is repaired in silence: a line that is not UTF-8 text is set aside and counted, or
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 from lamplighter import report
 from lamplighter.errors import BadData
@@ -20,6 +21,28 @@ from lamplighter.readers.local import LocalFile, Tell, hash_files, is_packed, ki
 from lamplighter.readers.records import Cursor, Position, Texts, digest
 from lamplighter.readers.text import find_start
 from lamplighter.rundir import human_bytes
+
+
+class Source(Protocol):
+    """Texts in a fixed order. A user's own source needs only `documents`, or may be a list or a generator function.
+
+    Its `documents` is given the number of texts that are behind, or its own cursor where its `position` has one.
+    """
+
+    def fingerprint(self) -> str:
+        """A string that changes when the documents change."""
+
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        """The texts after `start`, or all. A `Part` counts as one text and says that its document goes on."""
+
+    def total_bytes(self) -> int | None:
+        """How much there is to read (on disk, packed), where that is known."""
+
+    def position(self) -> Position:
+        """How far the latest reading has come; asked before each text as well as after it.
+
+        Its cursor is the place after the latest text: `documents(cursor)` goes on with the next one, in any process.
+        """
 
 
 class FileSource:

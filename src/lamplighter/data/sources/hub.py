@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lamplighter import report
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
@@ -24,10 +24,15 @@ from lamplighter.readers.local import hash_files, local_file
 from lamplighter.readers.records import Cursor, Position, Record, check_text, digest, in_parts, text_of
 from lamplighter.readers.tables import no_column
 
+if TYPE_CHECKING:
+    from lamplighter.config import Data
+
 REACH_S = 8.0
 BATCH_ROWS = 256
 PART_CHARS = 1 << 20
 Result = TypeVar("Result")
+_Opened = tuple[Any, list[Any], int | None]
+"""The rows, what changes when they change, their size."""
 
 
 class HubSource:
@@ -142,11 +147,9 @@ class HubSource:
 # ---------------------------------------------------------------- opening
 
 
-def open_dataset(
-    name: str, config: str | None, split: str, key: str, hash_store: Path | None = None, bad: BadRecords | None = None
-) -> HubSource:
-    """The dataset of "dataset:NAME"."""
-    folder, bad = Path(name).expanduser(), bad or BadRecords()
+def open_dataset(name: str, data: Data, key: str, hash_store: Path | None) -> HubSource:
+    """The dataset of "dataset:NAME", by data.dataset_config and data.dataset_split."""
+    folder = Path(name).expanduser()
     if not name:
         why = "nothing stands behind dataset:"
         raise BadConfig("data.paths names no dataset", why, "dataset:/path/to/folder, or a name on the hub")
@@ -154,13 +157,16 @@ def open_dataset(
         raise InputMissing(
             f"no such folder: {name}", "dataset: wants a folder or a name on the hub", "check data.paths"
         )
+    bad = BadRecords(data.bad_text, data.bad_limit)
     with report.phase(f"open dataset {name}") as p:
         p.tick(0, "import datasets")
         datasets = _datasets(name)
         p.tick(0, name)
-        if folder.is_dir():
-            return _open_folder(datasets, folder, config, split=split, key=key, hash_store=hash_store, bad=bad)
-        return _open_hub(datasets, name, config, split=split, key=key, bad=bad, p=p)
+        in_folder = folder.is_dir()
+        found, marks, size = (
+            _open_folder(datasets, folder, data, hash_store) if in_folder else _open_hub(datasets, name, data, p)
+        )
+        return _made(str(folder) if in_folder else name, found, key, marks=marks, size=size, bad=bad)
 
 
 def _datasets(name: str) -> Any:
@@ -175,10 +181,9 @@ def _datasets(name: str) -> Any:
     return datasets
 
 
-def _open_folder(
-    datasets: Any, folder: Path, config: str | None, split: str, key: str, hash_store: Path | None, bad: BadRecords
-) -> HubSource:
+def _open_folder(datasets: Any, folder: Path, data: Data, hash_store: Path | None) -> _Opened:
     """A folder; its rows are read in place, nothing is copied and nobody is asked."""
+    split = data.dataset_split
     with _offline(datasets):
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             found = _tried(lambda: datasets.load_from_disk(str(folder)), str(folder))
@@ -189,24 +194,19 @@ def _open_folder(
             elif found.split is not None and str(found.split) != split:
                 raise _no_split(str(folder), split, [str(found.split)])
         else:
-            found, _ = _streamed(datasets, str(folder), config, split)
+            found, _ = _streamed(datasets, str(folder), data.dataset_config, split)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     local = [local_file(path) for path in files]
-    marks = [
-        [str(path.relative_to(folder)) for path in files],
-        [file.content for file in hash_files(local, hash_store)],
-        config,
-        split,
-    ]
-    return _made(str(folder), found, key, marks=marks, size=sum(file.size for file in local), bad=bad)
+    names = [str(path.relative_to(folder)) for path in files]
+    contents = [file.content for file in hash_files(local, hash_store)]
+    return found, [names, contents, data.dataset_config, split], sum(file.size for file in local)
 
 
-def _open_hub(
-    datasets: Any, name: str, config: str | None, split: str, key: str, bad: BadRecords, p: report.Phase
-) -> HubSource:
+def _open_hub(datasets: Any, name: str, data: Data, p: report.Phase) -> _Opened:
     """A name on the hub, streamed; where the hub cannot be reached, the copy in the cache of `datasets`, or an error."""
     import huggingface_hub
 
+    config, split = data.dataset_config, data.dataset_split
     host = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
     fault = _unreached(host.hostname or "", host.port or (80 if host.scheme == "http" else 443), p)
     if fault is None:
@@ -222,9 +222,7 @@ def _open_hub(
         report.warn(f"{host.hostname} cannot be reached ({fault}): the copy of {name} on this machine is read")
     report.note(f"dataset {name}, split {split}: counts as changed when its revision changes ({revision})")
     info = (found.info.splits or {}).get(split) if found.info else None
-    return _made(
-        name, found, key, marks=[name, config, split, revision], size=getattr(info, "num_bytes", None), bad=bad
-    )
+    return found, [name, config, split, revision], getattr(info, "num_bytes", None)
 
 
 def _streamed(datasets: Any, name: str, config: str | None, split: str) -> tuple[Any, str]:

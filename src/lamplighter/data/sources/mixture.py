@@ -8,27 +8,17 @@ Out: a Source. A document stays together; the next one always comes from the sou
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from lamplighter import report
-from lamplighter.data.sources.file_source import FileSource
+from lamplighter.data.sources.file_source import FileSource, Source
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.readers.records import Cursor, Part, Position, digest
-
-
-class Inner(Protocol):
-    """What is needed of each source; the same four methods as everywhere."""
-
-    def fingerprint(self) -> str: ...
-    def documents(self, start: Cursor | None = None) -> Iterator[str]: ...
-    def total_bytes(self) -> int | None: ...
-    def position(self) -> Position: ...
 
 
 class Chain:
     """Sources one after the other."""
 
-    def __init__(self, sources: Sequence[Inner]) -> None:
+    def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = list(sources)
         self._now = self._before = 0
         self._cursor: Cursor = {}
@@ -65,7 +55,7 @@ class Chain:
 class Mixture:
     """Sources mixed by the share of text that each is to give."""
 
-    def __init__(self, sources: Sequence[Inner], weights: list[float], until: str, names: list[str]) -> None:
+    def __init__(self, sources: Sequence[Source], weights: list[float], until: str, names: list[str]) -> None:
         check_weights(weights, names)
         self.sources, self.weights, self.until, self.names = list(sources), weights, until, names
         self._state = _State.at(None, len(weights))

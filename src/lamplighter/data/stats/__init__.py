@@ -1,7 +1,7 @@
 """A corpus in figures: documents, true tokens, lengths, padding, duplicates, advice; from one reading.
 
 In:  a source, a tokenizer, the settings of a run; perhaps a test set.
-Out: Stats, a frozen record of every figure (its JSON is `lamp data stats --json`); data/figures has the words for it.
+Out: Stats, a frozen record of every figure (its JSON is `lamp data stats --json`); summary.py has the words for it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.sources import Source
-from lamplighter.data.stats import collect as sides
-from lamplighter.data.stats.collect import SHOWN, Tally, read
+from lamplighter.data.stats.collect import SHOWN, Tally, find_split, read
 from lamplighter.data.stats.lengths import (
     Bar,
     LengthAdvice,
@@ -40,7 +39,6 @@ from lamplighter.data.stats.overlap import (
     find_duplicates,
     no_near,
 )
-from lamplighter.data.stats.row_faults import Quality
 from lamplighter.data.token_cache.reader import open_tokens
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.readers.bad_records import BadRecords
@@ -98,6 +96,38 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Example:
+    place: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One kind of fault of instruction rows."""
+
+    reason: str
+    kind: str
+    """faulty or doubtful."""
+    about: str
+    count: int
+    examples: list[Example]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What is wrong with the rows."""
+
+    rows: int
+    faulty: int
+    doubtful: int
+    score: float
+    formula: str
+    reasons: list[Reason]
+    answer_words_mean: float
+    """Of the answers that there are."""
+
+
+@dataclass(frozen=True)
 class Stats:
     """Everything."""
 
@@ -138,34 +168,20 @@ class Stats:
 def count_text(source: Source, tokenizer: Tokenizer, path: str, request: Request, test: TestGrams | None) -> Stats:
     """All figures of plain text."""
     started = time.monotonic()
-    found, why_not = sides.find_split(source, request.val_fraction)
+    found, why_not = find_split(source, request.val_fraction)
     reason = no_near(request.near_documents)
     tally = Tally(tokenizer, found, 0 if reason else request.near_documents, test.meet if test else None)
     sampled = read(source, tally, request.sample_bytes)
-    about = About(
-        str(source),
-        "text",
-        "",
-        tokenizer=str(tokenizer),
-        tokenizer_path=path,
-        sampled=sampled,
-        seconds=time.monotonic() - started,
-    )
-    duplicates = find_duplicates(tally, reason)
-    apart = compare_sides(tally, found, why_not, reason)
+    seconds = time.monotonic() - started
     return conclude(
-        about,
+        About(str(source), "text", "", str(tokenizer), path, sampled=sampled, seconds=seconds),
         request,
         tally,
         dirt=_set_aside(source),
-        duplicates=duplicates,
-        apart=apart,
-        test_set=_tested(tally, test, reason),
+        duplicates=find_duplicates(tally, reason),
+        apart=compare_sides(tally, found, why_not, reason),
+        test_set=compare_test(tally, test, reason) if test is not None else None,
     )
-
-
-def _tested(tally: Tally, test: TestGrams | None, reason: str) -> TestSet | None:
-    return compare_test(tally, test, reason) if test is not None else None
 
 
 def _set_aside(source: Source) -> dict[str, int]:
@@ -194,7 +210,7 @@ def conclude(
     dirt: dict[str, int],
     duplicates: Duplicates,
     apart: Sides,
-    test_set: TestSet | None,
+    test_set: TestSet | None = None,
     quality: Quality | None = None,
     notes: list[str] | None = None,
 ) -> Stats:
@@ -298,35 +314,15 @@ def count_cache(folder: Path, request: Request) -> Stats:
             tally.bytes += split.text_bytes
     parts = found.manifest.get("parts", {})
     named = {name: str(parts.get(name, {}).get("content", "unknown")) for name in ("sources", "tokenizer")}
-    about = About(
-        f"token cache {folder} of {named['sources']}",
-        "text",
-        "",
-        tokenizer=named["tokenizer"],
-        tokenizer_path="",
-        sampled="",
-        seconds=time.monotonic() - started,
-    )
-    reason = "a token cache holds no text"
-    apart = Sides(
-        "documents",
-        reason,
-        found.train.documents,
-        val=found.val.documents,
-        exact=0,
-        near=None,
-        near_train=0,
-        near_val=0,
-        near_examples=[],
-    )
+    seconds, reason = time.monotonic() - started, "a token cache holds no text"
+    name = f"token cache {folder} of {named['sources']}"
     return conclude(
-        about,
+        About(name, "text", "", named["tokenizer"], "", sampled="", seconds=seconds),
         request,
         tally,
         dirt={},
         duplicates=find_duplicates(tally, reason),
-        apart=apart,
-        test_set=None,
+        apart=Sides("documents", reason, found.train.documents, found.val.documents),
         notes=[_CACHE_NOTE],
     )
 

@@ -7,10 +7,12 @@ Out: the same Stats as for text, with a Quality of the rows.
 from __future__ import annotations
 
 import math
+import re
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,40 +21,52 @@ from lamplighter.data.chat import example_cache, rows
 from lamplighter.data.chat.rows import Message, NotAnExample, RowSource
 from lamplighter.data.chat.template import ChatTemplate, Refused
 from lamplighter.data.sampling import Quota
-from lamplighter.data.stats import About, Request, Stats, conclude, minhash
-from lamplighter.data.stats.collect import SHOWN, Tally
-from lamplighter.data.stats.overlap import Sides, TestGrams, compare_test, find_duplicates, no_near, pair_of
-from lamplighter.data.stats.row_faults import EXAMPLES, Inspector, Row
+from lamplighter.data.stats import About, Example, Quality, Reason, Request, Stats, conclude, minhash
+from lamplighter.data.stats.collect import NOTHING_HELD, Tally, would_refuse
+from lamplighter.data.stats.minhash import normalised, text_hash
+from lamplighter.data.stats.overlap import Sides, TestGrams, compare_test, find_duplicates, near_across, no_near
 from lamplighter.errors import BadData
 from lamplighter.readers.bad_records import BadRecords
 from lamplighter.rundir import human_bytes
 
 _CHUNK = 256  # rows that are rendered and encoded together
+EXAMPLES = 3
+_SHORT_CHARS = 2  # an answer of so many characters or fewer
+_SENTENCE_WORDS = 8  # an answer of fewer words need not be a sentence
+_DOUBT = 0.25
+_FORMULA = f"100 x (1 - (faulty rows + {_DOUBT} x doubtful rows) / rows); a row counts once, the worse kind first"
+_REASONS = {
+    "unreadable": ("faulty", "not a row of a known kind: set aside by the reader"),
+    "empty": ("faulty", "neither prompt nor answer holds text"),
+    "no_answer": ("faulty", "the answer is missing or empty"),
+    "no_prompt": ("faulty", "the prompt is missing or empty"),
+    "repeated": ("faulty", "the same prompt and answer stand in an earlier row (case and white space apart)"),
+    "answer_is_prompt": ("faulty", "the answer repeats the prompt"),
+    "same_prompt": ("doubtful", "an earlier row has the same prompt and another answer"),
+    "mid_sentence": (
+        "doubtful",
+        f"a guess: an answer of {_SENTENCE_WORDS} words or more that ends in a letter, comma or opening bracket,"
+        " though other lines of it end sentences",
+    ),
+    "very_short": ("doubtful", f"the answer has {_SHORT_CHARS} characters or fewer"),
+    "very_long": ("doubtful", "longer than data.seq_len tokens with the template: data.over_length decides"),
+}
+_OPEN = re.compile(r"[\w,(\[{–—-]$")
 
 
 def count_rows(source: RowSource, template: ChatTemplate, path: str, request: Request, test: TestGrams | None) -> Stats:
     """All figures of instruction rows."""
     started = time.monotonic()
     reason = no_near(request.near_documents)
-    counter = _Counter(
-        source,
-        template,
-        Tally(template.tokenizer, None, 0 if reason else request.near_documents, test.meet if test else None),
-    )
+    near = 0 if reason else request.near_documents
+    counter = _Counter(source, template, Tally(template.tokenizer, None, near, test.meet if test else None))
     sampled = counter.read(request)
     tally, inspector = counter.tally, counter.inspector
     if not len(tally.places):
         raise BadData(f"no example in {source}", "no row has a question and an answer", "check data.paths")
     inspector.set_aside(counter.aside.total(), counter.aside_places)
-    about = About(
-        str(source),
-        "chat",
-        template.name,
-        tokenizer=str(template.tokenizer),
-        tokenizer_path=path,
-        sampled=sampled,
-        seconds=time.monotonic() - started,
-    )
+    seconds = time.monotonic() - started
+    about = About(str(source), "chat", template.name, str(template.tokenizer), path, sampled=sampled, seconds=seconds)
     duplicates = find_duplicates(tally, reason)
     sides = _compare_sides(counter, request.val_fraction, reason)
     compared = compare_test(tally, test, reason) if test else None
@@ -151,7 +165,7 @@ class _Counter:
             if not all(message["content"].strip() for message in cleaned):
                 continue  # nothing but an end mark: not an example for lamp train either
             text = "\n".join(message["content"] for message in messages)
-            self.tally.add_counted(text, place, 0, len(one.ids))
+            self.tally.add_counted(text, place, len(one.ids))
             self.tally.used[one.ids] = True
             self.tally.learned = (self.tally.learned or 0) + int(one.learned.sum())
             self.hashes.append(example_cache.hash_of(cleaned))
@@ -167,44 +181,127 @@ def _exchange(messages: Sequence[Message]) -> tuple[str, str]:
 def _compare_sides(counter: _Counter, val_fraction: float, reason: str) -> Sides:
     """The division that `lamp train` would make of these examples, and near duplicates across it."""
     if not val_fraction:
-        return Sides(
-            "",
-            "data.val_fraction is 0: nothing is held back",
-            0,
-            val=0,
-            exact=0,
-            near=None,
-            near_train=0,
-            near_val=0,
-            near_examples=[],
-        )
+        return Sides("", NOTHING_HELD)
     unique = array("Q", dict.fromkeys(counter.hashes))
     try:
-        sides = dict(zip(unique, example_cache.sides_of(unique, val_fraction, counter.source).tolist(), strict=True))
+        is_val = dict(zip(unique, example_cache.sides_of(unique, val_fraction, counter.source).tolist(), strict=True))
     except BadData as error:
-        return Sides(
-            "",
-            f"lamp train would refuse: {error.what} ({error.why})",
-            0,
-            val=0,
-            exact=0,
-            near=None,
-            near_train=0,
-            near_val=0,
-            near_examples=[],
-        )
-    val = sum(sides.values())
-    counts = ("examples", reason, len(sides) - val, val, 0)
+        return Sides("", would_refuse(error))
+    val = sum(is_val.values())
+    sides = Sides("examples", reason, len(is_val) - val, val)
     if reason:
-        return Sides(*counts, None, 0, 0, [])
-    signer = counter.tally.signers["train"]
-    matrix, numbers = signer.matrix(), np.array(signer.numbers, np.int64)
-    is_val = np.array([bool(sides[counter.hashes[n]]) for n in signer.numbers], np.bool_)
-    order = np.concatenate([np.flatnonzero(~is_val), np.flatnonzero(is_val)])
-    train = int((~is_val).sum())
-    found = minhash.near_pairs(matrix[order], train) if train else []
-    pairs = [
-        pair_of(counter.tally, int(numbers[order[one.first]]), int(numbers[order[one.second]]), one.similarity)
-        for one in found[:SHOWN]
-    ]
-    return Sides(*counts, len(found), train, len(order) - train, pairs)
+        return sides
+    rows, numbers = minhash.joined([counter.tally.signers["train"]])
+    held = np.array([is_val[counter.hashes[n]] for n in numbers.tolist()], np.int64)
+    order = np.argsort(held, kind="stable")
+    return near_across(sides, counter.tally, rows[order], numbers[order], int((held == 0).sum()))
+
+
+# ---------------------------------------------------------------- faults that can be seen without a model
+
+
+@dataclass(frozen=True)
+class Row:
+    """One exchange, as plain text: all that is asked, and the answer that is learned."""
+
+    place: str
+    prompt: str
+    answer: str
+
+
+@dataclass
+class Inspector:
+    """Looks at rows as they pass; remembers two hashes of each, some 150 bytes."""
+
+    rows: int = 0
+    faulty: int = 0
+    doubtful: int = 0
+    words: int = 0
+    answers: int = 0
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
+    examples: dict[str, list[Example]] = field(default_factory=lambda: {name: [] for name in _REASONS})
+    _prompts: set[int] = field(default_factory=set)
+    _wholes: set[int] = field(default_factory=set)
+
+    def set_aside(self, count: int, places: Mapping[str, str]) -> None:
+        """Rows that the reader could not use; where, and why."""
+        self.rows += count
+        self.faulty += count
+        self.counts["unreadable"] += count
+        self.examples["unreadable"] = [Example(place, why) for place, why in places.items()][:EXAMPLES]
+
+    def look(self, row: Row, over_length: bool = False) -> list[str]:
+        """The reasons that hold for one row."""
+        prompt, answer = normalised(row.prompt), normalised(row.answer)
+        found = self._missing(prompt, answer) or self._known(prompt, answer)
+        if answer:
+            self.answers += 1
+            self.words += answer.count(" ") + 1
+            if len(answer) <= _SHORT_CHARS:
+                found.append("very_short")
+            if ends_mid_sentence(row.answer):
+                found.append("mid_sentence")
+        if over_length:
+            found.append("very_long")
+        self._count(row, found)
+        return found
+
+    def _missing(self, prompt: str, answer: str) -> list[str]:
+        if not prompt and not answer:
+            return ["empty"]
+        if not answer:
+            return ["no_answer"]
+        return [] if prompt else ["no_prompt"]
+
+    def _known(self, prompt: str, answer: str) -> list[str]:
+        found = []
+        asked, whole = text_hash(prompt), text_hash(f"{prompt}\0{answer}")
+        if whole in self._wholes:
+            found.append("repeated")
+        elif asked in self._prompts:
+            found.append("same_prompt")
+        self._prompts.add(asked)
+        self._wholes.add(whole)
+        if prompt == answer:
+            found.append("answer_is_prompt")
+        return found
+
+    def _count(self, row: Row, found: list[str]) -> None:
+        self.rows += 1
+        kinds = {_REASONS[name][0] for name in found}
+        self.faulty += "faulty" in kinds
+        self.doubtful += kinds == {"doubtful"}
+        for name in found:
+            self.counts[name] += 1
+            if len(self.examples[name]) < EXAMPLES:
+                shown = row.answer if name in ("mid_sentence", "very_short") else row.prompt or row.answer
+                shown = shown[-60:] if name == "mid_sentence" else shown[:60]
+                self.examples[name].append(Example(row.place, shown))
+
+    def result(self) -> Quality:
+        made = [Reason(name, *_REASONS[name], self.counts[name], self.examples[name]) for name in _REASONS]
+        bad = (self.faulty + _DOUBT * self.doubtful) / max(1, self.rows)
+        words = self.words / max(1, self.answers)
+        return Quality(
+            self.rows,
+            self.faulty,
+            self.doubtful,
+            score=round(100 * (1 - bad), 2),
+            formula=_FORMULA,
+            reasons=made,
+            answer_words_mean=words,
+        )
+
+
+def ends_mid_sentence(answer: str) -> bool:
+    """A guess: prose that stops without a full stop. Lists, code, single words and numbers may end as they like."""
+    text = answer.rstrip()
+    if len(text.split()) < _SENTENCE_WORDS or not _OPEN.search(text) or "```" in text:
+        return False
+    last = text.splitlines()[-1]
+    if last.split()[-1].startswith(("#", "@", "http")):
+        return False
+    is_list = bool(re.match(r"\s*([-*•]|\d+[.)])\s", last)) or (
+        "\n" in text.strip() and len(last.split()) < _SENTENCE_WORDS
+    )
+    return (not is_list and bool(re.search(r"[.!?。！？](\s|$)", text))) or text[-1] in ",(["

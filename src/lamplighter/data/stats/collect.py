@@ -17,63 +17,52 @@ from pathlib import Path
 import numpy as np
 
 from lamplighter import report
-from lamplighter.data import split
 from lamplighter.data.sampling import Quota
 from lamplighter.data.sources import Position, Source, watched
-from lamplighter.data.split import Split
+from lamplighter.data.split import CacheSettings, Split, begin_survey, decide, survey_texts
 from lamplighter.data.stats.minhash import MOST_BYTES, Signer, new_hash, normalised
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
-from lamplighter.readers.ranges import TextBlock
 from lamplighter.readers.records import Part
 from lamplighter.rundir import human_bytes
 
-
-class SideFinder:
-    """The division that `lamp train` would make."""
-
-    def __init__(self, found: Split) -> None:
-        self._division = found
-        self.by = found.by
-        """documents or blocks."""
-
-    def side(self, text: str) -> str:
-        """Of a document, by the hash of its first part."""
-        return "val" if self._division.is_val(self._division.hashes([text.encode()]))[0] else "train"
-
-    def blocks(self, text: str) -> Iterator[tuple[str, str]]:
-        """(side, block) of each block of a text."""
-        data = text.encode()
-        ends, hashes = self._division.block_hashes(data)
-        for begin, end, val in zip([0, *ends], ends, self._division.is_val(hashes).tolist(), strict=False):
-            yield "val" if val else "train", data[begin:end].decode()
+SHOWN = 5
+HEAD_CHARS = 80
+NOTHING_HELD = "data.val_fraction is 0: nothing is held back"
+_WITH_LINE = re.compile(r"(.+):(\d+)")
+_HEADS = 50_000  # documents whose first words are kept, to show
 
 
-def find_split(source: Source, val_fraction: float) -> tuple[SideFinder | None, str]:
-    """The division, or why there is none."""
+def find_split(source: Source, val_fraction: float) -> tuple[Split | None, str]:
+    """The division that `lamp train` would make, or why there is none."""
     if not val_fraction:
-        return None, "data.val_fraction is 0: nothing is held back"
-    settings = split.CacheSettings(val_fraction)
-    seen, opened = split.begin_survey(settings), False
+        return None, NOTHING_HELD
+    settings = CacheSettings(val_fraction)
+    seen = begin_survey(settings)
     with report.phase("look at the documents", unit="documents") as p:
-        for text in watched(source, lambda _, item: p.set(seen.documents, item)):
-            seen.add(TextBlock([text.encode()], opened, isinstance(text, Part)))
-            opened = isinstance(text, Part)
+        for _ in survey_texts(source, seen, lambda _, item: p.set(seen.documents, item)):
             if seen.is_enough():
                 break
     try:
-        return SideFinder(split.decide(seen, settings, source)), ""
+        return decide(seen, settings, source), ""
     except BadData as error:
-        return None, f"lamp train would refuse: {error.what} ({error.why})"
+        return None, would_refuse(error)
 
 
-# ---------------------------------------------------------------- the tally
+def would_refuse(error: BadData) -> str:
+    return f"lamp train would refuse: {error.what} ({error.why})"
 
 
-SHOWN = 5
-HEAD_CHARS = 80
-_WITH_LINE = re.compile(r"(.+):(\d+)")
-_HEADS = 50_000  # documents whose first words are kept, to show
+def _side(is_val: bool) -> str:
+    return "val" if is_val else "train"
+
+
+def _blocks(division: Split, text: str) -> Iterator[tuple[str, str]]:
+    """(side, block) of each block of a text."""
+    data = text.encode()
+    ends, hashes = division.block_hashes(data)
+    for begin, end, val in zip([0, *ends], ends, division.is_val(hashes).tolist(), strict=False):
+        yield _side(val), data[begin:end].decode()
 
 
 # ---------------------------------------------------------------- where a document stands
@@ -136,7 +125,7 @@ class Tally:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        divide: SideFinder | None,
+        divide: Split | None,
         near_documents: int,
         meet: Callable[[str], None] | None = None,
     ) -> None:
@@ -185,9 +174,9 @@ class Tally:
         if ends:
             self._end()
 
-    def add_counted(self, text: str, item: str, line: int, tokens: int) -> None:
+    def add_counted(self, text: str, item: str, tokens: int) -> None:
         """A whole document whose tokens are counted already."""
-        self.places.add(item, line)
+        self.places.add(item)
         self.lengths.append(tokens)
         size = len(text) if text.isascii() else len(text.encode())
         self.characters += len(text)
@@ -217,14 +206,14 @@ class Tally:
         """Where `lamp train` would put the document: by the hash of its first part."""
         if self.divide is None or self.divide.by != "documents":
             return "train"
-        side = self.divide.side(text)
+        side = _side(bool(self.divide.is_val(self.divide.hashes([text.encode()]))[0]))
         self.sides[side] += 1
         return side
 
     def _count_blocks(self, text: str) -> None:
         if self.divide is None or self.divide.by != "blocks":
             return
-        for side, block in self.divide.blocks(text):
+        for side, block in _blocks(self.divide, text):
             self.sides[side] += 1
             self.blocks[side].offer(sum(self.sides.values()), normalised(block))
 

@@ -36,34 +36,24 @@ _MEANINGS = {
 class Spread:
     """Lengths in nine numbers."""
 
-    count: int
-    total: int
-    mean: float
-    shortest: int
-    p5: int
-    p50: int
-    p95: int
-    p99: int
-    longest: int
+    count: int = 0
+    total: int = 0
+    mean: float = 0.0
+    shortest: int = 0
+    p5: int = 0
+    p50: int = 0
+    p95: int = 0
+    p99: int = 0
+    longest: int = 0
 
 
 def spread(lengths: Lengths) -> Spread:
     """Percentiles are lengths that occur: p95 holds at least 95 % whole."""
     if not len(lengths):
-        return Spread(0, 0, 0.0, shortest=0, p5=0, p50=0, p95=0, p99=0, longest=0)
-    p5, p50, p95, p99 = (int(n) for n in np.quantile(lengths, (0.05, 0.5, 0.95, 0.99), method="inverted_cdf"))
+        return Spread()
     total = int(np.sum(lengths, dtype=np.int64))
-    return Spread(
-        len(lengths),
-        total,
-        total / len(lengths),
-        shortest=int(lengths.min()),
-        p5=p5,
-        p50=p50,
-        p95=p95,
-        p99=p99,
-        longest=int(lengths.max()),
-    )
+    percentiles = (int(n) for n in np.quantile(lengths, (0, 0.05, 0.5, 0.95, 0.99, 1), method="inverted_cdf"))
+    return Spread(len(lengths), total, total / len(lengths), *percentiles)
 
 
 @dataclass(frozen=True)

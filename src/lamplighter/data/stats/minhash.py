@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
+
+from lamplighter.data.batches import mix
 
 WORDS = 5
 _ALIKE = 0.8
@@ -27,8 +29,8 @@ MOST_BYTES = 1 << 16  # of a text that count for its signature
 BLOCK_BYTES = 1 << 20  # hashed at once
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so it has an inverse
 _Hashes = np.ndarray[Any, np.dtype[np.uint64]]
-_Signatures = np.ndarray[Any, np.dtype[np.uint32]]
-_Ints = np.ndarray[Any, np.dtype[np.int64]]
+Signatures = np.ndarray[Any, np.dtype[np.uint32]]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def normalised(text: str) -> str:
@@ -62,7 +64,7 @@ def _powers() -> tuple[_Hashes, _Hashes]:
     return made[0], made[1]
 
 
-def word_grams(texts: Sequence[str], words: int = WORDS) -> tuple[_Hashes, _Ints]:
+def word_grams(texts: Sequence[str], words: int = WORDS) -> tuple[_Hashes, Ints]:
     """The hashes of all runs of so many words, and for each the number of its text. Texts are normalised.
 
     A prefix sum of bytes times powers gives the hash of any stretch in two look-ups; equal stretches, equal hashes.
@@ -74,9 +76,9 @@ def word_grams(texts: Sequence[str], words: int = WORDS) -> tuple[_Hashes, _Ints
     return np.concatenate([hashes for hashes, _ in found]), np.concatenate([owners for _, owners in found])
 
 
-def _blocks(texts: Sequence[str]) -> list[tuple[bytes, _Ints]]:
+def _blocks(texts: Sequence[str]) -> list[tuple[bytes, Ints]]:
     """Texts joined by newlines up to BLOCK_BYTES, with their numbers; a longer one is cut between words."""
-    made: list[tuple[bytes, _Ints]] = []
+    made: list[tuple[bytes, Ints]] = []
     held: list[bytes] = []
     numbers: list[int] = []
     size = 0
@@ -96,7 +98,7 @@ def _blocks(texts: Sequence[str]) -> list[tuple[bytes, _Ints]]:
     return [*made, (b"\n".join(held), np.array(numbers))] if held else made
 
 
-def _grams(data: bytes, numbers: _Ints, words: int) -> tuple[_Hashes, _Ints]:
+def _grams(data: bytes, numbers: Ints, words: int) -> tuple[_Hashes, Ints]:
     raw = np.frombuffer(data, np.uint8)
     up, down = _powers()
     sums = np.zeros(len(raw) + 1, np.uint64)
@@ -112,21 +114,14 @@ def _grams(data: bytes, numbers: _Ints, words: int) -> tuple[_Hashes, _Ints]:
     begin, end = starts[:last], ends[words - 1 :]
     inside = (owner[:last] == owner[words - 1 :]) & (end > begin)
     begin, end = begin[inside], end[inside]
-    hashes = (sums[end] - sums[begin]) * down[begin]
-    return _mixed(hashes), numbers[owner[:last][inside]]
-
-
-def _mixed(hashes: _Hashes) -> _Hashes:
-    """Every bit depends on every other: the sums of a polynomial have weak low bits."""
-    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return hashes ^ (hashes >> np.uint64(31))
+    hashes = (sums[end] - sums[begin]) * down[begin]  # mixed below: the sums of a polynomial have weak low bits
+    return mix(hashes), numbers[owner[:last][inside]]
 
 
 # ---------------------------------------------------------------- signatures and pairs
 
 
-def signatures(texts: Sequence[str]) -> tuple[_Signatures, np.ndarray[Any, np.dtype[np.bool_]]]:
+def signatures(texts: Sequence[str]) -> tuple[Signatures, np.ndarray[Any, np.dtype[np.bool_]]]:
     """uint32 [texts, SIGNATURE], and which of them have one (shorter ones have not enough words)."""
     rensa: Any = importlib.import_module("rensa")
     hashes, owners = word_grams([text[:MOST_BYTES] for text in texts])  # too short to be cut: owners are in order
@@ -154,7 +149,7 @@ class Alike:
     similarity: float
 
 
-def near_pairs(rows: _Signatures, apart: int = 0, tick: Callable[[], None] = lambda: None) -> list[Alike]:
+def near_pairs(rows: Signatures, apart: int = 0, tick: Callable[[], None] = lambda: None) -> list[Alike]:
     """Each text with the first earlier one that it is a near duplicate of; a text is listed once.
 
     With `apart`, only pairs whose first is below it and whose second is not: across two sets, one after the other.
@@ -183,14 +178,13 @@ class Signer:
     """Signatures of a sample of texts, bounded: where there are too many, every second one (by a hash of its number) goes."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.every, self.offered = most, 1, 0
+        self.most, self.every = most, 1
         self.numbers: list[int] = []
-        self.rows: list[_Signatures] = []
+        self.rows: list[Signatures] = []
         self._waiting: list[tuple[int, str]] = []
         self._size = 0
 
     def offer(self, number: int, normal: str) -> None:
-        self.offered += 1
         if self.most and _scattered(number) % self.every == 0:
             self._waiting.append((number, normal[:MOST_BYTES]))
             self._size += len(self._waiting[-1][1])
@@ -211,9 +205,16 @@ class Signer:
             self.rows = [np.concatenate(self.rows)[keep]]
             self.numbers = [number for number, one in zip(self.numbers, keep.tolist(), strict=True) if one]
 
-    def matrix(self) -> _Signatures:
+    def matrix(self) -> Signatures:
         self.flush()
         return np.concatenate([np.zeros((0, SIGNATURE), np.uint32), *self.rows])
+
+
+def joined(signers: Iterable[Signer]) -> tuple[Signatures, Ints]:
+    """The signatures of several, and the number of each text."""
+    signers = list(signers)
+    rows = np.concatenate([signer.matrix() for signer in signers])
+    return rows, np.array([number for signer in signers for number in signer.numbers], np.int64)
 
 
 def _scattered(number: int) -> int:

@@ -6,16 +6,17 @@ Out: counts and examples with their places; near ones from a stated sample.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from lamplighter import report
 from lamplighter.data.sources import Source, watched
+from lamplighter.data.split import Split
 from lamplighter.data.stats import minhash
-from lamplighter.data.stats.collect import HEAD_CHARS, SHOWN, Places, SideFinder, Tally, line_of
-from lamplighter.data.stats.minhash import Grams, Signer, normalised, text_hash
+from lamplighter.data.stats.collect import HEAD_CHARS, SHOWN, Places, Tally, line_of
+from lamplighter.data.stats.minhash import Grams, Ints, Signatures, normalised, text_hash
 from lamplighter.errors import BadData
 from lamplighter.readers.records import Part
 from lamplighter.rundir import human_bytes
@@ -44,14 +45,14 @@ class Duplicates:
     """Documents that repeat an earlier one, case and white space apart."""
     exact_groups: int
     exact_examples: list[Pair]
-    near: int | None
+    near: int | None = None
     """Further documents of the sample that are near duplicates of an earlier one in it; None where not counted."""
-    near_documents: int
+    near_documents: int = 0
     """Size of that sample; documents of fewer than 5 words are never in it."""
-    near_sampled: bool
+    near_sampled: bool = False
     """Whether there were more documents than were looked at."""
-    near_reason: str
-    near_examples: list[Pair]
+    near_reason: str = ""
+    near_examples: list[Pair] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,17 @@ class Sides:
     by: str
     """documents, blocks or examples; '' where there is no division."""
     reason: str
-    train: int
-    val: int
+    train: int = 0
+    val: int = 0
     """Documents (or blocks) on either side."""
-    exact: int
+    exact: int = 0
     """Texts on both sides: 0 by construction, as the side is decided by the text's hash."""
-    near: int | None
+    near: int | None = None
     """Validation texts of the sample with a near duplicate among the training texts of the sample."""
-    near_train: int
-    near_val: int
+    near_train: int = 0
+    near_val: int = 0
     """Sizes of those samples."""
-    near_examples: list[Pair]
+    near_examples: list[Pair] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,10 @@ class TestSet:
     grams_short: int
     """Documents with fewer words than that: compared whole only."""
     gram_examples: list[Pair]
-    near: int | None
+    near: int | None = None
     """Documents, not among the exact ones, that are near duplicates of a training document of the sample."""
-    near_train: int
-    near_examples: list[Pair]
+    near_train: int = 0
+    near_examples: list[Pair] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------- a test set of the user's
@@ -155,77 +156,53 @@ def _exact_duplicates(tally: Tally) -> tuple[int, int, list[Pair], np.ndarray[An
     heads = np.flatnonzero(~same)
     sizes = np.diff(np.concatenate([heads, [len(order)]]))
     largest = [int(n) for n in np.argsort(-sizes, kind="stable")[:SHOWN] if sizes[n] > 1]
-    pairs = [
-        Pair(
-            tally.places.of(int(order[heads[n]])),
-            tally.places.of(int(order[heads[n] + 1])),
-            1.0,
-            int(sizes[n]),
-            tally.head_of(int(order[heads[n]])),
-        )
-        for n in largest
-    ]
+    pairs = [_pair_of(tally, int(order[heads[n]]), int(order[heads[n] + 1]), 1.0, int(sizes[n])) for n in largest]
     return int(same.sum()), int((sizes > 1).sum()), pairs, firsts
 
 
+def _pair_of(tally: Tally, first: int, second: int, similarity: float, copies: int = 2) -> Pair:
+    """Two documents by number."""
+    return Pair(tally.places.of(first), tally.places.of(second), round(similarity, 3), copies, tally.head_of(first))
+
+
 def find_duplicates(tally: Tally, reason: str) -> Duplicates:
-    """Exact ones of all documents, near ones of the sample."""
+    """Exact ones of all documents, near ones of the sample; `reason`: why near ones are not counted."""
     with report.phase("exact duplicates", unit="documents"):
         exact, groups, pairs, firsts = _exact_duplicates(tally)
     if reason:
-        return Duplicates(
-            exact, groups, pairs, near=None, near_documents=0, near_sampled=False, near_reason=reason, near_examples=[]
-        )
+        return Duplicates(exact, groups, pairs, near_reason=reason)
     with report.phase("near duplicates", total=minhash.BANDS, unit="bands") as p:
-        numbers = np.array([n for side in tally.signers.values() for n in _flushed(side).numbers], np.int64)
-        rows = np.concatenate([side.matrix() for side in tally.signers.values()])
+        rows, numbers = minhash.joined(tally.signers.values())
         order = np.argsort(numbers, kind="stable")
         order = order[firsts[numbers[order]]]
         found = minhash.near_pairs(rows[order], tick=p.tick)
     examples = [
-        pair_of(tally, int(numbers[order[one.first]]), int(numbers[order[one.second]]), one.similarity)
+        _pair_of(tally, int(numbers[order[one.first]]), int(numbers[order[one.second]]), one.similarity)
         for one in sorted(found, key=lambda one: (-one.similarity, one.first))[:SHOWN]
     ]
     sampled = any(side.every > 1 for side in tally.signers.values())
-    return Duplicates(
-        exact,
-        groups,
-        pairs,
-        near=len(found),
-        near_documents=len(numbers),
-        near_sampled=sampled,
-        near_reason="",
-        near_examples=examples,
-    )
+    return Duplicates(exact, groups, pairs, len(found), len(numbers), near_sampled=sampled, near_examples=examples)
 
 
-def _flushed(signer: Signer) -> Signer:
-    signer.flush()
-    return signer
-
-
-def pair_of(tally: Tally, first: int, second: int, similarity: float) -> Pair:
-    """Two documents by number."""
-    return Pair(tally.places.of(first), tally.places.of(second), round(similarity, 3), 2, tally.head_of(first))
-
-
-def compare_sides(tally: Tally, divide: SideFinder | None, why_not: str, reason: str) -> Sides:
-    """Near duplicates across the division."""
+def compare_sides(tally: Tally, divide: Split | None, why_not: str, reason: str) -> Sides:
+    """Near duplicates across the division of a text."""
     if divide is None:
-        return Sides("", why_not, 0, val=0, exact=0, near=None, near_train=0, near_val=0, near_examples=[])
-    signers = tally.signers if divide.by == "documents" else tally.blocks
-    train, val = signers["train"], signers["val"]
-    counts = (divide.by, reason, tally.sides["train"], tally.sides["val"], 0)
+        return Sides("", why_not)
+    sides = Sides(divide.by, reason, tally.sides["train"], tally.sides["val"])
     if reason:
-        return Sides(*counts, None, 0, 0, [])
+        return sides
+    signers = tally.signers if divide.by == "documents" else tally.blocks
+    rows, numbers = minhash.joined(signers.values())
+    return near_across(sides, tally, rows, numbers, len(signers["train"].numbers))
+
+
+def near_across(sides: Sides, tally: Tally, rows: Signatures, numbers: Ints, train: int) -> Sides:
+    """Held-back texts with a near duplicate among those that are trained on, which are the first `train` of the rows."""
     with report.phase("near duplicates across the sides", total=minhash.BANDS, unit="bands") as p:
-        rows = np.concatenate([train.matrix(), val.matrix()])
-        found = minhash.near_pairs(rows, len(train.numbers), p.tick) if len(train.numbers) else []
-    numbers = [*train.numbers, *val.numbers]
-    examples = []
-    for one in found[:SHOWN] if divide.by == "documents" else []:
-        examples.append(pair_of(tally, numbers[one.first], numbers[one.second], one.similarity))
-    return Sides(*counts, len(found), len(train.numbers), len(val.numbers), examples)
+        found = minhash.near_pairs(rows, train, p.tick) if train else []
+    shown = found[:SHOWN] if sides.by != "blocks" else []
+    examples = [_pair_of(tally, int(numbers[one.first]), int(numbers[one.second]), one.similarity) for one in shown]
+    return replace(sides, near=len(found), near_train=train, near_val=len(rows) - train, near_examples=examples)
 
 
 def compare_test(tally: Tally, test: TestGrams, reason: str) -> TestSet:
@@ -249,22 +226,21 @@ def compare_test(tally: Tally, test: TestGrams, reason: str) -> TestSet:
     some = int((rest & (np.nan_to_num(shares) > 0)).sum())
     found = (len(test.normals), len(hits), exact, len(over), some, int(np.isnan(shares).sum()), grams)
     if near is None:
-        return TestSet(test.name, *found, None, 0, [])
+        return TestSet(test.name, *found)
     known = sum(len(side.numbers) for side in tally.signers.values())
     return TestSet(test.name, *found, len(near), known, near[:SHOWN])
 
 
 def _near_test(tally: Tally, test: TestGrams, rest: np.ndarray[Any, np.dtype[np.bool_]]) -> list[Pair]:
     rows, have = minhash.signatures(test.normals)
-    known = np.concatenate([side.matrix() for side in tally.signers.values()])
-    numbers = [number for side in tally.signers.values() for number in side.numbers]
+    known, numbers = minhash.joined(tally.signers.values())
     mine = np.flatnonzero(have & rest)
     if not len(known) or not len(mine):
         return []
     pairs = []
     for one in minhash.near_pairs(np.concatenate([known, rows[mine]]), len(known)):
         n = int(mine[one.second - len(known)])
-        first, second = tally.places.of(numbers[one.first]), test.places.of(n)
+        first, second = tally.places.of(int(numbers[one.first])), test.places.of(n)
         pairs.append(Pair(first, second, round(one.similarity, 3), 2, test.heads[n]))
     return pairs
 

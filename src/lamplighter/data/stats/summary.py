@@ -12,10 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lamplighter.data.stats import Found, Stats
+from lamplighter.data.stats import Found, Quality, Stats
 from lamplighter.data.stats.lengths import draw, svg
 from lamplighter.data.stats.overlap import GRAM_SHARE, GRAM_WORDS, Duplicates, Pair, Sides, TestSet
-from lamplighter.data.stats.row_faults import Quality
 from lamplighter.data.tokenizer_training import escaped
 from lamplighter.errors import CannotWrite
 from lamplighter.rundir import cannot_write, write_atomic

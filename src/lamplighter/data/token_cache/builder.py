@@ -26,14 +26,23 @@ from typing import Any
 import numpy as np
 
 from lamplighter import report
+from lamplighter.data.cache_location import remove_others
 from lamplighter.data.sources import Part, Source, watched
 from lamplighter.data.sources.file_source import FileSource
-from lamplighter.data.split import CacheSettings, Split, Survey, begin_survey, decide
-from lamplighter.data.token_cache import partition
-from lamplighter.data.token_cache import writer as shards
+from lamplighter.data.split import CacheSettings, Split, Survey, begin_survey, decide, survey_texts
+from lamplighter.data.token_cache import units
 from lamplighter.data.token_cache.encoder import renewed
-from lamplighter.data.token_cache.partition import BuildPlan, Unit
-from lamplighter.data.token_cache.writer import SIDES, Record, UnitJob, UnitWriter, full, hash_first, sync_file
+from lamplighter.data.token_cache.units import (
+    SIDES,
+    BuildPlan,
+    Record,
+    Unit,
+    UnitJob,
+    UnitWriter,
+    full,
+    hash_first,
+    sync_file,
+)
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, CannotWrite
 from lamplighter.procs.pool import TICK_S, each
@@ -89,7 +98,7 @@ class Builder:
 
     def begin(self, source: Source, plan: BuildPlan | None) -> None:
         """Decide the division, make sure of room, and write it down."""
-        self._remove_others({"lock"})
+        remove_others(self.folder, {"lock"})
         total = source.total_bytes()
         found = begin_survey(self.settings)
         with report.phase("look at the documents", unit="documents") as p:
@@ -99,7 +108,7 @@ class Builder:
                 self.say(bytes_done, total, item)
 
             bad = plan.how.bad_records() if plan else BadRecords(quiet=True)
-            read = partition.survey_plan(plan, found, show, bad) if plan else _look_at_texts(source, found, show)
+            read = units.survey_plan(plan, found, show, bad) if plan else _look_at_texts(source, found, show)
         try:
             self.division = decide(found, self.settings, source)
         except BadData as error:
@@ -130,7 +139,7 @@ class Builder:
         records = [*self.records.values(), *([self.half_done] if self.half_done else [])]
         files = {name: entry["bytes"] for record in records for name, entry in record["files"].items()}
         markers = {_marker(number) for number in self.records} | ({"open.json"} if self.half_done else set())
-        self._remove_others({*files, *markers, "build.json", "lock"})
+        remove_others(self.folder, {*files, *markers, "build.json", "lock"})
         self._check_room(self.need_bytes - sum(files.values()))
         return True
 
@@ -145,11 +154,6 @@ class Builder:
             if not same_start and hash_first(path, entry["bytes"]) != entry["sha256"]:
                 return False
         return True
-
-    def _remove_others(self, kept: set[str]) -> None:
-        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == "build.json"):  # that one last
-            if path.name not in kept:
-                path.unlink(missing_ok=True)
 
     def _estimate(self, found: Survey, total: int | None, read: int) -> int:
         """Bytes of the finished cache, from the tokens of a sample; 0 where the source cannot say its size."""
@@ -207,11 +211,11 @@ class Builder:
             tick()
             job = self._job()
             if workers == 1:
-                shards.start_here(job, plan.how, self.tokenizer.recipe(), self.tokenizer.encoder(threads=True), tell)
-            start = shards.start_worker if workers > 1 else None
+                units.start_here(job, plan.how, self.tokenizer.recipe(), self.tokenizer.encoder(threads=True), tell)
+            start = units.start_worker if workers > 1 else None
             start_with = (job, plan.how, self.tokenizer.recipe(), cells)
             made = each(
-                shards.make_unit, todo, workers, name=str, start=start, start_with=start_with, in_order=False, tick=tick
+                units.make_unit, todo, workers, name=str, start=start, start_with=start_with, in_order=False, tick=tick
             )
             for unit, record in made:
                 self._commit(record)
@@ -247,7 +251,7 @@ class Builder:
     def run_texts(self, source: Source) -> None:
         """Encode every text from the cursor on; a unit ends with the text that fills it."""
         total = source.total_bytes()
-        size = self.settings.unit_bytes or partition.USUAL_BYTES
+        size = self.settings.unit_bytes or units.USUAL_BYTES
         job, encoder = self._job(), self.tokenizer.encoder(threads=True)
         last: Record = self.records[max(self.records)] if self.records else {}
         writer = UnitWriter(job, encoder, len(self.records), last.get("open_val"))
@@ -312,7 +316,7 @@ class Builder:
             "files": dict(sorted(files.items())),
         }
         self._write("manifest.json", manifest)
-        self._remove_others({*files, "manifest.json", "lock"})
+        remove_others(self.folder, {*files, "manifest.json", "lock"})
         return manifest
 
     def _check_overlap(self, records: list[Record]) -> None:
@@ -353,10 +357,7 @@ def _sum_side(side: str, records: list[Record]) -> dict[str, Any]:
 
 
 def _look_at_texts(source: Source, found: Survey, show: _Show) -> int:
-    opened = False
-    for text in watched(source, show):
-        found.add(TextBlock([text.encode()], opened, isinstance(text, Part)))
-        opened = isinstance(text, Part)
+    for _ in survey_texts(source, found, show):
         if found.is_enough():
             return source.position().bytes_done
     found.ended = True
@@ -416,7 +417,7 @@ def build(
 ) -> None:
     """Make the cache in `folder`, or go on making it."""
     builder = Builder(folder, tokenizer, settings, workers)
-    plan = partition.plan(source, settings)
+    plan = units.plan(source, settings)
     if builder.go_on():
         done = sum(
             record["read_bytes"] for record in (*builder.records.values(), builder.half_done or {"read_bytes": 0})
@@ -442,10 +443,3 @@ def _sum_up(manifest: dict[str, Any], seconds: float) -> None:
         + (f"; {empty:,} empty documents passed over" if empty else ""),
         seconds=round(seconds, 3),
     )
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a finished cache."""
-    manifest = read_json(folder / "manifest.json")
-    usable = isinstance(manifest, dict) and manifest.get("format") == FORMAT and isinstance(manifest.get("files"), dict)
-    return manifest if usable else None

@@ -3,62 +3,46 @@
 In:  a folder for caches, a source, a tokenizer, settings.
 Out: Tokens with a train and a val CachedStream: documents of ids, one after the other, in shards on disk (see builder.py).
 
-A cache is named after three fingerprints: tokenizer, settings, sources. If one of them changes it is another cache, and
-the difference is said.
+A cache is named after three fingerprints: tokenizer, settings, sources (cache_location.py).
 """
 
 from __future__ import annotations
 
-import json
-import os
 import resource
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from lamplighter import report
 from lamplighter.data import split as division
+from lamplighter.data.cache_location import CacheKind, CacheLocation, Mode, Parts, claimed, find_fault, verify_hashes
 from lamplighter.data.sources import Source
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.token_cache import builder
-from lamplighter.data.token_cache.builder import read_manifest
 from lamplighter.data.token_cache.encoder import Ids
-from lamplighter.data.token_cache.writer import bad_id
+from lamplighter.data.token_cache.units import bad_id
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData, InputMissing
-from lamplighter.procs.lock import open_lock, try_lock
-from lamplighter.procs.pool import TICK_S, usable_cores
+from lamplighter.procs.pool import usable_cores
 from lamplighter.readers import ranges
 from lamplighter.readers.records import digest
-from lamplighter.rundir import cannot_write, hash_file, identity, read_json, read_record
+from lamplighter.rundir import read_record
 
-__all__ = ["CacheSettings", "CachedStream", "Tokens", "ensure", "obtain", "open_tokens"]
+__all__ = ["CacheLocation", "CacheSettings", "CachedStream", "Tokens", "obtain", "open_tokens"]
 
-PARTS = ("tokenizer", "settings", "sources")
-_POLL_S = 0.2
+KIND = CacheKind(
+    name="token cache",
+    prefix="",
+    manifest="manifest.json",
+    format=builder.FORMAT,
+    first="the first for this tokenizer, these settings and these sources",
+)
 MANY_ROWS, MANY_TOKENS = 32, 256  # from so many rows of fewer tokens a shard on, they are gathered together
-_Mode = Literal["auto", "require", "rebuild"]
 
 
 # ---------------------------------------------------------------- which cache, and is it there
-
-
-def ensure(
-    cache_root: Path,
-    source: Source,
-    tokenizer: Tokenizer,
-    settings: CacheSettings,
-    mode: _Mode = "auto",
-    workers: int | None = None,
-) -> Path:
-    """The folder of the finished cache: reused, built or rebuilt, and said which and why."""
-    return _ensure(cache_root, source, tokenizer, settings=settings, mode=mode, workers=workers)[0]
 
 
 def obtain(
@@ -66,193 +50,28 @@ def obtain(
     source: Source,
     tokenizer: Tokenizer,
     settings: CacheSettings,
-    mode: _Mode = "auto",
+    mode: Mode = "auto",
     workers: int | None = None,
 ) -> tuple[Tokens, bool]:
     """The open cache, and whether it was built just now; one that was there before is verified byte by byte."""
-    folder, is_new = _ensure(cache_root, source, tokenizer, settings=settings, mode=mode, workers=workers)
-    return open_tokens(folder, verify=not is_new), is_new
-
-
-def _ensure(
-    cache_root: Path, source: Source, tokenizer: Tokenizer, settings: CacheSettings, mode: _Mode, workers: int | None
-) -> tuple[Path, bool]:
-    parts = _parts(source, tokenizer, settings)
-    folder = _folder(cache_root, parts)
-    fault = _fault(folder)
-    untidy = (folder / "build.json").exists()
-    if fault is None and (mode == "require" or (mode == "auto" and not untidy)):
-        report.note(f"token cache reused: {folder} (tokenizer, settings and sources are unchanged)")
-        return folder, False
-    if mode == "require":
-        raise _required(cache_root, folder, parts, fault)
-    with locked(folder) as waited:
-        fault = _fault(folder)
-        if fault is None and (waited or mode != "rebuild"):
-            report.note(f"token cache reused: {folder} ({'another process has built it' if waited else 'complete'})")
-            _tidy(folder)
-            return folder, False
-        reason = _reason(cache_root, folder, parts, mode, fault)
-        if mode == "auto" and (folder / "manifest.json").exists():
-            advice = "nothing to do; if it happens again, look at the disk"
-            report.verdict(report.Verdict("broken", "shard_truncated", reason, advice, "rebuild"))
-        else:
-            report.note(reason)
-        if mode == "rebuild" or (folder / "manifest.json").exists():
-            for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):  # that one first
-                if path.name != "lock":
-                    path.unlink()
-        builder.build(folder, source, tokenizer, settings=settings, parts=parts, workers=workers or usable_cores())
-    return folder, True
-
-
-@dataclass(frozen=True)
-class CacheLocation:
-    """Where the cache of a run would be, and what is there."""
-
-    folder: Path
-    fault: str | None  # None: complete, every file with its size
-    near: str  # what differs from the nearest other cache; '' where there is none
+    cache, workers = locate_token_cache(cache_root, source, tokenizer, settings), workers or usable_cores()
+    with claimed(cache, mode) as is_new:
+        if is_new:
+            builder.build(cache.folder, source, tokenizer, settings=settings, parts=cache.parts, workers=workers)
+    return open_tokens(cache.folder, verify=not is_new), is_new
 
 
 def locate_token_cache(
     cache_root: Path, source: Source, tokenizer: Tokenizer, settings: CacheSettings
 ) -> CacheLocation:
-    """Look, and touch nothing."""
-    parts = _parts(source, tokenizer, settings)
-    folder = _folder(cache_root, parts)
-    return CacheLocation(folder, _fault(folder), _near(cache_root, folder, parts))
-
-
-def find_token_cache(
-    cache_root: Path, source: Source, tokenizer: Tokenizer, settings: CacheSettings
-) -> dict[str, Any] | None:
-    """The manifest of the finished cache of these three, with its folder's name; None where there is none. Builds nothing."""
-    folder = _folder(cache_root, _parts(source, tokenizer, settings))
-    if _fault(folder) is not None:
-        return None
-    manifest = read_manifest(folder)
-    return None if manifest is None else {**manifest, "name": folder.name}
-
-
-def _folder(cache_root: Path, parts: dict[str, dict[str, Any]]) -> Path:
-    return cache_root / digest([parts[name]["fingerprint"] for name in PARTS])[:20]
-
-
-def _parts(source: Source, tokenizer: Tokenizer, settings: CacheSettings) -> dict[str, dict[str, Any]]:
-    """The three things that decide a cache, each with its fingerprint and words for people."""
+    """Where it is or would be; nothing is touched."""
     rules = [builder.FORMAT, division.LOOK_DOCUMENTS, division.LOOK_BYTES, division.BLOCK_BYTES, ranges.PART_BYTES]
-    return {
+    parts: Parts = {
         "tokenizer": {"fingerprint": tokenizer.fingerprint(), "content": str(tokenizer).split(", by ")[0]},
         "settings": {"fingerprint": digest([asdict(settings), rules]), "content": asdict(settings)},
         "sources": {"fingerprint": source.fingerprint(), "content": str(source)},
     }
-
-
-def _fault(folder: Path) -> str | None:
-    """None for a complete cache whose files have their sizes; else what is wrong with it."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return "it is not there" if not (folder / "manifest.json").exists() else "its manifest cannot be read"
-    for name, entry in manifest["files"].items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found is None:
-            return f"{folder / name} is missing"
-        if found != entry["bytes"]:
-            return f"{folder / name} has {found:,} bytes, expected {entry['bytes']:,}"
-    return None
-
-
-def _tidy(folder: Path) -> None:
-    """A builder that was killed after its last word leaves these."""
-    for pattern in ("*.hash", "unit-*.json", "open.json", "progress.json", ".*.tmp", "build.json"):  # that one last
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
-
-
-def _near(cache_root: Path, folder: Path, parts: dict[str, Any]) -> str:
-    """Which of the three parts differ from the nearest finished cache, in words; '' where there is no other."""
-    best: tuple[int, float, str] = (0, 0.0, "")
-    for path in cache_root.glob("*/manifest.json"):
-        other = read_manifest(path.parent)
-        if other is None or path.parent == folder:
-            continue
-        changed = [name for name in PARTS if other["parts"][name]["fingerprint"] != parts[name]["fingerprint"]]
-        words = [f"{name} changed ({_change(other['parts'][name], parts[name])})" for name in changed]
-        candidate = (len(PARTS) - len(changed), path.stat().st_mtime, f"{' and '.join(words)} since {path.parent.name}")
-        best = max(best, candidate) if candidate[0] else best
-    return best[2]
-
-
-def _change(old: dict[str, Any], new: dict[str, Any]) -> str:
-    was, now = old["content"], new["content"]
-    if isinstance(was, dict) and isinstance(now, dict):
-        return ", ".join(f"{key}: {was.get(key)} -> {now[key]}" for key in now if was.get(key) != now[key]) or "rules"
-    return f"{was} -> {now}" if was != now else f"{now}, other content"
-
-
-def _reason(cache_root: Path, folder: Path, parts: dict[str, Any], mode: _Mode, fault: str | None) -> str:
-    if mode == "rebuild":
-        return f"token cache rebuilt: {folder} (asked for by data.cache rebuild)"
-    if (folder / "manifest.json").exists():
-        return f"token cache rebuilt: {fault}"
-    why = _near(cache_root, folder, parts) or "the first for this tokenizer, these settings and these sources"
-    return f"building the token cache: {folder} ({why})"
-
-
-def _required(cache_root: Path, folder: Path, parts: dict[str, Any], fault: str | None) -> Exception:
-    if (folder / "manifest.json").exists():
-        return BadData(
-            f"the token cache is damaged: {folder}", fault or "a build is not finished", "data.cache rebuild"
-        )
-    why = _near(cache_root, folder, parts) or "no cache for this tokenizer, these settings or these sources is there"
-    return InputMissing(f"no token cache at {folder}", why, "build it: --data.cache auto")
-
-
-# ---------------------------------------------------------------- one builds, the others wait
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[bool]:
-    """Hold the folder's lock; the value says whether somebody else held it first. A dead holder is no obstacle."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        fd = open_lock(folder / "lock")
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    try:
-        waited = not try_lock(fd)
-        if waited:
-            _wait(fd, folder)
-        if dead := read_json(folder / "lock"):  # an orderly holder leaves it empty
-            since = time.strftime("%H:%M:%S", time.localtime(dead.get("t", 0)))
-            why = f"token cache taken over from dead pid {dead.get('pid')} on {dead.get('host')}, lock of {since}"
-            culprit = {"pid": dead.get("pid"), "path": str(folder / "lock")}
-            report.verdict(report.Verdict("broken", "dead_lock_file", why, "nothing to do", culprit=culprit))
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps({**identity(), "t": time.time()}).encode(), 0)
-        try:
-            yield waited
-        finally:
-            os.ftruncate(fd, 0)
-    finally:
-        os.close(fd)
-
-
-def _wait(fd: int, folder: Path) -> None:
-    """Until the lock is free; the builder's own progress is what counts as progress here."""
-    holder = read_record(folder / "lock")
-    who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
-    report.note(f"{who} is building this token cache; waiting for it")
-    now = read_record(folder / "progress.json")
-    with report.phase("waiting for the token cache", total=now.get("total_bytes"), unit="B") as p:
-        seen = None
-        while not try_lock(fd):
-            now = read_record(folder / "progress.json")
-            if now.get("bytes") != seen:
-                seen = now.get("bytes")
-                p.set(seen or 0, f"{who}: {now.get('units', 0):,} units, at {now.get('item', '?')}")
-            time.sleep(_POLL_S)
+    return CacheLocation(cache_root, KIND, parts)
 
 
 # ---------------------------------------------------------------- reading
@@ -333,14 +152,6 @@ class Tokens:
     train: CachedStream
     val: CachedStream
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self.manifest["vocab_size"])
-
-    @property
-    def end_of_text(self) -> int:
-        return int(self.manifest["end_of_text"])
-
     def check_ids(self, vocab_size: int) -> None:
         """Read every id once: a model of `vocab_size` must know it."""
         with report.phase("check token ids", total=self.train.tokens + self.val.tokens, unit="tokens") as p:
@@ -357,42 +168,14 @@ class Tokens:
 
 def open_tokens(folder: Path, verify: bool = False) -> Tokens:
     """Map a finished cache. Sizes are always checked; `verify` reads every byte and checks the hashes too."""
-    if (fault := _fault(folder)) is not None:
-        kind = BadData if (folder / "manifest.json").exists() else InputMissing
+    if (fault := find_fault(folder, KIND)) is not None:
+        kind = BadData if (folder / KIND.manifest).exists() else InputMissing
         raise kind(f"cannot open the token cache {folder}", fault, "build it again with --data.cache rebuild")
-    manifest = read_manifest(folder)
-    assert manifest is not None
+    manifest = read_record(folder / KIND.manifest)
     if verify:
-        _verify(folder, manifest["files"])
+        verify_hashes(folder, KIND)
     _allow_open_files(sum(len(split["shards"]) for split in manifest["splits"].values()))
     return Tokens(folder, manifest, CachedStream(folder, "train", manifest), CachedStream(folder, "val", manifest))
-
-
-def _verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Hashes are computed by threads, which needs no lock of Python's."""
-    counted = [0] * len(files)
-
-    def check(number: int, name: str) -> str:
-        def tick(count: int) -> None:
-            counted[number] += count
-
-        return hash_file(folder / name, tick)
-
-    total = sum(entry["bytes"] for entry in files.values())
-    with report.phase("verify the token cache", total=total, unit="B") as p, ThreadPoolExecutor(usable_cores()) as pool:
-        futures = [pool.submit(check, number, name) for number, name in enumerate(files)]
-        try:
-            for (name, entry), future in zip(files.items(), futures, strict=True):
-                p.set(sum(counted), str(folder / name))
-                while not wait([future], TICK_S).done:
-                    p.set(sum(counted), str(folder / name))
-                if future.result() != entry["sha256"]:
-                    why = "its sha256 is not the one in manifest.json: the disk or somebody changed it"
-                    advice = "build it again with --data.cache rebuild"
-                    raise BadData(f"damaged: {folder / name}", why, advice, cause="shard_bitflip")
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-        p.set(total)
 
 
 def _allow_open_files(count: int) -> None:
