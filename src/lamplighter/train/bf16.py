@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import attend
-from lamplighter.procs import procfs
+from lamplighter.procs import prctl, procfs
 
 _GAIN = 1.1  # bf16 costs accuracy: it must be worth it
 ISA_LIMIT = "ONEDNN_MAX_CPU_ISA"
@@ -120,7 +120,7 @@ def _survives_trial() -> bool:
     Forked, unlike all other children (procs/child.py): torch is loaded already, so this takes 25 ms of the start, and 1 s in
     a process that must load it again.
     """
-    process = multiprocessing.get_context("fork").Process(target=_trial_in_fork)
+    process = multiprocessing.get_context("fork").Process(target=_trial_in_fork, args=(os.getpid(),))
     process.start()
     process.join(_DEADLINE_S)
     process.kill()  # where it has not ended by itself
@@ -128,7 +128,8 @@ def _survives_trial() -> bool:
     return process.exitcode == 0
 
 
-def _trial_in_fork() -> None:
+def _trial_in_fork(parent: int) -> None:
+    prctl.belong_to(parent)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)  # what it says when it dies is for nobody
     faulthandler.disable()
