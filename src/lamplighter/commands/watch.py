@@ -18,7 +18,7 @@ from lamplighter.slot import read_slot
 
 if TYPE_CHECKING:
     from lamplighter.watch.console import Console
-    from lamplighter.watch.observe import Observer
+    from lamplighter.watch.status import Observer
 
 
 def watch(words: list[str]) -> int:
@@ -96,9 +96,8 @@ def watch_run(run: RunDir) -> int:
     """Show a run until it ends; Ctrl+C leaves it alone."""
     from lamplighter.config import Budget, load_dump
     from lamplighter.watch.console import Console
-    from lamplighter.watch.observe import Observer
     from lamplighter.watch.stall import LOOK_EVERY_S
-    from lamplighter.watch.status import standing_flags, tell, tell_flags
+    from lamplighter.watch.status import Observer, standing_flags, tell, tell_flags
 
     try:
         budget = load_dump(run.config).budget
@@ -153,9 +152,8 @@ def _look(observer: Observer, status: dict[str, Any]) -> list[dict[str, Any]]:
 def _watch_command_of_another(run: RunDir, console: Console) -> int:
     """Somebody else's command: its watcher has the words."""
     from lamplighter.watch.console import LINE_EVERY_S
-    from lamplighter.watch.observe import Tail
     from lamplighter.watch.stall import LOOK_EVERY_S
-    from lamplighter.watch.status import tell
+    from lamplighter.watch.status import Tail, tell
 
     events = Tail(run.events, from_end=True)
     while is_running(run):
