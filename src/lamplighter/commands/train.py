@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.commands import write
+from lamplighter.commands import result
 from lamplighter.commands.arguments import parse
 from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
 from lamplighter.errors import DONE, BadConfig, LampError, UsageError
@@ -83,7 +83,7 @@ def _start_training(verb: str, words: list[str]) -> int:
     flags = parse(verb, _train_flags, rest)
     resolved = resolve(flags["preset"], flags["run_yaml"], overrides, flags["test"])
     if flags["print_config"]:
-        return write(1, dump(resolved))
+        return result(dump(resolved))
     return _train(verb, words, resolved, flags)
 
 

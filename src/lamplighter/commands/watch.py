@@ -26,7 +26,7 @@ def watch(words: list[str]) -> int:
     if "--" in words:
         place = words.index("--")
         return _watch_command(words[:place], words[place + 1 :])
-    return watch_run(named_run("watch", words))
+    return _watch_run(named_run("watch", words))
 
 
 # ---------------------------------------------------------------- somebody else's command
@@ -92,7 +92,7 @@ def _script_name(command: list[str]) -> str:
 # ---------------------------------------------------------------- the live display of a run
 
 
-def watch_run(run: RunDir) -> int:
+def _watch_run(run: RunDir) -> int:
     """Show a run until it ends; Ctrl+C leaves it alone."""
     from lamplighter.config import Budget, load_dump
     from lamplighter.watch.console import Console

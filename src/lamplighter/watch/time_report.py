@@ -118,7 +118,7 @@ def _cents(seconds: float, budget: Budget) -> str:
 
 
 @dataclass
-class FlagPeriod:
+class _FlagPeriod:
     """From up to down."""
 
     cause: str
@@ -132,17 +132,17 @@ class FlagPeriod:
     evidence: list[str] = field(default_factory=list)
 
 
-def _flag_periods(events: Iterable[dict[str, Any]]) -> list[FlagPeriod]:
+def _flag_periods(events: Iterable[dict[str, Any]]) -> list[_FlagPeriod]:
     """Every flag that was ever up, in order; one that was raised again in steps done twice is the same."""
-    found: list[FlagPeriod] = []
-    up: dict[str, FlagPeriod] = {}
+    found: list[_FlagPeriod] = []
+    up: dict[str, _FlagPeriod] = {}
     last_t, last_step = 0.0, 0
     for event in events:
         kind, last_t = event.get("type"), max(last_t, float(event.get("t", 0.0)))
         if isinstance(event.get("step"), int):
             last_step = int(event["step"])
         if kind == "verdict" and event.get("flag") and event["cause"] not in up:
-            up[event["cause"]] = period = FlagPeriod(
+            up[event["cause"]] = period = _FlagPeriod(
                 event["cause"],
                 event["why"],
                 event["next"],

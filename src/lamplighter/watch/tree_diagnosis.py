@@ -285,7 +285,7 @@ def _child_lost(sample: GroupSample) -> Diagnosis | None:
     return None
 
 
-def anybody(sample: GroupSample) -> Diagnosis | None:
+def _anybody(sample: GroupSample) -> Diagnosis | None:
     """Nobody waits for a known unit: the busiest, else whoever stands in the user's code, deepest first."""
     processes = [m for m in sample.last.processes if m.slot is not None or m.pid in sample.stacks]
     busiest = max(processes, key=sample.cpu_share, default=None)
@@ -331,7 +331,7 @@ def _as_one(sample: GroupSample, process: Process) -> Diagnosis | None:
 
 
 _RULES: tuple[Callable[[GroupSample], Diagnosis | None], ...] = (
-    _part_stopped, _late_rank, _outlier_rank, _waiting_for_worker, _child_lost, anybody,
+    _part_stopped, _late_rank, _outlier_rank, _waiting_for_worker, _child_lost, _anybody,
 )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def _watch_fetchers(module: ModuleType) -> None:
 
 # -- collectives
 
-COLLECTIVES = [
+_COLLECTIVES = [
     "all_reduce",
     "broadcast",
     "all_gather",
@@ -222,7 +222,7 @@ def _watch_collectives(module: ModuleType) -> None:
             bootstrap.slot.set("rank", module.get_rank())
             bootstrap.slot.set("world", module.get_world_size())
 
-    for name in (*COLLECTIVES, "init_process_group"):
+    for name in (*_COLLECTIVES, "init_process_group"):
 
         def begin(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = name) -> int:
             return _collective_begins(name, args, kwargs)
