@@ -149,9 +149,7 @@ def judge_process(sample: GroupSample, process: Process) -> Diagnosis | None:
 def _finding(
     evidence: Evidence, state: str, cause: str, why: str, next: str, provable: bool = False, **culprit_fields: object
 ) -> Diagnosis:
-    where: dict[str, object] = {"pid": evidence.look.pid}
-    if evidence.frame is not None:
-        where |= evidence.frame.fields()
+    where = evidence.sample.culprit(evidence.process, evidence.frame)
     seen = [
         f"process {evidence.look.words}, {evidence.cpu_share:.0%} of a core",
         not_known(evidence.look) or f"{evidence.bytes_per_s:,.0f} bytes/s moved",

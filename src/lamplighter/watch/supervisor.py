@@ -217,11 +217,14 @@ class Supervisor:
         ready, _, _ = select.select([*self.pidfds, self.wake], [], [], 2 * LOOK_EVERY_S if calm else LOOK_EVERY_S)
         if self.wake in ready:
             os.read(self.wake, 64)
-        if reason := self.target.state().stop_wanted:
-            self._ask_stop(reason)
+        self._guarded(self._heed_stop)
         codes = [process.poll() for process in self.processes]
         failed = any(code not in (None, DONE, STOPPED_EARLY) for code in codes)  # one rank that failed ends the group
         return failed or all(code is not None for code in codes)
+
+    def _heed_stop(self) -> None:
+        if reason := self.target.state().stop_wanted:
+            self._ask_stop(reason)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """A fault of ours (a folder that was deleted, a full table of files) must never end somebody's command: said once."""
@@ -267,12 +270,10 @@ class Supervisor:
         self._forget_processes()
         if self.planned in ("restart", "fallback"):
             return True
-        state = self.target.state()
-        if self.stop_reason or self.planned == "stop" or state.at_once:
-            return False
-        death = self.target.death(self.code)
+        death = self.target.death(self.code) if not self.stop_reason and self.planned != "stop" else None
         if death is None:
             return False
+        state = self.target.state()
         decision = self.policy.dead(death.how, state.step, state.durable_step, death.compiling)
         advice = decision.why or "run the same command again"
         self._say_verdict(

@@ -56,7 +56,7 @@ _STYLES = {DONE: "bold green", STOPPED_EARLY: "bold yellow"}
 _NOT_BY_RESUMING = (65, 66, 77, 78)  # these need another input, not the same command again
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChildSpec:
     """What the processes shall do, and under which conditions."""
 
@@ -79,6 +79,7 @@ class Trainer:
 
     def __init__(self, run: RunDir, spec: ChildSpec, console: Console) -> None:
         self.run, self.spec, self.console = run, spec, console
+        self.request = dict(spec.request)
         self.facts = TargetFacts(spec.verb, True, spec.grace_s, spec.began)
         self.began = time.monotonic() - max(0.0, time.time() - spec.began)
         self.last_status = read_record(run.status)
@@ -116,7 +117,7 @@ class Trainer:
             self.oom_before = procfs.oom_kills()
             self.last_status = read_record(self.run.status)
             self.durable_before = self._durable_on_disk()
-            self.spec.request |= {"resume": "auto", "eager": eager}
+            self.request |= {"resume": "auto", "eager": eager}
             self.observer.begin_again()
             self.say(f"attempt {attempt}: going on from step {self.durable_before}", "bold")
         prctl.adopt_orphans()
@@ -129,7 +130,7 @@ class Trainer:
             os.mkfifo(fifo, 0o600)
         self.run.slot(rank).unlink(missing_ok=True)
         output = open_lines(self.run.output)
-        request = json.dumps({**spec.request, "folder": str(self.run.path), "result_fd": spec.result_fd})
+        request = json.dumps({**self.request, "folder": str(self.run.path), "result_fd": spec.result_fd})
         try:
             return subprocess.Popen(
                 # -P: what lies in the current folder (a model folder, say) is not imported in a library's place
@@ -276,7 +277,7 @@ class Trainer:
 
     def death(self, code: int) -> Death | None:
         """A process that is gone without having ended: another attempt may outlive that."""
-        if not self._lost(code) or not self.spec.keeps_report:
+        if not self._lost(code) or not self.spec.keeps_report or self.interrupts > 1:
             return None
         slot, (step, _) = self.slot, self._standing()
         compiling = slot is not None and bool(slot.compiling)
