@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def usd(self) -> float | None:
-        return self.hours * self.job.usd_per_hour if self.job.usd_per_hour is not None else None
+        return self.hours * self.job.budget.usd_per_hour if self.job.budget.usd_per_hour is not None else None
 
     @property
     def mfu(self) -> float:
@@ -77,8 +77,8 @@ class Plan:
     def between_saves_h(self) -> float:
         """What a crash can cost, at most."""
         job = self.job
-        by_steps = job.save_every_steps * self.step_s / 3600 if job.save_every_steps else math.inf
-        by_time = job.save_every_s / 3600 if job.save_every_s else math.inf
+        by_steps = job.save.every_steps * self.step_s / 3600 if job.save.every_steps else math.inf
+        by_time = job.save.every_s / 3600 if job.save.every_s else math.inf
         return min(by_steps, by_time, self.hours)
 
 
@@ -96,7 +96,7 @@ def cache_bytes(job: Job) -> int:
 def make(job: Job, device: Device, free_disk: int | None = None, measured: Measured | None = None) -> Plan:
     """All figures and the reasons against."""
     step_s = measured.step_s if measured is not None and measured.fits else step_seconds(job, device)
-    disk = checkpoint_bytes(job) * (job.keep + 2) + cache_bytes(job)
+    disk = checkpoint_bytes(job) * (job.save.keep + 2) + cache_bytes(job)
     plan = Plan(
         job,
         device,
@@ -153,9 +153,9 @@ def _of_logits(plan: Plan) -> str:
 
 def _time_against(plan: Plan, hours: float) -> Iterator[str]:
     job, device = plan.job, plan.device
-    usd = hours * (job.usd_per_hour or 0.0)
-    if job.budget_usd is not None and usd > job.budget_usd:
-        yield f"money: ${usd:,.2f} ({hours:,.1f} h x ${job.usd_per_hour}/h), the budget is ${job.budget_usd:,.2f}"
+    usd = hours * (job.budget.usd_per_hour or 0.0)
+    if job.budget.usd is not None and usd > job.budget.usd:
+        yield f"money: ${usd:,.2f} ({hours:,.1f} h x ${job.budget.usd_per_hour}/h), the budget is ${job.budget.usd:,.2f}"
     limit = job.limit_hours
     if hours > limit:
         wanted = plan.flops / (limit * 3600)
@@ -343,10 +343,10 @@ def _rate(plan: Plan) -> Iterator[Check]:
 
 def _saves(plan: Plan) -> Iterator[Check]:
     job, hours = plan.job, plan.between_saves_h
-    due = [f"every {job.save_every_steps:,} steps"] if job.save_every_steps else []
-    due += [f"every {job.save_every_s:g} s"] if job.save_every_s else []
+    due = [f"every {job.save.every_steps:,} steps"] if job.save.every_steps else []
+    due += [f"every {job.save.every_s:g} s"] if job.save.every_s else []
     lost = f"{hours * 60:,.1f} min" if hours < 2 else f"{hours:,.1f} h"
-    cost = f"${hours * job.usd_per_hour:,.2f}" if job.usd_per_hour is not None else lost
+    cost = f"${hours * job.budget.usd_per_hour:,.2f}" if job.budget.usd_per_hour is not None else lost
     none = hours >= plan.hours and plan.hours > 1 / 6
     words = f"{' or '.join(due) or 'only at the end'}: a crash can cost {cost}"
     dear = none or (hours > _DEAR_CRASH * plan.hours and plan.hours > 2)
@@ -359,9 +359,9 @@ def _validation(plan: Plan) -> Iterator[Check]:
         return
     held = job.text.val_tokens
     windows = -(-held // job.seq_len)
-    used = min(windows, job.eval_windows) if job.eval_windows else windows
+    used = min(windows, job.eval.windows) if job.eval.windows else windows
     tokens = min(held, used * job.seq_len)
-    times = job.steps // job.eval_every_steps if job.eval_every_steps else 1
+    times = job.steps // job.eval.every_steps if job.eval.every_steps else 1
     share = times * tokens / 3 / max(1, job.tokens)  # a forward pass alone is a third of the work
     words = f"{tokens:,} of {held:,} tokens, {max(1, times):,} times: {share:.1%} of the work"
     if not held:

@@ -121,7 +121,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "host_gib": host_gib(job, plan.device),
         "disk_gib": plan.disk_bytes / GIB,
         "crash_costs_h": plan.between_saves_h,
-        "crash_costs_usd": plan.between_saves_h * job.usd_per_hour if job.usd_per_hour is not None else None,
+        "crash_costs_usd": plan.between_saves_h * job.budget.usd_per_hour
+        if job.budget.usd_per_hour is not None
+        else None,
         "micro_batch": job.micro_batch,
         "largest_micro_batch": plan.largest,
         "measured": asdict(plan.measured) if plan.measured else None,
@@ -206,8 +208,8 @@ def _time_words(plan: Plan) -> str:
 def _time(plan: Plan) -> list[str]:
     job, lines = plan.job, [_line("time", _time_words(plan))]
     if plan.usd is not None:
-        of = f" of ${job.budget_usd:,.2f}" if job.budget_usd is not None else ""
-        lines.append(_line("money", f"{plan.hours:,.2f} h x ${job.usd_per_hour}/h = ${plan.usd:,.2f}{of}"))
+        of = f" of ${job.budget.usd:,.2f}" if job.budget.usd is not None else ""
+        lines.append(_line("money", f"{plan.hours:,.2f} h x ${job.budget.usd_per_hour}/h = ${plan.usd:,.2f}{of}"))
     return lines
 
 
@@ -267,7 +269,7 @@ def _disk(plan: Plan) -> list[str]:
     size, job = checkpoint_bytes(plan.job) / GIB, plan.job
     cache = f" + token cache {cache_bytes(job) / GIB:.2f}" if job.text else ""
     free = f" of {plan.free_disk / GIB:,.0f} GiB free" if plan.free_disk is not None else " GiB"
-    kept = f"{job.keep} kept + best + one being written, {size:.2f} GiB each"
+    kept = f"{job.save.keep} kept + best + one being written, {size:.2f} GiB each"
     return [_line("disk", f"{kept}{cache} = {plan.disk_bytes / GIB:.1f}{free}")]
 
 
@@ -302,7 +304,7 @@ def short(plan: Plan) -> list[str]:
     parts = f"activations {m.activations / GIB:.2f}, logits {m.held / GIB:.2f}, copy for a save {m.staging / GIB:.2f}"
     money = f", ${plan.usd:,.2f}" if plan.usd is not None else ""
     cost = plan.between_saves_h
-    crash = f"${cost * job.usd_per_hour:,.2f}" if job.usd_per_hour is not None else _span(cost)
+    crash = f"${cost * job.budget.usd_per_hour:,.2f}" if job.budget.usd_per_hour is not None else _span(cost)
     return [
         f"{plan.params:,} parameters ({'your own' if job.own_params else job.shape.family}); {_large(job.flops_per_token)}FLOP per token",
         f"{job.steps:,} steps of {job.step_tokens:,.0f} tokens{epochs}; {step}, {job.row_tokens or job.seq_len:g} tokens each",
@@ -354,12 +356,12 @@ def draw(plan: Plan) -> list[str]:
     if job.rate is not None:
         rate = job.rate
         lines += _picture("learning rate", _sampled(rate.lr_at, job.steps), rate.peak, f"{rate.peak:.1e}", job.steps)
-    if job.usd_per_hour is not None and plan.usd:
+    if job.budget.usd_per_hour is not None and plan.usd:
         price = plan.usd / job.steps
-        top = max(plan.usd, job.budget_usd or 0.0)
+        top = max(plan.usd, job.budget.usd or 0.0)
         lines += _picture("spending", _sampled(lambda step: price * step, job.steps), top, f"${top:,.2f}", job.steps)
-        if job.budget_usd is not None:
-            lines.append(f"{'':<14}{_budget_words(job.budget_usd, plan.usd, job.steps)}")
+        if job.budget.usd is not None:
+            lines.append(f"{'':<14}{_budget_words(job.budget.usd, plan.usd, job.steps)}")
     return lines
 
 

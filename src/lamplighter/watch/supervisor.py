@@ -102,11 +102,8 @@ class Death:
     """The end of a process that another attempt may outlive."""
 
     how: str  # the same twice at the same step is a bug
-    cause: str
-    why: str
-    evidence: tuple[str, ...]
-    culprit: dict[str, object]
-    compiling: bool = False
+    verdict: Verdict  # what is done about it is not decided yet
+    compiling: bool
 
 
 class Target(Protocol):
@@ -276,11 +273,7 @@ class Supervisor:
         state = self.target.state()
         decision = self.policy.dead(death.how, state.step, state.durable_step, death.compiling)
         advice = decision.why or "run the same command again"
-        self._say_verdict(
-            Verdict(
-                "dead", death.cause, death.why, advice, decision.action, evidence=death.evidence, culprit=death.culprit
-            )
-        )
+        self._say_verdict(replace(death.verdict, next=advice, action=decision.action))
         return decision.action in ("restart", "fallback")
 
     def _forget_processes(self) -> None:

@@ -31,6 +31,7 @@ from lamplighter.errors import (
     RefusedByPlan,
 )
 from lamplighter.procs import prctl, procfs, stacks
+from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir, number, open_lines, read_record
 from lamplighter.slot import Slot, read_slot
 from lamplighter.watch import time_report
@@ -292,7 +293,7 @@ class Trainer:
         cause = "rss_oom" if memory else "killed" if code < 0 else "exit"
         failed = self._rank_that_left(code)
         culprit: dict[str, object] = {"pid": self.processes[failed].pid, "rank": failed, "step": step}
-        return Death(how, cause, why, evidence, culprit, compiling=compiling)
+        return Death(how, Verdict("dead", cause, why, "", evidence=evidence, culprit=culprit), compiling)
 
     def _lost(self, code: int) -> bool:
         """Whether the child is gone without having ended: killed, or left with a code that is not its own last word.

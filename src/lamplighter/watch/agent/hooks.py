@@ -162,25 +162,11 @@ def _watch_fetchers(module: ModuleType) -> None:
 
 # -- collectives
 
-_COLLECTIVES = [
-    "all_reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "barrier",
-    "monitored_barrier",
-    "send",
-    "recv",
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "scatter_object_list",
-]
+_COLLECTIVES = (
+    "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce", "gather",
+    "scatter", "all_to_all", "barrier", "monitored_barrier", "send", "recv", "all_gather_object",
+    "broadcast_object_list", "gather_object", "scatter_object_list",
+)  # fmt: skip
 _in_collective: set[int] = set()
 
 
