@@ -58,8 +58,10 @@ class Process:
 
     @property
     def moved_bytes(self) -> int:
-        """By any means, less what our own questions have moved."""
+        """By any means, less what our own questions have moved; nothing where this system does not count."""
         slot = self.slot
+        if self.look.read_bytes is None:
+            return 0
         asked = slot.answered_bytes + _ANSWER_OVERHEAD_BYTES * slot.answers if slot else 0
         return self.look.moved_bytes - asked
 
