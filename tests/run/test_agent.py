@@ -103,6 +103,26 @@ def test_importing_the_inside_does_nothing() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, env=bare(PYTHONPATH=str(SRC))).returncode == 0
 
 
+def test_it_gets_in_where_there_is_no_proc(slots: Path) -> None:
+    """macOS: the slot is opened all the same, and the thread answers."""
+    code = f"""
+        import os, runpy
+        real = os.open
+        def without_proc(path, *rest, **named):
+            if str(path).startswith("/proc/"):
+                raise FileNotFoundError(path)
+            return real(path, *rest, **named)
+        os.open = without_proc
+        os.environ["LAMP_WATCH"] = {str(slots)!r}
+        runpy.run_path({str(PATH / "sitecustomize.py")!r})
+    """
+    path = script(slots.parent, code)
+    done = subprocess.run([sys.executable, path], env=bare(), capture_output=True, text=True, check=False)
+    assert is_silent_success(done)
+    slot = the_only(slots)
+    assert slot.pid and slot.pid_start == 0 and (slots / f"p{slot.pid}.ask").exists()
+
+
 def test_the_environment_is_added_to_and_nothing_is_taken_away(tmp_path: Path) -> None:
     made = environment(tmp_path, {"PYTHONPATH": "a::b", "HOME": "/x"})
     assert made["PYTHONPATH"] == f"{PATH}:a::b"

@@ -14,7 +14,7 @@ import pytest
 
 from lamplighter import __version__, commands
 from lamplighter.rundir import RunDir, read_json, read_lines
-from running import TINY, Command, Finished, Row, lamp, losses_of, slot_of, start_lamp, wait_for
+from running import LAMP, TINY, Command, Finished, Row, lamp, losses_of, slot_of, start_lamp, wait_for
 
 QUICK = [*TINY, "--train.steps", "8"]
 
@@ -97,6 +97,17 @@ def test_a_mistake_that_the_child_sees_is_three_lines_and_a_code(
     (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 20)
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": oops}\n')
     three_lines(lamp(*words, cwd=tmp_path), code, part)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("words", [["runs"], ["--help"]])
+def test_a_result_that_cannot_be_written_is_one_line_and_73(tmp_path: Path, words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*LAMP, *words], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 73
+    assert done.stderr == "error: the result cannot be written to stdout: No space left on device\n"
 
 
 def test_print_config_starts_nothing(tmp_path: Path, command: Command) -> None:
