@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -250,6 +251,12 @@ def test_probes_are_chosen_by_name_and_those_of_a_run_need_one() -> None:
     with pytest.raises(UsageError, match="no probe is called enviroment") as refused:
         probe.choose(["enviroment"], readable=True)
     assert refused.value.why == "did you mean environment?"
+
+
+def test_every_probe_of_the_table_is_there() -> None:
+    for one in probe.choose([], readable=True):
+        module, _, name = one.function.partition(":")
+        assert callable(getattr(importlib.import_module(module), name)), one.name
 
 
 # ---------------------------------------------------------------- judgements on numbers
