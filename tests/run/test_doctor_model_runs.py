@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from doctor_context import SICK, context
-from lamplighter.doctor import model
+from lamplighter.doctor import model_cost
 from running import LONG
 
 
@@ -21,16 +21,16 @@ def among_the_sick(monkeypatch: pytest.MonkeyPatch) -> None:
 @LONG
 def test_a_loop_under_the_compiler_does_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """System D, for real."""
-    monkeypatch.setattr(model, "COMPILE_S", 30.0)
+    monkeypatch.setattr(model_cost, "COMPILE_S", 30.0)
     words = ["--model.family", "models:Looped", "--data.seq_len", "512", "--train.compile", "true"]
-    (found,) = model.compiling(context(tmp_path, *words))
+    (found,) = model_cost.compiling(context(tmp_path, *words))
     assert found.cause == "compile_slow"
     assert found.settings == {"train.compile": False}
 
 
 @LONG
 def test_the_compiler_is_tried_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "COMPILE_S", 300.0)
-    (found,) = model.compiling(context(tmp_path, "--train.compile", "true"))
+    monkeypatch.setattr(model_cost, "COMPILE_S", 300.0)
+    (found,) = model_cost.compiling(context(tmp_path, "--train.compile", "true"))
     assert found.figures["compile_s"] > 0
     assert found.figures["compiled_s"] > 0

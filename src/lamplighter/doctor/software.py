@@ -23,7 +23,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from lamplighter.doctor.probe import Finding, Level, ProbeContext, fault, ok, warn
+from lamplighter.doctor.probe import Finding, Level, ProbeContext, fault, finding, first_line, ok, warn
 
 # Packages of this field; what they require of each other is checked. Those of BOUND stop working where it is not kept:
 # they hold code that was compiled for one torch, or refuse to be imported.
@@ -34,8 +34,13 @@ _FIELD = (
     "sentence-transformers", "tokenizers", "torchmetrics", "trl", "vllm",
 )  # fmt: skip
 _COMPILED_FOR_TORCH = ("torchvision", "torchaudio")  # imported by others unasked, so a broken one breaks those
-SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 _DAY_S = 86_400.0
+
+
+def _versions(what: str, why: str, advice: str, module: str = "torch") -> Finding:
+    """A package that does not fit the others, or this machine."""
+    return fault(what, why, advice, "versions", culprit={"module": module})
 
 
 # ---------------------------------------------------------------- torch and the driver
@@ -58,46 +63,37 @@ def torch_and_driver(context: ProbeContext) -> Iterator[Finding]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield fault(
-            f"torch cannot be imported: {error}",
-            "a broken or partial installation",
-            "pip install --force-reinstall torch, of one build",
-            "versions",
-            culprit={"module": "torch"},
-        )
+        advice = "pip install --force-reinstall torch, of one build"
+        yield _versions(f"torch cannot be imported: {error}", "a broken or partial installation", advice)
         return
-    built = torch.version.cuda or ""
-    yield ok(
-        f"Python {platform.python_version()}, torch {torch.__version__},"
-        f" {f'built for CUDA {built}' if built else 'built for the CPU' if not torch.version.hip else 'built for ROCm'}"
-    )
+    built, rocm = torch.version.cuda or "", torch.version.hip or ""
+    kind = f"CUDA {built}" if built else "ROCm" if rocm else "the CPU"
+    yield ok(f"Python {platform.python_version()}, torch {torch.__version__}, built for {kind}")
     yield from _numpy_and_torch(context)
     if trouble:
+        why = "the driver and its tools are of different versions, or the module is not loaded"
         yield warn(
-            f"nvidia-smi does not work: {trouble}",
-            "the driver and its tools are of different versions, or the module is not loaded",
-            "restart the machine, or install the driver anew",
-            "driver",
+            f"nvidia-smi does not work: {trouble}", why, "restart the machine, or install the driver anew", "driver"
         )
     refused = ""
-    if built or torch.version.hip:
+    if built or rocm:
         context.now("starting the GPU")
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except (RuntimeError, AssertionError) as error:
             refused = str(error)
-    yield from judge_driver(built or torch.version.hip or "", driver, refused, context.run.train.device)
+    yield from judge_driver(built or rocm, driver, refused, context.run.train.device)
     if torch.cuda.is_available():
         yield from _each_gpu(context)
 
 
 def ask_driver() -> tuple[Driver | None, str]:
     """The driver, and what was wrong where it could not be asked."""
-    if shutil.which(SMI[0]) is None:
+    if shutil.which(_SMI[0]) is None:
         return None, ""
     try:
-        rows = subprocess.run(SMI, capture_output=True, text=True, timeout=30, check=False)
-        header = subprocess.run(SMI[:1], capture_output=True, text=True, timeout=30, check=False).stdout
+        rows = subprocess.run(_SMI, capture_output=True, text=True, timeout=30, check=False)
+        header = subprocess.run(_SMI[:1], capture_output=True, text=True, timeout=30, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, str(error)
     if rows.returncode:
@@ -109,59 +105,38 @@ def ask_driver() -> tuple[Driver | None, str]:
 
 def judge_driver(built: str, driver: Driver | None, refused: str, device: str) -> Iterator[Finding]:
     """`built`: the CUDA that torch was built for, empty for a CPU build. `refused`: what torch said when it was started."""
-    gpus = ", ".join(driver.gpus) if driver else ""
+    said = first_line(refused)
     if not built:
-        if driver and driver.gpus and device != "cpu":
-            yield fault(
-                f"torch is a CPU build, and this machine has {gpus}",
-                "the GPU would stand idle while it is paid for",
-                "install a CUDA build of torch (its site names the index for your driver)",
-                "versions",
-                culprit={"module": "torch"},
-            )
-        elif device == "cuda":
-            yield fault(
-                "train.device is cuda, and torch is a CPU build",
-                "",
-                "a CUDA build of torch, or --train.device auto",
-                "versions",
-                culprit={"module": "torch"},
-                settings={"train.device": "auto"},
-            )
-        return
-    if refused and ("too old" in refused or (driver and driver.cuda and _older(driver.cuda, built))):
+        yield from _judge_cpu_build(driver, device)
+    elif refused and ("too old" in refused or (driver and driver.cuda and _older(driver.cuda, built))):
         have = f"driver {driver.version} (up to CUDA {driver.cuda or '?'})" if driver else "the driver"
-        yield fault(
-            f"{have} is too old for torch, which was built for CUDA {built}",
-            refused.splitlines()[0],
-            "a newer driver, or a torch that was built for an older CUDA",
-            "driver",
-        )
+        what = f"{have} is too old for torch, which was built for CUDA {built}"
+        yield fault(what, said, "a newer driver, or a torch that was built for an older CUDA", "driver")
     elif refused and driver is None:
-        level: Level = "fault" if device == "cuda" else "warn"
-        settings = {"train.device": "auto"} if device == "cuda" else {}
-        yield Finding(
-            level,
-            f"torch was built for CUDA {built}, and there is no driver: everything runs on the CPU",
-            refused.splitlines()[0],
-            "install the driver, run the container with --gpus all, or use a CPU build of torch",
-            "driver",
-            settings=settings,
-        )
+        what = f"torch was built for CUDA {built}, and there is no driver: everything runs on the CPU"
+        advice = "install the driver, run the container with --gpus all, or use a CPU build of torch"
+        if device == "cuda":
+            yield fault(what, said, advice, "driver", settings={"train.device": "auto"})
+        else:
+            yield warn(what, said, advice, "driver")
     elif refused:
-        yield fault(
-            f"torch cannot start the GPU: {refused.splitlines()[0]}",
-            f"driver {driver.version if driver else '?'}, built for CUDA {built}",
-            "nvidia-smi; CUDA_VISIBLE_DEVICES; restart the machine if the driver was changed",
-            "driver",
-        )
+        why = f"driver {driver.version if driver else '?'}, built for CUDA {built}"
+        advice = "nvidia-smi; CUDA_VISIBLE_DEVICES; restart the machine if the driver was changed"
+        yield fault(f"torch cannot start the GPU: {said}", why, advice, "driver")
     elif driver and driver.cuda and int(driver.cuda.split(".")[0]) < int(built.split(".")[0]):
-        yield warn(
-            f"the driver runs up to CUDA {driver.cuda}, torch was built for {built}",
-            "newer kernels may fail at their first use",
-            "a newer driver",
-            "driver",
-        )
+        what = f"the driver runs up to CUDA {driver.cuda}, torch was built for {built}"
+        yield warn(what, "newer kernels may fail at their first use", "a newer driver", "driver")
+
+
+def _judge_cpu_build(driver: Driver | None, device: str) -> Iterator[Finding]:
+    if driver and driver.gpus and device != "cpu":
+        what = f"torch is a CPU build, and this machine has {', '.join(driver.gpus)}"
+        advice = "install a CUDA build of torch (its site names the index for your driver)"
+        yield _versions(what, "the GPU would stand idle while it is paid for", advice)
+    elif device == "cuda":
+        what, advice = "train.device is cuda, and torch is a CPU build", "a CUDA build of torch, or --train.device auto"
+        where, settings = {"module": "torch"}, {"train.device": "auto"}
+        yield fault(what, "", advice, "versions", culprit=where, settings=settings)
 
 
 def _older(one: str, other: str) -> bool:
@@ -173,122 +148,25 @@ def _each_gpu(context: ProbeContext) -> Iterator[Finding]:
     import torch
 
     for number in range(torch.cuda.device_count()):
-        name, free = torch.cuda.get_device_name(number), torch.cuda.mem_get_info(number)
+        gpu, where = f"GPU {number} ({torch.cuda.get_device_name(number)})", {"gpu": number}
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(number))
         context.now(f"a product on GPU {number}")
         try:
             ones = torch.ones(512, 512, device=f"cuda:{number}")
             right = bool((ones @ ones == 512).all().item())
         except RuntimeError as error:
-            known = " ".join(torch.cuda.get_arch_list())
-            yield fault(
-                f"GPU {number} ({name}) cannot compute: {str(error).splitlines()[0]}",
-                f"this torch has kernels for: {known}",
-                "a build of torch for this GPU",
-                "driver",
-                culprit={"gpu": number},
-            )
+            why = f"this torch has kernels for: {' '.join(torch.cuda.get_arch_list())}"
+            what, advice = f"{gpu} cannot compute: {first_line(error)}", "a build of torch for this GPU"
+            yield fault(what, why, advice, "driver", culprit=where)
             continue
         if not right:
-            yield fault(
-                f"GPU {number} ({name}) computes wrongly",
-                "512 x 1 x 1 did not add up",
-                "another GPU; this one is broken",
-                "gpu",
-                culprit={"gpu": number},
-            )
-        elif free[0] < 0.5 * free[1]:
-            yield warn(
-                f"GPU {number} ({name}): {free[0] / 2**30:.1f} of {free[1] / 2**30:.1f} GiB are free",
-                "somebody else computes on it",
-                "nvidia-smi names the process",
-                "",
-                culprit={"gpu": number},
-            )
+            why, advice = "512 x 1 x 1 did not add up", "another GPU; this one is broken"
+            yield fault(f"{gpu} computes wrongly", why, advice, "gpu", culprit=where)
+        elif free < 0.5 * total:
+            what = f"{gpu}: {free:.1f} of {total:.1f} GiB are free"
+            yield warn(what, "somebody else computes on it", "nvidia-smi names the process", culprit=where)
         else:
-            yield ok(f"GPU {number}: {name}, {free[0] / 2**30:.1f} of {free[1] / 2**30:.1f} GiB free")
-
-
-# ---------------------------------------------------------------- packages
-
-
-def packages(context: ProbeContext) -> Iterator[Finding]:
-    """What the packages of this field require of each other, and whether the touchy ones can be imported."""
-    context.now("reading what the packages require")
-    found, checked = [], 0
-    for name in _FIELD:
-        try:
-            wanted = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:  # not installed: nothing to compare
-            continue
-        checked += 1
-        found += [finding for text in wanted if (finding := _judge_requirement(name, text)) is not None]
-    yield from found
-    imported = []
-    for name in _COMPILED_FOR_TORCH:
-        if importlib.util.find_spec(name) is None:
-            continue
-        context.now(f"importing {name}")
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001  whatever it raises is the finding
-            yield _broken(name, error)
-        else:
-            imported.append(name)
-    also = f"; {', '.join(imported)} can be imported" if imported else ""
-    yield ok(f"requirements of {checked} packages were compared with what is installed{also}")
-
-
-def _judge_requirement(name: str, text: str) -> Finding | None:
-    """One line of a package's requirements against what is installed; None where it is kept, or does not count here."""
-    wanted = Requirement(text)
-    if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
-        return None
-    mine = metadata.version(name)
-    level: Level = "fault" if canonicalize_name(name) in _BOUND else "warn"
-    try:
-        have = metadata.version(wanted.name)
-    except metadata.PackageNotFoundError:
-        return warn(
-            f"{name} {mine} needs {wanted.name}{wanted.specifier}, which is not installed",
-            "",
-            f"pip install '{wanted.name}{wanted.specifier}'",
-            "versions",
-            culprit={"module": name},
-        )
-    if wanted.specifier.contains(have, prereleases=True):
-        return None
-    why = (
-        "it holds code that was compiled for that one"
-        if name in _COMPILED_FOR_TORCH
-        else "its authors exclude this version"
-    )
-    advice = f"pip install --upgrade {name} (one that fits {wanted.name} {have}), or pip uninstall {name}"
-    return Finding(
-        level,
-        f"{name} {mine} needs {wanted.name}{wanted.specifier}, and {have} is installed",
-        why,
-        advice,
-        "versions",
-        culprit={"module": name},
-    )
-
-
-def _broken(name: str, error: Exception) -> Finding:
-    mine = metadata.version(name) if _is_installed(name) else "?"
-    torch = metadata.version("torch") if _is_installed("torch") else "none"
-    what = (
-        f"{name} {mine} cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    )
-    why = f"torch is {torch}; transformers and others import {name} unasked and break with it"
-    return fault(what, why, f"pip uninstall {name}, or the {name} for this torch", "versions", culprit={"module": name})
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:  # that is the answer
-        return False
-    return True
+            yield ok(f"{gpu}: {free:.1f} of {total:.1f} GiB free")
 
 
 def _numpy_and_torch(context: ProbeContext) -> Iterator[Finding]:
@@ -300,14 +178,60 @@ def _numpy_and_torch(context: ProbeContext) -> Iterator[Finding]:
     try:
         torch.from_numpy(np.ones(4, np.float32)).numpy()
     except RuntimeError as error:
-        what = f"torch and numpy {np.__version__} do not work together: {str(error).splitlines()[0]}"
-        yield fault(
-            what,
-            "torch was compiled for another numpy",
-            "pip install 'numpy<2', or a newer torch",
-            "versions",
-            culprit={"module": "numpy"},
-        )
+        what = f"torch and numpy {np.__version__} do not work together: {first_line(error)}"
+        why, advice = "torch was compiled for another numpy", "pip install 'numpy<2', or a newer torch"
+        yield _versions(what, why, advice, "numpy")
+
+
+# ---------------------------------------------------------------- packages
+
+
+def packages(context: ProbeContext) -> Iterator[Finding]:
+    """What the packages of this field require of each other, and whether the touchy ones can be imported."""
+    context.now("reading what the packages require")
+    installed = [name for name in _FIELD if _version(name)]
+    for name in installed:
+        for text in metadata.requires(name) or []:
+            yield from _judge_requirement(name, Requirement(text))
+    imported = []
+    for name in _COMPILED_FOR_TORCH:
+        if importlib.util.find_spec(name) is None:
+            continue
+        context.now(f"importing {name}")
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001  whatever it raises is the finding
+            what = f"{name} {_version(name) or '?'} cannot be imported: {type(error).__name__}: {first_line(error)}"
+            why = f"torch is {_version('torch') or 'none'}; transformers and others import {name} unasked and break with it"
+            yield _versions(what, why, f"pip uninstall {name}, or the {name} for this torch", name)
+        else:
+            imported.append(name)
+    also = f"; {', '.join(imported)} can be imported" if imported else ""
+    yield ok(f"requirements of {len(installed)} packages were compared with what is installed{also}")
+
+
+def _judge_requirement(name: str, wanted: Requirement) -> Iterator[Finding]:
+    """One line of a package's requirements against what is installed."""
+    if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+        return
+    have, where = _version(wanted.name), {"module": name}
+    needs = f"{name} {_version(name)} needs {wanted.name}{wanted.specifier}"
+    if not have:
+        advice = f"pip install '{wanted.name}{wanted.specifier}'"
+        yield warn(f"{needs}, which is not installed", "", advice, "versions", culprit=where)
+    elif not wanted.specifier.contains(have, prereleases=True):
+        compiled = name in _COMPILED_FOR_TORCH
+        why = "it holds code that was compiled for that one" if compiled else "its authors exclude this version"
+        advice = f"pip install --upgrade {name} (one that fits {wanted.name} {have}), or pip uninstall {name}"
+        level: Level = "fault" if canonicalize_name(name) in _BOUND else "warn"
+        yield finding(level, f"{needs}, and {have} is installed", why, advice, "versions", culprit=where)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # that is the answer
+        return ""
 
 
 # ---------------------------------------------------------------- clock and language
@@ -320,26 +244,16 @@ def clock_and_language(context: ProbeContext) -> Iterator[Finding]:
     probe.touch()
     apart = probe.stat().st_mtime - now
     if installed > now + _DAY_S:
-        yield warn(
-            f"the clock says {time.strftime('%Y-%m-%d', time.gmtime(now))}, which is before this package was installed",
-            "downloads fail by their certificates, and ages of files are wrong",
-            "set the clock (timedatectl set-ntp true)",
-            "clock",
-        )
+        day = time.strftime("%Y-%m-%d", time.gmtime(now))
+        what = f"the clock says {day}, which is before this package was installed"
+        why = "downloads fail by their certificates, and ages of files are wrong"
+        yield warn(what, why, "set the clock (timedatectl set-ntp true)", "clock")
     elif abs(apart) > 5:
-        yield warn(
-            f"the file system's clock is {apart:+.0f} s from this machine's",
-            f"{context.scratch} is on another machine",
-            "set both clocks",
-            "clock",
-        )
-    encoding = locale.getpreferredencoding(False).lower().replace("-", "").replace("_", "")
-    if encoding != "utf8" and not sys.flags.utf8_mode:
-        yield warn(
-            f"text files are read as {locale.getpreferredencoding(False)} here",
-            "scripts of your own that open files without an encoding fail on, or garble, other letters",
-            "export PYTHONUTF8=1",
-            "encoding",
-        )
+        what = f"the file system's clock is {apart:+.0f} s from this machine's"
+        yield warn(what, f"{context.scratch} is on another machine", "set both clocks", "clock")
+    encoding = locale.getpreferredencoding(False)
+    if encoding.lower().replace("-", "").replace("_", "") != "utf8" and not sys.flags.utf8_mode:
+        why = "scripts of your own that open files without an encoding fail on, or garble, other letters"
+        yield warn(f"text files are read as {encoding} here", why, "export PYTHONUTF8=1", "encoding")
     else:
         yield ok(f"clock {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(now))}, text in UTF-8")

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from lamplighter.doctor.probe import Finding, ProbeContext, ok, warn
+from lamplighter.doctor.probe import Finding, ProbeContext, finding, ok, warn
 from lamplighter.procs import cgroup, procfs, stacks
+from lamplighter.procs.lock import is_held
 from lamplighter.procs.pool import usable_cores
 from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes, is_alive, is_running, read_record
 
 _SHARED_MEMORY = Path("/dev/shm")
-FEW_FILES, USUAL_FILES = 256, 1024
+_FEW_FILES, _USUAL_FILES = 256, 1024
 _FEW_PROCESSES = 200
 _SMALL_SHARED = 128_000_000  # a container's default is 64 MB; a worker's batches pass through it
 _BUSY = 0.6  # of the cores, taken by others
@@ -39,6 +42,12 @@ def memory_left() -> tuple[int, int | None]:
 # ---------------------------------------------------------------- processors
 
 
+def too_many_threads(name: str, count: int, cores: int, advice: str = "", **more: Any) -> Finding:
+    """Threads that are set somewhere, against the cores that may be used."""
+    what = f"{name} is {count}, and {cores} cores may be used"
+    return warn(what, "threads that wait for a core make every product slower", advice, "oversubscribed", **more)
+
+
 def processors(context: ProbeContext) -> Iterator[Finding]:
     """How many cores there are, how many we may use, and who else is at work."""
     cores, quota = usable_cores(), cgroup.core_quota()
@@ -46,46 +55,34 @@ def processors(context: ProbeContext) -> Iterator[Finding]:
     context.now("looking at the load for a second")
     psutil.cpu_percent(0.1)
     others = psutil.cpu_percent(0.9) / 100 * machine
-    yield ok(
-        f"{cores} of {machine} cores may be used" + (f", {quota:.1f} cores' worth of time" if quota else ""),
-        figures={"cores": cores, "others_busy": others},
-    )
+    worth = f", {quota:.1f} cores' worth of time" if quota else ""
+    yield ok(f"{cores} of {machine} cores may be used{worth}", figures={"cores": cores, "others_busy": others})
     if quota is not None and quota < cores:
-        wanted = max(1, int(quota))
-        yield warn(
-            f"the control group allows {quota:.1f} cores' worth of time, and {cores} cores are visible",
-            f"{cores} threads would be held still for most of every tenth of a second",
-            f"--train.threads {wanted}",
-            "oversubscribed",
-            settings={"train.threads": wanted},
-        )
+        what = f"the control group allows {quota:.1f} cores' worth of time, and {cores} cores are visible"
+        why = f"{cores} threads would be held still for most of every tenth of a second"
+        yield warn(what, why, cause="oversubscribed", settings={"train.threads": max(1, int(quota))})
     if others > _BUSY * cores and machine == cores:
         load = os.getloadavg()[0]
-        busy = sorted(_busiest(), reverse=True)[:3]
-        names = ", ".join(f"{name} (pid {pid})" for _, name, pid in busy)
-        yield warn(
-            f"others keep {others:.1f} of {machine} cores busy (load {load:.1f})",
-            f"the busiest: {names}" if names else "",
-            "wait for them, or expect slower steps",
-            "starved",
-            figures={"load": load},
-        )
+        names = ", ".join(f"{name} (pid {pid})" for _, name, pid in sorted(_busiest(), reverse=True)[:3])
+        what = f"others keep {others:.1f} of {machine} cores busy (load {load:.1f})"
+        why = f"the busiest: {names}" if names else ""
+        yield warn(what, why, "wait for them, or expect slower steps", "starved", figures={"load": load})
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > cores:
-        yield warn(
-            f"OMP_NUM_THREADS is {threads}, and {cores} cores may be used",
-            "threads that wait for a core make every product slower",
-            f"export OMP_NUM_THREADS={cores}",
-            "oversubscribed",
-        )
+        yield too_many_threads("OMP_NUM_THREADS", int(threads), cores, f"export OMP_NUM_THREADS={cores}")
+
+
+def _us() -> set[int]:
+    """This process and those above it."""
+    return {os.getpid(), *(one.pid for one in psutil.Process().parents())}
 
 
 def _busiest() -> Iterator[tuple[float, str, int]]:
     """Other processes by the share of a core that they took over their life."""
-    mine = {os.getpid(), *(one.pid for one in psutil.Process().parents())}
+    us = _us()
     for one in psutil.process_iter(["name", "cpu_times", "create_time"]):
         times = one.info["cpu_times"]
-        if one.pid not in mine and times is not None and one.is_running():
+        if one.pid not in us and times is not None and one.is_running():
             age = max(1.0, time.time() - one.info["create_time"])
             yield (times.user + times.system) / age, one.info["name"] or "?", one.pid
 
@@ -95,29 +92,24 @@ def _busiest() -> Iterator[tuple[float, str, int]]:
 
 def limits(_: ProbeContext) -> Iterator[Finding]:
     """Files, processes, shared memory, memory, swap."""
-    yield from _files()
+    yield _files()
     yield from _processes()
-    yield from _shared_memory(_SHARED_MEMORY)
+    yield _shared_memory(_SHARED_MEMORY)
     yield from _memory()
 
 
-def _files() -> Iterator[Finding]:
+def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shown = "any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    if soft == resource.RLIM_INFINITY or soft >= USUAL_FILES:
-        yield ok(f"{shown} files may be open", figures={"files": soft})
-        return
-    most = USUAL_FILES if hard == resource.RLIM_INFINITY else min(hard, 65_536)
-    raised = (
-        f"ulimit -n {most}"
-        if most > soft
-        else "raise the hard limit (/etc/security/limits.conf, docker run --ulimit nofile=65536)"
-    )
-    yield Finding(
-        "fault" if soft < FEW_FILES else "warn",
+    if soft == resource.RLIM_INFINITY or soft >= _USUAL_FILES:
+        shown = "any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+        return ok(f"{shown} files may be open", figures={"files": soft})
+    most = _USUAL_FILES if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    above = "raise the hard limit (/etc/security/limits.conf, docker run --ulimit nofile=65536)"
+    return finding(
+        "fault" if soft < _FEW_FILES else "warn",
         f"only {soft} files may be open at once",
         "shards, sockets and workers each take some; beyond it every open fails",
-        raised,
+        f"ulimit -n {most}" if most > soft else above,
         "low_fd",
         figures={"files": soft},
     )
@@ -133,49 +125,35 @@ def _processes() -> Iterator[Finding]:
         left.append(("the control group (pids.max)", most, most - (now or 0)))
     for name, limit, rest in left:
         if rest < _FEW_PROCESSES:
-            yield Finding(
-                "fault" if rest < 20 else "warn",
-                f"{max(0, rest)} more processes and threads may be started: {name} is {limit}",
-                "each worker and each thread counts",
-                "raise it (ulimit -u, docker run --pids-limit)",
-                "low_nproc",
-            )
+            what = f"{max(0, rest)} more processes and threads may be started: {name} is {limit}"
+            why, advice = "each worker and each thread counts", "raise it (ulimit -u, docker run --pids-limit)"
+            yield finding("fault" if rest < 20 else "warn", what, why, advice, "low_nproc")
 
 
 def _threads_of_mine() -> int:
-    me = os.getuid()
-    total = 0
-    for one in psutil.process_iter(["uids", "num_threads"]):
-        if one.info["uids"] is not None and one.info["uids"].real == me:
-            total += one.info["num_threads"] or 1
-    return total
+    found = [one.info for one in psutil.process_iter(["uids", "num_threads"]) if one.info["uids"] is not None]
+    return sum(info["num_threads"] or 1 for info in found if info["uids"].real == os.getuid())
 
 
-def _shared_memory(folder: Path) -> Iterator[Finding]:
+def _shared_memory(folder: Path) -> Finding:
     """Loader workers hand their batches over in it; where it ends they die by a bus error."""
     try:
         room = os.statvfs(folder)
     except OSError as error:
-        yield warn(
-            f"there is no {folder}: {error.strerror}",
-            "loader workers cannot hand batches over by it",
-            "docker run --shm-size=2g",
-            "shm_small",
-        )
-        return
+        what, why = f"there is no {folder}: {error.strerror}", "loader workers cannot hand batches over by it"
+        return warn(what, why, "docker run --shm-size=2g", "shm_small")
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
     figures = {"bytes": float(size), "free_bytes": float(free)}
-    if free < _SMALL_SHARED:
-        yield warn(
-            f"{folder} has {human_bytes(free)} free of {human_bytes(size)}",
-            "loader workers hand their batches over in it, and die by a bus error where it ends",
-            "docker run --shm-size=2g, mount -o remount,size=2g /dev/shm, or no loader workers",
-            "shm_small",
-            culprit={"path": str(folder)},
-            figures=figures,
-        )
-    else:
-        yield ok(f"{folder}: {human_bytes(free)} free of {human_bytes(size)}", figures=figures)
+    if free >= _SMALL_SHARED:
+        return ok(f"{folder}: {human_bytes(free)} free of {human_bytes(size)}", figures=figures)
+    return warn(
+        f"{folder} has {human_bytes(free)} free of {human_bytes(size)}",
+        "loader workers hand their batches over in it, and die by a bus error where it ends",
+        "docker run --shm-size=2g, mount -o remount,size=2g /dev/shm, or no loader workers",
+        "shm_small",
+        culprit={"path": str(folder)},
+        figures=figures,
+    )
 
 
 def _memory() -> Iterator[Finding]:
@@ -184,12 +162,9 @@ def _memory() -> Iterator[Finding]:
     of = f"{human_bytes(limit)} that the control group allows" if limit else human_bytes(total)
     yield ok(f"memory: {human_bytes(left)} free of {of}", figures={"free_bytes": left})
     if swap.used > _SWAPPED * total:
-        yield warn(
-            f"{human_bytes(swap.used)} are swapped out",
-            "memory was short here; what is swapped comes back at the speed of the disk",
-            "end what is not needed, or a smaller run",
-            "swapping",
-        )
+        why = "memory was short here; what is swapped comes back at the speed of the disk"
+        advice = "end what is not needed, or a smaller run"
+        yield warn(f"{human_bytes(swap.used)} are swapped out", why, advice, "swapping")
 
 
 # ---------------------------------------------------------------- looking at others
@@ -216,23 +191,18 @@ def tracing(context: ProbeContext) -> Iterator[Finding]:
     if read:
         yield ok("stacks of other processes can be read (lamp why PID)")
         return
-    yield warn(
-        f"stacks of other processes cannot be read: {_tracing_rule()}",
-        f"py-spy: {trouble}",
-        "lamp why RUN and lamp watch -- CMD work all the same (those processes answer themselves); for lamp why PID: docker run --cap-add SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=0",
-        "no_ptrace",
-    )
-
-
-def _tracing_rule() -> str:
-    scope = procfs.trace_scope()
-    if not scope:
-        return "the container or the kernel forbids it"
-    return {
+    rules = {
+        "": "the container or the kernel forbids it",
         "1": "only of one's own children (ptrace_scope 1)",
         "2": "for administrators only (ptrace_scope 2)",
         "3": "for nobody (ptrace_scope 3)",
-    }.get(scope, "the container forbids it")
+    }
+    rule = rules.get(procfs.trace_scope(), "the container forbids it")
+    advice = (
+        "lamp why RUN and lamp watch -- CMD work all the same (those processes answer themselves); for lamp why PID:"
+    )
+    advice += " docker run --cap-add SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=0"
+    yield warn(f"stacks of other processes cannot be read: {rule}", f"py-spy: {trouble}", advice, "no_ptrace")
 
 
 # ---------------------------------------------------------------- what dead runs have left behind
@@ -240,95 +210,74 @@ def _tracing_rule() -> str:
 
 def leftovers(context: ProbeContext) -> Iterator[Finding]:
     """Run by run, then process by process."""
-    found = 0
     context.now(f"looking through {context.runs_dir}")
-    for lock in sorted(context.runs_dir.glob("*/lock")):
-        for finding in _of_run(RunDir(lock.parent)):
-            found += finding.level != "ok"
-            yield finding
+    found = [one for lock in sorted(context.runs_dir.glob("*/lock")) for one in _of_run(RunDir(lock.parent))]
     context.now("looking for processes without a parent")
-    for finding in [*_of_caches(context.runs_dir / CACHE_NAME), *_orphans(), *_shared()]:
-        found += finding.level != "ok"
-        yield finding
-    if not found:
+    found += [*locks_of_caches(context.runs_dir / CACHE_NAME), *_orphans(), *_old_slots()]
+    yield from found
+    if all(one.level == "ok" for one in found):
         yield ok(f"nothing of a dead run in {context.runs_dir}")
 
 
 def _of_run(run: RunDir) -> Iterator[Finding]:
     holder, status = read_record(run.lock), read_record(run.status)
-    if is_running(run):
-        yield ok(f"run {run.name} is going on (process {holder.get('pid', '?')})")
-        return
     pid = holder.get("pid", "?")
+    if is_running(run):
+        yield ok(f"run {run.name} is going on (process {pid})")
+        return
     if status.get("state") in ("running", "stopping") and not is_alive(holder):
-        safe = status.get("durable_step", 0)
-        yield warn(
-            f"run {run.name} was killed: its lock is of process {pid}, which is dead",
-            f"no last word; step {safe} is safe",
-            "the same lamp train command goes on from there; the lock is no hindrance",
-            "dead_lock_file",
-            culprit={"path": str(run.lock), "pid": pid},
-        )
+        what = f"run {run.name} was killed: its lock is of process {pid}, which is dead"
+        why = f"no last word; step {status.get('durable_step', 0)} is safe"
+        advice = "the same lamp train command goes on from there; the lock is no hindrance"
+        yield warn(what, why, advice, "dead_lock_file", culprit={"path": str(run.lock), "pid": pid})
     for part in sorted(run.checkpoints.glob(".writing-*")):
         size = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
-        yield warn(
-            f"{part.name} in run {run.name} is a save that did not finish ({human_bytes(size)})",
-            "its process was killed meanwhile; it is never loaded",
-            "the next start of the run clears it away",
-            "save_kill",
-            culprit={"path": str(part)},
-            figures={"bytes": size},
-        )
+        what = f"{part.name} in run {run.name} is a save that did not finish ({human_bytes(size)})"
+        why, advice = "its process was killed meanwhile; it is never loaded", "the next start of the run clears it away"
+        yield warn(what, why, advice, "save_kill", culprit={"path": str(part)}, figures={"bytes": size})
 
 
-def _of_caches(folder: Path) -> Iterator[Finding]:
-    """An orderly builder of a cache leaves its lock empty."""
-    for lock in sorted(folder.glob("*/lock")):
-        holder = read_record(lock)
-        pid = holder.get("pid", "?")
+def locks_of_caches(root: Path) -> Iterator[Finding]:
+    """Who builds a token cache, or was killed while it did. An orderly builder leaves its lock empty."""
+    for path in sorted(root.glob("*/lock")):
+        holder, folder = read_record(path), path.parent
         if not holder:
             continue
-        if is_alive(holder):
-            yield ok(f"process {pid} is building the token cache {lock.parent.name}")
+        who, age_s = f"process {holder.get('pid')} on {holder.get('host')}", time.time() - float(holder.get("t", 0))
+        where = {"pid": holder.get("pid"), "path": str(path)}
+        if is_held(path) or is_alive(holder):
+            yield ok(f"{who} is building {folder} now; a run would wait for it", culprit=where)
+        elif holder.get("host") not in (None, socket.gethostname()):
+            what = f"{folder} was locked by {who}, {age_s / 60:.0f} min ago: another machine, which cannot be asked from here"
+            why = "the lock itself is free here; if that machine still builds, two would write one cache"
+            yield warn(what, why, "make sure that it has ended there", "dead_lock_file", culprit=where)
         else:
-            yield warn(
-                f"the token cache {lock.parent.name} is half built: its lock is of process {pid}, which is dead",
-                f"on {holder.get('host', '?')}",
-                "the next run that needs it takes over and goes on where it ended",
-                "dead_lock_file",
-                culprit={"path": str(lock), "pid": pid},
-            )
+            what = f"lock of a dead process: {who} held {path} and is gone, {age_s / 60:.0f} min"
+            why = "it was killed while it built the cache; what is finished of it is kept"
+            advice = "nothing to do: the next run takes the lock over and goes on"
+            yield warn(what, why, advice, "dead_lock_file", culprit=where)
 
 
 def _orphans() -> Iterator[Finding]:
     """Children of ours whose parent is gone. They should have died with it."""
-    mine = {os.getpid(), *(one.pid for one in psutil.Process().parents())}
+    us = _us()
     for one in psutil.process_iter(["cmdline", "environ", "create_time"]):
-        words, environment = one.info["cmdline"] or [], one.info["environ"] or {}
-        if one.pid in mine or not any(name in words for name in _OURS) or "-m" not in words:
+        words, parent = one.info["cmdline"] or [], (one.info["environ"] or {}).get("LAMP_PARENT_PID", "")
+        if one.pid in us or not any(name in words for name in _OURS) or "-m" not in words:
             continue
-        parent = environment.get("LAMP_PARENT_PID", "")
         if parent.isdecimal() and not procfs.pid_start(int(parent)):
-            age = time.time() - one.info["create_time"]
-            yield warn(
-                f"process {one.pid} lives on without its parent ({parent}), for {age / 60:.0f} min",
-                " ".join(words)[:160],
-                f"lamp why {one.pid}; if it is not wanted: kill {one.pid}",
-                "orphans",
-                culprit={"pid": one.pid},
-            )
+            age_min = (time.time() - one.info["create_time"]) / 60
+            what = f"process {one.pid} lives on without its parent ({parent}), for {age_min:.0f} min"
+            advice = f"lamp why {one.pid}; if it is not wanted: kill {one.pid}"
+            yield warn(what, " ".join(words)[:160], advice, "orphans", culprit={"pid": one.pid})
 
 
-def _shared() -> Iterator[Finding]:
+def _old_slots() -> Iterator[Finding]:
     """Slots that live in shared memory because their run is on a network file system."""
     for folder in sorted(_SHARED_MEMORY.glob(f"lamplighter-{os.getuid()}-*")):
-        slots = list(folder.glob("*.slot"))
-        newest = max((file.stat().st_mtime for file in [folder, *slots]), default=0.0)
-        if time.time() - newest > _OLD_S:
-            yield warn(
-                f"{folder} was last touched {(time.time() - newest) / 3600:.0f} h ago",
-                "slots of a run that is over; a few kilobytes",
-                "remove it when no run on a network file system is going on",
-                "orphans",
-                culprit={"path": str(folder)},
-            )
+        age_s = time.time() - max(file.stat().st_mtime for file in [folder, *folder.glob("*.slot")])
+        if age_s > _OLD_S:
+            what = f"{folder} was last touched {age_s / 3600:.0f} h ago"
+            why = "slots of a run that is over; a few kilobytes"
+            advice = "remove it when no run on a network file system is going on"
+            yield warn(what, why, advice, "orphans", culprit={"path": str(folder)})

@@ -1,0 +1,251 @@
+"""Model probes of what a step costs: whether bf16 and the compiler are worth it, and whether the longest micro-batch fits.
+
+In:  a ProbeContext.
+Out: Findings with both times, both losses; peak and available memory, measured or from smaller batches, and said which; how long
+     torch.compile takes, and what it saves.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lamplighter.config import validated
+from lamplighter.doctor.model_fixture import ModelFixture, prepare, prepare_again
+from lamplighter.doctor.probe import Finding, ProbeContext, fault, finding, ok, warn
+from lamplighter.gpus import Device
+from lamplighter.model.transformer import Transformer
+from lamplighter.plan.job import job_of
+from lamplighter.plan.memory import GIB
+from lamplighter.plan.memory import memory as memory_of
+from lamplighter.procs import child, procfs
+from lamplighter.procs.child import Say
+from lamplighter.rundir import human_bytes
+from lamplighter.train import bf16, optimizers
+
+_MEMORY_S = 20.0  # so long the longest micro-batch may take for real
+_MARGIN = 0.92  # of the available memory
+_WORTH = 1.1
+COMPILE_S, _CURIOUS_S = 40.0, 20.0  # where the run compiles, and where it is only tried
+
+
+# ---------------------------------------------------------------- precision
+
+
+def precision(context: ProbeContext) -> Iterator[Finding]:
+    """bf16 against fp32: does it work, is it faster, does it give the same loss."""
+    context.now("bf16 in a process that may die")
+    if why := _why_no_bf16(context.run.train.device):
+        if context.run.train.dtype == "bf16":
+            yield fault("train.dtype is bf16, and it does not work here", why, settings={"train.dtype": "fp32"})
+        else:
+            yield ok(f"fp32: {why}")
+        return
+    fixture = prepare_again(context)
+    context.now("one step in fp32 and in bf16")
+    yield _compare(fixture)
+
+
+def _why_no_bf16(device: str) -> str:
+    """Empty where it works. Asked before the first product: a fork after it would hang."""
+    if device != "cpu" and torch.cuda.is_available():
+        return "" if torch.cuda.is_bf16_supported() else "the GPU has no bf16"
+    if not bf16.cpu_has_it():
+        return "the CPU has no bf16 instructions: each product would be emulated"
+    return "" if bf16.make_it_work() else "bf16 crashes on this CPU: a trial process died"
+
+
+def _compare(fixture: ModelFixture) -> Finding:
+    wanted, (batch, words) = fixture.run.train.dtype, fixture.quick_rows()
+    spent, loss = {}, {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        fixture.seconds_of(batch, dtype)
+        spent[name] = min(fixture.seconds_of(batch, dtype) for _ in range(2))
+        with torch.no_grad():
+            loss[name] = float(fixture.loss(batch, dtype))
+    gain = spent["fp32"] / spent["bf16"]
+    what = f"bf16 {spent['bf16'] * 1000:,.0f} ms against fp32 {spent['fp32'] * 1000:,.0f} ms: {gain:.2f} x"
+    why = f"forward and backward of {words}; loss {loss['bf16']:.4f} against {loss['fp32']:.4f}"
+    figures = {"bf16_s": spent["bf16"], "fp32_s": spent["fp32"], "gain": gain}
+    if not math.isfinite(loss["bf16"]) or abs(loss["bf16"] - loss["fp32"]) > 0.05 * abs(loss["fp32"]):
+        other, settings = partial(finding, "fault" if wanted == "bf16" else "warn"), {"train.dtype": "fp32"}
+        return other(f"bf16 gives another loss: {why}", what, "", "bf16_differs", settings=settings, figures=figures)
+    best = "bf16" if gain > _WORTH else "fp32"
+    if wanted in ("auto", best):
+        return ok(what, why, figures=figures)
+    return warn(f"{what}, and train.dtype is {wanted}", why, settings={"train.dtype": best}, figures=figures)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def memory(context: ProbeContext) -> Iterator[Finding]:
+    """The longest micro-batch, for real where that is quick and safe; else from smaller ones."""
+    fixture = prepare_again(context, quick_dtype=False)
+    have, wanted = _available(fixture), fixture.rows
+    paper = _on_paper(fixture, have)
+    sums = f"by arithmetic {human_bytes(paper)}" if paper else "of a model of your own there is no arithmetic"
+    if paper > _MARGIN * have:
+        why = f"{sums}: weights, gradients, optimizer, activations and logits; not tried"
+        yield _judge_peak(fixture, paper, have, why)
+        return
+    rows, before = 1, 0
+    while True:
+        context.now(f"{rows} x {fixture.run.data.seq_len} tokens, the memory of a step")
+        began = time.monotonic()
+        peak = _peak(fixture, rows)
+        spent = time.monotonic() - began
+        if rows == wanted:
+            yield _judge_peak(fixture, peak, have, f"measured on the whole micro-batch of {wanted}; {sums}", fits=True)
+            return
+        each = (peak - before) / (rows - rows // 2) if rows > 1 else 0.0
+        guess = int(peak + each * (wanted - rows))
+        if rows > 1 and (guess > _MARGIN * have or spent * 2 > _MEMORY_S):
+            why = f"from {rows // 2} and {rows} rows, {human_bytes(int(each))} a row; {sums}"
+            yield _judge_peak(fixture, guess, have, why)
+            return
+        rows, before = min(2 * rows, wanted), peak
+
+
+def _available(fixture: ModelFixture) -> int:
+    if fixture.machine.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(fixture.machine.device)[0])
+    return procfs.memory_available() + procfs.own_memory()[0]
+
+
+def _on_paper(fixture: ModelFixture, have: int) -> int:
+    """The plan's arithmetic, which knows the built-in families; 0 of another model."""
+    if not isinstance(fixture.model, Transformer):
+        return 0
+    run, machine, shape = fixture.run, fixture.machine, fixture.model.shape
+    if not run.model.init_from:
+        shape = replace(shape, layers=run.model.layers)  # it may be examined with fewer
+    job = job_of(run, shape, run.train.steps or 1, machine.dtype_name)
+    name = "cpu" if machine.device.type == "cpu" else machine.name
+    return memory_of(job, Device(name, have / GIB, None, machine.peak_flops)).training
+
+
+def _peak(fixture: ModelFixture, rows: int) -> int:
+    """Of one step of so many rows: the device's own count, or how high the resident memory rose."""
+    optimizer = optimizers.make_optimizer(fixture.model, fixture.run.train)
+    batch, device = fixture.piece(rows), fixture.machine.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with _watched_memory() as highest:
+        fixture.loss(batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step(1e-9)
+        optimizer.zero_grad()
+        fixture.wait()
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else highest[0]
+
+
+@contextmanager
+def _watched_memory() -> Iterator[list[int]]:
+    """How high the resident memory of this process rises, looked at every few milliseconds."""
+    highest, over = [0], threading.Event()
+
+    def look_on() -> None:
+        while not over.wait(0.002):
+            highest[0] = max(highest[0], procfs.own_memory()[0])
+
+    thread = threading.Thread(target=look_on, daemon=True)
+    thread.start()
+    try:
+        yield highest
+    finally:
+        over.set()
+        thread.join()
+        highest[0] = max(highest[0], procfs.own_memory()[0])
+
+
+def _judge_peak(fixture: ModelFixture, peak: int, have: int, why: str, fits: bool = False) -> Finding:
+    """`fits`: it was tried, and did."""
+    what = f"the longest micro-batch, {fixture.rows} x {fixture.run.data.seq_len} tokens,"
+    figures = {"peak_bytes": float(peak), "available_bytes": float(have)}
+    if fits or peak <= _MARGIN * have:
+        return ok(f"{what} takes {human_bytes(peak)} of {human_bytes(have)}", why, figures=figures)
+    smaller = max(1, fixture.rows // 2 ** max(1, math.ceil(math.log2(peak / (_MARGIN * have)))))
+    what += f" needs {human_bytes(peak)}; {human_bytes(have)} are available"
+    advice = f"--train.micro_batch {smaller} (the batch of {fixture.run.train.batch_size} stays)"
+    return fault(what, why, advice, "rss_oom", settings={"train.micro_batch": smaller}, figures=figures)
+
+
+# ---------------------------------------------------------------- the compiler
+
+
+def compiling(context: ProbeContext) -> Iterator[Finding]:
+    """The same step with torch.compile, in a process of its own with a deadline."""
+    request = {"run": asdict(context.run), "runs_dir": str(context.runs_dir), "scratch": str(context.scratch)}
+    wanted = context.run.train.compile is True
+    done = child.run(
+        "lamplighter.doctor.model_cost:measure_compile",
+        request,
+        deadline_s=COMPILE_S if wanted else _CURIOUS_S,
+        on_record=lambda record: context.now(str(record.get("now", ""))),
+    )
+    last = done.records[-1] if done.records else {}
+    if wanted:
+        trouble = partial(fault, settings={"train.compile": False})
+    else:
+        trouble = partial(ok, next="nothing to do: train.compile is not asked for")
+    if done.ended_for:
+        at = f" ({last.get('now')})" if last.get("now") else ""
+        unrolled, busy = "a Python loop in the model is unrolled, turn by turn", "a busy machine, or a slow compiler"
+        what = f"torch.compile had not ended after {done.seconds:.0f} s{at}"
+        yield trouble(what, unrolled if last.get("own") else busy, cause="compile_slow")
+    elif "error" in last:
+        yield trouble(f"torch.compile fails: {last['error']}", last.get("where", ""), cause="compile_failed")
+    elif done.code != 0 or "compiled_s" not in last:
+        yield trouble(f"the compile trial {done.how()}", done.last_line, cause="compile_failed")
+    else:
+        yield _worth(last, wanted, context.run.train.steps or 0)
+
+
+def _worth(measured: dict[str, Any], wanted: bool, steps: int) -> Finding:
+    eager_s, compiled_s, compile_s = (float(measured[name]) for name in ("eager_s", "compiled_s", "compile_s"))
+    gain, saved_s = eager_s / compiled_s, (eager_s - compiled_s) * steps
+    what = f"compiled {compiled_s * 1000:,.0f} ms against uncompiled {eager_s * 1000:,.0f} ms: {gain:.2f} x,"
+    what += f" after {compile_s:.0f} s of compiling"
+    why = f"forward and backward of {measured['words']}"
+    figures = {"compile_s": compile_s, "compiled_s": compiled_s, "eager_s": eager_s, "gain": gain}
+    if wanted and gain < 1.0:
+        settings = {"train.compile": False}
+        return warn(f"{what}: slower", why, cause="compile_slow", settings=settings, figures=figures)
+    if not wanted and gain > _WORTH and saved_s > 2 * compile_s:
+        what += f"; --train.compile true would save about {saved_s / 60:.0f} min"
+    return ok(what, why, figures=figures)
+
+
+def measure_compile(request: dict[str, Any], say: Say) -> None:
+    """Eager first, then the same blocks compiled as lamp train would."""
+    run, runs_dir, scratch = validated(request["run"]), Path(request["runs_dir"]), Path(request["scratch"])
+    fixture = prepare(ProbeContext(run, None, runs_dir, scratch, lambda text: say(now=text)), quick_dtype=False)
+    is_own = not isinstance(fixture.model, Transformer)
+    say(now="the same step, uncompiled", own=is_own)
+    batch, words = fixture.quick_rows()
+    eager_s = min(fixture.seconds_of(batch) for _ in range(3))
+    from lamplighter.train.compiled import Compiled, CompileError
+
+    say(now=f"compiling for {words}", own=is_own)
+    blocks, began = Compiled(fixture.model), time.monotonic()
+    try:
+        blocks.compile(scratch / "compiled")
+        fixture.seconds_of(batch)
+        compile_s = time.monotonic() - began
+        say(now="the same step, compiled", own=is_own)
+        compiled_s = min(fixture.seconds_of(batch) for _ in range(3))
+    except CompileError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        where = next((line for line in lines if line.startswith("File ")), "")  # the user's line, where it says one
+        say(error=lines[0] if lines else type(error).__name__, where=where)
+        return
+    say(eager_s=eager_s, compiled_s=compiled_s, compile_s=compile_s, words=words)
