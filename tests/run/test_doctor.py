@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 from lamplighter.config import Resolved, dump, load_dump, resolve, with_change
-from lamplighter.doctor import collectives, findings, probe, runner, settings, software
+from lamplighter.doctor import collectives, findings, probe, runner, settings, system
 from lamplighter.doctor.findings import Report
 from lamplighter.doctor.probe import Finding, Probe, ProbeContext
 from lamplighter.doctor.runner import ProbeConfig, ProbeResult
 from lamplighter.doctor.settings import PlanFigures
-from lamplighter.doctor.software import Driver
+from lamplighter.doctor.system import Driver
 from lamplighter.errors import BadConfig, UsageError
 from running import LAMP, LONG, TINY, clean_env, lamp, wait_for
 
@@ -119,7 +119,7 @@ def line_of(words: str) -> int:
     return PROBES.splitlines().index(next(line for line in PROBES.splitlines() if words in line)) + 1
 
 
-# ---------------------------------------------------------------- the ward
+# ---------------------------------------------------------------- how a probe ends
 
 
 @pytest.mark.parametrize(("name", "line"), [("hangs", "# the line"), pytest.param("holds", "(a+)+$", marks=LONG)])
@@ -213,14 +213,14 @@ def test_a_probe_gets_the_run_and_a_calm_one_has_nothing_more_to_say(case: Probe
     assert (found.level, found.what, found.figures) == ("ok", "seq_len 256", {"n": 1.0})
 
 
-# ---------------------------------------------------------------- the chart
+# ---------------------------------------------------------------- the report
 
 
 def some_report(*found: Finding) -> Report:
     return Report((ProbeResult(Probe("a / b", "x:y", 1.0), found, 0.5),), 2.0)
 
 
-def test_the_chart_says_verdict_why_and_next_and_is_json() -> None:
+def test_the_report_says_verdict_why_and_next_and_is_json() -> None:
     bad = Finding("fault", "too\nlong", "because", "do this", settings={"train.lr": 1e-4}, figures={"x": float("nan")})
     made = some_report(Finding("ok", "fine"), bad)
     text = findings.table(made)
@@ -279,7 +279,7 @@ def test_every_probe_of_the_table_is_there() -> None:
 def test_torch_against_the_driver(
     built: str, driver: Driver, refused: str, device: str, level: str, words: str
 ) -> None:
-    found = list(software.judge_driver(built, driver, refused, device))
+    found = list(system.judge_driver(built, driver, refused, device))
     assert [finding.level for finding in found] == ([level] if level else [])
     assert all(words in finding.what for finding in found)
 
@@ -289,9 +289,9 @@ def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     smi.write_text('#!/bin/sh\n[ $# -eq 0 ] && echo "CUDA Version: 12.4" || echo "NVIDIA L4, 550.54.15"\n')
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert software.ask_driver() == (Driver("550.54.15", "12.4", ("NVIDIA L4",)), "")
+    assert system.ask_driver() == (Driver("550.54.15", "12.4", ("NVIDIA L4",)), "")
     smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
-    assert software.ask_driver()[1].startswith("Failed to initialize NVML")
+    assert system.ask_driver()[1].startswith("Failed to initialize NVML")
 
 
 def patient_of(tmp_path: Path, **overrides: str) -> ProbeContext:
@@ -385,7 +385,7 @@ def test_few_files_and_a_port_that_is_taken(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_settings_that_cannot_be_read_and_leftovers_of_a_dead_run(tmp_path: Path) -> None:
-    """Both at once: the rounds go on past what they cannot read; nothing is removed, and no process ends."""
+    """Both at once: the other probes run although the settings cannot be read; nothing is removed, and no process ends."""
     dead = tmp_path / "runs" / "dead"
     (dead / "checkpoints" / ".writing-checkpoint-5-4242").mkdir(parents=True)
     gone = subprocess.Popen(["true"])

@@ -11,9 +11,9 @@ import torch
 
 from doctor_context import SICK, all_of, context, examine
 from lamplighter.config import validated
-from lamplighter.doctor import model, model_cost, model_fixture, sample_data
-from lamplighter.doctor.model import learning, one_step
-from lamplighter.doctor.model_cost import compiling, memory, precision
+from lamplighter.doctor import model, model_cost, sample_data
+from lamplighter.doctor.model import learning
+from lamplighter.doctor.model_cost import compiling, memory, one_step, precision
 from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.procs.child import Outcome
 
@@ -109,7 +109,7 @@ def test_a_loop_over_tokens_is_named_and_the_compiler_advised_against(tmp_path: 
 
 def test_parameters_are_counted_whatever_the_label_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """System E: its 117M were not 117M."""
-    monkeypatch.setattr(model, "_step", lambda *_: iter(()))
+    monkeypatch.setattr(model_cost, "_step", lambda *_: iter(()))
     words = ["--model.layers", "12", "--model.width", "768", "--model.heads", "12", "--data.seq_len", "512"]
     words += ["--tokenizer.kind", "bpe", "--tokenizer.vocab_size", "30000"]
     found = all_of(one_step, context(tmp_path, *words))[0]
@@ -140,7 +140,7 @@ def test_an_embedding_or_a_head_that_is_smaller_than_the_tokenizer(tmp_path: Pat
 
 
 def test_of_a_model_that_does_not_fit_some_layers_are_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_fixture, "available_bytes", lambda: 16 * 30_000)
+    monkeypatch.setattr(model, "available_bytes", lambda: 16 * 30_000)
     found = all_of(one_step, context(tmp_path, "--model.layers", "8"))
     assert "with 1 of its 8 layers" in found[0].what
     assert found[-1].level == "ok"
@@ -155,7 +155,7 @@ def test_weights_with_a_tokenizer_that_is_not_theirs_guess_worse_than_chance(tmp
     from lamplighter.model.build import Built
 
     who = context(tmp_path, "--model.init_from", str(tmp_path))
-    lying = model_fixture.ModelFixture(who.run, None, Built(torch.nn.Linear(1, 1), {}, 1000, 8), None, "")  # type: ignore[arg-type]
+    lying = model.ModelFixture(who.run, None, Built(torch.nn.Linear(1, 1), {}, 1000, 8), None, "")  # type: ignore[arg-type]
     assert model.first_loss(lying, 9.0).cause == "tokenizer_differs"
     assert model.first_loss(lying, 3.0).level == "ok"
 

@@ -1,32 +1,43 @@
-"""Model probes: one real step in pieces, and whether the model can learn.
+"""The run's own model on this machine, with real batches of its own data; and whether it can learn.
 
 In:  a ProbeContext.
-Out: Findings: true parameters, time of a step, slow modules and loops by their line; parameters without a gradient, the first
-     position that sees the future, a loss that does not fall.
+Out: a ModelFixture for all model probes: model, machine, batches that are small enough for a quick look; how small, and of what,
+     is said. Findings: the first loss, parameters without a gradient, the first position that sees the future, a loss that does
+     not fall.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from lamplighter.data.batches import Batch
-from lamplighter.doctor import python_loops
-from lamplighter.doctor.model_fixture import SHORT, ModelFixture, no_gradient_at_all, prepare, prepare_again
-from lamplighter.doctor.probe import Finding, ProbeContext, failed, fault, finding, ok, warn
-from lamplighter.model.transformer import Transformer
-from lamplighter.procs import stacks
+from lamplighter.config import Model, Run
+from lamplighter.data.batch_source import BatchSource
+from lamplighter.data.batches import NO_TARGET, Batch
+from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
+from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.doctor.probe import CannotExamine, Finding, ProbeContext, as_finding, failed, fault, finding, ok, warn
+from lamplighter.doctor.sample_data import SampledRun, take
+from lamplighter.errors import BadData, LampError
+from lamplighter.model.build import Built, build
+from lamplighter.model.shape import count_parameters
+from lamplighter.plan.job import known_shape, shape_of
+from lamplighter.procs import procfs
+from lamplighter.rundir import human_bytes
 from lamplighter.train import hardware as machines
 from lamplighter.train import optimizers
+from lamplighter.train.hardware import Machine
+from lamplighter.train.loop import batch_loss
 
-_MUCH_TIME = 0.3  # of a forward pass in one Python loop
+_STEP_S = 1.5  # about so long may one forward and backward of a probe take
+_FITS = 0.6  # of the free memory: activations come on top
+SHORT = 32  # positions of the first, careful look
 _LENGTH, _ROWS = 64, 4  # of the batches that are learned, at most
 _STEPS, _OVERFIT_S = 60, 6.0
 ENOUGH, AT_MOST_S = 12, 25.0  # steps to judge by, and how long they may take
@@ -34,167 +45,185 @@ SLOW_S = 0.5  # a step: a smaller batch then
 _OVERFIT_LR = 1e-3
 _FALLEN = 0.75  # of the first loss
 _SHOWN = 6
-_MODEL_FAILS = (RuntimeError, IndexError, TypeError, ValueError)  # what a model raises that does not fit its input
+MODEL_FAILS = (RuntimeError, IndexError, TypeError, ValueError)  # what a model raises that does not fit its input
 
 
-# ---------------------------------------------------------------- one step
+@dataclass(frozen=True)
+class ModelFixture:
+    """The context's model, ready to be examined."""
+
+    run: Run
+    machine: Machine
+    built: Built
+    batch: Batch
+    words: str  # what the batch is made of
+    remarks: tuple[Finding, ...] = ()  # what was met on the way
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.built.model
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch."""
+        return self.run.train.micro_batch or self.run.train.batch_size
+
+    def piece(self, rows: int, length: int | None = None) -> Batch:
+        """The first rows of the batch, again and again where it has fewer; and of them the first positions."""
+        batch, end = self.batch, length or self.batch.inputs.shape[1]
+        which = np.arange(rows) % len(batch.inputs)
+        inputs, targets = batch.inputs[which, :end], batch.targets[which, :end]
+        segments = None if batch.segments is None else batch.segments[which, :end]
+        if not (targets != NO_TARGET).any():  # nothing is learned in so short a piece: the questions then
+            targets[:, :-1] = inputs[:, 1:]
+        real = int((targets != NO_TARGET).sum())
+        return Batch(1, inputs, targets, segments, batch.samples[:rows], epoch=0.0, real_tokens=real)
+
+    def loss(self, batch: Batch, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The mean loss of a batch, as in training."""
+        machine = replace(self.machine, dtype=dtype or self.machine.dtype)
+        whole, scale = self.run.train.loss == "whole", 1 / batch.real_tokens
+        return batch_loss(self.model, batch, machine, whole=whole, scale=scale)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """In fp32, for comparing."""
+        found: torch.Tensor = self.model(ids.to(self.machine.device))
+        return found.float()
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self.machine.device.type == "cuda":
+            torch.cuda.synchronize(self.machine.device)
+
+    def seconds_of(self, batch: Batch, dtype: torch.dtype | None = None) -> float:
+        """One forward and backward."""
+        began = time.perf_counter()
+        self.loss(batch, dtype).backward()  # type: ignore[no-untyped-call]
+        self.wait()
+        spent = time.perf_counter() - began
+        self.model.zero_grad(set_to_none=True)
+        return spent
+
+    def quick_rows(self) -> tuple[Batch, str]:
+        """As much of the micro-batch as takes about STEP_S: shorter rows of a slow model, else whole rows, found by doubling."""
+        whole = self.batch.inputs.shape[1]
+        length = min(whole, 2 * SHORT)
+        spent = min(self.seconds_of(self.piece(1, length)) for _ in range(2))  # the first one allocates
+        fits = int(length * _STEP_S / max(1e-9, spent))
+        length = whole if fits >= whole else max(SHORT, fits)
+        rows, batch = 1, self.piece(1, length)
+        spent = self.seconds_of(batch)
+        while rows < self.rows and spent * 2 < _STEP_S:
+            rows = min(2 * rows, self.rows)
+            batch = self.piece(rows, length)
+            spent = self.seconds_of(batch)
+        if (rows, length) == (self.rows, whole):
+            return batch, f"{rows} x {length} tokens, the whole micro-batch"
+        return batch, f"{rows} x {length} tokens of the micro-batch of {self.rows} x {whole}"
 
 
-def one_step(context: ProbeContext) -> Iterator[Finding]:
-    """Forward, backward and optimizer, uncompiled, on the run's own data."""
-    fixture = prepare(context)
-    yield from fixture.remarks
-    yield _parameters(fixture)
-    yield from _step(fixture, context)
+# ---------------------------------------------------------------- made as training makes it
 
 
-def _parameters(fixture: ModelFixture) -> Finding:
-    """The true count, whatever the name says."""
-    total = fixture.built.parameters
-    frozen = sum(p.numel() for p in fixture.model.parameters() if not p.requires_grad)
-    what = f"{total:,} parameters, {total / 1e6:.1f}M" + (f", of which {frozen:,} are frozen" if frozen else "")
-    why = f"counted, with a vocabulary of {fixture.built.vocab_size:,} and {fixture.built.positions:,} positions"
-    return ok(what, why, figures={"parameters": float(total)})
-
-
-def _step(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
-    context.now("a first, short forward pass")
-    if (small_vocabulary := _vocabulary(fixture)) is not None:
-        yield small_vocabulary
-        return
+def prepare(context: ProbeContext, quick_dtype: bool = True) -> ModelFixture:
+    """Build the model as training would; CannotExamine where that fails."""
     try:
-        small = fixture.loss(fixture.piece(1, SHORT))
-    except _MODEL_FAILS as error:
-        yield failed(error, f"a forward pass of 1 x {SHORT} tokens fails")
-        return
-    if not math.isfinite(first := float(small.detach())):
-        yield fault(f"the first loss is {first}", "before any step", "check the init", "nan_batch")
-        return
-    if not small.requires_grad:
-        yield no_gradient_at_all()
-        return
-    yield from _loop(fixture, context)
-    context.now("one forward, backward and step")
-    batch, words = fixture.quick_rows()
-    yield _timed(fixture, batch, words)
-    yield _slowest_modules(fixture, batch)
+        return _prepare(context, quick_dtype)
+    except LampError as error:
+        raise CannotExamine(as_finding(error)) from error
+    except (RuntimeError, TypeError, ValueError, AttributeError, ImportError) as error:  # the user's own model
+        raise CannotExamine(failed(error, "the model cannot be built")) from error
 
 
-@torch.no_grad()
-def _vocabulary(fixture: ModelFixture) -> Finding | None:
-    """The highest id goes in, and as many logits come out."""
-    size, length = fixture.built.vocab_size, min(SHORT, fixture.run.data.seq_len)
-    advice = "give the embedding and the head vocab_size rows"
+def prepare_again(context: ProbeContext, quick_dtype: bool = True) -> ModelFixture:
+    """For the probes after the first one, which has told what is wrong with the model."""
     try:
-        shape = tuple(fixture.logits(torch.full((1, length), size - 1)).shape)
-    except IndexError as error:
-        place = stacks.line_to_name(stacks.frames_of_error(error))
-        where = f", at {place.place}" if place else ""
-        what = f"the embedding is smaller than the vocabulary: id {size - 1:,} of {size:,} cannot be looked up{where}"
-        return fault(what, str(error), advice, "token_range", at=place)
-    except _MODEL_FAILS as error:
-        return failed(error, f"a forward pass of 1 x {length} tokens fails")
-    if shape != (1, length, size):
-        what = f"the model gives logits of shape {shape}, wanted {(1, length, size)}: [batch, time, vocabulary]"
-        return fault(what, f"the tokenizer has {size:,} tokens", advice, "token_range")
-    return None
+        return prepare(context, quick_dtype)
+    except CannotExamine as end:
+        raise CannotExamine(ok("there is no model to examine: see model / one step")) from end
 
 
-def _timed(fixture: ModelFixture, batch: Batch, words: str) -> Finding:
-    """The second of two steps: the first one allocates."""
-    optimizer = optimizers.make_optimizer(fixture.model, fixture.run.train)
-    for _ in range(2):
-        marks = [time.perf_counter()]
-        loss = fixture.loss(batch)
-        fixture.wait()
-        marks.append(time.perf_counter())
-        loss.backward()  # type: ignore[no-untyped-call]
-        fixture.wait()
-        marks.append(time.perf_counter())
-        optimizer.step(1e-9)
-        optimizer.zero_grad()
-        fixture.wait()
-        marks.append(time.perf_counter())
-    forward, backward, update = (after - before for before, after in pairwise(marks))
-    sequences = fixture.run.train.batch_size
-    tokens = sequences * fixture.run.data.seq_len
-    step_s = update + (forward + backward) * tokens / batch.inputs.size
-    rate = tokens / step_s
-    mfu = rate * fixture.built.flops_per_token(batch.inputs.shape[1]) / max(1.0, fixture.machine.peak_flops)
-    parts = f"forward {forward * 1000:,.0f} ms, backward {backward * 1000:,.0f} ms, optimizer {update * 1000:,.0f} ms"
-    figures = {"step_s": step_s, "tokens_per_s": rate, "mfu": mfu}
-    return ok(
-        f"one step, uncompiled, {fixture.machine.dtype_name}: {parts}; {rate:,.0f} tokens/s, {mfu:.0%} of the peak",
-        f"{words}, {fixture.words}; a whole step of {sequences} sequences takes about {step_s:.2f} s",
-        figures={**figures, "forward_s": forward, "backward_s": backward, "optimizer_s": update},
-    )
-
-
-def _slowest_modules(fixture: ModelFixture, batch: Batch) -> Finding:
-    """Time of each module in a forward pass, its children apart."""
-    spent: dict[str, float] = defaultdict(float)
-    began: list[float] = []
-    inner = [0.0]  # by depth: seconds spent in the modules below
-
-    def enter(*_: object) -> None:
-        inner.append(0.0)
-        began.append(time.perf_counter())
-
-    def leave(name: str, *_: object) -> None:
-        fixture.wait()
-        took = time.perf_counter() - began.pop()
-        spent[name] += took - inner.pop()
-        inner[-1] += took
-
-    handles = []
-    for name, module in fixture.model.named_modules():
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(partial(leave, name or type(module).__name__)))
+def _prepare(context: ProbeContext, quick_dtype: bool) -> ModelFixture:
+    run, remarks = context.run, list[Finding]()
+    data: _Data | None = None
+    vocab_size, end_of_text = run.tokenizer.vocab_size if run.tokenizer.kind == "bpe" else 257, 0
+    context.now("the data")
     try:
-        with torch.no_grad():
-            fixture.loss(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    total = sum(spent.values()) or 1e-9
-    shares = {name: spent[name] / total for name in sorted(spent, key=lambda name: -spent[name])[:4]}
-    shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    figures = {f"share:{name}": share for name, share in shares.items()}
-    return ok(f"the slowest modules of a forward pass ({total * 1000:,.0f} ms): {shown}", figures=figures)
+        data = _open_data(context)
+        vocab_size, end_of_text = data.vocab_size, data.tokenizer.end_of_text
+    except (CannotExamine, LampError) as error:
+        remarks.append(warn("the model is examined on random ids", f"the data could not be used: {error}"))
+    context.now("the model")
+    section = replace(run.train, dtype="fp32") if quick_dtype and run.train.dtype == "auto" else run.train
+    machine = machines.detect(section, shape=known_shape(run))
+    layers = _layers_that_fit(run, vocab_size, remarks)
+    built = build(layers, vocab_size, run.data.seq_len, end_of_text, run.train.seed)
+    built.model.to(machine.device)
+    built.model.train()
+    if data is None:
+        return ModelFixture(run, machine, built, _random_batch(run, built.vocab_size), "random ids", tuple(remarks))
+    source = data.lay_out(built.takes_segments)
+    source.start(1, None)
+    batch = source.next(1)
+    source.close()
+    if batch is None:
+        raise BadData("the sample of the data does not fill one batch", data.sample.words, "more text")
+    return ModelFixture(run, machine, built, batch, f"a batch out of {data.sample.words}", tuple(remarks))
 
 
-def _loop(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
-    """A Python loop over tokens, which no device makes fast."""
-    if isinstance(fixture.model, Transformer):
-        return
-    context.now("lines of the model that run once per token")
+@dataclass(frozen=True)
+class _Data:
+    """The sample, ready to be laid out in batches."""
 
-    def forward(length: int) -> None:
-        with torch.no_grad():
-            fixture.loss(fixture.piece(1, length))
+    sample: SampledRun
+    tokenizer: Tokenizer
+    vocab_size: int  # that the model of the run will have
+    lay_out: Callable[[bool], BatchSource]
 
-    tokens = fixture.run.data.seq_len
-    length = min(2 * SHORT, tokens)
-    try:
-        found = python_loops.find(forward, max(8, length // 2), length)
-    except (RuntimeError, IndexError) as error:
-        yield failed(error, "the model takes no shorter input than data.seq_len, so its loops were not counted")
-        return
-    if found is None:
-        yield ok("no line of the model runs once per token")
-        return
-    runs, place = round(found.runs * tokens), found.place
-    yield finding(
-        "fault" if found.share > _MUCH_TIME else "warn",
-        f"a Python loop over tokens: {place.place} runs {runs:,} times per forward, {found.share:.0%} of its time",
-        f"{place.text} is run for every token ({tokens:,} in a sequence), and each turn waits for the one before it; it"
-        " looks like a hang, and a compiler unrolls it",
-        "compute all positions at once (one matrix product, a scan or a cumulative sum); --train.compile false until then",
-        "python_loop",
-        at=place,
-        settings={"train.compile": False} if fixture.run.train.compile else {},
-        figures={"runs": runs, "share": found.share},
-    )
+
+def _open_data(context: ProbeContext) -> _Data:
+    sample, section = take(context), context.run.tokenizer
+    source, tokenizer = open_text(sample.run, sample.cache)
+    template = choose_template(sample.run, source, tokenizer)
+    few = replace(sample.run, data=replace(sample.run.data, workers=1, cache="auto"))
+    lay_out = open_batches(few, sample.cache, sample.cache, OpenedText(source, tokenizer, template))
+    is_trained = section.path is None and context.run.model.init_from is None and section.kind == "bpe"
+    return _Data(sample, tokenizer, max(tokenizer.vocab_size, section.vocab_size if is_trained else 0), lay_out)
+
+
+def available_bytes() -> int:
+    """Of memory, for a model that is still to be built."""
+    return procfs.memory_available()
+
+
+def _layers_that_fit(run: Run, vocab_size: int, remarks: list[Finding]) -> Model:
+    """Weights, gradients and optimizer must fit; where they do not, as many layers as do, and that is said."""
+    section, have = run.model, available_bytes()
+    if section.init_from is not None or ":" in section.family:
+        return section
+    shape, each, layers = shape_of(run, vocab_size), run.train.optimizer.training_bytes, section.layers
+    while layers > 1 and each * count_parameters(replace(shape, layers=layers)) > _FITS * have:
+        layers = max(1, layers // 2)
+    if layers < section.layers:
+        need = human_bytes(each * count_parameters(shape))
+        what = f"the model is examined with {layers} of its {section.layers} layers"
+        why = f"all of it takes {need} for weights, gradients and optimizer; {human_bytes(have)} are free here"
+        remarks.append(warn(what, why, "lamp plan", "rss_oom"))
+    return replace(section, layers=layers)
+
+
+def _random_batch(run: Run, vocab_size: int) -> Batch:
+    rows, length = run.train.batch_size, run.data.seq_len
+    ids = np.random.default_rng(run.train.seed).integers(0, vocab_size, (rows, length + 1), dtype=np.int64)
+    inputs, targets, samples = ids[:, :-1].copy(), ids[:, 1:].copy(), np.arange(rows, dtype=np.int64)
+    return Batch(1, inputs, targets, None, samples, epoch=0.0, real_tokens=rows * length)
+
+
+def no_gradient_at_all() -> Finding:
+    """Of a loss without any gradient."""
+    what = "the loss hangs on no parameter: nothing can be learned"
+    why = "no_grad, detach or requires_grad_(False) stands over all of the forward pass"
+    return fault(what, why, "look for these in the model", "not_learning")
 
 
 # ---------------------------------------------------------------- learning
@@ -205,7 +234,7 @@ def learning(context: ProbeContext) -> Iterator[Finding]:
     fixture = prepare_again(context)
     try:
         yield from _examine(fixture, context)
-    except _MODEL_FAILS as error:
+    except MODEL_FAILS as error:
         yield failed(error, "the model fails on a short batch")
 
 

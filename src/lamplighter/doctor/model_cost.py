@@ -1,8 +1,8 @@
-"""Model probes of what a step costs: whether bf16 and the compiler are worth it, and whether the longest micro-batch fits.
+"""Model probes of what a step costs: one real step in pieces, Python loops over tokens, precision, memory, the compiler.
 
 In:  a ProbeContext.
-Out: Findings with both times, both losses; peak and available memory, measured or from smaller batches, and said which; how long
-     torch.compile takes, and what it saves.
+Out: Findings: true parameters, time of a step, slow modules and loops by their line; fp32 against bf16; peak and available
+     memory, measured or from smaller batches, and said which; how long torch.compile takes, and what it saves.
 """
 
 from __future__ import annotations
@@ -10,32 +10,197 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lamplighter.config import validated
-from lamplighter.doctor.model_fixture import ModelFixture, prepare, prepare_again
-from lamplighter.doctor.probe import Finding, ProbeContext, fault, finding, ok, warn
+from lamplighter.data.batches import Batch
+from lamplighter.doctor import python_loops
+from lamplighter.doctor.model import MODEL_FAILS, SHORT, ModelFixture, no_gradient_at_all, prepare, prepare_again
+from lamplighter.doctor.probe import Finding, ProbeContext, failed, fault, finding, ok, warn
 from lamplighter.gpus import Device
 from lamplighter.model.transformer import Transformer
 from lamplighter.plan.job import job_of
 from lamplighter.plan.memory import GIB
 from lamplighter.plan.memory import memory as memory_of
-from lamplighter.procs import child, procfs
+from lamplighter.procs import child, procfs, stacks
 from lamplighter.procs.child import Say
 from lamplighter.rundir import human_bytes
 from lamplighter.train import bf16, optimizers
 
+_MUCH_TIME = 0.3  # of a forward pass in one Python loop
 _MEMORY_S = 20.0  # so long the longest micro-batch may take for real
 _MARGIN = 0.92  # of the available memory
 _WORTH = 1.1
 COMPILE_S, _CURIOUS_S = 40.0, 20.0  # where the run compiles, and where it is only tried
+
+
+# ---------------------------------------------------------------- one step
+
+
+def one_step(context: ProbeContext) -> Iterator[Finding]:
+    """Forward, backward and optimizer, uncompiled, on the run's own data."""
+    fixture = prepare(context)
+    yield from fixture.remarks
+    yield _parameters(fixture)
+    yield from _step(fixture, context)
+
+
+def _parameters(fixture: ModelFixture) -> Finding:
+    """The true count, whatever the name says."""
+    total = fixture.built.parameters
+    frozen = sum(p.numel() for p in fixture.model.parameters() if not p.requires_grad)
+    what = f"{total:,} parameters, {total / 1e6:.1f}M" + (f", of which {frozen:,} are frozen" if frozen else "")
+    why = f"counted, with a vocabulary of {fixture.built.vocab_size:,} and {fixture.built.positions:,} positions"
+    return ok(what, why, figures={"parameters": float(total)})
+
+
+def _step(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
+    context.now("a first, short forward pass")
+    if (small_vocabulary := _vocabulary(fixture)) is not None:
+        yield small_vocabulary
+        return
+    try:
+        small = fixture.loss(fixture.piece(1, SHORT))
+    except MODEL_FAILS as error:
+        yield failed(error, f"a forward pass of 1 x {SHORT} tokens fails")
+        return
+    if not math.isfinite(first := float(small.detach())):
+        yield fault(f"the first loss is {first}", "before any step", "check the init", "nan_batch")
+        return
+    if not small.requires_grad:
+        yield no_gradient_at_all()
+        return
+    yield from _loop(fixture, context)
+    context.now("one forward, backward and step")
+    batch, words = fixture.quick_rows()
+    yield _timed(fixture, batch, words)
+    yield _slowest_modules(fixture, batch)
+
+
+@torch.no_grad()
+def _vocabulary(fixture: ModelFixture) -> Finding | None:
+    """The highest id goes in, and as many logits come out."""
+    size, length = fixture.built.vocab_size, min(SHORT, fixture.run.data.seq_len)
+    advice = "give the embedding and the head vocab_size rows"
+    try:
+        shape = tuple(fixture.logits(torch.full((1, length), size - 1)).shape)
+    except IndexError as error:
+        place = stacks.line_to_name(stacks.frames_of_error(error))
+        where = f", at {place.place}" if place else ""
+        what = f"the embedding is smaller than the vocabulary: id {size - 1:,} of {size:,} cannot be looked up{where}"
+        return fault(what, str(error), advice, "token_range", at=place)
+    except MODEL_FAILS as error:
+        return failed(error, f"a forward pass of 1 x {length} tokens fails")
+    if shape != (1, length, size):
+        what = f"the model gives logits of shape {shape}, wanted {(1, length, size)}: [batch, time, vocabulary]"
+        return fault(what, f"the tokenizer has {size:,} tokens", advice, "token_range")
+    return None
+
+
+def _timed(fixture: ModelFixture, batch: Batch, words: str) -> Finding:
+    """The second of two steps: the first one allocates."""
+    optimizer = optimizers.make_optimizer(fixture.model, fixture.run.train)
+    for _ in range(2):
+        marks = [time.perf_counter()]
+        loss = fixture.loss(batch)
+        fixture.wait()
+        marks.append(time.perf_counter())
+        loss.backward()  # type: ignore[no-untyped-call]
+        fixture.wait()
+        marks.append(time.perf_counter())
+        optimizer.step(1e-9)
+        optimizer.zero_grad()
+        fixture.wait()
+        marks.append(time.perf_counter())
+    forward, backward, update = (after - before for before, after in pairwise(marks))
+    sequences = fixture.run.train.batch_size
+    tokens = sequences * fixture.run.data.seq_len
+    step_s = update + (forward + backward) * tokens / batch.inputs.size
+    rate = tokens / step_s
+    mfu = rate * fixture.built.flops_per_token(batch.inputs.shape[1]) / max(1.0, fixture.machine.peak_flops)
+    parts = f"forward {forward * 1000:,.0f} ms, backward {backward * 1000:,.0f} ms, optimizer {update * 1000:,.0f} ms"
+    figures = {"step_s": step_s, "tokens_per_s": rate, "mfu": mfu}
+    return ok(
+        f"one step, uncompiled, {fixture.machine.dtype_name}: {parts}; {rate:,.0f} tokens/s, {mfu:.0%} of the peak",
+        f"{words}, {fixture.words}; a whole step of {sequences} sequences takes about {step_s:.2f} s",
+        figures={**figures, "forward_s": forward, "backward_s": backward, "optimizer_s": update},
+    )
+
+
+def _slowest_modules(fixture: ModelFixture, batch: Batch) -> Finding:
+    """Time of each module in a forward pass, its children apart."""
+    spent: dict[str, float] = defaultdict(float)
+    began: list[float] = []
+    inner = [0.0]  # by depth: seconds spent in the modules below
+
+    def enter(*_: object) -> None:
+        inner.append(0.0)
+        began.append(time.perf_counter())
+
+    def leave(name: str, *_: object) -> None:
+        fixture.wait()
+        took = time.perf_counter() - began.pop()
+        spent[name] += took - inner.pop()
+        inner[-1] += took
+
+    handles = []
+    for name, module in fixture.model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(partial(leave, name or type(module).__name__)))
+    try:
+        with torch.no_grad():
+            fixture.loss(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    total = sum(spent.values()) or 1e-9
+    shares = {name: spent[name] / total for name in sorted(spent, key=lambda name: -spent[name])[:4]}
+    shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    figures = {f"share:{name}": share for name, share in shares.items()}
+    return ok(f"the slowest modules of a forward pass ({total * 1000:,.0f} ms): {shown}", figures=figures)
+
+
+def _loop(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
+    """A Python loop over tokens, which no device makes fast."""
+    if isinstance(fixture.model, Transformer):
+        return
+    context.now("lines of the model that run once per token")
+
+    def forward(length: int) -> None:
+        with torch.no_grad():
+            fixture.loss(fixture.piece(1, length))
+
+    tokens = fixture.run.data.seq_len
+    length = min(2 * SHORT, tokens)
+    try:
+        found = python_loops.find(forward, max(8, length // 2), length)
+    except (RuntimeError, IndexError) as error:
+        yield failed(error, "the model takes no shorter input than data.seq_len, so its loops were not counted")
+        return
+    if found is None:
+        yield ok("no line of the model runs once per token")
+        return
+    runs, place = round(found.runs * tokens), found.place
+    yield finding(
+        "fault" if found.share > _MUCH_TIME else "warn",
+        f"a Python loop over tokens: {place.place} runs {runs:,} times per forward, {found.share:.0%} of its time",
+        f"{place.text} is run for every token ({tokens:,} in a sequence), and each turn waits for the one before it; it"
+        " looks like a hang, and a compiler unrolls it",
+        "compute all positions at once (one matrix product, a scan or a cumulative sum); --train.compile false until then",
+        "python_loop",
+        at=place,
+        settings={"train.compile": False} if fixture.run.train.compile else {},
+        figures={"runs": runs, "share": found.share},
+    )
 
 
 # ---------------------------------------------------------------- precision

@@ -129,9 +129,9 @@ def _probe(name: str, function: str, deadline_s: float) -> Probe:
 
 
 _MACHINE = (
-    _probe("environment / torch and driver", "software:torch_and_driver", 90),
-    _probe("environment / packages", "software:packages", 90),
-    _probe("environment / clock and language", "software:clock_and_language", 20),
+    _probe("environment / torch and driver", "system:torch_and_driver", 90),
+    _probe("environment / packages", "system:packages", 90),
+    _probe("environment / clock and language", "system:clock_and_language", 20),
     _probe("environment / processors", "system:processors", 20),
     _probe("environment / limits", "system:limits", 20),
     _probe("environment / tracing", "system:tracing", 30),
@@ -150,7 +150,7 @@ _RUN = (
     _probe("loading / workers by fork", "loading:by_fork", 90),
     _probe("loading / workers by spawn", "loading:by_spawn", 90),
     _probe("loading / workers by forkserver", "loading:by_forkserver", 90),
-    _probe("model / one step", "model:one_step", 90),
+    _probe("model / one step", "model_cost:one_step", 90),
     _probe("model / learning", "model:learning", 90),
     _probe("model / precision", "model_cost:precision", 60),
     _probe("model / memory", "model_cost:memory", 90),
