@@ -23,7 +23,8 @@ def among_the_sick(monkeypatch: pytest.MonkeyPatch) -> None:
 def one(folder: Path, dataset: str, method: str = "fork") -> Finding:
     """The single finding of a trial with two workers."""
     who = context(folder, "--data.source", f"sick_datasets:{dataset}", "--data.workers", "2")
-    return loading.with_workers(who, method)
+    (found,) = loading.with_workers(who, method)
+    return found
 
 
 # ---------------------------------------------------------------- in this process

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from doctor_context import SICK, all_of, context, examine
-from lamplighter.config import validated
 from lamplighter.doctor import model, model_cost, sample_data
 from lamplighter.doctor.model import learning
 from lamplighter.doctor.model_cost import compiling, memory, one_step, precision
@@ -38,7 +35,8 @@ def test_a_sound_model_is_told_with_its_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("--model.family", "models:Well"), ("--model.family", "llama")])
-def test_sound_models_can_learn(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_sound_models_can_learn(tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "OVERFIT_S", 120.0)  # a busy machine makes few steps in a few seconds
     found = all_of(learning, context(tmp_path, *words))
     assert [one.level for one in found] == ["ok"] * 5, [one.what for one in found if one.level != "ok"]
     assert found[-1].figures["last_loss"] < 0.8 * found[-1].figures["first_loss"]
@@ -215,8 +213,3 @@ def test_the_compiler_is_judged_by_what_its_trial_said(tmp_path: Path, monkeypat
     assert judged(_outcome(0, slower)) == ["warn", "compile_slow", off]
     assert judged(_outcome(0, slower), without) == ["ok", "", {}]
     assert judged(_outcome(None), without)[0] == "ok"
-
-
-def test_a_run_travels_to_a_trial_as_json(tmp_path: Path) -> None:
-    run = context(tmp_path).run
-    assert validated(json.loads(json.dumps(asdict(run)))) == run

@@ -17,6 +17,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -289,29 +290,20 @@ def _defined(value: Any, owner: tuple[Any, str] | None) -> Frame | None:
 # ---------------------------------------------------------------- with workers
 
 
-def by_fork(context: ProbeContext) -> Iterator[Finding]:
-    """Workers as copies of the process: quick, and every held lock is copied held."""
-    yield with_workers(context, "fork")
+def with_workers(context: ProbeContext, method: str) -> Iterator[Finding]:
+    """A few batches by workers of one start method: how fast, or what is wrong with them.
 
-
-def by_spawn(context: ProbeContext) -> Iterator[Finding]:
-    """Workers as new processes: everything is imported and sent anew."""
-    yield with_workers(context, "spawn")
-
-
-def by_forkserver(context: ProbeContext) -> Iterator[Finding]:
-    """Workers as copies of a clean process."""
-    yield with_workers(context, "forkserver")
-
-
-def with_workers(context: ProbeContext, method: str) -> Finding:
-    """A few batches by workers of one start method: how fast, or what is wrong with them."""
+    Those by fork are copies of the process, with every held lock copied held; by spawn everything is imported and sent anew;
+    by forkserver they are copies of a clean process.
+    """
     name = context.run.data.source
     try:
         if name is None or not is_torch(find(name)):
-            return ok("nothing is loaded by workers here")
+            yield ok("nothing is loaded by workers here")
+            return
     except Exception as error:  # noqa: BLE001 (told in full by the probe before)
-        return warn(f"not tried: {name} cannot be imported", str(error))
+        yield warn(f"not tried: {name} cannot be imported", str(error))
+        return
     watch = context.scratch / f"workers-{method}-{time.monotonic_ns()}.jsonl"
     request = {"name": name, "method": method, "workers": context.run.data.workers, "watch": str(watch)}
     item_s = read_record(context.scratch / "items.json").get("item_s", 0.0)
@@ -324,7 +316,10 @@ def with_workers(context: ProbeContext, method: str) -> Finding:
         is_stuck=watcher.is_stuck,
     )
     watcher.look()
-    return _judge(name, method, done, watcher)
+    yield _judge(name, method, done, watcher)
+
+
+by_fork, by_spawn, by_forkserver = (partial(with_workers, method=name) for name in ("fork", "spawn", "forkserver"))
 
 
 class _Watcher:

@@ -39,7 +39,7 @@ _STEP_S = 1.5  # about so long may one forward and backward of a probe take
 _FITS = 0.6  # of the free memory: activations come on top
 SHORT = 32  # positions of the first, careful look
 _LENGTH, _ROWS = 64, 4  # of the batches that are learned, at most
-_STEPS, _OVERFIT_S = 60, 6.0
+_STEPS, OVERFIT_S = 60, 6.0
 ENOUGH, AT_MOST_S = 12, 25.0  # steps to judge by, and how long they may take
 SLOW_S = 0.5  # a step: a smaller batch then
 _OVERFIT_LR = 1e-3
@@ -373,7 +373,7 @@ def _overfit_one_batch(fixture: ModelFixture, context: ProbeContext) -> Finding:
         optimizer.step(_OVERFIT_LR, optimizers.clip_factor(float(optimizer.grad_norm()), fixture.run.train.grad_clip))
         optimizer.zero_grad()
         spent = time.monotonic() - began
-        if last < 0.5 * first or not math.isfinite(last) or spent > (_OVERFIT_S if step >= ENOUGH else AT_MOST_S):
+        if last < 0.5 * first or not math.isfinite(last) or spent > (OVERFIT_S if step >= ENOUGH else AT_MOST_S):
             break
     rows, length = batch.inputs.shape
     words = f"{first:.3f} -> {last:.3f} in {step} steps at a rate of {_OVERFIT_LR:g}, {rows} x {length} tokens"

@@ -22,7 +22,7 @@ from typing import Any
 from lamplighter.config import OPTIMIZERS, OptimizerKind, Resolved, dump, parse_overrides
 from lamplighter.doctor.probe import Finding, ProbeContext, fault, finding, ok, warn
 from lamplighter.doctor.runner import patience
-from lamplighter.doctor.system import memory_left, too_many_threads
+from lamplighter.doctor.system import memory_left, oversubscribed
 from lamplighter.errors import BadConfig, LampError, RefusedByPlan
 from lamplighter.plan.memory import GIB
 from lamplighter.plan.render import span
@@ -195,9 +195,9 @@ def threads(context: ProbeContext) -> Iterator[Finding]:
     quota, wanted, workers = cgroup.core_quota(), context.run.train.threads or 0, context.run.data.workers or 0
     cores = usable_cores() if quota is None else max(1, min(usable_cores(), int(quota)))
     if wanted > cores:
-        yield too_many_threads("train.threads", wanted, cores, settings={"train.threads": cores})
+        yield oversubscribed("train.threads", wanted, cores, settings={"train.threads": cores})
     if workers > 2 * cores:
-        yield too_many_threads("data.workers", workers, cores, settings={"data.workers": cores})
+        yield oversubscribed("data.workers", workers, cores, settings={"data.workers": cores})
     if wanted <= cores and workers <= 2 * cores:
         yield ok(f"{wanted or cores} threads, {workers or cores} workers, {cores} cores")
 
@@ -249,8 +249,8 @@ def judge_room(context: ProbeContext, paper: PlanFigures | None, where: Path, fr
     elif free < need:
         fits = max(1, int(free / save) - 2)
         settings = {"save.keep": fits} if fits < keep else {}
-        what, advice = f"{human_bytes(need)} are needed for checkpoints, {have}", f"--save.keep {fits}"
-        advice += ", or another place with --runs-dir"
+        what = f"{human_bytes(need)} are needed for checkpoints, {have}"
+        advice = f"--save.keep {fits}, or another place with --runs-dir"
         yield warn(what, sums, advice, "disk_full", culprit=place, settings=settings, figures=figures)
     else:
         yield ok(f"{have}, {human_bytes(need)} are needed ({sums})", figures=figures)

@@ -285,10 +285,10 @@ def memory_left() -> tuple[int, int | None]:
 # ---------------------------------------------------------------- processors
 
 
-def too_many_threads(name: str, count: int, cores: int, advice: str = "", **more: Any) -> Finding:
-    """Threads that are set somewhere, against the cores that may be used."""
+def oversubscribed(name: str, count: int, cores: int, advice: str = "", **more: Any) -> Finding:
+    """Threads or workers that are set somewhere, against the cores that may be used."""
     what = f"{name} is {count}, and {cores} cores may be used"
-    return warn(what, "threads that wait for a core make every product slower", advice, "oversubscribed", **more)
+    return warn(what, "those that wait for a core make all of them slower", advice, "oversubscribed", **more)
 
 
 def processors(context: ProbeContext) -> Iterator[Finding]:
@@ -312,7 +312,7 @@ def processors(context: ProbeContext) -> Iterator[Finding]:
         yield warn(what, why, "wait for them, or expect slower steps", "starved", figures={"load": load})
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > cores:
-        yield too_many_threads("OMP_NUM_THREADS", int(threads), cores, f"export OMP_NUM_THREADS={cores}")
+        yield oversubscribed("OMP_NUM_THREADS", int(threads), cores, f"export OMP_NUM_THREADS={cores}")
 
 
 def _us() -> set[int]:
@@ -415,19 +415,11 @@ def _memory() -> Iterator[Finding]:
 
 def tracing(context: ProbeContext) -> Iterator[Finding]:
     """Whether stacks of other processes may be read: tried on a process of ours, as `lamp why PID` would."""
-    sleeper = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     context.now("reading a stack with py-spy")
-    command = [stacks.py_spy() or "py-spy", "dump", "--nonblocking", "--pid", str(sleeper.pid)]
     try:
-        for _ in range(3):  # it may not have come to its first line yet
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-            if done.returncode == 0 and "Thread" in done.stdout:
-                break
-        read, trouble = done.returncode == 0, " ".join(done.stderr.split())[:200]
-    except (OSError, subprocess.TimeoutExpired) as error:
-        read, trouble = False, str(error)
+        tries = (stacks.by_pyspy(sleeper.pid, nonblocking=True, sampler_silent=False, deadline_s=8.0) for _ in range(3))
+        read = any(found is not None for found in tries)  # at first it may not have come to its first line yet
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -445,7 +437,8 @@ def tracing(context: ProbeContext) -> Iterator[Finding]:
         "lamp why RUN and lamp watch -- CMD work all the same (those processes answer themselves); for lamp why PID:"
     )
     advice += " docker run --cap-add SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=0"
-    yield warn(f"stacks of other processes cannot be read: {rule}", f"py-spy: {trouble}", advice, "no_ptrace")
+    why = "py-spy read none of a process that was started for it" if stacks.py_spy() else "py-spy is not installed"
+    yield warn(f"stacks of other processes cannot be read: {rule}", why, advice, "no_ptrace")
 
 
 # ---------------------------------------------------------------- what dead runs have left behind
