@@ -18,8 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
+from doctor_context import SICK, context
 from lamplighter.config import Resolved, dump, load_dump, resolve, with_change
-from lamplighter.doctor import collectives, findings, probe, runner, settings, system
+from lamplighter.doctor import collectives, findings, model_cost, probe, runner, settings, system
 from lamplighter.doctor.findings import Report
 from lamplighter.doctor.probe import Finding, Probe, ProbeContext
 from lamplighter.doctor.runner import ProbeConfig, ProbeResult
@@ -294,22 +295,20 @@ def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert system.ask_driver()[1].startswith("Failed to initialize NVML")
 
 
-def patient_of(tmp_path: Path, **overrides: str) -> ProbeContext:
+def demo_context(tmp_path: Path, **overrides: str) -> ProbeContext:
     words = {name.replace("__", "."): [value] for name, value in overrides.items()}
     return ProbeContext(resolve("demo", None, words).run, "demo", tmp_path / "runs", tmp_path, lambda _: None)
 
 
 def test_room_and_speed_against_the_checkpoints(tmp_path: Path) -> None:
-    context, paper = patient_of(tmp_path, save__every_s="100"), PlanFigures({"params": 10**9, "hours": 1.0})
-    levels = {
-        free: next(iter(settings.judge_room(context, paper, tmp_path, free * GIB))).level for free in (5, 40, 100)
-    }
+    who, paper = demo_context(tmp_path, save__every_s="100"), PlanFigures({"params": 10**9, "hours": 1.0})
+    levels = {free: next(iter(settings.judge_room(who, paper, tmp_path, free * GIB))).level for free in (5, 40, 100)}
     assert levels == {5: "fault", 40: "warn", 100: "ok"}
-    (tight,) = settings.judge_room(context, paper, tmp_path, 40 * GIB)
+    (tight,) = settings.judge_room(who, paper, tmp_path, 40 * GIB)
     assert tight.settings == {"save.keep": 1}
-    slow = settings.judge_speed(context, paper, tmp_path, 100e6, 1e9)
+    slow = settings.judge_speed(who, paper, tmp_path, 100e6, 1e9)
     assert (slow.level, slow.settings) == ("warn", {"save.every_s": 1200.0})
-    assert settings.judge_speed(context, paper, tmp_path, 3e9, 1e9).level == "ok"
+    assert settings.judge_speed(who, paper, tmp_path, 3e9, 1e9).level == "ok"
     assert settings.measure(tmp_path)[0] > 0 and not list(tmp_path.iterdir())
 
 
@@ -320,20 +319,20 @@ def test_memory_warm_up_and_threads(tmp_path: Path) -> None:
     never = settings.judge_warmup(640, 100, 0.3)
     assert (never.level, never.settings) == ("fault", {"train.warmup_steps": 5})
     assert settings.judge_warmup(50, 100, 0.3).level == "warn"
-    found = list(settings.threads(patient_of(tmp_path, train__threads="64", data__workers="900")))
+    found = list(settings.threads(demo_context(tmp_path, train__threads="64", data__workers="900")))
     assert {name for finding in found for name in finding.settings} == {"train.threads", "data.workers"}
 
 
 def test_a_plan_that_cannot_succeed_and_a_toy_on_a_long_run(tmp_path: Path) -> None:
-    poor = patient_of(tmp_path, budget__hours="0.003")
+    poor = demo_context(tmp_path, budget__hours="0.003")
     (fault, *_) = settings.planned(poor)
-    free = patient_of(tmp_path, budget__usd_per_hour="2")
+    free = demo_context(tmp_path, budget__usd_per_hour="2")
     (tmp_path / "plan.json").unlink()
     assert "budget" in {finding.cause for finding in settings.planned(free)}
     assert (fault.level, fault.cause) == ("fault", "no_go") and "time:" in fault.what
     assert set(fault.settings) >= {"train.steps"} and int(fault.settings["train.steps"]) < 600
     (tmp_path / "long").mkdir()
-    long = patient_of(tmp_path / "long", train__steps="90000000", save__every_s="0", save__every_steps="0")
+    long = demo_context(tmp_path / "long", train__steps="90000000", save__every_s="0", save__every_steps="0")
     causes = {finding.cause: finding.settings for finding in settings.schedule_and_saves(long)}
     assert causes["no_save"] == {"save.every_s": 600.0}
 
@@ -438,11 +437,9 @@ def test_a_full_disk_and_a_small_shared_memory(tmp_path: Path) -> None:
     assert small["figures"]["bytes"] == 8 << 20
 
 
-def test_text_in_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_in_another_encoding(case: ProbeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
         monkeypatch.setenv(name, value)
-    case = ProbeConfig(tmp_path / "config.yaml", None, tmp_path / "runs", tmp_path / "scratch")
-    case.config.write_text(dump(resolve("demo")))
     (stage,) = probe.choose(["language"], readable=True)
     (found,) = runner.run(stage, case).findings
     assert (found.level, found.cause, found.next) == ("warn", "encoding", "export PYTHONUTF8=1")
@@ -502,7 +499,7 @@ def test_a_rank_that_does_not_arrive_is_named(tmp_path: Path, monkeypatch: pytes
 
 def test_two_ranks_meet_and_what_they_compute_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    (found,) = collectives.two_ranks(patient_of(tmp_path))
+    (found,) = collectives.two_ranks(demo_context(tmp_path))
     assert found.level == "ok" and "all-reduce, barrier and broadcast are right" in found.what, found
 
 
@@ -513,3 +510,25 @@ def test_addresses_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free.level == "ok" and "is free" in free.what
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     assert collectives.judge_hostname().cause == "no_peer"
+
+
+# ---------------------------------------------------------------- the compiler
+
+
+@LONG
+def test_a_loop_under_the_compiler_does_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """System D, for real."""
+    monkeypatch.chdir(SICK)
+    monkeypatch.setattr(model_cost, "COMPILE_S", 30.0)
+    words = ["--model.family", "models:Looped", "--data.seq_len", "512", "--train.compile", "true"]
+    (found,) = model_cost.compiling(context(tmp_path, *words))
+    assert found.cause == "compile_slow"
+    assert found.settings == {"train.compile": False}
+
+
+@LONG
+def test_the_compiler_is_tried_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_cost, "COMPILE_S", 300.0)
+    (found,) = model_cost.compiling(context(tmp_path, "--train.compile", "true"))
+    assert found.figures["compile_s"] > 0
+    assert found.figures["compiled_s"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import time
@@ -148,15 +149,8 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_of_an_earlier_run_is_taken(tmp_path: Path) -> None:
-    words = [
-        "--data.paths",
-        str(letters(tmp_path / "a.jsonl")),
-        "--tokenizer.kind",
-        "bpe",
-        "--tokenizer.vocab_size",
-        "300",
-    ]
-    who = context(tmp_path, *words)
+    path = letters(tmp_path / "a.jsonl")
+    who = context(tmp_path, "--data.paths", str(path), "--tokenizer.kind", "bpe", "--tokenizer.vocab_size", "300")
     open_text(who.run, who.runs_dir / CACHE_NAME)
     found = all_of(probes.tokenizer, who)
     assert [one.level for one in found] == ["ok"]
@@ -214,8 +208,6 @@ def test_an_id_beyond_the_vocabulary_is_found(cached: tuple[ProbeContext, Path],
     data = bytearray(shard.read_bytes())
     data[40:42] = (60_000).to_bytes(2, "little")
     shard.write_bytes(data)
-    import hashlib
-
     manifest["files"][shard.name]["sha256"] = hashlib.sha256(data).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(manifest))
     found = examine(cache, who)["token_range"]
