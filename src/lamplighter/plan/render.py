@@ -148,7 +148,7 @@ def _large(number: float) -> str:
     return f"{number:.3g}"
 
 
-def _span(hours: float) -> str:
+def span(hours: float) -> str:
     if hours < 1 / 60:
         return f"{hours * 3600:.2g} s"
     return f"{hours * 60:.0f} min" if hours < 2 else f"{hours:,.1f} h" if hours < 72 else f"{hours / 24:,.1f} days"
@@ -195,14 +195,14 @@ def _work(plan: Plan) -> list[str]:
 def _time_words(plan: Plan) -> str:
     """How the time was found."""
     job, device, found = plan.job, plan.device, plan.measured
-    steps = f"{job.steps:,} x {_span(plan.step_s / 3600)}"
+    steps = f"{job.steps:,} x {span(plan.step_s / 3600)}"
     if found is not None and found.fits:
-        return f"{steps} = {_span(plan.hours)}, measured over {found.steps} real steps; {plan.mfu:.0%} of the peak"
+        return f"{steps} = {span(plan.hours)}, measured over {found.steps} real steps; {plan.mfu:.0%} of the peak"
     if device.rates is not None and not job.own_params:
         rates = f"{_large(device.rates.gemm_flops)}FLOP/s and {device.rates.bytes_per_s / 1e9:.1f} GB/s"
-        return f"{steps} = {_span(plan.hours)}, from what was measured here ({rates}); {plan.mfu:.0%} of the peak"
+        return f"{steps} = {span(plan.hours)}, from what was measured here ({rates}); {plan.mfu:.0%} of the peak"
     work = _large(plan.flops + recompute_flops(job))
-    return f"{work} / ({_large(device.peak(job.dtype))}FLOP/s x {device.mfu:.0%}) = {_span(plan.hours)}"
+    return f"{work} / ({_large(device.peak(job.dtype))}FLOP/s x {device.mfu:.0%}) = {span(plan.hours)}"
 
 
 def _time(plan: Plan) -> list[str]:
@@ -290,7 +290,7 @@ def _verdict(plan: Plan) -> list[str]:
     for change in plan.changes:
         money = f", ${change.usd:,.2f}" if change.usd is not None else ""
         lines.append(_line("", f"{change.settings}"))
-        lines.append(_line("", f"   {change.what}: {_span(change.hours)}{money}, {change.memory_gib:.1f} GiB"))
+        lines.append(_line("", f"   {change.what}: {span(change.hours)}{money}, {change.memory_gib:.1f} GiB"))
     if plan.changes:
         return lines
     return [*lines, _line("", "no single change makes it go: another device (--on), or a much smaller model")]
@@ -304,11 +304,11 @@ def short(plan: Plan) -> list[str]:
     parts = f"activations {m.activations / GIB:.2f}, logits {m.held / GIB:.2f}, copy for a save {m.staging / GIB:.2f}"
     money = f", ${plan.usd:,.2f}" if plan.usd is not None else ""
     cost = plan.between_saves_h
-    crash = f"${cost * job.budget.usd_per_hour:,.2f}" if job.budget.usd_per_hour is not None else _span(cost)
+    crash = f"${cost * job.budget.usd_per_hour:,.2f}" if job.budget.usd_per_hour is not None else span(cost)
     return [
         f"{plan.params:,} parameters ({'your own' if job.own_params else job.shape.family}); {_large(job.flops_per_token)}FLOP per token",
         f"{job.steps:,} steps of {job.step_tokens:,.0f} tokens{epochs}; {step}, {job.row_tokens or job.seq_len:g} tokens each",
-        f"about {_span(plan.hours)}{money}: {_time_words(plan)}",
+        f"about {span(plan.hours)}{money}: {_time_words(plan)}",
         f"memory: at most {m.peak_gib:.2f} of {plan.device.memory_gib:.1f} GiB ({parts})",
         f"disk: {plan.disk_bytes / GIB:.2f} GiB; a crash can cost {crash}",
     ]
@@ -324,7 +324,7 @@ def table(plans: list[tuple[str, Plan]]) -> list[str]:
         why = "go" if plan.go else "no: " + ", ".join(r.split(":")[0] for r in plan.reasons)
         lines.append(
             f"{name:<14}{plan.device!s:<16}{plan.params:>14,}{plan.memory.peak_gib:>12.1f}{plan.device.memory_gib:>7.1f}"
-            f"{plan.memory.held / GIB:>8.1f}{_span(plan.hours):>12}{usd:>10}  {why}"
+            f"{plan.memory.held / GIB:>8.1f}{span(plan.hours):>12}{usd:>10}  {why}"
         )
     return lines
 
