@@ -6,13 +6,16 @@ Out: lamp, start_lamp, wait_for, listen, shared and their kin. Fixtures are in c
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
+import gc
 import hashlib
 import json
 import os
 import pty
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,8 +27,12 @@ from typing import Any
 import pytest
 
 import standins
+from lamplighter import report
+from lamplighter.commands import child_main
+from lamplighter.procs import prctl
 from lamplighter.rundir import RunDir, read_lines
 from lamplighter.slot import Slot, read_slot
+from lamplighter.watch.trainer import Trainer
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 LAMP = [sys.executable, "-m", "lamplighter.commands"]
@@ -82,6 +89,43 @@ def start_lamp(*words: str, cwd: Path, **extra: Any) -> subprocess.Popen[bytes]:
         )
     STARTED.append(process)
     return process
+
+
+@dataclass
+class Ended:
+    """A process as the supervisor sees it, which has ended before it was looked at."""
+
+    returncode: int
+    pid: int = 2**22 + 7  # beyond the largest: there is no such process
+
+    def poll(self) -> int:
+        return self.returncode
+
+    wait = poll
+
+
+def run_child_here(trainer: Trainer, attempt: int) -> Ended:
+    """The child's part of a verb in this process; what is its process's own (signals, listener, last exit) is left out."""
+    spec = trainer.spec
+    request = {**spec.request, "folder": str(trainer.run.path), "result_fd": spec.result_fd}
+    reporter = report._Reporter()
+
+    def leave(code: int) -> None:
+        report.close()
+        reporter.slot.set("closing", code + 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in (
+            (report, "_reporter", reporter), (report, "_listen", lambda _: None), (report, "leave", leave),
+            (prctl, "belong_to", lambda _: None), (sys, "argv", ["child_main", spec.verb, json.dumps(request)]),
+        ):  # fmt: skip
+            patch.setattr(module, name, value)
+        patch.setenv("LAMP_ATTEMPT", str(attempt))
+        trainer.run.slot(0).unlink(missing_ok=True)
+        code = child_main.main()
+        gc.callbacks.remove(report._on_gc)
+        faulthandler.unregister(signal.SIGURG)
+    return Ended(code)
 
 
 # ---------------------------------------------------------------- a finished run, trained once
