@@ -168,6 +168,46 @@ def wait_for(
     raise AssertionError("the condition did not come true in time")
 
 
+def events_of(run: RunDir, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run.events) if event.get("type") == kind] if run.events.exists() else []
+
+
+def verdicts_of(run: RunDir, cause: str = "") -> list[dict[str, Any]]:
+    return [event for event in events_of(run, "verdict") if cause in ("", event["cause"])]
+
+
+MODEL = """
+import ctypes, errno, gc, os, pathlib, subprocess, sys, threading, time, torch
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size, width, **_):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab_size, width)
+        self.head = torch.nn.Linear(width, vocab_size)
+        self.calls = self.scored = 0
+
+    def forward(self, ids):
+        self.calls += self.training
+        self.scored += not self.training
+        before(self)
+        return self.head(self.embed(ids))
+
+"""
+
+
+def write_model(folder: Path, before: str) -> str:
+    """A model of one's own whose forward pass does this first; the words that choose it. `model.calls` counts training steps."""
+    body = before if before.lstrip().startswith(("def ", "from ")) else f"def before(model):\n    {before}\n"
+    (folder / "own.py").write_text(MODEL + body)
+    return "own:Model"
+
+
+def line_in(path: Path, text: str) -> int:
+    """The number of the one line that holds this text."""
+    (number,) = [n for n, line in enumerate(path.read_text().splitlines(), 1) if text in line]
+    return number
+
+
 def slot_of(run: RunDir) -> Slot:
     return read_slot(run.slot(0)) or Slot()
 
