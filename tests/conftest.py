@@ -76,7 +76,7 @@ def here(command: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]
     """`lamp WORDS` with its child's part in this process too: the second and a half in which a process loads torch is saved.
 
     The supervisor is the real one and finds a process that has already ended; so this is for what a run says, refuses and
-    leaves on disk, not for how it is watched, killed or stopped.
+    leaves on disk, not for how it is watched, killed or stopped; and with train.threads 1, as the threads of this process spin.
     """
     path, modules = list(sys.path), set(sys.modules)
     monkeypatch.setattr(Trainer, "_spawn_rank", lambda trainer, rank, attempt: run_child_here(trainer, attempt))
