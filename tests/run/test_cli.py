@@ -28,7 +28,7 @@ from running import (
     verdicts_of,
     wait_for,
     write_model,
-)  # fmt: skip
+)
 
 QUICK = [*TINY, "--train.steps", "8"]
 TRAIN = ["train", "--run", "r", *TINY]
@@ -187,38 +187,6 @@ def test_two_of_the_same_name_at_once_and_a_closed_terminal(tmp_path: Path, comm
     assert str(first.pid) in second.stderr
     first.send_signal(signal.SIGHUP)
     assert first.wait(20) == 75
-
-
-def test_readers_why_save_runs_watch_stop(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "runs" / "r")
-    going = start_lamp(*TRAIN, *["--train.steps", "100000", "--save.every_steps", "50000"], cwd=tmp_path)
-    wait_for(lambda: slot_of(run).step > 20, process=going)
-    told = lamp("why", "r", cwd=tmp_path)
-    assert told.returncode == 0, told.stderr
-    assert "phase: train" in told.stdout
-    assert "thread MainThread" in told.stdout
-    assert "loop.py" in told.stdout
-    assert lamp("save", "r", cwd=tmp_path).returncode == 0
-    assert slot_of(run).durable_step > 0
-    listed = lamp("runs", cwd=tmp_path)
-    assert re.search(r"^r +running", listed.stdout, re.MULTILINE)
-    status = read_json(run.status)
-    assert {"state", "phase", "step", "steps", "tokens", "tokens_per_s", "eta_s", "usd", "durable_step", "last_progress_s", "host",
-            "boot_id", "pid", "pid_start"} <= set(status)  # fmt: skip
-    watcher = start_lamp("watch", "r", cwd=tmp_path)
-    wait_for(lambda: "watching r" in (tmp_path / "out.txt").read_text(), process=watcher)
-    stopped = lamp("stop", "r", cwd=tmp_path)
-    assert stopped.returncode == 0
-    assert "lamp stop" in stopped.stdout
-    assert going.wait(20) == 75
-    assert watcher.wait(20) == 0
-    assert read_json(run.status)["step"] == read_json(run.status)["durable_step"]
-    listed = json.loads(lamp("runs", "--json", cwd=tmp_path).stdout)
-    assert listed[0]["state"] == "stopped"
-    after = lamp("why", "r", cwd=tmp_path)
-    assert after.returncode == 66
-    assert "not running" in after.stderr
-    assert list(run.ask.iterdir()) == []
 
 
 def test_checkpoints_says_which_are_valid_and_why_not(tmp_path: Path, finished: Finished, here: Command) -> None:
