@@ -22,7 +22,7 @@ from lamplighter.procs.stacks import Stacks, ThreadStack
 from lamplighter.slot import AT, MAGIC, SLOT_BYTES, TEXTS, Slot, read_slot
 from lamplighter.watch.agent import PATH, environment
 from lamplighter.watch.process_tree import read_slots as read_all
-from running import STARTED, clean_env, shared, wait_for
+from running import LONG, STARTED, clean_env, shared, wait_for
 
 SRC = Path(lamplighter.__file__).parents[1]
 PYTHONS = sorted((Path.home() / ".pyenv" / "versions").glob("*/bin/python"))
@@ -544,7 +544,9 @@ WORKERS = """
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", "spawn", pytest.param("forkserver", marks=LONG)]
+)  # the pool above has all three
 def test_the_worker_that_is_waited_for_and_its_item(slots: Path, method: str) -> None:
     process = start(slots, script(slots.parent, WORKERS), method)
 
@@ -860,12 +862,12 @@ def test_the_price_of_a_start_and_of_a_step(slots: Path, record_property: Any) -
     base = bare()
     environments = {"bare": base, "watched": environment(slots, base)}
     taken: dict[str, list[float]] = {name: [] for name in environments}
-    for _ in range(30):
+    for _ in range(10):
         for name, env in environments.items():
             started = time.perf_counter()
             subprocess.run([sys.executable, "-c", "pass"], env=env, check=True)
             taken[name].append(1e3 * (time.perf_counter() - started))
-    assert len(read_all(slots)) == 30
+    assert len(read_all(slots)) == 10
     code = """
         import sys, timeit, torch.optim
         counters = sys.modules["_lamplighter_hooks"]
