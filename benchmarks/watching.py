@@ -84,9 +84,9 @@ def main() -> None:
         return
     from lamplighter.config import Budget
     from lamplighter.rundir import RunDir
-    from lamplighter.watch.observe import Observer
     from lamplighter.watch.process_tree import ProcessTree
     from lamplighter.watch.stall import StallDetector
+    from lamplighter.watch.status import Observer
 
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder))

@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 
+from lamplighter import rundir
 from lamplighter.rundir import RunDir
-from running import FULL, LAMP, STARTED, Command, Finished, Row, copy_run, trained_once
+from lamplighter.watch import supervisor
+from lamplighter.watch.trainer import Trainer
+from running import FULL, LAMP, STARTED, Command, Finished, Row, copy_run, run_child_here, trained_once
 
 PR_SET_CHILD_SUBREAPER = 36
 UNIT = Path(__file__).parent / "unit"
@@ -43,23 +46,46 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """`lamp WORDS` in this process: for mistakes of the command line, and for all that ends before a child is started.
-
-    The lock of a run that was taken is kept until the tests end: a second call needs another run or a copy of it.
-    """
+    """`lamp WORDS` in this process: for mistakes of the command line, and for all that ends before a child is started."""
     before = signal.getsignal(signal.SIGTERM)
     entry = importlib.import_module(LAMP[-1])
+    locks: list[int] = []
+
+    def take_lock(run: RunDir) -> int:
+        locks.append(rundir.take_lock(run))
+        return locks[-1]
+
+    monkeypatch.setattr(importlib.import_module("lamplighter.commands.train"), "take_lock", take_lock)
 
     def call(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         monkeypatch.chdir(cwd)
         monkeypatch.setattr(sys, "argv", ["lamp", *words])
         capfd.readouterr()
         code = entry.main()
+        while locks:
+            os.close(locks.pop())
         said = capfd.readouterr()
         return subprocess.CompletedProcess(["lamp", *words], code, said.out, said.err)
 
     yield call
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def here(command: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """`lamp WORDS` with its child's part in this process too: the second and a half in which a process loads torch is saved.
+
+    The supervisor is the real one and finds a process that has already ended; so this is for what a run says, refuses and
+    leaves on disk, not for how it is watched, killed or stopped; and with train.threads 1, as the threads of this process spin.
+    """
+    path, modules = list(sys.path), set(sys.modules)
+    monkeypatch.setattr(Trainer, "_spawn_rank", lambda trainer, rank, attempt: run_child_here(trainer, attempt))
+    monkeypatch.setattr(supervisor, "LOOK_EVERY_S", 0.0)
+    yield command
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:  # a model of the test's own
+        if not name.startswith("lamplighter") and str(Path.cwd()) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -74,6 +100,13 @@ def finished(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Finish
         return RunDir(tmp_path / "runs" / "r")
 
     return give
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Small tensors gain nothing from a second thread, and two workers of pytest on two cores would wait for each other."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

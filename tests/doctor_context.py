@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lamplighter.config import parse_overrides, resolve
-from lamplighter.doctor.probe import Finding, ProbeContext
+from lamplighter.doctor.probe import Finding, ProbeContext, ProbeFunction, findings_of
 from running import TINY
 
 SICK = Path(__file__).parent / "sick"
@@ -20,9 +19,14 @@ def context(folder: Path, *words: str) -> ProbeContext:
     return ProbeContext(resolved.run, None, folder / "runs", scratch, lambda _: None)
 
 
-def examine(probe: Callable[[ProbeContext], Iterator[Finding]], who: ProbeContext) -> dict[str, Finding]:
+def all_of(probe: ProbeFunction, who: ProbeContext) -> list[Finding]:
+    """Its findings, as the runner gets them."""
+    return list(findings_of(probe, who))
+
+
+def examine(probe: ProbeFunction, who: ProbeContext) -> dict[str, Finding]:
     """Its findings that are not ok, by cause."""
-    return {found.cause or found.what: found for found in probe(who) if found.level != "ok"}
+    return {found.cause or found.what: found for found in all_of(probe, who) if found.level != "ok"}
 
 
 def line_of(file: str, text: str) -> int:

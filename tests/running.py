@@ -6,13 +6,17 @@ Out: lamp, start_lamp, wait_for, listen, shared and their kin. Fixtures are in c
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import fcntl
+import gc
 import hashlib
 import json
 import os
 import pty
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,8 +28,12 @@ from typing import Any
 import pytest
 
 import standins
+from lamplighter import report
+from lamplighter.commands import child_main
+from lamplighter.procs import prctl
 from lamplighter.rundir import RunDir, read_lines
 from lamplighter.slot import Slot, read_slot
+from lamplighter.watch.trainer import Trainer
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 LAMP = [sys.executable, "-m", "lamplighter.commands"]
@@ -84,6 +92,59 @@ def start_lamp(*words: str, cwd: Path, **extra: Any) -> subprocess.Popen[bytes]:
     return process
 
 
+NO_BF16 = 3
+
+
+def run_with_bf16(file: str) -> None:
+    """A test file as a program, in a process of its own: some CPUs die of bf16, and then there is nothing to compare."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, check=False, env=env)
+    if done.returncode == NO_BF16:
+        pytest.skip("this CPU has no bf16 that works")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@dataclass
+class Ended:
+    """A process as the supervisor sees it, which has ended before it was looked at."""
+
+    returncode: int
+    pid: int = 2**22 + 7  # beyond the largest: there is no such process
+
+    def poll(self) -> int:
+        return self.returncode
+
+    wait = poll
+
+
+def run_child_here(trainer: Trainer, attempt: int) -> Ended:
+    """The child's part of a verb in this process; what is its process's own (signals, listener, last exit) is left out."""
+    spec = trainer.spec
+    request = {**spec.request, "folder": str(trainer.run.path), "result_fd": spec.result_fd}
+    reporter = report._Reporter()
+
+    def leave(code: int) -> None:
+        report.close()
+        reporter.slot.set("closing", code + 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in (
+            (report, "_reporter", reporter), (report, "_listen", lambda _: None), (report, "leave", leave),
+            (prctl, "belong_to", lambda _: None), (sys, "argv", ["child_main", spec.verb, json.dumps(request)]),
+        ):  # fmt: skip
+            patch.setattr(module, name, value)
+        patch.setenv("LAMP_ATTEMPT", str(attempt))
+        trainer.run.slot(0).unlink(missing_ok=True)
+        code = child_main.main()
+    faulthandler.unregister(signal.SIGURG)
+    with contextlib.suppress(ValueError):  # where it could not start to report
+        gc.callbacks.remove(report._on_gc)
+    for file in (reporter.events, reporter.metrics):
+        if file:
+            os.close(file.fd)
+    return Ended(code)
+
+
 # ---------------------------------------------------------------- a finished run, trained once
 
 
@@ -122,6 +183,46 @@ def wait_for(
             return found
         time.sleep(0.004)
     raise AssertionError("the condition did not come true in time")
+
+
+def events_of(run: RunDir, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run.events) if event.get("type") == kind] if run.events.exists() else []
+
+
+def verdicts_of(run: RunDir, cause: str = "") -> list[dict[str, Any]]:
+    return [event for event in events_of(run, "verdict") if cause in ("", event["cause"])]
+
+
+MODEL = """
+import ctypes, errno, gc, os, pathlib, subprocess, sys, threading, time, torch
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size, width, **_):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab_size, width)
+        self.head = torch.nn.Linear(width, vocab_size)
+        self.calls = self.scored = 0
+
+    def forward(self, ids):
+        self.calls += self.training
+        self.scored += not self.training
+        before(self)
+        return self.head(self.embed(ids))
+
+"""
+
+
+def write_model(folder: Path, before: str) -> str:
+    """A model of one's own whose forward pass does this first; the words that choose it. `model.calls` counts training steps."""
+    body = before if before.lstrip().startswith(("def ", "from ")) else f"def before(model):\n    {before}\n"
+    (folder / "own.py").write_text(MODEL + body)
+    return "own:Model"
+
+
+def line_in(path: Path, text: str) -> int:
+    """The number of the one line that holds this text."""
+    (number,) = [n for n, line in enumerate(path.read_text().splitlines(), 1) if text in line]
+    return number
 
 
 def slot_of(run: RunDir) -> Slot:

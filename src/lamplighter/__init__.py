@@ -59,7 +59,7 @@ def phase(name: str, total: float | None = None, unit: str = "") -> PhaseLike:
 
 def __getattr__(name: str) -> Any:
     if name == "TrainerCallback":
-        from lamplighter.watch.callback import LampCallback
+        from lamplighter.watch.callback import trainer_callback
 
-        return LampCallback
+        return trainer_callback()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,13 +3,10 @@
 import argparse
 import os
 import tempfile
-import time
+
+from marking import mark
 
 PIECE_MB = 16
-
-
-def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
-    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
 
 
 def main():

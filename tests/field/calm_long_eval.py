@@ -1,15 +1,11 @@
 """Trains a little, then evaluates for a long time without a word, then trains on."""
 
 import argparse
-import os
 import time
 
 import torch
 import torch.nn as nn
-
-
-def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
-    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
+from marking import mark
 
 
 @torch.no_grad()

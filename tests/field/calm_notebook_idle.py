@@ -2,14 +2,10 @@
 
 import argparse
 import code
-import os
 import select
 import subprocess
-import time
 
-
-def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
-    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
+from marking import mark
 
 
 def main():

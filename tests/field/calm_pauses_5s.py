@@ -1,12 +1,9 @@
 """Looks at a queue of jobs every five seconds and prints what it saw."""
 
 import argparse
-import os
 import time
 
-
-def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
-    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
+from marking import mark
 
 
 def main():

@@ -2,14 +2,11 @@
 
 import argparse
 import collections
-import os
 import time
 
+from marking import mark
+
 TEXT = "the lamp is lit at dusk and put out at dawn "
-
-
-def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
-    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
 
 
 def count_pairs(seconds):

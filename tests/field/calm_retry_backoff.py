@@ -1,12 +1,9 @@
 """Asks a service that is busy at first: waits 1, 2, 4 and 8 seconds between the attempts, and says so."""
 
 import argparse
-import os
 import time
 
-
-def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
-    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
+from marking import mark
 
 
 def ask(attempt):

@@ -3,15 +3,12 @@
 import argparse
 import http.server
 import multiprocessing
-import os
 import time
 import urllib.request
 
+from marking import mark
+
 BYTES_PER_S = 30_000
-
-
-def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
-    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
 
 
 def serve(size, port):

@@ -1,19 +1,19 @@
-"""A map dataset behind a DataLoader with two workers; one item may be slow, or wait for a server that never answers."""
+"""A map dataset behind a DataLoader with two workers; the worker that meets one bad item is slow, waits, or dies in some way."""
 
 import argparse
 import os
+import re
+import resource
+import signal
 import socket
 import time
 
 import torch
 import torch.nn as nn
+from marking import mark
 from torch.utils.data import DataLoader, Dataset
 
 BAD_ITEM = 85  # batch 21 of four items: worker 1 has it
-
-
-def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
-    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
 
 
 class Records(Dataset):
@@ -24,10 +24,8 @@ class Records(Dataset):
         return 320
 
     def __getitem__(self, index):
-        if index == BAD_ITEM and self.mode == "slow":
-            self.clean(index)
-        if index == BAD_ITEM and self.mode == "stuck":
-            self.look_up(index)
+        if index == BAD_ITEM and self.mode != "healthy":
+            FAULTS[self.mode](self, index)
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(32, generator=generator)
         return x, (x.sum() > 0).long()
@@ -48,10 +46,48 @@ class Records(Dataset):
             mark("fault")
             return link.recv(1024)  # the culprit of stuck
 
+    def be_killed(self, index):
+        """As the kernel does when memory runs out."""
+        mark("fault")
+        os.kill(os.getpid(), signal.SIGKILL)  # the culprit of sigkill
+
+    def be_stopped(self, index):
+        """As by a debugger that was left, or job control gone wrong."""
+        mark("fault")
+        os.kill(os.getpid(), signal.SIGSTOP)  # the culprit of sigstop
+
+    def leave(self, index):
+        """As a C library does that calls exit()."""
+        mark("fault")
+        os._exit(3)  # the culprit of exit
+
+    def grow_cache(self, index):
+        """A cache grows until the limit of address space, 256 MB above what the worker has now, stops it."""
+        pages = int(open("/proc/self/statm").read().split()[0])
+        limit = pages * resource.getpagesize() + (256 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        mark("fault")
+        return [torch.ones(16 << 20, dtype=torch.uint8) for _ in range(1000)]  # the culprit of oom
+
+    def sleep(self, index):
+        mark("fault")
+        time.sleep(3600)  # the culprit of hang
+
+    def match(self, index):
+        """A line on which a careless pattern takes longer than anybody lives."""
+        mark("fault")
+        re.match(r"(\w+\s?)+$", "lamp" * 20 + "!")  # the culprit of gil
+
+
+FAULTS = {
+    "slow": Records.clean, "stuck": Records.look_up, "sigkill": Records.be_killed, "sigstop": Records.be_stopped,
+    "exit": Records.leave, "oom": Records.grow_cache, "hang": Records.sleep, "gil": Records.match,
+}  # fmt: skip
+
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=("healthy", "slow", "stuck"), default="healthy")
+    parser.add_argument("--mode", choices=("healthy", *FAULTS), default="healthy")
     parser.add_argument("--seconds", type=float, default=12.0, help="how long the slow item takes")
     args = parser.parse_args()
 

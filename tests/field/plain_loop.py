@@ -1,19 +1,15 @@
 """A character model in one file: a loop, a print every ten steps, no framework."""
 
 import argparse
-import os
 import threading
 import time
 
 import torch
 import torch.nn as nn
+from marking import mark
 from torch.nn.functional import cross_entropy
 
 SENTENCE = "The lamp is lit at dusk and put out at dawn, and in between somebody walks the street and looks. "
-
-
-def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
-    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
 
 
 class MetricLog:

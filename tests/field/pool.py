@@ -8,11 +8,9 @@ import time
 import zlib
 from multiprocessing import Pool
 
+from marking import mark
+
 BAD_DOCUMENT = 137
-
-
-def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
-    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
 
 
 def merge_pairs(words, seconds):

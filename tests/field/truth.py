@@ -135,20 +135,25 @@ STYLES = [
 ]
 
 
-def zoo(name: str, kind: Kind, within_s: float, start: tuple[str, ...] = PLAIN, **culprit: Any) -> Case:
-    """A case of the zoo, under its name there."""
-    where = {"file": f"zoo_{name}.py", "marker": "# the culprit", "pid": "mark"} | culprit
+def zoo(
+    name: str, kind: Kind, within_s: float, script: str = "", start: tuple[str, ...] = PLAIN, **culprit: Any
+) -> Case:
+    """A case of the zoo, under its name there; its script, or a mode of a style's script."""
+    file, mode = f"{script or 'zoo_' + name}.py", name.partition("_")[2]
+    marker = f"# the culprit of {mode}" if script else "# the culprit"
+    words = (*start, "{here}/" + file, *(("--mode", mode) if script else ()))
+    where = {"file": file, "marker": marker, "pid": "mark"} | culprit
     ends: dict[str, Any] = {"exit_code": 1} if kind == "dead" else {"exit_code": None, "signals": ("end",)}
-    return Case(f"zoo_{name}", (*start, "{here}/" + f"zoo_{name}.py"), kind, (name,), where, within_s, **ends)
+    return Case(f"zoo_{name}", words, kind, (name,), where, within_s, **ends)
 
 
 ZOO = [
-    zoo("worker_sigkill", "dead", 1.0, signal=9, **ITEM),
-    zoo("worker_oom", "dead", 2.0, **ITEM),
-    zoo("worker_exit", "dead", 1.0, code=3, **ITEM),
-    zoo("worker_hang", "stuck", 3.0, **ITEM),
-    zoo("worker_gil", "stuck", 3.0, **ITEM),  # to a watcher it is slow: a long C call looks the same
-    zoo("worker_sigstop", "stuck", 3.0, **ITEM),
+    zoo("worker_sigkill", "dead", 1.0, "loader_workers", signal=9, **ITEM),
+    zoo("worker_oom", "dead", 2.0, "loader_workers", **ITEM),
+    zoo("worker_exit", "dead", 1.0, "loader_workers", code=3, **ITEM),
+    zoo("worker_hang", "stuck", 3.0, "loader_workers", **ITEM),
+    zoo("worker_gil", "stuck", 3.0, "loader_workers", **ITEM),  # to a watcher it is slow: a long C call looks the same
+    zoo("worker_sigstop", "stuck", 3.0, "loader_workers", **ITEM),
     zoo("fork_lock", "stuck", 4.0, worker=0, item=0, also="# taken here"),
     zoo("spawn_pickle", "dead", 2.0, attribute="transform", also="# defined here"),
     Case(
@@ -160,9 +165,9 @@ ZOO = [
         exit_code=1,
         needs=("mount",),
     ),
-    zoo("rank_late", "stuck", 4.0, RANKS, rank=1, also="# the one who waits"),
-    zoo("rank_sigstop", "stuck", 4.0, RANKS, rank=1, also="# the one who waits"),
-    zoo("rank_sigkill", "dead", 1.0, RANKS, rank=1, signal=9),
+    # rank_late is two_ranks_stuck above
+    zoo("rank_sigstop", "stuck", 4.0, "two_ranks", RANKS, rank=1, also="# the one who waits"),
+    zoo("rank_sigkill", "dead", 1.0, "two_ranks", RANKS, rank=1, signal=9),
 ]
 
 

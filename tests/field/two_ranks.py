@@ -2,17 +2,15 @@
 
 import argparse
 import os
+import signal
 import time
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from marking import mark
 
 BAD_STEP = 40
-
-
-def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
-    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
 
 
 def pack(rank, step, seconds):
@@ -29,14 +27,19 @@ def pack(rank, step, seconds):
     return torch.randn(8, 32, generator=generator)
 
 
-def fetch_shard():
+def fetch_shard(mode):
+    """One rank is late, stopped, or killed before a collective."""
     mark("fault")
+    if mode == "sigstop":
+        os.kill(os.getpid(), signal.SIGSTOP)  # the culprit of sigstop
+    if mode == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)  # the culprit of sigkill
     time.sleep(3600)  # the culprit of stuck
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=("healthy", "slow", "stuck"), default="healthy")
+    parser.add_argument("--mode", choices=("healthy", "slow", "stuck", "sigstop", "sigkill"), default="healthy")
     parser.add_argument("--seconds", type=float, default=12.0, help="how long the slow batch takes")
     args = parser.parse_args()
 
@@ -50,8 +53,8 @@ def main():
         loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
         optimizer.zero_grad()
         loss.backward()
-        if args.mode == "stuck" and rank == 1 and step == BAD_STEP:
-            fetch_shard()
+        if args.mode not in ("healthy", "slow") and rank == 1 and step == BAD_STEP:
+            fetch_shard(args.mode)
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)  # the one who waits
             parameter.grad /= ranks

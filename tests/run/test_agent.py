@@ -22,7 +22,7 @@ from lamplighter.procs.stacks import Stacks, ThreadStack
 from lamplighter.slot import AT, MAGIC, SLOT_BYTES, TEXTS, Slot, read_slot
 from lamplighter.watch.agent import PATH, environment
 from lamplighter.watch.process_tree import read_slots as read_all
-from running import STARTED, clean_env, shared, wait_for
+from running import LONG, STARTED, clean_env, shared, wait_for
 
 SRC = Path(lamplighter.__file__).parents[1]
 PYTHONS = sorted((Path.home() / ".pyenv" / "versions").glob("*/bin/python"))
@@ -101,6 +101,26 @@ def test_importing_the_inside_does_nothing() -> None:
     code = "import sys, gc; n = len(sys.meta_path), len(gc.callbacks), sys.excepthook; import lamplighter.slot; sys.modules['_lamplighter_slot'] = lamplighter.slot; import lamplighter.watch.agent.bootstrap as i;"
     code += "sys.exit(n != (len(sys.meta_path), len(gc.callbacks), sys.excepthook) or i.slot.get('pid') != 0)"
     assert subprocess.run([sys.executable, "-c", code], check=False, env=bare(PYTHONPATH=str(SRC))).returncode == 0
+
+
+def test_it_gets_in_where_there_is_no_proc(slots: Path) -> None:
+    """macOS: the slot is opened all the same, and the thread answers."""
+    code = f"""
+        import os, runpy
+        real = os.open
+        def without_proc(path, *rest, **named):
+            if str(path).startswith("/proc/"):
+                raise FileNotFoundError(path)
+            return real(path, *rest, **named)
+        os.open = without_proc
+        os.environ["LAMP_WATCH"] = {str(slots)!r}
+        runpy.run_path({str(PATH / "sitecustomize.py")!r})
+    """
+    path = script(slots.parent, code)
+    done = subprocess.run([sys.executable, path], env=bare(), capture_output=True, text=True, check=False)
+    assert is_silent_success(done)
+    slot = the_only(slots)
+    assert slot.pid and slot.pid_start == 0 and (slots / f"p{slot.pid}.ask").exists()
 
 
 def test_the_environment_is_added_to_and_nothing_is_taken_away(tmp_path: Path) -> None:
@@ -524,7 +544,9 @@ WORKERS = """
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", "spawn", pytest.param("forkserver", marks=LONG)]
+)  # the pool above has all three
 def test_the_worker_that_is_waited_for_and_its_item(slots: Path, method: str) -> None:
     process = start(slots, script(slots.parent, WORKERS), method)
 
@@ -840,12 +862,12 @@ def test_the_price_of_a_start_and_of_a_step(slots: Path, record_property: Any) -
     base = bare()
     environments = {"bare": base, "watched": environment(slots, base)}
     taken: dict[str, list[float]] = {name: [] for name in environments}
-    for _ in range(30):
+    for _ in range(10):
         for name, env in environments.items():
             started = time.perf_counter()
             subprocess.run([sys.executable, "-c", "pass"], env=env, check=True)
             taken[name].append(1e3 * (time.perf_counter() - started))
-    assert len(read_all(slots)) == 30
+    assert len(read_all(slots)) == 10
     code = """
         import sys, timeit, torch.optim
         counters = sys.modules["_lamplighter_hooks"]

@@ -12,7 +12,7 @@ import pytest
 from test_chat import ZEPHYR, change
 
 from lamplighter.rundir import RunDir, read_lines
-from running import Row, lamp, losses_of, slot_of, start_lamp, wait_for
+from running import Command, Row, lamp, losses_of, slot_of, start_lamp, verdicts_of, wait_for
 
 ROWS = [
     {"instruction": f"Add {a} and {b}.", "input": "", "output": f"{a} and {b} is {a + b}."}
@@ -52,7 +52,7 @@ def test_a_run_on_instruction_rows_says_everything_before_the_first_step(trained
         "data.packing packed (several examples in a window)",
     ):
         assert words in before, words
-    verdict = next(e for e in read_lines(run.events) if e["type"] == "verdict" and e["cause"] == "padding")
+    verdict = verdicts_of(run, "padding")[0]
     assert (verdict["state"], verdict["action"]) == ("waste", "fallback")
     zoo_row("padding", "start", verdict["action"], 0)
     records = [r for r in read_lines(run.metrics) if "train/pad_frac" in r]
@@ -61,7 +61,7 @@ def test_a_run_on_instruction_rows_says_everything_before_the_first_step(trained
     assert len(losses) == 3 and losses[-1] < losses[0], "it learns"
 
 
-def test_killed_and_resumed_it_is_bit_identical(trained: Path) -> None:
+def test_killed_and_resumed_it_is_bit_identical(trained: Path, here: Command) -> None:
     run = RunDir(trained / "runs" / "broken")
     words = ["train", "--run", "broken", *TINY, "--data.paths", "rows.json"]
     process = start_lamp(*words, cwd=trained)
@@ -69,32 +69,32 @@ def test_killed_and_resumed_it_is_bit_identical(trained: Path) -> None:
     os.kill(slot_of(run).pid, signal.SIGKILL)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    done = lamp(*words, cwd=trained)
+    done = here(*words, cwd=trained)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "examples reused" in done.stdout and "resumed from checkpoint-" in done.stdout
     mine, whole = losses_of(run), losses_of(RunDir(trained / "runs" / "whole"))
     assert sorted(mine) == list(range(1, 41)) and mine == whole
 
 
-def test_the_model_is_asked_by_its_template_and_gives_the_answer_alone(trained: Path) -> None:
+def test_the_model_is_asked_by_its_template_and_gives_the_answer_alone(trained: Path, here: Command) -> None:
     asked = ["generate", "whole", "--prompt", "Add 2 and 3.", "--temperature", "0", "--max-tokens", "60"]
-    done = lamp(*asked, cwd=trained)
+    done = here(*asked, cwd=trained)
     assert done.returncode == 0, done.stderr
     assert "asked by its chat template chatml" in done.stderr
     assert "Add" not in done.stdout and "im_start" not in done.stdout
     assert " and " in done.stdout, "it has learned how an answer sounds"
     assert len(done.stdout) < 60, "and where one ends"
-    raw = lamp(*asked, "--raw", cwd=trained)
+    raw = here(*asked, "--raw", cwd=trained)
     assert raw.returncode == 0 and raw.stdout.startswith("Add 2 and 3.")
 
 
-def test_an_edited_template_or_end_mark_is_refused_at_the_door(trained: Path) -> None:
+def test_an_edited_template_or_end_mark_is_refused_at_the_door(trained: Path, here: Command) -> None:
     folder = trained / "runs" / "whole" / "checkpoints" / "checkpoint-40"
     config = folder / "tokenizer_config.json"
     old = config.read_text()
     try:
         change(config, chat_template=ZEPHYR)
-        done = lamp("generate", "whole", "--prompt", "Hi", cwd=trained)
+        done = here("generate", "whole", "--prompt", "Hi", cwd=trained)
         assert done.returncode == 78
         assert "chat_template is not the one that this model was trained with" in done.stderr
         assert "<|im_start|>" in done.stderr and "in training" in done.stderr and done.stdout == ""

@@ -20,8 +20,8 @@ from lamplighter.config import preset_names, resolve
 from lamplighter.config.names import nearest
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.model.shape import Shape, count_parameters
-from lamplighter.rundir import RunDir
-from running import TINY, lamp, slot_of, start_lamp, wait_for
+from lamplighter.rundir import RunDir, read_json
+from running import TINY, Command, lamp, slot_of, start_lamp, wait_for
 from server import serving
 
 ROOT = Path(__file__).parents[2]
@@ -178,7 +178,7 @@ def test_the_way_of_text_and_the_hanging_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_from_raw_text_to_a_model_that_answers(tmp_path: Path) -> None:
+def test_from_raw_text_to_a_model_that_answers(tmp_path: Path, here: Command) -> None:
     """The lines of the manual's first page and of the README's questions and answers, with a small model and a server of our own."""
     raw = tmp_path / "raw"
     raw.mkdir()
@@ -201,22 +201,23 @@ def test_from_raw_text_to_a_model_that_answers(tmp_path: Path) -> None:
             if words[0] == "train":
                 words += [*small, "--data.seq_len", "96", "--train.steps", "3"]
                 words += [] if "--run" in words else ["--run", "train" if number == 4 else f"run{number}"]
-            done = lamp(*words, cwd=tmp_path)
+            call = here if words[0] in ("train", "generate") else lamp  # the others start workers
+            done = call(*words, cwd=tmp_path)
             assert done.returncode == 0, f"{words}: {done.stdout[-1500:]}{done.stderr[-1500:]}"
     assert "token cache reused" in (tmp_path / "runs/train/console.log").read_text()
     assert "chatml" in (tmp_path / "runs/helper/console.log").read_text()
 
 
 def test_the_commands_for_another_terminal(tmp_path: Path) -> None:
+    """Each of the table, while a run goes on: what it answers, and how the run ends."""
     run = RunDir(tmp_path / "runs" / "slm")
-    going = start_lamp(
-        "train", "--run", "slm", *TINY, "--train.steps", "1000000", "--save.every_steps", "100", cwd=tmp_path
-    )
-    wait_for(lambda: slot_of(run).durable_step > 0, process=going)
+    words = ["--train.steps", "1000000", "--save.every_steps", "500000"]
+    going = start_lamp("train", "--run", "slm", *TINY, *words, cwd=tmp_path)
+    wait_for(lambda: slot_of(run).step > 20, process=going)
     commands = table_commands()
     assert len(commands) == 7
-    order = sorted(commands, key=lambda command: "stop" in command)
-    for command in order:
+    said = {}
+    for command in sorted(commands, key=lambda command: "stop" in command):
         words = shlex.split(command)[1:]
         if words[0] == "watch":
             watcher = start_lamp(*words, cwd=tmp_path)
@@ -226,4 +227,18 @@ def test_the_commands_for_another_terminal(tmp_path: Path) -> None:
             continue
         done = lamp(*words, cwd=tmp_path)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        said[words[0]] = done.stdout
+        if words[0] == "save":
+            assert slot_of(run).durable_step > 0
+    assert all(words in said["why"] for words in ("phase: train", "thread MainThread", "loop.py"))
+    assert re.search(r"^slm +running", said["runs"], re.MULTILINE)
+    assert "lamp stop" in said["stop"]
     assert going.wait(20) == 75
+    status = read_json(run.status)
+    assert {"state", "phase", "step", "steps", "tokens", "tokens_per_s", "eta_s", "usd", "durable_step", "last_progress_s", "host",
+            "boot_id", "pid", "pid_start"} <= set(status)  # fmt: skip
+    assert (status["state"], status["step"]) == ("stopped", status["durable_step"])
+    after = lamp("why", "slm", cwd=tmp_path)
+    assert after.returncode == 66
+    assert "not running" in after.stderr
+    assert list(run.ask.iterdir()) == []

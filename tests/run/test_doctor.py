@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -17,13 +18,14 @@ from typing import Any
 import psutil
 import pytest
 
+from doctor_context import SICK, context
 from lamplighter.config import Resolved, dump, load_dump, resolve, with_change
-from lamplighter.doctor import collectives, findings, probe, runner, settings, software
+from lamplighter.doctor import collectives, findings, model_cost, probe, runner, settings, system
 from lamplighter.doctor.findings import Report
 from lamplighter.doctor.probe import Finding, Probe, ProbeContext
 from lamplighter.doctor.runner import ProbeConfig, ProbeResult
 from lamplighter.doctor.settings import PlanFigures
-from lamplighter.doctor.software import Driver
+from lamplighter.doctor.system import Driver
 from lamplighter.errors import BadConfig, UsageError
 from running import LAMP, LONG, TINY, clean_env, lamp, wait_for
 
@@ -118,7 +120,7 @@ def line_of(words: str) -> int:
     return PROBES.splitlines().index(next(line for line in PROBES.splitlines() if words in line)) + 1
 
 
-# ---------------------------------------------------------------- the ward
+# ---------------------------------------------------------------- how a probe ends
 
 
 @pytest.mark.parametrize(("name", "line"), [("hangs", "# the line"), pytest.param("holds", "(a+)+$", marks=LONG)])
@@ -212,14 +214,14 @@ def test_a_probe_gets_the_run_and_a_calm_one_has_nothing_more_to_say(case: Probe
     assert (found.level, found.what, found.figures) == ("ok", "seq_len 256", {"n": 1.0})
 
 
-# ---------------------------------------------------------------- the chart
+# ---------------------------------------------------------------- the report
 
 
 def some_report(*found: Finding) -> Report:
     return Report((ProbeResult(Probe("a / b", "x:y", 1.0), found, 0.5),), 2.0)
 
 
-def test_the_chart_says_verdict_why_and_next_and_is_json() -> None:
+def test_the_report_says_verdict_why_and_next_and_is_json() -> None:
     bad = Finding("fault", "too\nlong", "because", "do this", settings={"train.lr": 1e-4}, figures={"x": float("nan")})
     made = some_report(Finding("ok", "fine"), bad)
     text = findings.table(made)
@@ -252,6 +254,12 @@ def test_probes_are_chosen_by_name_and_those_of_a_run_need_one() -> None:
     assert refused.value.why == "did you mean environment?"
 
 
+def test_every_probe_of_the_table_is_there() -> None:
+    for one in probe.choose([], readable=True):
+        module, _, name = one.function.partition(":")
+        assert callable(getattr(importlib.import_module(module), name)), one.name
+
+
 # ---------------------------------------------------------------- judgements on numbers
 
 
@@ -272,7 +280,7 @@ def test_probes_are_chosen_by_name_and_those_of_a_run_need_one() -> None:
 def test_torch_against_the_driver(
     built: str, driver: Driver, refused: str, device: str, level: str, words: str
 ) -> None:
-    found = list(software.judge_driver(built, driver, refused, device))
+    found = list(system.judge_driver(built, driver, refused, device))
     assert [finding.level for finding in found] == ([level] if level else [])
     assert all(words in finding.what for finding in found)
 
@@ -282,27 +290,25 @@ def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     smi.write_text('#!/bin/sh\n[ $# -eq 0 ] && echo "CUDA Version: 12.4" || echo "NVIDIA L4, 550.54.15"\n')
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert software.ask_driver() == (Driver("550.54.15", "12.4", ("NVIDIA L4",)), "")
+    assert system.ask_driver() == (Driver("550.54.15", "12.4", ("NVIDIA L4",)), "")
     smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
-    assert software.ask_driver()[1].startswith("Failed to initialize NVML")
+    assert system.ask_driver()[1].startswith("Failed to initialize NVML")
 
 
-def patient_of(tmp_path: Path, **overrides: str) -> ProbeContext:
+def demo_context(tmp_path: Path, **overrides: str) -> ProbeContext:
     words = {name.replace("__", "."): [value] for name, value in overrides.items()}
     return ProbeContext(resolve("demo", None, words).run, "demo", tmp_path / "runs", tmp_path, lambda _: None)
 
 
 def test_room_and_speed_against_the_checkpoints(tmp_path: Path) -> None:
-    context, paper = patient_of(tmp_path, save__every_s="100"), PlanFigures({"params": 10**9, "hours": 1.0})
-    levels = {
-        free: next(iter(settings.judge_room(context, paper, tmp_path, free * GIB))).level for free in (5, 40, 100)
-    }
+    who, paper = demo_context(tmp_path, save__every_s="100"), PlanFigures({"params": 10**9, "hours": 1.0})
+    levels = {free: next(iter(settings.judge_room(who, paper, tmp_path, free * GIB))).level for free in (5, 40, 100)}
     assert levels == {5: "fault", 40: "warn", 100: "ok"}
-    (tight,) = settings.judge_room(context, paper, tmp_path, 40 * GIB)
+    (tight,) = settings.judge_room(who, paper, tmp_path, 40 * GIB)
     assert tight.settings == {"save.keep": 1}
-    slow = settings.judge_speed(context, paper, tmp_path, 100e6, 1e9)
+    slow = settings.judge_speed(who, paper, tmp_path, 100e6, 1e9)
     assert (slow.level, slow.settings) == ("warn", {"save.every_s": 1200.0})
-    assert settings.judge_speed(context, paper, tmp_path, 3e9, 1e9).level == "ok"
+    assert settings.judge_speed(who, paper, tmp_path, 3e9, 1e9).level == "ok"
     assert settings.measure(tmp_path)[0] > 0 and not list(tmp_path.iterdir())
 
 
@@ -310,23 +316,23 @@ def test_memory_warm_up_and_threads(tmp_path: Path) -> None:
     (fault,) = settings.judge_memory(3.0, GIB, 2 * GIB)
     assert (fault.cause, fault.settings) == ("rss_oom", {"train.recompute": True})
     assert not list(settings.judge_memory(3.0, GIB, None))
-    (never,) = settings.judge_warmup(640, 100, 0.3)
+    never = settings.judge_warmup(640, 100, 0.3)
     assert (never.level, never.settings) == ("fault", {"train.warmup_steps": 5})
-    assert next(iter(settings.judge_warmup(50, 100, 0.3))).level == "warn"
-    found = list(settings.threads(patient_of(tmp_path, train__threads="64", data__workers="900")))
+    assert settings.judge_warmup(50, 100, 0.3).level == "warn"
+    found = list(settings.threads(demo_context(tmp_path, train__threads="64", data__workers="900")))
     assert {name for finding in found for name in finding.settings} == {"train.threads", "data.workers"}
 
 
 def test_a_plan_that_cannot_succeed_and_a_toy_on_a_long_run(tmp_path: Path) -> None:
-    poor = patient_of(tmp_path, budget__hours="0.003")
+    poor = demo_context(tmp_path, budget__hours="0.003")
     (fault, *_) = settings.planned(poor)
-    free = patient_of(tmp_path, budget__usd_per_hour="2")
-    (tmp_path / "paper.json").unlink()
+    free = demo_context(tmp_path, budget__usd_per_hour="2")
+    (tmp_path / "plan.json").unlink()
     assert "budget" in {finding.cause for finding in settings.planned(free)}
     assert (fault.level, fault.cause) == ("fault", "no_go") and "time:" in fault.what
     assert set(fault.settings) >= {"train.steps"} and int(fault.settings["train.steps"]) < 600
     (tmp_path / "long").mkdir()
-    long = patient_of(tmp_path / "long", train__steps="90000000", save__every_s="0", save__every_steps="0")
+    long = demo_context(tmp_path / "long", train__steps="90000000", save__every_s="0", save__every_steps="0")
     causes = {finding.cause: finding.settings for finding in settings.schedule_and_saves(long)}
     assert causes["no_save"] == {"save.every_s": 600.0}
 
@@ -378,7 +384,7 @@ def test_few_files_and_a_port_that_is_taken(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_settings_that_cannot_be_read_and_leftovers_of_a_dead_run(tmp_path: Path) -> None:
-    """Both at once: the rounds go on past what they cannot read; nothing is removed, and no process ends."""
+    """Both at once: the other probes run although the settings cannot be read; nothing is removed, and no process ends."""
     dead = tmp_path / "runs" / "dead"
     (dead / "checkpoints" / ".writing-checkpoint-5-4242").mkdir(parents=True)
     gone = subprocess.Popen(["true"])
@@ -431,11 +437,9 @@ def test_a_full_disk_and_a_small_shared_memory(tmp_path: Path) -> None:
     assert small["figures"]["bytes"] == 8 << 20
 
 
-def test_text_in_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_in_another_encoding(case: ProbeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
         monkeypatch.setenv(name, value)
-    case = ProbeConfig(tmp_path / "config.yaml", None, tmp_path / "runs", tmp_path / "scratch")
-    case.config.write_text(dump(resolve("demo")))
     (stage,) = probe.choose(["language"], readable=True)
     (found,) = runner.run(stage, case).findings
     assert (found.level, found.cause, found.next) == ("warn", "encoding", "export PYTHONUTF8=1")
@@ -487,7 +491,7 @@ def test_a_rank_that_does_not_arrive_is_named(tmp_path: Path, monkeypatch: pytes
     """
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(text))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    (fault,) = collectives.trial("127.0.0.1", collectives.free_port(), lambda _: None, act_s=2.0)
+    fault = collectives.trial("127.0.0.1", collectives.free_port(), lambda _: None, act_s=2.0)
     assert (fault.level, fault.cause, fault.culprit["rank"]) == ("fault", "rank_late", 1)
     assert "rank 1 did not arrive at rendezvous" in fault.what
     assert not psutil.pid_exists(fault.culprit["pid"])
@@ -495,14 +499,36 @@ def test_a_rank_that_does_not_arrive_is_named(tmp_path: Path, monkeypatch: pytes
 
 def test_two_ranks_meet_and_what_they_compute_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    (found,) = collectives.two_ranks(patient_of(tmp_path))
+    (found,) = collectives.two_ranks(demo_context(tmp_path))
     assert found.level == "ok" and "all-reduce, barrier and broadcast are right" in found.what, found
 
 
 def test_addresses_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    (nowhere,) = collectives.judge_master("no-such-host.invalid", 29500)
+    nowhere = collectives.judge_master("no-such-host.invalid", 29500)
     assert (nowhere.level, nowhere.culprit["host"]) == ("fault", "no-such-host.invalid")
-    (free,) = collectives.judge_master("127.0.0.1", collectives.free_port())
+    free = collectives.judge_master("127.0.0.1", collectives.free_port())
     assert free.level == "ok" and "is free" in free.what
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert [finding.cause for finding in collectives._hostname()] == ["no_peer"]
+    assert collectives.judge_hostname().cause == "no_peer"
+
+
+# ---------------------------------------------------------------- the compiler
+
+
+@LONG
+def test_a_loop_under_the_compiler_does_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """System D, for real."""
+    monkeypatch.chdir(SICK)
+    monkeypatch.setattr(model_cost, "COMPILE_S", 30.0)
+    words = ["--model.family", "models:Looped", "--data.seq_len", "512", "--train.compile", "true"]
+    (found,) = model_cost.compiling(context(tmp_path, *words))
+    assert found.cause == "compile_slow"
+    assert found.settings == {"train.compile": False}
+
+
+@LONG
+def test_the_compiler_is_tried_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_cost, "COMPILE_S", 300.0)
+    (found,) = model_cost.compiling(context(tmp_path, "--train.compile", "true"))
+    assert found.figures["compile_s"] > 0
+    assert found.figures["compiled_s"] > 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from doctor_context import SICK, context, examine, line_of
+from doctor_context import SICK, all_of, context, examine, line_of
 from lamplighter.doctor import loading
 from lamplighter.doctor.probe import Finding
 from running import LONG
@@ -23,7 +23,7 @@ def among_the_sick(monkeypatch: pytest.MonkeyPatch) -> None:
 def one(folder: Path, dataset: str, method: str = "fork") -> Finding:
     """The single finding of a trial with two workers."""
     who = context(folder, "--data.source", f"sick_datasets:{dataset}", "--data.workers", "2")
-    (found,) = {"fork": loading.by_fork, "spawn": loading.by_spawn, "forkserver": loading.by_forkserver}[method](who)
+    (found,) = loading.with_workers(who, method)
     return found
 
 
@@ -31,7 +31,7 @@ def one(folder: Path, dataset: str, method: str = "fork") -> Finding:
 
 
 def test_items_batch_memory_and_pickling_of_a_sound_dataset(tmp_path: Path) -> None:
-    found = list(loading.here(context(tmp_path, "--data.source", "sick_datasets:Well")))
+    found = all_of(loading.here, context(tmp_path, "--data.source", "sick_datasets:Well"))
     assert [one.level for one in found] == ["ok", "ok", "ok"]
     assert found[0].figures["batch_bytes"] == 4 * 16 * 8
     assert found[1].figures["need_bytes"] == 2 * 2 * 4 * 16 * 8
@@ -42,10 +42,10 @@ def test_an_iterable_dataset_is_taken_too(tmp_path: Path) -> None:
 
 
 def test_a_function_and_a_whole_dataloader_are_taken_too() -> None:
-    assert loading.find("sick_datasets:make").is_dataset
+    assert loading.is_torch(loading.find("sick_datasets:make"))
     found = loading.make(loading.find("sick_datasets:LOADER"), 4, None)
     assert (found.batch_size, found.workers, found.is_map, found.prefetch) == (3, 1, True, 2)
-    assert not loading.find("streams:blocks").is_dataset
+    assert not loading.is_torch(loading.find("streams:blocks"))
 
 
 def test_a_source_of_texts_is_not_loaded_by_workers(tmp_path: Path) -> None:
@@ -55,14 +55,14 @@ def test_a_source_of_texts_is_not_loaded_by_workers(tmp_path: Path) -> None:
 
 
 def test_an_item_that_raises_is_named_by_its_line(tmp_path: Path) -> None:
-    found = next(iter(loading.here(context(tmp_path, "--data.source", "sick_datasets:Raises"))))
+    found = all_of(loading.here, context(tmp_path, "--data.source", "sick_datasets:Raises"))[0]
     assert found.level == "fault"
     assert "item 0" in found.what
     assert found.culprit["line"] == line_of("sick_datasets.py", "raises here")
 
 
 def test_a_module_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
-    found = next(iter(loading.here(context(tmp_path, "--data.source", "nothing_here:Data"))))
+    found = all_of(loading.here, context(tmp_path, "--data.source", "nothing_here:Data"))[0]
     assert found.level == "fault"
     assert "nothing_here" in found.what
 

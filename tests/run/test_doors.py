@@ -12,8 +12,23 @@ from typing import Any
 import pytest
 
 from lamplighter.errors import BadConfig, BadData
-from lamplighter.rundir import FORMAT, RunDir, newer_format, read_json, read_lines, verify_manifest, write_manifest
-from running import TINY, clean_env, lamp, losses_of
+from lamplighter.rundir import FORMAT, RunDir, newer_format, read_json, verify_manifest, write_manifest
+from running import (
+    TINY,
+    Command,
+    Finished,
+    clean_env,
+    copy_run,
+    events_of,
+    lamp,
+    line_in,
+    losses_of,
+    verdicts_of,
+    write_model,
+)
+
+TRAIN = ["train", "--run", "r", *TINY]
+EIGHT = [*TINY, "--train.steps", "8", "--save.every_steps", "4"]
 
 # ---------------------------------------------------------------- no code out of a model folder
 
@@ -41,22 +56,20 @@ def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd
 
 
-def generate(cwd: Path, *words: str) -> Any:
-    (cwd / "imported").unlink(missing_ok=True)
-    return lamp("generate", *words, "--prompt", "A", "--max-tokens", "4", cwd=cwd)
-
-
-def test_a_model_folder_never_causes_an_import(own_run: Path) -> None:
+def test_a_model_folder_never_causes_an_import(own_run: Path, here: Command) -> None:
     """The run's own code is named by the user, or it is not loaded; the command to type is said."""
+    (own_run / "imported").unlink()
+    asked = ["--prompt", "A", "--max-tokens", "4"]
     for model in ("r", "runs/r/checkpoints/checkpoint-2"):
-        refused = generate(own_run, model)
+        refused = here("generate", model, *asked, cwd=own_run)
         assert refused.returncode == 78, refused.stderr
         assert not (own_run / "imported").exists()
         assert f"lamp generate {model} --prompt A --max-tokens 4 --model.family mine:Model" in refused.stderr
-        given = generate(own_run, model, "--model.family", "mine:Model")
-        assert given.returncode == 0, given.stderr
-        assert given.stdout.startswith("A")
-    assert generate(own_run, "r", "--model.family=mine:Model").returncode == 0
+    for given in (["--model.family", "mine:Model"], ["--model.family=mine:Model"]):
+        made = here("generate", "r", *asked, *given, cwd=own_run)
+        assert made.returncode == 0, made.stderr
+        assert made.stdout.startswith("A")
+    assert (own_run / "imported").exists()
 
 
 @pytest.mark.parametrize(
@@ -94,11 +107,9 @@ def test_sizes_of_a_model_folder_are_numbers_or_it_is_damaged(
         load_folder(folder, "mine:Model")
 
 
-def test_a_library_of_the_same_name_in_the_model_folder_is_not_imported(tmp_path: Path) -> None:
+def test_a_library_of_the_same_name_in_the_model_folder_is_not_imported(finished: Finished) -> None:
     """`cd MODEL; lamp generate .` loads our libraries, not files that lie there."""
-    done = lamp("train", "--run", "r", *TINY, "--train.steps", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
-    folder = tmp_path / "runs" / "r" / "checkpoints" / "checkpoint-2"
+    folder = finished(*EIGHT).checkpoints / "checkpoint-8"
     for name in ("torch", "safetensors", "jinja2", "secrets"):
         (folder / f"{name}.py").write_text("import pathlib; pathlib.Path('imported').touch()\n")
     words = ["-P", "-m", "lamplighter.commands", "generate", ".", "--max-tokens", "2"]  # -P: as `lamp` itself starts
@@ -109,62 +120,40 @@ def test_a_library_of_the_same_name_in_the_model_folder_is_not_imported(tmp_path
     assert not (folder / "imported").exists()
 
 
-def test_a_family_that_the_folder_does_not_have_is_refused(tmp_path: Path) -> None:
-    done = lamp("train", "--run", "r", *TINY, "--train.steps", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
-    refused = lamp("generate", "r", "--model.family", "os:system", cwd=tmp_path)
+def test_a_family_that_the_folder_does_not_have_is_refused(tmp_path: Path, finished: Finished, here: Command) -> None:
+    finished(*EIGHT)
+    refused = here("generate", "r", "--model.family", "os:system", cwd=tmp_path)
     assert refused.returncode == 78
     assert "gpt2" in refused.stderr
-    assert lamp("generate", "r", "--max-tokens", "2", "--model.family", "gpt2", cwd=tmp_path).returncode == 0
-    assert lamp("generate", "r", "--model.family", cwd=tmp_path).returncode == 2
+    assert here("generate", "r", "--max-tokens", "2", "--model.family", "gpt2", cwd=tmp_path).returncode == 0
+    assert here("generate", "r", "--model.family", cwd=tmp_path).returncode == 2
 
 
 # ---------------------------------------------------------------- success is proved
 
-LEAVER = """
-import os, pathlib, sys, torch
-
-class Model(torch.nn.Module):
-    def __init__(self, vocab_size, width, **_):
-        super().__init__()
-        self.embed = torch.nn.Embedding(vocab_size, width)
-        self.head = torch.nn.Linear(width, vocab_size)
-        self.calls = 0
-    def forward(self, ids):
-        self.calls += 1
-        how = pathlib.Path("how")
-        if self.training and self.calls == 7 and how.exists():
-            word, code = how.read_text().split()
-            if "once" in word:
-                how.unlink()
-            os._exit(int(code)) if "_exit" in word else sys.exit(int(code))
-        return self.head(self.embed(ids))
-"""
-WORDS = ["train", "--run", "r", *TINY, "--model.family", "leaver:Model", "--train.steps", "12", "--save.every_steps", "4",
-         "--save.staged", "false"]  # fmt: skip
+WORDS = [*TRAIN, *["--train.steps", "12", "--save.every_steps", "4", "--save.staged", "false"]]
 
 
 def leave(cwd: Path, how: str, *more: str) -> tuple[Any, RunDir]:
-    (cwd / "leaver.py").write_text(LEAVER)
-    (cwd / "how").write_text(how)
-    return lamp(*WORDS, *more, cwd=cwd), RunDir(cwd / "runs" / "r")
+    """A run whose process leaves at step 7."""
+    return lamp(*WORDS, "--model.family", write_model(cwd, how), *more, cwd=cwd), RunDir(cwd / "runs" / "r")
 
 
 @pytest.mark.parametrize("code", [0, 75])
 def test_a_process_that_leaves_in_mid_run_has_not_finished(tmp_path: Path, code: int) -> None:
-    done, run = leave(tmp_path, f"_exit {code}", "--watch.on_stuck", "stop")
+    done, run = leave(tmp_path, f"if model.calls == 7: os._exit({code})", "--watch.on_stuck", "stop")
     assert done.returncode == 71, done.stdout
     assert f"left with exit code {code} at step 6" in done.stdout
     assert "os._exit" in done.stdout
     status = read_json(run.status)
     assert (status["state"], status["exit_code"]) == ("lost", 71)
-    (found,) = [e for e in read_lines(run.events) if e["type"] == "verdict" and e["cause"] == "exit"]
+    (found,) = verdicts_of(run, "exit")
     assert (found["state"], found["culprit"]["step"]) == ("dead", 6)
-    assert "finished" not in [event["type"] for event in read_lines(run.events)]
+    assert not events_of(run, "finished")
 
 
 def test_the_same_exit_twice_at_the_same_step_is_a_bug(tmp_path: Path) -> None:
-    done, run = leave(tmp_path, "_exit 0", "--save.every_steps", "0")
+    done, run = leave(tmp_path, "if model.calls == 7: os._exit(0)", "--save.every_steps", "0")
     assert done.returncode == 71, done.stdout
     assert "attempt 2: going on from step 0" in done.stdout
     assert "attempt 3" not in done.stdout
@@ -172,29 +161,33 @@ def test_the_same_exit_twice_at_the_same_step_is_a_bug(tmp_path: Path) -> None:
 
 
 def test_an_exit_that_happens_once_is_outlived(tmp_path: Path) -> None:
-    done, run = leave(tmp_path, "once_exit 0")
+    once = """
+def before(model):
+    if model.calls == 7 and not os.path.exists("left"):
+        open("left", "w").close()
+        os._exit(0)
+"""
+    done, run = leave(tmp_path, once)
     assert done.returncode == 0, done.stdout
     assert "restarting from step 4" in done.stdout
     assert read_json(run.status)["step"] == 12
     assert sorted(losses_of(run)) == list(range(1, 13))
 
 
-def test_sys_exit_in_mid_run_is_a_crash_with_its_line(tmp_path: Path) -> None:
-    done, run = leave(tmp_path, "sys 0")
+def test_sys_exit_in_mid_run_is_a_crash_with_its_line(tmp_path: Path, here: Command) -> None:
+    family = write_model(tmp_path, "if model.calls == 7: sys.exit(0)")
+    done = here(*WORDS, "--model.family", family, cwd=tmp_path)
     assert done.returncode == 1, done.stdout
     assert "SystemExit: 0" in done.stdout
-    line = next(number for number, text in enumerate(LEAVER.splitlines(), 1) if "sys.exit" in text)
-    assert f"leaver.py:{line}" in done.stdout
-    assert read_json(run.status)["state"] == "failed"
+    assert f"own.py:{line_in(tmp_path / 'own.py', 'sys.exit')}" in done.stdout
+    assert read_json(tmp_path / "runs" / "r" / "status.json")["state"] == "failed"
 
 
-def test_a_verb_whose_process_leaves_without_its_last_word_has_failed(tmp_path: Path) -> None:
+def test_a_verb_whose_process_leaves_without_its_last_word_has_failed(own_run: Path, tmp_path: Path) -> None:
     """generate, and any other verb in a child: code 0 alone is not a result."""
-    (tmp_path / "leaver.py").write_text(LEAVER)
-    done = lamp(*WORDS, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
-    (tmp_path / "leaver.py").write_text("import os\nos._exit(0)\n")
-    said = lamp("generate", "r", "--model.family", "leaver:Model", cwd=tmp_path)
+    copy_run(own_run / "runs", tmp_path / "runs")
+    (tmp_path / "mine.py").write_text("import os\nos._exit(0)\n")
+    said = lamp("generate", "r", "--model.family", "mine:Model", cwd=tmp_path)
     assert said.returncode == 71
     assert "left with exit code 0" in said.stderr
     (tmp_path / "texts.py").write_text("import os\ndef documents():\n    yield 'a b c'\n    os._exit(0)\n")
@@ -204,16 +197,6 @@ def test_a_verb_whose_process_leaves_without_its_last_word_has_failed(tmp_path: 
 
 
 # ---------------------------------------------------------------- a manifest that is damaged
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with the checkpoints of steps 4 and 8."""
-    cwd = tmp_path_factory.mktemp("saved")
-    words = ["--train.steps", "8", "--save.every_steps", "4"]
-    done = lamp("train", "--run", "r", *TINY, *words, cwd=cwd)
-    assert done.returncode == 0, done.stdout
-    return cwd
 
 
 def damaged(manifest: dict[str, Any], how: str) -> str:
@@ -259,9 +242,8 @@ HOWS = ["key of a size", "size is text", "size is true", "entry is a list", "no 
 
 @pytest.mark.parametrize("of_old", [False, True], ids=["now", "of an earlier version"])
 @pytest.mark.parametrize("how", HOWS)
-def test_any_damage_in_a_manifest_is_a_reason_in_words(saved: Path, tmp_path: Path, how: str, of_old: bool) -> None:
-    folder = tmp_path / "checkpoint-8"
-    shutil.copytree(saved / "runs" / "r" / "checkpoints" / "checkpoint-8", folder)
+def test_any_damage_in_a_manifest_is_a_reason_in_words(finished: Finished, how: str, of_old: bool) -> None:
+    folder = finished(*EIGHT).checkpoints / "checkpoint-8"
     manifest = json.loads((folder / "manifest.json").read_text())
     if of_old:
         manifest = {"step": manifest["step"], "files": manifest["files"]}
@@ -287,21 +269,19 @@ def test_every_single_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None
     assert json.loads(whole)["format"] == FORMAT
 
 
-def test_a_run_goes_on_past_a_damaged_manifest(saved: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_past_a_damaged_manifest(tmp_path: Path, finished: Finished, here: Command) -> None:
     """Passed over, and said: by lamp train, generate and checkpoints; lamp runs lists the run."""
-    shutil.copytree(saved / "runs", tmp_path / "runs", ignore=shutil.ignore_patterns("slots"))
-    path = tmp_path / "runs" / "r" / "checkpoints" / "checkpoint-8" / "manifest.json"
+    path = finished(*EIGHT).checkpoints / "checkpoint-8" / "manifest.json"
     path.write_text(damaged(json.loads(path.read_text()), "key of a size"))
     (path.parent.parent / "latest.json").write_text('{"step": "x"}')
-    listed = lamp("checkpoints", "r", cwd=tmp_path)
+    listed = here("checkpoints", "r", cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr
     assert "invalid: manifest.json is damaged" in listed.stdout
-    made = lamp("generate", "r", "--max-tokens", "3", cwd=tmp_path)
+    made = here("generate", "r", "--max-tokens", "3", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert "checkpoint-8 is passed over: manifest.json is damaged" in made.stderr
-    assert lamp("runs", cwd=tmp_path).returncode == 0
-    words = ["--train.steps", "10", "--save.every_steps", "4"]
-    done = lamp("train", "--run", "r", *TINY, *words, cwd=tmp_path)
+    assert here("runs", cwd=tmp_path).returncode == 0
+    done = here(*TRAIN, "--train.steps", "10", "--save.every_steps", "4", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "checkpoint-8 is passed over: manifest.json is damaged" in done.stdout
     assert "resumed from checkpoint-4" in done.stdout

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lamplighter.rundir import RunDir, read_lines, read_record
-from lamplighter.train.anomalies import detector as detectors
-from running import LONG, TINY, lamp, shared, slot_of, start_lamp, wait_for
+from running import LONG, TINY, Command, events_of, lamp, shared, slot_of, start_lamp, verdicts_of, wait_for
 
 
 def flags_of(run: RunDir) -> list[dict[str, Any]]:
-    return [event for event in read_lines(run.events) if event.get("type") == "verdict" and event.get("flag")]
+    return [event for event in verdicts_of(run) if event.get("flag")]
 
 
 def test_a_flag_stays_visible_over_a_kill_and_is_said_once(tmp_path: Path) -> None:
@@ -48,10 +46,6 @@ PATIENT = [*TINY, "--train.lr", "0.3", "--train.schedule", "constant", "--train.
            "--save.every_steps", "40", "--eval.patience", "4"]  # fmt: skip
 
 
-def ends(run: RunDir) -> list[dict[str, Any]]:
-    return [event for event in read_lines(run.events) if event.get("type") == "ended early"]
-
-
 def out_of_patience(run: RunDir, patience: int) -> tuple[int, int]:
     """(the step at which it must end, the best one), from the validations on record."""
     seen = {record["step"]: record["eval/val_loss"] for record in read_lines(run.metrics) if "eval/val_loss" in record}
@@ -67,14 +61,16 @@ STREAM = ["--data.stream", "true", "--data.tokens_per_chunk", "4096"]
 
 
 @pytest.mark.parametrize("extra", [[], pytest.param(STREAM, marks=LONG)], ids=["text", "stream"])
-def test_patience_ends_a_run_exactly_over_a_kill_and_more_of_it_goes_on(tmp_path: Path, extra: list[str]) -> None:
+def test_patience_ends_a_run_exactly_over_a_kill_and_more_of_it_goes_on(
+    tmp_path: Path, extra: list[str], here: Command
+) -> None:
     run = RunDir(tmp_path / "runs" / "z")
     words = ["train", "--run", "z", *extra, *PATIENT]
     going = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: slot_of(run).step >= 50, 90, going)
     os.kill(slot_of(run).pid, signal.SIGKILL)
     assert going.wait(120) == 0
-    (end,) = ends(run)
+    (end,) = events_of(run, "ended early")
     assert (end["step"], end["best_step"]) == out_of_patience(run, 4)
     assert end["since_best"] == 4
     said = (tmp_path / "out.txt").read_text()
@@ -85,11 +81,11 @@ def test_patience_ends_a_run_exactly_over_a_kill_and_more_of_it_goes_on(tmp_path
         p.name for p in run.checkpoints.iterdir()
     }
     assert read_record(run.checkpoints / "best.json")["step"] == end["best_step"]
-    same = lamp(*words, cwd=tmp_path)
+    same = here(*words, cwd=tmp_path)
     assert same.returncode == 0
     assert "is finished, early" in same.stdout and "larger eval.patience" in same.stdout
-    assert lamp(*words[:-1], "6", cwd=tmp_path).returncode == 0
-    last = ends(run)[-1]
+    assert here(*words[:-1], "6", cwd=tmp_path).returncode == 0
+    last = events_of(run, "ended early")[-1]
     assert last["step"] > end["step"]
     assert (last["step"], last["best_step"]) == out_of_patience(run, 6)
 
@@ -113,9 +109,3 @@ def test_a_run_on_real_text_raises_none(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-2000:]
     assert flags_of(RunDir(tmp_path / "runs" / "r")) == []
-
-
-def test_the_rules_need_no_torch() -> None:
-    assert detectors.__name__.startswith("lamplighter.train.anomalies")
-    code = "import sys, lamplighter.train.anomalies.detector; sys.exit('torch' in sys.modules)"
-    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

@@ -27,7 +27,7 @@ from lamplighter.rundir import (
     write_json,
     write_manifest,
 )
-from running import lamp, losses_of
+from running import Command, lamp, losses_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAME = "run_cc24f03"
@@ -66,13 +66,13 @@ def assert_near(found: dict[int, str], name: str, first: int) -> None:
 # ---------------------------------------------------------------- the whole way
 
 
-def test_an_old_run_is_listed_and_its_checkpoints_are_valid(old_run: RunDir) -> None:
-    listed = json.loads(lamp("runs", "--json", cwd=home(old_run)).stdout)
+def test_an_old_run_is_listed_and_its_checkpoints_are_valid(old_run: RunDir, here: Command) -> None:
+    listed = json.loads(here("runs", "--json", cwd=home(old_run)).stdout)
     assert [(row["run"], row["state"], row["step"], row["durable_step"]) for row in listed] == [
         (NAME, "stopped", 23, 23)
     ]
-    assert "23/60" in lamp("runs", cwd=home(old_run)).stdout
-    rows = json.loads(lamp("checkpoints", NAME, "--json", cwd=home(old_run)).stdout)
+    assert "23/60" in here("runs", cwd=home(old_run)).stdout
+    rows = json.loads(here("checkpoints", NAME, "--json", cwd=home(old_run)).stdout)
     assert [(row["step"], row["valid"]) for row in rows] == [(20, True), (23, True)]
 
 
@@ -93,12 +93,12 @@ def test_the_same_command_resumes_an_old_run(old_run: RunDir) -> None:
     assert old_run.config.read_text().startswith(f"format: {FORMAT}\nnumerics: {NUMERICS}\n")
 
 
-def test_a_resume_needs_no_more_than_the_name_and_lost_steps_are_redone(old_run: RunDir) -> None:
+def test_a_resume_needs_no_more_than_the_name_and_lost_steps_are_redone(old_run: RunDir, here: Command) -> None:
     """The newest checkpoint is damaged: steps 21 to 23 are computed again, with the settings of the run's own config.yaml."""
     with open(old_run.checkpoints / "checkpoint-23" / "model.safetensors", "r+b") as file:
         file.seek(20_000)
         file.write(b"\x55")
-    done = lamp("train", "--run", NAME, cwd=home(old_run))
+    done = here("train", "--run", NAME, cwd=home(old_run))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checkpoint-23 is passed over" in done.stdout
     assert "resumed from checkpoint-20: step 21 is next" in done.stdout
@@ -111,7 +111,7 @@ def test_a_resume_needs_no_more_than_the_name_and_lost_steps_are_redone(old_run:
 
 
 @pytest.mark.parametrize("checkpoint", ["checkpoint-20", "checkpoint-23"])
-def test_an_old_checkpoint_generates_the_same_ids(old_run: RunDir, checkpoint: str) -> None:
+def test_an_old_checkpoint_generates_the_same_ids(old_run: RunDir, checkpoint: str, here: Command) -> None:
     from lamplighter.data.tokenizer import load
     from lamplighter.model.build import load_folder
     from lamplighter.model.generate import stream
@@ -124,7 +124,7 @@ def test_an_old_checkpoint_generates_the_same_ids(old_run: RunDir, checkpoint: s
         made = [token for (token,) in stream(built.model.eval(), ids, temperature=temperature, **choice)]
         assert made == THEN["generated"][f"{checkpoint} {temperature}"]["ids"]
     words = ["--checkpoint", checkpoint, "--prompt", THEN["prompt"], "--max-tokens", "24", "--temperature", "0"]
-    said = lamp("generate", NAME, *words, cwd=home(old_run))
+    said = here("generate", NAME, *words, cwd=home(old_run))
     assert said.returncode == 0, said.stderr
     assert said.stdout == THEN["generated"][f"{checkpoint} 0.0"]["text"]
 
@@ -147,20 +147,20 @@ def rewrite(folder: Path, **changes: Any) -> None:
     assert verify_manifest(folder) is None
 
 
-def claim_format(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def claim_format(folder: Path, number: int) -> None:
     """The manifest that a version with this format would write."""
-    monkeypatch.setattr("lamplighter.rundir.VERSIONS", {"format": number, "numerics": 1})
-    write_manifest(folder, step=23)
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lamplighter.rundir.VERSIONS", {"format": number, "numerics": 1})
+        write_manifest(folder, step=23)
 
 
-def test_an_older_default_stays_and_the_end_of_exactness_is_said(old_run: RunDir) -> None:
+def test_an_older_default_stays_and_the_end_of_exactness_is_said(old_run: RunDir, here: Command) -> None:
     """As if the default of train.lr had been another, and the arithmetic too, when this run was begun."""
     text = old_run.config.read_text()
     assert "  lr: 0.0003 " in text
     old_run.config.write_text(text.replace("  lr: 0.0003 ", "  lr: 0.0007 "))
     rewrite(old_run.checkpoints / "checkpoint-23", numerics=NUMERICS - 1)
-    done = lamp("train", "--run", NAME, *THEN["words"], "--train.steps", "30", cwd=home(old_run))
+    done = here("train", "--run", NAME, *THEN["words"], "--train.steps", "30", cwd=home(old_run))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not given, so as this run has it: train.lr 0.0007 (without it: 0.0003)" in done.stdout
     assert "from step 24 on no longer bit-identical" in done.stdout
@@ -176,36 +176,36 @@ def test_an_older_default_stays_and_the_end_of_exactness_is_said(old_run: RunDir
     assert "  lr: 0.0007                             # default" in old_run.config.read_text()
 
 
-def test_a_newer_format_is_refused_with_both_numbers(old_run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_format_is_refused_with_both_numbers(old_run: RunDir, here: Command) -> None:
     newer = FORMAT + 1
     both = (f"format {newer}", f"format {FORMAT}")
     words = ["train", "--run", NAME, *THEN["words"]]
     before = old_run.config.read_text()
 
     old_run.config.write_text(f"format: {newer}\nnumerics: 1\n{before}")
-    refused = lamp(*words, cwd=home(old_run))
+    refused = here(*words, cwd=home(old_run))
     assert refused.returncode == 78
     assert all(number in refused.stderr for number in both)
     old_run.config.write_text(before)
 
     status = read_json(old_run.status)
     write_json(old_run.status, {**status, "format": newer})
-    refused = lamp(*words, cwd=home(old_run))
+    refused = here(*words, cwd=home(old_run))
     assert refused.returncode == 78
     assert all(number in refused.stderr for number in both)
-    assert f"format {newer}" in lamp("runs", cwd=home(old_run)).stdout
+    assert f"format {newer}" in here("runs", cwd=home(old_run)).stdout
     write_json(old_run.status, status)
 
-    claim_format(old_run.checkpoints / "checkpoint-23", newer, monkeypatch)
-    refused = lamp(*words, cwd=home(old_run))
+    claim_format(old_run.checkpoints / "checkpoint-23", newer)
+    refused = here(*words, cwd=home(old_run))
     assert refused.returncode == 74, refused.stdout
     assert all(number in refused.stdout for number in both)
     assert (old_run.checkpoints / "checkpoint-23").is_dir(), "nothing is set aside"
     for model in (NAME, str(old_run.checkpoints / "checkpoint-23")):
-        refused = lamp("generate", model, "--max-tokens", "2", cwd=home(old_run))
+        refused = here("generate", model, "--max-tokens", "2", cwd=home(old_run))
         assert refused.returncode == 74
         assert all(number in refused.stderr for number in both)
-    rows = json.loads(lamp("checkpoints", NAME, "--json", cwd=home(old_run)).stdout)
+    rows = json.loads(here("checkpoints", NAME, "--json", cwd=home(old_run)).stdout)
     assert [row["valid"] for row in rows] == [True, False]
     assert all(number in rows[1]["reason"] for number in both)
 
@@ -217,27 +217,31 @@ def test_a_damaged_format_is_said(tmp_path: Path, text: str) -> None:
         read_dump(tmp_path / "config.yaml")
 
 
-def test_a_bare_name_means_the_settings_of_that_run_also_before_its_first_checkpoint(old_run: RunDir) -> None:
+def test_a_bare_name_means_the_settings_of_that_run_also_before_its_first_checkpoint(
+    old_run: RunDir, here: Command
+) -> None:
     shutil.rmtree(old_run.checkpoints)
     before = load_dump(old_run.config)
-    done = lamp("train", "--run", NAME, cwd=home(old_run))
+    done = here("train", "--run", NAME, cwd=home(old_run))
     assert done.returncode == 0, done.stdout + done.stderr
     assert load_dump(old_run.config) == before
     assert_near(losses_of(old_run), "train/loss", 1)
 
 
-def test_a_lost_config_is_neither_taken_for_defaults_nor_replaced_by_wrong_settings(old_run: RunDir) -> None:
+def test_a_lost_config_is_neither_taken_for_defaults_nor_replaced_by_wrong_settings(
+    old_run: RunDir, here: Command
+) -> None:
     old_run.config.write_text("")
-    done = lamp("train", "--run", NAME, cwd=home(old_run))
+    done = here("train", "--run", NAME, cwd=home(old_run))
     assert done.returncode == 78 and "config.yaml is empty" in done.stdout + done.stderr
     old_run.config.unlink()
-    done = lamp("train", "--run", NAME, "--tokenizer.kind", "bytes", cwd=home(old_run))  # other settings than the run's
+    done = here("train", "--run", NAME, "--tokenizer.kind", "bytes", cwd=home(old_run))  # other settings than the run's
     said = done.stdout + done.stderr
     assert done.returncode == 78 and "config.yaml is missing" in said
     assert not old_run.config.exists(), "the right settings must still be welcome"
 
 
-def test_damaged_records_of_one_run_do_not_hide_the_others(old_run: RunDir) -> None:
+def test_damaged_records_of_one_run_do_not_hide_the_others(old_run: RunDir, command: Command) -> None:
     for name, record in {
         "a": {"step": "x", "loss": [], "spent_s": {}, "flags": [7]},
         "b": [],
@@ -247,7 +251,7 @@ def test_damaged_records_of_one_run_do_not_hide_the_others(old_run: RunDir) -> N
         folder.mkdir()
         (folder / "events.jsonl").touch()
         write_json(folder / "status.json", record)
-    listed = lamp("runs", cwd=home(old_run))
+    listed = command("runs", cwd=home(old_run))
     assert listed.returncode == 0, listed.stderr
     assert "23/60" in listed.stdout
     assert listed.stdout.count("0/?") == 3
@@ -312,11 +316,11 @@ def test_code_commands_and_addresses_are_never_taken_from_a_run_folder(tmp_path:
     assert getattr(getattr(found.run, section), field) == getattr(getattr(resolved().run, section), field)
 
 
-def test_a_source_of_ones_own_is_asked_for_by_name(old_run: RunDir) -> None:
+def test_a_source_of_ones_own_is_asked_for_by_name(old_run: RunDir, here: Command) -> None:
     text = old_run.config.read_text()
     line = next(line for line in text.splitlines() if line.strip().startswith("source:"))
     old_run.config.write_text(text.replace(line, "  source: mine:docs # --data.source"))
-    done = lamp("train", "--run", NAME, cwd=home(old_run))
+    done = here("train", "--run", NAME, cwd=home(old_run))
     said = done.stdout + done.stderr
     assert done.returncode == 78 and "never taken from a run folder" in said and "--data.source mine:docs" in said
 

@@ -16,7 +16,7 @@ from lamplighter.data.token_cache import builder
 from lamplighter.data.token_cache.reader import CacheSettings, open_tokens
 from lamplighter.data.tokenizer import byte_level
 from opening import ensure, open_source
-from running import TINY, lamp, shared, start_lamp, wait_for
+from running import TINY, Command, lamp, shared, start_lamp, wait_for
 
 BYTES = ["--tokenizer.kind", "bytes"]
 
@@ -39,8 +39,8 @@ def some_text(path: Path, mb: float) -> Path:
     return path
 
 
-def test_it_makes_what_training_would_and_says_so(tmp_path: Path) -> None:
-    made = lamp("data", "prepare", *TINY, cwd=tmp_path)
+def test_it_makes_what_training_would_and_says_so(tmp_path: Path, here: Command) -> None:
+    made = here("data", "prepare", *TINY, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     (folder,) = (path.parent for path in (tmp_path / "runs" / ".cache").glob("*/manifest.json"))
     for words in (
@@ -52,7 +52,7 @@ def test_it_makes_what_training_would_and_says_so(tmp_path: Path) -> None:
         "next: lamp train ",
     ):
         assert words in made.stdout, made.stdout
-    again = lamp("data", "prepare", *TINY, "--json", cwd=tmp_path)
+    again = here("data", "prepare", *TINY, "--json", cwd=tmp_path)
     found = json.loads(again.stdout)
     cache = open_tokens(folder)
     assert found["cache"] == f"runs/.cache/{folder.name}" and found["made"] is False
@@ -62,31 +62,31 @@ def test_it_makes_what_training_would_and_says_so(tmp_path: Path) -> None:
     assert found["disk_bytes"] == sum((folder / name).stat().st_size for name in cache.manifest["files"])
     next_words = found["next"].split()
     assert next_words[:2] == ["lamp", "train"] and "--json" not in next_words
-    trained = lamp(*next_words[1:], "--train.steps", "2", cwd=tmp_path)
+    trained = here(*next_words[1:], "--train.steps", "2", cwd=tmp_path)
     assert trained.returncode == 0, trained.stdout
     assert f"token cache reused: runs/.cache/{folder.name}" in trained.stdout
     assert len(list((tmp_path / "runs" / ".cache").glob("*/manifest.json"))) == 1
 
 
-def test_a_trained_tokenizer_is_kept_for_the_training(tmp_path: Path) -> None:
+def test_a_trained_tokenizer_is_kept_for_the_training(tmp_path: Path, here: Command) -> None:
     some_text(tmp_path / "a.txt", 0.3)
     words = ["--data.paths", "a.txt", "--tokenizer.vocab_size", "400", "--runs-dir", "elsewhere"]
-    first = lamp("data", "prepare", *words, cwd=tmp_path)
+    first = here("data", "prepare", *words, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "400 tokens" in first.stdout and "next: lamp train --data.paths a.txt" in first.stdout
-    again = lamp("data", "prepare", *words, cwd=tmp_path)
+    again = here("data", "prepare", *words, cwd=tmp_path)
     assert "tokenizer kept from before" in again.stderr and "token cache found" in again.stdout
     assert not (tmp_path / "runs").exists()
 
 
-def test_wrong_words_are_said(tmp_path: Path) -> None:
+def test_wrong_words_are_said(tmp_path: Path, here: Command) -> None:
     for words, code, said in (
         (["--data.stream", "true"], 78, "nothing to prepare"),
         (["--data.paths", "nowhere.txt"], 66, "nowhere.txt"),
         (["--prset", "demo"], 2, "--preset"),
         (["--data.val_fration", "0.1"], 2, "val_fraction"),
     ):
-        done = lamp("data", "prepare", *words, cwd=tmp_path)
+        done = here("data", "prepare", *words, cwd=tmp_path)
         assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 
 

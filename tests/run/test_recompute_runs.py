@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,20 +10,11 @@ from test_recompute import steps_of
 
 from lamplighter.rundir import RunDir
 from lamplighter.train.bf16 import make_it_work
-from running import LONG, TINY, lamp, losses_of
-
-NO_BF16 = 3
+from running import LONG, NO_BF16, TINY, Command, losses_of, run_with_bf16
 
 
 def test_every_number_is_the_same_in_bf16() -> None:
-    """In a process of its own: some CPUs die of bf16, and then there is nothing to compare."""
-    done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    if done.returncode == NO_BF16:
-        pytest.skip("this CPU has no bf16 that works")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_with_bf16(__file__)
 
 
 @LONG
@@ -63,17 +52,16 @@ class Flat(Model):
 """
 
 
-def test_a_run_has_the_same_losses_also_with_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_a_run_has_the_same_losses_also_with_a_model_of_ones_own(tmp_path: Path, here: Command) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     words = ["--model.family", "mine:Model", "--train.steps", "4", "--train.micro_batch", "2"]
     for name, flag in (("a", "false"), ("b", "true")):
-        done = lamp("train", "--run", name, *TINY, *words, "--train.recompute", flag, cwd=tmp_path)
+        done = here("train", "--run", name, *TINY, *words, "--train.recompute", flag, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
     losses = [losses_of(RunDir(tmp_path / "runs" / name)) for name in "ab"]
     assert len(losses[0]) == 4 and losses[0] == losses[1]
-    refused = lamp(
-        "train", "--run", "c", *TINY, *words, "--model.family", "mine:Flat", "--train.recompute", "true", cwd=tmp_path
-    )
+    words += ["--model.family", "mine:Flat", "--train.recompute", "true"]
+    refused = here("train", "--run", "c", *TINY, *words, cwd=tmp_path)
     assert refused.returncode == 78 and "no blocks to compute again" in refused.stdout
 
 

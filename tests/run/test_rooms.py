@@ -32,7 +32,8 @@ ALLOWED = {
     "__main__": {"commands"},
 }
 TORCH_FREE = [*(f"commands.{path.stem}" for path in (SRC / "commands").glob("[!_]*.py")), "watch.supervisor", "watch.live", "readers", "data.sources", "data.tokenizer",
-              "data.token_cache.reader", "plan.render", "plan.dry_run", "procs.child", "data.batches", "data.corpus", "data.chat.packing", "data.chat", "model.shape"]  # fmt: skip
+              "data.token_cache.reader", "plan.render", "plan.dry_run", "procs.child", "data.batches", "data.corpus", "data.chat.packing", "data.chat", "data.batch_source", "model.shape",
+              "train.anomalies.detector"]  # fmt: skip
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "misc", "core", "manager"}
 
 
@@ -150,6 +151,31 @@ def test_nothing_prints_outside_the_console() -> None:
 
 def test_the_parent_and_the_data_room_never_load_torch() -> None:
     code = f"import sys, {', '.join('lamplighter.' + name for name in TORCH_FREE)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_parent_of_a_run_loads_little() -> None:
+    """It is silent while it loads, and on a busy machine for long (decision 018)."""
+    code = (
+        "import sys, lamplighter.commands.train, lamplighter.config, lamplighter.watch.supervisor\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'rich', 'psutil', 'ssl', 'http.client', 'asyncio', 'tokenizers'}\n"
+        "print(*heavy & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_a_step_of_the_optimizer_does_not_load_the_compiler() -> None:
+    code = (
+        "import sys, torch\n"
+        "from lamplighter.config import Train\n"
+        "from lamplighter.train import optimizers\n"
+        "m = torch.nn.Linear(2, 2)\n"
+        "o = optimizers.make_optimizer(m, Train())\n"
+        "m(torch.ones(1, 2)).sum().backward()\n"
+        "o.step(0.1); o.zero_grad()\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lamplighter.rundir import RunDir, read_lines
-from running import LAMP, LONG, TINY, Heard, bare_start_s, listen, slot_of
+from running import LAMP, LONG, TINY, Heard, bare_start_s, line_in, listen, slot_of, write_model
 
 LIMIT_S = 2.5
 FIRST_S = 0.5  # beyond the start of a bare Python on this machine, now
@@ -26,23 +26,6 @@ def documents():
         if i == 40:
             time.sleep(10)
         yield f"document number {i} about the lamps of the street, and little else. " * 3
-"""
-
-GIL_MODEL = """
-import ctypes, torch
-
-class Model(torch.nn.Module):
-    def __init__(self, vocab_size, positions, layers, width, heads, dropout):
-        super().__init__()
-        self.embed = torch.nn.Embedding(vocab_size, width)
-        self.head = torch.nn.Linear(width, vocab_size)
-        self.calls = 0
-
-    def forward(self, ids):
-        self.calls += 1
-        if self.training and self.calls == 5:
-            ctypes.PyDLL(None).sleep(6)
-        return self.head(self.embed(ids))
 """
 
 
@@ -70,12 +53,13 @@ def test_a_source_that_blocks_for_ten_seconds(tmp_path: Path, on_pty: bool) -> N
 
 @MOSTLY
 def test_a_step_that_holds_the_gil(tmp_path: Path, on_pty: bool) -> None:
-    (tmp_path / "gil_model.py").write_text(GIL_MODEL)
-    words = [*LAMP, "train", "--run", "gil", *TINY, "--model.family", "gil_model:Model", "--train.steps", "20"]
+    family = write_model(tmp_path, "ctypes.PyDLL(None).sleep(6 if model.calls == 5 else 0)")
+    words = [*LAMP, "train", "--run", "gil", *TINY, "--model.family", family, "--train.steps", "20"]
     heard = listen(words, tmp_path, on_pty)
     check(heard, on_pty)
     said = RunDir(tmp_path / "runs" / "gil").console.read_text()
-    assert re.search(r"the GIL is held by a C call at .*gil_model.py:14 .*no work for", said)
+    line = line_in(tmp_path / "own.py", "PyDLL")
+    assert re.search(rf"the GIL is held by a C call at .*own.py:{line} .*no work for", said)
 
 
 @MOSTLY

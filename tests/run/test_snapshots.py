@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from lamplighter.rundir import RunDir
-from running import Command, copy_run, lamp, processes_of, slot_of, start_lamp, wait_for
+from running import Command, copy_run, lamp
 from snapshots.loss_bits import losses, machine, train_words, write_rows
 
 FOLDER = Path(__file__).parents[1] / "snapshots"
@@ -273,30 +272,10 @@ def test_a_mistake_has_the_exit_code_it_had(command: Command, desk: Path) -> Non
     check("exit_codes.txt", "\n".join(found) + "\n")
 
 
-def test_an_end_has_the_exit_code_it_had(desk: Path) -> None:
+def test_an_end_has_the_exit_code_it_had(here: Command, desk: Path) -> None:
     found = []
     for words in BY_A_CHILD:
-        done = lamp(*words, cwd=desk)
+        done = here(*words, cwd=desk)
         assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
         found.append(code_line(done.returncode, words))
     check("exit_codes_of_children.txt", "\n".join(found) + "\n")
-
-
-def test_finished_changed_running_and_stopped_have_their_codes(command: Command, desk: Path) -> None:
-    for name in ("done", "drift"):  # a call in this process keeps the lock of its run
-        copy_run(desk / "runs" / "old", desk / "runs" / name)
-    done = command("train", "--run", "done", *OLD, cwd=desk)
-    assert done.returncode == 0 and "done is finished: 20 steps" in done.stdout, done.stderr
-    done = command("train", "--run", "drift", *OLD, "--train.lr", "0.5", cwd=desk)
-    assert done.returncode == 78 and "train.lr: 0.0003 -> 0.5" in done.stderr, done.stdout
-
-    run = RunDir(desk / "runs" / "going")
-    words = ["train", "--run", "going", *OLD, "--train.steps", "100000"]
-    going = start_lamp(*words, cwd=desk)
-    wait_for(lambda: slot_of(run).step > 2, process=going)
-    done = command(*words, cwd=desk)
-    assert done.returncode == 69 and str(going.pid) in done.stderr, done.stdout
-    assert command("generate", "going", "--top-p", "x", cwd=desk).returncode == 2
-    going.terminate()
-    assert going.wait(30) == 75
-    assert not processes_of(run.path)

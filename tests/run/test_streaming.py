@@ -11,14 +11,22 @@ from pathlib import Path
 import pytest
 
 from lamplighter.rundir import RunDir, read_lines
-from running import LAMP, LONG, TINY, lamp, listen, losses_of, slot_of, start_lamp, wait_for
+from running import (
+    LAMP,
+    LONG,
+    TINY,
+    Command,
+    lamp,
+    listen,
+    losses_of,
+    slot_of,
+    start_lamp,
+    verdicts_of,
+    wait_for,
+)
 from server import serving
 
 STREAM = [*TINY, "--data.stream", "true", "--data.tokens_per_chunk", "4000", "--save.every_steps", "10"]
-
-
-def events(run: RunDir, kind: str) -> list[dict[str, object]]:
-    return [event for event in read_lines(run.events) if event.get("type") == kind]
 
 
 def rows(count: int) -> str:
@@ -27,17 +35,17 @@ def rows(count: int) -> str:
     return "".join(json.dumps({"text": text}) + "\n" for text in EmbeddedCorpus(0, count).documents())
 
 
-def test_kills_change_nothing(tmp_path: Path) -> None:
+def test_kills_change_nothing(tmp_path: Path, here: Command) -> None:
     """Child and parent, at random moments: every loss is the same to the last bit, over chunks and an epoch's end."""
     (tmp_path / "a.jsonl").write_text(rows(80))
     words = ["train", *STREAM, "--data.paths", "a.jsonl", "--train.steps", "220", "--train.batch_size", "8"]
-    whole = lamp(*words, "--run", "whole", cwd=tmp_path)
+    whole = here(*words, "--run", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stdout[-2000:]
     assert "epoch 2 begins" in whole.stdout
     truth = losses_of(RunDir(tmp_path / "runs" / "whole"))
     run = RunDir(tmp_path / "runs" / "torn")
     rng = random.Random(5)
-    for number in range(3):
+    for number in range(2):
         process = start_lamp(*words, "--run", "torn", cwd=tmp_path)
         goal = 30 + 60 * number + rng.randrange(30)
         wait_for(lambda goal=goal: slot_of(run).step >= goal, process=process)  # type: ignore[misc]
@@ -47,7 +55,7 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
         else:
             process.terminate()
         process.wait()
-    last = lamp(*words, "--run", "torn", cwd=tmp_path)
+    last = here(*words, "--run", "torn", cwd=tmp_path)
     assert last.returncode == 0, last.stdout[-2000:]
     assert losses_of(run) == truth and len(truth) == 220
 
@@ -77,7 +85,7 @@ def test_kills_over_a_bad_line_change_nothing(tmp_path: Path) -> None:
         assert last.returncode == 0, last.stdout[-2000:]
         again = [int(r["Range"].removeprefix("bytes=").split("-")[0]) for r in served.requests if "Range" in r]
     assert losses_of(run) == truth and len(truth) == 150
-    causes = {event["cause"] for event in events(run, "verdict")}
+    causes = {event["cause"] for event in verdicts_of(run)}
     assert {"stream_drop", "stream_stall"} <= causes, causes
     assert max(again) > size // 4, "a resumed run asks for its byte, not for the beginning"
 
@@ -118,10 +126,10 @@ def _train_tokens(division: object, text: bytes) -> int:
     return sum(len(one) + 1 for one, val in zip(pieces.texts, pieces.val.tolist(), strict=True) if not val)
 
 
-def test_max_chunks_counts_the_steps(tmp_path: Path) -> None:
+def test_max_chunks_counts_the_steps(tmp_path: Path, here: Command) -> None:
     (tmp_path / "a.jsonl").write_text(rows(200))
     words = ["train", *STREAM, "--data.paths", "a.jsonl", "--data.max_chunks", "3", "--run", "three"]
-    done = lamp(*words, cwd=tmp_path)
+    done = here(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:]
     assert "3 chunks of 4,000 tokens: 94 steps" in done.stdout  # 12,000 / (32 * 4)
     assert max(losses_of(RunDir(tmp_path / "runs" / "three"))) == 94
@@ -134,8 +142,8 @@ def test_max_chunks_counts_the_steps(tmp_path: Path) -> None:
         (["--data.max_chunks", "3"], "data.max_chunks needs data.stream true"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
-    done = lamp("train", *TINY, *words, cwd=tmp_path)
+def test_what_cannot_be_is_refused(tmp_path: Path, words: list[str], said: str, command: Command) -> None:
+    done = command("train", *TINY, *words, cwd=tmp_path)
     assert done.returncode == 78 and said in done.stderr
 
 
@@ -167,9 +175,9 @@ def test_a_stream_that_blocks_is_never_quiet_and_its_line_is_named(tmp_path: Pat
     gathered = max(int(line.split(" tokens of")[0].rsplit(" ", 1)[1].replace(",", "")) for line in waiting)
     assert gathered > 100_000, "what had come was counted while it blocked"
     run = RunDir(tmp_path / "runs" / "b")
-    named = [event for event in events(run, "verdict") if event["state"] == "slow"]
+    named = [event for event in verdicts_of(run) if event["state"] == "slow"]
     assert any("blocked.py:5" in str(event["why"]) for event in named), named
-    assert not any(event["state"] == "stuck" for event in events(run, "verdict")), "slow, not stuck: nothing is killed"
+    assert not any(event["state"] == "stuck" for event in verdicts_of(run)), "slow, not stuck: nothing is killed"
 
 
 @LONG

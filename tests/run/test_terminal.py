@@ -111,7 +111,7 @@ hits = []
 signal.signal(signal.SIGINT, lambda *_: hits.append(1))
 print("ready")
 while not hits: time.sleep(0.01)
-time.sleep(1.2)
+time.sleep(0.8)
 print("interrupts", len(hits))
 sys.exit(7)
 """
@@ -436,7 +436,8 @@ def test_the_last_words_come_after_the_last_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=["dumb", "no colour"])
 def test_a_plain_terminal_gets_no_escape_codes_but_our_lines(env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "words").write_text("0 footer FOOTER\n0.1 say SAID\n0.5 footer FOOTER 2\n")
-    person = python(SPOKEN, folder=tmp_path, env=env)
+    code = "import time; print('first'); time.sleep(0.7); print('last')"
+    person = python(code, folder=tmp_path, env=env)
     assert person.code() == 0
     seen = person.finish()
     assert b"\x1b" not in seen and b"FOOTER" not in seen and b"SAID" in seen

@@ -357,7 +357,7 @@ def test_a_zombie_is_buried_once(tmp_path: Path) -> None:
 
 def test_a_fault_of_ours_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
     name = script(tmp_path, "import time\ntime.sleep(4)\nraise SystemExit(6)\n")
-    broken = "import lamplighter.watch.progress as p, lamplighter.commands as c, sys\np.ScriptProgress.words = lambda *_: 1 / 0\nsys.exit(c.main())\n"
+    broken = "import lamplighter.watch.command as p, lamplighter.commands as c, sys\np._ScriptProgress.words = lambda *_: 1 / 0\nsys.exit(c.main())\n"
     script(tmp_path, broken, "broken.py")
     words = [sys.executable, "broken.py", "watch", "--", sys.executable, name]
     done = subprocess.run(words, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=60, check=False)

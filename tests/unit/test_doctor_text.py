@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from doctor_context import SICK, context, examine, line_of
+from doctor_context import SICK, all_of, context, examine, line_of
 from lamplighter.data.setup import obtain_tokens, open_text
 from lamplighter.doctor import data_probes as probes
 from lamplighter.doctor import sample_data
@@ -40,7 +41,7 @@ def letters(path: Path, count: int = 300, begin: int = 0) -> Path:
 
 def test_sound_files_are_told_with_their_speed(tmp_path: Path) -> None:
     letters(tmp_path / "a.jsonl", 3000)
-    found = list(probes.files(context(tmp_path, "--data.paths", str(tmp_path / "a.jsonl"))))
+    found = all_of(probes.files, context(tmp_path, "--data.paths", str(tmp_path / "a.jsonl")))
     assert [one.level for one in found] == ["ok", "ok"]
     assert "3,000 documents" in found[0].what
     assert found[1].figures["mb_per_s"] > 0
@@ -53,7 +54,7 @@ def test_every_broken_file_is_named_and_the_others_are_still_read(tmp_path: Path
     whole = gzip.compress(letters(tmp_path / "x.jsonl").read_bytes())
     (data / "torn.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     (data / "columns.jsonl").write_text('{"body": "no text here"}\n' * 20)
-    found = list(probes.files(context(tmp_path, "--data.paths", str(data), "--data.format", "text")))
+    found = all_of(probes.files, context(tmp_path, "--data.paths", str(data), "--data.format", "text"))
     faults = {Path(one.culprit["path"]).name: one for one in found if one.level == "fault"}
     assert set(faults) == {"torn.jsonl.gz", "columns.jsonl"}
     assert "cut short" in faults["torn.jsonl.gz"].what
@@ -62,7 +63,7 @@ def test_every_broken_file_is_named_and_the_others_are_still_read(tmp_path: Path
 def test_a_missing_and_an_empty_file_are_faults(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     for name, words in (("empty.txt", "empty file"), ("absent.txt", "no such file")):
-        found = list(probes.files(context(tmp_path, "--data.paths", str(tmp_path / name))))
+        found = all_of(probes.files, context(tmp_path, "--data.paths", str(tmp_path / name)))
         assert [one.level for one in found] == ["fault"]
         assert words in found[0].what
 
@@ -84,11 +85,11 @@ def test_a_large_file_is_read_at_its_end_too(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(probes, "WHOLE_BYTES", 10_000)
     monkeypatch.setattr(probes, "TAIL_BYTES", 4_000)
     path = letters(tmp_path / "a.jsonl", 3000)
-    found = list(probes.files(context(tmp_path, "--data.paths", str(path))))
+    found = all_of(probes.files, context(tmp_path, "--data.paths", str(path)))
     assert "0 were read whole, of 1 the end was read" in found[0].what
     with open(path, "ab") as file:
         file.write(b'{"text": "torn' * 20)
-    assert any(one.level != "ok" for one in probes.files(context(tmp_path, "--data.paths", str(path))))
+    assert any(one.level != "ok" for one in all_of(probes.files, context(tmp_path, "--data.paths", str(path))))
 
 
 def test_a_slow_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +121,7 @@ def test_a_stream_that_blocks_in_next_is_named_by_its_line(tmp_path: Path, monke
 
 def test_a_source_that_raises_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(SICK)
-    found = next(iter(probes.files(context(tmp_path, "--data.source", "streams:raises"))))
+    found = all_of(probes.files, context(tmp_path, "--data.source", "streams:raises"))[0]
     assert found.level == "fault"
     assert found.culprit["line"] == line_of("streams.py", "raise KeyError")
 
@@ -148,17 +149,10 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_of_an_earlier_run_is_taken(tmp_path: Path) -> None:
-    words = [
-        "--data.paths",
-        str(letters(tmp_path / "a.jsonl")),
-        "--tokenizer.kind",
-        "bpe",
-        "--tokenizer.vocab_size",
-        "300",
-    ]
-    who = context(tmp_path, *words)
+    path = letters(tmp_path / "a.jsonl")
+    who = context(tmp_path, "--data.paths", str(path), "--tokenizer.kind", "bpe", "--tokenizer.vocab_size", "300")
     open_text(who.run, who.runs_dir / CACHE_NAME)
-    found = list(probes.tokenizer(who))
+    found = all_of(probes.tokenizer, who)
     assert [one.level for one in found] == ["ok"]
     assert "kept from before" in found[0].what
 
@@ -170,7 +164,7 @@ def test_a_tokenizer_without_an_end_is_a_fault(tmp_path: Path) -> None:
     (bad / "tokenizer.json").write_text(
         json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []})
     )
-    found = list(probes.tokenizer(context(tmp_path, "--data.paths", str(path), "--tokenizer.path", str(bad))))
+    found = all_of(probes.tokenizer, context(tmp_path, "--data.paths", str(path), "--tokenizer.path", str(bad)))
     assert found[0].level == "fault"
 
 
@@ -214,8 +208,6 @@ def test_an_id_beyond_the_vocabulary_is_found(cached: tuple[ProbeContext, Path],
     data = bytearray(shard.read_bytes())
     data[40:42] = (60_000).to_bytes(2, "little")
     shard.write_bytes(data)
-    import hashlib
-
     manifest["files"][shard.name]["sha256"] = hashlib.sha256(data).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(manifest))
     found = examine(cache, who)["token_range"]
@@ -249,7 +241,7 @@ def test_a_cache_of_older_text_is_never_taken_for_the_new(cached: tuple[ProbeCon
 
 def test_the_first_document_is_shown_as_tokens(tmp_path: Path) -> None:
     path = letters(tmp_path / "a.jsonl")
-    found = list(documents(context(tmp_path, "--data.paths", str(path), "--data.seq_len", "64")))
+    found = all_of(documents, context(tmp_path, "--data.paths", str(path), "--data.seq_len", "64"))
     assert "M|y| |d|e|a|r" in found[0].what
     assert found[0].what.endswith("<|endoftext|>")
 
@@ -274,7 +266,7 @@ def test_an_example_shows_what_is_learned_in_brackets(tmp_path: Path) -> None:
     rows = [{"prompt": f"How many lamps at {n}?", "completion": f"There are {n}."} for n in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "And now?", "completion": " "}]))
     who = context(tmp_path, "--data.paths", str(path), "--data.seq_len", "128", "--data.template", "plain")
-    found = list(documents(who))
+    found = all_of(documents, who)
     assert "[There are 0.<|endoftext|>]" in found[0].what.replace("[ There", "[There")
     assert any(one.cause == "empty_answer" for one in found)
     cut = examine(documents, context(tmp_path, "--data.paths", str(path), "--data.seq_len", "16"))
@@ -323,7 +315,7 @@ def test_overlap_repeats_and_too_many_epochs_are_found(tmp_path: Path) -> None:
 def test_real_rows_are_well(tmp_path: Path) -> None:
     path = shared("finetune", "instruction-data-short.json")
     who = context(tmp_path, "--data.paths", str(path), "--data.seq_len", "512", "--data.template", "plain")
-    levels = {one.level for probe in (probes.files, probes.tokenizer, documents) for one in probe(who)}
+    levels = {one.level for probe in (probes.files, probes.tokenizer, documents) for one in all_of(probe, who)}
     assert "fault" not in levels
 
 
@@ -331,5 +323,5 @@ def test_a_probe_writes_only_into_its_scratch(tmp_path: Path) -> None:
     path = letters(tmp_path / "a.jsonl")
     who = context(tmp_path, "--data.paths", str(path), "--tokenizer.kind", "bpe", "--tokenizer.vocab_size", "300")
     for probe in (probes.files, probes.tokenizer, cache, documents):
-        list(probe(who))
+        all_of(probe, who)
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "scratch"]

@@ -16,7 +16,8 @@ from lamplighter.rundir import RunDir
 from lamplighter.train.anomalies.detector import EACH_BLOCK, EACH_STEP, EXPLAINS, Detector, FlagChange, recall, replay
 from lamplighter.train.anomalies.history import Facts, repeat_share
 from lamplighter.train.checkpoint import Progress
-from lamplighter.watch.status import Status, alert, flags_section, hear_flag, standing_flags, tell
+from lamplighter.watch.status import Status, alert, hear_flag, standing_flags, tell
+from lamplighter.watch.time_report import flags_section
 
 CURVES = Path(__file__).parents[1] / "recordings" / "curves"
 HEALTHY = sorted(path.stem for path in CURVES.glob("healthy_*.json"))

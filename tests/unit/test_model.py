@@ -30,11 +30,6 @@ every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys(
 both_families = pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
 
 
-@pytest.fixture(autouse=True)
-def few_threads() -> None:
-    torch.set_num_threads(1)
-
-
 def a_model(shape: Shape, seed: int = 0) -> Transformer:
     """Weights far from their starting values, norms and biases too, so that no term can hide."""
     model = Transformer(shape)

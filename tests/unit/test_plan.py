@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lamplighter.config import resolve
+from lamplighter.config import Budget, resolve
 from lamplighter.errors import UsageError
 from lamplighter.gpus import TABLE, Device, Rates, find, of_card
 from lamplighter.model.shape import Shape
@@ -23,7 +23,7 @@ SLM = Job(SMALL, 512, 36, 18, 60_000, "bf16")
 # System D: 1.4 thousand million parameters, long windows, a large vocabulary, 18,968 steps, five hours for $7.85.
 LONG = Job(
     Shape("llama", 128_000, 8192, 24, 2048, 16), 8192, 64, 16, 18_968, "bf16", whole_logits=True,
-    budget_usd=7.85, usd_per_hour=1.57,
+    budget=Budget(usd=7.85, usd_per_hour=1.57),
 )  # fmt: skip
 CPU = Device("cpu", 20.0, None, 100e9, mfu=0.5, rates=Rates(100e9, 6e9))
 
@@ -54,7 +54,7 @@ def test_what_cannot_be_is_refused_with_the_arithmetic() -> None:
 
 
 def test_the_changes_make_it_go_when_they_are_taken() -> None:
-    plan = completed(make(replace(SLM, usd_per_hour=2.0, budget_usd=3.0), find("l4")))
+    plan = completed(make(replace(SLM, budget=Budget(usd=3.0, usd_per_hour=2.0)), find("l4")))
     assert not plan.go and plan.changes
     steps = int(plan.changes[0].settings.split()[1])
     assert make(replace(plan.job, steps=steps), plan.device).go
@@ -90,8 +90,8 @@ def test_a_generous_bound_is_kept_for_refusals() -> None:
     """Between hope and expectation there is only a warning: the budget stops and saves."""
     device = find("a100-80gb")
     expected = make(SLM, device).hours
-    near = replace(SLM, budget_hours=expected * 0.8)
-    far = replace(SLM, budget_hours=expected * 0.5)
+    near = replace(SLM, budget=Budget(hours=expected * 0.8))
+    far = replace(SLM, budget=Budget(hours=expected * 0.5))
     assert not make(near, device).go and not sure_reasons(make(near, device))
     assert [reason.split(":")[0] for reason in sure_reasons(make(far, device))] == ["time"]
 
@@ -188,7 +188,7 @@ def test_the_rate_and_the_spending_are_drawn() -> None:
 
 
 def test_the_words_say_every_figure() -> None:
-    plan = make(replace(from_words(), usd_per_hour=2.0, budget_usd=10.0), find("l4"))
+    plan = make(replace(from_words(), budget=Budget(usd=10.0, usd_per_hour=2.0)), find("l4"))
     text = "\n".join(tell(plan))
     for word in ("parameters", "per token", "tokens", "work", "time", "money", "memory", "logits", "host RAM", "disk",
                  "warm-up", "schedule", "saves", "vocabulary", "balance", "GO", "of $10.00", "copy that a save stages"):  # fmt: skip

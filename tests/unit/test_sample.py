@@ -20,11 +20,6 @@ LLAMA = Shape(family="llama", vocab_size=40, positions=12, layers=2, width=16, h
 both_families = pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
 
 
-@pytest.fixture(autouse=True)
-def few_threads() -> None:
-    torch.set_num_threads(1)
-
-
 def a_model(shape: Shape) -> Transformer:
     model = Transformer(shape)
     init_weights(model, seed=0)

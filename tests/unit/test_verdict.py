@@ -99,6 +99,16 @@ def test_a_deadlock_needs_two_agreeing_samples_and_locks_everywhere(user_file: s
     assert cause(busy, both) != ("stuck", "deadlock", True), "somebody works"
 
 
+def test_our_own_questions_are_no_bytes_where_bytes_are_not_counted(user_file: str) -> None:
+    """Without /proc, two workers that were asked for their stacks end: that has moved nothing."""
+    asked = Slot(pid=8, answers=9, answered_bytes=50_000)
+    blind = [replace(one.processes[0].look, read_bytes=None) for one in (moment(2.0), moment(4.0))]
+    workers = [Process(replace(blind[0], pid=pid), asked, 7) for pid in (8, 9)]
+    first = replace(moment(2.0), processes=(Process(blind[0], Slot(pid=7, phase="train")), *workers))
+    last = replace(moment(4.0), processes=(Process(blind[1], Slot(pid=7, phase="train")),))
+    assert cause([first, last], [stack_at(user_file, 3)] * 2) == ("slow", "waiting", False)
+
+
 def test_loops_are_found_by_the_innermost(user_file: str) -> None:
     loop = enclosing_loop(user_file, 3)
     assert loop is not None

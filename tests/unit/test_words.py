@@ -14,8 +14,7 @@ from lamplighter.procs.stacks import Frame, ThreadStack, culprit
 from lamplighter.rundir import RunDir
 from lamplighter.slot import Slot
 from lamplighter.watch.console import Console
-from lamplighter.watch.observe import Observer, Tail
-from lamplighter.watch.status import Status, clean, duration, line, sparkline, tell
+from lamplighter.watch.status import Observer, Status, Tail, clean, duration, line, sparkline, tell
 from lamplighter.watch.time_report import read_time_report
 
 

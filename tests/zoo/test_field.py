@@ -15,15 +15,11 @@ import psutil
 import pytest
 from truth import CASES, Case, command_of, culprit_lines
 
-from lamplighter.rundir import RunDir, read_lines
-from running import FULL, LAMP, LONG, Row, clean_env
+from lamplighter.rundir import RunDir
+from running import FULL, LAMP, LONG, Row, clean_env, verdicts_of
 
 QUICK = {"two_ranks_stuck", "zoo_worker_sigkill", "calm_pauses_5s"}
 DEADLINE_S = 60.0
-
-
-def verdicts_of(run: RunDir) -> list[dict[str, Any]]:
-    return [event for event in read_lines(run.events) if event.get("type") == "verdict"]
 
 
 def marks(path: Path) -> dict[str, tuple[float, int]]:
@@ -56,7 +52,7 @@ def watched(case: Case, folder: Path) -> tuple[int | None, RunDir]:
     try:
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline and going.poll() is None:
-            named = {verdict["cause"] for verdict in verdicts_of(run)} if run.events.exists() else set()
+            named = {verdict["cause"] for verdict in verdicts_of(run)}
             if case.exit_code is None and named & set(case.causes):
                 time.sleep(0.5)
                 return None, run

@@ -11,23 +11,29 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from lamplighter.rundir import RunDir, read_json, read_lines
-from running import LAMP, LONG, TINY, Row, clean_env, lamp, losses_of, slot_of, start_lamp, wait_for
+from lamplighter.rundir import RunDir, read_json
+from running import (
+    LAMP,
+    LONG,
+    TINY,
+    Command,
+    Row,
+    clean_env,
+    events_of,
+    lamp,
+    losses_of,
+    slot_of,
+    start_lamp,
+    verdicts_of,
+    wait_for,
+    write_model,
+)
 
 QUICK = ["train", "--run", "z", *TINY, "--train.steps", "40", "--save.every_steps", "10"]
-
-
-def verdicts(run: RunDir, cause: str) -> list[dict[str, Any]]:
-    return [event for event in read_lines(run.events) if event.get("type") == "verdict" and event["cause"] == cause]
-
-
-def starts(run: RunDir) -> int:
-    return sum(event["type"] == "start" for event in read_lines(run.events))
 
 
 # ---------------------------------------------------------------- compilers
@@ -49,9 +55,9 @@ def test_a_slow_compiler_is_status_and_never_killed(tmp_path: Path, zoo_row: Row
     done = compiled_run(tmp_path, "--watch.patience_s", "600", CXX=str(wrapper))
     run = RunDir(tmp_path / "runs" / "z")
     assert done.returncode == 0, done.stdout[-2000:]
-    found = verdicts(run, "compile_slow")
+    found = verdicts_of(run, "compile_slow")
     assert found and {v["action"] for v in found} == {"none"}, done.stdout[-2000:]
-    assert starts(run) == 1
+    assert len(events_of(run, "start")) == 1
     assert any("nothing computes" in line or "process" in line for line in done.stdout.splitlines() if "compil" in line)
     zoo_row("compile_slow", float(found[0]["since_s"]), "none", 0)
 
@@ -64,11 +70,11 @@ def test_a_compiler_that_sleeps_beyond_patience_is_given_up_for_eager(tmp_path: 
     done = compiled_run(tmp_path, "--watch.patience_s", "6", CXX=str(wrapper))
     run = RunDir(tmp_path / "runs" / "z")
     assert done.returncode == 0, done.stdout[-2000:]
-    assert [v["action"] for v in verdicts(run, "compile_slow")][-1] == "fallback"
+    assert [v["action"] for v in verdicts_of(run, "compile_slow")][-1] == "fallback"
     assert "running uncompiled" in done.stdout
-    assert starts(run) == 2
+    assert len(events_of(run, "start")) == 2
     assert sorted(losses_of(run)) == list(range(1, 41))
-    zoo_row("compile_asleep", float(verdicts(run, "compile_slow")[0]["since_s"]), "fallback", 0)
+    zoo_row("compile_asleep", float(verdicts_of(run, "compile_slow")[0]["since_s"]), "fallback", 0)
 
 
 @LONG
@@ -76,7 +82,7 @@ def test_a_broken_compiler_means_eager_and_is_said(tmp_path: Path, zoo_row: Row)
     done = compiled_run(tmp_path, CXX="/bin/false")
     run = RunDir(tmp_path / "runs" / "z")
     assert done.returncode == 0, done.stdout[-2000:]
-    (found,) = verdicts(run, "compile_failed")
+    (found,) = verdicts_of(run, "compile_failed")
     assert found["action"] == "fallback"
     assert "from step 1 on not bit-identical" in found["why"]
     state = read_json(run.checkpoints / "checkpoint-40" / "training" / "state.json")
@@ -117,34 +123,33 @@ def test_a_recompile_storm_is_named_with_its_guard(tmp_path: Path, zoo_row: Row)
     done = compiled_run(tmp_path, "--model.family", "storm:Model", "--train.steps", "14")
     run = RunDir(tmp_path / "runs" / "z")
     assert done.returncode == 0, done.stdout[-2000:]
-    (found,) = verdicts(run, "recompile_storm")
+    (found,) = verdicts_of(run, "recompile_storm")
     assert found["culprit"]["step"] <= 8
     assert found["culprit"]["file"].endswith("storm.py")
     assert "the culprit" in STORM.splitlines()[found["culprit"]["line"] - 1]
     assert "size mismatch" in found["culprit"]["guard"]
     assert "buckets" in found["next"]
-    assert starts(run) == 1
+    assert len(events_of(run, "start")) == 1
     zoo_row("recompile_storm", f"step {found['culprit']['step']}", "none", 0)
 
 
 # ---------------------------------------------------------------- data
 
 
-def test_dirty_text_is_set_aside_with_its_place_and_count(tmp_path: Path, zoo_row: Row) -> None:
+def test_dirty_text_is_set_aside_with_its_place_and_count(tmp_path: Path, zoo_row: Row, here: Command) -> None:
     good = [f"On day {n} the fog lay thick upon the river, and no boat went out.\n".encode() for n in range(8000)]
     dirty = [*good[:4000], b"a lamp\0lighter\n", *good[4000:6000], b"caf\xe9 noir\n", *good[6000:], b"x" * 20_000_000]
     (tmp_path / "dirty.txt").write_bytes(b"".join(dirty))
-    done = lamp(*QUICK, "--data.paths", "dirty.txt", "--data.separator", "\n", cwd=tmp_path, timeout=200)
+    done = here(*QUICK, "--data.paths", "dirty.txt", "--data.separator", "\n", cwd=tmp_path)
     run = RunDir(tmp_path / "runs" / "z")
     assert done.returncode == 0, done.stdout[-2000:]
-    (found,) = verdicts(run, "dirty_text")
+    (found,) = verdicts_of(run, "dirty_text")
     assert found["action"] == "set_aside"
     assert found["culprit"]["line"] == 4001
     assert found["culprit"]["byte"] == sum(map(len, good[:4000])) + len("a lamp")
     assert "2 of 8,003 lines" in done.stdout
-    places = [(e["line"], e["why"]) for e in read_lines(run.events) if e["type"] == "set_aside"]
-    assert [line for line, _ in places] == [4001, 6002]
-    began = next(event["t"] for event in read_lines(run.events) if event["type"] == "phase" and event["name"] == "data")
+    assert [event["line"] for event in events_of(run, "set_aside")] == [4001, 6002]
+    began = next(event["t"] for event in events_of(run, "phase") if event["name"] == "data")
     zoo_row("dirty_text", float(found["t"] - began), "set_aside", 0)
 
 
@@ -237,7 +242,7 @@ def test_a_kill_at_each_step_of_a_save_never_goes_back_before_the_durable_one(tm
     run = RunDir(tmp_path / "runs" / "z")
     assert done.returncode == 0, done.stdout[-2000:]
     assert len(list(tmp_path.glob("killed-*"))) == 8
-    resumed = [event["step"] for event in read_lines(run.events) if event["type"] == "resumed"]
+    resumed = [event["step"] for event in events_of(run, "resumed")]
     # cut off before the rename the step before is durable; once it is renamed, the step itself
     assert resumed == [10, 20, 30, 40, 50, 70, 80, 90]
     whole = losses_of(run)
@@ -250,32 +255,23 @@ def test_a_kill_at_each_step_of_a_save_never_goes_back_before_the_durable_one(tm
 # ---------------------------------------------------------------- memory
 
 LEAK = """
-import torch
+kept = []
 
-class Model(torch.nn.Module):
-    def __init__(self, vocab_size, width, **_):
-        super().__init__()
-        self.embed = torch.nn.Embedding(vocab_size, width)
-        self.head = torch.nn.Linear(width, vocab_size)
-        self.kept = []
-
-    def forward(self, ids):
-        self.kept.append(torch.ones(BYTES // 4))
-        return self.head(self.embed(ids))
+def before(model):
+    kept.append(torch.ones({bytes} // 4))
 """
 
 
 @LONG
 def test_a_leak_is_said_with_the_time_that_is_left(tmp_path: Path, zoo_row: Row) -> None:
-    (tmp_path / "leak.py").write_text(LEAK + "\nBYTES = 100_000\n")
+    family = write_model(tmp_path, LEAK.format(bytes=100_000))
     run = RunDir(tmp_path / "runs" / "z")
-    going = start_lamp(
-        *QUICK, "--train.steps", "60000", "--save.every_steps", "50000", "--model.family", "leak:Model", cwd=tmp_path
-    )
-    wait_for(lambda: verdicts(run, "leak_rss"), 90, going)
+    words = f"--train.steps 60000 --save.every_steps 50000 --model.family {family}".split()
+    going = start_lamp(*QUICK, *words, cwd=tmp_path)
+    wait_for(lambda: verdicts_of(run, "leak_rss"), 90, going)
     going.terminate()
     assert going.wait(20) == 75
-    (found,) = verdicts(run, "leak_rss")
+    (found,) = verdicts_of(run, "leak_rss")
     assert "out of memory in about" in found["why"]
     zoo_row("leak_rss", "slope", "none", 75)
 
@@ -309,16 +305,16 @@ def test_the_limit_of_a_memory_group_counts(memory_group: Path) -> None:
 
 @LONG
 def test_a_process_killed_for_memory_is_called_so(tmp_path: Path, memory_group: Path, zoo_row: Row) -> None:
-    (tmp_path / "leak.py").write_text(LEAK + "\nBYTES = 30_000_000\n")
+    family = write_model(tmp_path, LEAK.format(bytes=30_000_000))
     run = RunDir(tmp_path / "runs" / "z")
     going = start_lamp(
-        *QUICK, "--train.steps", "600", "--save.every_steps", "5", "--model.family", "leak:Model", cwd=tmp_path,
+        *QUICK, "--train.steps", "600", "--save.every_steps", "5", "--model.family", family, cwd=tmp_path,
         preexec_fn=lambda: (memory_group / "cgroup.procs").write_text(str(os.getpid())),
     )  # fmt: skip
-    wait_for(lambda: verdicts(run, "rss_oom"), 90, going)
+    wait_for(lambda: verdicts_of(run, "rss_oom"), 90, going)
     going.terminate()
     going.wait(30)
-    found = verdicts(run, "rss_oom")[0]
+    found = verdicts_of(run, "rss_oom")[0]
     assert "SIGKILL" in found["why"] and "out of memory" in found["why"]
     assert found["action"] == "restart"
     assert any("largest seen" in item for item in found["evidence"])
@@ -327,9 +323,9 @@ def test_a_process_killed_for_memory_is_called_so(tmp_path: Path, memory_group: 
 
 def test_a_stuck_step_that_ignores_a_stop_is_killed_after_its_grace(tmp_path: Path, zoo_row: Row) -> None:
     """TERM, save, KILL: while C code holds the GIL nothing can be saved, and the durable step counts."""
-    (tmp_path / "stuck.py").write_text(LEAK.replace("self.kept.append(torch.ones(BYTES // 4))", "hold(self)") + HOLD)
+    family = write_model(tmp_path, "ctypes.PyDLL(None).sleep(60 if model.calls == 25 else 0)")
     run = RunDir(tmp_path / "runs" / "z")
-    words = [*QUICK, "--model.family", "stuck:Model", "--watch.stop_grace_s", "3", "--save.staged", "false"]
+    words = [*QUICK, "--model.family", family, "--watch.stop_grace_s", "3", "--save.staged", "false"]
     going = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: slot_of(run).step == 24, process=going)
     time.sleep(0.5)
@@ -339,16 +335,6 @@ def test_a_stuck_step_that_ignores_a_stop_is_killed_after_its_grace(tmp_path: Pa
     assert "the process is killed; step 20 is safe" in said
     assert read_json(run.status)["durable_step"] == 20
     zoo_row("stop_ignored", "3 s grace", "stop", 75)
-
-
-HOLD = """
-import ctypes
-
-def hold(model):
-    model.kept.append(1)
-    if len(model.kept) == 25:
-        ctypes.PyDLL(None).sleep(60)
-"""
 
 
 # ---------------------------------------------------------------- clocks, writers, processes that never report
@@ -385,8 +371,8 @@ def test_a_clock_that_jumps_back_a_day_changes_nothing(tmp_path: Path, zoo_row: 
         assert going.wait(90) == 0
     finally:
         going.kill()
-    acted = [e["cause"] for e in read_lines(run.events) if e["type"] == "verdict" and e["state"] in ("stuck", "dead")]
-    assert acted == [] and starts(run) == 1
+    assert not [verdict for verdict in verdicts_of(run) if verdict["state"] in ("stuck", "dead")]
+    assert len(events_of(run, "start")) == 1
     assert sorted(losses_of(run)) == list(range(1, 3001))
     status = read_json(run.status)
     assert status["spent_s"] < 200 and status["step"] == 3000
@@ -425,7 +411,7 @@ def test_a_process_that_never_reported_is_looked_at_all_the_same(tmp_path: Path,
     )
     run = RunDir(tmp_path / "runs" / "z")
     assert done.returncode == 0, done.stdout[-1500:]
-    found = verdicts(run, "sleep")[0]
+    found = verdicts_of(run, "sleep")[0]
     assert found["culprit"]["file"].endswith("sitecustomize.py")
     assert found["culprit"]["line"] == 3
     assert found["since_s"] < 7

@@ -16,13 +16,24 @@ import numpy as np
 import pytest
 
 from lamplighter.rundir import RunDir, is_running, read_json, read_lines
-from running import LAMP, LONG, TINY, Row, clean_env, lamp, losses_of, processes_of, slot_of, start_lamp, wait_for
+from running import (
+    LAMP,
+    LONG,
+    TINY,
+    Command,
+    Row,
+    clean_env,
+    events_of,
+    lamp,
+    losses_of,
+    processes_of,
+    slot_of,
+    start_lamp,
+    verdicts_of,
+    wait_for,
+)
 
 QUICK = ["train", "--run", "z", *TINY, "--train.steps", "40", "--save.every_steps", "10"]
-
-
-def verdicts(run: RunDir, cause: str) -> list[dict[str, object]]:
-    return [event for event in read_lines(run.events) if event.get("type") == "verdict" and event["cause"] == cause]
 
 
 NAN_MODEL = """
@@ -45,18 +56,18 @@ class Model(torch.nn.Module):
 """
 
 
-def test_nan_batch_is_skipped_and_named_down_to_the_module(tmp_path: Path, zoo_row: Row) -> None:
+def test_nan_batch_is_skipped_and_named_down_to_the_module(tmp_path: Path, zoo_row: Row, here: Command) -> None:
     """A window of data (not a moment) makes Inf: found by its ids, so it is the same at every attempt."""
     bad = "def BAD(module):\n    return module.training and int(module.ids.sum()) % 23 == 5\n"
     (tmp_path / "nan_model.py").write_text(NAN_MODEL + bad)
     words = [*QUICK, "--model.family", "nan_model:Model"]
-    done = lamp(*words, cwd=tmp_path)
+    done = here(*words, cwd=tmp_path)
     run = RunDir(tmp_path / "runs" / "z")
-    found = verdicts(run, "nan_batch")
+    found = verdicts_of(run, "nan_batch")
     assert found, done.stdout[-1500:]
     assert found[0]["action"] == "skip"
-    assert found[0]["culprit"]["module"] == "inner.1"  # type: ignore[index]
-    assert found[0]["culprit"]["item"]  # type: ignore[index]
+    assert found[0]["culprit"]["module"] == "inner.1"
+    assert found[0]["culprit"]["item"]
     assert done.returncode in (0, 76)
     assert done.returncode == 0 or len(found) == 4
     whole = last_losses(run)
@@ -70,16 +81,12 @@ def test_nan_batch_is_skipped_and_named_down_to_the_module(tmp_path: Path, zoo_r
     zoo_row("nan_batch", "same step", "skip", done.returncode)
 
 
-def test_too_many_bad_batches_stop_with_76(tmp_path: Path) -> None:
+def test_too_many_bad_batches_stop_with_76(tmp_path: Path, here: Command) -> None:
     (tmp_path / "nan_model.py").write_text(NAN_MODEL + "def BAD(module):\n    return module.training\n")
-    done = lamp(*QUICK, "--model.family", "nan_model:Model", cwd=tmp_path)
+    done = here(*QUICK, "--model.family", "nan_model:Model", cwd=tmp_path)
     assert done.returncode == 76
-    assert [v["action"] for v in verdicts(RunDir(tmp_path / "runs" / "z"), "nan_batch")] == [
-        "skip",
-        "skip",
-        "skip",
-        "stop",
-    ]
+    actions = [v["action"] for v in verdicts_of(RunDir(tmp_path / "runs" / "z"), "nan_batch")]
+    assert actions == ["skip", "skip", "skip", "stop"]
 
 
 def last_losses(run: RunDir) -> dict[int, object]:
@@ -97,14 +104,14 @@ def BAD(module):
 """
 
 
-def test_bad_batches_in_a_row_are_rolled_back_and_passed_over(tmp_path: Path, zoo_row: Row) -> None:
+def test_bad_batches_in_a_row_are_rolled_back_and_passed_over(tmp_path: Path, zoo_row: Row, here: Command) -> None:
     (tmp_path / "nan_model.py").write_text(NAN_MODEL + bad_from(22, 25))
     words = [*QUICK, "--model.family", "nan_model:Model"]
-    done = lamp(*words, cwd=tmp_path)
+    done = here(*words, cwd=tmp_path)
     run = RunDir(tmp_path / "runs" / "z")
     assert done.returncode == 0, done.stdout[-2000:]
-    assert [v["action"] for v in verdicts(run, "nan_batch")] == ["skip", "skip", "skip", "restart"]
-    (back,) = [event for event in read_lines(run.events) if event["type"] == "rolled back"]
+    assert [v["action"] for v in verdicts_of(run, "nan_batch")] == ["skip", "skip", "skip", "restart"]
+    (back,) = events_of(run, "rolled back")
     assert (back["step"], back["passed_from"], back["passed_to"]) == (20, 22, 25)
     whole = last_losses(run)
     assert [step for step in range(1, 41) if whole[step] is None] == [22, 23, 24, 25]
@@ -126,7 +133,7 @@ def test_a_second_roll_back_is_divergence(tmp_path: Path, zoo_row: Row) -> None:
     done = lamp(*QUICK, "--model.family", "nan_model:Model", cwd=tmp_path)
     run = RunDir(tmp_path / "runs" / "z")
     assert done.returncode == 76
-    assert [v["action"] for v in verdicts(run, "nan_batch")] == [*["skip"] * 3, "restart", *["skip"] * 3, "stop"]
+    assert [v["action"] for v in verdicts_of(run, "nan_batch")] == [*["skip"] * 3, "restart", *["skip"] * 3, "stop"]
     assert read_json(run.status)["durable_step"] >= 20
     zoo_row("nan_batch, twice", "same step", "stop", 76)
 
@@ -153,13 +160,13 @@ class Model(torch.nn.Module):
 """
 
 
-def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, zoo_row: Row) -> None:
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, zoo_row: Row, here: Command) -> None:
     (tmp_path / "spoiled_model.py").write_text(SPOILED_MODEL)
     words = [*QUICK, "--model.family", "spoiled_model:Model"]
-    done = lamp(*words, cwd=tmp_path)
+    done = here(*words, cwd=tmp_path)
     run = RunDir(tmp_path / "runs" / "z")
     assert done.returncode == 0, done.stdout[-2000:]
-    (found,) = verdicts(run, "nan_weights")
+    (found,) = verdicts_of(run, "nan_weights")
     assert found["action"] == "restart"
     assert found["culprit"] == {"step": 20, "module": "head.weight"}
     from safetensors.numpy import load_file
@@ -173,10 +180,10 @@ def test_a_learning_rate_near_zero_is_named(tmp_path: Path, zoo_row: Row) -> Non
     words = [*QUICK, "--train.steps", "30000", "--train.warmup_steps", "29000", "--save.every_steps", "1000"]
     going = start_lamp(*words, cwd=tmp_path)
     run = RunDir(tmp_path / "runs" / "z")
-    wait_for(lambda: verdicts(run, "lr_zero"), process=going)
+    wait_for(lambda: verdicts_of(run, "lr_zero"), process=going)
     going.terminate()
     assert going.wait(20) == 75
-    (found,) = verdicts(run, "lr_zero")
+    (found,) = verdicts_of(run, "lr_zero")
     assert "warm-up takes 97%" in str(found["why"])
     assert "step 20" in str(found["why"])
     zoo_row("lr_zero", "20 steps", "none", 75)
@@ -210,16 +217,18 @@ def test_slow_input_is_told_from_stuck(tmp_path: Path, zoo_row: Row) -> None:
     threading.Thread(target=feed, daemon=True).start()
     done = lamp(*QUICK, "--data.source", "slow:documents", cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:]
-    found = verdicts(RunDir(tmp_path / "runs" / "z"), "slow_disk")
+    found = verdicts_of(RunDir(tmp_path / "runs" / "z"), "slow_disk")
     assert found, done.stdout
-    assert str(found[0]["culprit"]["path"]).endswith("pipe")  # type: ignore[index]
-    assert float(found[0]["since_s"]) < 6  # type: ignore[arg-type]
-    zoo_row("slow_disk", float(str(found[0]["since_s"])), "none", 0)
+    assert str(found[0]["culprit"]["path"]).endswith("pipe")
+    assert float(found[0]["since_s"]) < 6
+    zoo_row("slow_disk", float(found[0]["since_s"]), "none", 0)
 
 
 @pytest.mark.parametrize("how", [pytest.param("truncated", marks=LONG), "flipped"])
-def test_a_damaged_token_shard_is_rebuilt_or_refused_never_trained_on(tmp_path: Path, how: str, zoo_row: Row) -> None:
-    assert lamp(*QUICK, cwd=tmp_path).returncode == 0
+def test_a_damaged_token_shard_is_rebuilt_or_refused_never_trained_on(
+    tmp_path: Path, how: str, zoo_row: Row, here: Command
+) -> None:
+    assert here(*QUICK, cwd=tmp_path).returncode == 0
     whole = losses_of(RunDir(tmp_path / "runs" / "z"))
     (shard,) = (tmp_path / "runs" / ".cache").glob("*/train-00000.bin")
     data = bytearray(shard.read_bytes())
@@ -228,7 +237,7 @@ def test_a_damaged_token_shard_is_rebuilt_or_refused_never_trained_on(tmp_path: 
     else:
         data[len(data) // 2] ^= 1
         shard.write_bytes(data)
-    done = lamp(*[word if word != "z" else "y" for word in QUICK], cwd=tmp_path)
+    done = here(*[word if word != "z" else "y" for word in QUICK], cwd=tmp_path)
     if done.returncode == 0:
         assert losses_of(RunDir(tmp_path / "runs" / "y")) == whole
         assert "rebuil" in done.stdout or "built" in done.stdout
@@ -236,7 +245,7 @@ def test_a_damaged_token_shard_is_rebuilt_or_refused_never_trained_on(tmp_path: 
         assert done.returncode == 65, done.stdout
         assert "train-00000.bin" in done.stdout
     cause = "shard_truncated" if how == "truncated" else "shard_bitflip"
-    (found,) = verdicts(RunDir(tmp_path / "runs" / "y"), cause)
+    (found,) = verdicts_of(RunDir(tmp_path / "runs" / "y"), cause)
     zoo_row(cause, "start", str(found["action"]), done.returncode)
 
 
@@ -250,7 +259,7 @@ def test_a_cache_lock_of_a_dead_process_is_taken_over(tmp_path: Path, zoo_row: R
     first.wait(10)
     done = lamp(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-1500:]
-    assert verdicts(run, "dead_lock_file"), done.stdout[-1500:]
+    assert verdicts_of(run, "dead_lock_file"), done.stdout[-1500:]
     zoo_row("dead_lock_file", "start", "none", 0)
 
 

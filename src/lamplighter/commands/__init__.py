@@ -1,7 +1,8 @@
 """The parent's entry point: the verb is found in a static table, and the first word is on the screen before anything is loaded.
 
 In:  a command line.
-Out: an exit code. A verb's parent part reads the command line and the config; everything that lasts runs in a child (child.py).
+Out: an exit code. A verb's parent part reads the command line and the config; everything that lasts runs in a
+     child (child_main.py).
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 
 from lamplighter.commands.help import HELP, VERB_HELP
+from lamplighter.errors import DONE, CannotWrite, LampError
 
 VERBS = {
     "demo": "train",
@@ -29,18 +32,18 @@ VERBS = {
     "tokenizer": "tokenizer",
     "doctor": "doctor",
 }  # the file of this folder that holds the verb, as a function of its name
-SAYS_AT_ONCE = ("demo", "train", "watch", "generate", "data", "tokenizer", "doctor", "plan")
-RESULT_ON_STDOUT = ("generate", "data", "tokenizer", "doctor", "plan")  # all other words of theirs go to stderr
+_SAYS_AT_ONCE = ("demo", "train", "watch", "generate", "data", "tokenizer", "doctor", "plan")
+_RESULT_ON_STDOUT = ("generate", "data", "tokenizer", "doctor", "plan")  # all other words of theirs go to stderr
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Without `argv` it is this process's own: its streams and signals are taken care of as well."""
     if argv is not None:
-        return run(argv)
+        return _run(argv)
     _keep_streams()
     try:
         signal.signal(signal.SIGTERM, _leave_early)
-        return run(sys.argv[1:])
+        return _run(sys.argv[1:])
     except KeyboardInterrupt:
         write(2, "left (Ctrl+C) before anything was started\n")
         os._exit(130)  # Python would end itself by SIGINT if an import was interrupted
@@ -60,49 +63,56 @@ def _leave_early(*_: object) -> None:
     os._exit(75)
 
 
-def run(words: list[str]) -> int:
-    """The verb's parent part; a user's mistake is three lines and an exit code, never a traceback."""
+def _run(words: list[str]) -> int:
+    """One command; a user's mistake is three lines and an exit code, never a traceback."""
+    try:
+        return _run_verb(words)
+    except LampError as error:
+        write(2, "\n".join(error.lines()) + "\n")
+        return error.code
+
+
+def _run_verb(words: list[str]) -> int:
+    """The verb's parent part, or what was asked about it."""
     verb = words[0] if words else "--help"
     if verb in ("-h", "--help", "help"):
-        return write(1, HELP)
+        return result(HELP)
     if verb in ("-V", "--version"):
         from lamplighter import __version__
 
-        return write(1, f"lamp {__version__}\n")
+        return result(f"lamp {__version__}\n")
     if verb not in VERBS:
         return _unknown_verb(verb)
     ours = words[: words.index("--")] if verb == "watch" and "--" in words else words
     if "--help" in ours or "-h" in ours:
         return _verb_help(verb)
     quiet = "--print-config" in words or "--json" in words
-    if verb in SAYS_AT_ONCE and not quiet:
-        fd = 2 if verb in RESULT_ON_STDOUT or "--" in words else 1
+    if verb in _SAYS_AT_ONCE and not quiet:
+        fd = 2 if verb in _RESULT_ON_STDOUT or "--" in words else 1
         write(fd, f"{time.strftime('%H:%M:%S')}  lamp {verb}: reading the request\n")
-    return _guarded(verb, words[1:])
+    act: Callable[[list[str]], int] = getattr(import_module(f"lamplighter.commands.{VERBS[verb]}"), verb)
+    return act(words[1:])
 
 
-def _guarded(verb: str, words: list[str]) -> int:
-    from importlib import import_module
-
-    from lamplighter.errors import LampError
-
-    try:
-        act: Callable[[list[str]], int] = getattr(import_module(f"lamplighter.commands.{VERBS[verb]}"), verb)
-        return act(words)
-    except LampError as error:
-        write(2, "\n".join(error.lines()) + "\n")
-        return error.code
-    except BrokenPipeError:  # whoever read the result has enough of it
-        return 0
-
-
-def write(fd: int, text: str) -> int:
-    """Text to a stream of ours, at once."""
+def write(fd: int, text: str) -> None:
+    """Words to a stream of ours, at once."""
     try:
         os.write(fd, text.encode())
     except OSError:  # nobody reads any more; what was asked for still happens
-        return 0
-    return 0
+        return
+
+
+def result(text: str) -> int:
+    """What was asked for, on stdout, as it is; 0 for the exit code."""
+    data = text.encode("utf-8", "replace")
+    try:
+        while data:
+            data = data[os.write(1, data) :]
+    except BrokenPipeError:  # whoever read the result has enough of it
+        return DONE
+    except OSError as error:
+        raise CannotWrite(f"the result cannot be written to stdout: {error.strerror}") from error
+    return DONE
 
 
 def _unknown_verb(verb: str) -> int:
@@ -122,4 +132,4 @@ def _verb_help(verb: str) -> int:
         text = text.format(presets=", ".join(preset_names()))
         rows = [f"  --{name:<26} {info.description} (default: {info.default})" for name, info in fields().items()]
         text += "\n".join(rows) + "\n"
-    return write(1, text)
+    return result(text)

@@ -1,106 +1,146 @@
-"""lamp why, stop and save: requests to the parent of a run, put into its ask/ folder.
+"""lamp why, stop and save: requests to the parent of a run, put into its ask/ folder; and one look at any process.
 
 In:  a run's name (never a signal, never a guess by pid); for why also any process by its pid.
-Out: the answer; stop and save wait until it is done.
+Out: the answer; stop and save wait until it is done. A look at a process disturbs nothing, and says what it may not see.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lamplighter.commands import write
+from lamplighter.commands import result, write
 from lamplighter.commands.arguments import named_run
-from lamplighter.errors import DONE, ChildLost
+from lamplighter.errors import DONE, ChildLost, InputMissing
+from lamplighter.procs import procfs
 from lamplighter.rundir import RunDir, is_running, read_record
+
+if TYPE_CHECKING:
+    from lamplighter.procs.stacks import Stacks
+    from lamplighter.watch.console import Console
+    from lamplighter.watch.process_tree import Snapshot
+
+_SAY_EVERY_S = 1.5
+_BETWEEN_LOOKS_S = 1.0
 
 
 def why(words: list[str]) -> int:
     """What a run, or any process, is doing right now."""
     if len(words) == 1 and words[0].isascii() and words[0].isdecimal() and not (Path("runs") / words[0]).exists():
-        from lamplighter.watch.inspect_pid import inspect_pid
-
         write(2, f"{time.strftime('%H:%M:%S')}  looking at process {words[0]} twice, a second apart\n")
-        return inspect_pid(int(words[0]))
-    return explain(named_run("why", words, need_running=True))
+        return result(_inspect(int(words[0])))
+    answer = _ask(named_run("why", words, need_running=True), "why")
+    return result(answer["text"].rstrip() + "\n")
 
 
 def stop(words: list[str]) -> int:
-    """End a run with everything saved."""
-    return stop_run(named_run("stop", words, need_running=True))
-
-
-def save(words: list[str]) -> int:
-    """Save now and go on."""
-    return save_run(named_run("save", words, need_running=True))
-
-
-def explain(run: RunDir) -> int:
-    """Answered by the run's parent within a second."""
-    from lamplighter.watch.console import result
-    from lamplighter.watch.supervisor import ask
-
-    answer = ask(run, "why")
-    if answer is None:
-        raise _no_answer(run)
-    result(answer["text"].rstrip() + "\n")
-    return DONE
-
-
-def stop_run(run: RunDir) -> int:
-    """Ask, then wait for the end."""
+    """End a run with everything saved: ask, then wait for the end."""
     from lamplighter.watch.console import Console
-    from lamplighter.watch.status import duration
-    from lamplighter.watch.supervisor import ask
 
-    console = Console(1, live=False)
-    if ask(run, "stop") is None:
-        console.close()
-        raise _no_answer(run)
-    started = time.monotonic()
+    run = named_run("stop", words, need_running=True)
+    _ask(run, "stop")
+    console, started = Console(1, live=False), time.monotonic()
     while is_running(run):
-        if time.monotonic() - console.last_line > 1.5:
-            console.say(
-                f"stopping {run.name} for {duration(time.monotonic() - started)}: {read_record(run.status).get('now', '')}"
-            )
-        time.sleep(0.1)
+        _wait(console, f"stopping {run.name}", started, str(read_record(run.status).get("now", "")))
     console.say(str(read_record(run.status).get("outcome", "stopped")))
     console.close()
     return DONE
 
 
-def save_run(run: RunDir) -> int:
-    """Ask, then wait until the step is durable."""
+def save(words: list[str]) -> int:
+    """Save now and go on: ask, then wait until the step is durable."""
     from lamplighter.watch.console import Console
-    from lamplighter.watch.status import duration
-    from lamplighter.watch.supervisor import ask
 
-    console = Console(1, live=False)
-    answer = ask(run, "save")
-    if answer is None:
-        console.close()
-        raise _no_answer(run)
-    step, started = int(answer.get("step", 0)), time.monotonic()
-    if not step:
+    run = named_run("save", words, need_running=True)
+    step = int(_ask(run, "save").get("step", 0))
+    console, started = Console(1, live=False), time.monotonic()
+    while is_running(run) and (safe := int(read_record(run.status).get("durable_step", 0))) < step:
+        _wait(console, f"saving {run.name}", started, f"safe to step {safe}, wanted {step}")
+    if step:
+        safe = read_record(run.status).get("durable_step", 0)
+        console.say(f"{run.name}: safe to step {safe}; next: lamp checkpoints {run.address}")
+    else:
         console.say(f"{run.name} has not made a step yet: there is nothing to save")
-        console.close()
-        return DONE
-    while is_running(run) and (durable := int(read_record(run.status).get("durable_step", 0))) < step:
-        if time.monotonic() - console.last_line > 1.5:
-            console.say(
-                f"saving {run.name} for {duration(time.monotonic() - started)}: safe to step {durable}, wanted {step}"
-            )
-        time.sleep(0.1)
-    console.say(
-        f"{run.name}: safe to step {read_record(run.status).get('durable_step', 0)}; next: lamp checkpoints {run.address}"
-    )
     console.close()
     return DONE
 
 
-def _no_answer(run: RunDir) -> ChildLost:
-    return ChildLost(
-        f"{run.name} holds its lock, but nobody answers",
-        "its parent process is stopped or very busy",
-        f"look at {run.status} and {run.console}",
-    )
+def _ask(run: RunDir, kind: str) -> dict[str, Any]:
+    """Answered by the run's parent within a second."""
+    from lamplighter.watch.supervisor import ask
+
+    answer = ask(run, kind)
+    if answer is None:
+        raise ChildLost(
+            f"{run.name} holds its lock, but nobody answers",
+            "its parent process is stopped or very busy",
+            f"look at {run.status} and {run.console}",
+        )
+    return answer
+
+
+def _wait(console: Console, doing: str, started: float, words: str) -> None:
+    """A moment; a line when one is due."""
+    from lamplighter.watch.status import duration
+
+    if time.monotonic() - console.last_line > _SAY_EVERY_S:
+        console.say(f"{doing} for {duration(time.monotonic() - started)}: {words}")
+    time.sleep(0.1)
+
+
+# ---------------------------------------------------------------- any process
+
+
+def _inspect(pid: int) -> str:
+    """Two looks and two samples of every stack, a second apart, and what they mean."""
+    from lamplighter.watch import tree_diagnosis
+    from lamplighter.watch.evidence import GroupSample
+    from lamplighter.watch.process_tree import ProcessTree
+    from lamplighter.watch.stall import explain, take_all
+    from lamplighter.watch.status import duration
+
+    if procfs.look(pid).state in "XZ":
+        raise InputMissing(f"there is no process {pid}", "it has ended, or never was", "lamp runs lists our own runs")
+    with tempfile.TemporaryDirectory(prefix="lamp-why-") as folder:
+        tree = ProcessTree([pid], Path(folder))
+        snapshots: list[Snapshot] = []
+        samples: dict[int, tuple[Stacks, ...]] = {}
+        taken: dict[int, Stacks | None] = {}
+        for number in range(2):
+            snapshots.append(tree.look(closely=True))
+            taken = take_all(tree, snapshots[-1].processes, everybody=True)
+            samples = {one: (*samples.get(one, ()), stacks) for one, stacks in taken.items() if stacks is not None}
+            time.sleep(_BETWEEN_LOOKS_S * (1 - number))
+        snapshots.append(tree.look(closely=True))
+        tree.close()
+    finding = tree_diagnosis.judge(GroupSample(snapshots[0], snapshots[-1], samples, 0.0))
+    age = duration(_age_s(pid))
+    first = f"process {pid}, running for {age}, looked at for {snapshots[-1].at - snapshots[0].at:.1f} s from outside"
+    text = [explain(first, snapshots[-1], taken, finding), *_unseen(snapshots[-1], taken)]
+    text.append("next: start it with  lamp watch -- CMD...  and its steps, batches and collectives are counted too")
+    return "\n".join(text) + "\n"
+
+
+def _age_s(pid: int) -> float:
+    age_s = procfs.age_s(pid)
+    if age_s is None:
+        raise InputMissing(f"process {pid} has just ended", "it is not there any more", "lamp runs lists our own runs")
+    return age_s
+
+
+def _unseen(snapshot: Snapshot, taken: dict[int, Stacks | None]) -> list[str]:
+    """What we may not look at, and what would let us."""
+    lines = []
+    blind = [m.pid for m in snapshot.processes if procfs.is_python(m.pid) and taken.get(m.pid) is None]
+    if blind:
+        lines.append(
+            f"not seen: the stacks of {', '.join(map(str, blind))} (reading another process needs ptrace);"
+            " try: sudo lamp why, or sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE"
+        )
+    if unknown := procfs.not_known(snapshot.processes[0].look):
+        lines.append(unknown)
+    elif any(not m.look.wchan.strip("0") and not m.look.syscall for m in snapshot.processes):
+        lines.append("not seen: system calls and bytes moved of a process of another user; try: sudo lamp why")
+    return lines

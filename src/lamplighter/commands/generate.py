@@ -79,7 +79,7 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
         from lamplighter.model.build import load_folder
     torch.set_num_threads(request["threads"] or torch.get_num_threads())
     with report.phase("model"):
-        folder = choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
+        folder = _choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
         built = load_folder(folder, request["model_family"], request["command"])
         tokenizer = tokenizers.load(folder)
         template = None if request["raw"] else templates.of_folder(folder, tokenizer)
@@ -93,7 +93,7 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
     elif request["system"]:
         why = "--raw leaves the template out" if request["raw"] else "it was not trained on conversations"
         raise UsageError("--system needs a chat model", why, "leave --system out, or put it into the prompt")
-    talk = Talk(built, tokenizer, template, request)
+    talk = _Talk(built, tokenizer, template, request)
     if not request["interactive"]:
         talk.answer(request["prompt"], 0)
         return DONE
@@ -102,7 +102,7 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
     return DONE
 
 
-def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
+def _choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
     """A model folder as it is; of a run the latest valid checkpoint, the best, or the named one."""
     from lamplighter.data.chat import template as templates
     from lamplighter.train import checkpoint
@@ -141,7 +141,7 @@ def _prompts(tty: bool) -> Iterator[str]:
 
 
 @dataclass
-class Talk:
+class _Talk:
     """One model and what was said to it so far; without a template every prompt stands alone."""
 
     built: Built

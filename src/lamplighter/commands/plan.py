@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.commands import write
+from lamplighter.commands import result
 from lamplighter.commands.arguments import parse
 from lamplighter.errors import RefusedByPlan, UsageError
 from lamplighter.procs import procfs
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from lamplighter.train.hardware import Machine
     from lamplighter.train.optimizers import Optimizer
 
-QUICK_S = 0.1  # to measure how fast numbers move: every start pays it
-LONG_H = 0.25  # from here on many epochs are worth a warning at the start of a run
+_QUICK_S = 0.1  # to measure how fast numbers move: every start pays it
+_LONG_H = 0.25  # from here on many epochs are worth a warning at the start of a run
 
 
 def _plan_flags(
@@ -82,7 +82,7 @@ def plan(words: list[str]) -> int:
         request = {"wanted": asdict(wanted), "measure": flags["measure"], "fit": flags["fit"]}
         return session("plan", request, config=dump(resolved))
     text, code = render.page(resolved.run, wanted)
-    write(1, text)
+    result(text)
     return code
 
 
@@ -231,7 +231,7 @@ def _device(where: Machine) -> Device:
         free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(where.device))
         room = devices.host_room().gib
         return Device(where.name, free, where.peak_flops, where.peak_flops, host_gib=room, total_gib=total)
-    device = devices.cpu(Rates(where.peak_flops, devices.stream_rate(QUICK_S)))
+    device = devices.cpu(Rates(where.peak_flops, devices.stream_rate(_QUICK_S)))
     return replace(device, bf16_flops=where.peak_flops if where.dtype_name == "bf16" else None)
 
 
@@ -255,7 +255,7 @@ def _warn(run: Run, made: Plan, data: DataFacts) -> None:
             f"{data.padding:.0%} of each pass is padding: data.seq_len {run.data.seq_len} is longer than the data"
         )
     for found in estimate.check(made):
-        if found.warns and found.name in ("epochs", "saves") and made.hours > LONG_H:
+        if found.warns and found.name in ("epochs", "saves") and made.hours > _LONG_H:
             report.warn(f"{found.name}: {found.text}")
 
 
@@ -280,21 +280,21 @@ def _check_disk(run: Run, folder: RunDir, made: Plan) -> None:
 
 
 @dataclass(frozen=True)
-class Took:
+class _Took:
     """Seconds that have passed, and seconds that all threads have worked: on a shared machine they differ."""
 
     wall_s: float
     cpu_s: float
 
 
-class Clock:
+class _Clock:
     """Two clocks, started together."""
 
     def __init__(self) -> None:
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
-    def took(self) -> Took:
-        return Took(time.perf_counter() - self.wall, time.process_time() - self.cpu)
+    def took(self) -> _Took:
+        return _Took(time.perf_counter() - self.wall, time.process_time() - self.cpu)
 
 
 def real_steps(request: dict[str, Any], say: Say) -> None:
@@ -340,8 +340,8 @@ def _steps(request: dict[str, Any], say: Say) -> dict[str, Any]:
     optimizer = optimizers.make_optimizer(model, run.train)
     rows, warm_up, rounds = int(request["micro_batch"]), int(request["warm_up"]), int(request["rounds"])
     accumulation = math.ceil(run.train.batch_size / rows)
-    micros: list[Took] = []
-    ends: list[Took] = []
+    micros: list[_Took] = []
+    ends: list[_Took] = []
     until = time.perf_counter() + float(request["seconds"])
     for number in range(warm_up + rounds):
         for _ in range(min(2, accumulation)):
@@ -377,12 +377,12 @@ def _steps(request: dict[str, Any], say: Say) -> dict[str, Any]:
     }
 
 
-def _micro_batch(model: torch.nn.Module, where: Machine, rows: int, length: int, vocabulary: int, whole: bool) -> Took:
+def _micro_batch(model: torch.nn.Module, where: Machine, rows: int, length: int, vocabulary: int, whole: bool) -> _Took:
     """Forward and backward as the loop does them."""
     import torch
 
     ids = torch.randint(0, vocabulary, (rows, length)).to(where.device)
-    clock = Clock()
+    clock = _Clock()
     _loss(model, where, ids, whole).backward()  # type: ignore[no-untyped-call]
     _wait(where)
     return clock.took()
@@ -396,10 +396,10 @@ def _loss(model: torch.nn.Module, where: Machine, ids: torch.Tensor, whole: bool
         return token_loss(model, ids, ids, whole=whole, scale=1 / ids.numel())
 
 
-def _optimizer_step(optimizer: Optimizer, clip: float, where: Machine) -> Took:
+def _optimizer_step(optimizer: Optimizer, clip: float, where: Machine) -> _Took:
     from lamplighter.train.optimizers import clip_factor
 
-    clock = Clock()
+    clock = _Clock()
     optimizer.step(0.0, clip_factor(float(optimizer.grad_norm()), clip))
     optimizer.zero_grad()
     _wait(where)
@@ -413,7 +413,7 @@ def _wait(where: Machine) -> None:
         torch.cuda.synchronize(where.device)
 
 
-def _middle(times: list[Took]) -> Took:
+def _middle(times: list[_Took]) -> _Took:
     return sorted(times, key=lambda took: took.wall_s)[len(times) // 2]
 
 

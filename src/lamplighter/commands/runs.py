@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lamplighter.commands import result
 from lamplighter.commands.arguments import parse
-from lamplighter.errors import DONE
 from lamplighter.rundir import FORMAT, RunDir, is_running, number, read_record, version_of
-from lamplighter.watch.console import result
 from lamplighter.watch.status import clean, duration, standing_flags
 
 
@@ -24,13 +23,9 @@ def _runs_flags(*, json: bool = False, runs_dir: Path = Path("runs")) -> None:
 
 
 def runs(words: list[str]) -> int:
-    """The table."""
-    flags = parse("runs", _runs_flags, words)
-    return list_runs(flags["runs_dir"], flags["json"])
-
-
-def list_runs(runs_dir: Path, as_json: bool) -> int:
     """One row a run, newest first."""
+    flags = parse("runs", _runs_flags, words)
+    runs_dir = flags["runs_dir"]
     rows = []
     for path in runs_dir.glob("*/events.jsonl"):
         run = RunDir(path.parent)
@@ -43,17 +38,13 @@ def list_runs(runs_dir: Path, as_json: bool) -> int:
             state = f"format {found}"  # of a newer version: only that is known
         rows.append({**status, "run": run.name, "state": state, "age_s": time.time() - path.stat().st_mtime})
     rows.sort(key=lambda row: row["age_s"])
-    if as_json:
-        result(json.dumps(rows, indent=1) + "\n")
-        return DONE
+    if flags["json"]:
+        return result(json.dumps(rows, indent=1) + "\n")
     if not rows:
-        result(f"no runs in {runs_dir}; next: lamp demo\n")
-        return DONE
+        return result(f"no runs in {runs_dir}; next: lamp demo\n")
     head = f"{'run':<24} {'state':<10} {'step':>14} {'safe to':>8} {'loss':>8} {'val':>8} {'spent':>9} {'last':>10}  red flags\n"
-    result(
-        head + "".join(_row(row) for row in rows) + "next: lamp watch RUN, lamp checkpoints RUN, lamp generate RUN\n"
-    )
-    return DONE
+    foot = "next: lamp watch RUN, lamp checkpoints RUN, lamp generate RUN\n"
+    return result(head + "".join(_row(row) for row in rows) + foot)
 
 
 def _row(row: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from lamplighter.rundir import CACHE_NAME, RunDir
 
 def tokenizer(words: list[str]) -> int:
     """One of the verbs about tokenizers."""
-    return one_of("tokenizer", words, {"train": train, "show": show})
+    return one_of("tokenizer", words, {"train": _train, "show": _show})
 
 
 # ---------------------------------------------------------------- lamp tokenizer train
@@ -38,7 +38,7 @@ def _train_flags(
     """What `lamp tokenizer train` takes besides fields, --special and --compare."""
 
 
-def train(words: list[str]) -> int:
+def _train(words: list[str]) -> int:
     """A tokenizer from any source."""
     from lamplighter.commands.session import session
     from lamplighter.config import dump, parse_overrides, resolve
@@ -92,7 +92,7 @@ def _show_flags(
     """What `lamp tokenizer show` takes besides fields and --compare."""
 
 
-def show(words: list[str]) -> int:
+def _show(words: list[str]) -> int:
     """What a tokenizer is, and what it does with text."""
     from lamplighter.commands.session import session
     from lamplighter.config import dump, parse_overrides, resolve

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.commands import write
+from lamplighter.commands import result
 from lamplighter.commands.arguments import parse
 from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
 from lamplighter.errors import DONE, BadConfig, LampError, UsageError
@@ -83,7 +83,7 @@ def _start_training(verb: str, words: list[str]) -> int:
     flags = parse(verb, _train_flags, rest)
     resolved = resolve(flags["preset"], flags["run_yaml"], overrides, flags["test"])
     if flags["print_config"]:
-        return write(1, dump(resolved))
+        return result(dump(resolved))
     return _train(verb, words, resolved, flags)
 
 
@@ -99,13 +99,11 @@ def _run_name(flags: dict[str, Any]) -> str:
 
 def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any]) -> int:
     """Take the run and its lock, write its config, stay with the child."""
-    from lamplighter.config import dump
     from lamplighter.watch.console import Console
 
     began = time.time()
     run = RunDir(flags["runs_dir"] / _run_name(flags))
-    resume = flags["resume"]
-    moved = None
+    resume, moved = flags["resume"], None
     if resume == "never" and not is_running(run):
         moved = move_aside(run.path) if run.path.exists() else None
         resume = "auto"
@@ -122,16 +120,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         code = _finished_already(run, resolved, console) if resume == "auto" else None
         if code is not None:
             return code
-        unrecorded = not run.config.exists() and bool(newest_first(run.checkpoints))
-        if unrecorded:
-            console.say(
-                f"WARNING  {run.config} is missing: this command's settings are taken for the run's", "bold yellow"
-            )
-        write_atomic(run.config, dump(resolved))
-        console.say(
-            f"run {run.path}: everything about it is in this folder; look from elsewhere with: lamp watch {run.address}"
-        )
-        request = {"resume": resume, "preset": resolved.preset, "force": flags["force"]}
+        unrecorded = _write_config(run, resolved, console)
         from lamplighter.watch.restart_policy import RestartPolicy  # after the first words: this takes a while
         from lamplighter.watch.supervisor import Supervisor
         from lamplighter.watch.trainer import ChildSpec, Trainer
@@ -139,7 +128,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         care = resolved.run.watch
         spec = ChildSpec(
             "train",
-            request,
+            {"resume": resume, "preset": resolved.preset, "force": flags["force"]},
             resume_command=_same_command(verb, words),
             budget=resolved.run.budget,
             grace_s=care.stop_grace_s,
@@ -149,7 +138,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         )
         policy = RestartPolicy(care.on_stuck, care.patience_s)
         code = Supervisor(run, Trainer(run, spec, console), policy, care.notify).supervise()
-        if code == 0:
+        if code == DONE:
             _say_next(run, console, read_record(run.status).get("step", 0))
         elif code == BadConfig.code and unrecorded:
             run.config.unlink(missing_ok=True)  # they were not: the right ones must not be refused for these
@@ -158,6 +147,19 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         raise cannot_write(run.path, error) from error
     finally:
         console.close()
+
+
+def _write_config(run: RunDir, resolved: Resolved, console: Console) -> bool:
+    """The settings into the run's folder; whether it has checkpoints, but had no settings."""
+    from lamplighter.config import dump
+
+    unrecorded = not run.config.exists() and bool(newest_first(run.checkpoints))
+    if unrecorded:
+        console.say(f"WARNING  {run.config} is missing: this command's settings are taken for the run's", "bold yellow")
+    write_atomic(run.config, dump(resolved))
+    look = f"look from elsewhere with: lamp watch {run.address}"
+    console.say(f"run {run.path}: everything about it is in this folder; {look}")
+    return unrecorded
 
 
 def _same_command(verb: str, words: list[str]) -> str:

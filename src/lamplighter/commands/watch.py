@@ -18,7 +18,7 @@ from lamplighter.slot import read_slot
 
 if TYPE_CHECKING:
     from lamplighter.watch.console import Console
-    from lamplighter.watch.observe import Observer
+    from lamplighter.watch.status import Observer
 
 
 def watch(words: list[str]) -> int:
@@ -26,7 +26,7 @@ def watch(words: list[str]) -> int:
     if "--" in words:
         place = words.index("--")
         return _watch_command(words[:place], words[place + 1 :])
-    return watch_run(named_run("watch", words))
+    return _watch_run(named_run("watch", words))
 
 
 # ---------------------------------------------------------------- somebody else's command
@@ -92,24 +92,14 @@ def _script_name(command: list[str]) -> str:
 # ---------------------------------------------------------------- the live display of a run
 
 
-def watch_run(run: RunDir) -> int:
+def _watch_run(run: RunDir) -> int:
     """Show a run until it ends; Ctrl+C leaves it alone."""
-    from lamplighter.config import Budget, load_dump
     from lamplighter.watch.console import Console
-    from lamplighter.watch.observe import Observer
-    from lamplighter.watch.stall import LOOK_EVERY_S
-    from lamplighter.watch.status import standing_flags, tell, tell_flags
+    from lamplighter.watch.status import standing_flags, tell_flags
 
-    try:
-        budget = load_dump(run.config).budget
-    except LampError:  # damaged, or not written yet: the rest can be shown all the same
-        budget = Budget()
-    console = Console(1)
-    observer = Observer(run, [run.events], budget)
-    observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
-    status = read_record(run.status)
-    observer.status.flags = standing_flags(status)  # those that went up before we looked
-    for text in tell_flags(observer.status.flags):
+    console, status = Console(1), read_record(run.status)
+    flags = standing_flags(status)  # those that went up before we looked
+    for text in tell_flags(flags):
         console.say(text, "bold yellow")
     if not is_running(run):
         console.say(
@@ -119,26 +109,43 @@ def watch_run(run: RunDir) -> int:
         return DONE
     try:
         console.say(f"watching {run.name}; Ctrl+C leaves it alone")
-        if read_record(run.status).get("verb") == "watch":
-            return _watch_command_of_another(run, console)
-        while True:
-            alive = is_running(run)
-            for event in _look(observer, read_record(run.status)):
-                for text, style in tell(event):
-                    console.say(text, style)
-            if not alive:
-                break
-            console.show(observer.status)
-            time.sleep(LOOK_EVERY_S)
+        _show_until_the_end(run, console, flags)
+        status = read_record(run.status)
+        safe = f"step {status.get('durable_step', 0)} is safe; run the same command again"
+        lost = f"{run.name} was lost: its parent was killed; {safe}"
+        console.say(str(status.get("outcome", "it has ended" if status.get("verb") == "watch" else lost)))
     except KeyboardInterrupt:
         console.say(f"left; {run.name} goes on")
-        console.close()
-        return DONE
-    status = read_record(run.status)
-    lost = f"{run.name} was lost: its parent was killed; step {status.get('durable_step', 0)} is safe; run the same command again"
-    console.say(str(status.get("outcome", lost)))
     console.close()
     return DONE
+
+
+def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str, Any]]) -> None:
+    """Events in words, and now: of our own run as we see it, of somebody else's command in the words of its watcher."""
+    from lamplighter.config import Budget, load_dump
+    from lamplighter.watch.console import LINE_EVERY_S
+    from lamplighter.watch.stall import LOOK_EVERY_S
+    from lamplighter.watch.status import Observer, tell
+
+    try:
+        budget = load_dump(run.config).budget
+    except LampError:  # damaged, or not written yet, or somebody else's command: the rest can be shown all the same
+        budget = Budget()
+    observer = Observer(run, [run.events], budget)
+    observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
+    observer.status.flags = flags
+    while True:
+        alive, status = is_running(run), read_record(run.status)
+        for event in _look(observer, status):
+            for text, style in tell(event):
+                console.say(text, style)
+        if not alive:
+            return
+        if status.get("verb") != "watch":
+            console.show(observer.status)
+        elif time.monotonic() - console.last_line > LINE_EVERY_S:
+            console.say(str(status.get("now", "")))
+        time.sleep(LOOK_EVERY_S)
 
 
 def _look(observer: Observer, status: dict[str, Any]) -> list[dict[str, Any]]:
@@ -148,23 +155,3 @@ def _look(observer: Observer, status: dict[str, Any]) -> list[dict[str, Any]]:
     stalled_s = max(0.0, time.monotonic() - slot.tick_ns / 1e9) if slot is not None else 0.0
     observer.status.stall_words = str(status.get("stall") or "")
     return [event for _, event in observer.look(slot, process, stalled_s, number(status.get("spent_s")))]
-
-
-def _watch_command_of_another(run: RunDir, console: Console) -> int:
-    """Somebody else's command: its watcher has the words."""
-    from lamplighter.watch.console import LINE_EVERY_S
-    from lamplighter.watch.observe import Tail
-    from lamplighter.watch.stall import LOOK_EVERY_S
-    from lamplighter.watch.status import tell
-
-    events = Tail(run.events, from_end=True)
-    while is_running(run):
-        for event in events.records():
-            for text, style in tell(event):
-                console.say(text, style)
-        if time.monotonic() - console.last_line > LINE_EVERY_S:
-            console.say(str(read_record(run.status).get("now", "")))
-        time.sleep(LOOK_EVERY_S)
-    console.say(str(read_record(run.status).get("outcome", "it has ended")))
-    console.close()
-    return DONE

@@ -19,50 +19,42 @@ from lamplighter.data.setup import choose_template, open_text
 from lamplighter.data.stats import Request, Stats, chat_stats, count_text
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.data.tokenizer_training import escaped
-from lamplighter.doctor.probe import Finding, Level, ProbeContext, as_finding, fault, ok, warn
-from lamplighter.doctor.sample_data import NoSample, SampledRun, take
-from lamplighter.errors import LampError
+from lamplighter.doctor.probe import CannotExamine, Finding, Level, ProbeContext, as_flags, fault, finding, ok, warn
+from lamplighter.doctor.sample_data import SampledRun, take
 from lamplighter.rundir import read_record
 
 _SHOWN_TOKENS = 24
-MUCH, SOME = 0.5, 0.2  # padding
+_MUCH, _SOME = 0.5, 0.2  # padding
 _MANY_EPOCHS = 5
 _NEAR_DOCUMENTS = 2000
 _STRATEGY = {"auto": "packed", "packed": "packed", "grouped": "grouped", "windows": "to seq_len"}
 _FAULTY = ("empty", "no_answer", "no_prompt")
+_CLEAN = "lamp data clean PATH... --out DIR"
 
 
 def documents(context: ProbeContext) -> Iterator[Finding]:
     """What comes out of the tokenizer, the template and the window."""
     try:
         sample = take(context)
-        source, tokenizer = open_text(sample.run, sample.cache)
-        template = choose_template(sample.run, source, tokenizer)
-    except NoSample as error:
-        yield warn("the documents were not looked at", f"the data could not be read: {error}")
+    except CannotExamine as end:
+        yield warn("the documents were not looked at", f"the data could not be read: {end}")
         return
-    except LampError as error:
-        yield as_finding(error)
-        return
+    source, tokenizer = open_text(sample.run, sample.cache)
+    template = choose_template(sample.run, source, tokenizer)
+    data, train = sample.run.data, sample.run.train
+    request = Request(data.seq_len, train.batch_size, data.val_fraction, None, _NEAR_DOCUMENTS)
     context.now("the first documents as the model sees them")
     if template is not None and isinstance(source, RowSource):
         yield from _first_rows(source, template)
         yield from _template(context, template)
+        context.now(f"lengths, padding and repeats of {sample.words}")
+        stats = chat_stats.count_rows(source, template, "", request, None)
     else:
         yield _first_text(next(iter(source.documents())), tokenizer)
-    context.now(f"lengths, padding and repeats of {sample.words}")
-    data = sample.run.data
-    request = Request(data.seq_len, sample.run.train.batch_size, data.val_fraction, None, _NEAR_DOCUMENTS)
-    try:
-        if template is not None and isinstance(source, RowSource):
-            stats = chat_stats.count_rows(source, template, "", request, None)
-        else:
-            stats = count_text(source, tokenizer, "", request, None)
-    except LampError as error:
-        yield as_finding(error)
-        return
-    yield from _lengths(stats, context, sample)
-    yield from _padding(stats, context)
+        context.now(f"lengths, padding and repeats of {sample.words}")
+        stats = count_text(source, tokenizer, "", request, None)
+    yield _lengths(stats, context, sample)
+    yield _padding(stats, context)
     yield from _repeats(stats, sample)
     yield from _loss(stats, context)
     yield from _epochs(stats, context, sample)
@@ -94,17 +86,15 @@ def _first_rows(source: RowSource, template: ChatTemplate) -> Iterator[Finding]:
     if isinstance(made, Refused):
         yield fault(f"{found[1]} cannot be learned with {template}", str(made), "--data.template chatml")
         return
-    ids, learned = made.ids.tolist(), made.learned.tolist()
-    names, text, inside = _pieces(template.tokenizer, ids), "", False
-    for name, is_learned in zip(names, learned, strict=True):
+    names, text, inside = _pieces(template.tokenizer, made.ids.tolist()), "", False
+    for name, is_learned in zip(names, made.learned.tolist(), strict=True):
         text += ("[" if is_learned and not inside else "]" if inside and not is_learned else "") + name
         inside = is_learned
     text += "]" * inside
-    ends = bool(np.any(made.ids[made.learned] == template.stop_id))
     shown = text if len(text) <= 400 else f"{text[:240]} ... {text[-150:]}"
     what = f"the first example, learned in brackets: {shown}"
-    yield ok(what, f"{int(made.learned.sum()):,} of {len(ids):,} tokens are learned, by {template.name}")
-    if not ends:
+    yield ok(what, f"{int(made.learned.sum()):,} of {len(names):,} tokens are learned, by {template.name}")
+    if not np.any(made.ids[made.learned] == template.stop_id):
         why = f"{template.stop} is not among what is learned: the model will not learn to stop"
         yield fault("the answer does not end with its end mark", why, "--data.template chatml", "eos_not_trained")
 
@@ -113,50 +103,40 @@ def _template(context: ProbeContext, template: ChatTemplate) -> Iterator[Finding
     """A model that is given has been trained with a template of its own."""
     folder, own = context.run.model.init_from, own_template(template.tokenizer.files)
     if folder is not None and own is not None and own != template.text:
-        yield fault(
-            f"{folder} was made with another chat template than {template.name}",
-            f"{around(own, template.text)}; what it knows about turns and ends would have to be learned anew",
-            "leave data.template out: its own is used then",
-            "template_differs",
-            culprit={"path": folder},
-            settings={"data.template": None},
-        )
+        what = f"{folder} was made with another chat template than {template.name}"
+        why = f"{around(own, template.text)}; what it knows about turns and ends would have to be learned anew"
+        advice, settings = "leave data.template out: its own is used then", {"data.template": None}
+        yield fault(what, why, advice, "template_differs", culprit={"path": folder}, settings=settings)
     if missing := template.missing_marks():
-        yield warn(
-            f"{', '.join(missing)}: ordinary text for this tokenizer, several tokens each",
-            "it has no such special tokens; that works, but costs tokens in every turn",
-            "a template of marks that the tokenizer has, or a tokenizer with them (lamp tokenizer train --special)",
-        )
+        what = f"{', '.join(missing)}: ordinary text for this tokenizer, several tokens each"
+        why = "it has no such special tokens; that works, but costs tokens in every turn"
+        advice = "a template of marks that the tokenizer has, or a tokenizer with them (lamp tokenizer train --special)"
+        yield warn(what, why, advice)
 
 
 # ---------------------------------------------------------------- lengths and padding
 
 
-def _lengths(stats: Stats, context: ProbeContext, sample: SampledRun) -> Iterator[Finding]:
-    window, facts = stats.window, stats.lengths
-    words = (
-        f"{facts.count:,} {'examples' if stats.kind == 'chat' else 'documents'}, p50 {facts.p50:,}, p95 {facts.p95:,},"
-    )
-    words += f" longest {facts.longest:,} tokens"
+def _lengths(stats: Stats, context: ProbeContext, sample: SampledRun) -> Finding:
+    window, facts, is_chat = stats.window, stats.lengths, stats.kind == "chat"
+    words = f"{facts.count:,} {'examples' if is_chat else 'documents'}, p50 {facts.p50:,}, p95 {facts.p95:,}, longest"
+    words += f" {facts.longest:,} tokens"
     figures = {"over_length_share": 1 - window.whole_share, "p50": facts.p50, "p95": facts.p95}
-    if stats.kind != "chat" or not window.over:
-        kept = "" if stats.kind == "chat" else "; longer ones go on in the next window, nothing is cut"
-        yield ok(f"lengths: {words}{kept}", sample.words, figures=figures)
-        return
+    if not is_chat or not window.over:
+        kept = "" if is_chat else "; longer ones go on in the next window, nothing is cut"
+        return ok(f"lengths: {words}{kept}", sample.words, figures=figures)
     share, policy = window.over / max(1, facts.count), context.run.data.over_length
-    level: Level = "fault" if share > MUCH else "warn"
     most = _positions(context)
     best = min(most or 1 << 20, max(32, 1 << (facts.longest - 1).bit_length()))
-    longer: dict[str, Any] = {"data.seq_len": best} if best > window.seq_len else {"data.over_length": "drop"}
-    setting, value = next(iter(longer.items()))
+    settings: dict[str, Any] = {"data.seq_len": best} if best > window.seq_len else {"data.over_length": "drop"}
     limit = f" (the model has {most:,} positions)" if most and most == best else ""
-    yield Finding(
-        level,
+    return finding(
+        "fault" if share > _MUCH else "warn",
         f"{share:.0%} of the examples are longer than data.seq_len {window.seq_len:,} ({words})",
         f"with data.over_length {policy} {window.beyond_share:.1%} of the tokens are lost, ends of answers among them",
-        f"--{setting} {value}{limit}",
-        "eos_not_trained" if share > MUCH else "",
-        settings=longer,
+        as_flags(settings) + limit,
+        "eos_not_trained" if share > _MUCH else "",
+        settings=settings,
         figures=figures,
     )
 
@@ -169,7 +149,7 @@ def _positions(context: ProbeContext) -> int | None:
     return most if isinstance(most, int) else None
 
 
-def _padding(stats: Stats, context: ProbeContext) -> Iterator[Finding]:
+def _padding(stats: Stats, context: ProbeContext) -> Finding:
     """Of the strategy that is set, against the others; and the setting that makes the difference."""
     data = context.run.data
     shares = {one.strategy: one for one in stats.padding}
@@ -177,39 +157,26 @@ def _padding(stats: Stats, context: ProbeContext) -> Iterator[Finding]:
     now, best = shares[name], min(stats.padding, key=lambda one: one.share)
     table = ", ".join(f"{one.strategy} {one.share:.0%}" for one in stats.padding)
     figures = {f"padding_{one.strategy.replace(' ', '_')}": one.share for one in stats.padding}
-    if now.share <= SOME:
+    if now.share <= _SOME:
         saved = f" (each alone in a window would be {shares['to seq_len'].share:.0%})"
-        yield ok(f"padding {now.share:.1%} with data.packing {data.packing}{saved}", table, figures=figures)
-        return
+        return ok(f"padding {now.share:.1%} with data.packing {data.packing}{saved}", table, figures=figures)
+    settings: dict[str, Any]
     if stats.kind == "text":
-        fits = max(8, 1 << int(math.log2(max(8, stats.counts.tokens_with_ends - 1))))
-        yield warn(
-            f"{now.share:.0%} padding: data.seq_len {data.seq_len:,} is longer than all of the text",
-            f"{stats.counts.tokens_with_ends:,} tokens in all of what was looked at",
-            f"--data.seq_len {fits}",
-            "padding",
-            settings={"data.seq_len": fits},
-            figures=figures,
-        )
-        return
-    faster = (1 - shares["packed"].share) / (1 - now.share)
-    remedy = {"data.packing": "packed"} if name != "packed" else {"data.seq_len": _shorter(stats)}
-    setting, value = next(iter(remedy.items()))
-    yield Finding(
-        "fault" if now.share > MUCH else "warn",
-        f"{now.share:.0%} padding: {stats.lengths.mean:.0f} tokens on average in windows of {data.seq_len:,}",
-        f"padding by strategy: {table}; {best.strategy} would be {best.work / now.work:.1%} of this work"
-        + (f", {faster:.0f} x faster" if name != "packed" else ""),
-        f"--{setting} {value}",
-        "padding",
-        settings=remedy,
-        figures=figures,
-    )
-
-
-def _shorter(stats: Stats) -> int:
-    held = [one.seq_len for one in stats.windows if one.whole_share >= 0.98]
-    return min(held, default=stats.seq_len)
+        tokens = stats.counts.tokens_with_ends
+        settings = {"data.seq_len": max(8, 1 << int(math.log2(max(8, tokens - 1))))}
+        what = f"{now.share:.0%} padding: data.seq_len {data.seq_len:,} is longer than all of the text"
+        why = f"{tokens:,} tokens in all of what was looked at"
+        return warn(what, why, cause="padding", settings=settings, figures=figures)
+    what = f"{now.share:.0%} padding: {stats.lengths.mean:.0f} tokens on average in windows of {data.seq_len:,}"
+    why = f"padding by strategy: {table}; {best.strategy} would be {best.work / now.work:.1%} of this work"
+    if name == "packed":
+        held = [one.seq_len for one in stats.windows if one.whole_share >= 0.98]
+        settings = {"data.seq_len": min(held, default=stats.seq_len)}
+    else:
+        settings = {"data.packing": "packed"}
+        why += f", {(1 - shares['packed'].share) / (1 - now.share):.0f} x faster"
+    level: Level = "fault" if now.share > _MUCH else "warn"
+    return finding(level, what, why, cause="padding", settings=settings, figures=figures)
 
 
 # ---------------------------------------------------------------- repeats, loss, epochs
@@ -218,25 +185,21 @@ def _shorter(stats: Stats) -> int:
 def _repeats(stats: Stats, sample: SampledRun) -> Iterator[Finding]:
     found, sides, count = stats.duplicates, stats.sides, stats.counts.documents
     share = (found.exact + (found.near or 0)) / max(1, count)
+    what = f"{found.exact:,} of {count:,} are repeats, {found.near or 0:,} nearly so"
     if share > 0.005:
         example = (found.exact_examples or found.near_examples)[:1]
         where = f": {example[0].second} repeats {example[0].first}" if example else ""
-        yield warn(
-            f"{found.exact:,} of {count:,} are repeats, {found.near or 0:,} nearly so ({share:.0%}){where}",
-            f"they are learned by heart, and cost steps; {sample.words}",
-            "lamp data clean PATH... --out DIR",
-            "duplicates",
-            figures={"duplicate_share": share},
-        )
+        why = f"they are learned by heart, and cost steps; {sample.words}"
+        yield warn(f"{what} ({share:.0%}){where}", why, _CLEAN, "duplicates", figures={"duplicate_share": share})
     else:
-        yield ok(f"{found.exact:,} of {count:,} are repeats, {found.near or 0:,} nearly so", sample.words)
+        yield ok(what, sample.words)
     if sides.near and sides.near > 0.01 * sides.near_val:
         pair = sides.near_examples[0] if sides.near_examples else None
-        yield Finding(
+        yield finding(
             "fault" if sides.near > 0.2 * sides.near_val else "warn",
             f"{sides.near:,} of {sides.near_val:,} held-back {sides.by} nearly stand among what is trained on",
             "the validation loss will look better than it is" + (f": {pair.first} and {pair.second}" if pair else ""),
-            "lamp data clean PATH... --out DIR",
+            _CLEAN,
             "validation_overlap",
             figures={"overlap_share": sides.near / max(1, sides.near_val)},
         )
@@ -251,26 +214,18 @@ def _loss(stats: Stats, context: ProbeContext) -> Iterator[Finding]:
         return
     asked = 1 - counts.learned_tokens / max(1, counts.tokens)
     if context.run.data.loss_on == "all":
-        yield warn(
-            f"the loss is taken on the prompt too: {asked:.0%} of the tokens are questions and template",
-            "the model learns to ask as well as to answer, and a good loss says little about its answers",
-            "--data.loss_on response",
-            "loss_on_prompt",
-            settings={"data.loss_on": "response"},
-            figures={"prompt_share": asked},
-        )
-    if stats.quality is None:
-        return
-    for reason in stats.quality.reasons:
+        what = f"the loss is taken on the prompt too: {asked:.0%} of the tokens are questions and template"
+        why = "the model learns to ask as well as to answer, and a good loss says little about its answers"
+        settings, figures = {"data.loss_on": "response"}, {"prompt_share": asked}
+        yield warn(what, why, cause="loss_on_prompt", settings=settings, figures=figures)
+    for reason in stats.quality.reasons if stats.quality else ():
         if reason.reason in _FAULTY and reason.count:
             place = reason.examples[0].place if reason.examples else ""
-            yield warn(
+            what, why = (
                 f"{reason.count:,} rows: {reason.about} (the first: {place})",
                 "such rows are set aside, not learned",
-                "mend them, or take them out",
-                "empty_answer",
-                culprit={"path": place},
             )
+            yield warn(what, why, "mend them, or take them out", "empty_answer", culprit={"path": place})
 
 
 def _epochs(stats: Stats, context: ProbeContext, sample: SampledRun) -> Iterator[Finding]:
@@ -290,22 +245,15 @@ def _epochs(stats: Stats, context: ProbeContext, sample: SampledRun) -> Iterator
     tokens *= 1 - data.val_fraction
     per_step = train.batch_size * data.seq_len
     epochs = train.steps * per_step / max(1.0, tokens)
-    about = f"{train.steps:,} steps x {train.batch_size} x {data.seq_len:,} = {train.steps * per_step:,} tokens out of"
-    about += f" {'' if sample.share == 1.0 else 'about '}{tokens:,.0f}"
+    why = f"{train.steps:,} steps x {train.batch_size} x {data.seq_len:,} = {train.steps * per_step:,} tokens out of"
+    why += f" {'' if sample.share == 1.0 else 'about '}{tokens:,.0f}"
     if epochs > _MANY_EPOCHS:
-        steps = max(1, round(3 * tokens / per_step))
-        yield _many(epochs, about, {"train.steps": steps})
+        yield _many(epochs, why, {"train.steps": max(1, round(3 * tokens / per_step))})
     else:
-        yield ok(f"{epochs:.1f} epochs", about, figures={"epochs": epochs})
+        yield ok(f"{epochs:.1f} epochs", why, figures={"epochs": epochs})
 
 
-def _many(epochs: float, why: str, settings: dict[str, float]) -> Finding:
-    setting, value = next(iter(settings.items()))
-    return warn(
-        f"{epochs:.0f} epochs: every text is seen {epochs:.0f} times; 1 to 4 are usual",
-        why,
-        f"--{setting} {value} (3 epochs), or more text",
-        "many_epochs",
-        settings=dict(settings),
-        figures={"epochs": epochs},
-    )
+def _many(epochs: float, why: str, settings: dict[str, Any]) -> Finding:
+    what = f"{epochs:.0f} epochs: every text is seen {epochs:.0f} times; 1 to 4 are usual"
+    advice = f"{as_flags(settings)} (3 epochs), or more text"
+    return warn(what, why, advice, "many_epochs", settings=settings, figures={"epochs": epochs})

@@ -15,8 +15,8 @@ from typing import Any
 from lamplighter.doctor.probe import Finding
 from lamplighter.doctor.runner import ProbeResult
 
-_SHOWN = {"ok": "ok", "warn": "warn", "fault": "FAULT"}
-_WEIGHT = {"ok": 0, "warn": 1, "fault": 2}
+_SHOWN = {"ok": "ok", "warn": "warn", "fault": "FAULT"}  # from good to bad
+_ORDER = list(_SHOWN)
 _MOST_ROWS = 8  # of one probe
 _STRANGE = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160))}
 
@@ -50,17 +50,17 @@ class Advice:
 
 
 def worst(result: ProbeResult) -> str:
-    return _SHOWN[max((finding.level for finding in result.findings), key=lambda level: _WEIGHT[level], default="ok")]
+    return _SHOWN[max((finding.level for finding in result.findings), key=_ORDER.index, default="ok")]
 
 
 def advice(report: Report) -> dict[str, Advice]:
     """By field. Where two probes advise on one field, a fault counts more than a warning, a later one more than an earlier."""
-    found: dict[str, Advice] = {}
-    for level in ("ok", "warn", "fault"):
-        for probe, finding in report.findings(level):
-            for name, value in finding.settings.items():
-                found[name] = Advice(value, _one_line(finding.what), probe)
-    return found
+    return {
+        name: Advice(value, _one_line(finding.what), probe)
+        for level in _ORDER
+        for probe, finding in report.findings(level)
+        for name, value in finding.settings.items()
+    }
 
 
 # ---------------------------------------------------------------- for people
@@ -72,29 +72,23 @@ def table(report: Report) -> str:
     rows = []
     for result in report.results:
         name = result.probe.name
-        by_weight = sorted(result.findings, key=lambda finding: -_WEIGHT[finding.level])
-        for finding in by_weight[:_MOST_ROWS]:
+        worst_first = sorted(result.findings, key=lambda finding: -_ORDER.index(finding.level))
+        for finding in worst_first[:_MOST_ROWS]:
             rows.append(f"{name:<{wide}}  {_SHOWN[finding.level]:<5}  {_one_line(finding.what)}")
             name = ""
-        if len(by_weight) > _MOST_ROWS:
-            rows.append(f"{'':<{wide}}  {'':<5}  and {len(by_weight) - _MOST_ROWS} more (--json has all)")
-    return "\n".join([*rows, *_details(report), "", _sum(report), ""])
-
-
-def _details(report: Report) -> Iterator[str]:
+        if len(worst_first) > _MOST_ROWS:
+            rows.append(f"{'':<{wide}}  {'':<5}  and {len(worst_first) - _MOST_ROWS} more (--json has all)")
     for probe, finding in [*report.findings("fault"), *report.findings("warn")]:
-        yield ""
-        yield f"{_SHOWN[finding.level]}: {probe}"
-        yield f"  verdict  {_one_line(finding.what)}"
-        if finding.why:
-            yield f"  why      {_one_line(finding.why)}"
-        if finding.next:
-            yield f"  next     {_one_line(finding.next)}"
+        rows += ["", f"{_SHOWN[finding.level]}: {probe}"]
+        named = (("verdict", finding.what), ("why", finding.why), ("next", finding.next))
+        rows += [f"  {name:<7}  {_one_line(text)}" for name, text in named if text]
+    return "\n".join([*rows, "", _sum(report), ""])
 
 
 def _sum(report: Report) -> str:
     faults, warnings = len(list(report.findings("fault"))), len(list(report.findings("warn")))
-    counted = f"{_count(faults, 'fault')}, {_count(warnings, 'warning')} by {_count(len(report.results), 'probe')} in {report.seconds:.0f} s"
+    found = f"{_count(faults, 'fault')}, {_count(warnings, 'warning')}"
+    counted = f"{found} by {_count(len(report.results), 'probe')} in {report.seconds:.0f} s"
     if advice(report):
         return f"{counted}; next: the same words with --print-config give a run.yaml with this advice applied"
     return f"{counted}; next: lamp train with the same words" if not faults else counted
@@ -117,7 +111,8 @@ def as_json(report: Report) -> str:
         "ok": report.ok,
         "seconds": round(report.seconds, 2),
         "probes": [
-            {"probe": v.probe.name, "seconds": round(v.seconds, 2), "level": worst(v).lower()} for v in report.results
+            {"probe": one.probe.name, "seconds": round(one.seconds, 2), "level": worst(one).lower()}
+            for one in report.results
         ],
         "findings": [{"probe": probe, **asdict(finding)} for probe, finding in report.findings()],
         "advice": {name: asdict(one) for name, one in advice(report).items()},
@@ -126,6 +121,7 @@ def as_json(report: Report) -> str:
 
 
 def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

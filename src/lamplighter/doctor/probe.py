@@ -16,6 +16,7 @@ from typing import Any, Literal
 from lamplighter.config import Run
 from lamplighter.errors import LampError, UsageError
 from lamplighter.procs import stacks
+from lamplighter.procs.stacks import Frame
 
 Level = Literal["ok", "warn", "fault"]
 
@@ -34,7 +35,52 @@ class Finding:
     figures: dict[str, float] = field(default_factory=dict)  # for --json
 
 
-ok, warn, fault = partial(Finding, "ok"), partial(Finding, "warn"), partial(Finding, "fault")
+def finding(
+    level: Level,
+    what: str,
+    why: str = "",
+    next: str = "",
+    cause: str = "",
+    *,
+    at: Frame | None = None,
+    culprit: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    figures: dict[str, float] | None = None,
+) -> Finding:
+    """A Finding whose culprit is the line `at`, and whose next step, where none is given, is to take its settings."""
+    where = {**(at.fields() if at else {}), **(culprit or {})}
+    return Finding(level, what, why, next or as_flags(settings or {}), cause, where, settings or {}, figures or {})
+
+
+ok, warn, fault = partial(finding, "ok"), partial(finding, "warn"), partial(finding, "fault")
+
+
+def as_flags(settings: dict[str, Any]) -> str:
+    """Settings as they are typed: --train.compile false --save.every_s 600."""
+    return " ".join(f"--{name} {_as_word(value)}" for name, value in settings.items())
+
+
+def _as_word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def as_finding(error: LampError, cause: str = "", culprit: dict[str, Any] | None = None) -> Finding:
+    """An error of another room, as a fault."""
+    return fault(error.what, error.why, error.next, cause or error.cause, culprit=culprit)
+
+
+def failed(error: BaseException, what: str, advice: str = "mend that line") -> Finding:
+    """The fault for the user's own code that raises."""
+    frame = stacks.users_line(frames := stacks.frames_of_error(error)) or next(iter(frames), None)
+    why = f"{type(error).__name__}: {error}" + (f", raised at {frame.place}" if frame else "")
+    return fault(what, why, advice, at=frame)
+
+
+def first_line(text: object) -> str:
+    """Of an error that may have many, or none."""
+    return (str(text).strip().splitlines() or [""])[0]
 
 
 @dataclass(frozen=True)
@@ -51,24 +97,30 @@ class ProbeContext:
 ProbeFunction = Callable[[ProbeContext], Iterator[Finding]]
 
 
-def as_finding(error: LampError, level: Level = "fault", cause: str = "") -> Finding:
-    """An error of another room, as a finding."""
-    return Finding(level, error.what, error.why, error.next, cause or error.cause)
+class CannotExamine(Exception):
+    """There is nothing for a probe to look at; the finding says why, and is its last one."""
+
+    def __init__(self, found: Finding) -> None:
+        super().__init__(found.what)
+        self.found = found
 
 
-def failed(error: BaseException, what: str, advice: str = "mend that line") -> Finding:
-    """The finding for the user's own code that raises."""
-    frame = stacks.users_line(frames := stacks.frames_of_error(error)) or next(iter(frames), None)
-    why = f"{type(error).__name__}: {error}" + (f", raised at {frame.place}" if frame else "")
-    return fault(what, why, advice, "", culprit=frame.fields() if frame else {})
+def findings_of(function: ProbeFunction, context: ProbeContext) -> Iterator[Finding]:
+    """What a probe finds; an error that has a name is a finding too, and ends it."""
+    try:
+        yield from function(context)
+    except CannotExamine as end:
+        yield end.found
+    except LampError as error:
+        yield as_finding(error)
 
 
 @dataclass(frozen=True)
 class Probe:
     """One question, answered in a child of its own with a deadline."""
 
-    name: str  # "data / ids in range"
-    function: str  # "lamplighter.doctor.data_probes:ids_in_range"
+    name: str  # "data / files"
+    function: str  # "lamplighter.doctor.data_probes:files"
     deadline_s: float
 
 
@@ -77,9 +129,9 @@ def _probe(name: str, function: str, deadline_s: float) -> Probe:
 
 
 _MACHINE = (
-    _probe("environment / torch and driver", "software:torch_and_driver", 90),
-    _probe("environment / packages", "software:packages", 90),
-    _probe("environment / clock and language", "software:clock_and_language", 20),
+    _probe("environment / torch and driver", "system:torch_and_driver", 90),
+    _probe("environment / packages", "system:packages", 90),
+    _probe("environment / clock and language", "system:clock_and_language", 20),
     _probe("environment / processors", "system:processors", 20),
     _probe("environment / limits", "system:limits", 20),
     _probe("environment / tracing", "system:tracing", 30),
@@ -90,19 +142,19 @@ _RUN = (
     _probe("settings / schedule and saves", "settings:schedule_and_saves", 60),
     _probe("settings / threads", "settings:threads", 20),
     _probe("settings / disk", "settings:disk", 60),
-    _probe("data / files", "data:files", 40),
-    _probe("data / tokenizer", "data:tokenizer", 40),
-    _probe("data / cache", "data:cache", 40),
-    _probe("data / documents", "documents:documents", 40),
+    _probe("data / files", "data_probes:files", 40),
+    _probe("data / tokenizer", "data_probes:tokenizer", 40),
+    _probe("data / cache", "data_probes:cache", 40),
+    _probe("data / documents", "document_probe:documents", 40),
     _probe("loading / in this process", "loading:here", 60),
     _probe("loading / workers by fork", "loading:by_fork", 90),
     _probe("loading / workers by spawn", "loading:by_spawn", 90),
     _probe("loading / workers by forkserver", "loading:by_forkserver", 90),
-    _probe("model / one step", "model:one_step", 90),
+    _probe("model / one step", "model_cost:one_step", 90),
     _probe("model / learning", "model:learning", 90),
-    _probe("model / precision", "memory_fit:precision", 60),
-    _probe("model / memory", "memory_fit:memory", 90),
-    _probe("model / compile", "model:compiling", 90),
+    _probe("model / precision", "model_cost:precision", 60),
+    _probe("model / memory", "model_cost:memory", 90),
+    _probe("model / compile", "model_cost:compiling", 90),
 )
 _RANKS = (
     _probe("collectives / address and port", "collectives:address_and_port", 30),

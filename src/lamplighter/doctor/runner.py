@@ -10,14 +10,13 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lamplighter.config import load_dump
-from lamplighter.doctor.probe import Finding, Probe, ProbeContext, ProbeFunction, as_finding, fault, ok, warn
-from lamplighter.errors import LampError
+from lamplighter.doctor.probe import Finding, Probe, ProbeContext, fault, findings_of, first_line, ok, warn
 from lamplighter.procs import child, procfs, stacks
 from lamplighter.procs.child import Outcome, Say
 from lamplighter.procs.pool import usable_cores
@@ -86,60 +85,41 @@ def run(probe: Probe, config: ProbeConfig, tell: Callable[[str], None] = lambda 
             on_record=heard.record,
             on_tick=lambda spent: tell(f"{heard.now} ({spent:.0f} s of at most {deadline_s:.0f})"),
         )
+        last = tuple(_how_it_ended(outcome, heard, most))
     except OSError as error:  # no more processes, files or memory to be had: that is a finding too
-        return ProbeResult(probe, (_not_started(error),), time.monotonic() - started)
-    last = _how_it_ended(outcome, heard, most)
-    return ProbeResult(probe, (*heard.findings, *_about_its_words(outcome, heard), *last), time.monotonic() - started)
+        what, why = f"the probe could not be started: {error.strerror or error}", "no process, file or memory is left"
+        last = (fault(what, why, "lamp doctor --only limits; ulimit -a", "not_started"),)
+    return ProbeResult(probe, (*heard.findings, *last), time.monotonic() - started)
 
 
 def examine(request: dict[str, Any], say: Say) -> None:
     """In the child: one JSON record for each finding, and for what the probe is at."""
-    context = ProbeContext(
-        load_dump(Path(request["config"])),
-        request["preset"],
-        Path(request["runs_dir"]),
-        Path(request["scratch"]),
-        lambda text: say(now=text),
-    )
+    run, runs_dir, scratch = load_dump(Path(request["config"])), Path(request["runs_dir"]), Path(request["scratch"])
+    context = ProbeContext(run, request["preset"], runs_dir, scratch, lambda text: say(now=text))
     module, _, name = request["function"].partition(":")
-    function: ProbeFunction = getattr(importlib.import_module(module), name)
-    try:
-        for finding in function(context):
-            say(finding=asdict(finding))
-    except LampError as error:
-        say(finding=asdict(as_finding(error)))
+    for found in findings_of(getattr(importlib.import_module(module), name), context):
+        say(finding=asdict(found))
 
 
 # ---------------------------------------------------------------- how it ended, as findings
 
 
-def _not_started(error: OSError) -> Finding:
-    what = f"the probe could not be started: {error.strerror or error}"
-    why = "no process, file or memory could be had for it"
-    return fault(what, why, "lamp doctor --only limits; ulimit -a", "not_started")
-
-
-def _how_it_ended(outcome: Outcome, heard: _Heard, most: int) -> list[Finding]:
-    """Nothing to say about a probe that came to its end."""
+def _how_it_ended(outcome: Outcome, heard: _Heard, most: int) -> Iterator[Finding]:
+    if heard.left_out:
+        yield warn(f"{heard.left_out:,} more findings like these were left out")
+    if outcome.unreadable:
+        what = f"{outcome.unreadable:,} lines of the probe could not be read"
+        yield fault(what, "what they would have said is not known", cause="garbled")
     if outcome.ended_for == "memory":
-        return [_too_heavy(outcome, heard, most)]
-    if outcome.ended_for:
-        return [_too_late(outcome, heard)]
-    if outcome.error:
-        return [_raised(outcome, heard)]
-    pid, last = {"pid": outcome.pid}, outcome.last_line
-    last = f"its last words: {last[:300]}" if last else "it said nothing"
-    if outcome.code < 0:
-        name = signal.Signals(-outcome.code).name
-        what = f"killed by {name} (signal {-outcome.code}) while {heard.now}"
-        why = last + ("; the kernel killed a process for memory meanwhile" if outcome.out_of_memory else "")
-        cause = "rss_oom" if outcome.out_of_memory else "killed"
-        advice = "lamp watch -- CMD keeps the evidence of such a death"
-        return [fault(what, why, advice, cause, culprit=pid, figures={"peak_bytes": float(outcome.peak_bytes)})]
-    if not outcome.done:
-        what = f"left with exit code {outcome.code} before its end, while {heard.now}"
-        return [fault(what, last, "something called os._exit; a library, or your own code", "exit", culprit=pid)]
-    return [] if heard.findings or outcome.unreadable else [ok("nothing amiss")]
+        yield _too_heavy(outcome, heard.now, most)
+    elif outcome.ended_for:
+        yield _too_late(outcome, heard.now)
+    elif outcome.error:
+        yield _raised(outcome, heard.now)
+    elif not outcome.done:
+        yield _died(outcome, heard.now)
+    elif not heard.findings and not outcome.unreadable:
+        yield ok("nothing amiss")
 
 
 def _frames(outcome: Outcome) -> list[Frame]:
@@ -152,39 +132,44 @@ def _with_place(what: str, frames: list[Frame]) -> str:
     return f"{what}, at {found}" if found else what
 
 
-def _too_heavy(outcome: Outcome, heard: _Heard, most: int) -> Finding:
+def _too_heavy(outcome: Outcome, now: str, most: int) -> Finding:
     taken, frames = human_bytes(outcome.peak_bytes), _frames(outcome)
-    what = _with_place(f"out of memory: {taken} were taken while {heard.now}, {human_bytes(most)} may be", frames)
+    what = _with_place(f"out of memory: {taken} were taken while {now}, {human_bytes(most)} may be", frames)
     why = "more would have brought the machine down, so the probe was ended"
     advice = "a smaller train.micro_batch, data.seq_len or model; fewer workers"
     where, figures = stacks.culprit_fields(frames), {"bytes": float(outcome.peak_bytes)}
     return fault(what, why, advice, "rss_oom", culprit=where, figures=figures)
 
 
-def _too_late(outcome: Outcome, heard: _Heard) -> Finding:
+def _too_late(outcome: Outcome, now: str) -> Finding:
     """Beyond its deadline: where it was, from its own stack."""
     frames = _frames(outcome)
-    what = _with_place(f"no answer in {outcome.seconds:.0f} s, {outcome.state}, while {heard.now}", frames)
+    what = _with_place(f"no answer in {outcome.seconds:.0f} s, {outcome.state}, while {now}", frames)
     inside = frames[0] if frames and frames[0] != stacks.line_to_name(frames) else None
     why = f"inside {inside.place}" if inside else "" if frames else "its stack could not be read"
-    words = "look at that line; lamp watch -- CMD names what a whole script waits for"
-    return fault(what, why, words, "hang", culprit={"pid": outcome.pid, **stacks.culprit_fields(frames)})
+    advice = "look at that line; lamp watch -- CMD names what a whole script waits for"
+    return fault(what, why, advice, "hang", culprit={"pid": outcome.pid, **stacks.culprit_fields(frames)})
 
 
-def _raised(outcome: Outcome, heard: _Heard) -> Finding:
+def _raised(outcome: Outcome, now: str) -> Finding:
     frames, said = list(outcome.frames), outcome.output.strip().splitlines()
-    first = outcome.error.splitlines()[0][:400]
-    why = f"while {heard.now}; the whole: {' | '.join(said[-3:])[:600]}" if said else f"while {heard.now}"
+    first = first_line(outcome.error)[:400]
+    why = f"while {now}; the whole: {' | '.join(said[-3:])[:600]}" if said else f"while {now}"
     missing = first.startswith("ModuleNotFoundError")
-    remedy = "install it, or check PYTHONPATH" if missing else "mend what that line does"
-    return fault(_with_place(first, frames), why, remedy, "raised", culprit=stacks.culprit_fields(frames))
+    advice = "install it, or check PYTHONPATH" if missing else "mend what that line does"
+    return fault(_with_place(first, frames), why, advice, "raised", culprit=stacks.culprit_fields(frames))
 
 
-def _about_its_words(outcome: Outcome, heard: _Heard) -> list[Finding]:
-    found = []
-    if heard.left_out:
-        found.append(warn(f"{heard.left_out:,} more findings like these were left out"))
-    if outcome.unreadable:
-        what = f"{outcome.unreadable:,} lines of the probe could not be read"
-        found.append(fault(what, "what they would have said is not known", cause="garbled"))
-    return found
+def _died(outcome: Outcome, now: str) -> Finding:
+    """Killed, or gone by os._exit."""
+    pid, last = {"pid": outcome.pid}, outcome.last_line
+    why = f"its last words: {last[:300]}" if last else "it said nothing"
+    if outcome.code >= 0:
+        what = f"left with exit code {outcome.code} before its end, while {now}"
+        return fault(what, why, "something called os._exit; a library, or your own code", "exit", culprit=pid)
+    what = f"killed by {signal.Signals(-outcome.code).name} (signal {-outcome.code}) while {now}"
+    if outcome.out_of_memory:
+        why += "; the kernel killed a process for memory meanwhile"
+    cause = "rss_oom" if outcome.out_of_memory else "killed"
+    advice, figures = "lamp watch -- CMD keeps the evidence of such a death", {"peak_bytes": float(outcome.peak_bytes)}
+    return fault(what, why, advice, cause, culprit=pid, figures=figures)

@@ -25,26 +25,17 @@ from lamplighter.data.chat.rows import RowSource
 from lamplighter.data.setup import open_source
 from lamplighter.data.sources import Source
 from lamplighter.data.sources.file_source import FileSource
-from lamplighter.doctor.probe import Finding, ProbeContext, as_finding, failed, fault
+from lamplighter.doctor.probe import CannotExamine, Finding, ProbeContext, as_finding, failed, fault
 from lamplighter.errors import LampError
 from lamplighter.procs import stacks
-from lamplighter.procs.stacks import Frame
 from lamplighter.readers.records import Part
 from lamplighter.rundir import CACHE_NAME, human_bytes, read_record, write_json
 
-DOCUMENTS, BYTES, ROWS = 2000, 4_000_000, 2000
+_DOCUMENTS, _BYTES, _ROWS = 2000, 4_000_000, 2000
 _QUICK_VOCABULARY = 4096  # more merges take long, and little changes
 _FINGERPRINT_BYTES = 2_000_000_000  # more of text that nobody has hashed yet is not hashed for a look
 _READ_S = 8.0  # a slow source: what has come by then
 QUIET_S = 8.0  # nothing new for so long: it blocks
-
-
-class NoSample(Exception):
-    """The data could not be read; the finding says why."""
-
-    def __init__(self, found: Finding) -> None:
-        super().__init__(found.what)
-        self.found = found
 
 
 @dataclass(frozen=True)
@@ -53,15 +44,9 @@ class SampledRun:
 
     run: Run
     source: Source
-    words: str
-    """How much of what."""
-    share: float | None
-    """Of the whole source; none where its size is not known."""
+    words: str  # how much of what
+    share: float | None  # of the whole source; none where its size is not known
     cache: Path
-
-    @property
-    def is_rows(self) -> bool:
-        return isinstance(self.source, RowSource)
 
 
 def own_cache(context: ProbeContext) -> Path:
@@ -75,23 +60,19 @@ def own_cache(context: ProbeContext) -> Path:
 
 
 def take(context: ProbeContext) -> SampledRun:
-    """The sample, made once; NoSample where the data cannot be read."""
+    """The sample, made once; CannotExamine where the data cannot be read."""
     cache, record = own_cache(context), context.scratch / "sample.json"
-    known = read_record(record)
-    if not known:
-        try:
+    try:
+        known = read_record(record)
+        if not known:
             source = open_source(context.run, cache)
             known = {**_read(context, source), "tokenizer": _quick_tokenizer(context, source)}
-        except LampError as error:
-            raise NoSample(as_finding(error)) from error
-        write_json(record, known, durable=False)
-    whole = context.run
-    changed = {name: replace(getattr(whole, name), **known[name]) for name in ("data", "tokenizer")}
-    run = replace(whole, **changed)
-    try:
+            write_json(record, known, durable=False)
+        data, tokenizer = (replace(getattr(context.run, name), **known[name]) for name in ("data", "tokenizer"))
+        run = replace(context.run, data=data, tokenizer=tokenizer)
         return SampledRun(run, open_source(run, cache), known["words"], known["share"], cache)
     except LampError as error:
-        raise NoSample(as_finding(error)) from error
+        raise CannotExamine(as_finding(error)) from error
 
 
 def kept_tokenizer(context: ProbeContext, source: Source) -> Path | None:
@@ -121,45 +102,27 @@ def _read(context: ProbeContext, source: Source) -> dict[str, Any]:
     if isinstance(source, RowSource):
         return _read_rows(context, source)
     reading = read_some(source, context.now)
-    if reading.blocked:
-        raise NoSample(blocked(reading, source))
-    if isinstance(reading.error, LampError) and not reading.texts:
-        raise reading.error
-    if reading.error is not None and not isinstance(reading.error, LampError):
-        raise NoSample(failed(reading.error, f"{source} failed after {len(reading.texts):,} documents"))
+    if reading.trouble is not None and not (isinstance(reading.error, LampError) and reading.texts):
+        raise CannotExamine(reading.trouble)
     if not reading.texts:
-        raise NoSample(fault(f"no text in {source}", "it gave no document that holds text"))
+        raise CannotExamine(fault(f"no text in {source}", "it gave no document that holds text"))
     path = context.scratch / "sample.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in reading.texts))
-    data: dict[str, Any] = {
-        "paths": [str(path)],
-        "source": None,
-        "stream": False,
-        "weights": [],
-        "text_key": "text",
-        "format": "text",
-        "separator": None,
-        "max_documents": None,
-        "max_chunks": None,
-        "packing": "auto",
-        "bad_text": "set_aside",
-    }
-    size = human_bytes(reading.bytes)
-    words = f"all {len(reading.texts):,} documents" if reading.whole else f"the first {len(reading.texts):,} documents"
-    return {"data": data, "words": f"{words}, {size}, of {source}", "share": _share(source, reading)}
+    data: dict[str, Any] = {"paths": [str(path)], "text_key": "text", "format": "text", "bad_text": "set_aside"}
+    data |= {"source": None, "stream": False, "weights": [], "packing": "auto"}
+    data |= {"separator": None, "max_documents": None, "max_chunks": None}
+    how_many = f"{'all' if reading.whole else 'the first'} {len(reading.texts):,} documents"
+    words = f"{how_many}, {human_bytes(reading.bytes)}, of {source}"
+    return {"data": data, "words": words, "share": _share(source, reading)}
 
 
 def _read_rows(context: ProbeContext, source: RowSource) -> dict[str, Any]:
-    limit = min(ROWS, context.run.data.max_documents or ROWS)
+    limit = min(_ROWS, context.run.data.max_documents or _ROWS)
     count = sum(1 for _ in islice(source.rows(source.bad_records(quiet=True)), limit + 1))
     if count <= limit:
         return {"data": {}, "words": f"all {count:,} rows of {source}", "share": 1.0}
-    share = max(1e-9, source.position().bytes_done / max(1, source.total_bytes() or 0))
-    return {
-        "data": {"max_documents": limit},
-        "words": f"the first {limit:,} rows of {source}",
-        "share": min(1.0, share),
-    }
+    share = min(1.0, max(1e-9, source.position().bytes_done / max(1, source.total_bytes() or 0)))
+    return {"data": {"max_documents": limit}, "words": f"the first {limit:,} rows of {source}", "share": share}
 
 
 def _share(source: Source, reading: Reading) -> float | None:
@@ -184,17 +147,13 @@ class Reading:
     whole: bool = False
     error: Exception | None = None
     seconds: float = 0.0
-    blocked: bool = False
-    place: Frame | None = None
-    asleep: bool = False
+    trouble: Finding | None = None  # it blocks or raises
 
 
-def read_some(
-    source: Source, now: Callable[[str], None], documents: int = DOCUMENTS, most_bytes: int = BYTES
-) -> Reading:
+def read_some(source: Source, now: Callable[[str], None]) -> Reading:
     """The first documents, for a few seconds; a source that gives nothing for long is left where it is, and looked at."""
     reading, stop = Reading(), threading.Event()
-    thread = threading.Thread(target=_read_on, args=(source, reading, documents, most_bytes, stop), daemon=True)
+    thread = threading.Thread(target=_read_on, args=(source, reading, stop), daemon=True)
     began = moved = time.monotonic()
     seen = -1
     thread.start()
@@ -207,55 +166,52 @@ def read_some(
         if at - began > _READ_S and reading.texts:
             stop.set()
         if at - moved > QUIET_S:
-            return _look(reading, thread, at - moved)
+            reading.trouble = _blocked(source, len(reading.texts), thread, at - moved)
+            return reading
     reading.seconds = time.monotonic() - began
+    if isinstance(reading.error, LampError):
+        reading.trouble = as_finding(reading.error)
+    elif reading.error is not None:
+        reading.trouble = failed(reading.error, f"{source} failed after {len(reading.texts):,} documents")
     return reading
 
 
-def _read_on(source: Source, reading: Reading, documents: int, most_bytes: int, stop: threading.Event) -> None:
+def _read_on(source: Source, reading: Reading, stop: threading.Event) -> None:
     part: list[str] = []
     try:
         for text in source.documents():
             part.append(str(text))
             reading.bytes += len(text.encode())
             reading.item = source.position().item
-            over = reading.bytes >= most_bytes or stop.is_set()
+            over = reading.bytes >= _BYTES or stop.is_set()
             if not isinstance(text, Part) or over:
                 reading.texts.append("".join(part))
                 part = []
-            if over or len(reading.texts) >= documents:
+            if over or len(reading.texts) >= _DOCUMENTS:
                 return
         reading.whole = True
     except Exception as error:  # noqa: BLE001 (handed to whoever asked for the texts)
         reading.error = error
 
 
-def _look(reading: Reading, thread: threading.Thread, quiet_s: float) -> Reading:
+def _blocked(source: Source, count: int, thread: threading.Thread, quiet_s: float) -> Finding:
     """Where it stands, and whether it computes."""
-    reading.blocked, reading.seconds = True, quiet_s
-    reading.place = stacks.line_to_name(stacks.frames_of(sys._current_frames().get(thread.ident or 0)))
+    place = stacks.line_to_name(stacks.frames_of(sys._current_frames().get(thread.ident or 0)))
     before = _cpu_s(thread.native_id)
     time.sleep(0.3)
-    reading.asleep = _cpu_s(thread.native_id) - before < 0.05
-    return reading
+    asleep = _cpu_s(thread.native_id) - before < 0.05
+    shown = f" ({place.text})" if place is not None and place.text else ""
+    return fault(
+        f"{source} gave {count:,} documents, then nothing for {quiet_s:.0f} s: it stands at {place and place.place}",
+        f"it {'sleeps there, waiting for something' if asleep else 'computes there'}{shown}; training would wait in the"
+        " same next()",
+        "look at that line: a timeout or a retry belongs there; lamp train shows such a wait live",
+        "stream_stall",
+        at=place,
+        culprit={"item": count},
+        figures={"documents": count, "quiet_s": quiet_s},
+    )
 
 
 def _cpu_s(thread: int | None) -> float:
-    found = [one for one in psutil.Process().threads() if one.id == thread]
-    return float(found[0].user_time + found[0].system_time) if found else 0.0
-
-
-def blocked(reading: Reading, source: Source) -> Finding:
-    """The finding for a source that gives nothing."""
-    count, place = len(reading.texts), reading.place
-    state = "it sleeps there, waiting for something" if reading.asleep else "it computes there"
-    what = f"{source} gave {count:,} documents, then nothing for {reading.seconds:.0f} s: it stands at {place.place if place else None}"
-    shown = f" ({place.text})" if place is not None and place.text else ""
-    return fault(
-        what,
-        f"{state}{shown}; training would wait in the same next()",
-        "look at that line: a timeout or a retry belongs there; lamp train shows such a wait live",
-        "stream_stall",
-        culprit={**(place.fields() if place else {}), "item": count},
-        figures={"documents": count, "quiet_s": reading.seconds},
-    )
+    return sum(one.user_time + one.system_time for one in psutil.Process().threads() if one.id == thread)

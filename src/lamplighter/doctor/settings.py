@@ -6,6 +6,7 @@ Out: Findings, with the fields that would be changed. The only file that is writ
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -14,22 +15,33 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lamplighter.config import OPTIMIZERS, OptimizerKind, Resolved, dump, parse_overrides
-from lamplighter.doctor.probe import Finding, ProbeContext, fault, ok, warn
+from lamplighter.doctor.probe import Finding, ProbeContext, fault, finding, ok, warn
 from lamplighter.doctor.runner import patience
-from lamplighter.doctor.system import memory_left
+from lamplighter.doctor.system import memory_left, oversubscribed
 from lamplighter.errors import BadConfig, LampError, RefusedByPlan
+from lamplighter.plan.memory import GIB
+from lamplighter.plan.render import span
 from lamplighter.procs import cgroup
 from lamplighter.procs.pool import usable_cores
 from lamplighter.rundir import NETWORK_FILE_SYSTEMS, file_system, free_bytes, human_bytes, write_atomic
 
 _PLAN_S = 45.0
 _NOT_PLANNED = "the data must be counted for it, and that takes longer than a probe may (lamp plan, lamp data stats)"
+_BLOCK = 4 << 20
+_MOST_BYTES = 64 << 20
+_MOST_S = 3.0
+_FEW_INODES = 5_000
+_SLOW_SHARE = 0.1  # of the time between two saves
+_CHECKPOINT_SPARE = 1.1
+_OTHER_PLACE = "free some space, or another place with --runs-dir"
+
+
+# ---------------------------------------------------------------- the plan
 
 
 @dataclass(frozen=True)
@@ -49,24 +61,15 @@ class PlanFigures:
 
 
 def plan(context: ProbeContext) -> PlanFigures | None:
-    """`lamp plan --json` of the very settings, on the device that it chooses by itself."""
-    known = context.scratch / "paper.json"  # of an earlier probe of this examination
-    if known.exists():
+    """`lamp plan --json` of the very settings, on the device that it chooses by itself; None where that takes too long."""
+    known, file = context.scratch / "plan.json", context.scratch / "plan.yaml"
+    if known.exists():  # of an earlier probe of this examination
         return PlanFigures(json.loads(known.read_text()), context.run.train.optimizer_kind)
-    file = context.scratch / "paper.yaml"
     file.write_text(dump(Resolved(context.run)))
+    command = [sys.executable, "-m", "lamplighter.commands", "plan", str(file), "--json"]
     try:
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "lamplighter.commands",
-                "plan",
-                str(file),
-                "--json",
-                "--runs-dir",
-                str(context.runs_dir),
-            ],
+            [*command, "--runs-dir", str(context.runs_dir)],
             capture_output=True,
             text=True,
             timeout=_PLAN_S * patience(),
@@ -85,7 +88,12 @@ def plan(context: ProbeContext) -> PlanFigures | None:
     raise BadConfig(what or f"lamp plan left with {done.returncode}", why or done.stderr[-300:], advice)
 
 
-_GIB = 1 << 30
+def _plan_if_any(context: ProbeContext) -> PlanFigures | None:
+    """For the probes after that of the plan, which has told what is wrong with it."""
+    try:
+        return plan(context)
+    except LampError:
+        return None
 
 
 def planned(context: ProbeContext) -> Iterator[Finding]:
@@ -95,47 +103,35 @@ def planned(context: ProbeContext) -> Iterator[Finding]:
     if paper is None:
         yield ok(f"not planned on paper: {_NOT_PLANNED}")
         return
-    figures = paper.figures
-    remedy, neutral = _cheapest(figures)
-    for number, reason in enumerate(figures["reasons"]):
-        settings = neutral if number == 0 else {}  # one change is for all reasons
-        yield fault(
-            f"this run cannot succeed: {reason}",
-            f"lamp plan has the arithmetic; on {figures['device']}",
-            remedy,
-            "no_go",
-            settings=settings,
-        )
+    figures, budget = paper.figures, context.run.budget
+    device, hours, memory, usd = (figures[name] for name in ("device", "hours", "memory_gib", "usd"))
+    remedy, settings = _cheapest(figures)
+    for reason in figures["reasons"]:
+        why = f"lamp plan has the arithmetic; on {device}"
+        yield fault(f"this run cannot succeed: {reason}", why, remedy, "no_go", settings=settings)
+        settings = {}  # one change is for all reasons
     for warning in figures["warnings"]:
         if not str(warning).startswith("warm-up"):  # the next probe says it, with the setting
             yield warn(str(warning), "from lamp plan", "lamp plan shows the whole")
-    budget = context.run.budget
     if budget.usd_per_hour is not None and budget.usd is None and budget.hours is None:
-        yield warn(
-            f"the machine costs ${budget.usd_per_hour}/h, and nothing stops this run before the credit ends",
-            f"it is expected to cost ${figures['usd']:,.2f}",
-            f"--budget.usd {max(1.0, 1.2 * figures['usd']):.0f} stops it, saved, before more is spent",
-            "budget",
-        )
-    if figures["device"] == "cpu":
-        yield from judge_memory(float(figures["memory_gib"]), *memory_left())
-    money = f", ${figures['usd']:,.2f}" if figures["usd"] is not None else ""
-    yield ok(
-        f"{figures['params']:,} parameters, {figures['tokens']:,} tokens, {figures['memory_gib']:.1f} GiB, about {_span(paper.seconds)}{money} on {figures['device']}",
-        figures={"hours": float(figures["hours"]), "memory_gib": float(figures["memory_gib"])},
-    )
+        what = f"the machine costs ${budget.usd_per_hour}/h, and nothing stops this run before the credit ends"
+        advice = f"--budget.usd {max(1.0, 1.2 * usd):.0f} stops it, saved, before more is spent"
+        yield warn(what, f"it is expected to cost ${usd:,.2f}", advice, "budget")
+    if device == "cpu":
+        yield from judge_memory(float(memory), *memory_left())
+    money = f", ${usd:,.2f}" if usd is not None else ""
+    sums = f"{figures['params']:,} parameters, {figures['tokens']:,} tokens, {memory:.1f} GiB"
+    told = {"hours": float(hours), "memory_gib": float(memory)}
+    yield ok(f"{sums}, about {span(float(hours))}{money} on {device}", figures=told)
 
 
 def judge_memory(need_gib: float, left: int, limit: int | None) -> Iterator[Finding]:
     """The machine may have it while our control group may not: the kernel kills the run then, without a word."""
-    if limit is not None and need_gib * _GIB > left:
-        yield fault(
-            f"{need_gib:.1f} GiB are needed, and the control group leaves {left / _GIB:.1f} of {limit / _GIB:.1f} GiB",
-            "the kernel kills the process that goes beyond it",
-            "a larger container, a smaller train.micro_batch, or train.recompute true",
-            "rss_oom",
-            settings={"train.recompute": True},
-        )
+    if limit is not None and need_gib * GIB > left:
+        what = f"{need_gib:.1f} GiB are needed, and the control group leaves {left / GIB:.1f} of {limit / GIB:.1f} GiB"
+        advice = "a larger container, a smaller train.micro_batch, or train.recompute true"
+        why, settings = "the kernel kills the process that goes beyond it", {"train.recompute": True}
+        yield fault(what, why, advice, "rss_oom", settings=settings)
 
 
 def _cheapest(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -148,14 +144,7 @@ def _cheapest(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return words, {name: given[0] for name, given in found.items()} if same_model else {}
 
 
-def _span(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:,.1f} h"
-    )
+# ---------------------------------------------------------------- schedule, saves, threads
 
 
 def schedule_and_saves(context: ProbeContext) -> Iterator[Finding]:
@@ -163,182 +152,115 @@ def schedule_and_saves(context: ProbeContext) -> Iterator[Finding]:
     context.now("importing torch")
     from lamplighter.train import guard
 
-    run = context.run
-    try:
-        paper: PlanFigures | None = plan(context)
-    except LampError:
-        paper = None  # said by the stage before
+    run, paper = context.run, _plan_if_any(context)
     steps = run.train.steps or (int(paper.figures["steps"]) if paper else None)
     if steps is None:
         yield ok("how many steps there will be, only the data can tell")
         return
+    saves = {"save.every_s": 600.0}
     if paper is not None:
         try:
             guard.refuse_long_runs(run.save, context.preset, paper.seconds, steps, force=False)
         except BadConfig as error:
-            saves = {"save.every_s": 600.0} if "save" in error.what else {}
-            yield fault(error.what, error.why, error.next, "toy" if not saves else "no_save", settings=saves)
+            is_toy = "save" not in error.what
+            cause, settings = ("toy", {}) if is_toy else ("no_save", saves)
+            yield fault(error.what, error.why, error.next, cause, settings=settings)
     if not 0 < run.save.every_steps < steps and not run.save.every_s:
-        yield warn(
-            f"no save is due before the end: save.every_steps is {run.save.every_steps}, the run has {steps} steps",
-            "a crash would cost everything",
-            "--save.every_s 600",
-            "no_save",
-            settings={"save.every_s": 600.0},
-        )
+        what = f"no save is due before the end: save.every_steps is {run.save.every_steps}, the run has {steps} steps"
+        yield warn(what, "a crash would cost everything", cause="no_save", settings=saves)
     if run.train.warmup_steps is not None:
-        yield from judge_warmup(run.train.warmup_steps, steps, guard.WARMUP_SHARE)
+        yield judge_warmup(run.train.warmup_steps, steps, guard.WARMUP_SHARE)
     else:
         yield ok("warm-up by default: 5 % of the run, at most 2,000 steps")
 
 
-def judge_warmup(warmup: int, steps: int, most: float) -> Iterator[Finding]:
+def judge_warmup(warmup: int, steps: int, most: float) -> Finding:
     """A warm-up that was counted in the wrong unit takes most of the run, or never ends."""
-    share, less = warmup / steps, max(1, steps // 20)
-    if share > most:
-        whole = "never ends" if share > 1 else f"takes {share:.0%} of the run"
-        yield Finding(
-            "fault" if share > 1 else "warn",
-            f"warm-up {whole}: {warmup:,} of {steps:,} optimizer steps",
-            "under 10 % is usual; was it counted in micro-batches?",
-            f"--train.warmup_steps {less}",
-            "lr_zero",
-            settings={"train.warmup_steps": less},
-            figures={"share": share},
-        )
-    else:
-        yield ok(f"warm-up {warmup:,} of {steps:,} steps ({share:.1%})", figures={"share": share})
+    share, settings = warmup / steps, {"train.warmup_steps": max(1, steps // 20)}
+    if share <= most:
+        return ok(f"warm-up {warmup:,} of {steps:,} steps ({share:.1%})", figures={"share": share})
+    whole = "never ends" if share > 1 else f"takes {share:.0%} of the run"
+    return finding(
+        "fault" if share > 1 else "warn",
+        f"warm-up {whole}: {warmup:,} of {steps:,} optimizer steps",
+        "under 10 % is usual; was it counted in micro-batches?",
+        cause="lr_zero",
+        settings=settings,
+        figures={"share": share},
+    )
 
 
 def threads(context: ProbeContext) -> Iterator[Finding]:
     """Threads and workers against the cores that may be used."""
-    run, quota = context.run, cgroup.core_quota()
+    quota, wanted, workers = cgroup.core_quota(), context.run.train.threads or 0, context.run.data.workers or 0
     cores = usable_cores() if quota is None else max(1, min(usable_cores(), int(quota)))
-    wanted, workers = run.train.threads, run.data.workers
-    if wanted is not None and wanted > cores:
-        yield warn(
-            f"train.threads is {wanted}, and {cores} cores may be used",
-            "threads that wait for a core make every product slower",
-            f"--train.threads {cores}",
-            "oversubscribed",
-            settings={"train.threads": cores},
-        )
-    if workers is not None and workers > 2 * cores:
-        yield warn(
-            f"data.workers is {workers}, and {cores} cores may be used",
-            "each takes memory and a core's time; more than there are cores is no faster",
-            f"--data.workers {cores}",
-            "oversubscribed",
-            settings={"data.workers": cores},
-        )
-    if (wanted or 0) <= cores and (workers or 0) <= 2 * cores:
+    if wanted > cores:
+        yield oversubscribed("train.threads", wanted, cores, settings={"train.threads": cores})
+    if workers > 2 * cores:
+        yield oversubscribed("data.workers", workers, cores, settings={"data.workers": cores})
+    if wanted <= cores and workers <= 2 * cores:
         yield ok(f"{wanted or cores} threads, {workers or cores} workers, {cores} cores")
 
 
-_BLOCK = 4 << 20
-_MOST_BYTES = 64 << 20
-_MOST_S = 3.0
-_FEW_INODES = 5_000
-_SLOW_SHARE = 0.1  # of the time between two saves
-_CHECKPOINT_SPARE = 1.1
+# ---------------------------------------------------------------- the disk
 
 
 def disk(context: ProbeContext) -> Iterator[Finding]:
     """Room, inodes, kind, speed."""
-    where = nearest(context.runs_dir)
+    where = context.runs_dir
+    while not where.exists():
+        where = where.parent
     context.now("planning what will be written")
-    try:
-        paper = plan(context)
-    except LampError:
-        paper = None  # the probe of the plan says why
+    paper = _plan_if_any(context)
     yield from judge_room(context, paper, where, free_bytes(where))
     kind = file_system(where)
     if kind.startswith(NETWORK_FILE_SYSTEMS) or kind.startswith("fuse"):
-        yield warn(
-            f"{where} is on {kind}, a file system over a network or in user space",
-            "a save waits for it; locks and mapped memory behave otherwise there",
-            "--runs-dir on a local disk, and copy checkpoints later",
-            "",
-            culprit={"path": str(where)},
-        )
+        what = f"{where} is on {kind}, a file system over a network or in user space"
+        why = "a save waits for it; locks and mapped memory behave otherwise there"
+        yield warn(what, why, "--runs-dir on a local disk, and copy checkpoints later", culprit={"path": str(where)})
     context.now(f"writing to {where}")
     try:
         written, read = measure(where)
     except OSError as error:
-        yield fault(
-            f"cannot write to {where}: {error.strerror}",
-            f"tried {human_bytes(_MOST_BYTES)} in a file without a name",
-            "free some space, or another place with --runs-dir",
-            "disk_full" if error.errno == 28 else "cannot_write",
-            culprit={"path": str(where)},
-        )
+        cause = "disk_full" if error.errno == errno.ENOSPC else "cannot_write"
+        what, why = f"cannot write to {where}: {error.strerror}", f"tried {human_bytes(_MOST_BYTES)} in a nameless file"
+        yield fault(what, why, _OTHER_PLACE, cause, culprit={"path": str(where)})
         return
     yield judge_speed(context, paper, where, written, read)
 
 
-def nearest(folder: Path) -> Path:
-    """The folder, or the first above it that exists."""
-    while not folder.exists():
-        folder = folder.parent
-    return folder
-
-
 def judge_room(context: ProbeContext, paper: PlanFigures | None, where: Path, free: int) -> Iterator[Finding]:
     """What the run writes against what is free."""
-    room = os.statvfs(where)
+    room, place = os.statvfs(where), {"path": str(where)}
     if room.f_files and room.f_favail < _FEW_INODES:
-        yield Finding(
-            "fault" if room.f_favail < 100 else "warn",
-            f"{room.f_favail:,} more files can be made on {where} (inodes)",
-            "space may be free all the same",
-            "remove folders of many small files",
-            "disk_full",
-            culprit={"path": str(where)},
-        )
+        what, why = f"{room.f_favail:,} more files can be made on {where} (inodes)", "space may be free all the same"
+        advice = "remove folders of many small files"
+        yield finding("fault" if room.f_favail < 100 else "warn", what, why, advice, "disk_full", culprit=place)
     if paper is None:
         yield ok(f"{human_bytes(free)} are free in {where}", figures={"free_bytes": free})
         return
     save, keep = paper.checkpoint_bytes, context.run.save.keep
     need = save * (keep + 2)
     sums = f"{keep} kept, the best and one being written, {human_bytes(save)} each"
-    figures = {"free_bytes": float(free), "need_bytes": float(need)}
+    figures, have = {"free_bytes": float(free), "need_bytes": float(need)}, f"{human_bytes(free)} are free in {where}"
     if free < save * _CHECKPOINT_SPARE:
-        yield fault(
-            f"not even one checkpoint fits: {human_bytes(save)} are needed, {human_bytes(free)} are free in {where}",
-            "the first save would fail",
-            "free some space, or another place with --runs-dir",
-            "disk_full",
-            culprit={"path": str(where)},
-            figures=figures,
-        )
+        what, why = f"not even one checkpoint fits: {human_bytes(save)} are needed, {have}", "the first save would fail"
+        yield fault(what, why, _OTHER_PLACE, "disk_full", culprit=place, figures=figures)
     elif free < need:
         fits = max(1, int(free / save) - 2)
-        advice = {"save.keep": fits} if fits < keep else {}
-        yield warn(
-            f"{human_bytes(need)} are needed for checkpoints, {human_bytes(free)} are free in {where}",
-            sums,
-            f"--save.keep {fits}, or another place with --runs-dir",
-            "disk_full",
-            culprit={"path": str(where)},
-            settings=advice,
-            figures=figures,
-        )
+        settings = {"save.keep": fits} if fits < keep else {}
+        what = f"{human_bytes(need)} are needed for checkpoints, {have}"
+        advice = f"--save.keep {fits}, or another place with --runs-dir"
+        yield warn(what, sums, advice, "disk_full", culprit=place, settings=settings, figures=figures)
     else:
-        yield ok(f"{human_bytes(free)} are free in {where}, {human_bytes(need)} are needed ({sums})", figures=figures)
-
-
-@contextmanager
-def _nameless(where: Path) -> Iterator[int]:
-    """A file that nobody else can see, and that is gone when we are."""
-    with tempfile.TemporaryFile(dir=where, prefix=".lamp-doctor-") as file:
-        yield file.fileno()
+        yield ok(f"{have}, {human_bytes(need)} are needed ({sums})", figures=figures)
 
 
 def measure(where: Path) -> tuple[float, float]:
     """Bytes a second, written through to the disk and read back, over at most 64 MB or 3 s each."""
     block = os.urandom(_BLOCK)  # some file systems compress
-    with _nameless(where) as fd:
-        started, done = time.perf_counter(), 0
+    with tempfile.TemporaryFile(dir=where, prefix=".lamp-doctor-", buffering=0) as file:
+        fd, started, done = file.fileno(), time.perf_counter(), 0
         while done < _MOST_BYTES and time.perf_counter() - started < _MOST_S:
             view = memoryview(block)
             while view:
@@ -363,15 +285,15 @@ def judge_speed(context: ProbeContext, paper: PlanFigures | None, where: Path, w
         return ok(speeds, figures=figures)
     takes, every = paper.checkpoint_bytes / written, context.run.save.every_s
     figures["checkpoint_s"] = takes
-    if every and takes > _SLOW_SHARE * every:
-        longer = float(round(takes / _SLOW_SHARE, -1))
-        return warn(
-            f"a checkpoint takes about {takes:.0f} s: {speeds}",
-            f"one is due every {every:.0f} s, so {takes / every:.0%} of the time the disk is at it",
-            f"--save.every_s {longer:.0f}, or --runs-dir on a faster disk",
-            "slow_disk",
-            culprit={"path": str(where)},
-            settings={"save.every_s": longer},
-            figures=figures,
-        )
-    return ok(f"{speeds}; a checkpoint takes about {takes:.1f} s", figures=figures)
+    if not every or takes <= _SLOW_SHARE * every:
+        return ok(f"{speeds}; a checkpoint takes about {takes:.1f} s", figures=figures)
+    longer = float(round(takes / _SLOW_SHARE, -1))
+    return warn(
+        f"a checkpoint takes about {takes:.0f} s: {speeds}",
+        f"one is due every {every:.0f} s, so {takes / every:.0%} of the time the disk is at it",
+        f"--save.every_s {longer:.0f}, or --runs-dir on a faster disk",
+        "slow_disk",
+        culprit={"path": str(where)},
+        settings={"save.every_s": longer},
+        figures=figures,
+    )

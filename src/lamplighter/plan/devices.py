@@ -24,8 +24,8 @@ from lamplighter.procs.pool import usable_cores
 from lamplighter.rundir import free_bytes
 
 _GIB = 1 << 30
-GEMM_S, COPY_S = 0.2, 0.25
-GEMM = 1024
+_GEMM_S, _COPY_S = 0.2, 0.25
+_GEMM = 1024
 _COPY_BYTES = 32 << 20
 _SMI_S = 1.5  # a driver that does not answer is no reason to wait
 
@@ -74,12 +74,12 @@ def _limit_room() -> Room | None:
 def _this_cpu(threads: int | None = None) -> Device:
     """This machine's processor: memory that is free now, a matrix product and a stream of numbers that are measured."""
     share = min(1.0, threads / usable_cores()) if threads else 1.0
-    a = np.ones((GEMM, GEMM), np.float32)
-    gemm_s = _best(lambda: a @ a, GEMM_S, usable_cores())
-    return cpu(Rates(share * 2 * GEMM**3 / gemm_s, share * stream_rate()))
+    a = np.ones((_GEMM, _GEMM), np.float32)
+    gemm_s = _best(lambda: a @ a, _GEMM_S, usable_cores())
+    return cpu(Rates(share * 2 * _GEMM**3 / gemm_s, share * stream_rate()))
 
 
-def stream_rate(budget_s: float = COPY_S) -> float:
+def stream_rate(budget_s: float = _COPY_S) -> float:
     """Bytes a second of reading numbers, changing them and writing them to fresh memory, by one core."""
     numbers = np.ones(_COPY_BYTES // 4, np.float32)
     return 2 * numbers.nbytes / _best(lambda: numbers + 1.0, budget_s, 1)

@@ -18,7 +18,7 @@ from lamplighter.plan.memory import GIB
 from lamplighter.procs import child
 
 STEPS = "lamplighter.commands.plan:real_steps"  # by name: it needs torch, and runs in a process of its own
-WARM_UP, ROUNDS, SECONDS = 2, 5, 20.0
+_WARM_UP, _ROUNDS, _SECONDS = 2, 5, 20.0
 _SPARE = 0.95  # of what is free: others live here too
 _MOST_TRIES = 12
 
@@ -31,7 +31,7 @@ class Trial:
     told: dict[str, Any]  # its last words; of one that does not fit, as far as it came
 
 
-def attempt(run: Run, vocab_size: int, micro_batch: int, rounds: int = ROUNDS, warm_up: int = WARM_UP) -> Trial:
+def attempt(run: Run, vocab_size: int, micro_batch: int, rounds: int = _ROUNDS, warm_up: int = _WARM_UP) -> Trial:
     """A few steps with a micro-batch; a death by memory is an answer, any other one an error."""
     request = {
         "run": asdict(run),
@@ -39,7 +39,7 @@ def attempt(run: Run, vocab_size: int, micro_batch: int, rounds: int = ROUNDS, w
         "micro_batch": micro_batch,
         "warm_up": warm_up,
         "rounds": rounds,
-        "seconds": SECONDS,
+        "seconds": _SECONDS,
         "bytes": int(host_room().bytes * _SPARE),
     }
     told: dict[str, Any] = {}

@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def usd(self) -> float | None:
-        return self.hours * self.job.usd_per_hour if self.job.usd_per_hour is not None else None
+        return self.hours * self.job.budget.usd_per_hour if self.job.budget.usd_per_hour is not None else None
 
     @property
     def mfu(self) -> float:
@@ -77,8 +77,8 @@ class Plan:
     def between_saves_h(self) -> float:
         """What a crash can cost, at most."""
         job = self.job
-        by_steps = job.save_every_steps * self.step_s / 3600 if job.save_every_steps else math.inf
-        by_time = job.save_every_s / 3600 if job.save_every_s else math.inf
+        by_steps = job.save.every_steps * self.step_s / 3600 if job.save.every_steps else math.inf
+        by_time = job.save.every_s / 3600 if job.save.every_s else math.inf
         return min(by_steps, by_time, self.hours)
 
 
@@ -96,7 +96,7 @@ def cache_bytes(job: Job) -> int:
 def make(job: Job, device: Device, free_disk: int | None = None, measured: Measured | None = None) -> Plan:
     """All figures and the reasons against."""
     step_s = measured.step_s if measured is not None and measured.fits else step_seconds(job, device)
-    disk = checkpoint_bytes(job) * (job.keep + 2) + cache_bytes(job)
+    disk = checkpoint_bytes(job) * (job.save.keep + 2) + cache_bytes(job)
     plan = Plan(
         job,
         device,
@@ -153,9 +153,9 @@ def _of_logits(plan: Plan) -> str:
 
 def _time_against(plan: Plan, hours: float) -> Iterator[str]:
     job, device = plan.job, plan.device
-    usd = hours * (job.usd_per_hour or 0.0)
-    if job.budget_usd is not None and usd > job.budget_usd:
-        yield f"money: ${usd:,.2f} ({hours:,.1f} h x ${job.usd_per_hour}/h), the budget is ${job.budget_usd:,.2f}"
+    usd = hours * (job.budget.usd_per_hour or 0.0)
+    if job.budget.usd is not None and usd > job.budget.usd:
+        yield f"money: ${usd:,.2f} ({hours:,.1f} h x ${job.budget.usd_per_hour}/h), the budget is ${job.budget.usd:,.2f}"
     limit = job.limit_hours
     if hours > limit:
         wanted = plan.flops / (limit * 3600)
@@ -180,7 +180,7 @@ _MOST_CHANGES = 4
 
 
 @dataclass(frozen=True)
-class Option:
+class _Option:
     """A job that differs a little, and in what."""
 
     settings: str
@@ -202,21 +202,21 @@ def _changes(plan: Plan) -> Iterator[Change]:
             yield Change(option.settings, option.what, made.hours, made.usd, made.memory.peak_gib)
 
 
-def _options(job: Job, device: Device) -> Iterator[Option]:
+def _options(job: Job, device: Device) -> Iterator[_Option]:
     """Ordered by what they change: nothing of the result, then the length of the run, then the model."""
     for_memory = list(_for_memory(job, device))
     yield from for_memory
-    for base in [Option("", "", job), *for_memory[:1]]:
+    for base in [_Option("", "", job), *for_memory[:1]]:
         for change in (_fewer_steps, _smaller_model, _shorter_window):
             for option in change(base.job, device):
                 if make(option.job, device).go:
                     both = f"{base.settings} {option.settings}".strip()
                     words = f"{base.what}, and {option.what}" if base.what else option.what
-                    yield Option(both, words, option.job)
+                    yield _Option(both, words, option.job)
                     break
 
 
-def fits(job: Job, device: Device) -> bool:
+def _fits(job: Job, device: Device) -> bool:
     return memory(job, device).peak_gib <= device.memory_gib * _SPARE
 
 
@@ -225,35 +225,35 @@ def largest_micro_batch(job: Job, device: Device) -> int | None:
     low, high = 0, job.batch_size
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(replace(job, micro_batch=middle), device) else (low, middle - 1)
+        low, high = (middle, high) if _fits(replace(job, micro_batch=middle), device) else (low, middle - 1)
     return low or None
 
 
-def _for_memory(job: Job, device: Device) -> Iterator[Option]:
+def _for_memory(job: Job, device: Device) -> Iterator[_Option]:
     """Batch and learning rate untouched, and the losses too: smaller pieces, or activations computed again."""
-    if fits(job, device):
+    if _fits(job, device):
         return
     blocks = ""
     if job.whole_logits and not job.own_params:
         job, blocks = replace(job, whole_logits=False), "--train.loss blocks "
-        if fits(job, device):
-            yield Option(blocks.strip(), "logits a few rows at a time", job)
+        if _fits(job, device):
+            yield _Option(blocks.strip(), "logits a few rows at a time", job)
             return
     if (size := largest_micro_batch(job, device)) is not None:
         size = _even(size, job.batch_size)
         words = f"micro-batch {size}, the same batch of {job.batch_size}"
-        yield Option(f"{blocks}--train.micro_batch {size}", words, replace(job, micro_batch=size))
+        yield _Option(f"{blocks}--train.micro_batch {size}", words, replace(job, micro_batch=size))
     if job.recompute or job.own_params:
         return
     again = replace(job, recompute=True)
     slower = step_seconds(again, device) / step_seconds(job, device) - 1
     words = f"activations computed again (the same losses, {slower:.0%} more time)"
-    if fits(again, device):
-        yield Option(f"{blocks}--train.recompute true", words, again)
+    if _fits(again, device):
+        yield _Option(f"{blocks}--train.recompute true", words, again)
     elif (size := largest_micro_batch(again, device)) is not None:
         size = _even(size, job.batch_size)
         settings = f"{blocks}--train.recompute true --train.micro_batch {size}"
-        yield Option(settings, f"{words}, micro-batch {size}", replace(again, micro_batch=size))
+        yield _Option(settings, f"{words}, micro-batch {size}", replace(again, micro_batch=size))
 
 
 def _even(size: int, batch_size: int) -> int:
@@ -261,23 +261,23 @@ def _even(size: int, batch_size: int) -> int:
     return math.ceil(batch_size / math.ceil(batch_size / size))
 
 
-def _fewer_steps(job: Job, device: Device) -> Iterator[Option]:
+def _fewer_steps(job: Job, device: Device) -> Iterator[_Option]:
     took, limit = step_seconds(job, device) * job.steps / 3600, job.limit_hours
     steps = int(job.steps * limit / took * 0.98) if took and limit < math.inf else 0
     if 1 <= steps < job.steps:
-        yield Option(f"--train.steps {steps}", f"{steps / job.steps:.1%} of the steps", replace(job, steps=steps))
+        yield _Option(f"--train.steps {steps}", f"{steps / job.steps:.1%} of the steps", replace(job, steps=steps))
 
 
-def _shorter_window(job: Job, _: Device) -> Iterator[Option]:
+def _shorter_window(job: Job, _: Device) -> Iterator[_Option]:
     """As many windows, each shorter: less text in all."""
     length = job.seq_len // 2
     while length >= 128:
         shorter = replace(job, seq_len=length, row_tokens=None, shape=replace(job.shape, positions=length))
-        yield Option(f"--data.seq_len {length}", f"windows of {length} tokens", shorter)
+        yield _Option(f"--data.seq_len {length}", f"windows of {length} tokens", shorter)
         length //= 2
 
 
-def _smaller_model(job: Job, _: Device) -> Iterator[Option]:
+def _smaller_model(job: Job, _: Device) -> Iterator[_Option]:
     if job.own_params:
         return
     shape = job.shape
@@ -288,7 +288,7 @@ def _smaller_model(job: Job, _: Device) -> Iterator[Option]:
         smaller = replace(shape, layers=layers, width=width, mlp_width=mlp)
         settings = f"--model.layers {layers} --model.width {width}"
         params = count_parameters(smaller) / 1e6
-        yield Option(settings, f"a model of {params:,.0f}M parameters", replace(job, shape=smaller))
+        yield _Option(settings, f"a model of {params:,.0f}M parameters", replace(job, shape=smaller))
 
 
 _TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
@@ -343,10 +343,10 @@ def _rate(plan: Plan) -> Iterator[Check]:
 
 def _saves(plan: Plan) -> Iterator[Check]:
     job, hours = plan.job, plan.between_saves_h
-    due = [f"every {job.save_every_steps:,} steps"] if job.save_every_steps else []
-    due += [f"every {job.save_every_s:g} s"] if job.save_every_s else []
+    due = [f"every {job.save.every_steps:,} steps"] if job.save.every_steps else []
+    due += [f"every {job.save.every_s:g} s"] if job.save.every_s else []
     lost = f"{hours * 60:,.1f} min" if hours < 2 else f"{hours:,.1f} h"
-    cost = f"${hours * job.usd_per_hour:,.2f}" if job.usd_per_hour is not None else lost
+    cost = f"${hours * job.budget.usd_per_hour:,.2f}" if job.budget.usd_per_hour is not None else lost
     none = hours >= plan.hours and plan.hours > 1 / 6
     words = f"{' or '.join(due) or 'only at the end'}: a crash can cost {cost}"
     dear = none or (hours > _DEAR_CRASH * plan.hours and plan.hours > 2)
@@ -359,9 +359,9 @@ def _validation(plan: Plan) -> Iterator[Check]:
         return
     held = job.text.val_tokens
     windows = -(-held // job.seq_len)
-    used = min(windows, job.eval_windows) if job.eval_windows else windows
+    used = min(windows, job.eval.windows) if job.eval.windows else windows
     tokens = min(held, used * job.seq_len)
-    times = job.steps // job.eval_every_steps if job.eval_every_steps else 1
+    times = job.steps // job.eval.every_steps if job.eval.every_steps else 1
     share = times * tokens / 3 / max(1, job.tokens)  # a forward pass alone is a third of the work
     words = f"{tokens:,} of {held:,} tokens, {max(1, times):,} times: {share:.1%} of the work"
     if not held:

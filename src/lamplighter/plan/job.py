@@ -7,11 +7,11 @@ Out: a Job; the shape of the model and the size of the vocabulary as the setting
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lamplighter.config import OPTIMIZERS, OptimizerKind, Run
+from lamplighter.config import OPTIMIZERS, Budget, Eval, OptimizerKind, Run, Save
 from lamplighter.errors import BadConfig
 from lamplighter.gpus import Device
 from lamplighter.model.shape import Shape, count_parameters, flops_per_token, shape_from_hf
@@ -79,15 +79,10 @@ class Job:
     own_params: int | None = None  # of a model of one's own: all that is known of it
     tokenizer_vocab: int | None = None
     optimizer: OptimizerKind = OPTIMIZERS["adamw"]
-    keep: int = 3
-    save_every_steps: int = 500
-    save_every_s: float = 600.0
-    eval_every_steps: int = 250
-    eval_windows: int = 200
     rate: Schedule | None = None
-    budget_usd: float | None = None
-    budget_hours: float | None = None
-    usd_per_hour: float | None = None
+    save: Save = field(default_factory=Save)
+    eval: Eval = field(default_factory=Eval)
+    budget: Budget = field(default_factory=Budget)
 
     @property
     def params(self) -> int:
@@ -120,15 +115,12 @@ class Job:
     @property
     def limit_hours(self) -> float:
         """Of the budget; infinite without one."""
-        by_money = math.inf
-        if self.budget_usd is not None and self.usd_per_hour:
-            by_money = self.budget_usd / self.usd_per_hour
-        return min(self.budget_hours or math.inf, by_money)
+        return self.budget.left_s(0) / 3600
 
 
 def job_of(run: Run, shape: Shape, steps: int, dtype: str, text: Text | None = None, **more: Any) -> Job:
     """What a resolved run asks for."""
-    train, save, budget = run.train, run.save, run.budget
+    train = run.train
     return Job(
         shape=shape,
         seq_len=run.data.seq_len,
@@ -140,15 +132,10 @@ def job_of(run: Run, shape: Shape, steps: int, dtype: str, text: Text | None = N
         whole_logits=train.loss == "whole" or bool(more.get("own_params")),
         text=text,
         optimizer=train.optimizer_kind,
-        keep=save.keep,
-        save_every_steps=save.every_steps,
-        save_every_s=save.every_s,
-        eval_every_steps=run.eval.every_steps,
-        eval_windows=run.eval.windows,
         rate=schedule(train, steps),
-        budget_usd=budget.usd,
-        budget_hours=budget.hours,
-        usd_per_hour=budget.usd_per_hour,
+        save=run.save,
+        eval=run.eval,
+        budget=run.budget,
         **more,
     )
 

@@ -121,7 +121,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "host_gib": host_gib(job, plan.device),
         "disk_gib": plan.disk_bytes / GIB,
         "crash_costs_h": plan.between_saves_h,
-        "crash_costs_usd": plan.between_saves_h * job.usd_per_hour if job.usd_per_hour is not None else None,
+        "crash_costs_usd": plan.between_saves_h * job.budget.usd_per_hour
+        if job.budget.usd_per_hour is not None
+        else None,
         "micro_batch": job.micro_batch,
         "largest_micro_batch": plan.largest,
         "measured": asdict(plan.measured) if plan.measured else None,
@@ -138,7 +140,7 @@ def _line(name: str, text: str) -> str:
     return f"  {name:<{_WIDE}} {text}"
 
 
-def large(number: float) -> str:
+def _large(number: float) -> str:
     """1.11 G, 705 M, 42."""
     for size, letter in ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
@@ -162,7 +164,7 @@ def tell(plan: Plan) -> list[str]:
         *_disk(plan),
         *_sanity(plan),
         *draw(plan),
-        *verdict(plan),
+        *_verdict(plan),
     ]
 
 
@@ -175,18 +177,18 @@ def _work(plan: Plan) -> list[str]:
     matrices = shape.layers * matmul_parameters_per_layer(shape) + shape.vocab_size * shape.width
     attention = 12 * shape.layers * shape.width * job.seq_len
     each = job.flops_per_token
-    of = f"6 x {large(matrices)} + attention {large(attention)} = " if not job.own_params else "6 x parameters = "
-    rows = f"{job.steps:,} steps x {job.batch_size} x {job.row_tokens or job.seq_len:g} = {large(job.tokens)}"
+    of = f"6 x {_large(matrices)} + attention {_large(attention)} = " if not job.own_params else "6 x parameters = "
+    rows = f"{job.steps:,} steps x {job.batch_size} x {job.row_tokens or job.seq_len:g} = {_large(job.tokens)}"
     lines = [
         _line("parameters", f"{plan.params:,} ({sizes if not job.own_params else 'a model of your own, counted'})"),
-        _line("per token", f"{of}{large(each)}FLOP"),
-        _line("tokens", rows + (f" = {job.epochs:.1f} epochs of {large(job.text.tokens)}" if job.text and job.epochs else "")),
+        _line("per token", f"{of}{_large(each)}FLOP"),
+        _line("tokens", rows + (f" = {job.epochs:.1f} epochs of {_large(job.text.tokens)}" if job.text and job.epochs else "")),
     ]  # fmt: skip
     if job.text is not None:
         lines.append(_line("", f"data: {job.text.how}"))
-    lines.append(_line("work", f"{large(each)} x {large(job.tokens)} = {large(plan.flops)}FLOP"))
+    lines.append(_line("work", f"{_large(each)} x {_large(job.tokens)} = {_large(plan.flops)}FLOP"))
     if again := recompute_flops(job):
-        lines.append(_line("", f"+ {large(again)}FLOP to compute the layers again ({again / plan.flops:.0%})"))
+        lines.append(_line("", f"+ {_large(again)}FLOP to compute the layers again ({again / plan.flops:.0%})"))
     return lines
 
 
@@ -197,17 +199,17 @@ def _time_words(plan: Plan) -> str:
     if found is not None and found.fits:
         return f"{steps} = {span(plan.hours)}, measured over {found.steps} real steps; {plan.mfu:.0%} of the peak"
     if device.rates is not None and not job.own_params:
-        rates = f"{large(device.rates.gemm_flops)}FLOP/s and {device.rates.bytes_per_s / 1e9:.1f} GB/s"
+        rates = f"{_large(device.rates.gemm_flops)}FLOP/s and {device.rates.bytes_per_s / 1e9:.1f} GB/s"
         return f"{steps} = {span(plan.hours)}, from what was measured here ({rates}); {plan.mfu:.0%} of the peak"
-    work = large(plan.flops + recompute_flops(job))
-    return f"{work} / ({large(device.peak(job.dtype))}FLOP/s x {device.mfu:.0%}) = {span(plan.hours)}"
+    work = _large(plan.flops + recompute_flops(job))
+    return f"{work} / ({_large(device.peak(job.dtype))}FLOP/s x {device.mfu:.0%}) = {span(plan.hours)}"
 
 
 def _time(plan: Plan) -> list[str]:
     job, lines = plan.job, [_line("time", _time_words(plan))]
     if plan.usd is not None:
-        of = f" of ${job.budget_usd:,.2f}" if job.budget_usd is not None else ""
-        lines.append(_line("money", f"{plan.hours:,.2f} h x ${job.usd_per_hour}/h = ${plan.usd:,.2f}{of}"))
+        of = f" of ${job.budget.usd:,.2f}" if job.budget.usd is not None else ""
+        lines.append(_line("money", f"{plan.hours:,.2f} h x ${job.budget.usd_per_hour}/h = ${plan.usd:,.2f}{of}"))
     return lines
 
 
@@ -267,7 +269,7 @@ def _disk(plan: Plan) -> list[str]:
     size, job = checkpoint_bytes(plan.job) / GIB, plan.job
     cache = f" + token cache {cache_bytes(job) / GIB:.2f}" if job.text else ""
     free = f" of {plan.free_disk / GIB:,.0f} GiB free" if plan.free_disk is not None else " GiB"
-    kept = f"{job.keep} kept + best + one being written, {size:.2f} GiB each"
+    kept = f"{job.save.keep} kept + best + one being written, {size:.2f} GiB each"
     return [_line("disk", f"{kept}{cache} = {plan.disk_bytes / GIB:.1f}{free}")]
 
 
@@ -278,7 +280,7 @@ def _sanity(plan: Plan) -> list[str]:
     return [_line(found.name, ("WARNING  " if found.warns else "") + found.text) for found in check(plan)]
 
 
-def verdict(plan: Plan) -> list[str]:
+def _verdict(plan: Plan) -> list[str]:
     """Go; or no-go, why, and what would go."""
     if plan.go:
         return ["GO"]
@@ -302,9 +304,9 @@ def short(plan: Plan) -> list[str]:
     parts = f"activations {m.activations / GIB:.2f}, logits {m.held / GIB:.2f}, copy for a save {m.staging / GIB:.2f}"
     money = f", ${plan.usd:,.2f}" if plan.usd is not None else ""
     cost = plan.between_saves_h
-    crash = f"${cost * job.usd_per_hour:,.2f}" if job.usd_per_hour is not None else span(cost)
+    crash = f"${cost * job.budget.usd_per_hour:,.2f}" if job.budget.usd_per_hour is not None else span(cost)
     return [
-        f"{plan.params:,} parameters ({'your own' if job.own_params else job.shape.family}); {large(job.flops_per_token)}FLOP per token",
+        f"{plan.params:,} parameters ({'your own' if job.own_params else job.shape.family}); {_large(job.flops_per_token)}FLOP per token",
         f"{job.steps:,} steps of {job.step_tokens:,.0f} tokens{epochs}; {step}, {job.row_tokens or job.seq_len:g} tokens each",
         f"about {span(plan.hours)}{money}: {_time_words(plan)}",
         f"memory: at most {m.peak_gib:.2f} of {plan.device.memory_gib:.1f} GiB ({parts})",
@@ -327,14 +329,14 @@ def table(plans: list[tuple[str, Plan]]) -> list[str]:
     return lines
 
 
-CURVE_WIDE, CURVE_HIGH = 56, 4  # in characters; each is 2 x 4 dots
+_CURVE_WIDE, _CURVE_HIGH = 56, 4  # in characters; each is 2 x 4 dots
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character, by column and row
 
 
 # ---------------------------------------------------------------- curves of characters
 
 
-def curve(values: Sequence[float], top: float, high: int = CURVE_HIGH) -> list[str]:
+def curve(values: Sequence[float], top: float, high: int = _CURVE_HIGH) -> list[str]:
     """Two values to a character, `top` at the upper edge."""
     wide = -(-len(values) // 2)
     cells = [[0] * wide for _ in range(high)]
@@ -354,17 +356,17 @@ def draw(plan: Plan) -> list[str]:
     if job.rate is not None:
         rate = job.rate
         lines += _picture("learning rate", _sampled(rate.lr_at, job.steps), rate.peak, f"{rate.peak:.1e}", job.steps)
-    if job.usd_per_hour is not None and plan.usd:
+    if job.budget.usd_per_hour is not None and plan.usd:
         price = plan.usd / job.steps
-        top = max(plan.usd, job.budget_usd or 0.0)
+        top = max(plan.usd, job.budget.usd or 0.0)
         lines += _picture("spending", _sampled(lambda step: price * step, job.steps), top, f"${top:,.2f}", job.steps)
-        if job.budget_usd is not None:
-            lines.append(f"{'':<14}{_budget_words(job.budget_usd, plan.usd, job.steps)}")
+        if job.budget.usd is not None:
+            lines.append(f"{'':<14}{_budget_words(job.budget.usd, plan.usd, job.steps)}")
     return lines
 
 
 def _sampled(at: Callable[[int], float], steps: int) -> list[float]:
-    return [at(max(1, round(steps * (x + 1) / (2 * CURVE_WIDE)))) for x in range(2 * CURVE_WIDE)]
+    return [at(max(1, round(steps * (x + 1) / (2 * _CURVE_WIDE)))) for x in range(2 * _CURVE_WIDE)]
 
 
 def _picture(name: str, values: list[float], top: float, most: str, steps: int) -> list[str]:
@@ -373,7 +375,7 @@ def _picture(name: str, values: list[float], top: float, most: str, steps: int) 
     names = [name, *[""] * (len(rows) - 1)]
     lines = [f"  {n:<13}{mark:>9} ┤{row}" for n, mark, row in zip(names, marks, rows, strict=True)]
     foot = f"{steps:,} steps"
-    return [*lines, f"{'':<24} └1{foot:>{CURVE_WIDE - 1}}"]
+    return [*lines, f"{'':<24} └1{foot:>{_CURVE_WIDE - 1}}"]
 
 
 def _budget_words(budget: float, usd: float, steps: int) -> str:

@@ -11,7 +11,7 @@ from lamplighter.model.shape import matmul_parameters_per_layer
 from lamplighter.plan.job import Job
 from lamplighter.plan.memory import layer_bytes
 
-BEST_GPU_MFU, BEST_CPU_MFU = 0.6, 0.8  # nobody does better: what needs more than this cannot be
+_BEST_GPU_MFU, _BEST_CPU_MFU = 0.6, 0.8  # nobody does better: what needs more than this cannot be
 
 # Of a processor, in units of its measured rates; fitted to benchmarks/plan.py.
 _GEMM_SHARE = 0.88
@@ -45,7 +45,7 @@ def step_seconds(job: Job, device: Device) -> float:
 
 def least_hours(job: Job, device: Device) -> float:
     """At the best MFU that could be hoped for."""
-    best = BEST_CPU_MFU if device.is_cpu else BEST_GPU_MFU
+    best = _BEST_CPU_MFU if device.is_cpu else _BEST_GPU_MFU
     return (total_flops(job) + recompute_flops(job)) / (device.peak(job.dtype) * best) / 3600
 
 

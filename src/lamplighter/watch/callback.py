@@ -40,7 +40,8 @@ class _Teller:
 
 
 @functools.cache
-def _make() -> type:
+def trainer_callback() -> type:
+    """The class; transformers is imported only where somebody asks for it."""
     try:
         from transformers import TrainerCallback
     except ImportError as error:
@@ -102,9 +103,3 @@ def _make() -> type:
             self._teller.end("train")
 
     return LampCallback
-
-
-def __getattr__(name: str) -> Any:
-    if name == "LampCallback":
-        return _make()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

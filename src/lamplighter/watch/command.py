@@ -1,7 +1,8 @@
 """Somebody else's command as a target of the supervisor: nothing is changed but the agent that is injected at its start.
 
 In:  the words of a command, a run folder.
-Out: the command with its own output, signals and exit code; what its processes count, in words.
+Out: the command with its own output, signals and exit code; what its processes count, how fast, what is left, and where
+     the time went, in words.
 """
 
 from __future__ import annotations
@@ -13,41 +14,35 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from lamplighter.config import Budget
 from lamplighter.errors import STUCK, BadConfig, InputMissing
 from lamplighter.procs import procfs
-from lamplighter.report import Verdict
 from lamplighter.rundir import LineFile, RunDir
 from lamplighter.watch import agent, time_report
 from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
-from lamplighter.watch.diagnosis import Diagnosis
-from lamplighter.watch.process_tree import HELLO_S, Snapshot
-from lamplighter.watch.progress import ScriptProgress
-from lamplighter.watch.restart_policy import RestartPolicy
+from lamplighter.watch.diagnosis import BUSY, Diagnosis
+from lamplighter.watch.process_tree import Process, Snapshot, counts
 from lamplighter.watch.stall import STALL_S, StallDetector
-from lamplighter.watch.status import clean, duration
-from lamplighter.watch.supervisor import Death, Ending, RunOutcome
+from lamplighter.watch.status import Rate, amount, clean, duration
+from lamplighter.watch.supervisor import Death, Ending, Root, RunOutcome, TargetFacts, TargetState
 from lamplighter.watch.terminal import Terminal
 from lamplighter.watch.trainer import signal_name
 
 _GRACE_S = 10.0
 _LOADING_S = 60.0
+_HELLO_S = 1.5  # a Python that has not opened its slot by then has no agent
 POLICIES = {"report": "report", "stop": "stop", "restart": "recover"}  # --on-stuck -> watch.on_stuck
 
 
 class WatchedCommand:
     """One command, the terminal that it writes to, and how far it has come."""
 
-    ours = False
-    verb = "watch"
-    grace_s = _GRACE_S
-
     def __init__(self, run: RunDir, words: list[str], again: bool) -> None:
         """`again`: it may be started more than once, so its side of the terminal stays open."""
         self.run, self.words = run, words
+        self.facts = TargetFacts("watch", False, _GRACE_S, command=tuple(words))
         for stale in run.slots.glob("p*"):
             stale.unlink(missing_ok=True)
         self.terminal = Terminal.open(run.output)
@@ -56,7 +51,7 @@ class WatchedCommand:
         self.again = again
         self.began = time.monotonic()
         self.child: subprocess.Popen[bytes] | None = None
-        self.progress = ScriptProgress()
+        self.progress = _ScriptProgress()
         self.snapshot: Snapshot | None = None
         self.finding: Diagnosis | None = None
         self.oom_before = procfs.oom_kills()
@@ -78,19 +73,10 @@ class WatchedCommand:
     def signals(self) -> AbstractContextManager[None]:
         return self.terminal.signals()
 
-    def wake_fd(self) -> int:
-        return -1
-
-    def stop_wanted(self) -> str:
-        return ""  # signals to us are handed on to the command
-
-    def leaves_at_once(self) -> bool:
-        return False
-
-    def start_fields(self, attempt: int) -> dict[str, Any]:
-        return {"began": time.time(), "verb": self.verb, "command": self.words}
-
-    def spawn(self, attempt: int) -> list[subprocess.Popen[bytes]]:
+    def start(self, attempt: int, eager: bool) -> list[Root]:
+        if self.child is not None:
+            self.progress, self.snapshot, self.finding = _ScriptProgress(), None, None
+            self.say(f"attempt {attempt}: the command is started again; it must resume by itself")
         environment = agent.environment(self.run.slots, os.environ)
         try:
             self.child = subprocess.Popen(self.words, stdout=self.streams[0], stderr=self.streams[1], env=environment)
@@ -101,14 +87,7 @@ class WatchedCommand:
             self.terminal.finish()
             raise BadConfig(f"cannot start {self.words[0]}", str(error), "is it executable?") from error
         self.terminal.started(self.child.pid)
-        return [self.child]
-
-    def slots(self) -> dict[int, Path]:
-        return {}
-
-    def begin_again(self, attempt: int, policy: RestartPolicy) -> None:
-        self.progress, self.snapshot, self.finding = ScriptProgress(), None, None
-        self.say(f"attempt {attempt}: the command is started again; it must resume by itself")
+        return [Root(self.child)]
 
     def ask_stop(self, reason: str, again: bool) -> None:
         """TERM to the command; the supervisor kills all of it if that does not end it."""
@@ -120,21 +99,12 @@ class WatchedCommand:
         self.say("asked to save: this command is not ours, and saves when it does")
         return 0
 
-    def save_before_kill(self) -> int:
-        return 0
-
     def kill(self, snapshot: Snapshot | None) -> None:
         for process in reversed(snapshot.processes if snapshot else ()):
             with contextlib.suppress(OSError):  # it has just ended
                 os.kill(process.pid, signal.SIGKILL)
 
     # ---------------------------------------------------------------- what it does
-
-    def output_bytes(self) -> int:
-        return self.terminal.output_bytes()
-
-    def phase_usual_s(self) -> float:
-        return 0.0
 
     def hear(self, snapshot: Snapshot, stall: StallDetector) -> Iterator[dict[str, Any]]:
         """It has no events; what its processes count is taken in."""
@@ -153,7 +123,7 @@ class WatchedCommand:
                 self.without_agent.setdefault(process.pid, snapshot.at)
             else:
                 self.without_agent.pop(process.pid, None)
-        late = [pid for pid, since in self.without_agent.items() if snapshot.at - since > HELLO_S]
+        late = [pid for pid, since in self.without_agent.items() if snapshot.at - since > _HELLO_S]
         if late and not self.said_without:
             self.said_without = True
             pids = ", ".join(map(str, sorted(late)))
@@ -167,14 +137,14 @@ class WatchedCommand:
         now = time.monotonic()
         if self.terminal.is_tty:
             if now - self.footer_at > FRAME_EVERY_S:
-                self.terminal.footer(f"lamp  {self.line()}")
+                self.terminal.footer(f"lamp  {self._line()}")
                 self.footer_at = now
             return
         calm = now - self.began > CALM_AFTER_S and self.finding is None
         if now - self.spoke_at > (CALM_EVERY_S if calm else LINE_EVERY_S):
-            self.say(self.line())
+            self.say(self._line())
 
-    def line(self) -> str:
+    def _line(self) -> str:
         """Now, in one line; something in it changes every time."""
         snapshot, finding = self.snapshot, self.finding
         if snapshot is None:
@@ -188,11 +158,9 @@ class WatchedCommand:
             parts.append(f"stopping for {duration(self.stopping_s)}")
         return " · ".join(parts)
 
-    def why(self) -> list[str]:
-        return []
-
     def status_fields(self) -> dict[str, Any]:
         return {
+            "now": self._line(),
             "command": self.words,
             "phase": self.progress.phase,
             "step": self.progress.steps,
@@ -202,16 +170,11 @@ class WatchedCommand:
             "durable_step": 0,
         }
 
-    def standing(self) -> tuple[int, int]:
+    def state(self) -> TargetState:
         """Whether it saves is its own business: there is always something to go back to, its own beginning at least."""
-        return self.progress.steps, max(1, self.progress.steps)
-
-    def may_grow(self) -> bool:
-        """Loading grows by right."""
-        return not self.progress.counts and time.monotonic() - self.began < _LOADING_S
-
-    def resource_verdicts(self, snapshot: Snapshot) -> list[Verdict | None]:
-        return []
+        steps = self.progress.steps
+        may_grow = not self.progress.counts and time.monotonic() - self.began < _LOADING_S
+        return TargetState(steps, max(1, steps), may_grow, output_bytes=self.terminal.output_bytes())
 
     # ---------------------------------------------------------------- the end
 
@@ -247,3 +210,140 @@ class WatchedCommand:
             for fd in self.streams:
                 os.close(fd)
         self.terminal.finish()
+
+
+# ---------------------------------------------------------------- how far it has come
+
+
+class _ScriptProgress:
+    """Remembers the last seconds, and adds up where they went."""
+
+    def __init__(self) -> None:
+        self.counted = Rate()
+        self.done = 0.0
+        self.unit = ""
+        self.steps = self.total = self.loaders = 0
+        self.phase = "start"
+        self.inferred = ""  # from stacks, during a stall
+        self.rate = 0.0
+        self.left_s: float | None = None
+        self.seconds: dict[str, float] = {}
+        self.before: Snapshot | None = None
+        self.counts = False
+        self.peak_bytes = 0
+
+    def look(self, snapshot: Snapshot) -> None:
+        """One more snapshot."""
+        self.peak_bytes = max(self.peak_bytes, snapshot.rss_bytes)
+        self.counts = self.counts or any(process.slot and counts(process.slot) for process in snapshot.processes)
+        self._charge(snapshot)
+        leader = self._leader(snapshot)
+        if leader is None or leader.slot is None:
+            return
+        slot = leader.slot
+        self.steps, self.loaders = max(self.steps, slot.step), slot.loader_workers
+        self.done, total, self.unit = _count(leader)
+        self.rate = self.counted.add(self.unit, snapshot.at, self.done)
+        self.total = int(total) if total > 0 else 0
+        left = total - self.done
+        self.left_s = round(left / self.rate, 1) if left > 0 and self.rate > 0 else None
+
+    def _leader(self, snapshot: Snapshot) -> Process | None:
+        """The process whose counters tell the most: rank 0 or the one that steps."""
+        counted = [m for m in snapshot.processes if m.slot is not None and m.worker < 0]
+        return max(counted, key=_worth, default=None)
+
+    def _charge(self, snapshot: Snapshot) -> None:
+        """The time since the last look, by what the leader was doing in it."""
+        before, self.before = self.before, snapshot
+        if before is None:
+            return
+        leader = self._leader(snapshot) or snapshot.processes[0]
+        then = before.process(leader.pid)
+        slice_s = snapshot.at - before.at
+        self.phase = _phase_of(leader, snapshot)
+        if then is not None and leader.slot is not None and then.slot is not None:
+            waited = min(slice_s, max(0.0, (leader.slot.fetch_wait_ns - then.slot.fetch_wait_ns) / 1e9))
+            if leader.slot.in_fetch and leader.slot.fetch_since_ns <= then.slot.fetch_since_ns:
+                waited = slice_s
+            if waited > 0:
+                self._add("data wait", waited)
+                slice_s -= waited
+        name = self.inferred or self.phase
+        if name == "script":
+            busy = snapshot.cpu_s - before.cpu_s
+            worked = snapshot.worked_at > before.worked_at or busy > BUSY * (snapshot.at - before.at)
+            name = "compute" if worked and self.counts else "running, nothing counted yet" if worked else "asleep"
+        self._add(name, slice_s)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    # -- words
+
+    def words(self, snapshot: Snapshot) -> str:
+        parts = []
+        if self.unit:
+            of = f" of {amount(self.total, '')}" if self.total else ""
+            parts.append(f"{self.unit} {amount(self.done, '')}{of}")
+            if self.rate:
+                parts.append(f"{self.rate:.1f}/s" if self.rate < 100 else f"{self.rate:,.0f}/s")
+            if self.left_s is not None:
+                parts.append(f"{duration(self.left_s)} left")
+        if self.phase != "script" or self.inferred:
+            parts.append(self.inferred or self.phase)
+        wait = self.seconds.get("data wait", 0.0) / max(1e-9, sum(self.seconds.values()))
+        if wait > 0.02:
+            parts.append(f"data wait {wait:.0%}")
+        memory = snapshot.rss_bytes
+        others = f" in {len(snapshot.processes)} processes" if len(snapshot.processes) > 1 else ""
+        parts.append(f"{memory / 1e9:.2f} GB{others}")
+        return " · ".join(parts)
+
+    def facts(self) -> dict[str, str]:
+        return {"largest memory": f"{self.peak_bytes / 1e9:.2f} GB"}
+
+    def summary(self) -> str:
+        whole = sum(self.seconds.values()) or 1e-9
+        rows = sorted(self.seconds.items(), key=lambda row: -row[1])[:4]
+        return ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in rows)
+
+
+def _worth(process: Process) -> tuple[int, int, int, int]:
+    slot = process.slot
+    assert slot is not None
+    return (slot.step, int(slot.done > 0 or bool(slot.phase)), slot.bar_n + slot.fetches, -process.pid)
+
+
+def _count(process: Process) -> tuple[float, float, str]:
+    """(done, total or -1, what is counted): the script's own phase, a bar with a total, steps, fetches."""
+    slot = process.slot
+    assert slot is not None
+    if slot.phase and slot.done:
+        return slot.done, slot.total, clean(f"{slot.phase} {slot.unit}".strip())
+    if slot.bar_n and slot.bar_total > 0:
+        return slot.bar_n, slot.bar_total, clean(slot.bar.rstrip(": ")) or ("step" if slot.step else "bar")
+    if slot.step:
+        return slot.step, -1, "step"
+    if slot.bar_n:
+        return slot.bar_n, -1, clean(slot.bar.rstrip(": ")) or "bar"
+    return (slot.fetches, slot.loader_len, "batch") if slot.fetches else (0, -1, "")
+
+
+def _phase_of(leader: Process, snapshot: Snapshot) -> str:
+    """From the counters alone: what the script is in."""
+    slot = leader.slot
+    if leader.look.stopped:
+        return "stopped"
+    if any(m.slot and m.slot.compiling for m in snapshot.processes):
+        return "compiling"
+    if slot is None:
+        return "script"
+    if slot.collecting:
+        return "collecting garbage"
+    if slot.in_coll:
+        return f"in a collective ({slot.coll.split()[0]})" if slot.coll else "in a collective"
+    if slot.in_fetch:
+        waits = f" for worker {slot.wait_worker}" if slot.wait_worker >= 0 else ""
+        return f"waiting{waits}" if slot.loader_workers else "loading a batch"
+    return "script"

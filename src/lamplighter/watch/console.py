@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import queue
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -153,9 +152,3 @@ class Console:
         if self.display is not None:
             self.display.close()
         self.stream.finish()
-
-
-def result(text: str) -> None:
-    """What was asked for, on stdout, as it is."""
-    sys.stdout.write(text)
-    sys.stdout.flush()

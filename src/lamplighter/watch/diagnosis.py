@@ -29,7 +29,7 @@ from lamplighter.watch.process_tree import Process, counts
 from lamplighter.watch.status import duration
 
 _UNTIMED_WAIT = re.compile(r"\.(acquire|join|get|wait|result)\(\s*(?:True\s*|block(?:ing)?=True\s*)?\)")
-WORKERS = {"data/stream.py": "lamp-stream", "train/checkpointer.py": "lamp-writer"}  # who works while this file waits
+_WORKERS = {"data/stream.py": "lamp-stream", "train/checkpointer.py": "lamp-writer"}  # who works while this file waits
 BUSY = 0.03  # share of one core that counts as running
 _SLOW_BYTES_PER_S = 2e6
 SOFT_WAITS = ("wait", "get", "result", "join")  # a signal handler, a timer or a native thread may end them
@@ -112,7 +112,7 @@ class Evidence:
         if not self.newest or not self.newest.threads:
             return None
         main, *others = self.newest.threads
-        for file, name in WORKERS.items():
+        for file, name in _WORKERS.items():
             if any(frame.file.endswith(file) for frame in main.frames):
                 return next((thread for thread in others if thread.name == name), main)
         return main
@@ -149,9 +149,7 @@ def judge_process(sample: GroupSample, process: Process) -> Diagnosis | None:
 def _finding(
     evidence: Evidence, state: str, cause: str, why: str, next: str, provable: bool = False, **culprit_fields: object
 ) -> Diagnosis:
-    where: dict[str, object] = {"pid": evidence.look.pid}
-    if evidence.frame is not None:
-        where |= evidence.frame.fields()
+    where = evidence.sample.culprit(evidence.process, evidence.frame)
     seen = [
         f"process {evidence.look.words}, {evidence.cpu_share:.0%} of a core",
         not_known(evidence.look) or f"{evidence.bytes_per_s:,.0f} bytes/s moved",
@@ -171,7 +169,7 @@ def _finding(
 # ---------------------------------------------------------------- the rules, in order
 
 
-def stopped(evidence: Evidence) -> Diagnosis | None:
+def _stopped(evidence: Evidence) -> Diagnosis | None:
     halted = [process.look for process in evidence.sample.last.processes if process.look.stopped]
     if not halted:
         return None
@@ -195,7 +193,7 @@ def _uninterruptible(evidence: Evidence) -> Diagnosis | None:
     return _finding(evidence, "stuck", "d_state", why, "wait, or look at the disk or the mount behind it (dmesg)")
 
 
-def compiling(evidence: Evidence) -> Diagnosis | None:
+def _compiling(evidence: Evidence) -> Diagnosis | None:
     flagged = any(process.slot and process.slot.compiling for process in evidence.sample.last.processes)
     if not flagged and not evidence.compilers:
         return None
@@ -217,7 +215,7 @@ def _compile_asleep(evidence: Evidence) -> Diagnosis:
     return replace(found, asleep=True)
 
 
-def collecting(evidence: Evidence) -> Diagnosis | None:
+def _collecting(evidence: Evidence) -> Diagnosis | None:
     if not evidence.slot.collecting:
         return None
     return _finding(
@@ -248,7 +246,7 @@ def _holding_the_gil(evidence: Evidence) -> Diagnosis | None:
     return _finding(evidence, "slow", "gil_hold", why, "nothing can be saved until it returns; look at that line")
 
 
-def running(evidence: Evidence) -> Diagnosis | None:
+def _running(evidence: Evidence) -> Diagnosis | None:
     if evidence.cpu_share < BUSY or evidence.frame is None:
         return None
     counted = _loop_progress(evidence)
@@ -303,7 +301,7 @@ def _deadlocked(evidence: Evidence) -> Diagnosis | None:
     return _finding(evidence, "stuck", "deadlock", why, "take the locks in one order", provable=proved)
 
 
-def asleep(evidence: Evidence) -> Diagnosis | None:
+def _asleep(evidence: Evidence) -> Diagnosis | None:
     if evidence.frame is None or evidence.seconds < 0.9:
         return None
     sleeping = evidence.main_thread is not None and evidence.main_thread.syscall in NANOSLEEP
@@ -316,7 +314,7 @@ def asleep(evidence: Evidence) -> Diagnosis | None:
 
 
 _RULES: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
-    stopped, _uninterruptible, compiling, collecting, _holding_the_gil, _moving_slowly, running, _deadlocked, asleep,
+    _stopped, _uninterruptible, _compiling, _collecting, _holding_the_gil, _moving_slowly, _running, _deadlocked, _asleep,
 )  # fmt: skip
 
 
@@ -373,7 +371,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class LoopProgress:
+class _LoopProgress:
     """How far a loop has come between two stacks."""
 
     counter: str
@@ -391,7 +389,7 @@ class LoopProgress:
         return count + left
 
 
-def _loop_progress(evidence: Evidence) -> LoopProgress | None:
+def _loop_progress(evidence: Evidence) -> _LoopProgress | None:
     """From the loop's counter in two stacks; None where it cannot be seen or does not move."""
     if len(evidence.stacks) < 2 or not all(taken.threads for taken in evidence.stacks):
         return None
@@ -406,7 +404,7 @@ def _loop_progress(evidence: Evidence) -> LoopProgress | None:
         moved = frame.numbers[loop.counter] - before.numbers[loop.counter]
         if seconds > 0.1 and moved > 0:
             end = _range_end(loop.node, frame.numbers)
-            return LoopProgress(loop.counter, frame.numbers[loop.counter], moved / seconds, end)
+            return _LoopProgress(loop.counter, frame.numbers[loop.counter], moved / seconds, end)
     return None
 
 

@@ -49,6 +49,13 @@ class GroupSample:
         before = self.first.process(process.pid)
         return (process.look.cpu_s - before.look.cpu_s) / self.seconds if before else 0.0
 
+    def culprit(self, process: Process, frame: Frame | None) -> dict[str, object]:
+        """Who is named in a verdict, and the line."""
+        named: dict[str, object] = {"pid": process.pid, **(frame.fields() if frame else {})}
+        if process.worker >= 0 and process.slot is not None:
+            named |= {"worker": process.worker, "item": process.slot.item}
+        return {**named, "rank": process.rank} if process.rank >= 0 else named
+
     def at(self, process: Process) -> str:
         frame = self.frame(process)
         return f" at {frame.short}" if frame else ""

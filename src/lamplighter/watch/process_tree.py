@@ -22,7 +22,6 @@ from lamplighter.slot import Slot, read_slot
 
 _PIDFD_GET_INFO = 0xC040FF0B  # Linux 6.15 and later
 _PIDFD_INFO_EXIT = 8
-HELLO_S = 1.5  # a Python that has not opened its slot by then has no agent
 _MOST_PROCESSES = 64
 _MOST_PIDFDS = 400
 _TREE_EVERY_S = 0.9  # in calm times
@@ -59,8 +58,10 @@ class Process:
 
     @property
     def moved_bytes(self) -> int:
-        """By any means, less what our own questions have moved."""
+        """By any means, less what our own questions have moved; nothing where this system does not count."""
         slot = self.slot
+        if self.look.read_bytes is None:
+            return 0
         asked = slot.answered_bytes + _ANSWER_OVERHEAD_BYTES * slot.answers if slot else 0
         return self.look.moved_bytes - asked
 

@@ -1,16 +1,26 @@
-"""What runs out: memory and disk, as slopes over minutes. Pure functions over samples.
+"""What runs out while work gets done: memory and disk, by slopes over minutes; and time, by one recompile after another.
 
-In:  (seconds, bytes) samples of the process's memory and of the free disk.
-Out: a verdict before it is too late: "will be out of memory in about X".
+In:  a Snapshot of the process tree at each look, the sizes of saved checkpoints.
+Out: a verdict before it is too late ("out of memory in about X"), once in an attempt. The rules are pure functions over samples.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from lamplighter.procs import procfs
 from lamplighter.report import Verdict
-from lamplighter.rundir import human_bytes
+from lamplighter.rundir import free_bytes, human_bytes
+from lamplighter.watch.process_tree import ProcessTree, Snapshot
+from lamplighter.watch.stall import take_all
 from lamplighter.watch.status import duration
+from lamplighter.watch.tree_diagnosis import storm_verdict
+
+_LOOK_EVERY_S = 2.5
+_RECOMPILES, _RECOMPILES_S = 3, 10.0
 
 _LEAST_S = 20.0
 _LEAST_GROWTH = 0.05  # of what it was, and
@@ -18,7 +28,59 @@ _LEAST_BYTES = 50_000_000
 _SOON_S = 3600.0
 
 
-def slope(samples: Sequence[tuple[float, float]]) -> float:
+class ResourceWatch:
+    """Remembers the last minutes of one attempt, and what was said of them."""
+
+    def __init__(self) -> None:
+        self.checkpoint_bytes = 0
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """A new attempt."""
+        self.memory: deque[tuple[float, float]] = deque(maxlen=240)
+        self.recompiles: deque[tuple[float, int]] = deque()
+        self.said: set[str] = set()
+        self.looked_at: float | None = None
+
+    def hear(self, event: dict[str, Any]) -> None:
+        """A checkpoint tells how large the next one will be."""
+        if event.get("type") == "checkpoint":
+            self.checkpoint_bytes = event.get("bytes", 0)
+
+    def look(self, tree: ProcessTree, snapshot: Snapshot, may_grow: bool, folder: Path) -> list[Verdict]:
+        """What is new; memory and disk are looked at every few seconds. `may_grow`: loading grows by right."""
+        found = [self._look_at_compiles(tree, snapshot)]
+        self.looked_at = snapshot.at if self.looked_at is None else self.looked_at
+        if may_grow:
+            self.memory.clear()
+        if snapshot.at - self.looked_at >= _LOOK_EVERY_S:
+            self.looked_at = snapshot.at
+            if not may_grow:
+                self.memory.append((snapshot.at, float(snapshot.rss_bytes)))
+            found.append(memory_verdict(list(self.memory), procfs.memory_left()))
+            if self.checkpoint_bytes:
+                found.append(disk_verdict(free_bytes(folder), self.checkpoint_bytes))
+        fresh = [verdict for verdict in found if verdict is not None and verdict.cause not in self.said]
+        self.said |= {verdict.cause for verdict in fresh}
+        return fresh
+
+    def _look_at_compiles(self, tree: ProcessTree, snapshot: Snapshot) -> Verdict | None:
+        """Many recompiles in a short time are work of a kind, and are said all the same."""
+        counted = [(process.slot.recompiles, process) for process in snapshot.processes if process.slot]
+        count, process = max(counted, key=lambda one: one[0], default=(0, None))
+        if process is None or not count or "recompile_storm" in self.said:
+            return None
+        self.recompiles.append((snapshot.at, count))
+        while snapshot.at - self.recompiles[0][0] > _RECOMPILES_S:
+            self.recompiles.popleft()
+        since, before = self.recompiles[0]
+        if count - before < _RECOMPILES:
+            return None
+        taken = take_all(tree, (process,), everybody=False).get(process.pid)
+        return storm_verdict(process, count - before, snapshot.at - since, taken)
+
+
+def _slope(samples: Sequence[tuple[float, float]]) -> float:
     """Bytes per second, by least squares."""
     count = len(samples)
     mean_t = sum(t for t, _ in samples) / count
@@ -32,7 +94,7 @@ def memory_verdict(samples: Sequence[tuple[float, float]], left_bytes: float) ->
     if len(samples) < 8 or samples[-1][0] - samples[0][0] < _LEAST_S:
         return None
     first, last = samples[0][1], samples[-1][1]
-    rate = slope(samples)
+    rate = _slope(samples)
     if rate <= 0 or last - first < max(_LEAST_GROWTH * first, _LEAST_BYTES) or not _steady(samples):
         return None
     in_s = left_bytes / rate

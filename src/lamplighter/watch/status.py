@@ -1,7 +1,7 @@
-"""Now, as far as it can be seen from outside, and the words for it.
+"""A run of ours now, as far as it can be seen from its folder, and the words for it.
 
-In:  the slot, /proc and the events of a run, gathered by the supervisor.
-Out: a Status, one sentence in which something changes every time, events in words, and the red flags that stand.
+In:  a run folder (ours, or one that another process owns), the slot of its first rank and its process.
+Out: a Status, one sentence in which something changes every time, new events in words, and the red flags that stand.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 import textwrap
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from lamplighter.config import Budget
 from lamplighter.procs.procfs import ProcessLook
-from lamplighter.rundir import human_bytes
+from lamplighter.rundir import RunDir, human_bytes, parse_record, read_last_lines
 from lamplighter.slot import Slot
 
+_RATE_WINDOW_S = 15.0
+_HISTORY_RUNS = 5
+_HISTORY_BYTES = 1 << 18
 _BARS = "▁▂▃▄▅▆▇█"
 _Flag = dict[str, Any]  # a red flag that stands: cause, state, why, next, step
 
@@ -60,6 +65,121 @@ class Status:
         else:
             left = self.slot.total - self.slot.done if self.slot.total > 0 else -1
         return left / self.rate if left > 0 and self.rate > 0 else None
+
+
+# ---------------------------------------------------------------- looking at a run
+
+
+class Tail:
+    """Complete new lines of a growing file; a half-written line waits for its end."""
+
+    def __init__(self, path: Path, from_end: bool = False) -> None:
+        self.path = path
+        self.offset = path.stat().st_size if from_end and path.exists() else 0
+        self.part = b""
+
+    def lines(self, limit_bytes: int = 1 << 20) -> list[str]:
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                data = file.read(limit_bytes)
+        except OSError:  # not there yet, or gone
+            return []
+        self.offset += len(data)
+        *whole, self.part = (self.part + data).split(b"\n")
+        return [line.decode("utf-8", "replace") for line in whole]
+
+    def records(self) -> list[dict[str, Any]]:
+        return [record for line in self.lines() if (record := parse_record(line)) is not None]
+
+
+class Rate:
+    """How fast something is counted, over the last seconds of one phase."""
+
+    def __init__(self) -> None:
+        self.samples: deque[tuple[float, float]] = deque()
+        self.counted = ""  # what is counted
+        self.per_s = 0.0
+
+    def add(self, counted: str, now: float, done: float) -> float:
+        if counted != self.counted:
+            self.counted = counted
+            self.samples.clear()
+        self.samples.append((now, done))
+        while len(self.samples) > 2 and now - self.samples[0][0] > _RATE_WINDOW_S:
+            self.samples.popleft()
+        (then, before), seconds = self.samples[0], now - self.samples[0][0]
+        self.per_s = max(0.0, done - before) / seconds if seconds > 0.4 else self.per_s if then != now else 0.0
+        return self.per_s
+
+
+class Observer:
+    """Keeps what must be remembered between two looks."""
+
+    def __init__(self, run: RunDir, events: Sequence[Path], budget: Budget) -> None:
+        self.run, self.budget = run, budget
+        self.status = Status(run.name)
+        self.events = [Tail(path, from_end=True) for path in events]
+        self.metrics = Tail(run.metrics, from_end=True)
+        self.rate = Rate()
+        self.history = _phase_history(run)
+        self.durable_at: float | None = None
+        self.fresh: list[dict[str, Any]] = []  # metrics of the last look
+
+    def look(
+        self, slot: Slot | None, process: ProcessLook | None, stalled_s: float, spent_s: float
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """One look; updates `status`, returns the new events with the number of the file that they come from."""
+        status = self.status
+        if slot is not None and slot.pid:
+            status.slot, status.process, status.stalled_s = slot, process, stalled_s
+            status.rate = self.rate.add(slot.phase, time.monotonic(), slot.done)
+            status.usual_s = self.history.get(slot.phase)
+        self.fresh = self.metrics.records()
+        for record in self.fresh:
+            self._learn(record)
+        if self.budget.usd_per_hour is not None:
+            status.usd = self.budget.spent_usd(spent_s)
+            status.usd_limit = self.budget.usd
+        events = [(number, event) for number, tail in enumerate(self.events) for event in tail.records()]
+        for _, event in events:
+            self._hear(event)
+        status.durable_age_s = time.time() - self.durable_at if self.durable_at else None
+        return events
+
+    def begin_again(self) -> None:
+        """A new attempt of the same run: what was learned stays, what was seen goes."""
+        self.status.slot, self.status.process = None, None
+        self.rate = Rate()
+
+    def _learn(self, record: dict[str, Any]) -> None:
+        status = self.status
+        if record.get("train/loss") is not None:
+            status.losses.append(record["train/loss"])
+            status.lr = record.get("train/lr", 0.0)
+            wait, whole = record.get("train/data_wait_ms", 0.0), record.get("train/dt_ms", 0.0)
+            status.data_wait = 0.9 * status.data_wait + 0.1 * (wait / whole if whole else 0.0)
+        if record.get("eval/val_loss") is not None:
+            status.val_loss, status.val_step = record["eval/val_loss"], record["step"]
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        if event.get("type") == "checkpoint":
+            self.durable_at = event["t"]
+        hear_flag(self.status.flags, event)
+        if event.get("type") == "floor":
+            self.status.floor = event["nats_per_token"]
+
+
+def _phase_history(run: RunDir) -> dict[str, float]:
+    """How long each phase took the last time, in this run or its newest neighbours."""
+    found: dict[str, float] = {}
+    neighbours = [path for path in run.path.parent.glob("*/events.jsonl") if path != run.events]
+    neighbours.sort(key=lambda path: path.stat().st_mtime)
+    for path in [*neighbours[-_HISTORY_RUNS:], run.events]:
+        for event in read_last_lines(path, _HISTORY_BYTES):
+            if event.get("type") == "phase" and event.get("state") == "end":
+                found[event.get("path", "")] = event.get("seconds", 0.0)
+    return found
 
 
 # ---------------------------------------------------------------- words
@@ -258,63 +378,3 @@ def tell_flags(standing: dict[str, _Flag]) -> list[str]:
             f"next: {flag['next']}",
         ]
     return lines
-
-
-# ---------------------------------------------------------------- report.md
-
-
-@dataclass
-class FlagPeriod:
-    """From up to down."""
-
-    cause: str
-    why: str
-    next: str
-    step: int
-    t: float
-    end_step: int = 0
-    end_t: float = 0.0
-    well: bool = False
-    evidence: list[str] = field(default_factory=list)
-
-
-def _flag_periods(events: Iterable[dict[str, Any]]) -> list[FlagPeriod]:
-    """Every flag that was ever up, in order; one that was raised again in steps done twice is the same."""
-    found: list[FlagPeriod] = []
-    up: dict[str, FlagPeriod] = {}
-    last_t, last_step = 0.0, 0
-    for event in events:
-        kind, last_t = event.get("type"), max(last_t, float(event.get("t", 0.0)))
-        if isinstance(event.get("step"), int):
-            last_step = int(event["step"])
-        if kind == "verdict" and event.get("flag") and event["cause"] not in up:
-            up[event["cause"]] = period = FlagPeriod(
-                event["cause"],
-                event["why"],
-                event["next"],
-                int(event["step"]),
-                last_t,
-                evidence=list(event.get("evidence", [])),
-            )
-            found.append(period)
-        elif kind == "well again" and event["cause"] in up:
-            period = up.pop(event["cause"])
-            period.end_step, period.end_t, period.well = int(event["step"]), last_t, True
-    for period in up.values():
-        period.end_step, period.end_t = max(last_step, period.step), last_t
-    return found
-
-
-def flags_section(events: Iterable[dict[str, Any]]) -> list[str]:
-    """The lines of report.md: which, when, how long, the numbers; or none."""
-    found = _flag_periods(events)
-    lines = ["## Red flags", ""]
-    if not found:
-        return [*lines, "none", ""]
-    lines += ["| flag | from step | to | why | next | numbers |", "|---|---|---|---|---|---|"]
-    for one in found:
-        how_long = f"{one.end_step - one.step} steps, {duration(max(0.0, one.end_t - one.t))}"
-        end = f"step {one.end_step}, then well again ({how_long})" if one.well else f"the end ({how_long})"
-        cells = (one.cause, str(one.step), end, one.why, one.next, "; ".join(one.evidence))
-        lines.append("| " + " | ".join(clean(cell).replace("|", "/") for cell in cells) + " |")
-    return [*lines, ""]

@@ -10,16 +10,17 @@ reports, what it says about itself, and what its end means.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,18 +28,53 @@ from lamplighter.errors import DONE, STOPPED_EARLY
 from lamplighter.procs import procfs
 from lamplighter.report import Verdict
 from lamplighter.rundir import VERSIONS, LineFile, RunDir, cannot_write, identity, read_lines, read_record, write_json
+from lamplighter.slot import read_slot
 from lamplighter.watch import tree_diagnosis
 from lamplighter.watch.notify import Notifier
 from lamplighter.watch.process_tree import ProcessTree, Snapshot, open_pidfd, read_slots
-from lamplighter.watch.resources import memory_verdict
+from lamplighter.watch.resources import ResourceWatch
 from lamplighter.watch.restart_policy import RestartPolicy
 from lamplighter.watch.stall import CLOSE_LOOK_S, LOOK_EVERY_S, STALL_S, StallDetector, explain, keep_text, take_all
-from lamplighter.watch.status import tell
+from lamplighter.watch.status import standing_flags, tell, tell_flags
 
-_RESOURCES_EVERY_S = 2.5
 _STATUS_EVERY_S = 0.9
-RECOMPILES, RECOMPILES_S = 3, 10.0
+_SAVE_S = 2.0  # for a save before a kill
 _REQUESTS = (".why", ".stop", ".save")
+
+
+# ---------------------------------------------------------------- what is supervised
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What is known of a target before it is started."""
+
+    verb: str
+    ours: bool  # the roots are our own processes: each has a slot of its own, and a fault of the supervisor may end it
+    grace_s: float  # between the request to stop and the kill
+    began: float = field(default_factory=time.time)
+    command: tuple[str, ...] = ()  # of somebody else
+
+
+@dataclass(frozen=True)
+class Root:
+    """A process that the target has started."""
+
+    process: subprocess.Popen[bytes]
+    slot: Path | None = None  # of our own; the agent has its own names for those of a command
+
+
+@dataclass(frozen=True)
+class TargetState:
+    """Where a target stands."""
+
+    step: int
+    durable_step: int
+    may_grow: bool  # it loads: its memory grows by right
+    stop_wanted: str = ""  # why it should stop: a signal to us, a budget that is spent
+    at_once: bool = False  # without waiting for a save
+    phase_usual_s: float = 0.0
+    output_bytes: int = -1  # that count as work
 
 
 @dataclass(frozen=True)
@@ -66,46 +102,32 @@ class Death:
     """The end of a process that another attempt may outlive."""
 
     how: str  # the same twice at the same step is a bug
-    cause: str
-    why: str
-    evidence: tuple[str, ...]
-    culprit: dict[str, object]
-    compiling: bool = False
+    verdict: Verdict  # what is done about it is not decided yet
+    compiling: bool
 
 
 class Target(Protocol):
     """What is supervised, and all that differs between our own processes and somebody else's command."""
 
-    verb: str
-    ours: bool  # the roots are our own processes; a fault of the supervisor may end it
-    grace_s: float  # between the request to stop and the kill
-
+    @property
+    def facts(self) -> TargetFacts: ...
     def say(self, text: str, style: str = "", urgent: bool = False) -> None: ...
+    def show(self, stopping_s: float | None) -> None:
+        """Now, to whoever looks."""
+        ...
+
     def signals(self) -> AbstractContextManager[None]: ...
-    def wake_fd(self) -> int: ...
-    def stop_wanted(self) -> str:
-        """Why it should stop: a signal to us, a budget that is spent; empty while it should not."""
+    def start(self, attempt: int, eager: bool) -> list[Root]:
+        """The first time, or again; `eager`: the compiler was given up."""
         ...
 
-    def leaves_at_once(self) -> bool: ...
-    def start_fields(self, attempt: int) -> dict[str, Any]: ...
-    def spawn(self, attempt: int) -> list[subprocess.Popen[bytes]]: ...
-    def slots(self) -> dict[int, Path]:
-        """The slots of our own processes by pid; empty where the agent has its own names for them."""
-        ...
-
-    def output_bytes(self) -> int: ...
-    def phase_usual_s(self) -> float: ...
     def hear(self, snapshot: Snapshot, stall: StallDetector) -> Iterable[dict[str, Any]]:
         """Take in what is new; the events are written into events.jsonl."""
         ...
 
-    def show(self, stopping_s: float | None) -> None: ...
-    def line(self) -> str: ...
-    def why(self) -> list[str]: ...
-    def status_fields(self) -> dict[str, Any]: ...
-    def standing(self) -> tuple[int, int]:
-        """The last step, and the durable step."""
+    def state(self) -> TargetState: ...
+    def status_fields(self) -> dict[str, Any]:
+        """Its part of status.json; `now` is the line for people."""
         ...
 
     def ask_stop(self, reason: str, again: bool) -> None: ...
@@ -113,12 +135,8 @@ class Target(Protocol):
         """The step that will be saved; 0 where there is none."""
         ...
 
-    def save_before_kill(self) -> int: ...
     def kill(self, snapshot: Snapshot | None) -> None: ...
-    def resource_verdicts(self, snapshot: Snapshot) -> list[Verdict | None]: ...
-    def may_grow(self) -> bool: ...
     def death(self, code: int) -> Death | None: ...
-    def begin_again(self, attempt: int, policy: RestartPolicy) -> None: ...
     def outcome(self, ending: Ending) -> RunOutcome: ...
     def report(self, outcome: RunOutcome, attempts: int) -> None: ...
     def close(self, outcome: RunOutcome) -> None: ...
@@ -128,13 +146,13 @@ class Supervisor:
     """One process tree and all that is known about it."""
 
     def __init__(self, run: RunDir, target: Target, policy: RestartPolicy, notify: str | None = None) -> None:
-        self.run, self.target, self.policy = run, target, policy
+        self.run, self.target, self.policy, self.facts = run, target, policy, target.facts
         for stale in run.ask.iterdir():  # requests to an attempt that is over
             stale.unlink(missing_ok=True)
         self.attempt = 1 + sum(event.get("type") == "start" for event in read_lines(run.events))
         self.events = LineFile(run.events)
         self.notifier = Notifier(notify, run.name, lambda text: target.say(text, "bold yellow"))
-        self.stall = StallDetector(run, target.ours)
+        self.stall = StallDetector(run, self.facts.ours)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pidfds: list[int] = []
         self.tree = ProcessTree((), run.slots)
@@ -145,17 +163,16 @@ class Supervisor:
         self.planned = self.planned_why = ""  # restart, fallback or stop, decided by us
         self.killed = False
         self.code = 0
-        self.memory: deque[tuple[float, float]] = deque(maxlen=240)
-        self.recompiles: deque[tuple[float, int]] = deque()
+        self.resources = ResourceWatch()
         self.warned: set[str] = set()
         self.status_at = 0.0
-        self.resources_at = time.monotonic()
+        self.wake = -1
 
     # ---------------------------------------------------------------- life
 
     def supervise(self) -> int:
         """Start the processes, stay with them, and return the exit code."""
-        with self.target.signals():
+        with self.target.signals(), self._woken_by_signals():
             while True:
                 self._start()
                 self._guarded(self._look)
@@ -166,33 +183,52 @@ class Supervisor:
                     return self._close()
                 self._begin_again()
 
+    @contextlib.contextmanager
+    def _woken_by_signals(self) -> Iterator[None]:
+        """A signal to us ends the wait for the next look."""
+        self.wake, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+            os.close(self.wake)
+            os.close(writing)
+
     def _start(self) -> None:
-        self.event("start", attempt=self.attempt, **self.target.start_fields(self.attempt), **identity())
-        self.processes = self.target.spawn(self.attempt)
+        facts = self.facts
+        began = facts.began if not self.processes else time.time()
+        command = {"command": facts.command} if facts.command else {}
+        self._event("start", attempt=self.attempt, began=began, verb=facts.verb, **command, **identity())
+        roots = self.target.start(self.attempt, self.policy.eager)
+        self.processes = [root.process for root in roots]
         pids = [process.pid for process in self.processes]
         self.pidfds = [fd for pid in pids if (fd := open_pidfd(pid)) >= 0]
-        self.tree = ProcessTree(pids, self.run.slots, self.target.slots())
+        own = {root.process.pid: root.slot for root in roots if root.slot is not None}
+        self.tree = ProcessTree(pids, self.run.slots, own)
 
     def _ended(self) -> bool:
         """Wait for the next look, a signal or the end. While a script counts its work, half as often is enough."""
-        calm = not self.target.ours and self.stall.counted and self.stall.stalled_s < LOOK_EVERY_S
-        wake = self.target.wake_fd()
-        waited_for = [*self.pidfds, *([wake] if wake >= 0 else [])]
-        ready, _, _ = select.select(waited_for, [], [], 2 * LOOK_EVERY_S if calm else LOOK_EVERY_S)
-        if wake in ready:
-            os.read(wake, 64)
-        if reason := self.target.stop_wanted():
-            self.ask_stop(reason)
+        calm = not self.facts.ours and self.stall.counted and self.stall.stalled_s < LOOK_EVERY_S
+        ready, _, _ = select.select([*self.pidfds, self.wake], [], [], 2 * LOOK_EVERY_S if calm else LOOK_EVERY_S)
+        if self.wake in ready:
+            os.read(self.wake, 64)
+        self._guarded(self._heed_stop)
         codes = [process.poll() for process in self.processes]
         failed = any(code not in (None, DONE, STOPPED_EARLY) for code in codes)  # one rank that failed ends the group
         return failed or all(code is not None for code in codes)
+
+    def _heed_stop(self) -> None:
+        if reason := self.target.state().stop_wanted:
+            self._ask_stop(reason)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """A fault of ours (a folder that was deleted, a full table of files) must never end somebody's command: said once."""
         try:
             act()
         except Exception as error:
-            if self.target.ours:
+            if self.facts.ours:
                 raise
             if "fault" not in self.warned:
                 self.warned.add("fault")
@@ -202,11 +238,11 @@ class Supervisor:
 
     def _look(self) -> None:
         """One round: look, hear, judge, speak, write, answer, act."""
-        stalled_s, before = self.stall.stalled_s, self.snapshot
+        stalled_s, before, state = self.stall.stalled_s, self.snapshot, self.target.state()
         loads = before is not None and any(p.slot and p.slot.loader_workers for p in before.processes)
         calm = stalled_s < CLOSE_LOOK_S and self.stall.counted and not loads
-        self.snapshot = self.tree.look(stalled_s > CLOSE_LOOK_S, self.target.output_bytes(), calm)
-        self.stall.look(self.tree, self.snapshot, self.target.phase_usual_s())
+        self.snapshot = self.tree.look(stalled_s > CLOSE_LOOK_S, state.output_bytes, calm)
+        self.stall.look(self.tree, self.snapshot, state.phase_usual_s)
         self._hear()
         self._name_stall()
         self.target.show(time.monotonic() - self.stop_at if self.stop_reason else None)
@@ -214,8 +250,8 @@ class Supervisor:
             self._write_status("stopping" if self.stop_reason else "running")
         self._answer_requests()
         self._act()
-        self._watch_resources()
-        self._watch_compiles()
+        for verdict in self.resources.look(self.tree, self.snapshot, self.target.state().may_grow, self.run.path):
+            self._say_verdict(verdict)
         self._enforce_stop()
 
     def _last_look(self) -> None:
@@ -223,7 +259,7 @@ class Supervisor:
         self.snapshot = self.tree.look(closely=False)
         self._hear()
         self._say_error()
-        if self.stop_reason and not self.target.ours:
+        if self.stop_reason and not self.facts.ours:
             self.tree.end_survivors()
 
     def _goes_on(self) -> bool:
@@ -231,19 +267,13 @@ class Supervisor:
         self._forget_processes()
         if self.planned in ("restart", "fallback"):
             return True
-        if self.stop_reason or self.planned == "stop" or self.target.leaves_at_once():
-            return False
-        death = self.target.death(self.code)
+        death = self.target.death(self.code) if not self.stop_reason and self.planned != "stop" else None
         if death is None:
             return False
-        step, durable = self.target.standing()
-        decision = self.policy.dead(death.how, step, durable, death.compiling)
+        state = self.target.state()
+        decision = self.policy.dead(death.how, state.step, state.durable_step, death.compiling)
         advice = decision.why or "run the same command again"
-        self._say_verdict(
-            Verdict(
-                "dead", death.cause, death.why, advice, decision.action, evidence=death.evidence, culprit=death.culprit
-            )
-        )
+        self._say_verdict(replace(death.verdict, next=advice, action=decision.action))
         return decision.action in ("restart", "fallback")
 
     def _forget_processes(self) -> None:
@@ -255,8 +285,8 @@ class Supervisor:
             os.close(fd)
         self.pidfds = []
         for process in self.processes:
-            pid = {} if self.target.ours else {"pid": process.pid}
-            self.event("child_end", **pid, code=process.wait(), attempt=self.attempt)
+            pid = {} if self.facts.ours else {"pid": process.pid}
+            self._event("child_end", **pid, code=process.wait(), attempt=self.attempt)
         self.code = failed[0] if failed else self.processes[0].wait()
 
     def _begin_again(self) -> None:
@@ -265,14 +295,12 @@ class Supervisor:
         self.planned = self.stop_reason = ""
         self.died, self.exits_heard, self.snapshot = False, 0, None
         self.stall.begin_again()
-        self.memory.clear()
-        self.recompiles.clear()
+        self.resources.begin_again()
         self.warned.clear()
-        self.target.begin_again(self.attempt, self.policy)
 
     # ---------------------------------------------------------------- events and verdicts
 
-    def event(self, type: str, **fields: Any) -> None:
+    def _event(self, type: str, **fields: Any) -> None:
         """A line of the parent's own in events.jsonl."""
         self._write_event({"type": type, "t": time.time(), **fields})
 
@@ -281,7 +309,7 @@ class Supervisor:
             self._say_unwritten(f"{self.run.events} cannot be written; is the disk full?")
 
     def _say_unwritten(self, problem: str) -> None:
-        if self.target.ours and "unwritten" not in self.warned:
+        if self.facts.ours and "unwritten" not in self.warned:
             self.warned.add("unwritten")
             self.target.say(f"WARNING  {problem}", "bold yellow")
 
@@ -297,17 +325,18 @@ class Supervisor:
         assert self.snapshot is not None
         for event in self.target.hear(self.snapshot, self.stall):
             self._write_event(event)
+            self.resources.hear(event)
             if event.get("type") == "verdict" and not event.get("said"):
                 kind = "budget" if event.get("cause") == "budget" else event.get("state", "")
                 self.notifier.tell(kind, event.get("why", ""), cause=event.get("cause"))
-        if not self.target.ours:
+        if not self.facts.ours:
             self._hear_exits()
 
     def _hear_exits(self) -> None:
         """Of a command, every end is an event, and that of a worker or a rank a verdict; what a launcher clears away is not."""
         fresh = self.tree.exits[self.exits_heard :]
         for ended in sorted(fresh, key=lambda one: one.code == -15):
-            self.event("child_end", pid=ended.pid, code=ended.code, rank=ended.slot.rank if ended.slot else -1)
+            self._event("child_end", pid=ended.pid, code=ended.code, rank=ended.slot.rank if ended.slot else -1)
             verdict = tree_diagnosis.death_verdict(ended)
             cleared_away = self.died and ended.code == -15
             if verdict is not None and not cleared_away and not self.stop_reason:
@@ -317,7 +346,7 @@ class Supervisor:
 
     def _say_error(self) -> None:
         """An uncaught exception of a command, in the words of the process that had it."""
-        if self.target.ours or self.processes[0].poll() == 0 or self.stop_reason or self.died:
+        if self.facts.ours or self.processes[0].poll() == 0 or self.stop_reason or self.died:
             return
         slots = read_slots(self.run.slots)
         failed = [slot for slot in slots.values() if slot.error]
@@ -332,39 +361,6 @@ class Supervisor:
             kept = self.stall.keep_evidence(finding)
             self._say_verdict(finding.verdict, provable=finding.provable, left_s=finding.left_s, kept=kept)
 
-    def _watch_resources(self) -> None:
-        """Every few seconds: does memory or disk run out? Each is said once per attempt."""
-        now, snapshot = time.monotonic(), self.snapshot
-        if self.target.may_grow():
-            self.memory.clear()
-        if now - self.resources_at < _RESOURCES_EVERY_S or snapshot is None:
-            return
-        self.resources_at = now
-        if not self.target.may_grow():
-            self.memory.append((now, float(snapshot.rss_bytes)))
-        found = [memory_verdict(list(self.memory), procfs.memory_left()), *self.target.resource_verdicts(snapshot)]
-        for verdict in found:
-            if verdict is not None and verdict.cause not in self.warned:
-                self.warned.add(verdict.cause)
-                self._say_verdict(verdict)
-
-    def _watch_compiles(self) -> None:
-        """Many recompiles in a short time are work of a kind, and are said all the same."""
-        assert self.snapshot is not None
-        counted = [process for process in self.snapshot.processes if process.slot and process.slot.recompiles]
-        if not counted or "storm" in self.warned:
-            return
-        process = max(counted, key=lambda one: one.slot.recompiles if one.slot else 0)
-        count = process.slot.recompiles if process.slot else 0
-        self.recompiles.append((self.snapshot.at, count))
-        while self.snapshot.at - self.recompiles[0][0] > RECOMPILES_S:
-            self.recompiles.popleft()
-        (since, before), now = self.recompiles[0], self.snapshot.at
-        if count - before >= RECOMPILES:
-            self.warned.add("storm")
-            taken = take_all(self.tree, (process,), everybody=False).get(process.pid)
-            self._say_verdict(tree_diagnosis.storm_verdict(process, count - before, now - since, taken))
-
     # ---------------------------------------------------------------- acting
 
     def _act(self) -> None:
@@ -373,23 +369,34 @@ class Supervisor:
         if finding is None or self.planned or self.stop_reason or self.stall.gap_s < STALL_S:
             return
         finding = replace(finding, verdict=replace(finding.verdict, since_s=round(self.stall.gap_s, 2)))
-        step, durable = self.target.standing()
-        decision = self.policy.stuck(finding, self.stall.longest_s, step, durable)
-        if decision.action == "none" or (decision.action == "fallback" and not self.target.ours):
+        state = self.target.state()
+        decision = self.policy.stuck(finding, self.stall.longest_s, state.step, state.durable_step)
+        if decision.action == "none" or (decision.action == "fallback" and not self.facts.ours):
             return
-        saved = self.target.save_before_kill()
+        saved = self._save_before_kill(state.step) if self.facts.ours else 0
         verdict = replace(finding.verdict, action=decision.action, next=decision.why)
         self._say_verdict(verdict, provable=finding.provable)
         self.planned = decision.action
-        if self.target.ours:
+        if self.facts.ours:
             self.target.say(f"step {saved} is safe; the process is killed ({decision.action})", "bold")
             self.planned_why = f"{finding.verdict.why}; {decision.why}"
             self.target.kill(self.snapshot)
         else:  # a command of somebody else is asked to end first
             self.planned_why = decision.why
-            self.ask_stop(finding.verdict.why, by_us=True)
+            self._ask_stop(finding.verdict.why, by_us=True)
 
-    def ask_stop(self, reason: str, by_us: bool = False) -> None:
+    def _save_before_kill(self, step: int) -> int:
+        """Ask the saver threads, which work even while a main thread is stuck; the step that is safe then."""
+        deadline, durable = time.monotonic() + _SAVE_S, 0
+        first = next(iter(self.tree.own.values()))
+        self.target.ask_save()
+        while time.monotonic() < deadline and durable < step:
+            time.sleep(0.05)
+            seen = read_slot(first)
+            durable = seen.durable_step if seen else durable
+        return durable
+
+    def _ask_stop(self, reason: str, by_us: bool = False) -> None:
         """Ask the processes to end; a stop that somebody wants cancels a restart of ours."""
         if not by_us and self.planned != "stop":
             self.planned = ""
@@ -398,16 +405,16 @@ class Supervisor:
             self.target.ask_stop(reason, again=False)
 
     def _enforce_stop(self) -> None:
-        if not self.stop_reason or (self.killed and self.target.ours):
+        if not self.stop_reason or (self.killed and self.facts.ours):
             return
         waited_s = time.monotonic() - self.stop_at
         self.target.ask_stop(self.stop_reason, again=True)
-        at_once = self.target.leaves_at_once()
-        if at_once or (waited_s > self.target.grace_s and not self._is_saving()):
+        state = self.target.state()
+        if state.at_once or (waited_s > self.facts.grace_s and not self._is_saving()):
             if not self.killed:
-                why = "left at once" if at_once else f"no answer in {waited_s:.0f} s"
-                safe = f"the process is killed; step {self.target.standing()[1]} is safe"
-                self.target.say(f"{why}: {safe if self.target.ours else 'the command is killed'}", "bold")
+                why = "left at once" if state.at_once else f"no answer in {waited_s:.0f} s"
+                safe = f"the process is killed; step {state.durable_step} is safe"
+                self.target.say(f"{why}: {safe if self.facts.ours else 'the command is killed'}", "bold")
             self.killed = True
             self.target.kill(self.snapshot)
 
@@ -423,16 +430,16 @@ class Supervisor:
         for path in (self.run.ask / name for name in names):
             kind, who, target = path.suffix[1:], read_record(path), path.with_suffix(".answer")
             path.unlink(missing_ok=True)
-            self.event("asked", kind=kind, by=who)
+            self._event("asked", kind=kind, by=who)
             if kind == "why":
                 threading.Thread(target=self._answer_why, args=(target,), name="lamp-why", daemon=True).start()
                 continue
             if kind == "stop":
-                self.ask_stop(f"lamp stop, by process {who.get('pid', '?')} on {who.get('host', '?')}")
+                self._ask_stop(f"lamp stop, by process {who.get('pid', '?')} on {who.get('host', '?')}")
             self._answer(target, {"kind": kind, "step": self.target.ask_save() if kind == "save" else 0})
 
     def _answer_why(self, target: Path) -> None:
-        self._answer(target, {"kind": "why", "text": self.explain()})
+        self._answer(target, {"kind": "why", "text": self._explain()})
 
     def _answer(self, target: Path, answer: dict[str, Any]) -> None:
         try:
@@ -440,13 +447,13 @@ class Supervisor:
         except OSError as error:  # a full disk: the asker waits in vain and says so; the work goes on
             self._say_unwritten(f"a request could not be answered: {error.strerror}")
 
-    def explain(self) -> str:
+    def _explain(self) -> str:
         """Now, in a line; the verdict; every process with its phase and the stacks of its threads."""
-        snapshot = self.snapshot
+        snapshot, told = self.snapshot, self.target.status_fields()
         if snapshot is None:
-            return f"{self.target.line()}\nthe process has not reported yet"
+            return f"{told['now']}\nthe process has not reported yet"
         taken = take_all(self.tree, snapshot.processes, everybody=True)
-        line = "\n".join([self.target.line(), *self.target.why()])
+        line = "\n".join([told["now"], *tell_flags(standing_flags(told))])
         text = explain(line, snapshot, taken, self.stall.finding)
         kept = keep_text(self.run, "why.txt", text) if any(taken.values()) else None
         return text + (f"\nkept in {kept}" if kept else "")
@@ -459,11 +466,10 @@ class Supervisor:
         status = {
             **VERSIONS,
             "state": state,
-            "verb": self.target.verb,
+            "verb": self.facts.verb,
             **self.target.status_fields(),
             "last_progress_s": round(self.snapshot.stalled_s, 2) if self.snapshot else 0.0,
             "attempt": self.attempt,
-            "now": self.target.line(),
             "stall": f"{finding.verdict.state}: {finding.verdict.why}" if finding else "",
             "t": time.time(),
             **identity(),
@@ -488,7 +494,7 @@ class Supervisor:
 
     def _write_end(self, outcome: RunOutcome) -> None:
         self._write_status(outcome.state, exit_code=outcome.code, outcome=outcome.words)
-        self.event("stop", code=outcome.code, state=outcome.state, outcome=outcome.words, reason=self.stop_reason)
+        self._event("stop", code=outcome.code, state=outcome.state, outcome=outcome.words, reason=self.stop_reason)
         self.target.report(outcome, self.attempt)
 
 

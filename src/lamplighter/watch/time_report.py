@@ -1,17 +1,18 @@
-"""The time report: where every second (and cent) of a run went, over all its attempts.
+"""The report of a run: where every second (and cent) went, over all its attempts, and which red flags were up.
 
-In:  events.jsonl and metrics.jsonl of a run folder.
+In:  events.jsonl of a run folder.
 Out: seconds by name, and report.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lamplighter.config import Budget
 from lamplighter.rundir import RunDir, read_lines
-from lamplighter.watch.status import duration, flags_section
+from lamplighter.watch.status import clean, duration
 
 
 @dataclass
@@ -111,6 +112,69 @@ def lines(times: TimeReport, budget: Budget) -> list[str]:
 
 def _cents(seconds: float, budget: Budget) -> str:
     return f"  ${budget.spent_usd(seconds):.4f}" if budget.usd_per_hour is not None else ""
+
+
+# ---------------------------------------------------------------- red flags
+
+
+@dataclass
+class _FlagPeriod:
+    """From up to down."""
+
+    cause: str
+    why: str
+    next: str
+    step: int
+    t: float
+    end_step: int = 0
+    end_t: float = 0.0
+    well: bool = False
+    evidence: list[str] = field(default_factory=list)
+
+
+def _flag_periods(events: Iterable[dict[str, Any]]) -> list[_FlagPeriod]:
+    """Every flag that was ever up, in order; one that was raised again in steps done twice is the same."""
+    found: list[_FlagPeriod] = []
+    up: dict[str, _FlagPeriod] = {}
+    last_t, last_step = 0.0, 0
+    for event in events:
+        kind, last_t = event.get("type"), max(last_t, float(event.get("t", 0.0)))
+        if isinstance(event.get("step"), int):
+            last_step = int(event["step"])
+        if kind == "verdict" and event.get("flag") and event["cause"] not in up:
+            up[event["cause"]] = period = _FlagPeriod(
+                event["cause"],
+                event["why"],
+                event["next"],
+                int(event["step"]),
+                last_t,
+                evidence=list(event.get("evidence", [])),
+            )
+            found.append(period)
+        elif kind == "well again" and event["cause"] in up:
+            period = up.pop(event["cause"])
+            period.end_step, period.end_t, period.well = int(event["step"]), last_t, True
+    for period in up.values():
+        period.end_step, period.end_t = max(last_step, period.step), last_t
+    return found
+
+
+def flags_section(events: Iterable[dict[str, Any]]) -> list[str]:
+    """The lines of report.md: which, when, how long, the numbers; or none."""
+    found = _flag_periods(events)
+    lines = ["## Red flags", ""]
+    if not found:
+        return [*lines, "none", ""]
+    lines += ["| flag | from step | to | why | next | numbers |", "|---|---|---|---|---|---|"]
+    for one in found:
+        how_long = f"{one.end_step - one.step} steps, {duration(max(0.0, one.end_t - one.t))}"
+        end = f"step {one.end_step}, then well again ({how_long})" if one.well else f"the end ({how_long})"
+        cells = (one.cause, str(one.step), end, one.why, one.next, "; ".join(one.evidence))
+        lines.append("| " + " | ".join(clean(cell).replace("|", "/") for cell in cells) + " |")
+    return [*lines, ""]
+
+
+# ---------------------------------------------------------------- report.md
 
 
 def write_report(run: RunDir, times: TimeReport, budget: Budget, outcome: str, facts: dict[str, Any]) -> str:

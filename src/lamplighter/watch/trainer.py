@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lamplighter.config import Budget
@@ -33,21 +32,17 @@ from lamplighter.errors import (
 )
 from lamplighter.procs import prctl, procfs, stacks
 from lamplighter.report import Verdict
-from lamplighter.rundir import RunDir, free_bytes, number, open_lines, read_record
+from lamplighter.rundir import RunDir, number, open_lines, read_record
 from lamplighter.slot import Slot, read_slot
 from lamplighter.watch import time_report
 from lamplighter.watch.console import Console
-from lamplighter.watch.observe import Observer, Tail
 from lamplighter.watch.process_tree import Snapshot
-from lamplighter.watch.resources import disk_verdict
-from lamplighter.watch.restart_policy import RestartPolicy
 from lamplighter.watch.stall import StallDetector
-from lamplighter.watch.status import clean, duration, line, tell, tell_flags, tell_step
-from lamplighter.watch.supervisor import Death, Ending, RunOutcome
+from lamplighter.watch.status import Observer, Tail, clean, duration, line, tell, tell_step
+from lamplighter.watch.supervisor import Death, Ending, Root, RunOutcome, TargetFacts, TargetState
 
 _OUTPUT_LINES = 40
 _BUDGET_BACKSTOP_S = 5.0
-_SAVE_S = 2.0
 _SPIN = "3000"  # turns of waiting before a thread sleeps: chosen by measurement, decision 005
 _NO_WORD = "it did not say that it was done; your code or a library may have called os._exit"
 _STATES = {
@@ -62,7 +57,7 @@ _STYLES = {DONE: "bold green", STOPPED_EARLY: "bold yellow"}
 _NOT_BY_RESUMING = (65, 66, 77, 78)  # these need another input, not the same command again
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChildSpec:
     """What the processes shall do, and under which conditions."""
 
@@ -83,11 +78,10 @@ class ChildSpec:
 class Trainer:
     """The processes of one run of ours, and what they have said."""
 
-    ours = True
-
     def __init__(self, run: RunDir, spec: ChildSpec, console: Console) -> None:
         self.run, self.spec, self.console = run, spec, console
-        self.verb, self.grace_s = spec.verb, spec.grace_s
+        self.request = dict(spec.request)
+        self.facts = TargetFacts(spec.verb, True, spec.grace_s, spec.began)
         self.began = time.monotonic() - max(0.0, time.time() - spec.began)
         self.last_status = read_record(run.status)
         self.spent_before_s = number(self.last_status.get("spent_s"))
@@ -98,9 +92,9 @@ class Trainer:
         self.status = self.observer.status
         self.status.started = self.began
         self.output = Tail(run.output, from_end=True)
-        self.interrupts, self.signalled, self.wake = 0, "", -1
+        self.interrupts, self.signalled = 0, ""
         self.oom_before = procfs.oom_kills()
-        self.peak_bytes = self.checkpoint_bytes = 0
+        self.peak_bytes = 0
         self.error_heard = False
         self.ended_early: dict[str, Any] = {}
 
@@ -118,13 +112,18 @@ class Trainer:
 
     # ---------------------------------------------------------------- start
 
-    def start_fields(self, attempt: int) -> dict[str, Any]:
-        return {"began": self.spec.began if not self.processes else time.time(), "verb": self.verb}
-
-    def spawn(self, attempt: int) -> list[subprocess.Popen[bytes]]:
+    def start(self, attempt: int, eager: bool) -> list[Root]:
+        """One process for each rank; again from the durable step, without the compiler where that was given up."""
+        if self.processes:
+            self.oom_before = procfs.oom_kills()
+            self.last_status = read_record(self.run.status)
+            self.durable_before = self._durable_on_disk()
+            self.request |= {"resume": "auto", "eager": eager}
+            self.observer.begin_again()
+            self.say(f"attempt {attempt}: going on from step {self.durable_before}", "bold")
         prctl.adopt_orphans()
         self.processes = [self._spawn_rank(rank, attempt) for rank in self.ranks]
-        return self.processes
+        return [Root(process, self.run.slot(rank)) for rank, process in enumerate(self.processes)]
 
     def _spawn_rank(self, rank: int, attempt: int) -> subprocess.Popen[bytes]:
         spec, fifo = self.spec, self.run.fifo(rank)
@@ -132,7 +131,7 @@ class Trainer:
             os.mkfifo(fifo, 0o600)
         self.run.slot(rank).unlink(missing_ok=True)
         output = open_lines(self.run.output)
-        request = json.dumps({**spec.request, "folder": str(self.run.path), "result_fd": spec.result_fd})
+        request = json.dumps({**self.request, "folder": str(self.run.path), "result_fd": spec.result_fd})
         try:
             return subprocess.Popen(
                 # -P: what lies in the current folder (a model folder, say) is not imported in a library's place
@@ -159,18 +158,6 @@ class Trainer:
             "LAMP_STARTED_MONOTONIC": str(self.began),
         }
 
-    def slots(self) -> dict[int, Path]:
-        return {process.pid: self.run.slot(rank) for rank, process in zip(self.ranks, self.processes, strict=True)}
-
-    def begin_again(self, attempt: int, policy: RestartPolicy) -> None:
-        """From the durable step; without the compiler where that was given up."""
-        self.oom_before = procfs.oom_kills()
-        self.last_status = read_record(self.run.status)
-        self.durable_before = self._durable_on_disk()
-        self.spec.request |= {"resume": "auto", "eager": policy.eager}
-        self.observer.begin_again()
-        self.say(f"attempt {attempt}: going on from step {self.durable_before}", "bold")
-
     # ---------------------------------------------------------------- signals and stopping
 
     @contextlib.contextmanager
@@ -180,13 +167,9 @@ class Trainer:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             caught.append(signal.SIGHUP)
         before = {which: signal.signal(which, self._on_signal) for which in caught}
-        self.wake, wake = os.pipe()
-        os.set_blocking(wake, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         try:
             yield
         finally:
-            signal.set_wakeup_fd(-1)
             for which, handler in before.items():
                 signal.signal(which, handler)
 
@@ -194,16 +177,6 @@ class Trainer:
         """Only notes it: the loop, woken at once, does the rest (a handler must not take locks)."""
         self.interrupts += which == signal.SIGINT
         self.signalled = self.signalled or ("Ctrl+C" if which == signal.SIGINT else signal.Signals(which).name)
-
-    def wake_fd(self) -> int:
-        return self.wake
-
-    def stop_wanted(self) -> str:
-        spent = self.spec.budget.left_s(self.spent_s) < -_BUDGET_BACKSTOP_S
-        return self.signalled or ("the budget is spent" if spent else "")
-
-    def leaves_at_once(self) -> bool:
-        return self.interrupts > 1
 
     def ask_stop(self, reason: str, again: bool) -> None:
         """Tell every rank to save the last completed step and leave; again, while it had not opened its FIFO yet."""
@@ -219,16 +192,6 @@ class Trainer:
             stacks.send(self.run.slot(rank), "save")
         return self.slot.step if self.slot else 0
 
-    def save_before_kill(self) -> int:
-        """Ask the saver threads, which work even while a main thread is stuck; the step that is safe then."""
-        step, deadline, durable = self.standing()[0], time.monotonic() + _SAVE_S, 0
-        self.ask_save()
-        while time.monotonic() < deadline and durable < step:
-            time.sleep(0.05)
-            seen = read_slot(self.run.slot(0))
-            durable = seen.durable_step if seen else durable
-        return durable
-
     def kill(self, snapshot: Snapshot | None) -> None:
         """The ranks and everything that they started (each has a session of its own)."""
         for process in self.processes:
@@ -236,12 +199,6 @@ class Trainer:
                 os.killpg(process.pid, signal.SIGKILL)
 
     # ---------------------------------------------------------------- what they report
-
-    def output_bytes(self) -> int:
-        return -1  # what a process of ours prints is no work
-
-    def phase_usual_s(self) -> float:
-        return self.status.usual_s or 0.0
 
     def hear(self, snapshot: Snapshot, stall: StallDetector) -> Iterator[dict[str, Any]]:
         """Merge the ranks' events, and say what has words."""
@@ -265,27 +222,34 @@ class Trainer:
     def _take_in(self, event: dict[str, Any]) -> None:
         kind = event.get("type")
         self.error_heard = self.error_heard or kind == "error"
-        if kind == "checkpoint":
-            self.checkpoint_bytes = event.get("bytes", 0)
         if kind == "ended early":
             self.ended_early = {name: event.get(name) for name in ("step", "steps", "since_best", "best_step", "why")}
 
     def show(self, stopping_s: float | None) -> None:
-        words = f"stopping for {duration(stopping_s)}, at most {self.grace_s:.0f} s" if stopping_s is not None else ""
+        words = (
+            f"stopping for {duration(stopping_s)}, at most {self.facts.grace_s:.0f} s" if stopping_s is not None else ""
+        )
         self.status.stopping = words
         self.console.show(self.status)
 
-    def line(self) -> str:
-        return line(self.status)
-
-    def why(self) -> list[str]:
-        return tell_flags(self.status.flags)
+    def state(self) -> TargetState:
+        step, durable = self._standing()
+        spent = self.spec.budget.left_s(self.spent_s) < -_BUDGET_BACKSTOP_S
+        return TargetState(
+            step,
+            durable,
+            may_grow=self.slot is None or not self.slot.phase.startswith("train"),
+            stop_wanted=self.signalled or ("the budget is spent" if spent else ""),
+            at_once=self.interrupts > 1,
+            phase_usual_s=self.status.usual_s or 0.0,
+        )
 
     def status_fields(self) -> dict[str, Any]:
         slot, before = self.slot, self.last_status
-        step, durable = self.standing()
+        step, durable = self._standing()
         told = slot is not None and slot.steps > 0
         return {
+            "now": line(self.status),
             "phase": slot.phase if slot else "start",
             "step": step,
             "steps": slot.steps if slot and told else before.get("steps", 0),
@@ -301,7 +265,7 @@ class Trainer:
             **({"ended_early": self.ended_early} if self.ended_early else {}),
         }
 
-    def standing(self) -> tuple[int, int]:
+    def _standing(self) -> tuple[int, int]:
         """(last step, durable step): the child's own word, or what is on disk until it has spoken."""
         if self.slot is not None and self.slot.steps > 0:
             return self.slot.step, self.slot.durable_step
@@ -310,20 +274,13 @@ class Trainer:
     def _durable_on_disk(self) -> int:
         return int(number(read_record(self.run.checkpoints / "latest.json").get("step")))
 
-    def may_grow(self) -> bool:
-        """Loading grows by right."""
-        return self.slot is None or not self.slot.phase.startswith("train")
-
-    def resource_verdicts(self, snapshot: Snapshot) -> list[Verdict | None]:
-        return [disk_verdict(free_bytes(self.run.path), self.checkpoint_bytes)]
-
     # ---------------------------------------------------------------- the end
 
     def death(self, code: int) -> Death | None:
         """A process that is gone without having ended: another attempt may outlive that."""
-        if not self._lost(code) or not self.spec.keeps_report:
+        if not self._lost(code) or not self.spec.keeps_report or self.interrupts > 1:
             return None
-        slot, (step, _) = self.slot, self.standing()
+        slot, (step, _) = self.slot, self._standing()
         compiling = slot is not None and bool(slot.compiling)
         memory = code < 0 and procfs.oom_kills() > self.oom_before
         how = f"killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
@@ -336,7 +293,7 @@ class Trainer:
         cause = "rss_oom" if memory else "killed" if code < 0 else "exit"
         failed = self._rank_that_left(code)
         culprit: dict[str, object] = {"pid": self.processes[failed].pid, "rank": failed, "step": step}
-        return Death(how, cause, why, evidence, culprit, compiling=compiling)
+        return Death(how, Verdict("dead", cause, why, "", evidence=evidence, culprit=culprit), compiling)
 
     def _lost(self, code: int) -> bool:
         """Whether the child is gone without having ended: killed, or left with a code that is not its own last word.
@@ -370,11 +327,11 @@ class Trainer:
 
     def _judge(self, ending: Ending, child_code: int) -> tuple[int, str]:
         """The exit code of the command, and the sentence for it."""
-        step, durable = self.standing()
+        step, durable = self._standing()
         name, safe = self.run.name, self._safe()
         if ending.planned == "stop":
             return STUCK, f"stuck, and stopped: {ending.planned_why}; {safe}"
-        if self.leaves_at_once() and ending.killed:
+        if self.interrupts > 1 and ending.killed:
             return LEFT_AT_ONCE, f"left at once (second Ctrl+C); {safe}"
         lost = self._lost(child_code)
         if ending.stop_reason and child_code == DONE and not lost:
@@ -393,7 +350,7 @@ class Trainer:
 
     def _words_of_code(self, code: int) -> str:
         """Of a child that has said itself how it ended."""
-        step, safe, early = self.standing()[0], self._safe(), self.ended_early
+        step, safe, early = self._standing()[0], self._safe(), self.ended_early
         if code == DONE and early:
             best = f"; use checkpoint-{early['best_step']}" if early["best_step"] else ""
             return f"finished {self.run.name} early, at step {early['step']} of {early['steps']}: {early['why']}{best}"
@@ -409,7 +366,7 @@ class Trainer:
         return words.get(code, f"ended with exit code {code}; {safe}")
 
     def _safe(self) -> str:
-        step, durable = self.standing()
+        step, durable = self._standing()
         if not self.spec.keeps_report:
             return "nothing was changed"
         if durable:

@@ -43,14 +43,7 @@ def _finding(
     provable: bool = False,
     **more: object,
 ) -> Diagnosis:
-    frame = sample.frame(process)
-    culprit: dict[str, object] = {"pid": process.pid}
-    if frame is not None:
-        culprit |= frame.fields()
-    if process.worker >= 0 and process.slot is not None:
-        culprit |= {"worker": process.worker, "item": process.slot.item}
-    if process.rank >= 0:
-        culprit["rank"] = process.rank
+    culprit = sample.culprit(process, sample.frame(process))
     evidence = (
         f"{process.words} {process.look.words}, {sample.cpu_share(process):.0%} of a core",
         f"waits in {process.look.wchan}" if process.look.wchan.strip("0") else not_known(process.look),
@@ -285,7 +278,7 @@ def _child_lost(sample: GroupSample) -> Diagnosis | None:
     return None
 
 
-def anybody(sample: GroupSample) -> Diagnosis | None:
+def _anybody(sample: GroupSample) -> Diagnosis | None:
     """Nobody waits for a known unit: the busiest, else whoever stands in the user's code, deepest first."""
     processes = [m for m in sample.last.processes if m.slot is not None or m.pid in sample.stacks]
     busiest = max(processes, key=sample.cpu_share, default=None)
@@ -310,9 +303,6 @@ def _as_one(sample: GroupSample, process: Process) -> Diagnosis | None:
     found = judge_process(sample, process)
     if found is None:
         return None
-    more: dict[str, object] = {"rank": process.rank} if process.rank >= 0 else {}
-    if process.worker >= 0 and process.slot is not None:
-        more |= {"worker": process.worker, "item": process.slot.item}
     frame = sample.frame(process)
     cause = found.verdict.cause
     if cause == "deadlock" and frame is not None and text_of_wait(frame) in SOFT_WAITS:
@@ -324,14 +314,13 @@ def _as_one(sample: GroupSample, process: Process) -> Diagnosis | None:
     verdict = replace(
         found.verdict,
         cause=cause,
-        culprit={**found.verdict.culprit, **more},
         why=who + (f"{phase}: " if phase else "") + found.verdict.why,
     )
     return replace(found, verdict=verdict)
 
 
 _RULES: tuple[Callable[[GroupSample], Diagnosis | None], ...] = (
-    _part_stopped, _late_rank, _outlier_rank, _waiting_for_worker, _child_lost, anybody,
+    _part_stopped, _late_rank, _outlier_rank, _waiting_for_worker, _child_lost, _anybody,
 )  # fmt: skip
 
 

@@ -310,20 +310,25 @@ def _after_fork() -> None:
 # ---------------------------------------------------------------- install
 
 
-def _started_ticks() -> int:
-    fd = os.open("/proc/self/stat", os.O_RDONLY)
+def _read_own(name: str) -> bytes:
+    """What the kernel says of this process; nothing where there is no /proc."""
     try:
-        return int(os.read(fd, 4096).rpartition(b")")[2].split()[19])
+        fd = os.open("/proc/self/" + name, os.O_RDONLY)
+    except OSError:  # macOS: the slot does without
+        return b""
+    try:
+        return os.read(fd, 4096)
     finally:
         os.close(fd)
+
+
+def _started_ticks() -> int:
+    fields = _read_own("stat").rpartition(b")")[2].split()
+    return int(fields[19]) if fields else 0
 
 
 def _command() -> str:
-    fd = os.open("/proc/self/cmdline", os.O_RDONLY)
-    try:
-        return os.read(fd, 800).replace(b"\0", b" ").decode("utf-8", "replace").strip()[:200]
-    finally:
-        os.close(fd)
+    return _read_own("cmdline").replace(b"\0", b" ").decode("utf-8", "replace").strip()[:200]
 
 
 def _number_of(name: str, default: int) -> int:

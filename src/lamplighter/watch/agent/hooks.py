@@ -162,25 +162,11 @@ def _watch_fetchers(module: ModuleType) -> None:
 
 # -- collectives
 
-COLLECTIVES = [
-    "all_reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "barrier",
-    "monitored_barrier",
-    "send",
-    "recv",
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "scatter_object_list",
-]
+_COLLECTIVES = (
+    "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce", "gather",
+    "scatter", "all_to_all", "barrier", "monitored_barrier", "send", "recv", "all_gather_object",
+    "broadcast_object_list", "gather_object", "scatter_object_list",
+)  # fmt: skip
 _in_collective: set[int] = set()
 
 
@@ -222,7 +208,7 @@ def _watch_collectives(module: ModuleType) -> None:
             bootstrap.slot.set("rank", module.get_rank())
             bootstrap.slot.set("world", module.get_world_size())
 
-    for name in (*COLLECTIVES, "init_process_group"):
+    for name in (*_COLLECTIVES, "init_process_group"):
 
         def begin(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = name) -> int:
             return _collective_begins(name, args, kwargs)

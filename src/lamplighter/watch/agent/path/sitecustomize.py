@@ -10,8 +10,8 @@ Whatever goes wrong here stays here: the script runs, unwatched.
 import os
 import sys
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-FOLDER = os.environ.get("LAMP_WATCH", "")
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_FOLDER = os.environ.get("LAMP_WATCH", "")
 
 
 def _load(name):
@@ -19,13 +19,13 @@ def _load(name):
     import _frozen_importlib
     import _frozen_importlib_external as external
 
-    agent = os.path.dirname(HERE)
+    agent = os.path.dirname(_HERE)
     folder = os.path.dirname(os.path.dirname(agent)) if name == "slot" else agent  # our own processes use the slot too
     path = os.path.join(folder, name + ".py")
     before = sys.dont_write_bytecode, sys.pycache_prefix
     try:
         if not os.path.exists(external.cache_from_source(path)):
-            sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.join(FOLDER, "code")
+            sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.join(_FOLDER, "code")
         spec = external.spec_from_file_location("_lamplighter_" + name, path)
         module = _frozen_importlib.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -36,7 +36,7 @@ def _load(name):
 
 
 def _install():
-    if sys.version_info < (3, 9) or not os.path.isdir(FOLDER) or "_lamplighter_bootstrap" in sys.modules:
+    if sys.version_info < (3, 9) or not os.path.isdir(_FOLDER) or "_lamplighter_bootstrap" in sys.modules:
         return
     _load("slot")
     _load("bootstrap").install(_load)
@@ -45,8 +45,8 @@ def _install():
 def _chain():
     """Run the next sitecustomize on the path under its own name. Its errors are its own: site prints them as ever."""
     folders = [os.path.abspath(folder) for folder in sys.path]
-    after = folders.index(HERE) + 1 if HERE in folders else 0
-    rest = [folder for folder in sys.path[after:] if os.path.abspath(folder) != HERE]
+    after = folders.index(_HERE) + 1 if _HERE in folders else 0
+    rest = [folder for folder in sys.path[after:] if os.path.abspath(folder) != _HERE]
     if sys.version_info < (3, 5):
         import imp
 
