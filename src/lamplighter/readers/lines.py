@@ -57,7 +57,7 @@ def _peek(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
 
 
 def _json_lines(file: OpenFile, blocks: Iterator[bytes]) -> Iterator[Record]:
-    number = file.line
+    number, size = file.line, 0
     for number, at, line, size in _lines_of(blocks, file.at, file.line, file.longest):
         if not line or line.isspace():
             continue
@@ -71,7 +71,7 @@ def _json_lines(file: OpenFile, blocks: Iterator[bytes]) -> Iterator[Record]:
             file.bad.set_aside(number, at, error)
             continue
         yield Record(value, number, at, file.cursor(at, number), file.cursor(at + size, number + ends))
-    file.bad.end(number)
+    file.bad.end(number if size else number - 1)  # behind the last newline there is no line
 
 
 def _lines_of(

@@ -41,7 +41,6 @@ def read_text(r: OpenFile) -> Texts:
         if held.chars > 2 * r.part_chars + len(separator):
             yield from held.parts(r.part_chars, len(separator))
     yield from held.rest(r.part_chars)
-    r.bad.end(held.here[3])
 
 
 _Mark = tuple[int, int, int, int, int, bool]  # character and byte of the held text; at, line, bad, long in the file
@@ -142,6 +141,7 @@ class _Held:
 def _chunks(r: OpenFile) -> Iterator[DecodedLines]:
     """The lines that are text; a byte-order mark is dropped, a line that is not text is set aside; then an empty one."""
     head, at, line, long = b"", r.at, r.line, bool(r.start.get("long"))
+    piece = b"\n"
     for piece, goes_on in _pieces(r.blocks(at), at, r.line_bytes, long):
         head = head or piece[:4]
         text = None if b"\0" in piece else _decoded(piece)
@@ -153,6 +153,7 @@ def _chunks(r: OpenFile) -> Iterator[DecodedLines]:
             yield DecodedLines(text, piece, at, line=line, bad=r.bad.count, long=long or goes_on)
         at, line, long = at + len(piece), line + count_newlines(piece), goes_on
     yield DecodedLines("", b"", at, line=line, bad=r.bad.count, long=False)
+    r.bad.end(line - piece.endswith(b"\n"))  # behind the last newline there is no line
 
 
 def count_newlines(piece: bytes) -> int:
