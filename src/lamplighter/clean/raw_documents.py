@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lamplighter import report
-from lamplighter.clean import html
 from lamplighter.clean.decode import Decoded, declared_encoding, decode
-from lamplighter.clean.rules import BadMarkup, Raw, Rejected, Rules, snippet
+from lamplighter.clean.markup import BadMarkup, read_html, read_xml
+from lamplighter.clean.rules import Raw, Rejected, Rules, snippet
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.readers.bad_records import BadRecords
 from lamplighter.readers.files import read_blocks, read_records
@@ -219,10 +219,10 @@ def _whole(item: Item, kind: str, blocks: Iterator[bytes], rules: Rules) -> Foun
     data = b"".join(parts)
     try:
         if kind == "xml":
-            pieces = html.read_xml(data, rules.split)
+            pieces = read_xml(data, rules.split)
             for piece in pieces:
                 place = f"{item.path}#{piece.part}" if piece.part else item.path
-                yield Raw(place, piece.text, piece.extra, kind)
+                yield Raw(place, piece.text, piece.extra)
             return
         decoded = decode(data, declared_encoding(data) if kind == "html" else "")
     except BadMarkup as error:
@@ -239,8 +239,8 @@ def _decoded(item: Item, kind: str, decoded: Decoded, rules: Rules) -> Found:
     for bad in decoded.bad:
         yield Rejected(f"{item.path}:{bad.line}", "bad_line", f"byte {bad.byte:,}: {bad.why}; the line is left out")
     if kind == "html":
-        page = html.read_html(decoded.text)
-        yield Raw(item.path, page.text, page.extra, kind)
+        page = read_html(decoded.text)
+        yield Raw(item.path, page.text, page.extra)
     elif rules.separator:
         for number, text in enumerate(decoded.text.split(rules.separator), 1):
             if text.strip():
@@ -356,5 +356,5 @@ def _from_object(found: Any, place: str, key: str, head: str) -> Raw | Rejected:
             return Rejected(place, "not_text", "half of a surrogate pair in a \\u escape", head=head)
     others = {name: value for name, value in found.items() if name != key}
     if key == "text" and "source" in others and set(found) <= _OUR_KEYS:  # our own output, cleaned again
-        return Raw(str(others.pop("source")), text, others, "ours")
-    return Raw(place, text, {"meta": others} if others else {}, "json")
+        return Raw(str(others.pop("source")), text, others)
+    return Raw(place, text, {"meta": others} if others else {})

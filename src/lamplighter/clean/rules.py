@@ -53,7 +53,6 @@ class Raw:
     place: str
     text: str
     extra: dict[str, Any] = field(default_factory=dict)
-    kind: str = "text"
 
 
 @dataclass(frozen=True)
@@ -65,23 +64,6 @@ class Rejected:
     why: str
     scores: dict[str, float] = field(default_factory=dict)
     head: str = ""
-
-
-class BadMarkup(ValueError):
-    """Markup that cannot be read: where, and why."""
-
-    def __init__(self, reason: str, why: str, line: int = 0, column: int = 0) -> None:
-        super().__init__(why)
-        self.reason, self.why, self.line, self.column = reason, why, line, column
-
-
-@dataclass(frozen=True)
-class MarkupText:
-    """One document of a file; `part` is its place within it."""
-
-    text: str
-    part: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

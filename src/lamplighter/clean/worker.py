@@ -83,7 +83,7 @@ def clean_document(raw: Raw, rules: Rules, ledger: Ledger) -> Clean | Rejected:
     text = done.text
     if not text:
         return Rejected(raw.place, "empty", "nothing is left when the boilerplate is gone", head=snippet(raw.text))
-    words = words_of(text, done.data)
+    words = words_of(text)
     language = language_of(text, words) if has_language(rules.language != "any") else ""
     found = quality.judge(text, words, english=language == "en" or rules.language == "en")
     if reason := _refusal(found, language, rules):
