@@ -164,6 +164,7 @@ def test_mistakes_have_an_exit_code_and_three_lines(words: list[str], code: int,
     assert done.returncode == code, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+    assert "nothing was changed" not in done.stderr, "what is finished is kept"
 
 
 def test_a_full_disk_is_said_and_the_next_run_goes_on(tmp_path: Path) -> None:

@@ -145,11 +145,11 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_read_is_left_out(tmp_path: Path) -> None:
     make_corpus(tmp_path / "raw", 1)
-    (item,), _ = documents.find_items([str(tmp_path / "raw")], None)
+    (item,), _ = documents.find_items([str(tmp_path / "raw")], None, Rules())
     with open(item.path, "a") as file:
         file.write("\n\nand more")
     make_corpus(tmp_path / "other", 1)
-    (other,), _ = documents.find_items([str(tmp_path / "other")], None)
+    (other,), _ = documents.find_items([str(tmp_path / "other")], None, Rules())
     batch = worker.CleanBatch(str(tmp_path), (other, item, other), Rules())
     summary = worker.make(batch)
     assert summary["rejected"] == {"changed": 1}
@@ -163,7 +163,7 @@ def test_stretches_of_a_long_file_have_the_places_of_the_file(tmp_path: Path, mo
     (tmp_path / "web.jsonl").write_text("\n".join(lines) + "\n")
     _run(tmp_path, "web.jsonl", out="whole")
     monkeypatch.setattr(documents, "RANGE_BYTES", 20_000)
-    assert len(documents.find_items([str(tmp_path / "web.jsonl")], None)[0]) > 3
+    assert len(documents.find_items([str(tmp_path / "web.jsonl")], None, Rules())[0]) > 3
     _run(tmp_path, "web.jsonl", out="parts")
     assert texts(tmp_path / "whole") == texts(tmp_path / "parts")
     assert list(rejected(tmp_path / "parts")) == ["web.jsonl:42"]
@@ -171,7 +171,7 @@ def test_stretches_of_a_long_file_have_the_places_of_the_file(tmp_path: Path, mo
 
 def test_a_part_of_other_rules_is_never_used(tmp_path: Path) -> None:
     make_corpus(tmp_path / "raw", 2)
-    items, _ = documents.find_items([str(tmp_path / "raw")], None)
+    items, _ = documents.find_items([str(tmp_path / "raw")], None, Rules())
     for rules in (Rules(), Rules(keep_lines=True)):
         batch = worker.CleanBatch(str(tmp_path), (items[0],), rules)
         worker.make(batch)
@@ -200,7 +200,7 @@ def test_shards_are_of_the_asked_size_and_old_ones_go(tmp_path: Path) -> None:
 
 def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
     raw = make_corpus(tmp_path / "raw", 1)
-    items, _ = documents.find_items([str(raw)], None)
+    items, _ = documents.find_items([str(raw)], None, Rules())
     held = pipeline._prepare(tmp_path / "clean", items)
     with pytest.raises(AlreadyRunning):
         pipeline.run([str(raw)], tmp_path / "clean", Rules(), 1)
@@ -237,7 +237,7 @@ def test_what_is_not_text_in_a_folder_is_counted(tmp_path: Path, monkeypatch: An
     (tmp_path / "a.txt").write_text("text")
     for name in ("b.csv", "c.csv", "d.warc.gz"):
         (tmp_path / name).write_text("x")
-    items, refused = find_items([str(tmp_path)], None)
+    items, refused = find_items([str(tmp_path)], None, Rules())
     assert len(items) == 1 and not refused
     assert len(said) == 1 and f"2 .csv ({tmp_path / 'b.csv'})" in said[0] and "d.warc.gz" in said[0]
 
@@ -289,10 +289,31 @@ def test_what_cannot_be_read_is_named_and_left_out_loudly(tmp_path: Path, monkey
         and "unknown_kind 2" in warned[0]
         and "rows.parquet" in warned[0]
     )
-    for name in ("torn.jsonl.gz", "torn.txt.zst", "rows.parquet"):
-        with pytest.raises(BadData) as caught:
-            _run(tmp_path, "good.jsonl", name, out="refusing", bad_files="refuse")
-        assert name in caught.value.what and caught.value.code == 65
+
+
+def test_files_that_cannot_be_read_are_refused_where_that_is_asked_for(tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"text": prose(n)}) + "\n" for n in range(4)).encode()
+    files = {
+        "torn.jsonl.gz": gzip.compress(rows)[:-40],
+        "torn.txt.zst": zstandard.compress(prose(7).encode() * 50)[:-20],
+        "rows.parquet": rows,
+        "crawl.warc.gz": gzip.compress(b"WARC/1.0\r\nWARC-Type: response\r\n\r\n"),
+        "table.csv": b"title,body\n1,x\n",
+        "bits.txt": random.Random(1).randbytes(5000),
+        "bad.xml": b"<TEI.2>\n<text><p>x</text></TEI.2>",
+    }
+    for name, data in files.items():
+        folder = tmp_path / name.partition(".")[0] / name
+        folder.mkdir(parents=True)
+        (folder / "good.jsonl").write_bytes(rows)
+        (folder / name).write_bytes(data)
+        for paths in ([folder], [folder / "good.jsonl", folder / name]):  # in a folder, and by its name
+            with pytest.raises(BadData) as caught:
+                _run(tmp_path, *map(str, paths), out=f"{folder}.clean", bad_files="refuse")
+            assert name in caught.value.what and caught.value.code == 65
+    (tmp_path / "mets.xml").write_bytes(b"<mets/>")
+    (tmp_path / "good.jsonl").write_bytes(rows)
+    assert _run(tmp_path, "mets.xml", "good.jsonl", bad_files="refuse").totals["kept"] == 4
 
 
 def test_tables_are_read_by_the_column_of_the_texts(tmp_path: Path) -> None:
@@ -309,7 +330,7 @@ def test_many_small_files_make_few_parts(tmp_path: Path, monkeypatch: Any) -> No
     make_corpus(tmp_path / "raw", 60)
     alone = _run(tmp_path, "raw", out="alone")
     monkeypatch.setattr(worker, "PARTS", 7)
-    items, _ = documents.find_items([str(tmp_path / "raw")], None)
+    items, _ = documents.find_items([str(tmp_path / "raw")], None, Rules())
     batches = worker.batches_of(items, "", Rules())
     assert len(batches) == 7 and [item for batch in batches for item in batch.items] == items
     together = _run(tmp_path, "raw", out="together")

@@ -7,9 +7,10 @@ import re
 
 import pytest
 
-from lamplighter.clean import decode, dedup
+from lamplighter.clean import dedup
 from lamplighter.clean.markup import BadMarkup, read_xml
 from lamplighter.clean.quality import words_of
+from lamplighter.clean.raw_documents import decode
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules
 from lamplighter.clean.worker import Clean, clean_document, clean_text
 from running import real
@@ -57,7 +58,7 @@ def test_a_book_is_all_there_and_nothing_else_is() -> None:
 
 def check_book(name: str) -> None:
     least, first, last = BOOKS[name]
-    raw = decode.decode(real("london", "gutenberg_raw", name).read_bytes()).text
+    raw = decode(real("london", "gutenberg_raw", name).read_bytes()).text
     text, _ = clean_text(raw, Rules())
     assert text.startswith(first), name
     assert text.endswith(last), name
@@ -74,7 +75,7 @@ def test_joining_loses_no_word_of_a_book() -> None:
 
 
 def check_joining(name: str) -> None:
-    raw = decode.decode(real("london", "gutenberg_raw", name).read_bytes()).text
+    raw = decode(real("london", "gutenberg_raw", name).read_bytes()).text
     joined, kept = (clean_text(raw, Rules(keep_lines=keep))[0] for keep in (False, True))
     assert re.sub(r"[\s-]+", "", joined) == re.sub(r"[\s-]+", "", kept)
     prose = [

@@ -25,7 +25,7 @@ import numpy as np
 from lamplighter import report
 from lamplighter.clean import dedup, worker
 from lamplighter.clean.raw_documents import Item, find_items
-from lamplighter.clean.rules import Rejected, Rules
+from lamplighter.clean.rules import UNREAD, Rejected, Rules
 from lamplighter.clean.worker import CleanBatch, CleanCounts
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, ChildLost, UsageError
 from lamplighter.procs import pool
@@ -33,7 +33,6 @@ from lamplighter.procs.lock import open_lock, try_lock
 from lamplighter.rundir import free_bytes, fsync_folder, hash_file, human_bytes, read_record, write_json
 
 PARTS, LOG = "parts", "log"
-_UNREAD = ("unreadable", "cut_short", "unknown_kind", "not_text", "changed", "bad_xml", "unknown_xml")
 REJECTED, MANIFEST, REPORT = "rejected.log", "manifest.log", "report.log"
 
 
@@ -68,7 +67,7 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
     started = time.monotonic()
     if out is not None and any(Path(path).expanduser().resolve() == out.resolve() for path in paths):
         raise UsageError(f"{out} is both input and output", "what is there would be replaced", "choose another --out")
-    items, refused = find_items(paths, out)
+    items, refused = find_items(paths, out, rules)
     if dry or out is None:
         totals = _try(items, refused, rules, workers)
         _warn_of_unread(totals)
@@ -174,7 +173,7 @@ def _say_what_is_reused(out: Path, batches: list[CleanBatch]) -> None:
 def _warn_of_unread(totals: Totals) -> None:
     """Files that could not be read, or not to their end, are named: a short corpus should surprise nobody."""
     counts = totals.counts
-    if unread := {reason: counts.rejected[reason] for reason in _UNREAD if counts.rejected[reason]}:
+    if unread := {reason: counts.rejected[reason] for reason in UNREAD if counts.rejected[reason]}:
         words = ", ".join(f"{reason} {count:,}" for reason, count in unread.items())
         place, why = counts.first[next(iter(unread))]
         report.warn(

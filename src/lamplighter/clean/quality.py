@@ -78,7 +78,8 @@ class Words:
         some, size = self.data, len(self.data)
         if size > STRETCHES * STRETCH:
             some = b"".join(some[at : at + STRETCH] for at in range(0, size, size // STRETCHES))
-        return np.bincount(np.frombuffer(some.translate(_KINDS), dtype=np.uint8), minlength=6).tolist()
+        counts = np.bincount(np.frombuffer(some.translate(_KINDS), dtype=np.uint8), minlength=6)
+        return [int(count) for count in counts]
 
     @cached_property
     def fives(self) -> _Array:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-from lamplighter.errors import InputMissing
+from lamplighter.errors import BadData, InputMissing
 
 _VERSION = 3  # raise it with any change that gives other output: old parts are then not used again
 _SNIPPET_CHARS = 160
@@ -64,6 +64,17 @@ class Rejected:
     why: str
     scores: dict[str, float] = field(default_factory=dict)
     head: str = ""
+
+
+UNREAD = ("unreadable", "cut_short", "unknown_kind", "not_text", "changed", "bad_xml", "unknown_xml")
+"""The reasons for which a file is left out as a whole, or from some byte on."""
+
+
+def leave_out(place: str, reason: str, why: str, rules: Rules, head: str = "") -> Rejected:
+    """A file that cannot be read: left out under its reason, or an error, by policy."""
+    if rules.bad_files == "refuse":
+        raise BadData(f"cannot read {place}", f"{reason}: {why}", "mend it or move it away, or --bad-files set_aside")
+    return Rejected(place, reason, why, head=head)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from lamplighter.clean import normalise as characters
 from lamplighter.clean.dedup import record_of
 from lamplighter.clean.quality import Words, language_of, words_of
 from lamplighter.clean.raw_documents import Item, documents
-from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules, has_language, snippet
+from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules, has_language, leave_out, snippet
 from lamplighter.errors import LampError
 from lamplighter.readers.local import Mark, mark_of
 from lamplighter.rundir import read_record, write_json
@@ -271,7 +271,8 @@ def _add_item(item: Item, rules: Rules, counts: CleanCounts, files: tuple[IO[byt
             file.seek(place)
             file.truncate()
         own = CleanCounts(documents=1)
-        changed = Rejected(item.path, "changed", "it changed while it was read: run it again when nobody writes to it")
+        why = "it changed while it was read: run it again when nobody writes to it"
+        changed = leave_out(item.path, "changed", why, rules)
         own.reject(changed)
         log.write(_JSON.encode(asdict(changed)) + "\n")
     counts.add(own.as_json())
