@@ -65,6 +65,9 @@ class Rejected:
     scores: dict[str, float] = field(default_factory=dict)
     head: str = ""
 
+    def as_line(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+
 
 UNREAD = ("unreadable", "cut_short", "unknown_kind", "not_text", "changed", "bad_xml", "unknown_xml")
 """The reasons for which a file is left out as a whole, or from some byte on."""

@@ -58,7 +58,7 @@ def _peek(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
 
 def _json_lines(file: OpenFile, blocks: Iterator[bytes]) -> Iterator[Record]:
     number, size = file.line, 0
-    for number, at, line, size in _lines_of(blocks, file.at, file.line, file.longest):
+    for number, at, line, size in lines_of(blocks, file.at, file.line, file.longest):
         if not line or line.isspace():
             continue
         ends = size > len(line)
@@ -74,7 +74,7 @@ def _json_lines(file: OpenFile, blocks: Iterator[bytes]) -> Iterator[Record]:
     file.bad.end(number if size else number - 1)  # behind the last newline there is no line
 
 
-def _lines_of(
+def lines_of(
     blocks: Iterator[bytes], at: int, number: int, longest: int | None = None
 ) -> Iterator[tuple[int, int, bytes, int]]:
     """(number, byte offset, line, its size with the newline); a line is joined once, however long.
@@ -119,12 +119,9 @@ def _json_value(raw: bytes, name: str | Path, number: int, at: int) -> Any:
 
 def json_text(raw: bytes, name: str | Path, number: int, at: int, key: str) -> str:
     """The text under a key of the object on one line."""
-    value = _json_value(raw, name, number, at)
-    text = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        text = text_of(value, key, f"{name}:{number}, byte {at:,}")
-    if not text.isascii():
-        check_text(text, f"{name}:{number}, byte {at:,}", nul_is_text=True)
+    where = f"{name}:{number}, byte {at:,}"
+    text = text_of(_json_value(raw, name, number, at), key, where)
+    check_text(text, where, nul_is_text=True)
     return text
 
 
