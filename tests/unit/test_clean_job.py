@@ -19,31 +19,9 @@ from lamplighter.clean import raw_documents as documents
 from lamplighter.clean.rules import Rules
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
 
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "a",
-    "was",
-    "he",
-    "that",
-    "it",
-    "lamp",
-    "lane",
-    "ladder",
-    "window",
-    "evening",
-    "child",
-    "hat",
-    "post",
-    "oil",
-    "wind",
-    "street",
-    "night",
-    "parish",
-]
+WORDS = (
+    "the of and to in a was he that it lamp lane ladder window evening child hat post oil wind street night parish"
+).split()
 
 
 def prose(seed: int, paragraphs: int = 6, width: int = 72) -> str:

@@ -33,6 +33,7 @@ _HEAD_BYTES = 1 << 20
 _JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 _MARKUP_SUFFIXES = {".xml", ".html", ".htm", ".xhtml", ".tei", ".alto"}
 _SUFFIXES = {".txt", ".text", ".md"} | _JSON_SUFFIXES | _MARKUP_SUFFIXES
+_REASONS = {"bad JSON": "bad_json", "too long": "too_long", "bad row": "bad_row"}  # by what the reader says
 _OUR_KEYS = {"text", "source", "title", "author", "language", "type", "meta"}
 _HTML = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*(?:<!doctype\s+html|<html[\s>])", re.I | re.S)
 _XML = re.compile(rb"\s*<\?xml\s|\s*<(?:TEI|alto|mets)[.:\s>]", re.I)
@@ -69,12 +70,13 @@ def find_items(patterns: list[str], out: Path | None, rules: Rules) -> tuple[lis
     """Every file that the patterns name, each once; folders are searched for the known kinds, but not the output itself."""
     found: dict[Path, Path] = {}
     refused: list[Rejected] = []
+    outside = out.resolve() if out else None
 
     def cannot(error: OSError) -> None:
         refused.append(leave_out(str(error.filename), "unreadable", error.strerror or str(error), rules))
 
     def is_input(path: Path) -> bool:
-        return out is None or not path.resolve().is_relative_to(out.resolve())
+        return outside is None or not path.resolve().is_relative_to(outside)
 
     for pattern in patterns:
         paths, others = find_paths(pattern, lambda path: suffix_of(path) in _SUFFIXES, cannot, "the path")
@@ -91,6 +93,8 @@ def find_items(patterns: list[str], out: Path | None, rules: Rules) -> tuple[lis
             items.extend(_ranges(path))
         except OSError as error:
             refused.append(leave_out(str(path), "unreadable", error.strerror or str(error), rules))
+        except InputMissing as error:
+            refused.append(leave_out(str(path), "unreadable", error.why, rules))
     if not items and not refused:
         raise InputMissing("nothing to clean", f"looked for {', '.join(patterns)}", "name files, folders or patterns")
     return items, refused
@@ -103,9 +107,8 @@ def _name_others(folder: str, others: list[Path], rules: Rules) -> None:
     counts = Counter(suffix_of(path) or path.name for path in others)
     first = {suffix_of(path) or path.name: path for path in reversed(others)}
     if rules.bad_files == "refuse":
-        leave_out(
-            str(others[0]), "unknown_kind", "its ending is not that of a text; name it outright to read it", rules
-        )
+        why = "its ending is not that of a text; name the files by a pattern to read it, or to leave it out"
+        leave_out(str(others[0]), "unknown_kind", why, rules)
     kinds = ", ".join(f"{count:,} {kind} ({first[kind]})" for kind, count in counts.most_common(5))
     report.warn(f"left out of {folder}, as their endings are not those of text: {kinds}", count=len(others))
 
@@ -280,26 +283,23 @@ def _records(item: Item, rules: Rules, tell: Tell) -> Found:
     if item.start:  # places must be those of the file
         with RangeFile(item.file) as opened:
             start = {"at": item.start, "line": opened.line_at(item.start)}
-    told = 0
     for record in read_records(item.file, bad.begin(), tell, start, 2 * rules.max_bytes):
-        yield from _refused(bad, told, item)
-        told = len(bad.listed)
+        yield from _refused(bad, item)
         if record.at >= item.end and item.end < item.file.size:
             return
         place = f"{item.path}:{record.line}"
         yield _from_object(record.value, place, rules.text_key, snippet(str(record.value)[:400]))
-    yield from _refused(bad, told, item)
+    yield from _refused(bad, item)
 
 
-def _refused(bad: BadRecords, told: int, item: Item) -> Iterator[Rejected]:
+def _refused(bad: BadRecords, item: Item) -> Iterator[Rejected]:
     """The bad lines since the last time; those behind the range belong to the next one."""
-    for one in bad.listed[told:]:
+    for one in bad.listed:
         if one["at"] < item.end:
             what, why, _ = one["error"]
-            reason = {"bad JSON": "bad_json", "too long": "too_long", "bad row": "bad_row"}.get(
-                what.partition(":")[0], "not_text"
-            )
+            reason = _REASONS.get(what.partition(":")[0], "not_text")
             yield Rejected(f"{one['path']}:{one['line']}", reason, f"byte {one['at']:,}: {why}")
+    bad.listed.clear()  # the list has a limit: every bad line is to be named
 
 
 def _table(item: Item, rules: Rules, tell: Tell) -> Found:
@@ -455,8 +455,9 @@ def _good_lines(data: bytes) -> Decoded:
         else:
             bad.append(BadLine(number, at + fault[0], fault[1]))
         at += len(raw) + 1
-    if bad and len(bad) > max(1, _BAD_SHARE * len(lines)):
+    count = len(lines) if lines[-1] else len(lines) - 1  # behind the last newline there is no line
+    if bad and len(bad) > max(1, _BAD_SHARE * count):
         first = bad[0]
-        why = f"{len(bad):,} of {len(lines):,} lines are not text; line {first.line}, byte {first.byte:,}: {first.why}"
+        why = f"{len(bad):,} of {count:,} lines are not text; line {first.line}, byte {first.byte:,}: {first.why}"
         return Decoded("", "", tuple(bad), refused=why)
     return Decoded("\n".join(kept), "utf-8", tuple(bad))

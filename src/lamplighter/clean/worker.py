@@ -45,11 +45,7 @@ class Clean:
 
 def clean_text(text: str, rules: Rules, ledger: Ledger | None = None, place: str = "") -> tuple[str, dict[str, str]]:
     """(the clean text, what its own header says of it). Doing it again changes nothing."""
-    done, extra = _cleaned(text, rules, ledger if ledger is not None else Ledger(), place)
-    return done.text, extra
-
-
-def _cleaned(text: str, rules: Rules, ledger: Ledger, place: str) -> tuple[normalise.Joined, dict[str, str]]:
+    ledger = ledger or Ledger()
     odd = normalise.odd_ones(text)
     text, changes = normalise.misread(text, odd)
     ledger.add("mojibake", len(changes), sum(len(one.before) for one in changes), changes, place)
@@ -60,13 +56,13 @@ def _cleaned(text: str, rules: Rules, ledger: Ledger, place: str) -> tuple[norma
         ledger.add(change.rule, 1, len(change.before), [change], place)
     cut_inside = any(change.rule in _INSIDE for change in book.removed)  # that may leave blanks at a line's end
     text = normalise.blank_lines(normalise.trailing(book.text) if cut_inside else book.text)
-    joined = normalise.Joined(text)
     if not rules.keep_lines:
         joined = normalise.join(text, real_hyphens=bool(book.removed))
+        text = joined.text
         ledger.add("joined lines", joined.count, 0, list(joined.changes), place)
         ledger.add("hyphens closed", joined.hyphens, joined.hyphens)
     extra = {name: value for name, value in (("title", book.title), ("author", book.author)) if value}
-    return joined, extra
+    return text, extra
 
 
 def clean_document(raw: Raw, rules: Rules, ledger: Ledger) -> Clean | Rejected:
@@ -76,8 +72,7 @@ def clean_document(raw: Raw, rules: Rules, ledger: Ledger) -> Clean | Rejected:
     if len(raw.text) > rules.max_bytes:
         why = f"{len(raw.text):,} characters; the limit is {rules.max_document_mb:g} MB (--max-document-mb)"
         return Rejected(raw.place, "too_long", why, head=snippet(raw.text))
-    done, own = _cleaned(raw.text, rules, ledger, raw.place)
-    text = done.text
+    text, own = clean_text(raw.text, rules, ledger, raw.place)
     if not text:
         return Rejected(raw.place, "empty", "nothing is left when the boilerplate is gone", head=snippet(raw.text))
     words = words_of(text)
