@@ -42,8 +42,8 @@ def word_key(word: str) -> int:
 
 
 ENGLISH = ["the", "of", "and", "to", "a", "in", "that", "is", "was", "he", "his", "for", "it", "with", "as", "i", "be", "not", "by", "which", "had", "this", "or", "on", "but", "from", "at", "have", "my", "her", "an", "they", "we", "you", "are", "were", "all", "him", "no", "so", "said", "their", "who", "been", "them", "if", "me", "when", "there", "more", "would", "will", "our", "one", "out", "she", "your", "up", "what", "has", "do", "than", "could", "can"]  # fmt: skip
-_COMMON = np.array([word_key(word) for word in ENGLISH], dtype=np.uint64)
-_LONE = np.array([word_key(letter) for letter in "bcdefghjklmnpqrstuvwxyz"], dtype=np.uint64)
+_COMMON = np.array(sorted(word_key(word) for word in ENGLISH), dtype=np.uint64)
+_LONE = np.array(sorted(word_key(letter) for letter in "bcdefghjklmnpqrstuvwxyz"), dtype=np.uint64)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,18 @@ class Words:
         if not len(keys):
             return 0.0, 0.0
         keys = keys[:: 1 + len(keys) // _WORDS_LOOKED_AT]
-        return float(np.mean(np.isin(keys, _COMMON))), float(np.mean(np.isin(keys, _LONE)))
+        return _share(keys, _COMMON), _share(keys, _LONE)
+
+
+def _share(keys: _Array, among: _Array) -> float:
+    """The share of keys that are among these, which are sorted."""
+    return int(np.count_nonzero(among.take(np.searchsorted(among, keys), mode="clip") == keys)) / len(keys)
+
+
+def _distinct(keys: _Array) -> float:
+    """The share of different ones; np.unique takes three times as long for the few keys of a small page."""
+    ordered = np.sort(keys)
+    return (1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))) / len(keys)
 
 
 def words_of(text: str) -> Words:
@@ -178,12 +189,8 @@ def _measures(text: str, words: Words) -> dict[str, float]:
         "common_words": common,
         "repeated_lines": _repeated_lines(text[:_LINES_LOOKED_AT]),
         "repeated_words": _repeated_words(words),
-        "distinct_words": _distinct(words.keys[:500]),
+        "distinct_words": _distinct(words.keys[:500]) if len(words.keys) >= 200 else 1.0,
     }
-
-
-def _distinct(keys: _Array) -> float:
-    return 1.0 if len(keys) < 200 else len(np.unique(keys)) / len(keys)
 
 
 def _bytes_per_letter(text: str, words: Words) -> float:
@@ -226,7 +233,7 @@ def _repeated_words(words: Words) -> float:
     if len(fives) < 25:
         return 0.0
     tens = fives[:-5] * _MIX + fives[5:]
-    return 1.0 - len(np.unique(tens)) / len(tens)
+    return 1.0 - _distinct(tens)
 
 
 # ---------------------------------------------------------------- language

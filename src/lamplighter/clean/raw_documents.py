@@ -70,23 +70,23 @@ def find_items(patterns: list[str], out: Path | None, rules: Rules) -> tuple[lis
     """Every file that the patterns name, each once; folders are searched for the known kinds, but not the output itself."""
     found: dict[Path, Path] = {}
     refused: list[Rejected] = []
-    outside = out.resolve() if out else None
+    made = out.resolve() if out else None
 
     def cannot(error: OSError) -> None:
         refused.append(leave_out(str(error.filename), "unreadable", error.strerror or str(error), rules))
 
-    def is_input(path: Path) -> bool:
-        return outside is None or not path.resolve().is_relative_to(outside)
+    def is_input(real: Path) -> bool:
+        return made is None or not real.is_relative_to(made)
 
     for pattern in patterns:
         paths, others = find_paths(pattern, lambda path: suffix_of(path) in _SUFFIXES, cannot, "the path")
-        _name_others(pattern, [path for path in others if is_input(path)], rules)
+        _name_others(pattern, [path for path in others if is_input(path.resolve())], rules)
         if not paths and not refused:
             why = f"no file there ends in {' '.join(sorted(_SUFFIXES))}, or in these and .gz or .zst"
             raise InputMissing(f"nothing to clean in folder {pattern}", why, "name other files by a pattern, such as 'folder/**/*.log'")  # fmt: skip
         for path in paths:
-            if is_input(path):
-                found.setdefault(path.resolve(), path)
+            if is_input(real := path.resolve()):
+                found.setdefault(real, path)
     items: list[Item] = []
     for path in found.values():
         try:
