@@ -19,9 +19,7 @@ from lamplighter.clean import raw_documents as documents
 from lamplighter.clean.rules import Rules
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, InputMissing, UsageError
 
-WORDS = (
-    "the of and to in a was he that it lamp lane ladder window evening child hat post oil wind street night parish"
-).split()
+WORDS = ["the", "of", "and", "to", "in", "a", "was", "he", "that", "it", "lamp", "lane", "ladder", "window", "evening", "child", "hat", "post", "oil", "wind", "street", "night", "parish"]  # fmt: skip
 
 
 def prose(seed: int, paragraphs: int = 6, width: int = 72) -> str:
@@ -231,6 +229,13 @@ def test_a_torn_line_loses_that_line_and_no_other(tmp_path: Path) -> None:
         done = _run(tmp_path, "web.jsonl", out=f"clean{torn}", keep_duplicates=True)
         assert done.totals["kept"] == 299 and done.totals["rejected"] == {"bad_json": 1}
         assert list(rejected(tmp_path / f"clean{torn}")) == [f"web.jsonl:{torn + 1}"]
+
+
+def test_every_torn_line_is_named_however_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamplighter.readers.bad_records._LISTED", 2)
+    lines = [json.dumps({"text": prose(number)}) if number % 2 else "{torn" for number in range(20)]
+    (tmp_path / "web.jsonl").write_text("\n".join(lines))
+    assert _run(tmp_path, "web.jsonl").totals["rejected"] == {"bad_json": 10}
 
 
 def test_one_json_value_over_several_lines_is_still_read(tmp_path: Path) -> None:
