@@ -231,6 +231,23 @@ def test_a_torn_line_loses_that_line_and_no_other(tmp_path: Path) -> None:
         assert list(rejected(tmp_path / f"clean{torn}")) == [f"web.jsonl:{torn + 1}"]
 
 
+@pytest.mark.parametrize("name", ["web.jsonl", "web.json", "web.jsonl.gz"])
+@pytest.mark.parametrize("torn", ['["a", "b"], "text": "the tail of a torn line"}', '["a", "b', '["a",', "[1]", "3"])
+def test_a_torn_first_line_is_no_array_whatever_it_begins_with(tmp_path: Path, torn: str, name: str) -> None:
+    """The tokenizer's reader of the same file keeps the same documents."""
+    from lamplighter.readers.bad_records import BadRecords
+    from lamplighter.readers.files import TextFormat, read_texts
+    from lamplighter.readers.local import local_file
+
+    data = "\n".join([torn, *(json.dumps({"text": prose(number, 1)}) for number in range(19)), ""]).encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    done = _run(tmp_path, name)
+    assert done.totals["kept"] == 19 and sum(done.totals["rejected"].values()) == 1
+    assert list(rejected(tmp_path / "clean")) == [f"{name}:1"]
+    bad = BadRecords(limit=1.0, quiet=True).begin()
+    assert len(list(read_texts(local_file(tmp_path / name), TextFormat(), bad, lambda *_: None))) == 19
+
+
 def test_every_torn_line_is_named_however_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lamplighter.readers.bad_records._LISTED", 2)
     lines = [json.dumps({"text": prose(number)}) if number % 2 else "{torn" for number in range(20)]

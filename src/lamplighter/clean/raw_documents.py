@@ -230,12 +230,9 @@ def _decoded(item: Item, kind: str, decoded: Decoded, rules: Rules) -> Found:
 
 
 def _json(item: Item, rules: Rules, tell: Tell) -> Found:
-    """One object on each line; else one JSON value over several lines, if that is what the whole file is."""
-    if item.start == 0 and not _begins_with_an_object(item):
+    """One JSON value over several lines, if that is what the whole file is; else what the reader of records finds in it."""
+    if item.size == item.file.size and not _begins_with_an_object(item):
         value = _one_value(item, rules, tell)
-        if isinstance(value, Rejected):
-            yield value
-            return
         if value is not None:
             for number, one in enumerate(value if isinstance(value, list) else [value], 1):
                 yield _from_object(one, f"{item.path}#{number}", rules.text_key, snippet(str(one)[:400]))
@@ -254,26 +251,17 @@ def _begins_with_an_object(item: Item) -> bool:
 
 
 def _one_value(item: Item, rules: Rules, tell: Tell) -> Any:
-    """The JSON value that the whole file is; None where it is none, so that its lines are read one by one."""
+    """The JSON value that the whole file is; None where it is none (its first line may be torn), or is too long to hold."""
     parts, size = [], 0
     for block in read_blocks(item.file, tell):
         parts.append(block)
         size += len(block)
         if size > 4 * rules.max_bytes:
-            break
-    data = b"".join(parts)
-    is_array = data[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    if size > 4 * rules.max_bytes:
-        why = f"one JSON value of over {4 * rules.max_document_mb:g} MB; write it as JSON lines"
-        return Rejected(item.path, "too_long", why) if is_array else None
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        if not is_array:
             return None
-        line, column = getattr(error, "lineno", 0), getattr(error, "colno", 0)
-        where = f"{item.path}:{line}:{column}" if line else item.path
-        return Rejected(where, "bad_json", str(error), head=snippet(data[:400].decode("utf-8", "replace")))
+    try:
+        return json.loads(b"".join(parts))
+    except (ValueError, RecursionError):  # the reader of records says what is wrong with which line
+        return None
 
 
 def _records(item: Item, rules: Rules, tell: Tell) -> Found:

@@ -15,7 +15,7 @@ from typing import Any
 
 from lamplighter.errors import BadData, InputMissing
 
-_VERSION = 4  # raise it with any change that gives other output: old parts are then not used again
+_VERSION = 5  # raise it with any change that gives other output: old parts are then not used again
 _SNIPPET_CHARS = 160
 _EXAMPLES = 3
 

@@ -19,12 +19,14 @@ from lamplighter.readers.local import suffix_of
 from lamplighter.readers.records import OpenFile, Record, check_text, fault_in, not_text, text_of
 
 ELEMENT_CHARS = 1 << 28  # one element of an array is held whole, as one JSON line is
+_HEAD_BYTES = 1 << 16  # looked at to tell an array from lines
 _SPACE = re.compile(r"[ \t\r\n]*")
+_OBJECT_ON_A_LINE_OF_ITS_OWN = re.compile(rb"[^\s,:\[{]\s*\n\s*\{")  # without a comma before it: in no JSON value
 _DECODER = json.JSONDecoder()
 
 
 def read_json(file: OpenFile) -> Iterator[Record]:
-    """The objects of a file; in a .json file, an array is told from lines by its first character."""
+    """The objects of a file; in a .json file, an array is told from lines by its beginning."""
     if "row" in file.start:
         return _array(file, file.blocks(file.at))
     blocks = file.blocks(file.at)
@@ -44,14 +46,16 @@ def starts_array(path: Path) -> bool:
 
 
 def _begins_array(head: bytes) -> bool:
-    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    """Whether it begins with a bracket, and not because that is where the first of many lines was torn."""
+    head = head.removeprefix(codecs.BOM_UTF8).lstrip()[:_HEAD_BYTES]
+    return head.startswith(b"[") and not _OBJECT_ON_A_LINE_OF_ITS_OWN.search(head)
 
 
 def _peek(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
     seen: list[bytes] = []
     for block in blocks:
         seen.append(block)
-        if block.removeprefix(codecs.BOM_UTF8).strip() and sum(map(len, seen)) > 3:
+        if block.removeprefix(codecs.BOM_UTF8).strip() and sum(map(len, seen)) >= _HEAD_BYTES:
             break
     return b"".join(seen), chain(seen, blocks)
 
