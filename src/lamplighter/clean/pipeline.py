@@ -162,11 +162,11 @@ def _say_what_is_reused(out: Path, batches: list[CleanBatch]) -> None:
 def _warn_of_unread(counts: CleanCounts) -> None:
     """Files that could not be read, or not to their end, are named: a short corpus should surprise nobody."""
     if unread := {reason: counts.rejected[reason] for reason in UNREAD if counts.rejected[reason]}:
-        words = ", ".join(f"{reason} {count:,}" for reason, count in unread.items())
-        place, why = counts.first[next(iter(unread))]
-        report.warn(
-            f"not read, or not to the end: {words}; the first one is {place}: {why}", count=sum(unread.values())
+        words = "; ".join(
+            f"{reason} {count:,} ({'the first one is ' if count > 1 else ''}{counts.first[reason][0]}: {counts.first[reason][1]})"
+            for reason, count in unread.items()
         )
+        report.warn(f"left out, as it cannot be read: {words}", count=sum(unread.values()))
 
 
 # ---------------------------------------------------------------- items to parts
@@ -365,7 +365,7 @@ _MEANINGS = {
     "unreadable": "cannot be read",
     "unknown_kind": "neither text nor a table of texts",
     "bad_row": "rows that cannot be read",
-    "cut_short": "packed file, torn or damaged",
+    "cut_short": "torn or damaged; nothing of it is used",
     "changed": "changed while it was read",
     "error": "an error in cleaning it",
 }

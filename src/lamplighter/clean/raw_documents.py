@@ -129,7 +129,10 @@ def _ranges(path: Path) -> Iterator[Item]:
 
 
 def documents(item: Item, rules: Rules, tick: _Tick) -> Found:
-    """Everything in the item. `tick` hears of the bytes of the file as they are read."""
+    """Everything in the item. `tick` hears of the bytes of the file as they are read.
+
+    Where it cannot be read to its end, the last one is Rejected as UNUSABLE, and nothing before it is to be used.
+    """
     if not item.file.size:
         yield Rejected(item.path, "empty", "the file has 0 bytes")
         return
@@ -154,7 +157,8 @@ def documents(item: Item, rules: Rules, tick: _Tick) -> Found:
         if rules.bad_files == "refuse":
             raise
         cut = error.what.startswith(("cut short:", "cannot unpack"))
-        yield Rejected(item.path, "cut_short" if cut else "unreadable", f"{error.what.partition(':')[0]}: {error.why}")
+        what = error.what.replace(f"{item.path}:", "line ").replace(item.path, "").strip(" :")
+        yield Rejected(item.path, "cut_short" if cut else "unreadable", f"{what}: {error.why}")
 
 
 def kind_of_file(item: Item, tell: Tell) -> str:

@@ -35,7 +35,7 @@ class Rules:
     separator: str = ""
     max_document_mb: float = 64.0
     shard_mb: float = 256.0
-    bad_files: str = "set_aside"  # a file that cannot be read or is cut short: left out and counted, or "refuse"
+    bad_files: str = "set_aside"  # a file that cannot be read to its end: left out as a whole and counted, or "refuse"
 
     def fingerprint(self) -> str:
         """Changes with every rule and with the version of the code."""
@@ -70,7 +70,9 @@ class Rejected:
 
 
 UNREAD = ("unreadable", "cut_short", "unknown_kind", "not_text", "changed", "bad_xml", "unknown_xml")
-"""The reasons for which a file is left out as a whole, or from some byte on."""
+"""The reasons for which a file is left out."""
+UNUSABLE = ("unreadable", "cut_short")
+"""Those that may come to light when some of its documents have been read: these are left out too."""
 
 
 def leave_out(place: str, reason: str, why: str, rules: Rules, head: str = "") -> Rejected:

@@ -23,7 +23,7 @@ from lamplighter.clean import gutenberg, normalise, quality
 from lamplighter.clean.dedup import record_of
 from lamplighter.clean.quality import Words, language_of, words_of
 from lamplighter.clean.raw_documents import Item, documents
-from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules, has_language, leave_out, snippet
+from lamplighter.clean.rules import UNUSABLE, Ledger, Raw, Rejected, Rules, has_language, leave_out, snippet
 from lamplighter.errors import LampError
 from lamplighter.readers.local import Mark, mark_of
 from lamplighter.rundir import read_record, write_json
@@ -235,23 +235,31 @@ def make(batch: CleanBatch) -> dict[str, Any]:
 
 
 def _work(batch: CleanBatch, text: IO[bytes], prints: IO[bytes], log: IO[str]) -> dict[str, Any]:
-    """Every document of the items, in order; a file that changed meanwhile is left out as a whole."""
+    """Every document of the items, in order; a file that changed meanwhile or has no sound end is left out as a whole."""
     counts = CleanCounts()
     files: tuple[IO[Any], ...] = (text, prints, log)
     for item in batch.items:
         before = [file.tell() for file in files]
         own = _add_item(item, batch.rules, text, prints, log)
-        if _mark_now(item) != item.file.mark:
+        if (left_out := _left_out(item, own, batch.rules)) is not None:
             for file, place in zip(files, before, strict=True):
                 file.seek(place)
                 file.truncate()
-            why = "it changed while it was read: run it again when nobody writes to it"
-            changed, own = leave_out(item.path, "changed", why, batch.rules), CleanCounts(documents=1)
-            own.reject(changed)
-            log.write(changed.as_line())
+            own = CleanCounts(documents=1)
+            own.reject(left_out)
+            log.write(left_out.as_line())
         counts.add({**own.as_json(), "first": own.first})
     counts.bytes_out = text.tell()
     return {**counts.as_json(), "first": counts.first}
+
+
+def _left_out(item: Item, own: CleanCounts, rules: Rules) -> Rejected | None:
+    """Why nothing of an item is to be used; None where it was read to its end and is still the same."""
+    if _mark_now(item) != item.file.mark:
+        why = "it changed while it was read: run it again when nobody writes to it"
+        return leave_out(item.path, "changed", why, rules)
+    reason = next((reason for reason in UNUSABLE if own.rejected[reason]), None)
+    return Rejected(item.path, reason, own.first[reason][1]) if reason else None
 
 
 def _add_item(item: Item, rules: Rules, text: IO[bytes], prints: IO[bytes], log: IO[str]) -> CleanCounts:
