@@ -201,18 +201,26 @@ def test_an_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         pipeline.refuse_nothing(pipeline.CleanOutcome({"kept": 0, "rejected": {"empty": 2}}, [], 0.0), tmp_path)
 
 
-def test_what_is_not_text_in_a_folder_is_counted(tmp_path: Path, monkeypatch: Any) -> None:
-    from lamplighter import report
-    from lamplighter.clean.raw_documents import find_items
-
+def test_every_file_of_a_folder_that_is_not_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(report, "warn", lambda text, **_: said.append(text))
-    (tmp_path / "a.txt").write_text("text")
-    for name in ("b.csv", "c.csv", "d.warc.gz"):
-        (tmp_path / name).write_text("x")
-    items, refused = find_items([str(tmp_path)], None, Rules())
-    assert len(items) == 1 and not refused
-    assert len(said) == 1 and f"2 .csv ({tmp_path / 'b.csv'})" in said[0] and "d.warc.gz" in said[0]
+    monkeypatch.setattr("lamplighter.report.warn", lambda text, **_: said.append(text))
+    raw = make_corpus(tmp_path / "raw", 2)
+    others = ["b.csv", "c.csv", "d.warc.gz", "e.pdf", "f.docx", "g.epub", "h.rtf", "i.odt", "README"]
+    for name in others:
+        (raw / name).write_text("x")
+    done = _run(tmp_path, "raw")
+    assert done.totals["kept"] == done.totals["documents"] == 2
+    assert done.totals["rejected"] == {"other_ending": 9}
+    assert len(said) == 1 and "9 files left out of raw" in said[0] and "2 .csv (raw/b.csv)" in said[0]
+    assert "and 3 more files: " in said[0] and all(name in said[0] for name in others if name != "c.csv")
+    assert {place: reason for place, (reason, _) in rejected(tmp_path / "clean").items()} == {
+        f"raw/{name}": "other_ending" for name in others
+    }
+    assert _run(tmp_path, "raw").found, "the same again"
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_text("x")
+    with pytest.raises(InputMissing):
+        _run(tmp_path, "pictures", out="none")
 
 
 # ---------------------------------------------------------------- nothing lost in silence

@@ -52,8 +52,9 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
     if out is not None and any(Path(path).expanduser().resolve() == out.resolve() for path in paths):
         raise UsageError(f"{out} is both input and output", "what is there would be replaced", "choose another --out")
     items, refused = find_items(paths, out, rules)
-    totals = CleanCounts(len({item.path for item in items}), sum(item.size for item in items), documents=len(refused))
+    totals = CleanCounts(len({item.path for item in items}), sum(item.size for item in items))
     for one in refused:
+        totals.documents += one.reason != "other_ending"  # these were not looked at
         totals.reject(one)
     if dry or out is None:
         _try(worker.batches_of(items, "", rules), rules, workers, totals)
@@ -364,6 +365,7 @@ _MEANINGS = {
     "unknown_xml": "XML of an unknown kind",
     "unreadable": "cannot be read",
     "unknown_kind": "neither text nor a table of texts",
+    "other_ending": "files of a folder that do not end as texts do",
     "bad_row": "rows that cannot be read",
     "cut_short": "torn or damaged; nothing of it is used",
     "changed": "changed while it was read",

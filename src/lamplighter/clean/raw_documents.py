@@ -12,7 +12,6 @@ import codecs
 import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from lamplighter.readers.records import fault_in
 
 RANGE_BYTES = 32 << 20
 _HEAD_BYTES = 1 << 20
+_NAMED_KINDS, _NAMED_FILES = 5, 10  # of the files that are left out because of their endings; the log has all of them
 _JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 _MARKUP_SUFFIXES = {".xml", ".html", ".htm", ".xhtml", ".tei", ".alto"}
 _SUFFIXES = {".txt", ".text", ".md"} | _JSON_SUFFIXES | _MARKUP_SUFFIXES
@@ -69,6 +69,7 @@ class Item:
 def find_items(patterns: list[str], out: Path | None, rules: Rules) -> tuple[list[Item], list[Rejected]]:
     """Every file that the patterns name, each once; folders are searched for the known kinds, but not the output itself."""
     found: dict[Path, Path] = {}
+    others_of: dict[str, list[Path]] = {}
     refused: list[Rejected] = []
     made = out.resolve() if out else None
 
@@ -80,7 +81,10 @@ def find_items(patterns: list[str], out: Path | None, rules: Rules) -> tuple[lis
 
     for pattern in patterns:
         paths, others = find_paths(pattern, lambda path: suffix_of(path) in _SUFFIXES, cannot, "the path")
-        _name_others(pattern, [path for path in others if is_input(path.resolve())], rules)
+        others_of[pattern] = [path for path in others if is_input(path.resolve())]
+        if others_of[pattern] and rules.bad_files == "refuse":
+            why = "its ending is not that of a text; name the files by a pattern to read it, or to leave it out"
+            leave_out(str(others_of[pattern][0]), "unknown_kind", why, rules)
         if not paths and not refused:
             why = f"no file there ends in {' '.join(sorted(_SUFFIXES))}, or in these and .gz or .zst"
             raise InputMissing(f"nothing to clean in folder {pattern}", why, "name other files by a pattern, such as 'folder/**/*.log'")  # fmt: skip
@@ -97,20 +101,26 @@ def find_items(patterns: list[str], out: Path | None, rules: Rules) -> tuple[lis
             refused.append(leave_out(str(path), "unreadable", error.why, rules))
     if not items and not refused:
         raise InputMissing("nothing to clean", f"looked for {', '.join(patterns)}", "name files, folders or patterns")
+    for folder, others in others_of.items():
+        refused += _name_others(folder, [path for path in others if path.resolve() not in found])
     return items, refused
 
 
-def _name_others(folder: str, others: list[Path], rules: Rules) -> None:
-    """The files of a folder whose endings say nothing that is known are named, or refused by policy."""
+def _name_others(folder: str, others: list[Path]) -> list[Rejected]:
+    """The files of a folder whose endings say nothing that is known: counted and named, and each of them in the log."""
     if not others:
-        return
-    counts = Counter(suffix_of(path) or path.name for path in others)
-    first = {suffix_of(path) or path.name: path for path in reversed(others)}
-    if rules.bad_files == "refuse":
-        why = "its ending is not that of a text; name the files by a pattern to read it, or to leave it out"
-        leave_out(str(others[0]), "unknown_kind", why, rules)
-    kinds = ", ".join(f"{count:,} {kind} ({first[kind]})" for kind, count in counts.most_common(5))
-    report.warn(f"left out of {folder}, as their endings are not those of text: {kinds}", count=len(others))
+        return []
+    by_kind: dict[str, list[Path]] = {}
+    for path in others:
+        by_kind.setdefault(suffix_of(path) or path.name, []).append(path)
+    kinds = sorted(by_kind, key=lambda kind: -len(by_kind[kind]))
+    words = ", ".join(f"{len(by_kind[kind]):,} {kind} ({by_kind[kind][0]})" for kind in kinds[:_NAMED_KINDS])
+    if more := [path for kind in kinds[_NAMED_KINDS:] for path in by_kind[kind]]:
+        names = ", ".join(map(str, more[:_NAMED_FILES])) + (", ..." if len(more) > _NAMED_FILES else "")
+        words += f", and {len(more):,} more files: {names}"
+    report.warn(f"{len(others):,} files left out of {folder}, as their endings are not those of text: {words}", count=len(others))  # fmt: skip
+    why = "its ending is not that of a text; name it outright, or by a pattern, to have it read"
+    return [Rejected(str(path), "other_ending", why) for path in others]
 
 
 def _ranges(path: Path) -> Iterator[Item]:
