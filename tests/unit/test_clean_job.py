@@ -300,6 +300,41 @@ def _flip(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
 
 
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".txt", ".csv", ".xml"])
+def test_a_file_that_is_not_what_its_ending_says_is_named_once(tmp_path: Path, ending: str) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "good.txt").write_text(prose(1))
+    pyarrow.parquet.write_table(pyarrow.table({"text": [prose(n) for n in range(200)]}), tmp_path / f"a{ending}")
+    rows = "".join(json.dumps({"text": prose(n)}) + "\n" for n in range(20)).encode()
+    (tmp_path / f"b{ending}").write_bytes(gzip.compress(rows))
+    (tmp_path / f"c{ending}").write_bytes(zstandard.compress(rows))
+    (tmp_path / f"d{ending}").write_bytes(b"PK\x03\x04" + rows)
+    (tmp_path / f"e{ending}").write_bytes(b"%PDF-1.7\n" + rows)
+    (tmp_path / f"f{ending}.gz").write_bytes(zstandard.compress(rows))
+    (tmp_path / f"g{ending}.gz").write_bytes(gzip.compress((tmp_path / f"a{ending}").read_bytes()))
+    kinds = {"a": "a Parquet file", "b": "a gzip file", "c": "a zstd file", "d": "a zip archive", "e": "a PDF file", "f": "a zstd file", "g": "a Parquet file"}  # fmt: skip
+    names = {letter: f"{letter}{ending}{'.gz' if letter in 'fg' else ''}" for letter in kinds}
+    done = _run(tmp_path, "good.txt", *names.values())
+    assert done.totals["kept"] == 1 and done.totals["rejected"] == {"unknown_kind": len(kinds)}
+    why = rejected(tmp_path / "clean")
+    assert all(why[names[letter]][0] == "unknown_kind" and kinds[letter] in why[names[letter]][1] for letter in kinds)
+
+
+def test_a_table_of_arbitrary_bytes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text(prose(1))
+    (tmp_path / "bits.csv").write_bytes(b"caf\xe9,b\xff\n1,2\n")
+    assert _run(tmp_path, "good.txt", "bits.csv").totals["rejected"] == {"unknown_kind": 1}
+    assert "\udce9" in rejected(tmp_path / "clean")["bits.csv"][1]
+
+
+def test_a_long_file_that_is_not_what_its_ending_says_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(documents, "RANGE_BYTES", 10_000)
+    (tmp_path / "rows.jsonl").write_bytes(b"PAR1" + prose(1, 200).encode())
+    assert _run(tmp_path, "rows.jsonl").totals["rejected"] == {"unknown_kind": 1}
+
+
 def test_of_a_file_that_is_cut_short_nothing_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
     monkeypatch.setattr("lamplighter.report.warn", lambda text, **_: warned.append(text))

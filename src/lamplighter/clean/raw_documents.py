@@ -37,7 +37,14 @@ _REASONS = {"bad JSON": "bad_json", "too long": "too_long", "bad row": "bad_row"
 _OUR_KEYS = {"text", "source", "title", "author", "language", "type", "meta"}
 _HTML = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*(?:<!doctype\s+html|<html[\s>])", re.I | re.S)
 _XML = re.compile(rb"\s*<\?xml\s|\s*<(?:TEI|alto|mets)[.:\s>]", re.I)
-_ARCHIVES = ((b"WARC/", "a WARC web archive"), (b"SQLite format 3", "an SQLite database"), (b"ARROW1", "an Arrow file"), (b"PAR1", "a Parquet file"), (b"PK\x03\x04", "a zip archive"), (b"%PDF", "a PDF file"))  # fmt: skip
+_MAGIC = {
+    b"WARC/": "a WARC web archive", b"SQLite format 3": "an SQLite database", b"ARROW1": "an Arrow file", b"PAR1": "a Parquet file",
+    b"PK\x03\x04": "a zip archive", b"%PDF": "a PDF file", b"\x1f\x8b": "a gzip file", b"\x28\xb5\x2f\xfd": "a zstd file",
+    b"BZh": "a bzip2 file", b"\xfd7zXZ": "an xz file", b"\x89PNG": "a PNG image", b"\xff\xd8\xff": "a JPEG image",
+    b"GIF8": "a GIF image", b"\x7fELF": "a program",
+}  # fmt: skip
+_PACKED_KINDS = {".gz": "a gzip file", ".zst": "a zstd file"}
+_MAGIC_BYTES = 512  # of a tar archive the name is in the middle of its first block
 Found = Iterator[Raw | Rejected]
 _Tick = Callable[[int], None]
 
@@ -160,7 +167,8 @@ def documents(item: Item, rules: Rules, tick: _Tick) -> Found:
         elif kind == "table":
             yield from _table(item, rules, tell)
         elif kind.startswith("a"):
-            yield leave_out(item.path, "unknown_kind", f"it is {kind}, which cannot be read here", rules)
+            if item.start == 0:  # it is named once, however many ranges it has
+                yield leave_out(item.path, "unknown_kind", f"it is {kind}, which cannot be read under this name", rules)
         else:
             yield from _whole(item, kind, read_blocks(item.file, tell), rules)
     except (BadData, InputMissing) as error:
@@ -173,21 +181,30 @@ def documents(item: Item, rules: Rules, tick: _Tick) -> Found:
 
 def kind_of_file(item: Item, tell: Tell) -> str:
     """'json', 'table', 'xml', 'html' or 'text', or what it is that cannot be read. A name may lie: a page as .txt is a page."""
-    suffix = suffix_of(item.path)
-    if kind_of(item.path) in ("csv", "tsv", "parquet"):
+    suffix, kind = suffix_of(item.path), kind_of(item.path)
+    if is_packed(item.path):
+        known = _kind_by_magic(next(item.file.blocks(0, _MAGIC_BYTES, tell), b""))
+        if known and known != _PACKED_KINDS[item.file.path.suffix.lower()]:
+            return known
+    head = next(read_blocks(item.file, tell), b"")
+    if (known := _kind_by_magic(head)) and not (kind == "parquet" and known == "a Parquet file"):
+        return known
+    if kind in ("csv", "tsv", "parquet"):
         return "table"
     if suffix in _JSON_SUFFIXES:
         return "json"
-    head = next(read_blocks(item.file, tell), b"")
-    if known := next((words for magic, words in _ARCHIVES if head.startswith(magic)), ""):
-        return known
-    if head[257:262] == b"ustar":
-        return "a tar archive"
     if _HTML.match(head[:4096]) or suffix in (".html", ".htm"):
         return "html"
     if suffix in _MARKUP_SUFFIXES or _XML.match(head[:4096]):
         return "xml"
     return "text"
+
+
+def _kind_by_magic(head: bytes) -> str:
+    """What begins with these bytes, of the kinds that are not read here; '' for all others."""
+    if head[257:262] == b"ustar":
+        return "a tar archive"
+    return next((words for magic, words in _MAGIC.items() if head.startswith(magic)), "")
 
 
 # ---------------------------------------------------------------- one document in a file
@@ -340,7 +357,6 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-_BINARY = (b"%PDF", b"PK\x03\x04", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"\x7fELF", b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")  # fmt: skip
 _DECLARED = re.compile(rb"<\?xml[^>]{0,200}?encoding\s*=\s*[\"']([A-Za-z0-9._-]+)[\"']|<meta[^>]{0,300}?charset\s*=\s*[\"']?([A-Za-z0-9._-]+)", re.I)  # fmt: skip
 _HIGH_ONLY = bytes(32 if byte < 128 else byte for byte in range(256))
 _RUNS = 5000  # of high bytes that are looked at
@@ -380,8 +396,8 @@ def decode(data: bytes, declared: str = "") -> Decoded:
     for mark, name in _MARKS:
         if data.startswith(mark):
             return _decode_as(data[len(mark) :], name)
-    if any(data.startswith(magic) for magic in _BINARY):
-        return Decoded("", "", refused=f"it begins like a binary file ({data[:4]!r})")
+    if known := _kind_by_magic(data):
+        return Decoded("", "", refused=f"it is {known}")
     if b"\0" in data[:65536] and (wide := _wide(data[:65536])):
         return _decode_as(data, wide)
     if declared and declared not in ("utf-8", "ascii"):

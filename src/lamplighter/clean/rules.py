@@ -66,7 +66,8 @@ class Rejected:
     head: str = ""
 
     def as_line(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+        line = json.dumps(asdict(self), ensure_ascii=False) + "\n"
+        return line.encode(errors="backslashreplace").decode()  # half of a surrogate pair becomes its escape in JSON
 
 
 UNREAD = ("unreadable", "cut_short", "unknown_kind", "not_text", "changed", "bad_xml", "unknown_xml")
