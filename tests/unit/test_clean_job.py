@@ -178,7 +178,10 @@ def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AlreadyRunning):
         pipeline.run([str(raw)], tmp_path / "clean", Rules(), 1)
     os.close(held)
-    assert pipeline.run([str(raw)], tmp_path / "clean", Rules(), 1).totals["kept"] == 1
+    for found in (False, True):
+        done = pipeline.run([str(raw)], tmp_path / "clean", Rules(), 1)
+        assert done.totals["kept"] == 1 and done.found == found
+        assert list((tmp_path / "clean" / "parts").iterdir()) == [], "not even the lock is left"
 
 
 def test_no_space_left_is_an_exit_code_of_its_own(tmp_path: Path) -> None:

@@ -28,11 +28,10 @@ from lamplighter.clean.raw_documents import Item, find_items
 from lamplighter.clean.rules import UNREAD, Rejected, Rules
 from lamplighter.clean.worker import CleanBatch, CleanCounts
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, ChildLost, UsageError
-from lamplighter.procs import pool
-from lamplighter.procs.lock import open_lock, try_lock
+from lamplighter.procs import lock, pool
 from lamplighter.rundir import free_bytes, fsync_folder, hash_file, human_bytes, read_record, write_atomic, write_json
 
-PARTS, LOG = "parts", "log"
+PARTS, LOG, LOCK = "parts", "log", "lock"
 REJECTED, MANIFEST, REPORT = "rejected.log", "manifest.log", "report.log"
 
 
@@ -60,10 +59,11 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
         _try(worker.batches_of(items, "", rules), rules, workers, totals)
         _warn_of_unread(totals)
         return CleanOutcome(totals.as_json(), [], time.monotonic() - started)
-    lock = _prepare(out, items)
+    held = _prepare(out, items)
     try:
         known = _finished(out, items, refused, rules)
         if known is not None:
+            (out / PARTS / LOCK).unlink(missing_ok=True)
             return CleanOutcome(known["totals"], list(known["shards"]), time.monotonic() - started, found=True)
         batches = worker.batches_of(items, str(out / PARTS), rules)
         _say_what_is_reused(out, batches)
@@ -71,11 +71,12 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
             for part in _each(batches, workers, p):
                 totals.add(part)
         shards = _write(out, batches, refused, rules, totals)
+        (out / PARTS / LOCK).unlink(missing_ok=True)  # while it is held: see lock.hold
         _warn_of_unread(totals)
     except OSError as error:
         raise _cannot_write(out, error) from error
     finally:
-        os.close(lock)
+        os.close(held)
     return CleanOutcome(totals.as_json(), shards, time.monotonic() - started)
 
 
@@ -88,21 +89,19 @@ def _prepare(out: Path, items: list[Item]) -> int:
         (out / PARTS).mkdir(parents=True, exist_ok=True)
         (out / LOG).mkdir(exist_ok=True)
         strangers = [path.name for path in out.iterdir() if path.is_file() and not _is_ours(path.name)]
-        lock = open_lock(out / PARTS / "lock")
+        if strangers:
+            raise UsageError(
+                f"{out} has other files in it", f"such as {strangers[0]}", "choose an empty or new folder for --out"
+            )
+        held = lock.hold(out / PARTS / LOCK)
     except OSError as error:
         raise _cannot_write(out, error) from error
-    if strangers:
-        os.close(lock)
-        raise UsageError(
-            f"{out} has other files in it", f"such as {strangers[0]}", "choose an empty or new folder for --out"
-        )
-    if not try_lock(lock):
-        os.close(lock)
+    if held is None:
         raise AlreadyRunning(f"another lamp data clean works in {out}", "it holds the lock", "wait for it, or choose another --out")  # fmt: skip
     needed = sum(item.size for item in items)
     if free_bytes(out) < 2 * needed:
         report.warn(f"{human_bytes(free_bytes(out))} are free in {out}; up to {human_bytes(2 * needed)} may be needed")
-    return lock
+    return held
 
 
 def _is_ours(name: str) -> bool:
@@ -324,7 +323,7 @@ def _finish(
     write_json(out / LOG / MANIFEST, manifest)
     with report.phase("remove the parts", unit="files") as p:
         for path in (out / PARTS).iterdir():
-            if path.name != "lock":
+            if path.name != LOCK:
                 path.unlink()
                 p.tick(1, path.name)
 
