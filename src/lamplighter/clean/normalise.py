@@ -10,6 +10,7 @@ import itertools
 import re
 import string
 import unicodedata
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from lamplighter.clean.rules import Edit
@@ -122,7 +123,6 @@ _SHORT_LINE = 0.62  # of the width
 _ENOUGH = 0.15  # of the paragraphs of three lines or more must be wrapped, or none is joined
 _LOOKED_AT = 200_000  # characters, for what the text writes elsewhere
 
-_PARAGRAPH = re.compile(r"[^\n]+(?:\n[^\n]+)*")
 _ITEM = re.compile(r"(?:[-*\u2022\u00b7]|\(?\d{1,3}[.)\]]|\(\w\)|\[\d+\]|[|+])[ \t]")
 _ITEM_HEADS = frozenset("-*([|+0123456789")
 _SMALL = frozenset(string.ascii_lowercase)
@@ -143,36 +143,38 @@ class Joined:
 
 
 def join(text: str, real_hyphens: bool = False) -> Joined:
-    """`real_hyphens`: a hyphen at a line's end was one in print too (Project Gutenberg's proofreaders see to that).
+    """Of a text as `blank_lines` leaves it. `real_hyphens`: a hyphen at a line's end was one in print too (Project Gutenberg's
+    proofreaders see to that).
 
     Joining must come to rest: where a second pass would join more (a page of short pieces, whose width cannot be told), nothing is joined.
     """
-    wrapped = _wrapped_paragraphs(text)
+    paragraphs = text.split("\n\n")
+    wrapped = _wrapped_paragraphs(text, paragraphs)
     if not wrapped:
         return Joined(text)
     hyphens = _Hyphens(text, real_hyphens)
-    pieces, at = [], 0
-    for one in wrapped:
-        pieces += [text[at : one.start()], hyphens.join(one.group().split("\n"))]
-        at = one.end()
-    joined = "".join([*pieces, text[at:]])
-    if _wrapped_paragraphs(joined):
+    changes = tuple(
+        Edit("joined lines", paragraphs[number], paragraphs[number].replace("\n", " ")) for number in wrapped[:3]
+    )
+    for number in wrapped:
+        paragraphs[number] = hyphens.join(paragraphs[number])
+    joined = "\n\n".join(paragraphs)
+    if _wrapped_paragraphs(joined, paragraphs):
         return Joined(text)
-    changes = tuple(Edit("joined lines", one.group(), one.group().replace("\n", " ")) for one in wrapped[:3])
     return Joined(joined, len(wrapped), hyphens.closed, changes)
 
 
-def _wrapped_paragraphs(text: str) -> list[re.Match[str]]:
-    """The paragraphs whose lines are to be joined; none where the text as a whole is not wrapped."""
+def _wrapped_paragraphs(text: str, paragraphs: list[str]) -> list[int]:
+    """The numbers of the paragraphs whose lines are to be joined; none where the text as a whole is not wrapped."""
     if not _SINGLE.search(text):  # every paragraph is one line
         return []
     lengths = [len(line) for line in text.split("\n") if line]
-    if sum(length > WIDEST + 10 for length in lengths) / len(lengths) > _LONG_SHARE:
+    if len([length for length in lengths if length > WIDEST + 10]) / len(lengths) > _LONG_SHARE:
         return []
-    found = [(one, one.group().split("\n")) for one in _PARAGRAPH.finditer(text) if "\n" in one.group()]
+    found = [(number, one.split("\n")) for number, one in enumerate(paragraphs) if "\n" in one]
     tall = [lines for _, lines in found if len(lines) > 2]
     width = _width(tall)
-    wrapped = [one for one, lines in found if _is_wrapped(one.group(), lines, width)] if width else []
+    wrapped = [number for number, lines in found if _is_wrapped(paragraphs[number], lines, width)] if width else []
     return wrapped if len(wrapped) >= _ENOUGH * len(tall) else []
 
 
@@ -185,19 +187,20 @@ def _width(tall: list[list[str]]) -> int:
 
 def _is_wrapped(paragraph: str, lines: list[str], width: int) -> bool:
     """Whether this is a paragraph of prose: by how its lines begin and by their lengths; in doubt by a closer look."""
-    lengths = [len(line) for line in lines]
-    heads = [line[0] for line in lines[1:]]
-    if " " in heads or max(lengths) > width + 12 or _is_table(paragraph):
+    *lengths, last = map(len, lines)
+    lengths.sort()  # of all lines but the last
+    heads = [line[:1] for line in lines[1:]]
+    if " " in heads or "" in heads or max(lengths[-1], last) > width + 12 or _is_table(paragraph):
         return False
-    smalls = sum(head in _SMALL for head in heads)
+    smalls = sum(map(_SMALL.__contains__, heads))
     if len(heads) == 1:
         plain = smalls == 1 and lengths[0] > 0.8 * width
     else:
-        shorts = sum(length < _SHORT_LINE * width for length in lengths[:-1])
+        shorts = bisect_left(lengths, _SHORT_LINE * width)
         plain = smalls * 2 > len(heads) and shorts * 8 <= len(lines)
     if plain and _ITEM_HEADS.isdisjoint(heads):
         return True
-    return (plain or min(lengths[:-1]) + _SLACK + 16 >= width) and _is_prose(lines, width, plain)
+    return (plain or lengths[0] + _SLACK + 16 >= width) and _is_prose(lines, width, plain)
 
 
 def _is_table(paragraph: str) -> bool:
@@ -235,11 +238,13 @@ class _Hyphens:
         self.closes = False
         self.closed = 0
 
-    def join(self, lines: list[str]) -> str:
+    def join(self, paragraph: str) -> str:
         """Every line end becomes a blank; but for those after a hyphen or a dash."""
-        pieces = []
+        if "-\n" not in paragraph and "\u2014\n" not in paragraph:
+            return paragraph.replace("\n", " ")
+        lines, pieces = paragraph.split("\n"), []
         for line, after in itertools.pairwise(lines):
-            pieces.append(self._join_to(line, after) if line[-1] in "-\u2014" else f"{line} ")
+            pieces.append(self._join_to(line, after) if line.endswith(("-", "\u2014")) else f"{line} ")
         return "".join([*pieces, lines[-1]])
 
     def _join_to(self, line: str, after: str) -> str:
