@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import re
-import string
 import unicodedata
-from bisect import bisect_left
 from dataclasses import dataclass
+
+import numpy as np
 
 from lamplighter.clean.rules import Edit
 
@@ -124,8 +124,9 @@ _ENOUGH = 0.15  # of the paragraphs of three lines or more must be wrapped, or n
 _LOOKED_AT = 200_000  # characters, for what the text writes elsewhere
 
 _ITEM = re.compile(r"(?:[-*\u2022\u00b7]|\(?\d{1,3}[.)\]]|\(\w\)|\[\d+\]|[|+])[ \t]")
-_ITEM_HEADS = frozenset("-*([|+0123456789")
-_SMALL = frozenset(string.ascii_lowercase)
+_ITEM_HEADS = np.isin(np.arange(256), [ord(one) for one in "-*([|+0123456789"])
+_BLANK = ord(" ")
+_Array = np.ndarray
 _SPEAKER = re.compile(r"[A-Z][A-Z .'\u2019-]{1,30}[.:]?$|[A-Z][\w .'\u2019-]{0,30}:$")
 _SINGLE = re.compile(r"\n(?<!\n\n)(?!\n)")
 _GAP = re.compile(r"[^ \n] {3}")  # an indent is none
@@ -143,11 +144,11 @@ class Joined:
 
 
 def join(text: str, real_hyphens: bool = False) -> Joined:
-    """Of a text as `blank_lines` leaves it. `real_hyphens`: a hyphen at a line's end was one in print too (Project Gutenberg's
-    proofreaders see to that).
+    """`real_hyphens`: a hyphen at a line's end was one in print too (Project Gutenberg's proofreaders see to that).
 
     Joining must come to rest: where a second pass would join more (a page of short pieces, whose width cannot be told), nothing is joined.
     """
+    text = blank_lines(text)
     paragraphs = text.split("\n\n")
     wrapped = _wrapped_paragraphs(text, paragraphs)
     if not wrapped:
@@ -165,42 +166,63 @@ def join(text: str, real_hyphens: bool = False) -> Joined:
 
 
 def _wrapped_paragraphs(text: str, paragraphs: list[str]) -> list[int]:
-    """The numbers of the paragraphs whose lines are to be joined; none where the text as a whole is not wrapped."""
+    """The numbers of the paragraphs whose lines are to be joined; none where the text as a whole is not wrapped.
+
+    A book has some ten thousand lines: their lengths and first bytes are looked at all at once, and one by one only in doubt.
+    """
     if not _SINGLE.search(text):  # every paragraph is one line
         return []
-    lengths = [len(line) for line in text.split("\n") if line]
-    if len([length for length in lengths if length > WIDEST + 10]) / len(lengths) > _LONG_SHARE:
+    lengths, heads = _lines(text)
+    blank = np.flatnonzero(lengths == 0)
+    if np.count_nonzero(lengths > WIDEST + 10) / (len(lengths) - len(blank)) > _LONG_SHARE:
         return []
-    found = [(number, one.split("\n")) for number, one in enumerate(paragraphs) if "\n" in one]
-    tall = [lines for _, lines in found if len(lines) > 2]
-    width = _width(tall)
-    wrapped = [number for number, lines in found if _is_wrapped(paragraphs[number], lines, width)] if width else []
-    return wrapped if len(wrapped) >= _ENOUGH * len(tall) else []
+    first, last = np.append(0, blank + 1), np.append(blank - 1, len(lengths) - 1)  # lines of each paragraph
+    numbers = np.flatnonzero(last > first)
+    first, last = first[numbers], last[numbers]
+    body = last - first
+    longest = _over(np.maximum, lengths, first, last)
+    width = _width(longest[(body > 1) & (heads[first] != _BLANK)])
+    if not width:
+        return []
+    smalls = _over(np.add, (heads >= ord("a")) & (heads <= ord("z")), first + 1, last)
+    shorts = _over(np.add, lengths < _SHORT_LINE * width, first, last - 1)
+    plain = (body > 1) & (smalls * 2 > body) & (shorts * 8 <= body + 1)
+    plain |= (body == 1) & (smalls == 1) & (lengths[first] > 0.8 * width)
+    tight = _over(np.minimum, lengths, first, last - 1) + _SLACK + 16 >= width
+    possible = ~_over(np.logical_or, heads == _BLANK, first + 1, last) & (longest <= width + 12) & (plain | tight)
+    clear = plain & ~_over(np.logical_or, _ITEM_HEADS[heads], first + 1, last)
+    wrapped = [
+        number
+        for number, is_plain, is_clear in zip(*(one[possible].tolist() for one in (numbers, plain, clear)), strict=True)
+        if not _is_table(paragraphs[number])
+        and (is_clear or _is_prose(paragraphs[number].split("\n"), width, is_plain))
+    ]
+    return wrapped if len(wrapped) >= _ENOUGH * np.count_nonzero(body > 1) else []
 
 
-def _width(tall: list[list[str]]) -> int:
-    """The width to which the prose of these paragraphs is wrapped; 0 if it is not."""
-    longest = sorted(max(map(len, lines)) for lines in tall if not lines[0].startswith(" "))
-    width = longest[len(longest) * 3 // 4] if longest else 0
+def _lines(text: str) -> tuple[_Array, _Array]:
+    """(how many characters each line has, its first byte: a line end for an empty one)."""
+    data = np.frombuffer(f"{text}\n".encode(), dtype=np.uint8)
+    ends = np.flatnonzero(data == ord("\n"))
+    starts = np.append(0, ends[:-1] + 1)
+    lengths = ends - starts
+    if not text.isascii():
+        later = np.flatnonzero(data & 0xC0 == 0x80)  # the bytes of a character after its first
+        lengths -= np.diff(np.searchsorted(later, ends), prepend=0)
+    return lengths, data[starts]
+
+
+def _over(what: np.ufunc, values: _Array, first: _Array, last: _Array) -> _Array:
+    """A sum, an extreme or a disjunction over the lines of each paragraph."""
+    values = np.append(values, values[-1:]).astype(np.int32 if what is np.add else values.dtype)  # `last + 1` is in it
+    found: _Array = what.reduceat(values, np.stack((first, last + 1), axis=1).ravel())[::2]
+    return found
+
+
+def _width(longest: _Array) -> int:
+    """The width to which prose is wrapped, from the longest line of each of its paragraphs; 0 if it is not."""
+    width = int(np.sort(longest)[len(longest) * 3 // 4]) if len(longest) else 0
     return width if NARROWEST <= width <= WIDEST else 0
-
-
-def _is_wrapped(paragraph: str, lines: list[str], width: int) -> bool:
-    """Whether this is a paragraph of prose: by how its lines begin and by their lengths; in doubt by a closer look."""
-    *lengths, last = map(len, lines)
-    lengths.sort()  # of all lines but the last
-    heads = [line[:1] for line in lines[1:]]
-    if " " in heads or "" in heads or max(lengths[-1], last) > width + 12 or _is_table(paragraph):
-        return False
-    smalls = sum(map(_SMALL.__contains__, heads))
-    if len(heads) == 1:
-        plain = smalls == 1 and lengths[0] > 0.8 * width
-    else:
-        shorts = bisect_left(lengths, _SHORT_LINE * width)
-        plain = smalls * 2 > len(heads) and shorts * 8 <= len(lines)
-    if plain and _ITEM_HEADS.isdisjoint(heads):
-        return True
-    return (plain or lengths[0] + _SLACK + 16 >= width) and _is_prose(lines, width, plain)
 
 
 def _is_table(paragraph: str) -> bool:
