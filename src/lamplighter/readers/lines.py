@@ -48,7 +48,9 @@ def starts_array(path: Path) -> bool:
 def _begins_array(head: bytes) -> bool:
     """Whether it begins with a bracket, and not because that is where the first of many lines was torn."""
     head = head.removeprefix(codecs.BOM_UTF8).lstrip()[:_HEAD_BYTES]
-    return head.startswith(b"[") and not _OBJECT_ON_A_LINE_OF_ITS_OWN.search(head)
+    if not head.startswith(b"["):
+        return False
+    return head.partition(b"\n")[0].strip() == b"[" or not _OBJECT_ON_A_LINE_OF_ITS_OWN.search(head)
 
 
 def _peek(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
