@@ -34,7 +34,7 @@ def main() -> None:
     measured.say_machine()
     with tempfile.TemporaryDirectory() as folder:
         paths = given.paths or [_made_up(Path(folder))]
-        items, _ = find_items(paths, None)
+        items, _ = find_items(paths, None, Rules())
         worker.make(worker.CleanBatch("", (items[0],), Rules()))  # load the libraries
         _by_kind(items, given.repeat)
         _by_stage(items, given.repeat)

@@ -151,6 +151,29 @@ def test_a_lock_is_held_by_one_and_seen_by_others(tmp_path: Path) -> None:
     os.close(other)
 
 
+def test_a_lock_whose_file_was_removed_is_held_by_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lock"
+    first = lock.hold(path)
+    assert first is not None and lock.hold(path) is None
+    real = lock.try_lock
+
+    def the_first_one_ends(fd: int) -> bool:
+        """Between the opening and the locking of the second one; a third one comes before it has looked again."""
+        monkeypatch.setattr(lock, "try_lock", real)
+        path.unlink()
+        os.close(first)
+        third.append(lock.hold(path))
+        return real(fd)
+
+    third: list[int | None] = []
+    monkeypatch.setattr(lock, "try_lock", the_first_one_ends)
+    assert lock.hold(path) is None and third[0] is not None
+    os.close(third[0])
+    again = lock.hold(path)
+    assert again is not None and lock.is_held(path)
+    os.close(again)
+
+
 # ---------------------------------------------------------------- a run on a system without /proc
 
 

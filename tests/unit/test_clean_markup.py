@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lamplighter.clean import html
-from lamplighter.clean.rules import BadMarkup
+from lamplighter.clean.markup import BadMarkup, read_html, read_xml
 
 TRIALS = b"""<?xml version="1.0" encoding="UTF-8"?>
 <TEI.2><teiHeader><title>Invented Sessions</title><note>not text</note></teiHeader>
@@ -35,7 +34,7 @@ TRIALS = b"""<?xml version="1.0" encoding="UTF-8"?>
 
 
 def test_each_trial_is_a_document_and_its_blanks_are_its_own() -> None:
-    front, one, two = html.read_xml(TRIALS, "auto")
+    front, one, two = read_xml(TRIALS, "auto")
     assert (front.part, one.part, two.part) == ("f1", "t1", "t2")
     assert one.text == (
         "1. JOHN LAMP, Knt. was indicted for stealing a hat, value 2s., & pleadedGUILTY.\n\n"
@@ -47,16 +46,16 @@ def test_each_trial_is_a_document_and_its_blanks_are_its_own() -> None:
 
 
 def test_a_file_can_be_one_document() -> None:
-    (whole,) = html.read_xml(TRIALS, "file")
+    (whole,) = read_xml(TRIALS, "file")
     assert whole.text.startswith("THE WHOLE PROCEEDINGS\n\n1. JOHN LAMP, Knt.")
     assert "not text" not in whole.text
 
 
 def test_the_chapters_of_a_novel_stay_together() -> None:
     novel = b'<TEI xmlns="http://www.tei-c.org/ns/1.0"><text><body><div type="chapter"><head>I</head><p>One.</p></div><div type="chapter"><p>Two <choice><sic>thier</sic><corr>their</corr></choice>.</p></div></body></text></TEI>'
-    (whole,) = html.read_xml(novel, "auto")
+    (whole,) = read_xml(novel, "auto")
     assert whole.text == "I\n\nOne.\n\nTwo thier."
-    assert len(html.read_xml(novel, "div")) == 2
+    assert len(read_xml(novel, "div")) == 2
 
 
 def line(left: int, wide: int, *words: str) -> str:
@@ -90,7 +89,7 @@ def test_a_page_of_ocr_is_read_by_its_blocks_and_lines() -> None:
         + "</TextBlock>"
         '<TextBlock ID="B2">' + line(0, 500, "Second", "block") + "</TextBlock></PrintSpace></Page></Layout></alto>"
     )
-    (found,) = html.read_xml(page.encode(), "auto")
+    (found,) = read_xml(page.encode(), "auto")
     assert found.text == 'The lamp was Preleetions and then some more the end.\nA new "one", para\n\nSecond block'
     assert found.part == "P1"
 
@@ -101,7 +100,7 @@ def test_blocks_follow_the_stated_order_and_strings_without_spaces_are_words() -
         '<TextBlock ID="B1"><TextLine HPOS="0" WIDTH="9"><String CONTENT="last"/><String CONTENT="words"/></TextLine></TextBlock>'
         '<TextBlock ID="B2"><TextLine HPOS="0" WIDTH="9"><String CONTENT="first"/></TextLine></TextBlock></Page></Layout></alto>'
     )
-    assert html.read_xml(page.encode(), "auto")[0].text == "first\n\nlast words"
+    assert read_xml(page.encode(), "auto")[0].text == "first\n\nlast words"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_blocks_follow_the_stated_order_and_strings_without_spaces_are_words() -
 )
 def test_faults_have_a_reason_and_a_place(data: bytes, reason: str, place: tuple[int, int]) -> None:
     with pytest.raises(BadMarkup) as caught:
-        html.read_xml(data, "auto")
+        read_xml(data, "auto")
     assert caught.value.reason == reason
     assert (caught.value.line, caught.value.column) == place
 
@@ -124,14 +123,14 @@ def test_nothing_outside_the_file_is_read(tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("SECRET WORDS")
     data = f'<!DOCTYPE TEI.2 SYSTEM "file://{tmp_path}/x.dtd" [<!ENTITY s SYSTEM "file://{secret}">]><TEI.2><text><p>A &s; B</p></text></TEI.2>'
-    assert "SECRET" not in html.read_xml(data.encode(), "auto")[0].text
+    assert "SECRET" not in read_xml(data.encode(), "auto")[0].text
 
 
 def test_entities_that_grow_without_end_are_refused() -> None:
     levels = "".join(f'<!ENTITY e{n} "{f"&e{n - 1};" * 10}">' for n in range(1, 12))
     data = f'<!DOCTYPE TEI.2 [<!ENTITY e0 "lamplamplamplamp">{levels}]><TEI.2><text><p>&e11;</p></text></TEI.2>'
     with pytest.raises(BadMarkup) as caught:
-        html.read_xml(data.encode(), "auto")
+        read_xml(data.encode(), "auto")
     assert caught.value.reason == "bad_xml"
 
 
@@ -141,7 +140,7 @@ def test_a_page_of_html_as_a_reader_sees_it() -> None:
     link</a>.<br>Next line</p><script>if (a < b) { alert("<p>no</p>") }</script><ul><li>first<li>second</ul>
     <!-- <p>hidden</p> --><pre>keep
   this</pre><table><tr><td>a</td><td>b</td></tr></table>2 < 3 & 4<footer>(c)</footer></body></html>"""
-    found = html.read_html(page)
+    found = read_html(page)
     assert found.extra == {"title": "The Lamp & Co"}
     assert found.text == (
         "The Lamp\n\nOne boldword, caf\u00e9\u00a0\u2014 and a link.\nNext line\n\nfirst\nsecond\n\nkeep\n  this\n\na b\n\n2 < 3 & 4"

@@ -7,8 +7,10 @@ import re
 
 import pytest
 
-from lamplighter.clean import decode, dedup, html
+from lamplighter.clean import dedup
+from lamplighter.clean.markup import BadMarkup, read_xml
 from lamplighter.clean.quality import words_of
+from lamplighter.clean.raw_documents import decode
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules
 from lamplighter.clean.worker import Clean, clean_document, clean_text
 from running import real
@@ -56,7 +58,7 @@ def test_a_book_is_all_there_and_nothing_else_is() -> None:
 
 def check_book(name: str) -> None:
     least, first, last = BOOKS[name]
-    raw = decode.decode(real("london", "gutenberg_raw", name).read_bytes()).text
+    raw = decode(real("london", "gutenberg_raw", name).read_bytes()).text
     text, _ = clean_text(raw, Rules())
     assert text.startswith(first), name
     assert text.endswith(last), name
@@ -73,7 +75,7 @@ def test_joining_loses_no_word_of_a_book() -> None:
 
 
 def check_joining(name: str) -> None:
-    raw = decode.decode(real("london", "gutenberg_raw", name).read_bytes()).text
+    raw = decode(real("london", "gutenberg_raw", name).read_bytes()).text
     joined, kept = (clean_text(raw, Rules(keep_lines=keep))[0] for keep in (False, True))
     assert re.sub(r"[\s-]+", "", joined) == re.sub(r"[\s-]+", "", kept)
     prose = [
@@ -98,17 +100,15 @@ def test_old_spelling_passes_as_english() -> None:
 def test_ocr_of_1824_passes_and_reads_in_paragraphs() -> None:
     for page in ("0001", "0002"):
         path = real("london", "ocr_newspaper_1824_alto", f"0002647_18240217_{page}.xml")
-        (piece,) = html.read_xml(path.read_bytes(), "auto")
+        (piece,) = read_xml(path.read_bytes(), "auto")
         found = gate(Raw(path.name, piece.text), language="en")
         assert isinstance(found, Clean)
     assert (
         "In his Preleetions and Isaiah"
-        in html.read_xml(real("london", "ocr_newspaper_1824_alto", "0002647_18240217_0001.xml").read_bytes(), "auto")[
-            0
-        ].text
+        in read_xml(real("london", "ocr_newspaper_1824_alto", "0002647_18240217_0001.xml").read_bytes(), "auto")[0].text
     )
-    with pytest.raises(html.BadMarkup, match="lists other files"):
-        html.read_xml(real("london", "ocr_newspaper_1824_alto", "0002647_18240217_mets.xml").read_bytes(), "auto")
+    with pytest.raises(BadMarkup, match="lists other files"):
+        read_xml(real("london", "ocr_newspaper_1824_alto", "0002647_18240217_mets.xml").read_bytes(), "auto")
 
 
 SESSIONS = {"18000115.xml": 89, "18181028.xml": 205, "18360613.xml": 245, "18610610.xml": 86, "18981121.xml": 65}
@@ -120,7 +120,7 @@ def test_each_trial_is_a_document() -> None:
 
 
 def check_trials(name: str, trials: int) -> None:
-    pieces = html.read_xml(real("london", "oldbailey_xml", name).read_bytes(), "auto")
+    pieces = read_xml(real("london", "oldbailey_xml", name).read_bytes(), "auto")
     accounts = [piece for piece in pieces if piece.extra.get("type") == "trialAccount"]
     assert len(accounts) == trials, name
     assert not any("<" in piece.text or "  " in piece.text for piece in accounts)

@@ -8,10 +8,11 @@ import random
 import numpy as np
 import pytest
 
-from lamplighter.clean import decode, dedup, quality, worker
+from lamplighter.clean import dedup, quality, worker
 from lamplighter.clean import normalise as characters
 from lamplighter.clean.normalise import join
 from lamplighter.clean.quality import language_of, word_key, words_of
+from lamplighter.clean.raw_documents import decode
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules
 from lamplighter.clean.worker import Clean, clean_document, clean_text
 
@@ -58,21 +59,21 @@ def test_only_true_mojibake_is_read_again() -> None:
     ],
 )
 def test_encodings_are_found(data: bytes, encoding: str, text: str) -> None:
-    found = decode.decode(data)
+    found = decode(data)
     assert (found.encoding, found.text) == (encoding, text)
 
 
 def test_a_bad_line_is_named_and_left_out_and_the_rest_stays() -> None:
     lines = [f"caf\u00e9 \u201cgood\u201d line {n}" for n in range(400)]
     data = "\n".join(lines).encode().replace(b"line 7\n", b"line \xff7\n").replace(b"line 9\n", b"li\x00ne 9\n")
-    found = decode.decode(data)
+    found = decode(data)
     assert [(bad.line, bad.why.split(":")[0]) for bad in found.bad] == [(8, "not UTF-8"), (10, "a NUL byte")]
     assert found.text.split("\n") == [*lines[:7], lines[8], *lines[10:]]
 
 
 @pytest.mark.parametrize("data", [b"%PDF-1.4 \x00\x01", bytes(range(256)) * 40, b"PK\x03\x04zip"])
 def test_what_is_not_text_is_refused(data: bytes) -> None:
-    assert decode.decode(data).refused
+    assert decode(data).refused
 
 
 # ---------------------------------------------------------------- lines

@@ -187,13 +187,13 @@ def test_bad_lines_are_judged_over_the_whole_file(tmp_path: Path, monkeypatch: A
     ensure(tmp_path / "c", open_source([str(path)]), byte_level(), CacheSettings(0.1, 0, 5000))
     places = [sum(map(len, lines[:at])) + add for at, add in ((7, 1), (4990, 3))]
     assert told == [(8, places[0]), (4991, places[1])]
-    assert warned == [f"2 of 5,001 lines of {path} set aside, as not text"]
+    assert warned == [f"2 of 5,000 lines of {path} set aside, as not text"]
     for at in range(0, 5000, 300):
         lines[at] = b"caf\xe9\n"
     path.write_bytes(b"".join(lines))
     with pytest.raises(BadData, match="not text") as caught:
         ensure(tmp_path / "c", open_source([str(path)]), byte_level(), CacheSettings(0.1, 0, 5000))
-    assert "of 5,001 lines" in caught.value.why and "data.bad_limit" in caught.value.why
+    assert "of 5,000 lines" in caught.value.why and "data.bad_limit" in caught.value.why
     assert "no more than a tenth" in caught.value.why
     with pytest.raises(BadData, match=f"{path}:1, byte 3"):
         refusing = open_source([str(path)], None, None, bad_text="refuse")

@@ -211,10 +211,8 @@ def is_advert(section: str, after_one: bool = False) -> bool:
     selling = bool(_SELLING.search("\n".join(lines[:4])))
     if NOT_ADVERT.match(section) or len(lines) < (2 if after_one and selling else 4):
         return False
-    prices, bookish = (
-        sum(bool(_SIZE.search(line)) for line in lines),
-        sum(bool(_BOOKISH.search(line)) for line in lines),
-    )
+    prices = sum(bool(_SIZE.search(line)) for line in lines)
+    bookish = sum(bool(_BOOKISH.search(line)) for line in lines)
     if after_one and selling and len(lines) < 12:
         return True  # the title of the lists
     if after_one and prices >= 2 and prices > 0.06 * len(lines):

@@ -33,6 +33,10 @@ class Twin:
     first: int
     likeness: float  # 1.0: the same
 
+    @property
+    def reason(self) -> str:
+        return "duplicate" if self.likeness == 1.0 else "near_duplicate"
+
 
 def record_of(words: Words, near: bool) -> bytes:
     """The fixed-size record of a document."""

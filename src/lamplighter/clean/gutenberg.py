@@ -32,7 +32,6 @@ class Book:
     title: str = ""
     author: str = ""
     removed: list[Edit] = field(default_factory=list)
-    named_inside: bool = True  # whether Project Gutenberg is named far from both ends
 
     def cut(self, rule: str, start: int, end: int, instead: str = "") -> None:
         if piece := self.text[start:end].strip():
@@ -40,7 +39,6 @@ class Book:
         self.text = self.text[:start] + instead + self.text[end:]
 
 
-_LEGAL_NEEDLES = ("gutenberg", "small print", "updated editions", "this file should", "creating the works", "corrected editions", "please read this", "most people start", "full license")  # fmt: skip
 _LEGAL_WORDS = words.cases("gutenberg", "small print", "updated editions", "this file should", "creating the works", "corrected editions", "please read this", "most people start", "full license")  # fmt: skip
 _NOTE_WORDS = words.cases("transcri", "redactor", "proofreader", "etext", "e-text", "ebook", "e-book", "electronic", "scanner", "digiti", "typist", "preparer", "producer", "anmerkung", "bemerkung", "hinweis", "opmerking", "transkri", "trascri", "transskri", "errata", "corrected", "corrections", "executive")  # fmt: skip
 TRANSCRIBER = words.cases("transcriber")
@@ -89,23 +87,18 @@ def strip(text: str) -> Book:
     """The book in a file, or in several files that were put one after the other."""
     if not _is_ours(text):
         return Book(text)
-    lines = words.lines_with(text, words.NAME)
-    inside = any(_HEAD_CHARS < at < len(text) - 4 * _HEAD_CHARS for at in lines)
-    books = [_one(part, inside) for part in _parts(text, lines)]
+    books = [_one(part) for part in _parts(text)]
     first = books[0]
     if len(books) == 1:
         return first
-    whole = Book(
-        "\n\n\n\n\n".join(one.text.strip("\n") for one in books if one.text.strip()), first.title, first.author
-    )
-    whole.removed = [change for one in books for change in one.removed]
-    return whole
+    text = "\n\n\n\n\n".join(one.text.strip("\n") for one in books if one.text.strip())
+    return Book(text, first.title, first.author, [change for one in books for change in one.removed])
 
 
-def _parts(text: str, lines: list[int]) -> list[str]:
+def _parts(text: str) -> list[str]:
     """Where a file goes on with another START after an END, each book by itself."""
     parts, begin = [], 0
-    found = words.marks(text, (words.START, words.END), lines)
+    found = words.marks(text, (words.START, words.END), words.lines_with(text, words.NAME))
     for end in (one for one in found if one.re is words.END):
         start = next((one for one in found if one.re is words.START and one.start() > end.end()), None)
         if start is None or end.start() < begin:
@@ -118,8 +111,8 @@ def _parts(text: str, lines: list[int]) -> list[str]:
     return [*parts, text[begin:]]
 
 
-def _one(text: str, named_inside: bool) -> Book:
-    book = Book(text, named_inside=named_inside)
+def _one(text: str) -> Book:
+    book = Book(text)
     _head(book)
     _tail(book)
     _notes(book)
@@ -194,9 +187,8 @@ def _field(header: str, name: str) -> str:
 
 def _tail(book: Book) -> None:
     """From the first end mark after which nothing but licence is left; a mark in the middle goes alone."""
-    named = words.lines_with(book.text, words.NAME) if book.named_inside else []
     legal = _near_the_ends(book.text, _LEGAL_WORDS, 4 * _HEAD_CHARS)
-    lines = sorted({*named, *legal})
+    lines = sorted({*words.lines_with(book.text, words.NAME), *legal})
     found = {m.start(): m for m in words.marks(book.text, (words.LEGAL, words.LAST_LINE, words.END), lines)}
     inner: list[tuple[int, int]] = []
     for start in sorted(found):
@@ -226,14 +218,7 @@ def _notes(book: Book) -> None:
         closing = _closing(book.text, opening.start()) if opening and opening.start() <= at else -1
         if opening and closing > 0:
             start = opening.start()
-            spaced = book.text[start - 1 : start] == " " and book.text[closing : closing + 1] in (
-                " ",
-                "\n",
-                ".",
-                ",",
-                ";",
-                "",
-            )
+            spaced = book.text[start - 1 : start] == " " and book.text[closing : closing + 1] in tuple(" \n.,;") + ("",)
             book.cut("transcriber's note", start - spaced, closing)
 
 
@@ -477,8 +462,6 @@ def _adverts(book: Book) -> None:
 
 
 _PAGE = re.compile(r"\[(?:Pg|Page) ?[0-9ivxlcIVXLC]+\][ \t]?|\[Blank Page\]")
-
-
 _BOLD = re.compile(r"=(?=[^\s=])([^=\n]*[A-Za-z]{2}[^=\n]*)(?<=\S)=(?![\w=])")
 _SWUNG = re.compile(r"~(?=[^\s~])([^~\n]+)(?<=\S)~(?![\w~])")
 
@@ -519,13 +502,7 @@ def _inside(book: Book) -> None:
 def _mentions(book: Book) -> None:
     """A paragraph that names Project Gutenberg is not of the book, unless the book is about it."""
     text = book.text
-    places: set[int] = set()
-    if book.named_inside or len(text) <= 5 * _HEAD_CHARS:
-        places = {at for word in words.NAME for at in _all(text, word)}
-    else:
-        tail = len(text) - 4 * _HEAD_CHARS
-        for word in words.NAME:
-            places |= {*_all(text[:_HEAD_CHARS], word), *(tail + at for at in _all(text[tail:], word))}
+    places = {at for word in words.NAME for at in _all(text, word)}
     found = [at for at in sorted(places) if book.text[max(0, at - 12) : at - 1].rstrip().lower().endswith("project")]
     if len(found) > _MENTIONS:
         return
@@ -562,8 +539,6 @@ def _italics(book: Book) -> None:
 
 
 _TAG = re.compile(r"\[(?:Illustrations?|ILLUSTRATIONS?|Picture(?=:))\b[ \t]*(?:\d+\w?)?[:.]?[ \t]*")
-
-
 _TAGS = ("[Illustration", "[ILLUSTRATION", "[Picture:")
 
 

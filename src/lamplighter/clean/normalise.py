@@ -6,9 +6,9 @@ Out: the same text, with what was changed; doing it again changes nothing.
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,15 +121,16 @@ _SLACK = 6  # hand-made changes leave lines a little short
 _LONG_SHARE = 0.02  # of the lines are longer than any wrap: then the text is not wrapped
 _SHORT_LINE = 0.62  # of the width
 _ENOUGH = 0.15  # of the paragraphs of three lines or more must be wrapped, or none is joined
-_SHORT_TEXT = 20_000  # characters
 _LOOKED_AT = 200_000  # characters, for what the text writes elsewhere
 
 _ITEM = re.compile(r"(?:[-*\u2022\u00b7]|\(?\d{1,3}[.)\]]|\(\w\)|\[\d+\]|[|+])[ \t]")
-_ITEM_HEADS = np.zeros(256, dtype=bool)
-_ITEM_HEADS[[ord(one) for one in "-*([|+0123456789"]] = True
+_ITEM_HEADS = np.isin(np.arange(256), [ord(one) for one in "-*([|+0123456789"])
+_BLANK = ord(" ")
+_Array = np.ndarray
 _SPEAKER = re.compile(r"[A-Z][A-Z .'\u2019-]{1,30}[.:]?$|[A-Z][\w .'\u2019-]{0,30}:$")
 _SINGLE = re.compile(r"\n(?<!\n\n)(?!\n)")
-_Array = np.ndarray
+_GAP = re.compile(r"[^ \n] {3}")  # an indent is none
+_LEFT, _RIGHT = re.compile(r"([A-Za-z\u00c0-\u024f]+)-$"), re.compile(r"[a-z\u00df-\u024f]+")
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,6 @@ class Joined:
     count: int = 0
     hyphens: int = 0
     changes: tuple[Edit, ...] = ()
-    data: bytes | None = None  # the text in UTF-8, where it is at hand
 
 
 def join(text: str, real_hyphens: bool = False) -> Joined:
@@ -148,130 +148,90 @@ def join(text: str, real_hyphens: bool = False) -> Joined:
 
     Joining must come to rest: where a second pass would join more (a page of short pieces, whose width cannot be told), nothing is joined.
     """
-    found = _find(text)
-    if found is None:
+    text = blank_lines(text)
+    paragraphs = text.split("\n\n")
+    wrapped = _wrapped_paragraphs(text, paragraphs)
+    if not wrapped:
         return Joined(text)
-    first = _joined(text, *found, real_hyphens)
-    return first if _at_rest(*found) or _find(first.text) is None else Joined(text)
+    hyphens = _Hyphens(text, real_hyphens)
+    changes = tuple(
+        Edit("joined lines", paragraphs[number], paragraphs[number].replace("\n", " ")) for number in wrapped[:3]
+    )
+    for number in wrapped:
+        paragraphs[number] = hyphens.join(paragraphs[number])
+    joined = "\n\n".join(paragraphs)
+    if _wrapped_paragraphs(joined, paragraphs):
+        return Joined(text)
+    return Joined(joined, len(wrapped), hyphens.closed, changes)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Every line in numbers, and which lines make a block (a paragraph of two lines or more)."""
+def _wrapped_paragraphs(text: str, paragraphs: list[str]) -> list[int]:
+    """The numbers of the paragraphs whose lines are to be joined; none where the text as a whole is not wrapped.
 
-    data: bytes
-    starts: _Array  # of lines, in bytes
-    lengths: _Array  # of lines, in characters
-    heads: _Array  # first bytes
-    first: _Array  # of each block: its first line
-    last: _Array  # its last line
+    A book has some ten thousand lines: their lengths and first bytes are looked at all at once, and one by one only in doubt.
+    """
+    if not _SINGLE.search(text):  # every paragraph is one line
+        return []
+    lengths, heads = _lines(text)
+    blank = np.flatnonzero(lengths == 0)
+    if np.count_nonzero(lengths > WIDEST + 10) / (len(lengths) - len(blank)) > _LONG_SHARE:
+        return []
+    first, last = np.append(0, blank + 1), np.append(blank - 1, len(lengths) - 1)  # lines of each paragraph
+    numbers = np.flatnonzero(last > first)
+    first, last = first[numbers], last[numbers]
+    body = last - first
+    longest = _over(np.maximum, lengths, first, last)
+    width = _width(longest[(body > 1) & (heads[first] != _BLANK)])
+    if not width:
+        return []
+    smalls = _over(np.add, (heads >= ord("a")) & (heads <= ord("z")), first + 1, last)
+    shorts = _over(np.add, lengths < _SHORT_LINE * width, first, last - 1)
+    plain = (body > 1) & (smalls * 2 > body) & (shorts * 8 <= body + 1)
+    plain |= (body == 1) & (smalls == 1) & (lengths[first] > 0.8 * width)
+    tight = _over(np.minimum, lengths, first, last - 1) + _SLACK + 16 >= width
+    possible = ~_over(np.logical_or, heads == _BLANK, first + 1, last) & (longest <= width + 12) & (plain | tight)
+    clear = plain & ~_over(np.logical_or, _ITEM_HEADS[heads], first + 1, last)
+    wrapped = [
+        number
+        for number, is_plain, is_clear in zip(*(one[possible].tolist() for one in (numbers, plain, clear)), strict=True)
+        if not _is_table(paragraphs[number])
+        and (is_clear or _is_prose(paragraphs[number].split("\n"), width, is_plain))
+    ]
+    return wrapped if len(wrapped) >= _ENOUGH * np.count_nonzero(body > 1) else []
 
-    def span(self, block: int) -> tuple[int, int]:
-        end = self.last[block] + 1
-        return int(self.starts[self.first[block]]), int(self.starts[end]) - 1 if end < len(self.starts) else len(
-            self.data
-        )
 
-    def block(self, block: int) -> str:
-        start, end = self.span(block)
-        return self.data[start:end].decode()
-
-
-def _layout(text: str) -> _Layout:
-    data = text.encode()
-    raw = np.frombuffer(data, dtype=np.uint8)
-    newlines = np.flatnonzero(raw == 10)
-    starts = np.concatenate(([0], newlines + 1))
-    ends = np.concatenate((newlines, [len(raw)]))
+def _lines(text: str) -> tuple[_Array, _Array]:
+    """(how many characters each line has, its first byte: a line end for an empty one)."""
+    data = np.frombuffer(f"{text}\n".encode(), dtype=np.uint8)
+    ends = np.flatnonzero(data == ord("\n"))
+    starts = np.append(0, ends[:-1] + 1)
     lengths = ends - starts
     if not text.isascii():
-        inner = np.flatnonzero(raw.view(np.int8) < -64)  # bytes of a character after its first
-        lengths = lengths - np.diff(np.searchsorted(inner, ends), prepend=0)
-    heads = raw[np.minimum(starts, len(raw) - 1)]  # an empty last line has the line end before it
-    full = np.concatenate(([False], lengths > 0, [False]))
-    edges = np.flatnonzero(full[1:] != full[:-1])
-    first, last = edges[::2], edges[1::2] - 1
-    several = last > first
-    return _Layout(data, starts, lengths, heads=heads, first=first[several], last=last[several])
+        later = np.flatnonzero(data & 0xC0 == 0x80)  # the bytes of a character after its first
+        lengths -= np.diff(np.searchsorted(later, ends), prepend=0)
+    return lengths, data[starts]
 
 
-def _is_wide(text: str) -> bool:
-    """What `_width` asks first, for a short text: whether too many of its lines are longer than any wrap."""
-    lengths = [len(line) for line in text.split("\n") if line]
-    return bool(lengths) and sum(length > WIDEST + 10 for length in lengths) / len(lengths) > _LONG_SHARE
-
-
-def _width(layout: _Layout) -> int:
-    """The width to which the prose of this text is wrapped; 0 if it is not."""
-    lines = layout.lengths[layout.lengths > 0]
-    if not len(lines) or np.mean(lines > WIDEST + 10) > _LONG_SHARE:
-        return 0
-    tall = (layout.last - layout.first >= 2) & (layout.heads[layout.first] != 32)
-    if not tall.any():
-        return 0
-    longest = np.sort(_over_blocks(np.maximum, layout.lengths, layout)[tall])
-    width = int(longest[len(longest) * 3 // 4])
-    return width if NARROWEST <= width <= WIDEST else 0
-
-
-def _over_blocks(what: np.ufunc, values: _Array, layout: _Layout, skip_first: int = 0, skip_last: int = 0) -> _Array:
-    """A sum, minimum or maximum over the lines of each block."""
-    bounds = np.stack((layout.first + skip_first, layout.last + 1 - skip_last), axis=1).ravel()
-    padded = np.append(values, values[-1:])
-    found: _Array = what.reduceat(padded, bounds)[::2]
+def _over(what: np.ufunc, values: _Array, first: _Array, last: _Array) -> _Array:
+    """A sum, an extreme or a disjunction over the lines of each paragraph."""
+    values = np.append(values, values[-1:]).astype(np.int32 if what is np.add else values.dtype)  # `last + 1` is in it
+    found: _Array = what.reduceat(values, np.stack((first, last + 1), axis=1).ravel())[::2]
     return found
 
 
-def _find(text: str) -> tuple[_Layout, _Array] | None:
-    """The lines, and which blocks are to be joined; None where none is."""
-    if not _SINGLE.search(text):  # every paragraph is one line
-        return None
-    if len(text) < _SHORT_TEXT and _is_wide(text):
-        return None
-    layout = _layout(text)
-    width = _width(layout)
-    if not width:
-        return None
-    wrapped = _wrapped(layout, width)
-    several = int(np.sum(layout.last - layout.first > 1))
-    if not wrapped.any() or int(wrapped.sum()) < _ENOUGH * several:
-        return None
-    return layout, np.flatnonzero(wrapped)
+def _width(longest: _Array) -> int:
+    """The width to which prose is wrapped, from the longest line of each of its paragraphs; 0 if it is not."""
+    width = int(np.sort(longest)[len(longest) * 3 // 4]) if len(longest) else 0
+    return width if NARROWEST <= width <= WIDEST else 0
 
 
-def _at_rest(layout: _Layout, blocks: _Array) -> bool:
-    """Whether the joined paragraphs alone are so long that a second pass cannot take the text for a wrapped one.
-
-    A line loses at most its hyphen. This settles it for nearly every book, without a look at the new text.
-    """
-    long = int(np.sum(_over_blocks(np.add, layout.lengths - 1, layout)[blocks] > WIDEST + 10))
-    lines = int(np.sum(layout.lengths > 0) - np.sum((layout.last - layout.first)[blocks]))
-    return long / lines > _LONG_SHARE
+def _is_table(paragraph: str) -> bool:
+    """Wide gaps, tabs or rows of dots inside a line."""
+    marked = "\t" in paragraph or "....." in paragraph or " . . " in paragraph
+    return marked or ("   " in paragraph and _GAP.search(paragraph) is not None)
 
 
-def _wrapped(layout: _Layout, width: int) -> _Array:
-    """Which blocks are one paragraph of prose: by bulk figures where they are clear, by a closer look where not."""
-    body = layout.last - layout.first
-    indented = (layout.heads == 32) | (layout.heads == 9)
-    small = ((layout.heads >= 97) & (layout.heads <= 122)).astype(np.int32)
-    smalls = _over_blocks(np.add, small, layout, skip_first=1)
-    possible = ~_over_blocks(np.logical_or, indented, layout, skip_first=1)
-    possible &= _over_blocks(np.maximum, layout.lengths, layout) <= width + 12
-    possible &= ~_tables(layout)
-    short = (layout.lengths < _SHORT_LINE * width).astype(np.int32)
-    shorts = _over_blocks(np.add, short, layout, skip_last=1)
-    plain = (smalls * 2 > body) & (body > 1) & (shorts * 8 <= body + 1)
-    plain |= (body == 1) & (smalls == 1) & (layout.lengths[layout.first] > 0.8 * width)
-    items = _over_blocks(np.add, _ITEM_HEADS[layout.heads].astype(np.int32), layout, skip_first=1)
-    doubtful = possible & (~plain | (items > 0))
-    out: _Array = possible & plain & (items == 0)
-    tight = _over_blocks(np.minimum, layout.lengths, layout, skip_last=1) + _SLACK + 16 >= width
-    for block in np.flatnonzero(doubtful & (plain | tight)).tolist():
-        out[block] = _is_wrapped(layout.block(block).split("\n"), width, bool(plain[block]))
-    return out
-
-
-def _is_wrapped(lines: list[str], width: int, plain: bool) -> bool:
+def _is_prose(lines: list[str], width: int, plain: bool) -> bool:
     body = lines[1:]
     if (in_body := sum(1 for line in body if _ITEM.match(line))) and in_body + bool(_ITEM.match(lines[0])) > 1:
         return False
@@ -291,64 +251,6 @@ def _is_verse(lines: list[str]) -> bool:
     return stopped * 10 >= 7 * len(lines)
 
 
-def _tables(layout: _Layout) -> _Array:
-    """Blocks with wide gaps, tabs or rows of dots inside a line."""
-    raw = np.frombuffer(layout.data, dtype=np.uint8)
-    blank, dot = raw == 32, np.flatnonzero(raw == 46)
-    gaps = np.flatnonzero(blank[:-2] & blank[1:-1] & blank[2:])
-    rows = dot[:-4][dot[4:] - dot[:-4] == 4]
-    pairs = dot[:-1][dot[1:] - dot[:-1] == 2]
-    pairs = pairs[(pairs > 0) & (pairs + 3 < len(raw))]
-    spaced = pairs[blank[pairs - 1] & blank[pairs + 1] & blank[pairs + 3]]
-    tabs = np.flatnonzero(raw == 9) if b"\t" in layout.data else dot[:0]
-    owners = np.searchsorted(layout.starts, gaps, side="right") - 1
-    begins = layout.starts[owners]
-    rank = np.arange(len(gaps)) - np.searchsorted(gaps, begins)
-    inside = gaps - begins != rank  # an indent is not a gap: its blanks are the line's first ones
-    marked = np.zeros(len(layout.lengths), dtype=bool)
-    marked[owners[inside]] = True
-    for places in (rows, tabs, spaced):
-        if len(places):
-            marked[np.searchsorted(layout.starts, places, side="right") - 1] = True
-    return _over_blocks(np.logical_or, marked, layout)
-
-
-# ---------------------------------------------------------------- joining
-
-
-def _joined(text: str, layout: _Layout, blocks: _Array, real_hyphens: bool) -> Joined:
-    """Every line end in these blocks becomes a blank; but for those after a hyphen or a dash."""
-    data = bytearray(layout.data)
-    raw = np.frombuffer(data, dtype=np.uint8)
-    breaks = _breaks(layout, blocks)
-    before = raw[breaks - 1]
-    raw[breaks] = 32
-    hyphens = _Hyphens(text, real_hyphens)
-    special = breaks[(before == 45) | (before == 0x94)]
-    cuts = [cut for place in special.tolist() if (cut := hyphens.cut(layout.data, place))]
-    del raw
-    for start, end in reversed(cuts):
-        del data[start:end]
-    after = bytes(data)
-    examples = []
-    for block in blocks[:3].tolist():
-        start, end = layout.span(block)
-        examples.append(
-            Edit("joined lines", layout.data[start:end].decode(), layout.data[start:end].replace(b"\n", b" ").decode())
-        )
-    return Joined(after.decode(), len(blocks), hyphens.closed, tuple(examples), after)
-
-
-def _breaks(layout: _Layout, blocks: _Array) -> _Array:
-    """Where the lines of these blocks end, without the last of each."""
-    counts = layout.last[blocks] - layout.first[blocks]
-    lines = np.repeat(layout.first[blocks] - np.concatenate(([0], np.cumsum(counts)[:-1])), counts) + np.arange(
-        counts.sum()
-    )
-    found: _Array = layout.starts[lines + 1] - 1
-    return found
-
-
 class _Hyphens:
     """What to do with a word that is cut by a hyphen at a line's end, by what the same text writes elsewhere."""
 
@@ -358,19 +260,26 @@ class _Hyphens:
         self.closes = False
         self.closed = 0
 
-    def cut(self, data: bytes, place: int) -> tuple[int, int] | None:
-        """The bytes to take out at the line end at `place`: none, the break alone, or the hyphen with it."""
-        if data[place - 1] == 0x94:
-            return (place, place + 1) if data[place - 3 : place] == b"\xe2\x80\x94" else None
-        around = data[max(0, place - 40) : place + 40].decode("utf-8", "ignore")
-        middle = data[max(0, place - 40) : place].decode("utf-8", "ignore")
-        left, right = _LEFT.search(middle), _RIGHT.match(around[len(middle) + 1 :])
-        if left is None or right is None:
-            return (place, place + 1) if data[place - 2 : place] == b"--" or left else None
-        if self._is_one(left.group(1), right.group()):
+    def join(self, paragraph: str) -> str:
+        """Every line end becomes a blank; but for those after a hyphen or a dash."""
+        if "-\n" not in paragraph and "\u2014\n" not in paragraph:
+            return paragraph.replace("\n", " ")
+        lines, pieces = paragraph.split("\n"), []
+        for line, after in itertools.pairwise(lines):
+            pieces.append(self._join_to(line, after) if line.endswith(("-", "\u2014")) else f"{line} ")
+        return "".join([*pieces, lines[-1]])
+
+    def _join_to(self, line: str, after: str) -> str:
+        """A line that ends in a hyphen or a dash, as it stands before the next one."""
+        left, right = _LEFT.search(line[-40:]), _RIGHT.match(after)
+        if line[-1] == "\u2014" or line.endswith("--"):
+            return line
+        if left is None:
+            return f"{line} "
+        if right and self._is_one(left.group(1), right.group()):
             self.closed += 1
-            return place - 1, place + 1
-        return place, place + 1
+            return line[:-1]
+        return line
 
     def _is_one(self, left: str, right: str) -> bool:
         if self.words is None:
@@ -383,22 +292,9 @@ class _Hyphens:
         """A text in which most cut words are elsewhere written in one was hyphenated to fit its lines; in any other the hyphens are its own."""
         some = self.text[:_LOOKED_AT]
         self.words = {word.strip(".,;:!?\"'()[]\u201c\u201d\u2018\u2019") for word in set(some.lower().split())}
-        cut = [(left + right, f"{left}-{right}") for left, right in _broken(some)]
-        solid = sum(one.lower() in self.words and two.lower() not in self.words for one, two in cut)
-        hyphened = sum(two.lower() in self.words for _, two in cut)
+        lines = itertools.pairwise(some.split("\n"))
+        ends = [(_LEFT.search(line[-40:]), _RIGHT.match(after)) for line, after in lines if line.endswith("-")]
+        cut = [(left.group(1), right.group()) for left, right in ends if left and right]
+        solid = sum((a + b).lower() in self.words and f"{a}-{b}".lower() not in self.words for a, b in cut)
+        hyphened = sum(f"{a}-{b}".lower() in self.words for a, b in cut)
         self.closes = not self.real and solid > 2 * hyphened and solid * 4 >= len(cut)
-
-
-def _broken(text: str) -> Iterator[tuple[str, str]]:
-    """The words that a hyphen cuts at a line's end: a plain search for it, then what is on its two sides."""
-    done, at = 0, text.find("-\n")
-    while at >= 0:
-        left = _LEFT.search(text, max(done, text.rfind("\n", 0, at) + 1), at + 1)
-        right = _RIGHT.match(text, at + 2)
-        if left and right:
-            yield left.group(1), right.group()
-            done = right.end()
-        at = text.find("-\n", at + 1)
-
-
-_LEFT, _RIGHT = re.compile(r"([A-Za-z\u00c0-\u024f]+)-$"), re.compile(r"[a-z\u00df-\u024f]+")

@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,32 +25,14 @@ import numpy as np
 from lamplighter import report
 from lamplighter.clean import dedup, worker
 from lamplighter.clean.raw_documents import Item, find_items
-from lamplighter.clean.rules import Rejected, Rules
+from lamplighter.clean.rules import UNREAD, Rejected, Rules
 from lamplighter.clean.worker import CleanBatch, CleanCounts
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, ChildLost, UsageError
-from lamplighter.procs import pool
-from lamplighter.procs.lock import open_lock, try_lock
-from lamplighter.rundir import free_bytes, fsync_folder, hash_file, human_bytes, read_record, write_json
+from lamplighter.procs import lock, pool
+from lamplighter.rundir import free_bytes, fsync_folder, hash_file, human_bytes, read_record, write_atomic, write_json
 
-PARTS, LOG = "parts", "log"
-_UNREAD = ("unreadable", "cut_short", "unknown_kind", "not_text", "changed", "bad_xml", "unknown_xml")
+PARTS, LOG, LOCK = "parts", "log", "lock"
 REJECTED, MANIFEST, REPORT = "rejected.log", "manifest.log", "report.log"
-
-
-@dataclass
-class Totals:
-    """What came of it all; nothing in here depends on time or on the number of workers."""
-
-    files: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    counts: CleanCounts = field(default_factory=CleanCounts)
-
-    def as_json(self) -> dict[str, Any]:
-        counts, sizes = self.counts, {"bytes_in": self.bytes_in, "bytes_out": self.bytes_out}
-        rejected, languages = dict(sorted(counts.rejected.items())), dict(counts.languages.most_common())
-        plain = {"files": self.files, "documents": counts.documents, "kept": counts.kept, **sizes}
-        return {**plain, "rejected": rejected, "languages": languages, "rules": counts.ledger.as_json()}
 
 
 @dataclass(frozen=True)
@@ -68,25 +50,33 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
     started = time.monotonic()
     if out is not None and any(Path(path).expanduser().resolve() == out.resolve() for path in paths):
         raise UsageError(f"{out} is both input and output", "what is there would be replaced", "choose another --out")
-    items, refused = find_items(paths, out)
+    items, refused = find_items(paths, out, rules)
+    totals = CleanCounts(len({item.path for item in items}), sum(item.size for item in items))
+    for one in refused:
+        totals.documents += one.reason != "other_ending"  # these were not looked at
+        totals.reject(one)
     if dry or out is None:
-        totals = _try(items, refused, rules, workers)
+        _try(worker.batches_of(items, "", rules), rules, workers, totals)
         _warn_of_unread(totals)
         return CleanOutcome(totals.as_json(), [], time.monotonic() - started)
-    lock = _prepare(out, items)
+    held = _prepare(out, items)
     try:
         known = _finished(out, items, refused, rules)
         if known is not None:
+            (out / PARTS / LOCK).unlink(missing_ok=True)
             return CleanOutcome(known["totals"], list(known["shards"]), time.monotonic() - started, found=True)
         batches = worker.batches_of(items, str(out / PARTS), rules)
         _say_what_is_reused(out, batches)
-        totals = _clean(batches, refused, workers)
+        with report.phase("clean", total=totals.bytes_in, unit="B") as p:
+            for part in _each(batches, workers, p):
+                totals.add(part)
         shards = _write(out, batches, refused, rules, totals)
+        (out / PARTS / LOCK).unlink(missing_ok=True)  # while it is held: see lock.hold
         _warn_of_unread(totals)
     except OSError as error:
         raise _cannot_write(out, error) from error
     finally:
-        os.close(lock)
+        os.close(held)
     return CleanOutcome(totals.as_json(), shards, time.monotonic() - started)
 
 
@@ -99,21 +89,19 @@ def _prepare(out: Path, items: list[Item]) -> int:
         (out / PARTS).mkdir(parents=True, exist_ok=True)
         (out / LOG).mkdir(exist_ok=True)
         strangers = [path.name for path in out.iterdir() if path.is_file() and not _is_ours(path.name)]
-        lock = open_lock(out / PARTS / "lock")
+        if strangers:
+            raise UsageError(
+                f"{out} has other files in it", f"such as {strangers[0]}", "choose an empty or new folder for --out"
+            )
+        held = lock.hold(out / PARTS / LOCK)
     except OSError as error:
         raise _cannot_write(out, error) from error
-    if strangers:
-        os.close(lock)
-        raise UsageError(
-            f"{out} has other files in it", f"such as {strangers[0]}", "choose an empty or new folder for --out"
-        )
-    if not try_lock(lock):
-        os.close(lock)
+    if held is None:
         raise AlreadyRunning(f"another lamp data clean works in {out}", "it holds the lock", "wait for it, or choose another --out")  # fmt: skip
     needed = sum(item.size for item in items)
     if free_bytes(out) < 2 * needed:
         report.warn(f"{human_bytes(free_bytes(out))} are free in {out}; up to {human_bytes(2 * needed)} may be needed")
-    return lock
+    return held
 
 
 def _is_ours(name: str) -> bool:
@@ -171,91 +159,50 @@ def _say_what_is_reused(out: Path, batches: list[CleanBatch]) -> None:
             worker.remove(out / PARTS, path.stem)
 
 
-def _warn_of_unread(totals: Totals) -> None:
+def _warn_of_unread(counts: CleanCounts) -> None:
     """Files that could not be read, or not to their end, are named: a short corpus should surprise nobody."""
-    counts = totals.counts
-    if unread := {reason: counts.rejected[reason] for reason in _UNREAD if counts.rejected[reason]}:
-        words = ", ".join(f"{reason} {count:,}" for reason, count in unread.items())
-        place, why = counts.first[next(iter(unread))]
-        report.warn(
-            f"not read, or not to the end: {words}; the first one is {place}: {why}", count=sum(unread.values())
+    if unread := {reason: counts.rejected[reason] for reason in UNREAD if counts.rejected[reason]}:
+        words = "; ".join(
+            f"{reason} {count:,} ({'the first one is ' if count > 1 else ''}{counts.first[reason][0]}: {counts.first[reason][1]})"
+            for reason, count in unread.items()
         )
+        report.warn(f"left out, as it cannot be read: {words}", count=sum(unread.values()))
 
 
 # ---------------------------------------------------------------- items to parts
 
 
-def _clean(batches: list[CleanBatch], refused: list[Rejected], workers: int) -> Totals:
-    totals = _begin([item for batch in batches for item in batch.items], refused)
-    with report.phase("clean", total=totals.bytes_in, unit="B") as p:
-        for summary in _each(batches, workers, p):
-            totals.counts.add(summary)
-    return totals
-
-
-def _begin(items: list[Item], refused: list[Rejected]) -> Totals:
-    totals = Totals(files=len({item.path for item in items}), bytes_in=sum(item.size for item in items))
-    for one in refused:
-        totals.counts.reject(one)
-    return totals
-
-
 def _each(batches: list[CleanBatch], workers: int, p: report.Phase) -> Iterator[dict[str, Any]]:
-    """The summary of each part, in order; the phase hears of every block that any worker has read."""
+    """The counts of each part, in order; the phase hears of every block that any worker has read."""
     workers = min(workers, len(batches)) or 1
-    if workers <= 1:
-        counter: Any = _Here(p)
-    else:
-        counter = multiprocessing.get_context("spawn").RawValue("q", 0)  # no lock: a lost count is only late news
-    waiting = {"item": batches[0].path if batches else ""}
+    # a number without a lock: a lost count is only late news
+    counter: Any = multiprocessing.get_context("spawn").RawValue("q", 0) if workers > 1 else p.tick
+    waiting_for = batches[0].path if batches else ""
 
     def meanwhile() -> None:
         if workers > 1:
-            p.set(counter.value, waiting["item"])
+            p.set(counter.value, waiting_for)
 
     try:
-        results = pool.each(
-            worker.make,
-            batches,
-            workers,
-            name=lambda one: one.path,
-            start=worker.begin,
-            start_with=(counter,),
-            tick=meanwhile,
-        )
-        for number, (_, summary) in enumerate(results, 1):
-            waiting["item"] = batches[min(number, len(batches) - 1)].path
+        results = pool.each(worker.make, batches, workers, name=lambda one: one.path, start=worker.begin, start_with=(counter,), tick=meanwhile)  # fmt: skip
+        for number, (_, part) in enumerate(results, 1):
+            waiting_for = batches[min(number, len(batches) - 1)].path
             meanwhile()
-            yield summary
+            yield part
     except ChildLost as error:
         raise ChildLost(error.what, error.why, "fewer at a time: --workers 1; what is finished is kept") from error
 
 
-class _Here:
-    """Stands for the shared counter where there is one process: the phase itself."""
-
-    def __init__(self, phase: report.Phase) -> None:
-        self.phase = phase
-
-    def add(self, count: int, item: str) -> None:
-        self.phase.tick(count, item)
-
-
-def _try(items: list[Item], refused: list[Rejected], rules: Rules, workers: int) -> Totals:
+def _try(batches: list[CleanBatch], rules: Rules, workers: int, totals: CleanCounts) -> None:
     """The same without a trace on the disk."""
-    totals = _begin(items, refused)
     records: list[bytes] = []
     with report.phase("try", total=totals.bytes_in, unit="B") as p:
-        for summary in _each(worker.batches_of(items, "", rules), workers, p):
-            totals.counts.add(summary)
-            totals.bytes_out += summary["bytes_out"]
-            records.append(summary["prints"])
-    totals.counts.documents += len(refused)
+        for part in _each(batches, workers, p):
+            totals.add(part)
+            records.append(part["prints"])
     twins = _twins(np.frombuffer(b"".join(records), dtype=dedup.RECORD), rules)
-    for twin in twins.values():
-        totals.counts.rejected["duplicate" if twin.likeness == 1.0 else "near_duplicate"] += 1
-    totals.counts.kept -= len(twins)
-    return totals
+    totals.rejected.update(twin.reason for twin in twins.values())
+    totals.kept -= len(twins)
 
 
 # ---------------------------------------------------------------- parts to shards
@@ -268,7 +215,9 @@ def _twins(records: Any, rules: Rules) -> dict[int, dedup.Twin]:
         return dedup.find_twins(records, rules.near, p.tick)
 
 
-def _write(out: Path, batches: list[CleanBatch], refused: list[Rejected], rules: Rules, totals: Totals) -> list[str]:
+def _write(
+    out: Path, batches: list[CleanBatch], refused: list[Rejected], rules: Rules, totals: CleanCounts
+) -> list[str]:
     """Shards, log and manifest, from the parts alone; the parts go last."""
     folder = out / PARTS
     (out / LOG / MANIFEST).unlink(missing_ok=True)  # from here on the old output is not the last word
@@ -288,7 +237,7 @@ def _write(out: Path, batches: list[CleanBatch], refused: list[Rejected], rules:
     number = 0
     with report.phase("write", total=total, unit="B") as p, open(rejected_path, "w", encoding="utf-8") as log:
         for one in refused:
-            _log(log, asdict(one))
+            log.write(one.as_line())
         for batch in batches:
             p.tick(0, batch.path)
             with open(folder / f"{batch.name}.rejected", encoding="utf-8") as file:
@@ -296,9 +245,10 @@ def _write(out: Path, batches: list[CleanBatch], refused: list[Rejected], rules:
             with open(folder / f"{batch.name}.part", "rb") as lines:
                 for line in lines:
                     if number in wanted:
-                        places[number] = _source(line)
+                        places[number] = json.loads(line)["source"]
                     if twin := twins.get(number):
-                        _log_twin(log, line, twin, places.get(twin.first, ""), totals)
+                        totals.rejected[twin.reason] += 1
+                        log.write(_as_rejected(line, twin, places[twin.first]).as_line())
                     else:
                         shards.add(line)
                     number += 1
@@ -306,28 +256,17 @@ def _write(out: Path, batches: list[CleanBatch], refused: list[Rejected], rules:
         log.flush()
         os.fsync(log.fileno())
     names = shards.close()
-    totals.counts.documents += len(refused)
-    totals.counts.kept, totals.bytes_out = shards.documents, shards.bytes
+    totals.kept, totals.bytes_out = shards.documents, shards.bytes
     rejected_path.replace(out / LOG / REJECTED)
     items = [item for batch in batches for item in batch.items]
     _finish(out, items, refused, rules=rules, totals=totals, names=names)
     return names
 
 
-def _source(line: bytes) -> str:
-    return str(json.loads(line)["source"])
-
-
-def _log(log: IO[str], record: dict[str, Any]) -> None:
-    log.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def _log_twin(log: IO[str], line: bytes, twin: dedup.Twin, first: str, totals: Totals) -> None:
-    reason = "duplicate" if twin.likeness == 1.0 else "near_duplicate"
-    totals.counts.rejected[reason] += 1
+def _as_rejected(line: bytes, twin: dedup.Twin, first: str) -> Rejected:
     found = json.loads(line)
     why = f"the same as {first}" if twin.likeness == 1.0 else f"{twin.likeness:.0%} like {first}"
-    _log(log, asdict(Rejected(found["source"], reason, why, {"likeness": twin.likeness}, found["text"][:160])))
+    return Rejected(found["source"], twin.reason, why, {"likeness": twin.likeness}, found["text"][:160])
 
 
 class _Shards:
@@ -372,16 +311,11 @@ class _Shards:
 
 
 def _finish(
-    out: Path, items: list[Item], refused: list[Rejected], rules: Rules, totals: Totals, names: list[str]
+    out: Path, items: list[Item], refused: list[Rejected], rules: Rules, totals: CleanCounts, names: list[str]
 ) -> None:
     """The report, then the manifest, then no more parts."""
-    from lamplighter.clean.pipeline import table
-
     made = [*names, f"{LOG}/{REJECTED}", f"{LOG}/{REPORT}"]
-    report_path = out / LOG / REPORT
-    temporary = out / LOG / f".{REPORT}.tmp"
-    temporary.write_text(table(totals.as_json(), examples=True), encoding="utf-8")
-    temporary.replace(report_path)
+    write_atomic(out / LOG / REPORT, table(totals.as_json(), examples=True))
     with report.phase("manifest", total=sum(_size(out / name) for name in made), unit="B") as p:
         hashes = {name: hash_file(out / name, lambda n, name=name: p.tick(n, name)) for name in made}  # type: ignore[misc]
     sizes = {name: _size(out / name) for name in made}
@@ -389,7 +323,7 @@ def _finish(
     write_json(out / LOG / MANIFEST, manifest)
     with report.phase("remove the parts", unit="files") as p:
         for path in (out / PARTS).iterdir():
-            if path.name != "lock":
+            if path.name != LOCK:
                 path.unlink()
                 p.tick(1, path.name)
 
@@ -430,8 +364,9 @@ _MEANINGS = {
     "unknown_xml": "XML of an unknown kind",
     "unreadable": "cannot be read",
     "unknown_kind": "neither text nor a table of texts",
+    "other_ending": "files of a folder that do not end as texts do",
     "bad_row": "rows that cannot be read",
-    "cut_short": "packed file, torn or damaged",
+    "cut_short": "torn or damaged; nothing of it is used",
     "changed": "changed while it was read",
     "error": "an error in cleaning it",
 }

@@ -29,7 +29,6 @@ _SIZES = np.arange(256, dtype=np.uint64) << np.uint64(56)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 STRETCHES, STRETCH = 16, 16_384
 _WORDS_LOOKED_AT = 2_000
-_CHUNK = 16_384
 _SHIFT = np.uint64(29)
 _Array = np.ndarray
 
@@ -43,15 +42,8 @@ def word_key(word: str) -> int:
 
 
 ENGLISH = ["the", "of", "and", "to", "a", "in", "that", "is", "was", "he", "his", "for", "it", "with", "as", "i", "be", "not", "by", "which", "had", "this", "or", "on", "but", "from", "at", "have", "my", "her", "an", "they", "we", "you", "are", "were", "all", "him", "no", "so", "said", "their", "who", "been", "them", "if", "me", "when", "there", "more", "would", "will", "our", "one", "out", "she", "your", "up", "what", "has", "do", "than", "could", "can"]  # fmt: skip
-_COMMON, _LONE = 1, 2
-_TABLE = sorted(
-    [*((word_key(word), _COMMON) for word in ENGLISH), *((word_key(one), _LONE) for one in "bcdefghjklmnpqrstuvwxyz")]
-)
-_KEYS = np.array([key for key, _ in _TABLE], dtype=np.uint64)
-_WHAT = np.array([what for _, what in _TABLE], dtype=np.uint8)
-_PLACE_BITS = np.uint64(48)
-_PLACES = np.zeros(1 << 16, dtype=np.uint8)  # by the first bits of a key, which are different for each of these words
-_PLACES[_KEYS >> _PLACE_BITS] = np.arange(len(_KEYS))
+_COMMON = np.array(sorted(word_key(word) for word in ENGLISH), dtype=np.uint64)
+_LONE = np.array(sorted(word_key(letter) for letter in "bcdefghjklmnpqrstuvwxyz"), dtype=np.uint64)
 
 
 @dataclass(frozen=True)
@@ -83,12 +75,11 @@ class Words:
     @cached_property
     def kinds(self) -> list[int]:
         """How many bytes of each kind; of a long text, in stretches spread over it."""
-        step = max(1, len(self.data) // STRETCHES)
-        some = self.data if len(self.data) <= STRETCHES * STRETCH else b"".join(self.data[at : at + STRETCH] for at in range(0, len(self.data), step))  # fmt: skip
-        kinds = np.frombuffer(some.translate(_KINDS), dtype=np.uint8)
-        if len(kinds) < _CHUNK:
-            return [int(count) for count in np.bincount(kinds, minlength=6)]
-        return [int(np.count_nonzero(kinds == kind)) for kind in range(6)]
+        some, size = self.data, len(self.data)
+        if size > STRETCHES * STRETCH:
+            some = b"".join(some[at : at + STRETCH] for at in range(0, size, size // STRETCHES))
+        counts = np.bincount(np.frombuffer(some.translate(_KINDS), dtype=np.uint8), minlength=6)
+        return [int(count) for count in counts]
 
     @cached_property
     def fives(self) -> _Array:
@@ -98,15 +89,11 @@ class Words:
         if not size:
             return keys
         count = len(keys) - size + 1
-        out, shifted = keys[:count].copy(), np.empty(min(count, _CHUNK), dtype=np.uint64)
-        for start in range(0, count, _CHUNK):  # small enough to stay in the fast memory of a core
-            some = out[start : start + _CHUNK]
-            more = shifted[: len(some)]
-            for place in range(1, size):
-                np.right_shift(some, _SHIFT, out=more)
-                some ^= more
-                some *= _MIX
-                some += keys[start + place : start + place + len(some)]
+        out = keys[:count].copy()
+        for place in range(1, size):
+            out ^= out >> _SHIFT
+            out *= _MIX
+            out += keys[place : place + count]
         return out
 
     @cached_property
@@ -116,25 +103,22 @@ class Words:
         if not len(keys):
             return 0.0, 0.0
         keys = keys[:: 1 + len(keys) // _WORDS_LOOKED_AT]
-        places = _PLACES.take(keys >> _PLACE_BITS)
-        what = _WHAT.take(places)
-        what *= _KEYS.take(places) == keys
-        return _share(what == _COMMON), _share(what == _LONE)
+        return _share(keys, _COMMON), _share(keys, _LONE)
 
 
-def _share(which: _Array) -> float:
-    return int(np.count_nonzero(which)) / len(which)
+def _share(keys: _Array, among: _Array) -> float:
+    """The share of keys that are among these, which are sorted."""
+    return int(np.count_nonzero(among.take(np.searchsorted(among, keys), mode="clip") == keys)) / len(keys)
 
 
-def distinct(keys: _Array) -> int:
-    """How many different ones."""
+def _distinct(keys: _Array) -> float:
+    """The share of different ones; np.unique takes three times as long for the few keys of a small page."""
     ordered = np.sort(keys)
-    return 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1])) if len(keys) else 0
+    return (1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))) / len(keys)
 
 
-def words_of(text: str, data: bytes | None = None) -> Words:
-    """`data`: the text in UTF-8, where it is at hand."""
-    data = text.encode() if data is None else data
+def words_of(text: str) -> Words:
+    data = text.encode()
     return Words(data, data.translate(_ALNUM))
 
 
@@ -205,12 +189,8 @@ def _measures(text: str, words: Words) -> dict[str, float]:
         "common_words": common,
         "repeated_lines": _repeated_lines(text[:_LINES_LOOKED_AT]),
         "repeated_words": _repeated_words(words),
-        "distinct_words": _distinct(words.keys[:500]),
+        "distinct_words": _distinct(words.keys[:500]) if len(words.keys) >= 200 else 1.0,
     }
-
-
-def _distinct(keys: _Array) -> float:
-    return 1.0 if len(keys) < 200 else distinct(keys) / len(keys)
 
 
 def _bytes_per_letter(text: str, words: Words) -> float:
@@ -240,9 +220,7 @@ def _mixed(words: Words) -> float:
 def _repeated_lines(text: str) -> float:
     """The share of characters in lines that were there before; short lines (names of speakers, rules) are not counted."""
     lines = [line for line in text.split("\n") if len(line) > 24]
-    if len(lines) < 4:
-        return 0.0
-    if len(set(lines)) == len(lines):
+    if len(lines) < 4 or len(set(lines)) == len(lines):
         return 0.0
     counts = Counter(lines)
     repeated = sum((count - 1) * len(line) for line, count in counts.items() if count > 1)
@@ -255,7 +233,7 @@ def _repeated_words(words: Words) -> float:
     if len(fives) < 25:
         return 0.0
     tens = fives[:-5] * _MIX + fives[5:]
-    return 1.0 - distinct(tens) / len(tens)
+    return 1.0 - _distinct(tens)
 
 
 # ---------------------------------------------------------------- language

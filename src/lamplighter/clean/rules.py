@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-from lamplighter.errors import InputMissing
+from lamplighter.errors import BadData, InputMissing
 
-_VERSION = 3  # raise it with any change that gives other output: old parts are then not used again
+_VERSION = 5  # raise it with any change that gives other output: old parts are then not used again
 _SNIPPET_CHARS = 160
 _EXAMPLES = 3
 
@@ -35,7 +35,7 @@ class Rules:
     separator: str = ""
     max_document_mb: float = 64.0
     shard_mb: float = 256.0
-    bad_files: str = "set_aside"  # a file that cannot be read or is cut short: left out and counted, or "refuse"
+    bad_files: str = "set_aside"  # a file that cannot be read to its end: left out as a whole and counted, or "refuse"
 
     def fingerprint(self) -> str:
         """Changes with every rule and with the version of the code."""
@@ -53,7 +53,6 @@ class Raw:
     place: str
     text: str
     extra: dict[str, Any] = field(default_factory=dict)
-    kind: str = "text"
 
 
 @dataclass(frozen=True)
@@ -66,22 +65,22 @@ class Rejected:
     scores: dict[str, float] = field(default_factory=dict)
     head: str = ""
 
-
-class BadMarkup(ValueError):
-    """Markup that cannot be read: where, and why."""
-
-    def __init__(self, reason: str, why: str, line: int = 0, column: int = 0) -> None:
-        super().__init__(why)
-        self.reason, self.why, self.line, self.column = reason, why, line, column
+    def as_line(self) -> str:
+        line = json.dumps(asdict(self), ensure_ascii=False) + "\n"
+        return line.encode(errors="backslashreplace").decode()  # half of a surrogate pair becomes its escape in JSON
 
 
-@dataclass(frozen=True)
-class MarkupText:
-    """One document of a file; `part` is its place within it."""
+UNREAD = ("unreadable", "cut_short", "unknown_kind", "not_text", "changed", "bad_xml", "unknown_xml")
+"""The reasons for which a file is left out."""
+UNUSABLE = ("unreadable", "cut_short")
+"""Those that may come to light when some of its documents have been read: these are left out too."""
 
-    text: str
-    part: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
+
+def leave_out(place: str, reason: str, why: str, rules: Rules, head: str = "") -> Rejected:
+    """A file that cannot be read: left out under its reason, or an error, by policy."""
+    if rules.bad_files == "refuse":
+        raise BadData(f"cannot read {place}", f"{reason}: {why}", "mend it or move it away, or --bad-files set_aside")
+    return Rejected(place, reason, why, head=head)
 
 
 @dataclass(frozen=True)

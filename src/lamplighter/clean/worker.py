@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -20,11 +20,10 @@ from typing import IO, Any
 from pydantic_core import to_json
 
 from lamplighter.clean import gutenberg, normalise, quality
-from lamplighter.clean import normalise as characters
 from lamplighter.clean.dedup import record_of
 from lamplighter.clean.quality import Words, language_of, words_of
 from lamplighter.clean.raw_documents import Item, documents
-from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules, has_language, snippet
+from lamplighter.clean.rules import UNUSABLE, Ledger, Raw, Rejected, Rules, has_language, leave_out, snippet
 from lamplighter.errors import LampError
 from lamplighter.readers.local import Mark, mark_of
 from lamplighter.rundir import read_record, write_json
@@ -46,30 +45,24 @@ class Clean:
 
 def clean_text(text: str, rules: Rules, ledger: Ledger | None = None, place: str = "") -> tuple[str, dict[str, str]]:
     """(the clean text, what its own header says of it). Doing it again changes nothing."""
-    done, extra = _cleaned(text, rules, ledger if ledger is not None else Ledger(), place)
-    return done.text, extra
-
-
-def _cleaned(text: str, rules: Rules, ledger: Ledger, place: str) -> tuple[normalise.Joined, dict[str, str]]:
-    odd = characters.odd_ones(text)
-    text, changes = characters.misread(text, odd)
+    ledger = ledger or Ledger()
+    odd = normalise.odd_ones(text)
+    text, changes = normalise.misread(text, odd)
     ledger.add("mojibake", len(changes), sum(len(one.before) for one in changes), changes, place)
-    text, unseen = characters.characters(text, None if changes else odd)
+    text, unseen = normalise.characters(text, None if changes else odd)
     ledger.add("unseen characters", unseen, unseen)
     book = gutenberg.strip(text)
     for change in book.removed:
         ledger.add(change.rule, 1, len(change.before), [change], place)
-    cut_inside = any(
-        change.rule in _INSIDE for change in book.removed
-    )  # what went there may leave blanks at a line's end
-    text = characters.blank_lines(characters.trailing(book.text) if cut_inside else book.text)
-    joined = normalise.Joined(text)
+    cut_inside = any(change.rule in _INSIDE for change in book.removed)  # that may leave blanks at a line's end
+    text = normalise.blank_lines(normalise.trailing(book.text) if cut_inside else book.text)
     if not rules.keep_lines:
         joined = normalise.join(text, real_hyphens=bool(book.removed))
+        text = joined.text
         ledger.add("joined lines", joined.count, 0, list(joined.changes), place)
         ledger.add("hyphens closed", joined.hyphens, joined.hyphens)
     extra = {name: value for name, value in (("title", book.title), ("author", book.author)) if value}
-    return joined, extra
+    return text, extra
 
 
 def clean_document(raw: Raw, rules: Rules, ledger: Ledger) -> Clean | Rejected:
@@ -79,11 +72,10 @@ def clean_document(raw: Raw, rules: Rules, ledger: Ledger) -> Clean | Rejected:
     if len(raw.text) > rules.max_bytes:
         why = f"{len(raw.text):,} characters; the limit is {rules.max_document_mb:g} MB (--max-document-mb)"
         return Rejected(raw.place, "too_long", why, head=snippet(raw.text))
-    done, own = _cleaned(raw.text, rules, ledger, raw.place)
-    text = done.text
+    text, own = clean_text(raw.text, rules, ledger, raw.place)
     if not text:
         return Rejected(raw.place, "empty", "nothing is left when the boilerplate is gone", head=snippet(raw.text))
-    words = words_of(text, done.data)
+    words = words_of(text)
     language = language_of(text, words) if has_language(rules.language != "any") else ""
     found = quality.judge(text, words, english=language == "en" or rules.language == "en")
     if reason := _refusal(found, language, rules):
@@ -99,32 +91,31 @@ def _refusal(found: quality.TextQuality, language: str, rules: Rules) -> tuple[s
     if "any" not in wanted and language not in wanted:
         return "language", f"{language or 'unknown'}, wanted is {rules.language} (--language)"
     if found.score <= rules.min_quality:
-        bad, good = quality.BOUNDS[found.worst]
-        value = found.measures[found.worst]
-        return quality.REASONS[
-            found.worst
-        ], f"{found.worst} is {value:g}; good text has {good:g}, {bad:g} is out of bounds"
+        (bad, good), value = quality.BOUNDS[found.worst], found.measures[found.worst]
+        why = f"{found.worst} is {value:g}; good text has {good:g}, {bad:g} is out of bounds"
+        return quality.REASONS[found.worst], why
     return None
 
 
 # ---------------------------------------------------------------- the parts
 
 
-_JSON = json.JSONEncoder(ensure_ascii=False)
-_counter: Any = None
 PARTS = 512  # about so many of them, whatever the number of files
 LEAST_BYTES, MOST_BYTES = 8 << 20, 256 << 20  # of one part
+_counter: Any = None
 
 
 @dataclass
 class CleanCounts:
-    """What came of some items."""
+    """What came of some items; nothing in here depends on time or on the number of workers."""
 
+    files: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
     documents: int = 0
     kept: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
-    first: dict[str, list[str]] = field(default_factory=dict)
-    """Of each reason, the first place and why."""
+    first: dict[str, list[str]] = field(default_factory=dict)  # of each reason, the first place and why
     languages: Counter[str] = field(default_factory=Counter)
     ledger: Ledger = field(default_factory=Ledger)
 
@@ -132,21 +123,26 @@ class CleanCounts:
         self.rejected[one.reason] += 1
         self.first.setdefault(one.reason, [one.place, one.why])
 
-    def add(self, other: dict[str, Any]) -> None:
-        self.documents += other["documents"]
-        self.kept += other["kept"]
-        self.rejected.update(other["rejected"])
-        self.first = {**other["first"], **self.first}
-        self.languages.update(other["languages"])
-        self.ledger.merge(other["ledger"])
+    def add(self, part: dict[str, Any]) -> None:
+        """Add the counts of a part, as they are in its marker."""
+        self.documents += part["documents"]
+        self.kept += part["kept"]
+        self.bytes_out += part["bytes_out"]
+        self.rejected.update(part["rejected"])
+        self.first = {**part["first"], **self.first}
+        self.languages.update(part["languages"])
+        self.ledger.merge(part["rules"])
 
     def as_json(self) -> dict[str, Any]:
-        plain = {"documents": self.documents, "kept": self.kept, "first": self.first}
         return {
-            **plain,
-            "rejected": dict(self.rejected),
-            "languages": dict(self.languages),
-            "ledger": self.ledger.as_json(),
+            "files": self.files,
+            "documents": self.documents,
+            "kept": self.kept,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "rejected": dict(sorted(self.rejected.items())),
+            "languages": dict(self.languages.most_common()),
+            "rules": self.ledger.as_json(),
         }
 
 
@@ -192,14 +188,14 @@ def batches_of(items: list[Item], folder: str, rules: Rules) -> list[CleanBatch]
 
 
 def begin(counter: Any) -> None:
-    """Called once in each worker: where the bytes are counted."""
+    """Called once in each worker: where the bytes are counted. A shared number, or in the main process a function."""
     global _counter
     _counter = counter
 
 
 def _tick(count: int, item: str) -> None:
-    if hasattr(_counter, "add"):
-        _counter.add(count, item)
+    if callable(_counter):
+        _counter(count, item)
     elif _counter is not None:
         _counter.value += count
 
@@ -215,11 +211,10 @@ def remove(folder: Path, name: str) -> None:
 
 
 def make(batch: CleanBatch) -> dict[str, Any]:
-    """Make the part, unless it is there."""
+    """Make the part, unless it is there; its counts."""
     if not batch.folder:
-        kept, records = io.BytesIO(), io.BytesIO()
-        summary = _work(batch, kept, records, io.StringIO())
-        return {**summary, "bytes_out": kept.tell(), "prints": records.getvalue()}
+        prints = io.BytesIO()
+        return {**_work(batch, io.BytesIO(), prints, io.StringIO()), "prints": prints.getvalue()}
     folder = Path(batch.folder)
     if is_done(folder, batch):
         _tick(batch.size, batch.path)
@@ -227,9 +222,9 @@ def make(batch: CleanBatch) -> dict[str, Any]:
     remove(folder, batch.name)
     paths = [folder / f"{batch.name}.{ending}" for ending in ("part", "prints", "rejected")]
     temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
-    with open(temporary[0], "wb") as text, open(temporary[1], "wb") as prints, open(temporary[2], "w", encoding="utf-8") as log:  # fmt: skip
-        summary = _work(batch, text, prints, log)
-        for file in (text, prints, log):
+    with open(temporary[0], "wb") as text, open(temporary[1], "wb") as prints_file, open(temporary[2], "w", encoding="utf-8") as log:  # fmt: skip
+        summary = _work(batch, text, prints_file, log)
+        for file in (text, prints_file, log):
             file.flush()
             os.fsync(file.fileno())
     for one, path in zip(temporary, paths, strict=True):
@@ -240,25 +235,42 @@ def make(batch: CleanBatch) -> dict[str, Any]:
 
 
 def _work(batch: CleanBatch, text: IO[bytes], prints: IO[bytes], log: IO[str]) -> dict[str, Any]:
-    """Every document of the items, in order."""
+    """Every document of the items, in order; a file that changed meanwhile or has no sound end is left out as a whole."""
     counts = CleanCounts()
+    files: tuple[IO[Any], ...] = (text, prints, log)
     for item in batch.items:
-        _add_item(item, batch.rules, counts, (text, prints, log))
-    return counts.as_json()
+        before = [file.tell() for file in files]
+        own = _add_item(item, batch.rules, text, prints, log)
+        if (left_out := _left_out(item, own, batch.rules)) is not None:
+            for file, place in zip(files, before, strict=True):
+                file.seek(place)
+                file.truncate()
+            own = CleanCounts(documents=1)
+            own.reject(left_out)
+            log.write(left_out.as_line())
+        counts.add({**own.as_json(), "first": own.first})
+    counts.bytes_out = text.tell()
+    return {**counts.as_json(), "first": counts.first}
 
 
-def _add_item(item: Item, rules: Rules, counts: CleanCounts, files: tuple[IO[bytes], IO[bytes], IO[str]]) -> None:
-    """The documents of one item; a file that changed meanwhile is left out as a whole."""
-    text, prints, log = files
-    streams: list[IO[Any]] = [*files]
-    before = [file.tell() for file in streams]
+def _left_out(item: Item, own: CleanCounts, rules: Rules) -> Rejected | None:
+    """Why nothing of an item is to be used; None where it was read to its end and is still the same."""
+    if _mark_now(item) != item.file.mark:
+        why = "it changed while it was read: run it again when nobody writes to it"
+        return leave_out(item.path, "changed", why, rules)
+    reason = next((reason for reason in UNUSABLE if own.rejected[reason]), None)
+    return Rejected(item.path, reason, own.first[reason][1]) if reason else None
+
+
+def _add_item(item: Item, rules: Rules, text: IO[bytes], prints: IO[bytes], log: IO[str]) -> CleanCounts:
+    """The documents of one item."""
     own = CleanCounts()
     for raw in documents(item, rules, lambda count: _tick(count, item.path)):
         result = raw if isinstance(raw, Rejected) else _guarded(raw, rules, own.ledger)
         own.documents += not (isinstance(raw, Rejected) and raw.reason == "bad_line")
         if isinstance(result, Rejected):
             own.reject(result)
-            log.write(_JSON.encode(asdict(result)) + "\n")
+            log.write(result.as_line())
             continue
         own.kept += 1
         if result.language:
@@ -266,15 +278,7 @@ def _add_item(item: Item, rules: Rules, counts: CleanCounts, files: tuple[IO[byt
         text.write(_line(result))
         if not rules.keep_duplicates:
             prints.write(record_of(result.words, bool(rules.near)))
-    if _mark_now(item) != item.file.mark:
-        for file, place in zip(streams, before, strict=True):
-            file.seek(place)
-            file.truncate()
-        own = CleanCounts(documents=1)
-        changed = Rejected(item.path, "changed", "it changed while it was read: run it again when nobody writes to it")
-        own.reject(changed)
-        log.write(_JSON.encode(asdict(changed)) + "\n")
-    counts.add(own.as_json())
+    return own
 
 
 def _mark_now(item: Item) -> Mark | None:
@@ -303,4 +307,4 @@ def _line(document: Clean) -> bytes:
     record: dict[str, Any] = {"source": document.place, **document.extra}
     if document.language:
         record["language"] = document.language
-    return b'{"text": %b, %b\n' % (to_json(document.words.data), _JSON.encode(record)[1:].encode())
+    return b'{"text": %b, %b\n' % (to_json(document.words.data), json.dumps(record, ensure_ascii=False)[1:].encode())

@@ -128,7 +128,7 @@ clean    raw files to clean documents (JSONL), with every rejected one in a log 
            --keep-duplicates   --keep-lines (do not join)   --split auto|div|file (TEI)
            --text-key text     --separator TEXT (documents within a text file)
            --max-document-mb 64   --shard-mb 256
-           --bad-files refuse  end with 65 at a file that cannot be read or is cut short (default: left out, counted, named)
+           --bad-files refuse  end with 65 at a file that cannot be read to its end (default: all of it left out, counted, named)
 prepare  the tokenizer and the token cache that `lamp train` with the same settings would make
 """,
     "tokenizer": """\

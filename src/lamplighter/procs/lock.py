@@ -30,6 +30,22 @@ def try_lock(fd: int, shared: bool = False, tries: int = 1) -> bool:
     return False
 
 
+def hold(path: Path) -> int | None:
+    """A descriptor that holds the lock of a file, or None where another process does.
+
+    Its holder may remove the file before letting go: who had opened it before that holds the lock of a file that is gone, and
+    tries the new one.
+    """
+    while True:
+        fd = open_lock(path)
+        if not try_lock(fd):
+            os.close(fd)
+            return None
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
+
+
 def is_held(path: Path) -> bool:
     """Whether any process holds the lock of this file; a file that is not there is held by nobody."""
     try:

@@ -33,7 +33,6 @@ class BadRecords:
         self.policy, self.limit, self.size, self.quiet = policy, limit, size, quiet
         self.known: set[tuple[str, int]] = set()
         self.reasons: Counter[str] = Counter()
-        self.first: dict[str, str] = {}  # of each reason, the first place
         self.listed: list[dict[str, Any]] = []  # as JSON, for another process to judge
         self.warned: Counter[str] = Counter()
 
@@ -46,9 +45,7 @@ class BadRecords:
         if (path, at) in self.known:
             return
         self.known.add((path, at))
-        reason = error.why.split(":")[0]
-        self.reasons[reason] += 1
-        self.first.setdefault(reason, f"{path}:{line}")
+        self.reasons[error.why.split(":")[0]] += 1
         if len(self.listed) < _LISTED:
             self.listed.append({"path": path, "line": line, "at": at, "error": [error.what, error.why, error.next]})
         if self.quiet:

@@ -69,7 +69,8 @@ class Unpacked:
                         yield piece
                     block, unpacker = (unpacker.unused_data + self._left, None) if unpacker.eof else (b"", unpacker)
         except (zlib.error, zstandard.ZstdError) as error:
-            raise BadData(f"cannot unpack {self.name}", str(error), "fetch or write the file again") from error
+            why = f"{error}, at or before byte {packed:,}"
+            raise BadData(f"cannot unpack {self.name}", why, "fetch or write the file again") from error
         if unpacker is not None:
             why = f"the packed data ends in the middle, after {packed:,} bytes"
             raise BadData(f"cut short: {self.name}", why, "fetch or write the file again")

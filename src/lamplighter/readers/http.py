@@ -56,16 +56,6 @@ def host_of(url: str) -> str:
     return urllib.parse.urlsplit(url).netloc.rpartition("@")[2] or url.split("://")[0]
 
 
-def ask_for_facts(url: str, patience_s: float) -> RemoteFacts:
-    """Size, mark and whether parts can be asked for: by asking for the first byte."""
-    with _ask(url, {"Range": "bytes=0-0"}, patience_s, (416,)) as answer:
-        if answer.status == 416:
-            return RemoteFacts(0, _mark(answer.headers))
-        if answer.status == 206:
-            return RemoteFacts(_range(answer.headers)[1], _mark(answer.headers))
-        return RemoteFacts(_length(answer.headers), _mark(answer.headers), ranges=False)
-
-
 class Body:
     """The bytes of one answer; `at` is where in the file it begins."""
 
@@ -109,28 +99,36 @@ class Body:
     def close(self) -> None:
         self.answer.close()
 
-    def __enter__(self) -> Body:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+class HttpOpener:
+    """How the bytes behind an http or https address are had."""
 
+    def __init__(self, url: str) -> None:
+        self.url = url
 
-def open_body(url: str, at: int, stop: int | None, facts: RemoteFacts, patience_s: float) -> Body:
-    """The bytes from `at` on (up to `stop`), or from 0 where the server cannot do otherwise; never of another content."""
-    name = safe_url(url)
-    headers = {}
-    if at or stop is not None:
-        headers["Range"] = f"bytes={at}-{'' if stop is None else stop - 1}"
-        if facts.mark and not facts.mark.startswith("W/"):
-            headers["If-Range"] = facts.mark
-    answer = _ask(url, headers, patience_s, (416,))
-    try:
-        begin = _check(answer, name, at, facts)
-    except BaseException:
-        answer.close()
-        raise
-    return Body(answer, begin, _length(answer.headers), name)
+    def ask_for_facts(self, patience_s: float) -> RemoteFacts:
+        """Size, mark and whether parts can be asked for: by asking for the first byte."""
+        with _ask(self.url, {"Range": "bytes=0-0"}, patience_s, (416,)) as answer:
+            if answer.status == 416:
+                return RemoteFacts(0, _mark(answer.headers))
+            if answer.status == 206:
+                return RemoteFacts(_range(answer.headers)[1], _mark(answer.headers))
+            return RemoteFacts(_length(answer.headers), _mark(answer.headers), ranges=False)
+
+    def open(self, at: int, stop: int | None, facts: RemoteFacts, patience_s: float) -> Body:
+        """The bytes from `at` on (up to `stop`), or from 0 where the server cannot do otherwise; never of another content."""
+        headers = {}
+        if at or stop is not None:
+            headers["Range"] = f"bytes={at}-{'' if stop is None else stop - 1}"
+            if facts.mark and not facts.mark.startswith("W/"):
+                headers["If-Range"] = facts.mark
+        answer, name = _ask(self.url, headers, patience_s, (416,)), safe_url(self.url)
+        try:
+            begin = _check(answer, name, at, facts)
+        except BaseException:
+            answer.close()
+            raise
+        return Body(answer, begin, _length(answer.headers), name)
 
 
 def _check(answer: Any, name: str, at: int, facts: RemoteFacts) -> int:

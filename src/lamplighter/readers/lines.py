@@ -19,12 +19,14 @@ from lamplighter.readers.local import suffix_of
 from lamplighter.readers.records import OpenFile, Record, check_text, fault_in, not_text, text_of
 
 ELEMENT_CHARS = 1 << 28  # one element of an array is held whole, as one JSON line is
+_HEAD_BYTES = 1 << 16  # looked at to tell an array from lines
 _SPACE = re.compile(r"[ \t\r\n]*")
+_OBJECT_ON_A_LINE_OF_ITS_OWN = re.compile(rb"[^\s,:\[{]\s*\n\s*\{")  # without a comma before it: in no JSON value
 _DECODER = json.JSONDecoder()
 
 
 def read_json(file: OpenFile) -> Iterator[Record]:
-    """The objects of a file; in a .json file, an array is told from lines by its first character."""
+    """The objects of a file; in a .json file, an array is told from lines by its beginning."""
     if "row" in file.start:
         return _array(file, file.blocks(file.at))
     blocks = file.blocks(file.at)
@@ -44,21 +46,25 @@ def starts_array(path: Path) -> bool:
 
 
 def _begins_array(head: bytes) -> bool:
-    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    """Whether it begins with a bracket, and not because that is where the first of many lines was torn."""
+    head = head.removeprefix(codecs.BOM_UTF8).lstrip()[:_HEAD_BYTES]
+    if not head.startswith(b"["):
+        return False
+    return head.partition(b"\n")[0].strip() == b"[" or not _OBJECT_ON_A_LINE_OF_ITS_OWN.search(head)
 
 
 def _peek(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
     seen: list[bytes] = []
     for block in blocks:
         seen.append(block)
-        if block.removeprefix(codecs.BOM_UTF8).strip() and sum(map(len, seen)) > 3:
+        if block.removeprefix(codecs.BOM_UTF8).strip() and sum(map(len, seen)) >= _HEAD_BYTES:
             break
     return b"".join(seen), chain(seen, blocks)
 
 
 def _json_lines(file: OpenFile, blocks: Iterator[bytes]) -> Iterator[Record]:
-    number = file.line
-    for number, at, line, size in _lines_of(blocks, file.at, file.line, file.longest):
+    number, size = file.line, 0
+    for number, at, line, size in lines_of(blocks, file.at, file.line, file.longest):
         if not line or line.isspace():
             continue
         ends = size > len(line)
@@ -71,10 +77,10 @@ def _json_lines(file: OpenFile, blocks: Iterator[bytes]) -> Iterator[Record]:
             file.bad.set_aside(number, at, error)
             continue
         yield Record(value, number, at, file.cursor(at, number), file.cursor(at + size, number + ends))
-    file.bad.end(number)
+    file.bad.end(number if size else number - 1)  # behind the last newline there is no line
 
 
-def _lines_of(
+def lines_of(
     blocks: Iterator[bytes], at: int, number: int, longest: int | None = None
 ) -> Iterator[tuple[int, int, bytes, int]]:
     """(number, byte offset, line, its size with the newline); a line is joined once, however long.
@@ -119,12 +125,9 @@ def _json_value(raw: bytes, name: str | Path, number: int, at: int) -> Any:
 
 def json_text(raw: bytes, name: str | Path, number: int, at: int, key: str) -> str:
     """The text under a key of the object on one line."""
-    value = _json_value(raw, name, number, at)
-    text = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        text = text_of(value, key, f"{name}:{number}, byte {at:,}")
-    if not text.isascii():
-        check_text(text, f"{name}:{number}, byte {at:,}", nul_is_text=True)
+    where = f"{name}:{number}, byte {at:,}"
+    text = text_of(_json_value(raw, name, number, at), key, where)
+    check_text(text, where, nul_is_text=True)
     return text
 
 

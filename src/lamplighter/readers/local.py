@@ -143,8 +143,17 @@ def find_files(patterns: list[str]) -> list[LocalFile]:
     """Every file that the patterns name, each once; folders are searched for the known kinds."""
     found: dict[Path, LocalFile] = {}
     for pattern in patterns:
-        for file in _matches(str(Path(pattern).expanduser())):
-            found.setdefault(file.path.resolve(), file)
+        paths, others = find_paths(pattern, lambda path: bool(kind_of(path)))
+        if not paths:
+            raise InputMissing(
+                f"no text in folder {Path(pattern).expanduser()}",
+                f"no file there ends in {' '.join(sorted(_KINDS))}, or in these and .gz or .zst",
+                "name other files by a pattern, such as 'folder/**/*.log'",
+            )
+        if others:
+            report.note(f"not read in {pattern}, as their endings are not those of text: {_count_endings(others)}")
+        for path in paths:
+            found.setdefault(path.resolve(), local_file(path))
     full = [file for file in found.values() if file.size]
     if empty := [file for file in found.values() if not file.size]:
         if not full or any(file.name in patterns for file in empty):
@@ -153,56 +162,53 @@ def find_files(patterns: list[str]) -> list[LocalFile]:
     return full
 
 
-def _matches(pattern: str) -> list[LocalFile]:
-    path = Path(pattern)
-    if path.is_dir():
-        return _in_folder(path)
-    if path.exists():
-        return [local_file(path)]
-    matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207 (absolute ones too)
-    files = [local_file(match) for match in matches if match.is_file()]
-    if not files:
-        raise no_such(path)
-    return files
+def find_paths(
+    pattern: str,
+    is_wanted: Callable[[Path], bool],
+    on_error: Callable[[OSError], None] | None = None,
+    where: str = "data.paths",
+) -> tuple[list[Path], list[Path]]:
+    """(the files that a path, folder or pattern names, the other files of the folder), sorted.
 
-
-def matching_files(pattern: str, suffixes: set[str]) -> tuple[list[Path], list[Path]]:
-    """(the files that a path, folder or pattern names, other files in the folder); of a folder only those that end so."""
+    Of a folder those that are wanted, and nothing hidden; `on_error` hears of a folder inside it that cannot be read.
+    """
     path = Path(pattern).expanduser()
     if path.is_dir():
-        inside = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("."))
-        chosen = [one for one in inside if suffix_of(one) in suffixes]
-        return chosen, [one for one in inside if suffix_of(one) not in suffixes]
-    if path.is_file():
+        wanted: list[Path] = []
+        others: list[Path] = []
+        with report.phase("find files", unit="files") as p:
+            for one in _walk(path, on_error or _refuse):
+                p.tick(1, str(one))
+                (wanted if is_wanted(one) else others).append(one)
+        return sorted(wanted), sorted(others)
+    if path.exists():
+        if not path.is_file():
+            raise InputMissing(f"not a file: {path}", "it is a pipe or a device", "write its content to a file first")
         return [path], []
     names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 (absolute ones too)
-    return [Path(name) for name in names if Path(name).is_file()], []
-
-
-def _in_folder(folder: Path) -> list[LocalFile]:
-    files, others = [], Counter[str]()
-    with report.phase("find files", unit="files") as p:
-        for path in folder.rglob("*"):
-            if path.name.startswith(".") or not path.is_file():
-                continue
-            p.tick(1, str(path))
-            if kind_of(path.name):
-                files.append(local_file(path))
-            else:
-                others["".join(path.suffixes[-2:] if is_packed(path) else path.suffixes[-1:]) or path.name] += 1
+    files = [Path(name) for name in names if Path(name).is_file()]
     if not files:
-        raise InputMissing(
-            f"no text in folder {folder}",
-            f"no file there ends in {' '.join(sorted(_KINDS))}, or in these and .gz or .zst",
-            "name other files by a pattern, such as 'folder/**/*.log'",
-        )
-    if others:
-        kinds = ", ".join(
-            f"{kind} {count:,}" for kind, count in sorted(others.items(), key=lambda o: (-o[1], o[0]))[:5]
-        )
-        more = f" and {len(others) - 5:,} other endings" if len(others) > 5 else ""
-        report.note(f"not read in {folder}, as their endings are not those of text: {kinds}{more}")
-    return sorted(files, key=lambda file: file.path)
+        raise no_such(path, where)
+    return files, []
+
+
+def _walk(folder: Path, on_error: Callable[[OSError], None]) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder, onerror=on_error):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (path for name in names if not name.startswith(".") and (path := Path(place, name)).is_file())
+
+
+def _refuse(error: OSError) -> None:
+    raise unreadable(Path(error.filename), error) from error
+
+
+def _count_endings(others: list[Path]) -> str:
+    endings = Counter(
+        "".join(path.suffixes[-2:] if is_packed(path) else path.suffixes[-1:]) or path.name for path in others
+    )
+    most = sorted(endings.items(), key=lambda one: (-one[1], one[0]))[:5]
+    more = f" and {len(endings) - 5:,} other endings" if len(endings) > 5 else ""
+    return ", ".join(f"{ending} {count:,}" for ending, count in most) + more
 
 
 def no_such(path: Path, where: str = "data.paths") -> InputMissing:

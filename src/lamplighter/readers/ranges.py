@@ -1,6 +1,6 @@
 """Ranges of local files as bytes of text: what a worker reads of its unit, the same documents as a reading from the start finds.
 
-In:  a Span: a file, or a range of bytes of it that was wanted without looking (partition.py).
+In:  a Span: a file, or a range of bytes of it that was wanted without looking (units.py).
 Out: blocks of about a megabyte, documents as bytes; lines that are not text, listed for the one who decides.
 
 A wanted range is moved to where documents may be parted: a line's end (JSON lines), a separator, or a good place inside
@@ -104,6 +104,10 @@ class RangeFile:
             why = f"it had {self.size:,} bytes when it was found, now {start + len(data):,}"
             raise BadData(f"changed while it was read: {self.path}", why, "start again when nobody writes to it")
         return data
+
+    def count_lines(self, data: bytes, at: int) -> int:
+        """How many lines end in these bytes; the last one of the file may have no newline."""
+        return count_newlines(data) + (at + len(data) == self.size and not data.endswith(b"\n"))
 
     def line_at(self, at: int) -> int:
         """The number of the line that holds a byte; counted only where somebody must be told."""
@@ -253,7 +257,7 @@ def is_text(data: bytes) -> bool:
 
 def _clean(data: bytes, file: RangeFile, at: int, bad: BadInFile) -> bytes:
     """The lines of these bytes that are text; they lie at `at` in the file."""
-    bad.reading.lines += count_newlines(data)
+    bad.reading.lines += file.count_lines(data, at)
     if is_text(data):
         return data.removeprefix(_BOM) if at == 0 else data
     head, good = file.read(0, 4), []
@@ -370,7 +374,7 @@ def _texts_of(data: bytes, at: int, file: RangeFile, how: ReadOptions, bad: BadI
     from pydantic_core import from_json
 
     key = how.text_key
-    bad.reading.lines += count_newlines(data)
+    bad.reading.lines += file.count_lines(data, at)
     try:
         if b"\0" not in data:
             lines = data.split(b"\n")

@@ -18,16 +18,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from lamplighter import report
 from lamplighter.errors import BadData, InputMissing, LampError
-from lamplighter.readers.http import (
-    ConnectionLost,
-    RemoteFacts,
-    ask_for_facts,
-    changed,
-    host_of,
-    no_host,
-    open_body,
-    safe_url,
-)
+from lamplighter.readers.http import ConnectionLost, HttpOpener, RemoteFacts, changed, host_of, no_host, safe_url
 from lamplighter.readers.local import Tell, kind_of
 
 STALL_S = 3.0  # a server that sends nothing for so long is asked again; twice as long each time
@@ -36,9 +27,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 30.0
 _FIRST_CONTACT_S = 20.0  # a server that was never reached is given up sooner than one that was
 _SAME_PLACE = 3  # an orderly end at the same byte, so often: the file ends there, whatever was announced
 _VERDICTS = 5  # of one cause and one file; later ones are warnings only
-OVERLAP_BYTES = (
-    1 << 10
-)  # asked for again after a fault, and compared: a server may answer from another byte than it says
+OVERLAP_BYTES = 1 << 10  # asked for again after a fault, and compared: a server may answer from another byte
 WINDOW_BYTES = 1 << 21  # of a file that is read here and there
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 Result = TypeVar("Result")
@@ -67,19 +56,6 @@ class Opener(Protocol):
 
     def open(self, at: int, stop: int | None, facts: RemoteFacts, patience_s: float) -> ByteStream:
         """Its bytes from `at` on, or from 0 where that cannot be."""
-
-
-class HttpOpener:
-    """http and https."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def ask_for_facts(self, patience_s: float) -> RemoteFacts:
-        return ask_for_facts(self.url, patience_s)
-
-    def open(self, at: int, stop: int | None, facts: RemoteFacts, patience_s: float) -> ByteStream:
-        return open_body(self.url, at, stop, facts, patience_s)
 
 
 # ---------------------------------------------------------------- trying again
@@ -268,6 +244,9 @@ class _Seekable(io.RawIOBase):
 # ---------------------------------------------------------------- fsspec
 
 
+_FSSPEC_MARKS = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")  # fmt: skip
+
+
 class FsspecOpener:
     """A file of an fsspec file system."""
 
@@ -276,20 +255,7 @@ class FsspecOpener:
 
     def ask_for_facts(self, patience_s: float) -> RemoteFacts:
         info = _answered(lambda: self.system.info(self.path), self.name)
-        known = (
-            "ETag",
-            "etag",
-            "md5Hash",
-            "crc32c",
-            "checksum",
-            "blob_id",
-            "LastModified",
-            "last_modified",
-            "updated",
-            "mtime",
-            "created",
-        )
-        marks = [f"{key} {info[key]}" for key in known if info.get(key)]
+        marks = [f"{key} {info[key]}" for key in _FSSPEC_MARKS if info.get(key)]
         size = info.get("size")
         return RemoteFacts(None if size is None else int(size), marks[0] if marks else None)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
 from lamplighter.errors import BadData, InputMissing
+from lamplighter.readers.lines import lines_of
 from lamplighter.readers.local import LocalFile, Tell, suffix_of
 from lamplighter.readers.records import Cursor, OpenFile, Record
 
@@ -44,39 +45,22 @@ class _Lines:
     """The lines of a file for csv.reader, which takes as many as a row has; counts them and their bytes."""
 
     def __init__(self, blocks: Iterator[bytes], at: int, line: int) -> None:
-        self.blocks = blocks
+        self.lines = lines_of(blocks, at, line)
         self.at, self.line = at, line
         self.row_at = at
-        self.held: list[bytes] = []
-        self.waiting: Iterator[bytes] = iter(())
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
-        raw = next(self.waiting, None)
-        if raw is None:
-            raw = self._refill()
-        self.at, self.line = self.at + len(raw), self.line + 1
+        number, at, raw, size = next(self.lines)
+        if not size:  # behind the last newline there is no line
+            raise StopIteration
+        self.at, self.line = at + size, number + 1
         if self.at - self.row_at > ROW_BYTES:
             raise csv.Error(f"a row of over {ROW_BYTES >> 20} MB: a quote that is opened and never closed?")
-        return raw.decode("utf-8", "surrogateescape")  # a bad byte spoils its own row only
-
-    def _refill(self) -> bytes:
-        """More lines, the first of them at once; a line ends at a newline only."""
-        while (block := next(self.blocks, None)) is not None:
-            *whole, rest = block.split(b"\n")
-            if not whole:
-                self.held.append(rest)
-                continue
-            whole[0] = b"".join([*self.held, whole[0]])
-            self.held = [rest]
-            self.waiting = iter([line + b"\n" for line in whole])
-            return next(self.waiting)
-        last, self.held = b"".join(self.held), []
-        if not last:
-            raise StopIteration
-        return last
+        text = raw.decode("utf-8", "surrogateescape")  # a bad byte spoils its own row only
+        return text + "\n" if size > len(raw) else text
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,11 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lamplighter.readers.records import Cursor, OpenFile, Part, Texts, cut_after, cut_all, fault_in, not_text
-
-_SEARCH_BYTES = 1 << 22
 
 
 class DecodedLines(NamedTuple):
@@ -41,7 +39,6 @@ def read_text(r: OpenFile) -> Texts:
         if held.chars > 2 * r.part_chars + len(separator):
             yield from held.parts(r.part_chars, len(separator))
     yield from held.rest(r.part_chars)
-    r.bad.end(held.here[3])
 
 
 _Mark = tuple[int, int, int, int, int, bool]  # character and byte of the held text; at, line, bad, long in the file
@@ -142,6 +139,7 @@ class _Held:
 def _chunks(r: OpenFile) -> Iterator[DecodedLines]:
     """The lines that are text; a byte-order mark is dropped, a line that is not text is set aside; then an empty one."""
     head, at, line, long = b"", r.at, r.line, bool(r.start.get("long"))
+    piece = b"\n"
     for piece, goes_on in _pieces(r.blocks(at), at, r.line_bytes, long):
         head = head or piece[:4]
         text = None if b"\0" in piece else _decoded(piece)
@@ -153,6 +151,7 @@ def _chunks(r: OpenFile) -> Iterator[DecodedLines]:
             yield DecodedLines(text, piece, at, line=line, bad=r.bad.count, long=long or goes_on)
         at, line, long = at + len(piece), line + count_newlines(piece), goes_on
     yield DecodedLines("", b"", at, line=line, bad=r.bad.count, long=False)
+    r.bad.end(line - piece.endswith(b"\n"))  # behind the last newline there is no line
 
 
 def count_newlines(piece: bytes) -> int:
@@ -253,35 +252,3 @@ def _edge(held: bytes, begin: int, at: int, limit: int) -> int | None:
         if start > begin:
             return start
         edge += limit
-
-
-# ---------------------------------------------------------------- where a reading may begin
-
-
-def find_start(file: BinaryIO, byte: int, separator: str | None, after: tuple[int, int]) -> tuple[int, int] | None:
-    """(byte, line) of the first place at or after `byte` where a text begins: behind a newline, or behind a separator.
-
-    `after` is an earlier such place, from which lines are counted. A separator counts only where its own lines are text,
-    as in a reading from the start; None where nothing is found within SEARCH_BYTES, or before the end of the file.
-    """
-    mark = separator.encode() if separator else b"\n"
-    if any(mark.startswith(mark[-size:]) for size in range(1, len(mark))):
-        return None  # such a separator is only found from the left
-    file.seek(begin := max(0, byte - 1 if not separator else byte))
-    window = file.read(_SEARCH_BYTES)
-    at = -1
-    while (at := window.find(mark, at + 1)) >= 0:
-        first, last = window.rfind(b"\n", 0, at) + 1, window.find(b"\n", at + len(mark))
-        if not separator or (first > 0 and last > 0 and fault_in(window[first:last]) is None):
-            place = begin + at + len(mark)
-            return place, after[1] + _count(file, after[0], place)
-    return None
-
-
-def _count(file: BinaryIO, begin: int, stop: int) -> int:
-    """The newlines between two places."""
-    file.seek(begin)
-    count = 0
-    while begin < stop and (block := file.read(min(1 << 20, stop - begin))):
-        count, begin = count + count_newlines(block), begin + len(block)
-    return count

@@ -330,22 +330,22 @@ class Trainer:
         step, durable = self._standing()
         name, safe = self.run.name, self._safe()
         if ending.planned == "stop":
-            return STUCK, f"stuck, and stopped: {ending.planned_why}; {safe}"
+            return STUCK, f"stuck, and stopped: {ending.planned_why}{safe}"
         if self.interrupts > 1 and ending.killed:
-            return LEFT_AT_ONCE, f"left at once (second Ctrl+C); {safe}"
+            return LEFT_AT_ONCE, f"left at once (second Ctrl+C){safe}"
         lost = self._lost(child_code)
         if ending.stop_reason and child_code == DONE and not lost:
             return DONE, f"finished {name} before the stop took effect"
         nothing_lost = ending.killed or not self.spec.keeps_report or durable >= step
         killed = child_code in (-signal.SIGKILL, -signal.SIGTERM) and nothing_lost
         if ending.stop_reason and (killed or (child_code == STOPPED_EARLY and not lost)):
-            return STOPPED_EARLY, f"stopped early ({ending.stop_reason}) at step {step}; {safe}"
+            return STOPPED_EARLY, f"stopped early ({ending.stop_reason}) at step {step}{safe}"
         if child_code < 0:
             memory = "; the kernel killed a process for memory" if procfs.oom_kills() > self.oom_before else ""
             how = f"killed by {signal_name(-child_code)} (signal {-child_code}){memory}"
-            return CHILD_LOST, f"the process was {how}; {safe}"
+            return CHILD_LOST, f"the process was {how}{safe}"
         if lost:
-            return CHILD_LOST, f"the process left with exit code {child_code} in the middle: {_NO_WORD}; {safe}"
+            return CHILD_LOST, f"the process left with exit code {child_code} in the middle: {_NO_WORD}{safe}"
         return child_code, self._words_of_code(child_code)
 
     def _words_of_code(self, code: int) -> str:
@@ -357,21 +357,22 @@ class Trainer:
         where = f"; the traceback is in {self.run.output}" if self.spec.keeps_report else ""
         words = {
             DONE: f"finished {self.run.name}",
-            STOPPED_EARLY: f"stopped early at step {step}; {safe}",
-            CRASHED: f"the process crashed{where}; {safe}",
-            FAULTS_FOUND: f"faults were found; {safe}",
-            RefusedByPlan.code: f"refused by the plan; {safe}",
+            STOPPED_EARLY: f"stopped early at step {step}{safe}",
+            CRASHED: f"the process crashed{where}{safe}",
+            FAULTS_FOUND: f"faults were found{safe}",
+            RefusedByPlan.code: f"refused by the plan{safe}",
             NoCheckpoint.code: "there is no valid checkpoint to go on from",
         }
-        return words.get(code, f"ended with exit code {code}; {safe}")
+        return words.get(code, f"ended with exit code {code}{safe}")
 
     def _safe(self) -> str:
+        """What of a training is on the disk; other verbs know themselves what they have written."""
         step, durable = self._standing()
         if not self.spec.keeps_report:
-            return "nothing was changed"
+            return ""
         if durable:
-            return f"step {durable} is safe"
-        return "no checkpoint was made yet" if step else "no step had been made"
+            return f"; step {durable} is safe"
+        return "; no checkpoint was made yet" if step else "; no step had been made"
 
     def report(self, outcome: RunOutcome, attempts: int) -> None:
         """report.md, the table of it in words, and the outcome."""

@@ -23,7 +23,7 @@ from lamplighter.data.sources.hub import HubSource, open_dataset
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.readers.bad_records import LIMIT, SOON, BadInReading, BadRecords
 from lamplighter.readers.files import Item, has_records, read_records, unpacked_bytes
-from lamplighter.readers.local import LocalFile, Tell, kind_of, local_file, matching_files, suffix_of
+from lamplighter.readers.local import LocalFile, Tell, find_paths, kind_of, local_file, suffix_of
 from lamplighter.readers.records import Cursor, Position, Record, digest
 from lamplighter.readers.remote import as_local, find_remote, is_url
 from lamplighter.rundir import hash_file, human_bytes
@@ -374,7 +374,8 @@ def _row_inputs(data: Data, hash_store: Path | None, opened: Opened) -> tuple[li
             opened[entry] = remote = find_remote(entry, data.retry_s)
             matches: list[Item] = [*remote]
         else:
-            paths, more = matching_files(as_local(entry) if is_url(entry) else entry, _SUFFIXES)
+            pattern = as_local(entry) if is_url(entry) else entry
+            paths, more = find_paths(pattern, lambda path: suffix_of(path) in _SUFFIXES)
             matches = [local_file(path) for path in paths if path.stat().st_size]
             others += more
         if not matches or not all(has_records(one) for one in matches):

@@ -18,8 +18,8 @@ from lamplighter.readers.bad_records import LIMIT, BadInReading, BadRecords
 from lamplighter.readers.files import PART_CHARS, Item, TextFormat, read_texts, unpacked_bytes
 from lamplighter.readers.lines import starts_array
 from lamplighter.readers.local import LocalFile, Tell, hash_files, is_packed, kind_of, local_file
+from lamplighter.readers.ranges import RangeFile
 from lamplighter.readers.records import Cursor, Position, Texts, digest
-from lamplighter.readers.text import find_start
 from lamplighter.rundir import human_bytes
 
 
@@ -146,12 +146,10 @@ class FileSource:
             bad = self.bad.begin(int((start or {}).get("bad", 0)))
         return read_texts(self.items[file], form, bad, tell=tell, start=start, number=file)
 
-    def cursor_at(self, file: int, byte: int, after: Cursor | None = None) -> Cursor | None:
-        """The first place at or after a byte of one file where a text begins: to read a file in stretches, side by side.
+    def cursor_at(self, file: int, byte: int) -> Cursor | None:
+        """The first place at or after a byte of one file where a text begins: to read a part of a file alone.
 
         For local JSON lines and text with a separator, not packed; None for other kinds, and where no text begins there.
-        `after` is an earlier cursor of the same file, from which lines are counted. A stretch is `texts(file, cursor)`
-        up to the text whose place is the next cursor; its place counts the bad lines of that stretch alone.
         """
         item = self.items[file]
         kind = kind_of(item.name)
@@ -159,7 +157,6 @@ class FileSource:
         text = kind in ("text", "") and bool(self.separator)
         if not isinstance(item, LocalFile) or is_packed(item.name) or not (lines or text):
             return None
-        known = (int(after["at"]), int(after["line"])) if after else (0, 1)
-        with item.open(lambda *_: None) as opened:
-            found = find_start(opened, byte, None if lines else self.separator, known)
-        return {"file": file, "at": found[0], "line": found[1]} if found and found[0] < item.size else None
+        with RangeFile(item) as opened:
+            at = opened.cut_line(byte) if lines else opened.cut_separator(byte, (self.separator or "").encode())
+            return {"file": file, "at": at, "line": opened.line_at(at)} if at < item.size else None

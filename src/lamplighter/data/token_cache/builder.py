@@ -395,17 +395,16 @@ class _BadLines:
             self.lines = lines + (self.lines if span.path == self.path else 0)
             self.path = span.path
             if span.stop == span.size:
-                self._end(span.kind)
+                self._end()
         self.bytes += unit.bytes
 
-    def _end(self, kind: str) -> None:
-        """The file is read; the last line of a text may have no newline, so it is counted on its own."""
-        lines = self.lines + (kind != "file")
+    def _end(self) -> None:
+        """The file is read."""
         bad = self.files.pop(self.path, None)
         if bad is not None:
-            bad.end(lines)
+            bad.end(self.lines)
         else:
-            self.reading.lines += lines
+            self.reading.lines += self.lines
         self.lines = 0
 
 
