@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Any, Protocol
 
 __version__ = "0.1.0"
-__all__ = ["Phase", "__version__", "phase"]
+__all__ = ["PhaseLike", "__version__", "phase"]
 
 
-class Phase(Protocol):
-    """A named stretch of work with a count."""
+class PhaseLike(Protocol):
+    """A named stretch of work with a count: a report.Phase in a process of `lamp train`, else one of a watched script."""
 
-    def __enter__(self) -> Phase: ...
+    def __enter__(self) -> PhaseLike: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
@@ -47,12 +47,12 @@ class _Watched:
             self._agent.phase_tick(n, item)
 
 
-def phase(name: str, total: float | None = None, unit: str = "") -> Phase:
+def phase(name: str, total: float | None = None, unit: str = "") -> PhaseLike:
     """Say what the script does now and how much of it there is; use as a context manager."""
     agent = sys.modules.get("_lamplighter_bootstrap")
     report: Any = sys.modules.get("lamplighter.report")  # loaded in every process that `lamp train` starts
     if agent is None and report is not None:
-        reported: Phase = report.phase(name, total, unit)
+        reported: PhaseLike = report.phase(name, total, unit)
         return reported
     return _Watched(agent, name, total, unit)
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+
+import pytest
+
+from lamplighter.train import bf16
 
 
 def test_freed_memory_is_kept_while_training_and_given_back_after_it() -> None:
@@ -34,3 +40,11 @@ print(plain, kept, (inside - after) // 10**6)
     assert plain > 10_000, "otherwise there is nothing to gain here"
     assert kept < plain / 3
     assert given_back_mb > 150
+
+
+def test_a_trial_that_dies_raises_or_hangs_is_not_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16, "_DEADLINE_S", 1.0)
+    trials = {lambda: None: True, lambda: os.kill(os.getpid(), signal.SIGKILL): False, lambda: 1 / 0: False}
+    for trial, survived in {**trials, signal.pause: False}.items():
+        monkeypatch.setattr(bf16, "_trial", trial)
+        assert bf16._survives_trial() is survived

@@ -197,3 +197,22 @@ def test_a_run_trains_is_listed_is_killed_and_resumes_without_proc(
     assert again.returncode == 0, again.stderr
     last = list(read_lines(run.metrics))[-1]
     assert last["step"] == 800 and "resum" in again.stdout
+
+
+def test_a_pool_that_is_given_up_leaves_no_worker_and_no_semaphore_behind(tmp_path: Path) -> None:
+    """Its process leaves at once after a refusal: Python then said "5 leaked semaphore objects" to the user."""
+    script = (
+        "import multiprocessing, os\n"
+        "from lamplighter.procs import pool\n"
+        "if __name__ == '__main__':\n"
+        "    try:\n"
+        "        print(dict(pool.each(int, ['1', 'x', '3', '4', '5', '6'], 2)))\n"
+        "    except ValueError:\n"
+        "        print(len(multiprocessing.active_children()), flush=True)\n"
+        "    os._exit(65)\n"
+    )
+    (tmp_path / "refuses.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "refuses.py"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (65, "0\n", "")

@@ -5,6 +5,7 @@ Nothing is downloaded: the new environment finds torch and the other libraries i
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -12,13 +13,18 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from email.parser import Parser
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from running import clean_env
 
 ROOT = Path(__file__).parents[2]
+UNDECLARED = {"huggingface_hub"}  # comes with transformers and datasets
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -52,6 +58,40 @@ def test_everything_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     missing = {name for name in files - names if not name.endswith(".pyc")}  # an old Python puts them beside the source
     assert not missing, f"not in the wheel: {sorted(missing)}; see package-data in pyproject.toml"
     assert {"lamplighter/presets/demo.yaml", "lamplighter/watch/agent/path/sitecustomize.py"} <= names
+
+
+def test_every_library_that_the_package_imports_is_declared(wheel: Path) -> None:
+    """The demo below finds its libraries in this environment: one that nobody declared would be found there too."""
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
+        declared = Parser().parsestr(packed.read(name).decode()).get_all("Requires-Dist", [])
+    always = {canonicalize_name(one.name) for one in map(Requirement, declared) if one.marker is None}
+    extras = {
+        canonicalize_name(one.name)
+        for one in map(Requirement, declared)
+        if one.marker is not None and any(one.marker.evaluate({"extra": extra}) for extra in ("data", "hf"))
+    }
+    distributions = packages_distributions()
+    imported = imported_libraries(ROOT / "src")
+    assert sum(imported.values()) > 5
+    for module, at_load in imported.items():
+        names = {canonicalize_name(one) for one in distributions.get(module, [module])}
+        may_come_from = always if at_load else always | extras
+        assert names & may_come_from or module in UNDECLARED, f"{module} is imported, and nothing brings {names}"
+
+
+def imported_libraries(source: Path) -> dict[str, bool]:
+    """Every module from elsewhere that is imported anywhere, and whether some file imports it as it loads."""
+    found: dict[str, bool] = {}
+    for path in source.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"lamplighter"}:
+                found[name] = found.get(name, False) or node in tree.body
+    return found
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lamplighter import rundir
+from lamplighter.commands.checkpoints import _table
 from lamplighter.errors import AlreadyRunning, CannotWrite
 from lamplighter.rundir import RunDir
 
@@ -76,3 +77,12 @@ def test_identity_names_a_process_for_ever() -> None:
     assert rundir.is_alive(me)
     assert not rundir.is_alive({**me, "pid_start": me["pid_start"] - 1})
     assert not rundir.is_alive({**me, "boot_id": "another boot"})
+
+
+def test_the_table_of_checkpoints_recommends_the_newest_valid_one() -> None:
+    sizes = {"loss": 1.0, "val_loss": None, "bytes": 10, "age_s": 5.0, "best": False}
+    good = {**sizes, "checkpoint": "checkpoint-4", "valid": True, "reason": None}
+    torn = {**sizes, "checkpoint": "checkpoint-8", "valid": False, "reason": "model.safetensors is cut short"}
+    run = RunDir(Path("runs/a"))
+    assert _table(run, [good, torn]).splitlines()[-1] == "next: lamp generate a --checkpoint checkpoint-4"
+    assert "none of them is valid" in _table(run, [torn]).splitlines()[-1]

@@ -253,6 +253,7 @@ def test_the_limit_on_bad_lines_is_of_the_corpus_with_a_floor_and_a_setting(tmp_
         list(found.documents())
     assert "15 of 12,000 lines" in caught.value.why and "data.bad_limit" in caught.value.why
     assert f"{folder / '000.jsonl'}:21, byte" in caught.value.what
+    assert "lamp data clean" in caught.value.next and "remove the line" not in caught.value.next, "15 lines, not one"
     with pytest.raises(BadData, match="bad JSON"):
         ensure(tmp_path / "cache", open_source([str(folder)]), byte_level(), CacheSettings(0.1))
     loose = open_source([str(folder)], None, None, bad_limit=0.01)

@@ -72,7 +72,13 @@ def _table(run: RunDir, rows: list[dict[str, Any]]) -> str:
         state = ("valid" + (", best" if row["best"] else "")) if row["valid"] else f"invalid: {row['reason']}"
         size, age = human_bytes(row["bytes"]), _hours(row["age_s"])
         lines.append(f"{row['checkpoint']:<20} {loss:>8} {val:>8} {size:>10} {age:>9}  {state}")
-    return "\n".join([*lines, f"next: lamp generate {run.address} --checkpoint {rows[-1]['checkpoint']}", ""])
+    newest = next((row["checkpoint"] for row in reversed(rows) if row["valid"]), None)
+    advice = (
+        f"lamp generate {run.address} --checkpoint {newest}"
+        if newest
+        else "none of them is valid: begin anew with --resume never"
+    )
+    return "\n".join([*lines, f"next: {advice}", ""])
 
 
 def _hours(seconds: float) -> str:

@@ -38,6 +38,7 @@ _ELSEWHERE = {
     "chat_template": "data.template", "sequence_len": "data.seq_len", "base_model": "model.init_from",
     "sample_packing": "data.packing", "train_on_inputs": "data.loss_on", "val_set_size": "data.val_fraction",
     "gradient_checkpointing": "train.recompute", "activation_checkpointing": "train.recompute",
+    "optim": "train.optimizer",
 }  # fmt: skip
 
 

@@ -121,6 +121,7 @@ WEIGHT_BYTES = GRADIENT_BYTES = 4  # of a parameter: both are float32, also wher
 class OptimizerKind:
     """What the plan, the doctor and a save must know of an optimizer, without torch. Bytes are per parameter."""
 
+    name: str
     built_by: str  # "module:name", called with the model and the train section
     state_bytes: int  # kept from step to step
     moved_bytes: int  # read and written by one step, clipping included
@@ -138,7 +139,12 @@ class OptimizerKind:
 
 
 # A new optimizer is its own file and one line here (tests/unit/test_optim.py compares the bytes with its real state).
-OPTIMIZERS = {"adamw": OptimizerKind("lamplighter.train.optimizers:adamw", 8, 36, "element")}
+OPTIMIZERS = {
+    kind.name: kind
+    for kind in (
+        OptimizerKind("adamw", "lamplighter.train.optimizers:adamw", 8, 36, "element"),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +155,7 @@ class Train:
     epochs: float | None = _value(None, "passes over the data; or give train.steps", gt=0, le=10_000)
     batch_size: int = _value(16, "sequences per optimizer step, over all devices", ge=1, le=1_000_000)
     micro_batch: int | None = _value(None, "sequences that one device holds at once; none = batch_size", ge=1)
+    optimizer: str = _value("adamw", f"one of: {', '.join(OPTIMIZERS)}", choices=OPTIMIZERS)
     lr: float = _value(3e-4, "peak learning rate", "3e-4 is usual for 100M parameters, 1e-3 for 1M", gt=0, le=1)
     min_lr_ratio: float = _value(0.1, "final rate as a share of the peak (cosine)", ge=0, le=1)
     warmup_steps: int | None = _value(None, "optimizer steps of warm-up; none = 5 % of the run, at most 2,000", ge=0)
@@ -173,8 +180,8 @@ class Train:
     recompute: bool = _value(False, "keep no activations of a block, compute them again for the backward pass")
 
     @property
-    def optimizer(self) -> OptimizerKind:
-        return OPTIMIZERS["adamw"]
+    def optimizer_kind(self) -> OptimizerKind:
+        return OPTIMIZERS[self.optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +316,7 @@ NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "t
 # field of a run puts a line here (and a test beside it).
 RENAMED: dict[str, str] = {}  # name then -> name now
 REMOVED: dict[str, str] = {}  # name then -> what happens instead, in words
-ADDED: dict[str, Any] = {}  # name now -> how runs behaved before it existed, where that is not today's default
+ADDED: dict[str, Any] = {"train.optimizer": "adamw"}  # name now -> how runs behaved before it existed
 
 
 @dataclass(frozen=True)
@@ -365,6 +372,8 @@ def _optional(schema: dict[str, Any]) -> dict[str, Any]:
 def _schema(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
     """A field's type in the words of pydantic's core."""
     origin, inner = get_origin(kind), get_args(kind)
+    if "choices" in limits:  # the names in a table
+        return {"type": "literal", "expected": list(limits["choices"])}
     if origin is Literal:
         return {"type": "literal", "expected": list(inner)}
     if origin is list:

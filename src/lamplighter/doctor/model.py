@@ -201,7 +201,7 @@ def _layers_that_fit(run: Run, vocab_size: int, remarks: list[Finding]) -> Model
     section, have = run.model, available_bytes()
     if section.init_from is not None or ":" in section.family:
         return section
-    shape, each, layers = shape_of(run, vocab_size), run.train.optimizer.training_bytes, section.layers
+    shape, each, layers = shape_of(run, vocab_size), run.train.optimizer_kind.training_bytes, section.layers
     while layers > 1 and each * count_parameters(replace(shape, layers=layers)) > _FITS * have:
         layers = max(1, layers // 2)
     if layers < section.layers:

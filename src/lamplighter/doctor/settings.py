@@ -64,7 +64,7 @@ def plan(context: ProbeContext) -> PlanFigures | None:
     """`lamp plan --json` of the very settings, on the device that it chooses by itself; None where that takes too long."""
     known, file = context.scratch / "plan.json", context.scratch / "plan.yaml"
     if known.exists():  # of an earlier probe of this examination
-        return PlanFigures(json.loads(known.read_text()), context.run.train.optimizer)
+        return PlanFigures(json.loads(known.read_text()), context.run.train.optimizer_kind)
     file.write_text(dump(Resolved(context.run)))
     command = [sys.executable, "-m", "lamplighter.commands", "plan", str(file), "--json"]
     try:
@@ -80,7 +80,7 @@ def plan(context: ProbeContext) -> PlanFigures | None:
         return None
     if done.returncode in (0, RefusedByPlan.code):
         write_atomic(known, done.stdout)
-        return PlanFigures(json.loads(done.stdout), context.run.train.optimizer)
+        return PlanFigures(json.loads(done.stdout), context.run.train.optimizer_kind)
     if context.run.train.steps is None:
         return None
     said = dict(line.split(":", 1) for line in done.stderr.splitlines() if ":" in line)

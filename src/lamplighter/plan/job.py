@@ -131,7 +131,7 @@ def job_of(run: Run, shape: Shape, steps: int, dtype: str, text: Text | None = N
         recompute=train.recompute,
         whole_logits=train.loss == "whole" or bool(more.get("own_params")),
         text=text,
-        optimizer=train.optimizer,
+        optimizer=train.optimizer_kind,
         rate=schedule(train, steps),
         save=run.save,
         eval=run.eval,

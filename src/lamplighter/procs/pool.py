@@ -22,6 +22,7 @@ from lamplighter.errors import ChildLost
 from lamplighter.procs import prctl
 
 TICK_S = 0.2
+_LEAVE_S = 2.0
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -75,7 +76,21 @@ def each(
             del running[number]
             yield item, result
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        _abandon(pool)
+
+
+def _abandon(pool: ProcessPoolExecutor) -> None:
+    """End the workers where their results are no longer wanted, and wait for the pool's thread, a little.
+
+    The thread holds the pool's semaphores: if this process left first, Python would report them as leaked. A worker that is
+    killed in the middle of a large result can leave the thread waiting for the rest, so there is a limit.
+    """
+    workers, thread = list((pool._processes or {}).values()), pool._executor_manager_thread
+    for worker in workers:
+        worker.kill()
+    pool.shutdown(wait=False, cancel_futures=True)
+    if thread is not None:
+        thread.join(_LEAVE_S)  # type: ignore[attr-defined]  # typeshed calls it a wake-up
 
 
 def _next_done(running: deque[tuple[Item, Future[Result]]], in_order: bool, tick: Callable[[], None] | None) -> int:

@@ -17,6 +17,10 @@ _FLOOR = 5  # so many are borne in a small corpus too, as long as they are no mo
 SOON = 200  # so many bad lines, and it is checked before the end of the corpus
 _EVENTS = 100
 _LISTED = 20_000  # so many are kept with their places
+_FOR_MANY = (
+    "is the file another format than its name says? if not, lamp data clean leaves such lines out,"
+    " and a larger data.bad_limit sets them aside"
+)
 PACKED_TIMES = 8  # more than text is ever packed: packed files count as so many bytes when lines are estimated
 
 
@@ -91,9 +95,12 @@ class BadInReading:
             f"so in {self.count:,} of {round(lines):,} lines; the limit is {limit:.3g} of all lines (data.bad_limit),"
             f" or {_FLOOR} lines where that is no more than a tenth of them"
         )
-        if (first := self.first) is not None:
-            raise BadData(first.what, f"{first.why} ({why})", first.next)
-        raise BadData("too much that is not text", why, "mend the files, or take them out of data.paths")
+        if (first := self.first) is None:
+            raise BadData("too much that is not text", why, _FOR_MANY)
+        one_by_one = first.next.startswith("mend or remove")  # what the readers advise for a single line
+        raise BadData(
+            first.what, f"{first.why} ({why})", _FOR_MANY if one_by_one and self.count > _FLOOR else first.next
+        )
 
 
 class BadInFile:

@@ -78,7 +78,7 @@ class Checkpointer:
             if save is None:
                 return None
             self._warn_if_slow(waited_s)
-            if self._is_async(save):
+            if self._is_async():
                 self._start_async(save)
             else:
                 self._write_now(save)
@@ -222,14 +222,19 @@ class Checkpointer:
         tensors = [*stored_tensors(self.context.model).values(), *self.context.optimizer.state_tensors().values()]
         return PendingSave(step, sum(tensor.nbytes for tensor in tensors), for_loop)
 
-    def _is_async(self, save: PendingSave) -> bool:
+    def _is_async(self) -> bool:
         """Decided at the first save, when a step has shown what memory it needs."""
         if not self.chosen:
             self.chosen = True
-            wanted, why = async_save.choose(self.context.run.save.staged, save.bytes, procfs.memory_left())
+            wanted, why = async_save.choose(self.context.run.save.staged, self._copy_bytes(), procfs.memory_left())
             self.async_saver = AsyncSaver() if wanted else None
             report.note(why)
         return self.async_saver is not None
+
+    def _copy_bytes(self) -> int:
+        """What the copy of an asynchronous save takes, by the same table that the plan and the doctor read."""
+        parameters = sum(parameter.numel() for parameter in self.context.model.parameters())
+        return self.context.run.train.optimizer_kind.checkpoint_bytes * parameters
 
     def _start_async(self, save: PendingSave) -> None:
         """Copy and write beside the steps."""

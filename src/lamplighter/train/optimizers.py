@@ -129,7 +129,7 @@ def adamw(model: torch.nn.Module, section: Train) -> AdamW:
 
 def make_optimizer(model: torch.nn.Module, section: Train) -> Optimizer:
     """The one that the train section names."""
-    module, _, name = section.optimizer.built_by.partition(":")
+    module, _, name = section.optimizer_kind.built_by.partition(":")
     return cast(Optimizer, getattr(importlib.import_module(module), name)(model, section))
 
 

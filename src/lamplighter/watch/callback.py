@@ -18,16 +18,16 @@ class _Teller:
     """The phases that are open, outermost first."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[str, lamplighter.Phase]] = []
+        self.open: list[tuple[str, lamplighter.PhaseLike]] = []
         self.step = 0
 
-    def begin(self, name: str, total: float | None = None, unit: str = "") -> lamplighter.Phase:
+    def begin(self, name: str, total: float | None = None, unit: str = "") -> lamplighter.PhaseLike:
         phase = lamplighter.phase(name, total, unit)
         phase.__enter__()
         self.open.append((name, phase))
         return phase
 
-    def innermost(self, name: str) -> lamplighter.Phase | None:
+    def innermost(self, name: str) -> lamplighter.PhaseLike | None:
         return self.open[-1][1] if self.open and self.open[-1][0] == name else None
 
     def end(self, name: str) -> None:
