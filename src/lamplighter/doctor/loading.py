@@ -96,7 +96,7 @@ def make(target: Any, batch_size: int, workers: int | None) -> Loading:
         batch_size, workers = found.batch_size or batch_size, workers or found.num_workers
         collate, prefetch, found = found.collate_fn, found.prefetch_factor or prefetch, found.dataset
     is_map = not isinstance(found, IterableDataset) and hasattr(found, "__getitem__")
-    return Loading(found, batch_size, collate, workers or 2, prefetch, is_map)
+    return Loading(found, batch_size, collate, workers or 2, prefetch=prefetch, is_map=is_map)
 
 
 # ---------------------------------------------------------------- in this process

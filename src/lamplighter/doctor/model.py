@@ -161,14 +161,15 @@ def _prepare(context: ProbeContext, quick_dtype: bool) -> ModelFixture:
     built.model.to(machine.device)
     built.model.train()
     if data is None:
-        return ModelFixture(run, machine, built, _random_batch(run, built.vocab_size), "random ids", tuple(remarks))
+        made_up = _random_batch(run, built.vocab_size)
+        return ModelFixture(run, machine, built, made_up, "random ids", remarks=tuple(remarks))
     source = data.lay_out(built.takes_segments)
     source.start(1, None)
     batch = source.next(1)
     source.close()
     if batch is None:
         raise BadData("the sample of the data does not fill one batch", data.sample.words, "more text")
-    return ModelFixture(run, machine, built, batch, f"a batch out of {data.sample.words}", tuple(remarks))
+    return ModelFixture(run, machine, built, batch, f"a batch out of {data.sample.words}", remarks=tuple(remarks))
 
 
 @dataclass(frozen=True)

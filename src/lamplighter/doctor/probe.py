@@ -49,7 +49,8 @@ def finding(
 ) -> Finding:
     """A Finding whose culprit is the line `at`, and whose next step, where none is given, is to take its settings."""
     where = {**(at.fields() if at else {}), **(culprit or {})}
-    return Finding(level, what, why, next or as_flags(settings or {}), cause, where, settings or {}, figures or {})
+    steps, changes = next or as_flags(settings or {}), settings or {}
+    return Finding(level, what, why, steps, cause, culprit=where, settings=changes, figures=figures or {})
 
 
 ok, warn, fault = partial(finding, "ok"), partial(finding, "warn"), partial(finding, "fault")

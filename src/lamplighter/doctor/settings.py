@@ -92,7 +92,7 @@ def _plan_if_any(context: ProbeContext) -> PlanFigures | None:
     """For the probes after that of the plan, which has told what is wrong with it."""
     try:
         return plan(context)
-    except LampError:
+    except LampError:  # the probe of the plan has said it
         return None
 
 

@@ -96,7 +96,7 @@ def attend(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, 
         mixed_BHTD = cpu.block_attention(q_BHTD, k_BHSD, v_BHSD, mask)
     else:
         is_causal = mask is None and q_BHTD.shape[2] > 1
-        mixed_BHTD = functional.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, mask, dropout, is_causal)
+        mixed_BHTD = functional.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, mask, dropout, is_causal=is_causal)
     return mixed_BHTD.transpose(1, 2).flatten(2)
 
 

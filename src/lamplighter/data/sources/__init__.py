@@ -90,7 +90,9 @@ def _open_entries(entries: list[str], data: Data, hash_store: Path | None, known
         return own_source(name)
     remote = {entry: files for entry, files in known.items() if isinstance(files, list)}
     items = find_items(entries, data.retry_s, remote)
-    return FileSource(items, data.separator, data.text_key, hash_store, data.bad_text, data.bad_limit)
+    return FileSource(
+        items, data.separator, data.text_key, hash_store, bad_text=data.bad_text, bad_limit=data.bad_limit
+    )
 
 
 def is_named(entry: str) -> bool:
