@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from lamplighter.commands.help import HELP, VERB_HELP
-from lamplighter.errors import DONE, CannotWrite, LampError
+from lamplighter.errors import DONE, LEFT_AT_ONCE, STOPPED_EARLY, CannotWrite, LampError
 
 VERBS = {
     "demo": "train",
@@ -41,12 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     if argv is not None:
         return _run(argv)
     _keep_streams()
-    try:
-        signal.signal(signal.SIGTERM, _leave_early)
-        return _run(sys.argv[1:])
-    except KeyboardInterrupt:
-        write(2, "left (Ctrl+C) before anything was started\n")
-        os._exit(130)  # Python would end itself by SIGINT if an import was interrupted
+    signal.signal(signal.SIGTERM, _leave_early)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl+C
+        signal.signal(signal.SIGINT, _leave_early)
+    return _run(sys.argv[1:])
 
 
 def _keep_streams() -> None:
@@ -58,9 +56,11 @@ def _keep_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def _leave_early(*_: object) -> None:
-    write(2, "stopped (SIGTERM) before anything was started\n")
-    os._exit(75)
+def _leave_early(number: int, _: object) -> None:
+    """At once, and by no exception: one that is raised in the middle of an import can make a library panic."""
+    interrupted = number == signal.SIGINT
+    write(2, f"{'left (Ctrl+C)' if interrupted else 'stopped (SIGTERM)'} before anything was started\n")
+    os._exit(LEFT_AT_ONCE if interrupted else STOPPED_EARLY)
 
 
 def _run(words: list[str]) -> int:

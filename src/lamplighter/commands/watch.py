@@ -6,6 +6,7 @@ Out: the command's own exit code; or the display until the run ends. Ctrl+C leav
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -108,6 +109,7 @@ def _watch_run(run: RunDir) -> int:
         console.close()
         return DONE
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         console.say(f"watching {run.name}; Ctrl+C leaves it alone")
         _show_until_the_end(run, console, flags)
         status = read_record(run.status)
