@@ -186,7 +186,7 @@ def test_a_footer_left_behind_by_ctrl_z_is_not_cleared_under_the_shells_prompt(t
     person = bash(tmp_path, "import time\nfor i in range(12): print('tick', i); time.sleep(0.5)")
     person.sees(b"tick 1\r\nFOOTER")
     person.type(b"\x1a")
-    wait_for(lambda: stopped(*person.pids()))
+    wait_for(lambda: stopped(*person.pids(), person.watcher()))
     before = len(person.seen)
     person.type(b"bg\n")
     person.sees(b"tick 11\r\n")
@@ -211,7 +211,7 @@ def test_stty_tostop_stops_a_background_job_for_its_own_words_and_not_for_ours(t
     command, carrier = person.pids()
     person.sees(b"SAID")
     assert state_of(command) == "S"
-    wait_for(lambda: stopped(command, carrier))
+    wait_for(lambda: stopped(command, carrier, person.watcher()))  # the shell knows the job by the last of them
     assert b"\noutput" not in person.seen
     person.type(b"fg\n")
     person.sees(b"\noutput")
