@@ -13,6 +13,7 @@ from lamplighter.procs.procfs import ProcessLook
 from lamplighter.procs.stacks import Frame, ThreadStack, culprit
 from lamplighter.rundir import RunDir
 from lamplighter.slot import Slot
+from lamplighter.watch import status
 from lamplighter.watch.console import Console
 from lamplighter.watch.status import Observer, Status, Tail, clean, duration, line, sparkline, tell
 from lamplighter.watch.time_report import read_time_report
@@ -113,3 +114,13 @@ def test_the_ledger_adds_up_over_attempts_and_counts_what_was_redone(tmp_path: P
         3
     )  # after the last word of the first attempt
     assert found.unexplained_s == pytest.approx(0)
+
+
+def test_a_neighbour_that_is_being_removed_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is still listed when it is looked for, and it is gone when it is looked at."""
+    run = RunDir(tmp_path / "r")
+    run.create()
+    gone = tmp_path / "gone" / "events.jsonl"
+    listed = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [*listed(self, pattern), gone])
+    assert status._phase_history(run) == {}

@@ -174,12 +174,19 @@ def _phase_history(run: RunDir) -> dict[str, float]:
     """How long each phase took the last time, in this run or its newest neighbours."""
     found: dict[str, float] = {}
     neighbours = [path for path in run.path.parent.glob("*/events.jsonl") if path != run.events]
-    neighbours.sort(key=lambda path: path.stat().st_mtime)
+    neighbours.sort(key=_changed_at)
     for path in [*neighbours[-_HISTORY_RUNS:], run.events]:
         for event in read_last_lines(path, _HISTORY_BYTES):
             if event.get("type") == "phase" and event.get("state") == "end":
                 found[event.get("path", "")] = event.get("seconds", 0.0)
     return found
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # a run that is being removed
+        return 0.0
 
 
 # ---------------------------------------------------------------- words
