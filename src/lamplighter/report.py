@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from lamplighter import own_stacks
 from lamplighter import slot as slots
 from lamplighter.errors import STOPPED_EARLY
 from lamplighter.procs.procfs import pid_start
@@ -246,7 +247,7 @@ def last_words(lines: list[str], code: int, cause: str = "", why: str = "", next
 class Verdict:
     """verdict / why / next: the one form of every judgement, by the child's numbers or the parent's eyes."""
 
-    state: str  # slow, stuck, dead, broken, waste, diverged
+    state: str  # slow, starved, stopped, waiting, stuck, dead, broken, waste, diverged
     cause: str
     why: str
     next: str
@@ -254,6 +255,7 @@ class Verdict:
     evidence: tuple[str, ...] = ()
     culprit: Mapping[str, object] = field(default_factory=dict)
     since_s: float = 0.0
+    waits_for: Mapping[str, object] = field(default_factory=dict)  # kind, what, holder, path
 
 
 def verdict(found: Verdict, **more: Any) -> None:
@@ -430,7 +432,7 @@ def _write_stacks(number: int) -> None:
     r = _reporter
     if r.run is None:
         return
-    answer = f'{{"id": {number}, "threads": {slots.stacks_as_json(r.owner)}}}'
-    r.slot.add("answers")
-    r.slot.add("answered_bytes", len(answer))
+    answer = f'{{"id": {number}, "answer": {own_stacks.answer_as_json(r.owner)}}}'
+    r.slot.add("answers")  # once before and once after: what is written in between is no work
     write_atomic(r.run.slot(r.rank).with_suffix(".stacks.json"), answer, durable=False)
+    r.slot.add("answers")

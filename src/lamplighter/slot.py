@@ -1,7 +1,7 @@
-"""What a process tells about itself from inside: its slot (mapped memory that the watcher reads) and its own stacks.
+"""What a process tells about itself from inside: its slot, mapped memory that the watcher reads.
 
 In:  counters and short texts of a process that reports: ours (report.py), or a watched one (watch/agent).
-Out: one page per process, `<name>.slot`, written by SlotWriter and read by `read_slot`; the stacks of all threads as JSON.
+Out: one page per process, `<name>.slot`, written by SlotWriter and read by `read_slot`; whose line a frame is.
 
 The class Slot is the only description of the layout; the offsets follow from its fields. The agent loads this file into
 somebody else's Python, so: standard library only, Python 3.9 on, no import that costs a start-up (no struct, json, typing,
@@ -10,14 +10,12 @@ dataclasses).
 
 from __future__ import annotations
 
-import _thread
 import mmap
 import os
 import sys
 
 TYPE_CHECKING = False  # `typing` costs a millisecond of every start-up
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from types import FrameType
     from typing import Any
 
@@ -78,10 +76,9 @@ class Slot:
     prompting: int = 0  # a person is asked, and may take any time
     printing: int = 0  # the result appears on the screen by itself
     # what we caused ourselves, and how it ended
-    answers: int = 0
-    answered_bytes: int = 0  # written by the answering thread: no sign of work
+    answers: int = 0  # questions of ours begun and answered: two for each
     dropped: int = 0  # lines that a full disk did not take
-    failed: int = 0
+    passing: int = 0  # it ended by an error that a second try may not meet: of a network, of a disk
     closing: int = 0  # 1 + the exit code, said at the very end: without it, an exit code proves nothing
     # numbers with a fraction
     done: float = 0.0
@@ -124,7 +121,7 @@ class Slot:
 
 
 SLOT_BYTES = 4096
-MAGIC = b"LAMPSLT2"
+MAGIC = b"LAMPSLT3"
 TEXT_BYTES = {
     "phase": 128, "span": 64, "unit": 32, "phase_item": 256, "item": 128, "coll": 128, "coll_at": 256, "compile_id": 32,
     "bar": 128, "error": 1024, "forked_beside": 512, "python": 32, "argv": 256,
@@ -255,77 +252,3 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
 
 def place(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_filename[-200:]}:{frame.f_lineno}" if frame is not None else ""
-
-
-# ---------------------------------------------------------------- the stacks of this process, as JSON
-# Written by hand: an import in the answering thread could hold a lock while the script forks.
-
-_ESCAPES = {**{code: f"\\u{code:04x}" for code in range(32)}, ord('"'): '\\"', ord("\\"): "\\\\"}
-_DEEPEST = 256
-_SNAPSHOT_WORDS = {"locals", "vars", "eval", "exec", "dir"}
-
-
-def stacks_as_json(main_ident: int) -> str:
-    """`[{"name":, "tid":, "frames": [[file, line, func, {counters}], ...]}, ...]`: main thread first, without this one.
-
-    The frames are let go on return: they hold the user's variables.
-    """
-    threading = sys.modules.get("threading")
-    known = dict(getattr(threading, "_active", {}))
-    frames = sys._current_frames()
-    frames.pop(_thread.get_ident(), None)
-    idents = sorted(frames, key=lambda ident: ident != main_ident)
-    threads = [_thread_as_json(frames[ident], known.get(ident), ident == main_ident) for ident in idents]
-    return "[" + ",".join(threads) + "]"
-
-
-def _thread_as_json(frame: FrameType, thread: Any, is_main: bool) -> str:
-    name = str(thread.name) if thread is not None else "MainThread" if is_main else "?"
-    tid = getattr(thread, "native_id", None) or (os.getpid() if is_main else "null")
-    return f'{{"name":{_quote(name)},"tid":{tid},"frames":{_frames_as_json(frame)}}}'
-
-
-def _frames_as_json(frame: FrameType) -> str:
-    """Innermost first; the innermost frame of the user's code carries its counters."""
-    users = users_frame(frame)
-    counted = users is not None and kind_of(users.f_code.co_filename) != HIDDEN
-    rows: list[str] = []
-    walk: FrameType | None = frame
-    while walk is not None and len(rows) < _DEEPEST:
-        numbers = _whole_numbers(walk) if counted and walk is users else {}
-        values = ",".join(f"{_quote(name)}:{int(value)}" for name, value in numbers.items())
-        rows.append(f"[{_quote(walk.f_code.co_filename)},{walk.f_lineno},{_quote(walk.f_code.co_name)},{{{values}}}]")
-        walk = walk.f_back
-    return "[" + ",".join(rows) + "]"
-
-
-def _quote(text: str) -> str:
-    return '"' + text.translate(_ESCAPES) + '"'
-
-
-def _whole_numbers(frame: FrameType) -> dict[str, int]:
-    """The integers among a frame's variables, at most 12: enough to see a loop advance, and no data of the user's.
-
-    Up to Python 3.12 `f_locals` of a function is a copy that stays with the frame. It would keep the user's tensors
-    alive, so it is emptied again; and frames where the script or a debugger may hold that same copy are left alone.
-    """
-    code = frame.f_code
-    in_function = bool(code.co_flags & 1)
-    copies = in_function and sys.version_info < (3, 13)
-    if copies and (
-        frame.f_trace is not None
-        or frame.f_lineno == code.co_firstlineno
-        or not _SNAPSHOT_WORDS.isdisjoint(code.co_names)
-    ):
-        return {}
-    values: Mapping[str, Any] = frame.f_locals
-    if not in_function and values is not frame.f_globals:
-        return {}
-    found: dict[str, int] = {}
-    for name in code.co_varnames + code.co_cellvars if in_function else code.co_names:
-        value: Any = values.get(name)
-        if type(value) in (int, bool) and abs(value) < 1 << 63 and len(found) < 12:
-            found[name] = value
-    if copies:
-        values.clear()  # type: ignore[attr-defined]
-    return found

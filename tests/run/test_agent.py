@@ -408,9 +408,7 @@ def test_the_stack_of_a_sleeping_process(slots: Path) -> None:
     assert (main.name, main.tid) == ("MainThread", process.pid)
     assert numbers(main) == {"seconds": 60, "count": 7, "on": True}
     slot = read_all(slots)[process.pid]
-    written = len((slots / f"p{process.pid}.stacks.json").read_bytes().rstrip())
-    assert slot.answered_bytes >= written > 100
-    assert slot.answers >= 1
+    assert slot.answers >= 2 and slot.answers % 2 == 0, "begun and ended"
     assert ask_stacks(slots, 2**22 + 1, 0.1) is None
 
 

@@ -137,7 +137,7 @@ def test_a_verdict_without_proc_says_what_cannot_be_known() -> None:
         return replace(one, processes=(Process(main, one.processes[0].slot),))
 
     found = judge(GroupSample(blind(moment(2.0)), blind(moment(4.0)), {7: (stack_at(__file__, 1),)}, 0.0))
-    assert found is not None and found.verdict.state == "slow" and not found.provable
+    assert found is not None and found.verdict.state == "waiting" and not found.provable
     assert any(word.startswith("not known on this system: what it waits in") for word in found.verdict.evidence)
 
 

@@ -48,7 +48,7 @@ def test_a_source_that_blocks_for_ten_seconds(tmp_path: Path, on_pty: bool) -> N
     check(heard, on_pty)
     said = RunDir(tmp_path / "runs" / "slow").console.read_text()
     assert "slow_source.py:7 (documents)" in said, "the line that blocks is named"
-    assert re.search(r"sleeping at .*no work for \d", said)
+    assert re.search(r"sleeps at .*no work for \d", said)
 
 
 @MOSTLY

@@ -12,11 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
-from test_zoo import ANIMALS, MODEL, Animal
+from test_zoo import ANIMALS, ONCE, Animal
 
 from lamplighter.procs.stacks import OURS
 from lamplighter.rundir import RunDir, read_lines
-from running import TINY, lamp
+from running import TINY, lamp, write_model
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
 
@@ -25,14 +25,15 @@ def record(animal: Animal) -> Path:
     """One run, one file: the truth, the source, and the observations with their stacks."""
     with tempfile.TemporaryDirectory() as folder:
         cwd = Path(folder)
-        (cwd / "animal.py").write_text(MODEL + animal.body)
-        words = ["train", "--run", "z", *TINY, "--model.family", "animal:Model", "--train.steps", "40"]
+        family = write_model(cwd, ONCE + animal.body)
+        words = ["train", "--run", "z", *TINY, "--model.family", family, "--train.steps", "40"]
         lamp(*words, "--save.every_steps", "5", *animal.flags, cwd=cwd)
         run = RunDir(cwd / "runs" / "z")
         verdict = next(e for e in read_lines(run.events) if e.get("cause") == animal.cause and e.get("kept"))
         text = (run.stacks / verdict["kept"]).read_text()
         for real, shown in (
             (OURS, "{ours}/"),
+            (str(cwd / "own.py"), "{folder}/animal.py"),
             (str(cwd), "{folder}"),
             (sys.prefix, "/venv"),
             (sys.base_prefix, "/base"),
@@ -40,7 +41,7 @@ def record(animal: Animal) -> Path:
             text = text.replace(real, shown)
         truth = {name: verdict[name] for name in ("state", "cause", "provable")}
         truth["line"] = verdict["culprit"]["line"]
-        source = MODEL + animal.body
+        source = (cwd / "own.py").read_text()
         path = RECORDINGS / f"{animal.name}.json"
         path.write_text(json.dumps({"truth": truth, "source": source, "seen": json.loads(text)}, indent=1) + "\n")
         return path

@@ -127,7 +127,7 @@ def fault(model):
 def fault(model):
     time.sleep(9)  # the line
 """,
-        "time.sleep(9)", "slow", 1,
+        "time.sleep(9)", "waiting", 1,
     ),
 ]  # fmt: skip
 

@@ -95,6 +95,7 @@ def _wait(console: Console, doing: str, started: float, words: str) -> None:
 
 def _inspect(pid: int) -> str:
     """Two looks and two samples of every stack, a second apart, and what they mean."""
+    from lamplighter.procs.waits import look_at_waits
     from lamplighter.watch import tree_diagnosis
     from lamplighter.watch.evidence import GroupSample
     from lamplighter.watch.process_tree import ProcessTree
@@ -105,20 +106,18 @@ def _inspect(pid: int) -> str:
         raise InputMissing(f"there is no process {pid}", "it has ended, or never was", "lamp runs lists our own runs")
     with tempfile.TemporaryDirectory(prefix="lamp-why-") as folder:
         tree = ProcessTree([pid], Path(folder))
-        snapshots: list[Snapshot] = []
-        samples: dict[int, tuple[Stacks, ...]] = {}
-        taken: dict[int, Stacks | None] = {}
-        for number in range(2):
-            snapshots.append(tree.look(closely=True))
-            taken = take_all(tree, snapshots[-1].processes, everybody=True)
-            samples = {one: (*samples.get(one, ()), stacks) for one, stacks in taken.items() if stacks is not None}
-            time.sleep(_BETWEEN_LOOKS_S * (1 - number))
+        first = tree.look(closely=True)
+        taken = take_all(tree, first.processes, everybody=True)
+        samples = {one: (stacks,) for one, stacks in taken.items() if stacks is not None}
+        waits = look_at_waits([process.pid for process in first.processes])
+        snapshots = [tree.look(closely=True)]  # after the stacks: who traces a thread makes it run a little
+        time.sleep(_BETWEEN_LOOKS_S)
         snapshots.append(tree.look(closely=True))
         tree.close()
-    finding = tree_diagnosis.judge(GroupSample(snapshots[0], snapshots[-1], samples, 0.0))
+    finding = tree_diagnosis.judge(GroupSample(snapshots[0], snapshots[-1], samples, 0.0, waits))
     age = duration(_age_s(pid))
-    first = f"process {pid}, running for {age}, looked at for {snapshots[-1].at - snapshots[0].at:.1f} s from outside"
-    text = [explain(first, snapshots[-1], taken, finding), *_unseen(snapshots[-1], taken)]
+    head = f"process {pid}, running for {age}, looked at for {snapshots[-1].at - snapshots[0].at:.1f} s from outside"
+    text = [explain(head, snapshots[-1], taken, finding), *_unseen(snapshots[-1], taken)]
     text.append("next: start it with  lamp watch -- CMD...  and its steps, batches and collectives are counted too")
     return "\n".join(text) + "\n"
 

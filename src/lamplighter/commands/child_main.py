@@ -43,6 +43,7 @@ def main() -> int:
             code = _last_words(cannot_write(folder.path, crash))
         else:
             traceback.print_exc()
+            report.number(passing=int(_may_pass(crash)))
             report.last_words(_lines_of(crash), CRASHED)
             code = CRASHED
     report.leave(code)  # at once: nothing is buffered, and torch takes a second to unload itself
@@ -60,6 +61,12 @@ def _child_part(verb: str) -> Callable[[RunDir, dict[str, Any]], int]:
 def _last_words(error: LampError) -> int:
     report.last_words(error.lines(), error.code, error.cause, f"{error.what}: {error.why}", error.next)
     return error.code
+
+
+def _may_pass(crash: BaseException) -> bool:
+    """An error of a network or a disk, which a second try may not meet again; a file that is not there stays away."""
+    lasting = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+    return isinstance(crash, OSError) and not isinstance(crash, lasting)
 
 
 def _lines_of(crash: BaseException) -> list[str]:

@@ -9,6 +9,7 @@ usage: lamp VERB ...
   train [run.yaml]        train; the same command again resumes where it stopped
   watch -- CMD...         any training script, unchanged: counted, watched, explained when it hangs
   watch RUN               the live display of a run that is going on, from any terminal
+  watch PID               a process that runs already, from outside: explained when it hangs
   why RUN|PID             what it is doing right now: phase, process state, the stack of every thread
   stop RUN | save RUN     end it with everything saved | save now and go on
   runs                    all runs and how they stand
@@ -48,6 +49,7 @@ Order: default < preset < run.yaml < command line. Every field:
     "watch": """\
 usage: lamp watch [--run NAME] [--runs-dir DIR] [--on-stuck report|stop|restart] [--patience-s S] [--notify CMD|URL] -- CMD...
        lamp watch RUN [--runs-dir DIR]
+       lamp watch PID [--run NAME] [--runs-dir DIR] [--on-stuck report|stop] [--patience-s S] [--notify CMD|URL]
 
   -- CMD...           any command (python x.py, torchrun ..., bash run.sh): its output, keys and exit code stay its own; our
                       words go to stderr, and a run folder keeps them with every verdict
@@ -57,6 +59,7 @@ usage: lamp watch [--run NAME] [--runs-dir DIR] [--on-stuck report|stop|restart]
   --notify CMD|URL    told of stuck, dead, finished
 
 With RUN: the live display of a run, from any terminal. Ctrl+C leaves the run alone.
+With PID: a process that runs already, and what it has started, are looked at from outside until they end; Ctrl+C leaves them alone.
 """,
     "why": """\
 usage: lamp why RUN [--runs-dir DIR]

@@ -1,6 +1,6 @@
-"""lamp watch: somebody else's command under supervision, or the live display of a run.
+"""lamp watch: somebody else's command under supervision, a process that runs already, or the live display of a run.
 
-In:  `-- CMD...`, or a run's name.
+In:  `-- CMD...`, a pid, or a run's name.
 Out: the command's own exit code; or the display until the run ends. Ctrl+C leaves a run alone.
 """
 
@@ -27,6 +27,8 @@ def watch(words: list[str]) -> int:
     if "--" in words:
         place = words.index("--")
         return _watch_command(words[:place], words[place + 1 :])
+    if words and words[0].isdecimal():
+        return _watch_process(int(words[0]), words[1:])
     return _watch_run(named_run("watch", words))
 
 
@@ -57,6 +59,23 @@ def _watch_command(words: list[str], command: list[str]) -> int:
     policy = RestartPolicy(POLICIES[flags["on_stuck"]], flags["patience_s"])
     target = WatchedCommand(run, command, again=flags["on_stuck"] == "restart")
     return leave_as(Supervisor(run, target, policy, flags["notify"]).supervise())
+
+
+def _watch_process(pid: int, words: list[str]) -> int:
+    """A process that runs already."""
+    from lamplighter.watch.attached import AttachedProcess
+    from lamplighter.watch.command import POLICIES
+    from lamplighter.watch.restart_policy import RestartPolicy
+    from lamplighter.watch.supervisor import Supervisor
+
+    flags = parse("watch", _watch_flags, words)
+    if flags["on_stuck"] == "restart":
+        raise UsageError(
+            "a process that runs already cannot be restarted", "lamp has not started it", "--on-stuck stop"
+        )
+    run = _folder_for([procfs.look(pid).name or "process"], flags["run"] or f"pid-{pid}", flags["runs_dir"])
+    policy = RestartPolicy(POLICIES[flags["on_stuck"]], flags["patience_s"])
+    return Supervisor(run, AttachedProcess(run, pid), policy, flags["notify"]).supervise()
 
 
 def _folder_for(command: list[str], wanted: str | None, runs_dir: Path) -> RunDir:

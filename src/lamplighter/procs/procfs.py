@@ -59,6 +59,7 @@ class ThreadLook:
     starved_ns: int  # ready to run, but no core was free
     wchan: str
     syscall: str  # by name where the rules need it, else its number; or "running"; "" where it may not be read
+    slices: int = -1  # how often it was put on a core: the same twice means that it never woke in between
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class ProcessLook:
 
     @property
     def stopped(self) -> bool:
-        return self.state in "Tt"
+        """By a signal; a process that is being traced (`t`) is looked at, by us or by a debugger."""
+        return self.state == "T"
 
     @property
     def moved_bytes(self) -> int:
@@ -119,7 +121,7 @@ def look_closely(pid: int) -> ProcessLook:
     syscall, descriptor = _syscall(f"/proc/{pid}")
     return replace(
         seen,
-        wchan=_read(f"/proc/{pid}/wchan"),
+        wchan=read(f"/proc/{pid}/wchan"),
         syscall=syscall,
         read_bytes=io.get("rchar", 0),
         written_bytes=io.get("wchar", 0),
@@ -142,7 +144,7 @@ def parents(pid: int) -> dict[int, int]:
     while queue:
         parent = queue.pop(0)
         for tid in listed(f"/proc/{parent}/task"):
-            for child in map(int, _read(f"/proc/{parent}/task/{tid}/children").split()):
+            for child in map(int, read(f"/proc/{parent}/task/{tid}/children").split()):
                 if child not in found:
                     found[child] = parent
                     queue.append(child)
@@ -165,7 +167,7 @@ def age_s(pid: int) -> float | None:
     if BY_PSUTIL:
         return by_psutil.age_s(pid)
     _, tail = _stat(pid)
-    return max(0.0, float(_read("/proc/uptime").split()[0]) - int(tail[19]) * _TICK_S) if tail else None
+    return max(0.0, float(read("/proc/uptime").split()[0]) - int(tail[19]) * _TICK_S) if tail else None
 
 
 def exists(pid: int) -> bool:
@@ -189,16 +191,27 @@ def is_python(pid: int) -> bool:
         return look(pid).name.startswith("python")
 
 
+def command(pid: int) -> str:
+    """How it was started, shortened; its name where that may not be read."""
+    words = read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+    return (words or look(pid).name)[:120]
+
+
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for the signal: without one it must not be sent."""
-    rows = _read(f"/proc/{pid}/status").splitlines()
-    caught = next((row.split()[1] for row in rows if row.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    return number in caught_signals(pid)
+
+
+def caught_signals(pid: int) -> list[int]:
+    """The signals for which the process has a handler."""
+    rows = read(f"/proc/{pid}/status").splitlines()
+    caught = int(next((row.split()[1] for row in rows if row.startswith("SigCgt:")), "0"), 16)
+    return [number for number in range(1, 65) if caught >> (number - 1) & 1]
 
 
 def _stat(pid: int) -> tuple[str, list[str]]:
     """The name and the fields after it, the state first; nothing for a process that is gone."""
-    head, _, tail = _read(f"/proc/{pid}/stat").rpartition(")")
+    head, _, tail = read(f"/proc/{pid}/stat").rpartition(")")
     return head.partition("(")[2], tail.split()
 
 
@@ -209,7 +222,7 @@ def own_memory() -> tuple[int, int]:
     """Resident and mapped bytes of this process."""
     if BY_PSUTIL:
         return by_psutil.own_memory()
-    mapped, resident = _read("/proc/self/statm").split()[:2]
+    mapped, resident = read("/proc/self/statm").split()[:2]
     return int(resident) * _PAGE_BYTES, int(mapped) * _PAGE_BYTES
 
 
@@ -233,18 +246,18 @@ def die_first() -> None:
 
 def boot_id() -> str:
     """Another one after every boot."""
-    return by_psutil.boot_id() if BY_PSUTIL else _read("/proc/sys/kernel/random/boot_id").strip()
+    return by_psutil.boot_id() if BY_PSUTIL else read("/proc/sys/kernel/random/boot_id").strip()
 
 
 def mounts() -> list[tuple[str, str]]:
     """Every mount point with the kind of its file system."""
-    rows = (row.split() for row in _read_all("/proc/self/mounts").splitlines())
+    rows = (row.split() for row in read_all("/proc/self/mounts").splitlines())
     return by_psutil.mounts() if BY_PSUTIL else [(row[1], row[2]) for row in rows if len(row) > 2]
 
 
 def of_processor(field: str) -> str:
     """What /proc/cpuinfo says of the first core; nothing where there is no such file."""
-    rows = (row.partition(":") for row in _read_all("/proc/cpuinfo").splitlines())
+    rows = (row.partition(":") for row in read_all("/proc/cpuinfo").splitlines())
     return next((value.strip() for name, _, value in rows if name.strip() == field), "")
 
 
@@ -270,24 +283,30 @@ def memory_total() -> int:
 
 def trace_scope() -> str:
     """Who may read another process's memory, as Yama says it; empty where it does not."""
-    return _read("/proc/sys/kernel/yama/ptrace_scope").strip()
+    return read("/proc/sys/kernel/yama/ptrace_scope").strip()
 
 
 # ---------------------------------------------------------------- reading
 
 
+def slices_of(pid: int, tid: int) -> int:
+    """How often a thread was put on a core; -1 where the kernel does not count it."""
+    times = read(f"/proc/{pid}/task/{tid}/schedstat").split()
+    return int(times[2]) if len(times) == 3 else -1
+
+
 def _look_at_thread(pid: int, tid: int) -> ThreadLook:
     base = f"/proc/{pid}/task/{tid}"
-    stat = _read(f"{base}/stat")
+    stat = read(f"{base}/stat")
     state = stat.rsplit(")", 1)[1].split()[0] if ")" in stat else "X"
-    times = _read(f"{base}/schedstat").split()
-    cpu, starved = (int(times[0]), int(times[1])) if len(times) >= 2 else (0, 0)
-    return ThreadLook(tid, state, cpu, starved, _read(f"{base}/wchan"), syscall=_syscall(base)[0])
+    times = read(f"{base}/schedstat").split()
+    cpu, starved, slices = map(int, times) if len(times) == 3 else (0, 0, -1)
+    return ThreadLook(tid, state, cpu, starved, read(f"{base}/wchan"), syscall=_syscall(base)[0], slices=slices)
 
 
 def _syscall(base: str) -> tuple[str, str]:
     """Its name, or its number where no rule asks for it, and its first argument."""
-    words = [*_read(f"{base}/syscall").split(), "", ""]
+    words = [*read(f"{base}/syscall").split(), "", ""]
     return _SYSCALLS.get(words[0], words[0]), words[1]
 
 
@@ -306,14 +325,14 @@ def _peer(pid: int, name: str) -> str:
     """socket:[4711] -> the address at its other end; looked up once, for the tables are long."""
     inode = name[8:-1]
     for table in ("tcp", "tcp6"):
-        for row in _read_all(f"/proc/{pid}/net/{table}").splitlines()[1:]:
+        for row in read_all(f"/proc/{pid}/net/{table}").splitlines()[1:]:
             fields = row.split()
             if len(fields) > 9 and fields[9] == inode:
-                return f"{name}, connected to {_address(fields[2])}"
+                return f"{name}, connected to {address(fields[2])}"
     return name
 
 
-def _address(text: str) -> str:
+def address(text: str) -> str:
     """0100007F:9A7B -> 127.0.0.1:39547."""
     host, port = text.split(":")
     words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
@@ -321,14 +340,14 @@ def _address(text: str) -> str:
     return f"{socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}"
 
 
-def _read_all(path: str) -> str:
+def read_all(path: str) -> str:
     try:
         return Path(path).read_text()
     except OSError:  # no such file on this kernel
         return ""
 
 
-def _read(path: str) -> str:
+def read(path: str) -> str:
     """A small file of /proc; empty where it may not be read or is gone. Half the price of Path.read_text."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -351,7 +370,7 @@ def listed(path: str) -> list[str]:
 
 
 def _table(path: str, separator: str = ":") -> dict[str, int]:
-    rows = (line.split(separator, 1) for line in _read(path).splitlines() if separator in line)
+    rows = (line.split(separator, 1) for line in read(path).splitlines() if separator in line)
     found = {}
     for name, value in rows:
         number = value.split()[0] if value.split() else ""

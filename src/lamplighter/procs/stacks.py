@@ -53,6 +53,7 @@ class Frame:
     line: int
     func: str
     numbers: Mapping[str, int] = field(default_factory=dict, compare=False)  # its whole-number locals: loop counters
+    locks: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)  # that its code can name (own_stacks.py)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.func}"
@@ -85,6 +86,9 @@ class ThreadStack:
     frames: tuple[Frame, ...]
     holds_gil: bool | None = None
     tid: int | None = None  # of the kernel, where it is known
+    on: Mapping[str, Any] | None = field(
+        default=None, compare=False
+    )  # the object that it waits for, where the process says it
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class Stacks:
     source: str
     sampler_silent: bool = False
     at: float = 0.0  # monotonic seconds
+    handlers: tuple[int, ...] | None = None  # signals that its own code handles; None where it does not say
+    timer: bool = False  # an interval timer runs in it
 
     @property
     def main(self) -> tuple[Frame, ...]:
@@ -143,14 +149,26 @@ def _answer(slot: Path, number: int, deadline_s: float) -> Stacks | None:
         except (OSError, ValueError):  # not written yet
             answer = None
         if isinstance(answer, dict) and answer.get("id") == number:
-            threads = tuple(
-                ThreadStack(item["name"], tuple(Frame(*frame) for frame in item["frames"]), tid=item["tid"])
-                for item in answer["threads"]
-            )
-            return Stacks(threads, "listener", at=time.monotonic())
+            return _told(answer["answer"])
         if late:
             return None
         time.sleep(0.002)
+
+
+def _told(answer: Mapping[str, Any]) -> Stacks:
+    """What own_stacks.py has written in the process."""
+    threads = tuple(
+        ThreadStack(
+            item["name"],
+            tuple(
+                Frame(file, line, func, numbers, tuple(locks)) for file, line, func, numbers, locks in item["frames"]
+            ),
+            tid=item["tid"],
+            on=item["on"],
+        )
+        for item in answer["threads"]
+    )
+    return Stacks(threads, "listener", False, time.monotonic(), tuple(answer["handlers"]), answer["timer"])
 
 
 def send(slot: Path, request: str) -> bool:
@@ -213,10 +231,11 @@ def by_pyspy(pid: int, nonblocking: bool, sampler_silent: bool, deadline_s: floa
             item.get("thread_name") or str(item["thread_id"]),
             tuple(Frame(frame["filename"], frame["line"], frame["name"]) for frame in item["frames"]),
             bool(item.get("owns_gil")),
+            item.get("os_thread_id"),
         )
         for item in dumped
     )
-    main_first = sorted(threads, key=lambda thread: thread.name != "MainThread")
+    main_first = sorted(threads, key=lambda thread: thread.tid != pid and thread.name != "MainThread")
     return Stacks(tuple(main_first), "py-spy", sampler_silent, time.monotonic())
 
 

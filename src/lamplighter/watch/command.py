@@ -188,8 +188,10 @@ class WatchedCommand:
             return RunOutcome(STUCK, "stuck", f"stuck, and stopped: {ending.planned_why}")
         if code < 0:
             memory = ", out of memory" if procfs.oom_kills() > self.oom_before else ""
-            words = f"the command was killed by {signal_name(-code)} (signal {-code}{memory}) after {spent}"
-            state = "lost"
+            asked = -code in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by its user, or by who runs the machine
+            how = "was interrupted" if asked else "was killed"
+            words = f"the command {how} by {signal_name(-code)} (signal {-code}{memory}) after {spent}"
+            state = "stopped" if asked else "lost"
         else:
             words = f"the command ended with exit code {code} after {spent}"
             state = "finished" if code == 0 else "failed"

@@ -4,9 +4,9 @@ In:  Evidence: a GroupSample (two looks at the tree, the stacks taken between th
 Out: a Diagnosis: a verdict in the form of every verdict, and whether it is proved that nobody can end the wait.
 
 `judge_process` asks RULES in order, and the first that fits wins. The order carries the meaning: what needs no stacks comes
-first (stopped, uninterruptible, compiling, collecting garbage), then a GIL that is held, then bytes that move, then CPU that
-is used, and only when the whole tree is asleep a deadlock or a plain wait. A rule reads nothing but its Evidence and the
-source of the lines that the stacks name, so that a verdict can be given again from the file that evidence.py keeps.
+first (uninterruptible, compiling, collecting garbage), then a GIL that is held, then bytes that move, then CPU that is used.
+Where none fits, everybody is asleep, and wait_graph.py tells for what. A rule reads nothing but its Evidence and the source
+of the lines that the stacks name, so that a verdict can be given again from the file that evidence.py keeps.
 
 *Provable* means that the policy may act after a short grace; all other findings only after the user's patience.
 """
@@ -14,26 +14,22 @@ source of the lines that the stacks name, so that a verdict can be given again f
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from lamplighter.procs.procfs import COMPILERS, FUTEX, NANOSLEEP, ProcessLook, ThreadLook, not_known
-from lamplighter.procs.stacks import OUR_THREADS, Frame, Stacks, ThreadStack, culprit, users_frame
+from lamplighter.procs.procfs import COMPILERS, ProcessLook, not_known
+from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, culprit
 from lamplighter.report import Verdict
 from lamplighter.slot import Slot
 from lamplighter.watch.evidence import GroupSample
-from lamplighter.watch.process_tree import Process, counts
+from lamplighter.watch.process_tree import Process
+from lamplighter.watch.source_lines import enclosing_loop
 from lamplighter.watch.status import duration
 
-_UNTIMED_WAIT = re.compile(r"\.(acquire|join|get|wait|result)\(\s*(?:True\s*|block(?:ing)?=True\s*)?\)")
 _WORKERS = {"data/stream.py": "lamp-stream", "train/checkpointer.py": "lamp-writer"}  # who works while this file waits
 BUSY = 0.03  # share of one core that counts as running
 _SLOW_BYTES_PER_S = 2e6
-SOFT_WAITS = ("wait", "get", "result", "join")  # a signal handler, a timer or a native thread may end them
-_STARVED = 2.0  # times longer waiting for a core than running
+_LEAST_BYTES_PER_S = 8192.0  # less is bookkeeping, and no input that anybody waits for
 
 
 @dataclass(frozen=True)
@@ -50,6 +46,13 @@ class Diagnosis:
         """The same culprit twice is a bug, not chance."""
         where = self.verdict.culprit
         return f"{self.verdict.cause} {where.get('file')}:{where.get('line')}"
+
+    @property
+    def kind(self) -> str:
+        """What happens again and again in a healthy run: busy or asleep, in the same function."""
+        where = self.verdict.culprit
+        busy = self.verdict.state in ("slow", "starved")
+        return f"{'busy' if busy else 'asleep'} {where.get('file')}:{where.get('func')}"
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,6 @@ class Evidence:
         return self.process.slot or Slot(span="compute")
 
     @property
-    def counts(self) -> bool:
-        """Whether it has ever told us of work."""
-        return bool(self.slot.ticks or self.slot.phase) or counts(self.slot)
-
-    @property
     def seconds(self) -> float:
         return self.sample.seconds
 
@@ -93,10 +91,6 @@ class Evidence:
     def compilers(self) -> list[ProcessLook]:
         others = (process.look for process in self.sample.last.processes if process.pid != self.process.pid)
         return [look for look in others if look.name in COMPILERS]
-
-    @property
-    def main_thread(self) -> ThreadLook | None:
-        return next((thread for thread in self.look.each if thread.tid == self.look.pid), None)
 
     @property
     def stacks(self) -> tuple[Stacks, ...]:
@@ -116,6 +110,16 @@ class Evidence:
             if any(frame.file.endswith(file) for frame in main.frames):
                 return next((thread for thread in others if thread.name == name), main)
         return main
+
+    @property
+    def busiest_stack(self) -> ThreadStack | None:
+        """The thread that used most of the core between the looks; the main one where it is not known."""
+        before = {thread.tid: thread.cpu_ns for thread in self.before.look.each}
+        used = {thread.tid: thread.cpu_ns - before.get(thread.tid, thread.cpu_ns) for thread in self.look.each}
+        stacks = {thread.tid: thread for thread in self.newest.threads if thread.tid} if self.newest else {}
+        busiest = max(stacks, key=lambda tid: used.get(tid, 0), default=0)
+        main_ns = used.get(self.look.pid, 0)
+        return stacks[busiest] if used.get(busiest, 0) > 4 * max(main_ns, 1_000_000) else self.main_stack
 
     @property
     def frame(self) -> Frame | None:
@@ -169,21 +173,6 @@ def _finding(
 # ---------------------------------------------------------------- the rules, in order
 
 
-def _stopped(evidence: Evidence) -> Diagnosis | None:
-    halted = [process.look for process in evidence.sample.last.processes if process.look.stopped]
-    if not halted:
-        return None
-    one = halted[0]
-    return _finding(
-        evidence,
-        "stuck",
-        "stopped",
-        f"process {one.pid} ({one.name}) is stopped by a signal",
-        f"kill -CONT {one.pid}",
-        pid=one.pid,
-    )
-
-
 def _uninterruptible(evidence: Evidence) -> Diagnosis | None:
     asleep_throughout = evidence.before.look.state == evidence.look.state == "D" and evidence.seconds >= 0.9
     if not asleep_throughout or evidence.bytes_per_s > 0:
@@ -225,7 +214,7 @@ def _collecting(evidence: Evidence) -> Diagnosis | None:
 
 def _moving_slowly(evidence: Evidence) -> Diagnosis | None:
     """Bytes move, the process mostly waits for them: input-bound."""
-    if evidence.bytes_per_s <= 0 or evidence.cpu_share > 0.5 or evidence.seconds < 0.9:
+    if evidence.bytes_per_s < _LEAST_BYTES_PER_S or evidence.cpu_share > 0.5 or evidence.seconds < 0.9:
         return None
     if evidence.bytes_per_s > _SLOW_BYTES_PER_S:
         return _finding(
@@ -239,135 +228,49 @@ def _moving_slowly(evidence: Evidence) -> Diagnosis | None:
 
 def _holding_the_gil(evidence: Evidence) -> Diagnosis | None:
     """The listener cannot answer: a C call keeps the GIL, asleep or busy."""
-    main = evidence.main_stack
-    if not evidence.sampler_silent or main is None or main.holds_gil is False or evidence.frame is None:
+    threads = evidence.newest.threads if evidence.newest else ()
+    holding = next((thread for thread in threads if thread.holds_gil), evidence.main_stack)
+    frame = culprit(holding) if holding else None
+    if not evidence.sampler_silent or holding is None or holding.holds_gil is False or frame is None:
         return None
-    why = f"the GIL is held by a C call at {evidence.frame.short}, process {evidence.look.words}, {evidence.words()}{evidence.usually()}"
-    return _finding(evidence, "slow", "gil_hold", why, "nothing can be saved until it returns; look at that line")
+    who = f" of thread {holding.name}" if holding is not evidence.main_stack else ""
+    why = f"the GIL is held by a C call{who} at {frame.short}, process {evidence.look.words}, {evidence.words()}{evidence.usually()}"
+    advice = "no other Python thread can run until it returns; look at that line"
+    return _finding(evidence, "slow", "gil_hold", why, advice, **frame.fields())
 
 
 def _running(evidence: Evidence) -> Diagnosis | None:
-    if evidence.cpu_share < BUSY or evidence.frame is None:
+    """The thread that uses the core is named, and not one that waits for it."""
+    busiest = evidence.busiest_stack
+    frame = culprit(busiest) if busiest else None
+    if evidence.cpu_share < BUSY or busiest is None or frame is None:
         return None
     counted = _loop_progress(evidence)
     far = counted.words() if counted else evidence.usually()
-    here = f"at {evidence.frame.short}, {evidence.cpu_share:.0%} of a core, {evidence.words()}{far}"
-    if _starved(evidence):
-        return _finding(
-            evidence,
-            "slow",
-            "starved",
-            f"other programs take the cores: running {here}",
-            "stop them, or train.threads 1",
-        )
-    loop = enclosing_loop(evidence.frame.file, evidence.frame.line)
+    who = "" if busiest is evidence.main_stack else f"thread {busiest.name} "
+    here = f"{who}at {frame.short}, {evidence.cpu_share:.0%} of a core, {evidence.words()}{far}"
+    loop = enclosing_loop(frame.file, frame.line)
     if loop is not None and loop.kind == "while":
         why = f"busy in a while loop (line {loop.line}) {here}"
-        return _finding(evidence, "slow", "livelock", why, "if this loop cannot end, fix it; it is given patience")
+        advice = "if this loop cannot end, fix it; it is given patience"
+        return _finding(evidence, "slow", "livelock", why, advice, **frame.fields())
     if loop is not None and evidence.slot.span == "compute":
-        why = f"alive: a Python loop over `{loop.text}` (line {loop.line}) in {evidence.frame.func} runs {here}"
+        why = f"alive: a Python loop over `{loop.text}` (line {loop.line}) in {frame.func} runs {here}"
         advice = "replace the loop by tensor operations: it runs once per step for every item"
-        return replace(
-            _finding(evidence, "slow", "python_loop", why, advice), left_s=counted.left_s if counted else None
+        found = _finding(evidence, "slow", "python_loop", why, advice, **frame.fields())
+    else:
+        found = _finding(
+            evidence, "slow", "running", f"alive, running {here}", "wait, or look at that line", **frame.fields()
         )
-    found = _finding(evidence, "slow", "running", f"alive, running {here}", "wait, or look at that line")
     return replace(found, left_s=counted.left_s if counted else None)
 
 
-def _deadlocked(evidence: Evidence) -> Diagnosis | None:
-    """Every thread of the user's waits for a lock without a time limit, and nothing moves."""
-    if evidence.newest is None or evidence.seconds < 0.9 or evidence.sampler_silent or len(evidence.stacks) < 2:
-        return None
-    main, *others = evidence.newest.threads
-    mine = [main, *(t for t in others if t.name not in OUR_THREADS and not _only_waits(t))]
-    before = {thread.name: thread.frames[:1] for thread in evidence.stacks[0].threads}
-    if any(before.get(thread.name) != thread.frames[:1] for thread in mine):
-        return None
-    if evidence.main_thread is None or not _waits_for_a_lock(evidence.main_thread):
-        return None
-    waiting = [(thread.name, frame) for thread in mine if (frame := culprit(thread)) is not None]
-    if not all(_acquires(thread) for thread in mine):
-        return None
-    alone_on_a_soft_wait = len(waiting) == 1 and text_of_wait(waiting[0][1]) in SOFT_WAITS
-    if alone_on_a_soft_wait and not evidence.counts:
-        return None  # a script that has never counted any work: a daemon that waits for a signal looks the same
-    lines = "; ".join(f"{name} at {frame.short}" for name, frame in waiting)
-    kind = (
-        f"{len(waiting)} threads wait for each other's locks"
-        if len(waiting) > 1
-        else "the only thread waits for a lock that nobody holds"
-    )
-    why, proved = f"{kind}: {lines}; {evidence.words()}", not alone_on_a_soft_wait
-    return _finding(evidence, "stuck", "deadlock", why, "take the locks in one order", provable=proved)
-
-
-def _asleep(evidence: Evidence) -> Diagnosis | None:
-    if evidence.frame is None or evidence.seconds < 0.9:
-        return None
-    sleeping = evidence.main_thread is not None and evidence.main_thread.syscall in NANOSLEEP
-    behind = f", waiting for {evidence.look.waits_on}" if evidence.look.waits_on else ""
-    how = "sleeping" if sleeping else "asleep"
-    why = f"{how} at {evidence.frame.short}{behind}, {evidence.words()}{evidence.usually()}"
-    return _finding(
-        evidence, "slow", "sleep" if sleeping else "waiting", why, "look at that line", path=evidence.look.waits_on
-    )
-
-
 _RULES: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
-    _stopped, _uninterruptible, _compiling, _collecting, _holding_the_gil, _moving_slowly, _running, _deadlocked, _asleep,
+    _uninterruptible, _compiling, _collecting, _holding_the_gil, _moving_slowly, _running,
 )  # fmt: skip
 
 
 # ---------------------------------------------------------------- what the rules ask
-
-
-def _starved(evidence: Evidence) -> bool:
-    before = {thread.tid: thread for thread in evidence.before.look.each}
-    ran = starved = 0
-    for thread in evidence.look.each:
-        earlier = before.get(thread.tid)
-        if earlier is not None:
-            ran += thread.cpu_ns - earlier.cpu_ns
-            starved += thread.starved_ns - earlier.starved_ns
-    return starved > _STARVED * max(ran, 1) and starved > 0.2e9 * evidence.seconds
-
-
-def _only_waits(thread: ThreadStack) -> bool:
-    """A library's own thread (a progress bar's, a pool's) that itself waits for a lock: it will not wake anybody."""
-    if users_frame(thread) is not None or not thread.frames:
-        return False
-    innermost = thread.frames[0]
-    untimed = innermost.file.endswith(("/threading.py", "/queue.py")) and text_of_wait(innermost) != ""
-    return untimed or thread.name == "tqdm_monitor"  # that one looks at its bars every ten seconds, and wakes nobody
-
-
-def _waits_for_a_lock(thread: ThreadLook) -> bool:
-    return thread.syscall == FUTEX or "futex" in thread.wchan
-
-
-def _acquires(thread: ThreadStack) -> bool:
-    """Whether it stands in an untimed wait, as far as the text of its line tells; `with` counts for a lock only."""
-    frame = culprit(thread)
-    text = text_of_wait(frame) if frame is not None else ""
-    return text != "" and (text != "with" or thread.frames[0] == frame or thread.frames[0].func == "acquire")
-
-
-def text_of_wait(frame: Frame) -> str:
-    """The call on this line that waits for another thread without a time limit; empty where there is none."""
-    text = _source_line(frame.file, frame.line)
-    found = _UNTIMED_WAIT.search(text)
-    return "with" if text.startswith("with ") else found.group(1) if found else ""
-
-
-@dataclass(frozen=True)
-class Loop:
-    """The innermost loop around a line."""
-
-    kind: str  # for or while
-    line: int
-    text: str
-    counter: str = ""  # the variable of a `for`
-    node: ast.For | ast.While | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -417,33 +320,3 @@ def _range_end(node: ast.For | ast.While | None, numbers: Mapping[str, int]) -> 
     if isinstance(end, ast.Constant) and isinstance(end.value, int):
         return end.value
     return numbers.get(end.id) if isinstance(end, ast.Name) else None
-
-
-@lru_cache(maxsize=64)
-def _parsed(file: str) -> tuple[ast.Module, list[str]] | None:
-    try:
-        text = Path(file).read_text()
-        return ast.parse(text), text.splitlines()
-    except (OSError, SyntaxError, UnicodeDecodeError):  # not there, or no Python: no loop is known then
-        return None
-
-
-def _source_line(file: str, line: int) -> str:
-    parsed = _parsed(file)
-    return parsed[1][line - 1].strip() if parsed and 0 < line <= len(parsed[1]) else ""
-
-
-def enclosing_loop(file: str, line: int) -> Loop | None:
-    """The innermost `for` or `while` whose body or head holds the line."""
-    parsed = _parsed(file)
-    if parsed is None:
-        return None
-    found: Loop | None = None
-    for node in ast.walk(parsed[0]):
-        if isinstance(node, ast.For | ast.While) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            kind = "for" if isinstance(node, ast.For) else "while"
-            text = ast.unparse(node.iter) if isinstance(node, ast.For) else ast.unparse(node.test)
-            if found is None or node.lineno >= found.line:
-                target = node.target if isinstance(node, ast.For) else None
-                found = Loop(kind, node.lineno, text, target.id if isinstance(target, ast.Name) else "", node)
-    return found

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lamplighter.procs.procfs import SYSCALLS_X86_64, ProcessLook, ThreadLook
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, users_frame
+from lamplighter.procs.waits import FileLock, ThreadWait, Waits
 from lamplighter.slot import Slot
 from lamplighter.watch.process_tree import Exit, Process, Snapshot
 from lamplighter.watch.status import duration
+from lamplighter.watch.wait_graph import Gone, WaitGraph, WaitingProcess, WaitingThread, cannot_be_woken
+
+_RECENT_S = 600.0
+_AWAKE_NS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class GroupSample:
     last: Snapshot
     stacks: Mapping[int, tuple[Stacks, ...]]
     usual_s: float
+    waits: Waits = field(default_factory=Waits)  # of every thread, taken with the last stacks
 
     @property
     def seconds(self) -> float:
@@ -63,6 +70,69 @@ class GroupSample:
     def words(self) -> str:
         return f"no work for {duration(self.last.stalled_s)}"
 
+    @cached_property
+    def graph(self) -> WaitGraph:
+        """Every thread with what it waits for."""
+        gone = tuple(
+            Gone(one.pid, how_it_ended(one), self.last.at - one.at)
+            for one in self.last.exits
+            if one.code != 0 and self.last.at - one.at < _RECENT_S
+        )
+        return WaitGraph(tuple(map(self._waiting, self.last.processes)), self.waits.commands, gone)
+
+    @cached_property
+    def unending(self) -> frozenset[tuple[int, int]]:
+        """The threads whose wait nobody can end."""
+        return cannot_be_woken(self.graph)
+
+    def _waiting(self, process: Process) -> WaitingProcess:
+        taken = self.stacks.get(process.pid, ())
+        newest = taken[-1] if taken else None
+        stacks = {thread.tid: thread for thread in newest.threads} if newest else {}
+        if newest and newest.threads and process.pid not in stacks:
+            stacks[process.pid] = newest.threads[0]
+        before = self.first.process(process.pid)
+        earlier = {thread.tid: thread for thread in before.look.each} if before else {}
+        now = {thread.tid: thread for thread in process.look.each}
+        threads = tuple(
+            WaitingThread(
+                process.pid,
+                wait.tid,
+                wait,
+                _has_run(wait, earlier.get(wait.tid), now.get(wait.tid)),
+                self.waits.locked.get(process.pid, ()),
+                stacks.get(wait.tid),
+            )
+            for wait in self.waits.threads.get(process.pid, ())
+            if not wait.on.endswith(".ask")  # the thread that answers us
+        )
+        slot = process.slot
+        told = newest.handlers if newest is not None else None
+        handlers = told if told is not None else self.waits.handlers.get(process.pid, ())
+        if slot is not None and slot.phase:
+            handlers = ()  # a process of ours: its handlers stop it, and end no wait
+        return WaitingProcess(
+            process.pid, process.ppid, process.look.name, process.words, threads, handlers,
+            newest is not None and newest.timer, slot.forked_beside if slot else "",
+        )  # fmt: skip
+
+
+def _has_run(wait: ThreadWait, before: ThreadLook | None, now: ThreadLook | None) -> bool:
+    """Whether it was on a core since its wait was looked at, or between the two looks: then it may wait for another thing."""
+    if now is None or now.state in "RD":
+        return True
+    if wait.slices < 0 or now.slices < 0:
+        return before is None or now.cpu_ns - before.cpu_ns > _AWAKE_NS
+    return now.slices != wait.slices
+
+
+def how_it_ended(ended: Exit) -> str:
+    """was killed by signal 9 (out of memory)"""
+    if ended.code is None:
+        return "has ended"
+    memory = ", out of memory" if ended.out_of_memory else ""
+    return f"was killed by signal {-ended.code}{memory}" if ended.code < 0 else f"has ended with exit code {ended.code}"
+
 
 # ---------------------------------------------------------------- as a file
 
@@ -74,6 +144,7 @@ def to_json(sample: GroupSample) -> str:
         "first": asdict(sample.first),
         "last": asdict(sample.last),
         "stacks": {pid: [asdict(one) for one in taken] for pid, taken in sample.stacks.items()},
+        "waits": asdict(sample.waits),
     }
     return json.dumps(record, indent=1, default=Slot.told)
 
@@ -82,13 +153,31 @@ def from_json(text: str) -> GroupSample:
     """What `judge` was given."""
     record = json.loads(text)
     stacks = {int(pid): tuple(map(_stacks, taken)) for pid, taken in record["stacks"].items()}
-    return GroupSample(_snapshot(record["first"]), _snapshot(record["last"]), stacks, record["usual_s"])
+    waits = _waits(record["waits"]) if "waits" in record else Waits()
+    return GroupSample(_snapshot(record["first"]), _snapshot(record["last"]), stacks, record["usual_s"], waits)
+
+
+def _waits(fields: dict[str, Any]) -> Waits:
+    threads = {int(pid): tuple(map(_wait, each)) for pid, each in fields["threads"].items()}
+    locked = {int(pid): tuple(FileLock(**one) for one in each) for pid, each in fields["locked"].items()}
+    commands = {int(pid): words for pid, words in fields["commands"].items()}
+    return Waits(threads, locked, commands, {int(pid): tuple(each) for pid, each in fields["handlers"].items()})
+
+
+def _wait(fields: dict[str, Any]) -> ThreadWait:
+    return ThreadWait(**{**fields, "peers": tuple(fields["peers"])})
 
 
 def _snapshot(fields: dict[str, Any]) -> Snapshot:
-    processes = tuple(Process(_look(one["look"]), _slot(one["slot"]), one["ppid"]) for one in fields["processes"])
+    processes = tuple(map(_process, fields["processes"]))
     exits = tuple(Exit(**{**one, "slot": _slot(one["slot"])}) for one in fields["exits"])
     return Snapshot(fields["at"], processes, fields["worked_at"], exits)
+
+
+def _process(fields: dict[str, Any]) -> Process:
+    """Older evidence counts all that the kernel did."""
+    look = _look(fields["look"])
+    return Process(look, _slot(fields["slot"]), fields["ppid"], fields.get("moved_bytes", look.moved_bytes))
 
 
 def _slot(fields: dict[str, Any] | None) -> Slot | None:
@@ -107,7 +196,12 @@ def _syscall(word: str) -> str:
 
 def _stacks(fields: dict[str, Any]) -> Stacks:
     threads = tuple(
-        ThreadStack(t["name"], tuple(Frame(**frame) for frame in t["frames"]), t["holds_gil"], t.get("tid"))
+        ThreadStack(t["name"], tuple(map(_frame, t["frames"])), t["holds_gil"], t.get("tid"), t.get("on"))
         for t in fields["threads"]
     )
-    return Stacks(**{**fields, "threads": threads})
+    handlers = fields.get("handlers")
+    return Stacks(**{**fields, "threads": threads, "handlers": tuple(handlers) if handlers is not None else None})
+
+
+def _frame(fields: dict[str, Any]) -> Frame:
+    return Frame(**{**fields, "locks": tuple(fields.get("locks", ()))})

@@ -25,7 +25,6 @@ _PIDFD_INFO_EXIT = 8
 _MOST_PROCESSES = 64
 _MOST_PIDFDS = 400
 _TREE_EVERY_S = 0.9  # in calm times
-_ANSWER_OVERHEAD_BYTES = 16384  # a request for stacks, and the pages that a small file makes dirty
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,9 @@ class Process:
     look: ProcessLook
     slot: Slot | None = None
     ppid: int = 0
+    moved_bytes: int = (
+        0  # by any means since it was first looked at closely, but not while it answered a question of ours
+    )
 
     @property
     def pid(self) -> int:
@@ -55,15 +57,6 @@ class Process:
         if self.rank >= 0:
             return f"rank {self.rank} (process {self.pid})"
         return f"process {self.pid} ({self.look.name})"
-
-    @property
-    def moved_bytes(self) -> int:
-        """By any means, less what our own questions have moved; nothing where this system does not count."""
-        slot = self.slot
-        if self.look.read_bytes is None:
-            return 0
-        asked = slot.answered_bytes + _ANSWER_OVERHEAD_BYTES * slot.answers if slot else 0
-        return self.look.moved_bytes - asked
 
 
 @dataclass(frozen=True)
@@ -134,6 +127,7 @@ class ProcessTree:
         self.born: dict[int, float] = {}
         self.seen: dict[int, Slot] = {}
         self.counted: dict[int, tuple[float, ...]] = {}
+        self.moved: dict[int, tuple[int, int, int]] = {}  # bytes as the kernel counts them, answers, bytes that count
         self.output_bytes = -1
         self.worked_at = time.monotonic()
         self.exits: list[Exit] = []
@@ -160,10 +154,19 @@ class ProcessTree:
             seen = procfs.look_closely(pid) if closely else procfs.look(pid)
             if seen.state in "XZ" and pid not in self.roots:
                 continue
-            processes.append(Process(seen, self._slot(pid, now), ppid))
+            slot = self._slot(pid, now)
+            processes.append(Process(seen, slot, ppid, self._moved_bytes(seen, slot) if closely else 0))
         if output_bytes > self.output_bytes:
             self.output_bytes, self.worked_at = output_bytes, now
         return Snapshot(now, tuple(processes), self.worked_at, tuple(self.exits))
+
+    def _moved_bytes(self, seen: ProcessLook, slot: Slot | None) -> int:
+        """An answer makes pages dirty, which the kernel counts as writes of that process: such moments are left out."""
+        answers = slot.answers if slot else 0
+        before, answered, total = self.moved.get(seen.pid, (seen.moved_bytes, answers, 0))
+        total += seen.moved_bytes - before if answers == answered else 0
+        self.moved[seen.pid] = (seen.moved_bytes, answers, total)
+        return total
 
     def _slot(self, pid: int, now: float) -> Slot | None:
         slot = read_slot(self.slot_path(pid)) or (self.seen.get(pid) if pid in self.own else None)
@@ -202,7 +205,7 @@ class ProcessTree:
         for pid, fd in list(self.pidfds.items()):
             if fd not in ended or pid in self.roots:
                 continue
-            code = _exit_code(fd, pid)
+            code = exit_code_of(fd, pid)
             os.close(self.pidfds.pop(pid))
             self.born.pop(pid, None)
             self.gone.add(pid)
@@ -252,7 +255,7 @@ def _readable(fds: list[int], wait_s: float) -> list[int]:
     return [fd for fd, _ in poll.poll(wait_s * 1000)]
 
 
-def _exit_code(pidfd: int, pid: int) -> int | None:
+def exit_code_of(pidfd: int, pid: int) -> int | None:
     """Negative for a signal; by the zombie while nobody has asked for it, by the kernel's memory afterwards (6.15 on)."""
     for _ in range(5):
         code = procfs.zombie_code(pid)

@@ -17,12 +17,14 @@ from lamplighter.rundir import free_bytes, human_bytes
 from lamplighter.watch.process_tree import ProcessTree, Snapshot
 from lamplighter.watch.stall import take_all
 from lamplighter.watch.status import duration
-from lamplighter.watch.tree_diagnosis import storm_verdict
+from lamplighter.watch.tree_diagnosis import failing_children_verdict, storm_verdict
 
 _LOOK_EVERY_S = 2.5
 _RECOMPILES, _RECOMPILES_S = 3, 10.0
 
 _LEAST_S = 20.0
+_FLAT_S, _FLAT_SHARE = 15.0, 0.3  # memory that has grown by less of its own rate for so long is no leak any more
+_FAILING, _FAILING_S = 6, 4.0  # so many children with the same exit code within so many seconds
 _LEAST_GROWTH = 0.05  # of what it was, and
 _LEAST_BYTES = 50_000_000
 _SOON_S = 3600.0
@@ -49,7 +51,7 @@ class ResourceWatch:
 
     def look(self, tree: ProcessTree, snapshot: Snapshot, may_grow: bool, folder: Path) -> list[Verdict]:
         """What is new; memory and disk are looked at every few seconds. `may_grow`: loading grows by right."""
-        found = [self._look_at_compiles(tree, snapshot)]
+        found = [self._look_at_compiles(tree, snapshot), self._look_at_exits(tree, snapshot)]
         self.looked_at = snapshot.at if self.looked_at is None else self.looked_at
         if may_grow:
             self.memory.clear()
@@ -79,6 +81,14 @@ class ResourceWatch:
         taken = take_all(tree, (process,), everybody=False).get(process.pid)
         return storm_verdict(process, count - before, snapshot.at - since, taken)
 
+    def _look_at_exits(self, tree: ProcessTree, snapshot: Snapshot) -> Verdict | None:
+        """Processes that fail one after another print and start, which looks like work."""
+        failed = [one for one in snapshot.exits if one.code and one.code > 0 and snapshot.at - one.at < _FAILING_S]
+        if len(failed) < _FAILING or len({one.code for one in failed}) > 1 or "pool_init_fails" in self.said:
+            return None
+        main = snapshot.processes[0]
+        return failing_children_verdict(main, failed, _FAILING_S, take_all(tree, (main,), everybody=True).get(main.pid))
+
 
 def _slope(samples: Sequence[tuple[float, float]]) -> float:
     """Bytes per second, by least squares."""
@@ -97,9 +107,10 @@ def memory_verdict(samples: Sequence[tuple[float, float]], left_bytes: float) ->
     rate = _slope(samples)
     if rate <= 0 or last - first < max(_LEAST_GROWTH * first, _LEAST_BYTES) or not _steady(samples):
         return None
+    lately = [bytes for at, bytes in samples if samples[-1][0] - at <= _FLAT_S]
     in_s = left_bytes / rate
-    if in_s > _SOON_S:
-        return None
+    if in_s > _SOON_S or lately[-1] - lately[0] < _FLAT_SHARE * rate * _FLAT_S:
+        return None  # not soon; or it has stopped growing
     why = f"memory grows by {human_bytes(rate)} a second ({human_bytes(first)} to {human_bytes(last)}): out of memory in about {duration(in_s)}"
     return Verdict(
         "waste",

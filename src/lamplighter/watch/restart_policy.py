@@ -11,9 +11,17 @@ from dataclasses import dataclass, field
 from lamplighter.watch.diagnosis import Diagnosis
 
 _GRACE_S = 4.0  # for what is proved
-_TIMES_LONGEST = 10.0
 _WITHOUT_PROGRESS = 3
-_NEVER = ("compile_slow", "gc", "slow_disk", "io", "starved", "stopped", "d_state")  # healthy, or nobody's to kill
+_NEVER = (
+    "compile_slow",
+    "gc",
+    "slow_disk",
+    "io",
+    "starved",
+    "stopped",
+    "frozen",
+    "d_state",
+)  # healthy, or nobody's to kill
 
 
 @dataclass(frozen=True)
@@ -35,18 +43,18 @@ class RestartPolicy:
     durable: int = -1
     eager: bool = False  # the compiler was given up
 
-    def stuck(self, finding: Diagnosis, longest_s: float, step: int, durable: int) -> Decision:
-        """A live process: proved causes after a short grace, all others after long patience, and only with a way back."""
+    def stuck(self, finding: Diagnosis, step: int, durable: int) -> Decision:
+        """A live process: proved causes after a short grace, all others after the patience that was asked for."""
         cause, quiet_s = finding.verdict.cause, finding.verdict.since_s
-        patience_s = _GRACE_S if finding.provable else max(self.patience_s, _TIMES_LONGEST * longest_s)
+        patience_s = min(_GRACE_S, self.patience_s) if finding.provable else self.patience_s
         if self.policy == "report" or (cause in _NEVER and not finding.asleep) or quiet_s < patience_s:
             return Decision()
         if self.policy == "stop":
             return Decision("stop", f"{cause} for {quiet_s:.0f} s, and watch.on_stuck is stop")
         if cause == "compile_slow":
             return self._fall_back(step, durable)
-        if durable <= 0:
-            return Decision()  # nothing to go back to: keep saying it
+        if durable <= 0 and not finding.provable:
+            return Decision()  # nothing to go back to, and it may end by itself: keep saying it
         return self._restart(finding.key, step, durable)
 
     def dead(self, how: str, step: int, durable: int, compiling: bool = False) -> Decision:
@@ -72,4 +80,5 @@ class RestartPolicy:
             return Decision("stop", f"{_WITHOUT_PROGRESS} restarts without progress beyond step {durable}")
         self.tried.add((key, step))
         self.since_progress += 1
-        return Decision("restart", f"restarting from step {durable}")
+        where = f"from step {durable}" if durable > 0 else "from the beginning: nothing was saved yet"
+        return Decision("restart", f"restarting {where}")

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from lamplighter.procs import procfs, stacks
+from lamplighter.procs import procfs, stacks, waits
 from lamplighter.procs.stacks import Stacks
+from lamplighter.procs.waits import Waits
 from lamplighter.rundir import RunDir
 from lamplighter.watch.diagnosis import Diagnosis
 from lamplighter.watch.evidence import GroupSample, to_json
@@ -28,10 +29,14 @@ CLOSE_LOOK_S = 1.0  # from here on every look is a close one
 _WINDOW_S = 8.0
 _WITHOUT_STACKS_S = 4.5  # if those of our own process cannot be had by then, judge without
 _TIMES_USUAL = 4.0
+_LATEST_S = 5.0  # naming costs nothing: what was slow once must not keep the next hang unnamed for longer than this
+_TIMES_OUTLIVED = 1.5  # what has ended by itself before is said again only when it lasts so much longer
+_AGREE_S = 1.5  # another finding takes the place of the first only when it holds for so long
 _OPEN_COLLECTIVE_S = 1.5  # what is usual counts for no more than this while a rank waits for another
 _COMMON = ("running", "gc", "io")
 _UNCOUNTED_S = 8.0  # while a script has counted nothing yet (imports), COMMON causes are status and no verdict
 _MOST_STACKS = 16
+_SAMPLE_S = 2.0
 _WARM_S = 0.2
 
 
@@ -42,14 +47,17 @@ class StallDetector:
         """`ours`: the roots are our own processes, which tell their phase and count their work."""
         self.run, self.ours = run, ours
         self.usual_gap_s: dict[str, float] = {}
-        self.longest_gap_s: dict[str, float] = {}
+        self.outlived_s: dict[str, float] = {}  # by finding: the longest stall of this kind that ended by itself
         self.begin_again()
 
     def begin_again(self) -> None:
         """A new attempt: what was learned stays, what was seen goes."""
         self.window: deque[Snapshot] = deque()
         self.captures: dict[int, tuple[Stacks, ...]] = {}
+        self.waits = Waits()  # taken with the newest stacks
         self.finding: Diagnosis | None = None
+        self.other_since: float | None = None  # since when the evidence speaks for another finding
+        self.proved_at: float | None = None  # since when every look has proved it
         self.named: set[str] = set()  # in this stall
         self.phase = ""
         self.phase_ticks = 0
@@ -66,18 +74,13 @@ class StallDetector:
         return time.monotonic() - self.worked_at
 
     @property
-    def longest_s(self) -> float:
-        """The longest that work has ever taken here."""
-        return self.longest_gap_s.get(self.phase, 0.0)
-
-    @property
     def inferred_phase(self) -> str:
         """What a script is in, by the stack of its first process; empty outside a stall."""
         first = self.window[-1].processes[0].pid if self.window else 0
         taken = self.captures.get(first, ())
         return phase_from_stack(taken[-1].threads[0]) if taken else ""
 
-    def look(self, tree: ProcessTree, snapshot: Snapshot, phase_usual_s: float = 0.0) -> None:
+    def look(self, tree: ProcessTree, snapshot: Snapshot) -> None:
         """One look more; updates `finding`."""
         main = snapshot.processes[0] if snapshot.processes else None
         if main is None:
@@ -90,7 +93,7 @@ class StallDetector:
         while snapshot.at - self.window[0].at > _WINDOW_S:
             self.window.popleft()
         halted = self._halted()
-        if not halted and self.gap_s < self._patience_s(snapshot, main, phase_usual_s):
+        if not halted and self.gap_s < self._patience_s(snapshot, main):
             return
         if not self.ours and len(self.window) < 2:
             return
@@ -99,10 +102,32 @@ class StallDetector:
             self._capture_when_due(tree, snapshot)
         late = self.ours and (compiling or self.gap_s > _WITHOUT_STACKS_S)
         if self.captures or late or (halted and not self.ours):
-            self.finding = judge(self.sample()) or self.finding
+            self._settle(judge(self.sample()), snapshot.at)
+
+    @property
+    def proved_s(self) -> float:
+        """For how long every look has found the same: nobody can end this wait."""
+        return self.window[-1].at - self.proved_at if self.proved_at is not None and self.window else 0.0
+
+    def _settle(self, found: Diagnosis | None, now: float) -> None:
+        """One verdict at a time: it changes when the evidence has changed for a while, or when there is a proof."""
+        if found is None:
+            return
+        self.proved_at = (self.proved_at or now) if found.provable else None
+        standing = self.finding
+        if standing is None or found.provable or standing.provable or found.key == standing.key:
+            self.finding, self.other_since = found, None  # a proof that does not hold any more goes at once
+        elif self.other_since is None:
+            self.other_since = now
+        elif now - self.other_since >= _AGREE_S:
+            self.finding, self.other_since = found, None
 
     def sample(self) -> GroupSample:
-        return GroupSample(self.window[0], self.window[-1], dict(self.captures), self.usual_gap_s.get(self.phase, 0.0))
+        """The last two seconds: what was before them may have been work that nobody counts."""
+        last = self.window[-1]
+        first = next((one for one in reversed(self.window) if last.at - one.at >= _SAMPLE_S), self.window[0])
+        usual_s = self.usual_gap_s.get(self.phase, 0.0)
+        return GroupSample(first, last, dict(self.captures), usual_s, self.waits)
 
     def unnamed_finding(self) -> Diagnosis | None:
         """The finding, if this stall was not called so yet."""
@@ -110,7 +135,9 @@ class StallDetector:
             return None
         named = f"{self.finding.key} {self.finding.left_s is not None}"
         early = not self.ours and not self.counted and self.gap_s < _UNCOUNTED_S
-        if named in self.named or (early and self.finding.verdict.cause in _COMMON):
+        outlived_s = self.outlived_s.get(self.finding.kind, 0.0)
+        expected = not self.finding.provable and self.gap_s < _TIMES_OUTLIVED * outlived_s
+        if named in self.named or expected or (early and self.finding.verdict.cause in _COMMON):
             return None
         self.named.add(named)
         return self.finding
@@ -135,27 +162,30 @@ class StallDetector:
             gap_s = self.gap_s if self.ours else snapshot.worked_at - self.worked_at
             usual_s = max(self.usual_gap_s.get(self.phase, 0.0) * 0.98, gap_s)
             self.usual_gap_s[self.phase] = usual_s if self.ours or self.counted else 0.0
-            self.longest_gap_s[self.phase] = max(self.longest_s, gap_s)
+            if self.finding is not None:
+                kind = self.finding.kind
+                self.outlived_s[kind] = max(self.outlived_s.get(kind, 0.0), gap_s)
             self.worked_at = snapshot.worked_at
             self.window.clear()
             self.named.clear()
-            self.captures, self.finding, self.next_capture_s = {}, None, 0.0
+            self.captures, self.waits, self.finding, self.next_capture_s = {}, Waits(), None, 0.0
+            self.other_since = self.proved_at = None
         # only now: what came before the first unit of work (imports) says nothing about how long one takes
         self.counted = self.counted or any(process.slot and counts(process.slot) for process in snapshot.processes)
         self.gap_s = snapshot.stalled_s
 
-    def _patience_s(self, snapshot: Snapshot, main: Process, phase_usual_s: float) -> float:
+    def _patience_s(self, snapshot: Snapshot, main: Process) -> float:
         usual_s = self.usual_gap_s.get(self.phase, 0.0)
         if any(process.slot and process.slot.in_coll for process in snapshot.processes):
             usual_s = min(usual_s, _OPEN_COLLECTIVE_S)
         counted = not self.ours or (main.slot is not None and main.slot.ticks > self.phase_ticks + 1)
-        least_s = STALL_S if counted else max(_UNCOUNTED_STALL_S, 2 * phase_usual_s)
-        return max(least_s, _TIMES_USUAL * usual_s)
+        least_s = STALL_S if counted else _UNCOUNTED_STALL_S
+        return max(least_s, min(_TIMES_USUAL * usual_s, _LATEST_S))
 
     def _halted(self) -> bool:
         """Stopped by a signal, or asleep in the kernel: no patience is needed to see that."""
         if self.ours:
-            return all(any(p.look.state in "TtD" for p in one.processes) for one in list(self.window)[-2:])
+            return all(any(p.look.state in "TD" for p in one.processes) for one in list(self.window)[-2:])
         stopped = [process.look.stopped for process in self.window[-1].processes]
         return any(stopped) and not all(stopped)  # all of a command: its user's Ctrl+Z
 
@@ -187,6 +217,7 @@ class StallDetector:
         answered = {pid: found for pid, found in taken.items() if found is not None and found.threads}
         if self.worked_at == snapshot.worked_at and answered:
             self.captures = {pid: (*self.captures.get(pid, ())[-1:], one) for pid, one in answered.items()}
+            self.waits = waits.look_at_waits([process.pid for process in snapshot.processes])
             keep_text(
                 self.run,
                 f"{time.monotonic_ns() % 1000:03}.txt",

@@ -15,7 +15,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -37,7 +36,9 @@ from lamplighter.watch.restart_policy import RestartPolicy
 from lamplighter.watch.stall import CLOSE_LOOK_S, LOOK_EVERY_S, STALL_S, StallDetector, explain, keep_text, take_all
 from lamplighter.watch.status import standing_flags, tell, tell_flags
 
+_PROVED_S = 1.5  # every look for so long must find the same proof before anything is done about it
 _STATUS_EVERY_S = 0.9
+_ASKED_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
 _SAVE_S = 2.0  # for a save before a kill
 _REQUESTS = (".why", ".stop", ".save")
 
@@ -56,11 +57,20 @@ class TargetFacts:
     command: tuple[str, ...] = ()  # of somebody else
 
 
+class RootProcess(Protocol):
+    """As subprocess.Popen has it."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
 @dataclass(frozen=True)
 class Root:
-    """A process that the target has started."""
+    """A process that the target has started, or that ran already."""
 
-    process: subprocess.Popen[bytes]
+    process: RootProcess
     slot: Path | None = None  # of our own; the agent has its own names for those of a command
 
 
@@ -73,7 +83,6 @@ class TargetState:
     may_grow: bool  # it loads: its memory grows by right
     stop_wanted: str = ""  # why it should stop: a signal to us, a budget that is spent
     at_once: bool = False  # without waiting for a save
-    phase_usual_s: float = 0.0
     output_bytes: int = -1  # that count as work
 
 
@@ -153,7 +162,7 @@ class Supervisor:
         self.events = LineFile(run.events)
         self.notifier = Notifier(notify, run.name, lambda text: target.say(text, "bold yellow"))
         self.stall = StallDetector(run, self.facts.ours)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[RootProcess] = []
         self.pidfds: list[int] = []
         self.tree = ProcessTree((), run.slots)
         self.snapshot: Snapshot | None = None
@@ -165,6 +174,8 @@ class Supervisor:
         self.code = 0
         self.resources = ResourceWatch()
         self.warned: set[str] = set()
+        self.oom_kills = procfs.oom_kills()
+        self.largest_bytes = 0
         self.status_at = 0.0
         self.wake = -1
 
@@ -242,7 +253,8 @@ class Supervisor:
         loads = before is not None and any(p.slot and p.slot.loader_workers for p in before.processes)
         calm = stalled_s < CLOSE_LOOK_S and self.stall.counted and not loads
         self.snapshot = self.tree.look(stalled_s > CLOSE_LOOK_S, state.output_bytes, calm)
-        self.stall.look(self.tree, self.snapshot, state.phase_usual_s)
+        self.largest_bytes = max(self.largest_bytes, self.snapshot.rss_bytes)
+        self.stall.look(self.tree, self.snapshot)
         self._hear()
         self._name_stall()
         self.target.show(time.monotonic() - self.stop_at if self.stop_reason else None)
@@ -348,6 +360,12 @@ class Supervisor:
         """An uncaught exception of a command, in the words of the process that had it."""
         if self.facts.ours or self.processes[0].poll() == 0 or self.stop_reason or self.died:
             return
+        root = self.processes[0]
+        code = root.poll() or 0
+        if code < 0 and -code not in _ASKED_TO_END:
+            memory = code == -signal.SIGKILL and procfs.oom_kills() > self.oom_kills
+            self._say_verdict(tree_diagnosis.killed_verdict(root.pid, code, memory, self.largest_bytes))
+            return
         slots = read_slots(self.run.slots)
         failed = [slot for slot in slots.values() if slot.error]
         if failed:
@@ -370,11 +388,14 @@ class Supervisor:
             return
         finding = replace(finding, verdict=replace(finding.verdict, since_s=round(self.stall.gap_s, 2)))
         state = self.target.state()
-        decision = self.policy.stuck(finding, self.stall.longest_s, state.step, state.durable_step)
+        if finding.provable and self.stall.proved_s < _PROVED_S:
+            return
+        decision = self.policy.stuck(finding, state.step, state.durable_step)
         if decision.action == "none" or (decision.action == "fallback" and not self.facts.ours):
             return
         saved = self._save_before_kill(state.step) if self.facts.ours else 0
-        verdict = replace(finding.verdict, action=decision.action, next=decision.why)
+        state_now = "stuck" if finding.verdict.state in ("waiting", "slow") else finding.verdict.state  # after patience
+        verdict = replace(finding.verdict, state=state_now, action=decision.action, next=decision.why)
         self._say_verdict(verdict, provable=finding.provable)
         self.planned = decision.action
         if self.facts.ours:

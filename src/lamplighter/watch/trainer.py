@@ -241,7 +241,6 @@ class Trainer:
             may_grow=self.slot is None or not self.slot.phase.startswith("train"),
             stop_wanted=self.signalled or ("the budget is spent" if spent else ""),
             at_once=self.interrupts > 1,
-            phase_usual_s=self.status.usual_s or 0.0,
         )
 
     def status_fields(self) -> dict[str, Any]:
@@ -277,10 +276,16 @@ class Trainer:
     # ---------------------------------------------------------------- the end
 
     def death(self, code: int) -> Death | None:
-        """A process that is gone without having ended: another attempt may outlive that."""
-        if not self._lost(code) or not self.spec.keeps_report or self.interrupts > 1:
-            return None
+        """A process that is gone without having ended, or by an error that may pass: another attempt may outlive that."""
         slot, (step, _) = self.slot, self._standing()
+        passing = code == CRASHED and slot is not None and bool(slot.passing)
+        if not (self._lost(code) or passing) or not self.spec.keeps_report or self.interrupts > 1:
+            return None
+        if slot is not None and passing:
+            said = slot.error.replace("error: ", "", 1).replace("\nwhy:   ", ", ")
+            why = f"the process ended at step {step} by an error that a second try may not meet: {said}"
+            verdict = Verdict("dead", "exception", why, "", culprit={"pid": slot.pid, "rank": slot.rank, "step": step})
+            return Death(said, verdict, compiling=False)
         compiling = slot is not None and bool(slot.compiling)
         memory = code < 0 and procfs.oom_kills() > self.oom_before
         how = f"killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"

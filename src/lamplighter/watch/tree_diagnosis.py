@@ -12,18 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lamplighter.procs.procfs import not_known
-from lamplighter.procs.stacks import Stacks, ThreadStack, own_frames, users_frame
+from lamplighter.procs.procfs import NANOSLEEP, not_known
+from lamplighter.procs.stacks import Stacks, ThreadStack, is_users, own_frames, users_frame
 from lamplighter.report import Verdict
 from lamplighter.slot import Slot
-from lamplighter.watch.diagnosis import BUSY, SOFT_WAITS, Diagnosis, judge_process, text_of_wait
-from lamplighter.watch.evidence import GroupSample
-from lamplighter.watch.process_tree import Exit, Process, Snapshot
+from lamplighter.watch.diagnosis import BUSY, Diagnosis, judge_process
+from lamplighter.watch.evidence import GroupSample, how_it_ended
+from lamplighter.watch.process_tree import Exit, Process, Snapshot, counts
 from lamplighter.watch.status import duration
+from lamplighter.watch.wait_graph import Chain, chain_words, closed, follow
 
 _SAME_EVERYWHERE = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "barrier", "reduce")
+_MEETING = "init_process_group"
+_FREEZERS = ("__refrigerator", "do_freezer_trap")  # where a frozen process sleeps, in both versions of control groups
 _OPEN_S = 1.8  # a fetch or a collective that lasts so long, while nothing else is counted, is what is waited for
-_RECENT_S = 600.0
+_ASLEEP_S = 0.9  # two looks at least so far apart
+_STARVED_SHARE, _STARVED_TIMES = 0.3, 1.5  # of the time, and as long as it ran
 
 
 def judge(sample: GroupSample) -> Diagnosis | None:
@@ -58,19 +62,103 @@ def _finding(
 
 
 def _part_stopped(sample: GroupSample) -> Diagnosis | None:
-    """Part of the tree is stopped by a signal. Where all of it is, a person may have pressed Ctrl+Z."""
+    """Part of the tree is stopped by a signal. Where all of a command is, a person may have pressed Ctrl+Z."""
     halted = [process for process in sample.last.processes if process.look.stopped]
-    if not halted or len(halted) == len(sample.last.processes):
+    ours = any(process.slot is not None and process.slot.phase for process in halted)
+    if not halted or (len(halted) == len(sample.last.processes) and not ours):
         return None
     one = halted[0]
     cause = "worker_sigstop" if one.worker >= 0 else "rank_sigstop" if one.rank >= 0 else "stopped"
     waiting = next(
         (m for m in sample.last.processes if m.slot and (m.slot.in_fetch or m.slot.in_coll) and m not in halted), None
     )
+    waiting = waiting or _who_waits_for(sample, one)
     waits = f"; {waiting.words} waits for it{_in_what(waiting)}{sample.at(waiting)}" if waiting else ""
     item = f" in item {one.slot.item}" if one.slot and one.slot.in_item else ""
     why = f"{one.words} is stopped by a signal{item}{waits}"
-    return _finding(sample, one, "stuck", cause, why, next=f"kill -CONT {one.pid}", provable=False)
+    found = _finding(sample, one, "stopped", cause, why, next=f"kill -CONT {one.pid}")
+    line = (
+        sample.frame(waiting) if waiting and sample.frame(one) is None else None
+    )  # a program that is no Python has no line
+    culprit = {**found.verdict.culprit, **(line.fields() if line else {})}
+    holder = {"kind": "child", "what": one.words, "holder": "whoever sent it SIGSTOP"}
+    return replace(found, verdict=replace(found.verdict, culprit=culprit, waits_for=holder))
+
+
+def _frozen(sample: GroupSample) -> Diagnosis | None:
+    """Its control group was frozen: nothing in it runs until somebody thaws it."""
+    one = next((process for process in sample.last.processes if process.look.wchan in _FREEZERS), None)
+    if one is None:
+        return None
+    why = f"the control group of {one.words} is frozen{sample.at(one)}, {sample.words()}"
+    advice = "thaw it: docker unpause, systemctl thaw, or echo 0 > cgroup.freeze"
+    found = _finding(sample, one, "stopped", "frozen", why, next=advice)
+    return replace(found, verdict=replace(found.verdict, waits_for={"kind": "cgroup", "holder": "whoever froze it"}))
+
+
+def _who_waits_for(sample: GroupSample, process: Process) -> Process | None:
+    for other in _by_interest(sample):
+        chain = follow(sample.graph, other.pid, other.pid) if other is not process else None
+        if chain is not None and any(
+            process.pid in link.thread.wait.peers or link.thread.wait.pid == process.pid for link in chain.links
+        ):
+            return other
+    return None
+
+
+def _starved(sample: GroupSample) -> Diagnosis | None:
+    """Ready to run, and no core is free: other programs have them. Asked before all that time alone would explain."""
+    waited = {process.pid: _waited_for_a_core(sample, process) for process in sample.last.processes}
+    process = max(sample.last.processes, key=lambda one: waited[one.pid][1])
+    ran_s, starved_s = waited[process.pid]
+    if starved_s < _STARVED_SHARE * sample.seconds or starved_s < _STARVED_TIMES * ran_s:
+        return None
+    why = (
+        f"other programs take the cores: {process.words} ran for {ran_s:.1f} of the last {sample.seconds:.1f} s and waited for a"
+        f" core for {starved_s:.1f} s{sample.at(process)}, {sample.words()}"
+    )
+    return _finding(
+        sample,
+        process,
+        "starved",
+        "starved",
+        why,
+        next="stop them (top shows who they are), or give it cores of its own",
+    )
+
+
+def _waited_for_a_core(sample: GroupSample, process: Process) -> tuple[float, float]:
+    """Seconds that its busiest thread ran, and that it was ready to run."""
+    before = sample.first.process(process.pid)
+    earlier = {thread.tid: thread for thread in before.look.each} if before else {}
+    pairs = [(thread, earlier[thread.tid]) for thread in process.look.each if thread.tid in earlier]
+    found = [((now.cpu_ns - then.cpu_ns) / 1e9, (now.starved_ns - then.starved_ns) / 1e9) for now, then in pairs]
+    return max(found, key=lambda one: one[1], default=(0.0, 0.0))
+
+
+def _meeting(sample: GroupSample) -> Diagnosis | None:
+    """Ranks wait in init_process_group until all of them are there: who is missing, and where those stand that exist."""
+    there = [m for m in sample.last.processes if m.slot and m.slot.in_coll and m.slot.coll.startswith(_MEETING)]
+    waiting = [m for m in there if m.slot and sample.last.at - m.slot.coll_since_ns / 1e9 > _OPEN_S]
+    if not waiting or any(_is_busy(sample, m) for m in sample.last.processes):
+        return None
+    one = waiting[0]
+    assert one.slot is not None
+    missing = sorted(set(range(one.slot.world)) - {m.rank for m in there})
+    known = {m.rank: m for m in _ranks_of(sample.last)}
+    words = [f"rank {rank} is at{sample.at(known[rank])[3:]}" if rank in known and sample.at(known[rank]) else f"rank {rank} has not come"
+             for rank in missing[:4]]  # fmt: skip
+    address = one.slot.coll.removeprefix(_MEETING).removeprefix(" at ")
+    why = (
+        f"{one.words} waits{sample.at(one)} in the rendezvous at {address} for the other ranks:"
+        f" {'; '.join(words) if words else f'all of {one.slot.world} are there, and do not reach each other'}, {sample.words()}"
+    )
+    advice = "start the missing ranks with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE; is the port open between the machines?"
+    found = _finding(sample, one, "waiting", "no_peer", why, next=advice)
+    holder = ", ".join(f"rank {rank}" for rank in missing[:4]) or "the other ranks"
+    return replace(
+        found, verdict=replace(found.verdict, waits_for={"kind": "rendezvous", "what": address, "holder": holder})
+    )
 
 
 def _in_what(process: Process) -> str:
@@ -113,9 +201,27 @@ def _late_rank(sample: GroupSample) -> Diagnosis | None:
         f" ({ahead.slot.coll}); rank {ahead.rank} waits in it at {_short(ahead.slot.coll_at)}, {sample.words()}"
     )
     advice = "every rank must reach the same collectives: look at that line of the late rank"
-    return _finding(
-        sample, one, "slow" if busy else "stuck", "rank_late", why, next=advice, provable=False, waits=ahead.rank
+    return _rank_late(sample, one, ahead, busy, why, advice)
+
+
+def _rank_late(sample: GroupSample, one: Process, other: Process, busy: bool, why: str, advice: str) -> Diagnosis:
+    """A rank that computes is slow; one that sleeps is waited for, and what it waits for itself is told."""
+    chain = follow(sample.graph, one.pid, one.pid)
+    proved = not busy and chain is not None and closed(chain.links, sample.unending)
+    if chain is not None and not busy and chain.last.kind not in ("timer", "running"):
+        why += f"; rank {one.rank} {chain_words(chain)}"
+    found = _finding(
+        sample,
+        one,
+        "slow" if busy else "stuck" if proved else "waiting",
+        "rank_late",
+        why,
+        next=advice,
+        provable=proved,
+        waits=other.rank,
     )
+    waits_for = {"kind": "collective", "holder": f"rank {one.rank} (process {one.pid})"}
+    return replace(found, verdict=replace(found.verdict, waits_for=waits_for))
 
 
 def _uneven(sample: GroupSample, one: Process, ahead: Process) -> Diagnosis:
@@ -168,7 +274,7 @@ def _outlier_rank(sample: GroupSample) -> Diagnosis | None:
         f" backward pass{sample.at(other)}, {sample.words()}"
     )
     advice = "every rank must make the same number of steps: look at that line of the late rank"
-    return _finding(sample, one, "slow" if busy else "stuck", "rank_late", why, next=advice, waits=other.rank)
+    return _rank_late(sample, one, other, busy, why, advice)
 
 
 def _group_by_line(stacks: Sequence[tuple[Process, ThreadStack | None]]) -> dict[str, list[Process]]:
@@ -206,7 +312,6 @@ def _about_worker(sample: GroupSample, main: Process, worker: Process) -> Diagno
     where = f"worker {worker.worker} has been{sample.at(worker)} (item {worker.slot.item}) for {since}"
     waits = f"the main process waits for it{sample.at(main)}"
     busy = _is_busy(sample, worker)
-    frame = sample.frame(worker)
     if sample.is_silent(worker):
         why = f"{where}; it holds the GIL in a C call, {'busy' if busy else 'asleep'}; {waits}"
         advice = "look at that line and that item: a regular expression or a C call that takes for ever"
@@ -218,15 +323,30 @@ def _about_worker(sample: GroupSample, main: Process, worker: Process) -> Diagno
         return _finding(
             sample, worker, "slow", "slow_worker", why, next="wait, or make that item cheaper; more workers help"
         )
-    if frame is not None and text_of_wait(frame) and worker.slot.forked_beside:
-        taken = "; ".join(_short(place) for place in worker.slot.forked_beside.split("; "))
-        why = f"{where}, waiting for a lock that was held when it was forked (taken by: {taken}); {waits}"
-        advice = "start the workers before the threads, or use multiprocessing_context='spawn'"
-        return _finding(sample, worker, "stuck", "fork_lock", why, next=advice, provable=True)
-    why = f"{where}, asleep; {waits}"
-    return _finding(
-        sample, worker, "stuck", "worker_hang", why, next=f"look at item {worker.slot.item} and at that line"
+    return _about_sleeping_worker(sample, worker, where, waits)
+
+
+def _about_sleeping_worker(sample: GroupSample, worker: Process, where: str, waits: str) -> Diagnosis:
+    """What the worker itself waits for is what everybody waits for."""
+    assert worker.slot is not None
+    chain = follow(sample.graph, worker.pid, worker.pid)
+    proved = chain is not None and closed(chain.links, sample.unending)
+    cause, advice = "worker_hang", f"look at item {worker.slot.item} and at that line"
+    doing = ", asleep"
+    if chain is not None and chain.last.kind != "running":
+        doing = f": it {chain_words(chain)}"
+        if _cause_of(sample, chain, proved)[0] == "fork_lock":
+            cause, advice = "fork_lock", "start the workers before the threads, or use multiprocessing_context='spawn'"
+    found = _finding(
+        sample,
+        worker,
+        "stuck" if proved else "waiting",
+        cause,
+        f"{where}{doing}; {waits}",
+        next=advice,
+        provable=proved,
     )
+    return replace(found, verdict=replace(found.verdict, waits_for=chain.last.fields() if chain else {"kind": "child"}))
 
 
 def _is_busy(sample: GroupSample, process: Process) -> bool:
@@ -246,81 +366,149 @@ def _moves_bytes(sample: GroupSample, process: Process) -> bool:
     return process.moved_bytes - before.moved_bytes > 20_000 * sample.seconds
 
 
-def _child_lost(sample: GroupSample) -> Diagnosis | None:
-    """Everybody sleeps, and one that was there was killed: a pool that waits for its answer for ever."""
-    if sum(sample.cpu_share(m) for m in sample.last.processes) > BUSY:
-        return None
-    ended = [one for one in sample.last.exits if one.code != 0 and sample.last.at - one.at < _RECENT_S]
-    known = [one for one in ended if one.code is not None]
-    at_work = [m for m in sample.last.processes if m.ppid and sample.frame(m) is not None]
-    ended = known or (ended if not at_work else [])
-    for main in sample.last.processes:
-        stack = sample.main_stack(main)
-        waits = stack is not None and any("multiprocessing/pool.py" in f.file for f in own_frames(stack))
-        if waits and ended and sample.frame(main) is not None and not _moves_bytes(sample, main):
-            one = ended[-1]
-            why = (
-                f"a process of the pool ({one.pid}) {_how_it_ended(one)} and its answer will never come;"
-                f" the main process waits{sample.at(main)}, {sample.words()}"
-            )
-            advice = "find out why it died (memory?); concurrent.futures raises BrokenProcessPool instead of waiting"
-            return _finding(
-                sample,
-                main,
-                "stuck",
-                "pool_child_lost",
-                why,
-                next=advice,
-                provable=True,
-                lost=one.pid,
-                signal=-(one.code or 0),
-            )
+def _somebody_works(sample: GroupSample) -> Diagnosis | None:
+    """The busiest process, or one that compiles, collects garbage, holds the GIL or moves bytes: the rules for one process."""
+    processes = [m for m in sample.last.processes if m.slot is not None or m.pid in sample.stacks]
+    processes.sort(key=sample.cpu_share, reverse=True)
+    for process in processes or sample.last.processes[:1]:
+        found = judge_process(sample, process)
+        if found is not None:
+            return _in_words_of(sample, process, found)
     return None
 
 
-def _anybody(sample: GroupSample) -> Diagnosis | None:
-    """Nobody waits for a known unit: the busiest, else whoever stands in the user's code, deepest first."""
-    processes = [m for m in sample.last.processes if m.slot is not None or m.pid in sample.stacks]
-    busiest = max(processes, key=sample.cpu_share, default=None)
-    if busiest is not None and sample.cpu_share(busiest) > BUSY:
-        return _as_one(sample, busiest)
-    standing = [m for m in processes if sample.frame(m) is not None]
-    standing.sort(key=lambda m: (not _is_idle(sample, m), m.ppid != 0, m.pid), reverse=True)
-    found = [finding for m in standing if (finding := _as_one(sample, m)) is not None]
-    proved = next((one for one in found if one.provable), None)
-    return proved or (found[0] if found else _as_one(sample, sample.last.processes[0]))
-
-
-def _is_idle(sample: GroupSample, process: Process) -> bool:
-    """Waiting for its own children is no fault of its own."""
-    stack = sample.main_stack(process)
-    words = ("subprocess.py", "multiprocessing/", "multiprocess/", "concurrent/", "popen_fork.py", "elastic/")
-    return stack is not None and any(word in stack.frames[0].file for word in words if stack.frames)
-
-
-def _as_one(sample: GroupSample, process: Process) -> Diagnosis | None:
-    """The rules for one process, with everybody else's CPU and bytes counted in."""
-    found = judge_process(sample, process)
-    if found is None:
-        return None
-    frame = sample.frame(process)
-    cause = found.verdict.cause
-    if cause == "deadlock" and frame is not None and text_of_wait(frame) in SOFT_WAITS:
-        cause = "dead_producer"
+def _in_words_of(sample: GroupSample, process: Process, found: Diagnosis) -> Diagnosis:
     who = f"{process.words}: " if process.pid != sample.last.processes[0].pid else ""
     stack = sample.main_stack(process)
     says_itself = process.slot is not None and bool(process.slot.phase)
     phase = phase_from_stack(stack) if stack and not says_itself else ""
-    verdict = replace(
-        found.verdict,
-        cause=cause,
-        why=who + (f"{phase}: " if phase else "") + found.verdict.why,
-    )
+    verdict = replace(found.verdict, why=who + (f"{phase}: " if phase else "") + found.verdict.why)
     return replace(found, verdict=verdict)
 
 
+def _all_asleep(sample: GroupSample) -> Diagnosis | None:
+    """Nobody works: what is waited for, who has it, and whether anybody is left who could end it."""
+    if sample.seconds < _ASLEEP_S:
+        return None
+    chains = [
+        (process, chain)
+        for process in _by_interest(sample)
+        if (chain := follow(sample.graph, process.pid, process.pid))
+    ]
+    if not chains:
+        return _asleep_somewhere(sample)
+    proofs = [one for one in chains if closed(one[1].links, sample.unending)]
+    process, chain = (proofs or chains)[0]
+    proved = bool(proofs)
+    cause, advice = _cause_of(sample, chain, proved)
+    links = (
+        chain.links if chain.is_cycle else tuple(reversed(chain.links))
+    )  # of a cycle the first, else the end of the chain
+    named = next((link.thread for link in links if link.thread.frame is not None), None)
+    frame = named.frame if named else None
+    who = f"{process.words}: " if process.pid != sample.last.processes[0].pid else ""
+    whole = f"; {_nobody_left(sample, chain)}" if proved else ""
+    lost = _lost(sample, chain)
+    why = f"{who}{chain_words(chain)}{lost}{whole}, {sample.words()}{_usually(sample)}"
+    found = _finding(sample, process, "stuck" if proved else "waiting", cause, why, next=advice, provable=proved)
+    more = {**found.verdict.culprit, **(frame.fields() if frame else {}), **({"pid": named.pid} if named else {})}
+    if chain.last.path:
+        more["path"] = chain.last.path
+    return replace(found, verdict=replace(found.verdict, culprit=more, waits_for=chain.last.fields()))
+
+
+def _asleep_somewhere(sample: GroupSample) -> Diagnosis | None:
+    """Where the system does not tell what a thread waits for: the line alone."""
+    process = _by_interest(sample)[0]
+    if sample.frame(process) is None:
+        return None
+    main = next((thread for thread in process.look.each if thread.tid == process.pid), None)
+    sleeps = main is not None and main.syscall in NANOSLEEP
+    behind = f", waiting for {process.look.waits_on}" if process.look.waits_on else ""
+    why = f"{'sleeping' if sleeps else 'asleep'}{sample.at(process)}{behind}, {sample.words()}{_usually(sample)}"
+    return _finding(sample, process, "waiting", "sleep" if sleeps else "waiting", why, next="look at that line")
+
+
+def _by_interest(sample: GroupSample) -> list[Process]:
+    """Those that stand in the user's code: first who counts work, then the outermost."""
+    standing = [m for m in sample.last.processes if sample.frame(m) is not None]
+    standing.sort(key=lambda m: (m.worker >= 0, not (m.slot is not None and counts(m.slot))))
+    return standing or list(sample.last.processes[:1])
+
+
+def _nobody_left(sample: GroupSample, chain: Chain) -> str:
+    if chain.is_cycle:
+        return f"{len(chain.links)} threads wait for each other" if len(chain.links) > 1 else "it waits for itself"
+    return "nobody is left who could end it"
+
+
+def _lost(sample: GroupSample, chain: Chain) -> str:
+    """A process whose end may be the reason: it was to answer, or to put into a queue."""
+    if chain.last.kind not in (
+        "pool",
+        "queue",
+        "process queue",
+        "pipe",
+        "lock",
+        "connection",
+        "manager",
+        "future",
+        "socket",
+    ):
+        return ""
+    gone = sample.graph.gone
+    return f"; process {gone[-1].pid} {gone[-1].words} {duration(gone[-1].ago_s)} ago" if gone else ""
+
+
+def _usually(sample: GroupSample) -> str:
+    return f", usually {duration(sample.usual_s)} at most" if sample.usual_s > 0.1 else ""
+
+
+_ADVICE = {  # by the last link of a chain: cause, advice
+    "timer": ("sleep", "look at that line"),
+    "thread": ("thread", "look at what that thread does"),
+    "child": ("child", "look at what that process does: lamp why PID"),
+    "stdin": ("prompt", "answer it, or start the command with its stdin from a file: < /dev/null"),
+    "debugger": ("debugger", "type c and Enter at its prompt, or take breakpoint() out"),
+    "file lock": ("file_lock", "let that process end or release the lock; lsof shows who has the file open"),
+    "import lock": ("import_lock", "import the module in one thread before the others start"),
+    "queue": ("dead_producer", "look at who should put into it, or take out of it"),
+    "process queue": ("dead_producer", "look at the process that should put into it; get(timeout=...) notices its end"),
+    "pool": ("pool", "look at the processes of the pool: lamp why PID"),
+    "future": ("future", "look at who should set it; an executor that waits for itself needs more workers"),
+    "event": ("event", "look at who should set it"),
+    "condition": ("condition", "look at who should notify it"),
+    "semaphore": ("semaphore", "look at who should release it"),
+    "barrier": ("barrier", "every party must reach it: look at those that have not"),
+    "task": ("asyncio", "look at the line that awaits, and at who should wake it"),
+    "pipe": ("pipe", "look at the process at the other end"),
+    "fifo": ("fifo", "open its other end"),
+    "socket": ("socket", "look at the other end; a timeout would notice that it is silent"),
+    "connect": ("connect", "is that address right, and does somebody listen there?"),
+    "listen": ("listen", "start who should connect, or look at why it does not"),
+    "signal": ("signal", "it waits until a signal comes"),
+    "lock": ("lock", "look at who holds it"),
+}
+
+
+def _cause_of(sample: GroupSample, chain: Chain, proved: bool) -> tuple[str, str]:
+    """What is waited for at the end of the chain, by name, and what to do about it."""
+    last = chain.last
+    locks = all(link.kind in ("lock", "thread", "import lock") for link in chain.links)
+    if locks and (chain.is_cycle or proved) and "forked" not in last.holder:
+        return "deadlock", "take the locks in one order, and wait for no thread while holding one"
+    if last.kind == "lock" and "forked" in last.holder:
+        return "fork_lock", "start processes before threads, or use the spawn start method"
+    if last.kind == "pool" and sample.graph.gone:
+        return (
+            "pool_child_lost",
+            "find out why it died (memory?); concurrent.futures raises BrokenProcessPool instead of waiting",
+        )
+    return _ADVICE.get(last.kind, ("waiting", "look at that line"))
+
+
 _RULES: tuple[Callable[[GroupSample], Diagnosis | None], ...] = (
-    _part_stopped, _late_rank, _outlier_rank, _waiting_for_worker, _child_lost, _anybody,
+    _part_stopped, _frozen, _starved, _meeting, _late_rank, _outlier_rank, _waiting_for_worker, _somebody_works, _all_asleep,
 )  # fmt: skip
 
 
@@ -343,7 +531,8 @@ _PHASES = (  # (part of a frame's file, part of its function, what that is); the
     ("", "tokenize", "tokenising"),
     ("datasets/arrow_dataset.py", "map", "mapping a dataset"),
     ("torch/utils/data", "", "waiting for a batch"),
-    ("torch/distributed", "", "in a collective"),
+    ("torch/distributed/distributed_c10d.py", "", "in a collective"),
+    ("torch/nn/parallel/distributed.py", "", "in a collective"),
     ("", "evaluation_loop", "evaluating"),
     ("", "evaluate", "evaluating"),
 )
@@ -351,7 +540,11 @@ _PHASES = (  # (part of a frame's file, part of its function, what that is); the
 
 def phase_from_stack(stack: ThreadStack) -> str:
     """What a script is in, by the libraries and functions that it stands in; empty where none tells."""
-    for frame in own_frames(stack):
+    frames = own_frames(stack)
+    importing = next((place for place, frame in enumerate(frames) if "importlib" in frame.file), None)
+    if importing is not None and not any(is_users(frame.file) for frame in frames[:importing]):
+        return "importing"  # names of libraries below it are their files, and nothing that they do
+    for frame in frames:
         for file, func, phase in _PHASES:
             if file in frame.file and func in frame.func:
                 return phase
@@ -372,13 +565,34 @@ def storm_verdict(process: Process, count: int, seconds: float, taken: Stacks | 
 # ---------------------------------------------------------------- those who have ended
 
 
-def _how_it_ended(ended: Exit) -> str:
-    if ended.code is None:
-        return "ended (how, the kernel does not say)"
-    if ended.code < 0:
-        memory = ", for memory" if ended.out_of_memory else ", not for memory"
-        return f"was killed by signal {-ended.code}" + (memory if ended.code == -9 else "")
-    return f"exited with {ended.code}"
+def killed_verdict(pid: int, code: int, out_of_memory: bool, largest_bytes: int) -> Verdict:
+    """The command itself was killed: by whom, as far as the kernel's counters tell."""
+    memory = (
+        f"; the kernel killed a process for memory then, and it had {largest_bytes / 1e9:.2f} GB"
+        if out_of_memory
+        else ""
+    )
+    why = f"the command (process {pid}) was killed by signal {-code}{memory}"
+    cause = "rss_oom" if out_of_memory else "killed"
+    return Verdict("dead", cause, why, _advice(cause), culprit={"pid": pid, "signal": -code})
+
+
+def failing_children_verdict(main: Process, ended: Sequence[Exit], seconds: float, taken: Stacks | None) -> Verdict:
+    """Processes end with an error as fast as they are started: a pool whose initializer fails starts new ones for ever."""
+    frame = users_frame(taken.threads[0]) if taken and taken.threads else None
+    said = next((one.slot.error for one in reversed(ended) if one.slot and one.slot.error), "")
+    why = (
+        f"processes are started and end at once, {len(ended)} within {seconds:.0f} s: each {how_it_ended(ended[-1])}"
+        f"{f' ({said})' if said else ''}; {main.words} waits{f' at {frame.short}' if frame else ''} for work that they cannot do"
+    )
+    advice = "look at what they print: the initializer of a pool, or the start of its target, fails again and again"
+    culprit = {"pid": main.pid, **(frame.fields() if frame else {})}
+    waits_for = {
+        "kind": "child",
+        "what": "a process of the pool that works",
+        "holder": f"processes such as {ended[-1].pid}",
+    }
+    return Verdict("waiting", "pool_init_fails", why, advice, culprit=culprit, waits_for=waits_for)
 
 
 def death_verdict(ended: Exit) -> Verdict | None:
@@ -394,9 +608,9 @@ def death_verdict(ended: Exit) -> Verdict | None:
         elif ended.out_of_memory:
             cause = "worker_oom"
         culprit |= {"worker": slot.worker, "item": slot.item}
-        why = f"worker {slot.worker} (process {ended.pid}) {_how_it_ended(ended)} at item {slot.item}"
+        why = f"worker {slot.worker} (process {ended.pid}) {how_it_ended(ended)} at item {slot.item}"
         return Verdict("dead", cause, why, _advice(cause), "none", evidence=(), culprit=culprit)
-    why = f"rank {slot.rank} (process {ended.pid}) {_how_it_ended(ended)} after {slot.step} steps, collective {slot.coll_seq}"
+    why = f"rank {slot.rank} (process {ended.pid}) {how_it_ended(ended)} after {slot.step} steps, collective {slot.coll_seq}"
     cause = "rank_sigkill" if ended.code == -9 else "rank_exit"
     return Verdict(
         "dead",
@@ -444,6 +658,7 @@ def _advice(cause: str) -> str:
         "worker_exit": "the dataset has left by itself (sys.exit, os._exit): look at that item",
         "spawn_pickle": "name the function at module level instead of a lambda, or use fork",
         "rss_oom": "a smaller batch, or a machine with more memory",
+        "killed": "look for who sent it: a person, a job limit, the kernel's log (dmesg)",
         "exception": "look at that line",
         "shm_small": "enlarge /dev/shm (docker run --shm-size=2g), fewer workers, or smaller batches",
     }.get(cause, "look at that item")

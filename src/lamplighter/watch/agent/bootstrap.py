@@ -73,22 +73,32 @@ def never_raises(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _ANSWER_BYTES = 1 << 16
 _answers: mmap.mmap | None = None
+_answered = 0  # bytes of the last answer
+_own_stacks: Any = None
 
 
 def _answer(number: int, stem: str) -> None:
     """Write the answer into mapped memory, its id last: a system call would give the GIL away, and each costs a turn."""
-    global _answers
+    global _answers, _answered, _own_stacks
+    if _own_stacks is None:
+        _own_stacks = _load("own_stacks")  # few processes are ever asked
     head, blank = (f'{{"id":{word:>20},'.encode() for word in (number, -1))
-    body = f'"threads":{layout.stacks_as_json(_main_ident)}}}'.encode("utf-8", "replace")
-    slot.add("answers")
-    slot.add("answered_bytes", len(head) + len(body))
+    body = f'"answer":{_own_stacks.answer_as_json(_main_ident)}}}'.encode("utf-8", "replace")
+    slot.add("answers")  # once before and once after: what is written in between is none of the script's work
     if _answers is None or len(head) + len(body) > len(_answers):
         _kept.append(_answers)
         _answers = layout.map_file(stem + ".stacks", ".json", (head + body).ljust(_ANSWER_BYTES + len(body)))
+        _answered = len(head) + len(body)
+        slot.add("answers")
         return
+    end = len(head) + len(body)
     _answers[: len(head)] = blank
-    _answers[len(head) :] = body.ljust(len(_answers) - len(head))
+    _answers[len(head) : end] = body
+    if end < _answered:  # no more pages are made dirty than the answer needs
+        _answers[end:_answered] = b" " * (_answered - end)
+    _answered = end
     _answers[: len(head)] = head
+    slot.add("answers")
 
 
 def _listen(ask: _Descriptor, stem: str) -> None:
@@ -331,7 +341,7 @@ def _command() -> str:
     return _read_own("cmdline").replace(b"\0", b" ").decode("utf-8", "replace").strip()[:200]
 
 
-def _number_of(name: str, default: int) -> int:
+def number_of(name: str, default: int) -> int:
     value = os.environ.get(name, "")
     return int(value) if value.isdigit() else default
 
@@ -341,7 +351,7 @@ def _new_slot(stem: str, forked: bool) -> layout.SlotWriter:
     blank = layout.SlotWriter()
     facts = {
         "pid": os.getpid(), "pid_start": _started_ticks(), "ppid": os.getppid(), "forked": forked,
-        "hello_ns": monotonic_ns(), "rank": _number_of("RANK", -1), "world": _number_of("WORLD_SIZE", 0),
+        "hello_ns": monotonic_ns(), "rank": number_of("RANK", -1), "world": number_of("WORLD_SIZE", 0),
     }  # fmt: skip
     for name, value in facts.items():
         blank.set(name, value)

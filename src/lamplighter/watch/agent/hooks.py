@@ -179,6 +179,19 @@ def _tensor_text(values: Iterable[Any]) -> str:
     return ""
 
 
+def _meeting_text(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Where the ranks meet; which one this is and how many there will be is noted on the way."""
+    given = {**dict(zip(("backend", "init_method", "timeout", "world_size", "rank"), args)), **kwargs}
+    for name, variable in (("rank", "RANK"), ("world_size", "WORLD_SIZE")):
+        number = given.get(name, -1)
+        number = number if isinstance(number, int) and number >= 0 else bootstrap.number_of(variable, -1)
+        if number >= 0:
+            bootstrap.slot.set("world" if name == "world_size" else name, number)
+    method = given.get("init_method")
+    by_environment = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    return f" at {method if isinstance(method, str) and not method.startswith('env') else by_environment}"
+
+
 def _collective_begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Zero where this call was made by another collective: that one counts."""
     ident = _thread.get_ident()
@@ -186,7 +199,8 @@ def _collective_begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, An
         return 0
     _in_collective.add(ident)
     slot = bootstrap.slot
-    slot.text("coll", name + _tensor_text((*args, *kwargs.values())))
+    about = _meeting_text(args, kwargs) if name == "init_process_group" else _tensor_text((*args, *kwargs.values()))
+    slot.text("coll", name + about)
     slot.text("coll_at", layout.place(layout.users_frame(sys._getframe(1))))
     if name != "init_process_group":
         slot.add("coll_seq")

@@ -20,7 +20,8 @@ def _load(name):
     import _frozen_importlib_external as external
 
     agent = os.path.dirname(_HERE)
-    folder = os.path.dirname(os.path.dirname(agent)) if name == "slot" else agent  # our own processes use the slot too
+    shared = name in ("slot", "own_stacks")  # our own processes use them too
+    folder = os.path.dirname(os.path.dirname(agent)) if shared else agent
     path = os.path.join(folder, name + ".py")
     before = sys.dont_write_bytecode, sys.pycache_prefix
     try:

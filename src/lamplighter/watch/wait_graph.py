@@ -1,0 +1,547 @@
+"""Who waits for whom in a process tree that is asleep, and whether anybody is left who could end it. Pure functions.
+
+In:  every thread of every process of the tree: what the kernel says that it waits for, what the process itself says.
+Out: the threads whose wait nobody can end (a closed set, which is a proof); the chain of waits from one thread to its end, in
+     words, with who holds what.
+
+The proof needs no Python: a thread can be woken if it runs, if a timer ends its wait, if somebody outside may (a person, the
+network, another process), or if one of those who could end its wait can itself be woken. Whoever is left when this has been
+followed to its end waits for others of the same set only, and none of them will ever move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lamplighter.procs.stacks import OUR_THREADS, Frame, ThreadStack, culprit, users_frame
+from lamplighter.procs.waits import FileLock, ThreadWait
+from lamplighter.watch import source_lines
+from lamplighter.watch.status import duration
+
+_SIGCHLD = 17
+_HARMLESS = ("/tqdm/_monitor.py",)  # threads that only look now and then, and wake nobody
+_LONGEST_CHAIN = 12
+
+
+@dataclass(frozen=True)
+class WaitingThread:
+    """One thread of the tree at the end of a stall."""
+
+    pid: int
+    tid: int
+    wait: ThreadWait
+    ran: bool = False  # it used a core during the stall, or is about to
+    locked: tuple[FileLock, ...] = ()  # locks that others have on files which its process has open
+    stack: ThreadStack | None = None
+
+    @property
+    def frame(self) -> Frame | None:
+        return culprit(self.stack) if self.stack else None
+
+    @property
+    def name(self) -> str:
+        return self.stack.name if self.stack else str(self.tid)
+
+    @property
+    def on(self) -> Mapping[str, Any]:
+        return (self.stack.on if self.stack else None) or {}
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether it wakes nobody: a bar's monitor, or a thread of ours that has nothing of the user's in hand."""
+        if self.stack is None:
+            return False
+        ours = self.stack.name in OUR_THREADS and users_frame(self.stack) is None
+        return ours or any(frame.file.endswith(_HARMLESS) for frame in self.stack.frames)
+
+
+@dataclass(frozen=True)
+class WaitingProcess:
+    """One process, and what may interrupt it."""
+
+    pid: int
+    ppid: int
+    name: str
+    words: str  # process 12 (python), worker 0 (process 13), rank 1 (process 14)
+    threads: tuple[WaitingThread, ...]
+    handlers: tuple[int, ...] = ()  # signals that its own code handles
+    timer: bool = False  # an interval timer runs
+    forked_beside: str = ""  # what its parent's threads did when it was forked
+
+    @property
+    def main(self) -> WaitingThread | None:
+        return next((thread for thread in self.threads if thread.tid == self.pid), None)
+
+    def thread(self, tid: int) -> WaitingThread | None:
+        return next((thread for thread in self.threads if thread.tid == tid), None)
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A process of the tree that has ended during the run."""
+
+    pid: int
+    words: str  # was killed by signal 9
+    ago_s: float
+
+
+@dataclass(frozen=True)
+class WaitGraph:
+    """All processes of the tree; `outside` names the others that appear in their waits."""
+
+    processes: tuple[WaitingProcess, ...]
+    outside: Mapping[int, str] = field(default_factory=dict)  # pid -> its command
+    gone: tuple[Gone, ...] = ()
+
+    def process(self, pid: int) -> WaitingProcess | None:
+        return next((one for one in self.processes if one.pid == pid), None)
+
+    def named(self, pid: int) -> str:
+        known = self.process(pid)
+        if known is not None:
+            return known.words
+        command = self.outside.get(pid, "")
+        return f"process {pid} ({command})" if command else f"process {pid}"
+
+
+# ---------------------------------------------------------------- the proof
+
+
+def cannot_be_woken(graph: WaitGraph) -> frozenset[tuple[int, int]]:
+    """(pid, tid) of every thread whose wait nobody can end."""
+    inside = {process.pid for process in graph.processes}
+    asleep = {
+        (process.pid, thread.tid): thread
+        for process in graph.processes
+        for thread in process.threads
+        if not _wakes_by_itself(process, thread, inside)
+    }
+    threads = {process.pid: [t.tid for t in process.threads if not t.is_harmless] for process in graph.processes}
+    children = {process.pid: [c.pid for c in graph.processes if c.ppid == process.pid] for process in graph.processes}
+    chld = {process.pid for process in graph.processes if _SIGCHLD in process.handlers}
+    while True:
+        alive = {pid for pid, tids in threads.items() if any((pid, tid) not in asleep for tid in tids)}
+
+        def woken(pid: int, tid: int, thread: WaitingThread, alive: set[int] = alive) -> bool:
+            for peer in thread.wait.peers:
+                others = [t for t in threads.get(peer, ()) if (peer, t) != (pid, tid)]
+                if any((peer, other) not in asleep for other in others):
+                    return True
+            return pid == tid and pid in chld and any(child in alive for child in children[pid])
+
+        waking = [key for key, thread in asleep.items() if woken(*key, thread)]
+        if not waking:
+            return frozenset(asleep)
+        for key in waking:
+            del asleep[key]
+
+
+def _wakes_by_itself(process: WaitingProcess, thread: WaitingThread, inside: set[int]) -> bool:
+    wait = thread.wait
+    if thread.ran or not wait.kind or wait.timed or wait.anybody or not wait.peers:
+        return True
+    if any(peer not in inside for peer in wait.peers):
+        return True
+    interrupted = process.timer or bool(set(process.handlers) - {_SIGCHLD})
+    return interrupted and thread.tid == process.pid
+
+
+# ---------------------------------------------------------------- the chain of waits
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one thread waits for, and who has it."""
+
+    thread: WaitingThread
+    kind: str
+    what: str  # in words: the lock `A`, process 12 (sleep 100), input from the terminal
+    holder: str = ""  # in words
+    path: str = ""
+    next: tuple[int, int] | None = None  # the thread that could end it, where it is one that can be looked at
+    timed: bool = False
+
+    def fields(self) -> dict[str, Any]:
+        """As `waits_for` of a verdict."""
+        found = {"kind": self.kind, "what": self.what, "holder": self.holder, "path": self.path}
+        return {name: value for name, value in found.items() if value}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """From a thread to the end of what it waits for."""
+
+    links: tuple[Link, ...]
+    is_cycle: bool = False
+
+    @property
+    def first(self) -> Link:
+        return self.links[0]
+
+    @property
+    def last(self) -> Link:
+        return self.links[-1]
+
+
+def follow(graph: WaitGraph, pid: int, tid: int) -> Chain | None:
+    """The waits from this thread on, until one runs, sleeps by a timer, waits for somebody outside, or closes a circle."""
+    links: list[Link] = []
+    seen: list[tuple[int, int]] = []
+    here: tuple[int, int] | None = (pid, tid)
+    while here is not None and here not in seen and len(links) < _LONGEST_CHAIN:
+        process = graph.process(here[0])
+        thread = process.thread(here[1]) if process else None
+        if process is None or thread is None:
+            break
+        seen.append(here)
+        links.append(_link(graph, process, thread))
+        here = links[-1].next
+    return Chain(tuple(links), is_cycle=here is not None and here in seen) if links else None
+
+
+def _link(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link:
+    """By what the process itself says of the thread, else by what the kernel says."""
+    if thread.ran:
+        return _in_and_out(graph, thread)
+    for understand in (_by_object, _by_kernel):
+        found = understand(graph, process, thread)
+        if found is not None:
+            return found
+    return Link(thread, "unknown", "something that cannot be seen")
+
+
+def _in_and_out(graph: WaitGraph, thread: WaitingThread) -> Link:
+    """It was on a core for moments only: it sleeps, looks, and sleeps again."""
+    if thread.locked:
+        holder = graph.named(thread.locked[0].pid)
+        path = thread.locked[0].path
+        return Link(thread, "file lock", f"the lock on {path}, trying again and again", holder, path, timed=True)
+    if thread.wait.kind in ("socket", "connect", "listen"):
+        return Link(thread, "socket", f"{thread.wait.on}, trying again and again", timed=True)
+    if thread.wait.kind == "poll" or thread.wait.timed:
+        return Link(thread, "polling", "something that it looks for again and again, sleeping in between", timed=True)
+    return Link(thread, "running", "nothing: it runs")
+
+
+def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link | None:
+    on, kind = thread.on, thread.on.get("kind", "")
+    if kind == "thread":
+        return _for_thread(process, thread, on.get("tid", 0), f"the thread {on.get('name')} to end")
+    if kind in ("process", "process process") or (kind == "pool" and thread.wait.kind == "child"):
+        return _for_process(
+            graph, thread, int(on.get("pid") or thread.wait.pid or 0), str(on.get("command") or on.get("name") or "")
+        )
+    if kind == "import lock":
+        return _for_thread(process, thread, on.get("owner", 0), f"the import of {on.get('name')}", "import lock")
+    if kind == "tasks":
+        return _for_tasks(thread)
+    if kind in ("lock", "") and thread.wait.kind in ("lock", "shared lock"):
+        return _for_lock(graph, process, thread)
+    words = {
+        "queue": {"get": "an item from a queue that is empty", "put": "room in a queue that is full",
+                  "join": f"task_done for {on.get('unfinished')} items of a queue"}.get(on.get("doing", ""), ""),
+        "process queue": {"get": "an item from a queue between processes", "put": "room in a queue between processes",
+                          }.get(on.get("doing", ""), "the feeder thread of a queue between processes"),
+        "future": f"the result of a future ({str(on.get('state', '')).lower()})",
+        "event": "an Event that nobody has set",
+        "condition": "a Condition that nobody has notified",
+        "semaphore": "a Semaphore that is at zero",
+        "barrier": f"a Barrier: {on.get('there')} of {on.get('parties')} are there",
+        "pool": "an answer of a pool of processes",
+        "work of a pool": "work: an idle thread of a pool",
+        "manager": "the process of a multiprocessing Manager",
+        "connection": "a message over a pipe from another process",
+        "debugger": "a command at the debugger's prompt",
+        "threads at exit": "threads that are no daemons, at the end of the program",
+    }.get(kind, f"a {kind} between processes" if kind.startswith("process ") else "")  # fmt: skip
+    if kind == "file lock":
+        return _for_file_lock(graph, thread, str(on.get("path", "")))
+    if not words:
+        return None
+    holder, following = _whoever_may(graph, process, thread)
+    if kind in ("pool", "future", "process queue", "connection") and (worker := _at_work(graph, process)) is not None:
+        holder, following = f"{worker.words}{_at(worker.main)}", (worker.pid, worker.pid)
+    return Link(thread, kind, words, holder, next=following, timed=thread.wait.timed)
+
+
+def _at_work(graph: WaitGraph, process: WaitingProcess) -> WaitingProcess | None:
+    """A child that has something of the user's in hand; the others of a pool are idle."""
+    children = [
+        one
+        for one in graph.processes
+        if one.ppid == process.pid and one.main is not None and one.main.stack is not None
+    ]
+    return next(
+        (one for one in children if one.main and one.main.stack and users_frame(one.main.stack) is not None), None
+    )
+
+
+def _for_thread(process: WaitingProcess, thread: WaitingThread, tid: int, what: str, kind: str = "thread") -> Link:
+    other = process.thread(tid)
+    holder = f"thread {other.name}{_at(other)}" if other else ""
+    return Link(
+        thread,
+        kind,
+        what,
+        holder,
+        next=(process.pid, tid) if other and other is not thread else None,
+        timed=thread.wait.timed,
+    )
+
+
+def _for_process(graph: WaitGraph, thread: WaitingThread, pid: int, command: str) -> Link:
+    other = graph.process(pid)
+    what = f"process {pid} ({command})" if command and pid else graph.named(pid) if pid else "a child process"
+    holder = f"{graph.named(pid)}{_at(other.main) if other and other.main else ''}" if pid else ""
+    return Link(
+        thread, "child", what, holder, next=(pid, pid) if other and other.main else None, timed=thread.wait.timed
+    )
+
+
+def _for_tasks(thread: WaitingThread) -> Link:
+    tasks = [task for task in thread.on.get("tasks", ()) if task.get("file")]
+    words = "; ".join(
+        f"{task['task']} awaits {_awaited(task)} at {'/'.join(task['file'].split('/')[-2:])}:{task['line']} ({task['func']})"
+        for task in tasks[:6]
+    )
+    return Link(thread, "task", words or "an event loop without tasks of its own", timed=thread.wait.timed)
+
+
+def _awaited(task: Mapping[str, Any]) -> str:
+    known = {
+        "locks.acquire": "a lock", "locks.wait": "an event or a condition", "queues.get": "an item from a queue",
+        "queues.put": "room in a queue", "tasks.sleep": "a timer", "streams.read": "a socket", "streams.readline": "a socket",
+        "streams.readexactly": "a socket", "Future": "a future", "_GatheringFuture": "several tasks", "tasks.wait_for": "a task",
+    }  # fmt: skip
+    if task.get("other"):
+        return f"task {task['other']}"
+    return known.get(str(task.get("awaits")), str(task.get("awaits")))
+
+
+def _for_lock(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link | None:
+    """Which lock, by the line that it stands at and the objects that the process names; and who is inside of it."""
+    wanted = waited_lock(thread)
+    shared = thread.wait.kind == "shared lock"
+    if wanted is None:
+        holder, following = _whoever_may(graph, process, thread)
+        lock = "a lock between processes" if shared else "a lock"
+        return Link(thread, "lock", lock, holder, next=following, timed=thread.wait.timed)
+    inside = wanted.get("of")
+    what = (
+        f"the lock inside of a {inside}"
+        if inside
+        else f"the {_KINDS.get(wanted['type'], wanted['type'])} `{wanted['name']}`"
+    )
+    owner = wanted.get("owner", 0)
+    if owner == -1:
+        return Link(
+            thread,
+            "lock",
+            what,
+            f"a thread that does not exist in this process{_at_fork(process)}",
+            timed=thread.wait.timed,
+        )
+    holders = (
+        [process.thread(owner)]
+        if owner > 0
+        else [one for one in process.threads if one is not thread and wanted["id"] in held_locks(one)]
+    )
+    if shared and not holders:
+        return _for_shared_lock(graph, process, thread, what)
+    if holders and holders[0] is thread:
+        return Link(
+            thread, "lock", what, "this very thread itself", next=(process.pid, thread.tid), timed=thread.wait.timed
+        )
+    if holders and holders[0] is not None:
+        other = holders[0]
+        at = (process.pid, other.tid)
+        return Link(thread, "lock", what, f"thread {other.name}{_at(other)}", next=at, timed=thread.wait.timed)
+    if wanted["id"] in held_locks(thread, outer=True):
+        return Link(
+            thread, "lock", what, "this very thread itself", next=(process.pid, thread.tid), timed=thread.wait.timed
+        )
+    if process.forked_beside:
+        return Link(
+            thread,
+            "lock",
+            what,
+            f"a thread of the process that forked this one{_at_fork(process)}",
+            timed=thread.wait.timed,
+        )
+    return Link(thread, "lock", what, "", timed=thread.wait.timed)
+
+
+_KINDS = {"lock": "lock", "RLock": "RLock", "Lock": "lock", "Queue": "queue"}
+
+
+def _at_fork(process: WaitingProcess) -> str:
+    return (
+        f" (held when it was forked; then: {process.forked_beside})"
+        if process.forked_beside
+        else " (held when it was forked)"
+    )
+
+
+def _for_shared_lock(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread, what: str) -> Link:
+    others = [graph.process(pid) for pid in thread.wait.peers if pid != process.pid]
+    inside = [one for one in others if one and any(_mine(one_thread) for one_thread in one.threads)]
+    candidates = inside or [one for one in others if one]
+    if not candidates:
+        dead = graph.gone[-1] if graph.gone else None
+        holder = f"nobody alive; process {dead.pid} {dead.words} {duration(dead.ago_s)} ago" if dead else "nobody alive"
+        return Link(thread, "lock", what, holder, timed=thread.wait.timed)
+    one = candidates[0]
+    return Link(thread, "lock", what, f"{one.words}{_at(one.main)}", next=(one.pid, one.pid), timed=thread.wait.timed)
+
+
+def _mine(thread: WaitingThread) -> bool:
+    frames = thread.stack.frames if thread.stack else ()
+    return any(lock.get("mine") for frame in frames for lock in frame.locks)
+
+
+def _for_file_lock(graph: WaitGraph, thread: WaitingThread, path: str) -> Link:
+    holder = thread.wait.pid
+    other = graph.process(holder)
+    words = f"{graph.named(holder)}{_at(other.main) if other and other.main else ''}" if holder else ""
+    return Link(
+        thread,
+        "file lock",
+        f"the lock on {path or 'a file'}",
+        words,
+        path,
+        next=(holder, holder) if other else None,
+        timed=thread.wait.timed,
+    )
+
+
+def _by_kernel(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link | None:
+    wait = thread.wait
+    if wait.kind == "timer":
+        return Link(thread, "timer", "a timer: it sleeps", timed=True)
+    if wait.kind == "child":
+        return _for_process(graph, thread, wait.pid, "")
+    if wait.kind == "file lock":
+        return _for_file_lock(graph, thread, wait.on)
+    if wait.kind == "terminal" or (wait.fd == 0 and wait.kind in ("pipe", "file", "fifo")):
+        return Link(thread, "stdin", "input from the terminal" if wait.kind == "terminal" else "input on stdin",
+                    "a person" if wait.kind == "terminal" else _others(graph, process, wait), timed=wait.timed)  # fmt: skip
+    words = {
+        "pipe": "room in a pipe that is full" if wait.writes else "data from a pipe",
+        "fifo": f"the other end of the FIFO {wait.on}" if wait.syscall.startswith("open") else f"the FIFO {wait.on}",
+        "socket": f"an answer from {wait.on}",
+        "listen": wait.on,
+        "connect": f"a connection to {wait.on}",
+        "signal": "a signal",
+        "disk": f"the disk ({wait.on})",
+        "file": wait.on,
+        "poll": f"one of several: {wait.on}" if wait.on else "one of several descriptors",
+        "event": "an event of its own",
+    }.get(wait.kind)  # fmt: skip
+    if words is None:
+        return None
+    if wait.idle_s >= 0:
+        words += f", from which the last byte came {duration(wait.idle_s)} ago"
+    holder, following = _whoever_may(graph, process, thread)
+    return Link(
+        thread, wait.kind, words, holder, wait.on if wait.kind in ("fifo", "file") else "", following, wait.timed
+    )
+
+
+def _others(graph: WaitGraph, process: WaitingProcess, wait: ThreadWait) -> str:
+    return ", ".join(graph.named(pid) for pid in wait.peers if pid != process.pid)[:200]
+
+
+def _whoever_may(
+    graph: WaitGraph, process: WaitingProcess, thread: WaitingThread
+) -> tuple[str, tuple[int, int] | None]:
+    """Those who could end it: other processes first; then other threads of this process that are at the user's work."""
+    peers = [pid for pid in thread.wait.peers if pid != process.pid]
+    if peers:
+        inside = [one for pid in peers if (one := graph.process(pid)) is not None]
+        words = ", ".join(f"{graph.named(pid)}{_at_main(graph, pid)}" for pid in peers[:3])
+        return words, (inside[0].pid, inside[0].pid) if len(peers) == 1 and inside else None
+    others = [
+        one
+        for one in process.threads
+        if one is not thread and not one.is_harmless and one.stack is not None and one.frame is not None
+    ]
+    if not others:
+        dead = graph.gone[-1] if graph.gone else None
+        return (
+            f"nobody: no other thread is left; process {dead.pid} {dead.words} {duration(dead.ago_s)} ago"
+            if dead
+            else "nobody: no other thread is left"
+        ), None
+    words = ", ".join(f"thread {one.name}{_at(one)}" for one in others[:3])
+    return words, (process.pid, others[0].tid) if len(others) == 1 else None
+
+
+def _at_main(graph: WaitGraph, pid: int) -> str:
+    other = graph.process(pid)
+    return _at(other.main) if other and other.main else ""
+
+
+def _at(thread: WaitingThread | None) -> str:
+    frame = thread.frame if thread else None
+    return f" at {frame.short}" if frame else ""
+
+
+# ---------------------------------------------------------------- locks by their names
+
+
+def waited_lock(thread: WaitingThread) -> Mapping[str, Any] | None:
+    """The lock that the innermost line takes: its name by the source, its identity by the process."""
+    on = thread.on
+    if on.get("kind") == "lock" and on.get("id"):
+        return on
+    frames = thread.stack.frames if thread.stack else ()
+    for frame in frames[:3]:
+        name = source_lines.lock_taken_at(frame.file, frame.line)
+        found = next((lock for lock in frame.locks if lock["name"] == name), None)
+        if found is not None:
+            return found
+    return None
+
+
+def held_locks(thread: WaitingThread, outer: bool = False) -> set[int]:
+    """The locks that it holds by a `with` around the line of one of its frames; `outer`: leave out the line that waits."""
+    found: set[int] = set()
+    for frame in thread.stack.frames if thread.stack else ():
+        names = source_lines.locks_around(frame.file, frame.line)
+        found |= {lock["id"] for lock in frame.locks if lock["name"] in names and lock.get("locked")}
+        found |= {lock["id"] for lock in frame.locks if not outer and lock.get("owner") == thread.tid}
+    return found
+
+
+def chain_words(chain: Chain) -> str:
+    """waits at a.py:3 (main) for the thread loader to end, which waits at b.py:9 (work) for the lock `A`, held by ..."""
+    parts = []
+    for number, link in enumerate(chain.links):
+        frame = link.thread.frame
+        where = f" at {frame.short}" if frame else ""
+        lead = "" if number == 0 else "which "
+        if link.kind == "timer":
+            parts.append(f"{lead}sleeps{where}")
+        elif link.kind == "polling":
+            parts.append(f"{lead}sleeps and looks again{where}, again and again: what it looks for has not come")
+        elif link.kind == "running":
+            parts.append(f"{lead}runs{where}")
+        else:
+            parts.append(f"{lead}waits{where} for {link.what}{_held_by(link, last=number == len(chain.links) - 1)}")
+    return ", ".join(parts)
+
+
+def _held_by(link: Link, last: bool) -> str:
+    if not link.holder:
+        return ""
+    word = "held by" if link.kind in ("lock", "file lock", "import lock") else "from"
+    if link.kind in ("child", "thread"):
+        return ""
+    return f", {word} {link.holder}" if last or link.kind in ("lock", "file lock") else f" ({word} {link.holder})"
+
+
+def closed(chain: Sequence[Link], stuck: frozenset[tuple[int, int]]) -> bool:
+    """Whether all of a chain is part of the proof."""
+    return all((link.thread.pid, link.thread.tid) in stuck for link in chain)
