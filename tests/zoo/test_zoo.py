@@ -186,6 +186,22 @@ def test_a_killed_child_is_outlived(tmp_path: Path, here: Command) -> None:
     assert json.loads(run.status.read_text())["attempt"] == 3
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+def test_an_error_that_may_pass_is_tried_once_more(tmp_path: Path, again: bool) -> None:
+    """A network's or a disk's; at the same step for the second time it is a bug."""
+    marks = "    open('again', 'w').close()\n" if again else ""
+    family = write_model(
+        tmp_path, f"{ONCE}def fault(model):\n{marks}    raise ConnectionResetError('the store has gone away')\n"
+    )
+    words = ["train", "--run", "r", *TINY, "--train.steps", "20", "--save.every_steps", "5", "--model.family", family]
+    assert lamp(*words, cwd=tmp_path).returncode == int(again)
+    run = RunDir(tmp_path / "runs" / "r")
+    found = verdicts_of(run, "exception")
+    assert [verdict["action"] for verdict in found] == (["restart", "stop"] if again else ["restart"])
+    assert "the store has gone away" in found[0]["why"]
+    assert len(events_of(run, "start")) == 2
+
+
 def test_restarts_without_progress_come_to_an_end(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(
         "import os, torch\n"

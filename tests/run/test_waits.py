@@ -1,0 +1,132 @@
+"""What real processes wait for, and who holds it, as the kernel tells; a process that runs already is watched from outside."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lamplighter.procs.waits import ThreadWait, look_at_waits
+from lamplighter.rundir import RunDir, read_json
+from running import STARTED, lamp, line_in, start_lamp, verdicts_of, wait_for
+
+Start = Callable[[str], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def call(code: str) -> subprocess.Popen[bytes]:
+        one = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.PIPE)
+        STARTED.append(one)
+        started.append(one)
+        return one
+
+    yield call
+    for one in started:
+        one.kill()
+        one.wait()
+        assert one.stdin is not None
+        one.stdin.close()
+
+
+def main_wait(pid: int) -> ThreadWait:
+    return next((wait for wait in look_at_waits([pid]).threads[pid] if wait.tid == pid), ThreadWait(pid))
+
+
+SELF = "its own threads"
+WAITS = {
+    "a lock": ("import threading; l = threading.Lock(); l.acquire(); l.acquire()", "lock", SELF),
+    "a lock between processes": (
+        "import multiprocessing as m; l = m.Lock(); l.acquire(); l.acquire()",
+        "shared lock",
+        SELF,
+    ),
+    "a pipe": ("import os; r, w = os.pipe(); os.read(r, 1)", "pipe", SELF),
+    "a pipe, polled": ("import os, select; r, w = os.pipe(); select.select([r], [], [])", "pipe", SELF),
+    "a local socket": ("import socket; a, b = socket.socketpair(); a.recv(1)", "socket", SELF),
+    "a connection": (
+        "import socket; s = socket.create_server(('127.0.0.1', 0)); c = socket.create_connection(s.getsockname()); c.recv(1)",
+        "socket",
+        SELF,
+    ),
+    "an event loop": ("import asyncio; asyncio.run(asyncio.Event().wait())", "socket", SELF),
+    "a listening socket": ("import socket; socket.create_server(('127.0.0.1', 0)).accept()", "listen", "anybody"),
+    "a FIFO": ("import os; os.mkfifo('f'); open('f')", "fifo", "anybody"),
+    "a signal": ("import signal; signal.pause()", "signal", "anybody"),
+    "stdin": ("input()", "pipe", "us"),
+    "a timer": ("import time; time.sleep(60)", "timer", "a timer"),
+    "a lock with a timeout": (
+        "import threading; l = threading.Lock(); l.acquire(); l.acquire(timeout=60)",
+        "lock",
+        "a timer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_a_thread_waits_for(name: str, start: Start) -> None:
+    code, kind, ends = WAITS[name]
+    pid = start(code).pid
+    wait = wait_for(lambda: (seen := main_wait(pid)).kind == kind and seen)
+    assert wait.timed == (ends == "a timer") and wait.anybody == (ends == "anybody")
+    assert wait.peers == {SELF: (pid,), "us": (os.getpid(),)}.get(ends, wait.peers)
+
+
+def test_file_locks_and_their_holders(start: Start, tmp_path: Path) -> None:
+    with open(tmp_path / "x.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waits = start("import fcntl; f = open('x.lock'); fcntl.flock(f, fcntl.LOCK_EX)").pid
+        wait = wait_for(lambda: (seen := main_wait(waits)).kind == "file lock" and seen)
+        assert (wait.on, wait.peers, wait.pid) == (str(tmp_path / "x.lock"), (os.getpid(),), os.getpid())
+
+
+def test_a_database_that_somebody_has_locked(start: Start, tmp_path: Path) -> None:
+    """It tries again and again, so no system call says it; the table of locks does."""
+    holder = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
+    holder.execute("begin exclusive")
+    tries = start("import sqlite3; sqlite3.connect('x.db', timeout=60).execute('begin exclusive')").pid
+    locked = wait_for(lambda: look_at_waits([tries]).locked[tries])
+    assert (locked[0].path, locked[0].pid) == (str(tmp_path / "x.db"), os.getpid())
+    holder.close()
+
+
+def test_a_child_is_waited_for_by_its_number(start: Start) -> None:
+    pid = start("import subprocess; subprocess.Popen(['sleep', '60']).wait()").pid
+    wait = wait_for(lambda: (seen := main_wait(pid)).kind == "child" and seen)
+    assert wait.pid > 0 and wait.peers == (wait.pid,) and "sleep" in wait.on
+    os.kill(wait.pid, signal.SIGKILL)
+
+
+HANG = """\
+import queue
+
+def train():
+    queue.Queue().get()  # the line
+
+train()
+"""
+
+
+def test_a_process_that_runs_already_is_watched_and_left(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HANG)
+    with subprocess.Popen([sys.executable, str(script)], cwd=tmp_path) as going:
+        watcher = start_lamp("watch", str(going.pid), cwd=tmp_path)
+        run = RunDir(tmp_path / "runs" / f"pid-{going.pid}")
+        found = wait_for(lambda: verdicts_of(run), process=watcher)[0]
+        assert (found["state"], found["culprit"]["line"]) == ("stuck", line_in(script, "# the line"))
+        assert found["provable"] and "nobody is left who could end it" in found["why"]
+        watcher.send_signal(signal.SIGINT)
+        assert watcher.wait(10) == 0 and going.poll() is None
+        assert read_json(run.status)["state"] == "left"
+        going.kill()
+    assert lamp("watch", "999999999", cwd=tmp_path).returncode == 66
