@@ -119,6 +119,17 @@ def test_a_deadlock_is_proved_by_what_every_thread_waits_for(user_file: str) -> 
         assert found is not None and (found.verdict.state, found.provable) == ("waiting", False), alive
 
 
+def test_signal_handlers_count_in_a_script_that_tells_its_phases_too(user_file: str) -> None:
+    """Ours end no wait; those of a script may, whether or not it uses lamplighter.phase."""
+    sample = locked_sample(user_file)
+    handling = {7: tuple(replace(one, handlers=(10,)) for one in sample.stacks[7])}
+    assert judge(replace(sample, stacks=handling)).provable  # type: ignore[union-attr]
+    script = Slot(pid=7, phase="tokenise", python="3.11.7")
+    last = replace(sample.last, processes=tuple(replace(one, slot=script) for one in sample.last.processes))
+    found = judge(replace(sample, last=last, stacks=handling))
+    assert found is not None and (found.verdict.state, found.provable) == ("waiting", False)
+
+
 def test_our_own_questions_are_no_bytes(user_file: str) -> None:
     """What a process writes while it answers us is left out when it is looked at; the rest counts."""
     tree = ProcessTree((), Path("/nowhere"))

@@ -168,7 +168,8 @@ def _told(answer: Mapping[str, Any]) -> Stacks:
         )
         for item in answer["threads"]
     )
-    return Stacks(threads, "listener", False, time.monotonic(), tuple(answer["handlers"]), answer["timer"])
+    handlers = tuple(answer["handlers"])
+    return Stacks(threads, "listener", at=time.monotonic(), handlers=handlers, timer=answer["timer"])
 
 
 def send(slot: Path, request: str) -> bool:

@@ -129,7 +129,7 @@ def _locked_files(system: _System, pid: int) -> list[FileLock]:
 
 
 @dataclass(frozen=True)
-class _Descriptor:
+class _OpenFile:
     fd: int
     target: str  # pipe:[4711], socket:[4712], /a/path, anon_inode:[eventfd]
 
@@ -151,15 +151,15 @@ class _Lock:
 class _System:
     """All that is looked up on the way, once."""
 
-    _descriptors: dict[int, dict[int, _Descriptor]] = field(default_factory=dict)
+    _descriptors: dict[int, dict[int, _OpenFile]] = field(default_factory=dict)
 
-    def descriptors(self, pid: int) -> dict[int, _Descriptor]:
+    def descriptors(self, pid: int) -> dict[int, _OpenFile]:
         if pid not in self._descriptors:
             found = {}
             for name in procfs.listed(f"/proc/{pid}/fd"):
                 target = _link(f"/proc/{pid}/fd/{name}")
                 if target:
-                    found[int(name)] = _Descriptor(int(name), target)
+                    found[int(name)] = _OpenFile(int(name), target)
             self._descriptors[pid] = found
         return self._descriptors[pid]
 
@@ -297,14 +297,14 @@ class _System:
             tid,
             one.kind if len({wait.kind for wait in known}) == 1 else "poll",
             on,
-            timed or any(wait.timed for wait in found),
-            tuple(dict.fromkeys(peer for wait in found for peer in wait.peers)),
-            any(wait.anybody for wait in found),
-            call,
-            one.pid if len(known) == 1 else 0,
-            one.idle_s if len(known) == 1 else -1.0,
-            fds[0][0] if len(fds) == 1 else -1,
-            len(fds) == 1 and fds[0][1],
+            timed=timed or any(wait.timed for wait in found),
+            peers=tuple(dict.fromkeys(peer for wait in found for peer in wait.peers)),
+            anybody=any(wait.anybody for wait in found),
+            syscall=call,
+            pid=one.pid if len(known) == 1 else 0,
+            idle_s=one.idle_s if len(known) == 1 else -1.0,
+            fd=fds[0][0] if len(fds) == 1 else -1,
+            writes=len(fds) == 1 and fds[0][1],
         )
 
     # -- descriptors
@@ -348,8 +348,15 @@ class _System:
             )
         if "eventpoll" in target and (inner := _epoll_fds(pid, fd)) is not None:
             found = [self._on_descriptor(pid, tid, call, one, writes) for one, writes in inner if one != fd]
-            return ThreadWait(tid, "poll", ", ".join(w.on for w in found if w.on), any(w.timed for w in found),
-                              tuple(peer for w in found for peer in w.peers), any(w.anybody for w in found), call)  # fmt: skip
+            return ThreadWait(
+                tid,
+                "poll",
+                ", ".join(wait.on for wait in found if wait.on),
+                timed=any(wait.timed for wait in found),
+                peers=tuple(peer for wait in found for peer in wait.peers),
+                anybody=any(wait.anybody for wait in found),
+                syscall=call,
+            )
         return ThreadWait(tid, "other", target, anybody=True, syscall=call)
 
     def _socket(self, tid: int, call: str, inode: str) -> ThreadWait:

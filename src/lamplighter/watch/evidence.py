@@ -99,9 +99,9 @@ class GroupSample:
                 process.pid,
                 wait.tid,
                 wait,
-                _has_run(wait, earlier.get(wait.tid), now.get(wait.tid)),
-                self.waits.locked.get(process.pid, ()),
-                stacks.get(wait.tid),
+                ran=_has_run(wait, earlier.get(wait.tid), now.get(wait.tid)),
+                locked=self.waits.locked.get(process.pid, ()),
+                stack=stacks.get(wait.tid),
             )
             for wait in self.waits.threads.get(process.pid, ())
             if not wait.on.endswith(".ask")  # the thread that answers us
@@ -109,12 +109,18 @@ class GroupSample:
         slot = process.slot
         told = newest.handlers if newest is not None else None
         handlers = told if told is not None else self.waits.handlers.get(process.pid, ())
-        if slot is not None and slot.phase:
-            handlers = ()  # a process of ours: its handlers stop it, and end no wait
+        if process.is_ours:
+            handlers = ()  # they stop it, and end no wait
         return WaitingProcess(
-            process.pid, process.ppid, process.look.name, process.words, threads, handlers,
-            newest is not None and newest.timer, slot.forked_beside if slot else "",
-        )  # fmt: skip
+            process.pid,
+            process.ppid,
+            process.look.name,
+            process.words,
+            threads,
+            handlers=handlers,
+            timer=newest is not None and newest.timer,
+            forked_beside=slot.forked_beside if slot else "",
+        )
 
 
 def _has_run(wait: ThreadWait, before: ThreadLook | None, now: ThreadLook | None) -> bool:

@@ -51,6 +51,11 @@ class Process:
         return self.slot.rank if self.slot else -1
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it reports itself; the agent, which lives in other people's processes, writes down their Python."""
+        return self.slot is not None and bool(self.slot.phase) and not self.slot.python
+
+    @property
     def words(self) -> str:
         if self.worker >= 0:
             return f"worker {self.worker} (process {self.pid})"

@@ -20,7 +20,7 @@ from lamplighter.watch.diagnosis import BUSY, Diagnosis, judge_process
 from lamplighter.watch.evidence import GroupSample, how_it_ended
 from lamplighter.watch.process_tree import Exit, Process, Snapshot, counts
 from lamplighter.watch.status import duration
-from lamplighter.watch.wait_graph import Chain, chain_words, closed, follow
+from lamplighter.watch.wait_graph import WaitChain, chain_words, closed, follow
 
 _SAME_EVERYWHERE = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "barrier", "reduce")
 _MEETING = "init_process_group"
@@ -64,7 +64,7 @@ def _finding(
 def _part_stopped(sample: GroupSample) -> Diagnosis | None:
     """Part of the tree is stopped by a signal. Where all of a command is, a person may have pressed Ctrl+Z."""
     halted = [process for process in sample.last.processes if process.look.stopped]
-    ours = any(process.slot is not None and process.slot.phase for process in halted)
+    ours = any(process.is_ours for process in halted)
     if not halted or (len(halted) == len(sample.last.processes) and not ours):
         return None
     one = halted[0]
@@ -201,7 +201,7 @@ def _late_rank(sample: GroupSample) -> Diagnosis | None:
         f" ({ahead.slot.coll}); rank {ahead.rank} waits in it at {_short(ahead.slot.coll_at)}, {sample.words()}"
     )
     advice = "every rank must reach the same collectives: look at that line of the late rank"
-    return _rank_late(sample, one, ahead, busy, why, advice)
+    return _rank_late(sample, one, ahead, busy=busy, why=why, advice=advice)
 
 
 def _rank_late(sample: GroupSample, one: Process, other: Process, busy: bool, why: str, advice: str) -> Diagnosis:
@@ -274,7 +274,7 @@ def _outlier_rank(sample: GroupSample) -> Diagnosis | None:
         f" backward pass{sample.at(other)}, {sample.words()}"
     )
     advice = "every rank must make the same number of steps: look at that line of the late rank"
-    return _rank_late(sample, one, other, busy, why, advice)
+    return _rank_late(sample, one, other, busy=busy, why=why, advice=advice)
 
 
 def _group_by_line(stacks: Sequence[tuple[Process, ThreadStack | None]]) -> dict[str, list[Process]]:
@@ -436,13 +436,13 @@ def _by_interest(sample: GroupSample) -> list[Process]:
     return standing or list(sample.last.processes[:1])
 
 
-def _nobody_left(sample: GroupSample, chain: Chain) -> str:
+def _nobody_left(sample: GroupSample, chain: WaitChain) -> str:
     if chain.is_cycle:
         return f"{len(chain.links)} threads wait for each other" if len(chain.links) > 1 else "it waits for itself"
     return "nobody is left who could end it"
 
 
-def _lost(sample: GroupSample, chain: Chain) -> str:
+def _lost(sample: GroupSample, chain: WaitChain) -> str:
     """A process whose end may be the reason: it was to answer, or to put into a queue."""
     if chain.last.kind not in (
         "pool",
@@ -491,7 +491,7 @@ _ADVICE = {  # by the last link of a chain: cause, advice
 }
 
 
-def _cause_of(sample: GroupSample, chain: Chain, proved: bool) -> tuple[str, str]:
+def _cause_of(sample: GroupSample, chain: WaitChain, proved: bool) -> tuple[str, str]:
     """What is waited for at the end of the chain, by name, and what to do about it."""
     last = chain.last
     locks = all(link.kind in ("lock", "thread", "import lock") for link in chain.links)

@@ -170,7 +170,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Chain:
+class WaitChain:
     """From a thread to the end of what it waits for."""
 
     links: tuple[Link, ...]
@@ -185,7 +185,7 @@ class Chain:
         return self.links[-1]
 
 
-def follow(graph: WaitGraph, pid: int, tid: int) -> Chain | None:
+def follow(graph: WaitGraph, pid: int, tid: int) -> WaitChain | None:
     """The waits from this thread on, until one runs, sleeps by a timer, waits for somebody outside, or closes a circle."""
     links: list[Link] = []
     seen: list[tuple[int, int]] = []
@@ -198,7 +198,7 @@ def follow(graph: WaitGraph, pid: int, tid: int) -> Chain | None:
         seen.append(here)
         links.append(_link(graph, process, thread))
         here = links[-1].next
-    return Chain(tuple(links), is_cycle=here is not None and here in seen) if links else None
+    return WaitChain(tuple(links), is_cycle=here is not None and here in seen) if links else None
 
 
 def _link(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link:
@@ -444,9 +444,8 @@ def _by_kernel(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
     if wait.idle_s >= 0:
         words += f", from which the last byte came {duration(wait.idle_s)} ago"
     holder, following = _whoever_may(graph, process, thread)
-    return Link(
-        thread, wait.kind, words, holder, wait.on if wait.kind in ("fifo", "file") else "", following, wait.timed
-    )
+    path = wait.on if wait.kind in ("fifo", "file") else ""
+    return Link(thread, wait.kind, words, holder, path, next=following, timed=wait.timed)
 
 
 def _others(graph: WaitGraph, process: WaitingProcess, wait: ThreadWait) -> str:
@@ -515,7 +514,7 @@ def held_locks(thread: WaitingThread, outer: bool = False) -> set[int]:
     return found
 
 
-def chain_words(chain: Chain) -> str:
+def chain_words(chain: WaitChain) -> str:
     """waits at a.py:3 (main) for the thread loader to end, which waits at b.py:9 (work) for the lock `A`, held by ..."""
     parts = []
     for number, link in enumerate(chain.links):
