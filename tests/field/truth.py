@@ -100,7 +100,7 @@ STYLES = [
         (("slow_worker", "python_loop", "running"), ITEM),
         (("worker_hang", "waiting"), ITEM),
     ),
-    *style("hf_trainer", (("python_loop", "running"), {}), (("dead_producer", "waiting", "deadlock"), {})),
+    *style("hf_trainer", (("python_loop", "running"), {}), (("event", "dead_producer", "waiting", "deadlock"), {})),
     *style(
         "datasets_map",
         (("slow_worker", "python_loop", "running"), {"item": 310}),
