@@ -214,7 +214,7 @@ class Model(torch.nn.Module):
 
 def write_model(folder: Path, before: str) -> str:
     """A model of one's own whose forward pass does this first; the words that choose it. `model.calls` counts training steps."""
-    body = before if before.lstrip().startswith(("def ", "from ")) else f"def before(model):\n    {before}\n"
+    body = before if "def before(" in before else f"def before(model):\n    {before}\n"
     (folder / "own.py").write_text(MODEL + body)
     return "own:Model"
 

@@ -20,6 +20,7 @@ class Served:
     ranges: bool = True
     drops: list[int] = field(default_factory=list)  # bytes of the file at which the connection ends, once each
     stalls: list[int] = field(default_factory=list)  # where nothing more comes, once each
+    spared: int = -1  # requests that begin at this byte or before meet no drop and no stall: a first look takes none away
     always_drop: int | None = None
     refuse: list[int] = field(default_factory=list)  # answers before the first good one
     announce: int = 0  # this many bytes more than there are
@@ -88,6 +89,8 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, found: Served, begin: int, stop: int) -> None:
         at = begin
         drops, stalls = found.drops, found.stalls  # of this request: a later one may get others
+        if begin <= found.spared:
+            drops, stalls = [], []
         while at < stop:
             block = found.data[at : min(stop, at + 4096)]
             for places in (drops, stalls):

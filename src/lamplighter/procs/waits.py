@@ -120,9 +120,16 @@ def _locked_files(system: _System, pid: int) -> list[FileLock]:
             by_inode[lock.inode].append(lock.pid)
     found = []
     for opened in system.descriptors(pid).values():
-        if opened.target.startswith("/") and (inode := _device_inode(f"/proc/{pid}/fd/{opened.fd}")) in by_inode:
+        if not opened.target.startswith("/") or (inode := _device_inode(f"/proc/{pid}/fd/{opened.fd}")) not in by_inode:
+            continue
+        if not _holds_lock(pid, opened.fd):
             found += [FileLock("lock", holder, opened.target) for holder in by_inode[inode]]
     return list(dict.fromkeys(found))
+
+
+def _holds_lock(pid: int, fd: int) -> bool:
+    """Whether a lock belongs to this very descriptor: a child that inherited it holds the lock with whoever took it."""
+    return "\nlock:" in procfs.read(f"/proc/{pid}/fdinfo/{fd}")
 
 
 # ---------------------------------------------------------------- the system at one moment

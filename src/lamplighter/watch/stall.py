@@ -28,6 +28,7 @@ _UNCOUNTED_STALL_S = 3.0  # for a phase of ours that counts nothing (an import, 
 CLOSE_LOOK_S = 1.0  # from here on every look is a close one
 _WINDOW_S = 8.0
 _WITHOUT_STACKS_S = 4.5  # if those of our own process cannot be had by then, judge without
+_STOPPED_WITHOUT_STACKS_S = 3.5  # and those of a command of which a part is stopped: py-spy may take long over that part
 _TIMES_USUAL = 4.0
 _LATEST_S = 5.0  # naming costs nothing: what was slow once must not keep the next hang unnamed for longer than this
 _TIMES_OUTLIVED = 1.5  # what has ended by itself before is said again only when it lasts so much longer
@@ -101,7 +102,7 @@ class StallDetector:
         if not compiling:
             self._capture_when_due(tree, snapshot)
         late = self.ours and (compiling or self.gap_s > _WITHOUT_STACKS_S)
-        if self.captures or late or (halted and not self.ours):
+        if self.captures or late or (halted and not self.ours and self.gap_s > _STOPPED_WITHOUT_STACKS_S):
             self._settle(judge(self.sample()), snapshot.at)
 
     @property

@@ -12,7 +12,7 @@ followed to its end waits for others of the same set only, and none of them will
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lamplighter.procs.stacks import OUR_THREADS, Frame, ThreadStack, culprit, users_frame
@@ -204,7 +204,7 @@ def follow(graph: WaitGraph, pid: int, tid: int) -> WaitChain | None:
 def _link(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link:
     """By what the process itself says of the thread, else by what the kernel says."""
     if thread.ran:
-        return _in_and_out(graph, thread)
+        return _in_and_out(graph, process, thread)
     for understand in (_by_object, _by_kernel):
         found = understand(graph, process, thread)
         if found is not None:
@@ -212,8 +212,11 @@ def _link(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> L
     return Link(thread, "unknown", "something that cannot be seen")
 
 
-def _in_and_out(graph: WaitGraph, thread: WaitingThread) -> Link:
-    """It was on a core for moments only: it sleeps, looks, and sleeps again."""
+def _in_and_out(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link:
+    """It was on a core for moments only: it sleeps, looks, and sleeps again. What for, the process itself may tell."""
+    found = _by_object(graph, process, thread) if thread.on.get("kind") else None
+    if found is not None:
+        return replace(found, what=f"{found.what}, looking again and again", timed=True)
     if thread.locked:
         holder = graph.named(thread.locked[0].pid)
         path = thread.locked[0].path
@@ -533,12 +536,12 @@ def chain_words(chain: WaitChain) -> str:
 
 
 def _held_by(link: Link, last: bool) -> str:
-    if not link.holder:
+    """Where its holder stands is told only of the last one: of the others the next link tells it."""
+    if not link.holder or link.kind in ("child", "thread"):
         return ""
     word = "held by" if link.kind in ("lock", "file lock", "import lock") else "from"
-    if link.kind in ("child", "thread"):
-        return ""
-    return f", {word} {link.holder}" if last or link.kind in ("lock", "file lock") else f" ({word} {link.holder})"
+    holder = link.holder if last or link.next is None else link.holder.split(" at ")[0]
+    return f", {word} {holder}" if last or link.kind in ("lock", "file lock") else f" ({word} {holder})"
 
 
 def closed(chain: Sequence[Link], stuck: frozenset[tuple[int, int]]) -> bool:
