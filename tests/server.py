@@ -20,7 +20,7 @@ class Served:
     ranges: bool = True
     drops: list[int] = field(default_factory=list)  # bytes of the file at which the connection ends, once each
     stalls: list[int] = field(default_factory=list)  # where nothing more comes, once each
-    spared: int = -1  # requests that begin at this byte or before meet no drop and no stall: a first look takes none away
+    spared: int = -1  # requests that begin at or before this byte meet no drop and no stall
     always_drop: int | None = None
     refuse: list[int] = field(default_factory=list)  # answers before the first good one
     announce: int = 0  # this many bytes more than there are
