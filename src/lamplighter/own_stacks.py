@@ -191,7 +191,8 @@ def _about_lock(name: str, value: Any, tids: Mapping[int, int]) -> dict[str, Any
     shared = _field(value, "_semlock")
     if shared is not None:
         found["locked"], found["shared"] = bool(shared._is_zero()), True
-        found["mine"] = bool(shared._is_mine())
+        found["mine"] = bool(shared._count())  # by any thread of this process
+        found["key"] = str(shared.name or shared.handle)  # the same in every process that has it
     return found
 
 
@@ -219,7 +220,7 @@ def _locks_of(frame: FrameType, tids: Mapping[int, int]) -> list[dict[str, Any]]
 
 def _waits_on(frame: FrameType, tids: Mapping[int, int]) -> dict[str, Any] | None:
     """By the functions of the standard library that it is in; the outermost of them knows most. None where there is none."""
-    found: dict[str, Any] | None = None
+    found: dict[str, Any] | None = _on_database(frame) if "_sqlite3" in sys.modules else None
     walk: FrameType | None = frame
     depth = 0
     while walk is not None and depth < 24:
@@ -235,6 +236,19 @@ def _waits_on(frame: FrameType, tids: Mapping[int, int]) -> dict[str, Any] | Non
         walk = walk.f_back
         depth += 1
     return found
+
+
+def _on_database(frame: FrameType) -> dict[str, Any] | None:
+    """Its innermost line may be a call of SQLite, which is C: told by the variables of that frame."""
+    values, copied = _variables(frame)
+    code = frame.f_code
+    try:
+        named = [values.get(name, frame.f_globals.get(name)) for name in code.co_varnames + code.co_names]
+        held = [*named, *(_field(one, part) for one in named if one is not None for part in code.co_names)]
+        return {"kind": "database"} if any(type(one).__module__ == "sqlite3" for one in held) else None
+    finally:
+        if copied:
+            values.clear()  # type: ignore[attr-defined]
 
 
 def _in_threading(func: str, frame: FrameType, tids: Mapping[int, int]) -> dict[str, Any] | None:
@@ -284,12 +298,21 @@ def _in_multiprocessing(func: str, frame: FrameType, tids: Mapping[int, int]) ->
         popen = _field(me, "_popen")
         return {"kind": "process", "pid": getattr(popen, "pid", 0) or 0, "name": str(_field(me, "_name"))}
     if file.endswith("synchronize.py") and func in ("__enter__", "acquire", "wait", "wait_for"):
-        return {"kind": f"process {type(me).__name__.lower()}", **_about_lock("self", me, tids)}
+        return _about_shared(me, tids)
     if file.endswith("managers.py"):
         return {"kind": "manager", "doing": func}
     if file.endswith("connection.py") and func in ("recv", "recv_bytes", "poll", "accept", "Client"):
         return {"kind": "connection", "doing": func}
     return None
+
+
+def _about_shared(me: Any, tids: Mapping[int, int]) -> dict[str, Any]:
+    """A lock, event or barrier between processes."""
+    kind = type(me).__name__.lower()
+    if kind == "barrier":
+        return {"kind": "process barrier", "parties": _field(me, "_parties"), "there": list(_field(me, "_array"))[1]}
+    about = _about_lock("self", me, tids)
+    return {**about, "kind": "lock"} if kind in ("lock", "rlock") else {**about, "kind": f"process {kind}"}
 
 
 def _in_subprocess(func: str, frame: FrameType, tids: Mapping[int, int]) -> dict[str, Any] | None:
@@ -317,10 +340,9 @@ def _in_import(func: str, frame: FrameType, tids: Mapping[int, int]) -> dict[str
 
 
 def _in_filelock(func: str, frame: FrameType, tids: Mapping[int, int]) -> dict[str, Any] | None:
-    if func != "acquire":
-        return None
-    context = _field(_local(frame, "self"), "_context")
-    return {"kind": "file lock", "path": str(_field(context, "lock_file") or "")}
+    """The library polls. Its object keeps the path by thread, where another thread does not see it; the function that polls knows it."""
+    path = _plain(_local(frame, "lock_filename")) if func in ("acquire", "_poll_until_acquired") else ""
+    return {"kind": "file lock", "path": os.path.join(os.getcwd(), path)} if path else None  # noqa: PTH109, PTH118
 
 
 def _in_debugger(func: str, frame: FrameType, tids: Mapping[int, int]) -> dict[str, Any] | None:
@@ -384,7 +406,14 @@ def _handlers() -> list[int]:
     if signals is None:
         return []
     default = (signals.SIG_DFL, signals.SIG_IGN, None, signals.default_int_handler)
-    return [int(number) for number in signals.valid_signals() if signals.getsignal(number) not in default]
+    found = {int(number): signals.getsignal(number) for number in signals.valid_signals()}
+    return [number for number, one in found.items() if one not in default and not _interrupts_loop(one)]
+
+
+def _interrupts_loop(handler: Any) -> bool:
+    """asyncio.run's own for Ctrl+C: it ends the program, as Python's own does."""
+    method = getattr(handler, "func", None) if type(handler).__module__ == "functools" else None
+    return getattr(method, "__qualname__", "") == "Runner._on_sigint"
 
 
 def _timer_runs() -> bool:

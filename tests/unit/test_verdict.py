@@ -15,13 +15,14 @@ from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir
 from lamplighter.slot import Slot
 from lamplighter.watch.diagnosis import Diagnosis
+from lamplighter.watch.end_diagnosis import death_verdict
 from lamplighter.watch.evidence import GroupSample, from_json, to_json
 from lamplighter.watch.process_tree import Exit, Process, ProcessTree, Snapshot
 from lamplighter.watch.resources import disk_verdict, memory_verdict
 from lamplighter.watch.restart_policy import RestartPolicy
 from lamplighter.watch.source_lines import enclosing_loop
 from lamplighter.watch.stall import StallDetector
-from lamplighter.watch.tree_diagnosis import death_verdict, judge, phase_from_stack
+from lamplighter.watch.tree_diagnosis import judge, phase_from_stack
 
 SOURCE = """\
 def forward(x):
@@ -75,7 +76,7 @@ def test_the_catalogue(user_file: str) -> None:
     assert cause([moment(2, state="D"), moment(4, state="D", read=10**6)], here) == ("slow", "slow_disk", False)
     assert cause([moment(2), moment(4, compiling=1)], []) == ("slow", "compile_slow", False)
     assert cause([moment(2), moment(4, children=(compiler,))], here) == ("slow", "compile_slow", False)
-    assert cause([moment(2), moment(4, collecting=1)], here) == ("slow", "gc", False)
+    assert cause([moment(2), moment(4, collecting=1, cpu_s=1.0)], here) == ("slow", "gc", False)
     assert cause([moment(2), moment(4, read=80_000, waits_on="/data/x")], here) == ("slow", "slow_disk", False)
     assert cause(busy, here) == ("slow", "python_loop", False)
     assert cause(busy, [stack_at(user_file, 5)] * 2) == ("slow", "livelock", False)

@@ -127,7 +127,7 @@ def on(kind: str, **more: Any) -> ThreadStack:
         ("queue", {"doing": "get"}, lock(MAIN), "an item from a queue that is empty"),
         ("queue", {"doing": "join", "unfinished": 3}, lock(MAIN), "task_done for 3 items"),
         ("future", {"state": "PENDING"}, lock(MAIN), "the result of a future (pending)"),
-        ("barrier", {"there": 1, "parties": 3}, lock(MAIN), "1 of 3 are there"),
+        ("barrier", {"there": 1, "parties": 3}, lock(MAIN), "a Barrier of 3: 1 are there, 2 missing"),
         ("event", {}, lock(MAIN), "an Event that nobody has set"),
         ("debugger", {}, ThreadWait(MAIN, "terminal", "/dev/pts/1", anybody=True), "the debugger's prompt"),
         ("", {}, ThreadWait(MAIN, "terminal", "/dev/pts/1", anybody=True), "input from the terminal, from a person"),

@@ -281,6 +281,12 @@ def users_line(frames: Iterable[Frame]) -> Frame | None:
     return next((frame for frame in frames if is_users(frame.file)), None)
 
 
+def tried_files(taken: Iterable[Stacks]) -> list[str]:
+    """The files that threads try to lock again and again, as the processes themselves tell."""
+    told = [thread.on or {} for one in taken for thread in one.threads]
+    return [str(on["path"]) for on in told if on.get("kind") == "file lock" and on.get("path")]
+
+
 def users_frame(stack: ThreadStack) -> Frame | None:
     """The innermost frame of the user's code in a thread."""
     return users_line(own_frames(stack))

@@ -93,13 +93,16 @@ class Waits:
     )  # signals that it handles beyond Python's own, by pid
 
 
-def look_at_waits(pids: Sequence[int]) -> Waits:
-    """The waits of every thread of these processes; nothing where the system does not tell (macOS)."""
+def look_at_waits(pids: Sequence[int], paths: Sequence[str] = ()) -> Waits:
+    """The waits of every thread of these processes; nothing where the system does not tell (macOS).
+
+    `paths`: files that they are known to try to lock again and again, without keeping them open in between.
+    """
     if procfs.BY_PSUTIL:
         return Waits()
     system = _System()
     threads = {pid: tuple(system.waits(pid)) for pid in pids}
-    locked = {pid: tuple(_locked_files(system, pid)) for pid in pids}
+    locked = {pid: tuple(_locked_files(system, pid, paths)) for pid in pids}
     named = {other for each in threads.values() for wait in each for other in (*wait.peers, wait.pid)}
     named |= {lock.pid for each in locked.values() for lock in each}
     others = sorted(pid for pid in named if pid > 0 and pid not in threads)[:_MOST_COMMANDS]
@@ -112,18 +115,26 @@ def _handlers(pid: int) -> tuple[int, ...]:
     return tuple(number for number in procfs.caught_signals(pid) if number not in _COMMON_SIGNALS)
 
 
-def _locked_files(system: _System, pid: int) -> list[FileLock]:
-    """The files that a process has open and on which another process has a lock: what a retry loop may be waiting for."""
-    by_inode: dict[str, list[int]] = defaultdict(list)
+def _locked_files(system: _System, pid: int, paths: Sequence[str]) -> list[FileLock]:
+    """The files that a process has open, or tries to lock, and that are locked: what a retry loop may be waiting for.
+
+    A lock of the process's own on a descriptor is left out; one on the file (fcntl) belongs to the process as a whole, and may be
+    what another part of it waits for (two connections to one database).
+    """
+    by_inode: dict[str, list[_Lock]] = defaultdict(list)
     for lock in system.locks:
-        if not lock.waits and lock.pid != pid and lock.pid > 0:
-            by_inode[lock.inode].append(lock.pid)
+        if not lock.waits and lock.pid > 0:
+            by_inode[lock.inode].append(lock)
+    if not by_inode:
+        return []
+    opened = {f"/proc/{pid}/fd/{one.fd}": one for one in system.descriptors(pid).values() if one.target.startswith("/")}
+    tried = {path: _OpenFile(-1, path) for path in paths}
     found = []
-    for opened in system.descriptors(pid).values():
-        if not opened.target.startswith("/") or (inode := _device_inode(f"/proc/{pid}/fd/{opened.fd}")) not in by_inode:
-            continue
-        if not _holds_lock(pid, opened.fd):
-            found += [FileLock("lock", holder, opened.target) for holder in by_inode[inode]]
+    for path, file in {**opened, **tried}.items():
+        for lock in by_inode.get(_device_inode(path), ()):
+            theirs = lock.pid != pid and not (file.fd >= 0 and _holds_lock(pid, file.fd))
+            if theirs or (lock.pid == pid and lock.kind == "posix"):
+                found.append(FileLock(lock.kind, lock.pid, file.target))
     return list(dict.fromkeys(found))
 
 

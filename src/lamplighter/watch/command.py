@@ -22,7 +22,8 @@ from lamplighter.procs import procfs
 from lamplighter.rundir import LineFile, RunDir
 from lamplighter.watch import agent, time_report
 from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
-from lamplighter.watch.diagnosis import BUSY, Diagnosis
+from lamplighter.watch.diagnosis import Diagnosis
+from lamplighter.watch.evidence import BUSY
 from lamplighter.watch.process_tree import Process, Snapshot, counts
 from lamplighter.watch.stall import STALL_S, StallDetector
 from lamplighter.watch.status import Rate, amount, clean, duration

@@ -21,13 +21,12 @@ from lamplighter.procs.procfs import COMPILERS, ProcessLook, not_known
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, culprit
 from lamplighter.report import Verdict
 from lamplighter.slot import Slot
-from lamplighter.watch.evidence import GroupSample
+from lamplighter.watch.evidence import BUSY, GroupSample
 from lamplighter.watch.process_tree import Process
 from lamplighter.watch.source_lines import enclosing_loop
 from lamplighter.watch.status import duration
 
 _WORKERS = {"data/stream.py": "lamp-stream", "train/checkpointer.py": "lamp-writer"}  # who works while this file waits
-BUSY = 0.03  # share of one core that counts as running
 _SLOW_BYTES_PER_S = 2e6
 _LEAST_BYTES_PER_S = 8192.0  # less is bookkeeping, and no input that anybody waits for
 
@@ -144,6 +143,28 @@ class Evidence:
         return f", usually {duration(self.usual_s)} at most" if self.usual_s > 0.1 else ""
 
 
+def finding(
+    sample: GroupSample,
+    process: Process,
+    state: str,
+    cause: str,
+    why: str,
+    next: str,
+    provable: bool = False,
+    **more: object,
+) -> Diagnosis:
+    """One about a process of the tree, with its line as the culprit."""
+    culprit = sample.culprit(process, sample.frame(process))
+    evidence = (
+        f"{process.words} {process.look.words}, {sample.cpu_share(process):.0%} of a core",
+        f"waits in {process.look.wchan}" if process.look.wchan.strip("0") else not_known(process.look),
+    )
+    verdict = Verdict(
+        state, cause, why, next, "none", evidence=tuple(filter(None, evidence)), culprit={**culprit, **more}
+    )
+    return Diagnosis(replace(verdict, since_s=round(sample.last.stalled_s, 2)), provable)
+
+
 def judge_process(sample: GroupSample, process: Process) -> Diagnosis | None:
     """The first rule that fits; None where nothing can be said yet."""
     evidence = Evidence(sample, process)
@@ -205,8 +226,8 @@ def _compile_asleep(evidence: Evidence) -> Diagnosis:
 
 
 def _collecting(evidence: Evidence) -> Diagnosis | None:
-    if not evidence.slot.collecting:
-        return None
+    if not evidence.slot.collecting or (evidence.cpu_share < BUSY and evidence.seconds >= 0.9):
+        return None  # asleep in the midst of it: a finaliser waits for something
     return _finding(
         evidence, "slow", "gc", f"Python collects garbage, {evidence.words()}", "wait; gc.freeze() after loading helps"
     )

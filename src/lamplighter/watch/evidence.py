@@ -22,6 +22,8 @@ from lamplighter.watch.wait_graph import Gone, WaitGraph, WaitingProcess, Waitin
 
 _RECENT_S = 600.0
 _AWAKE_NS = 1_000_000
+_MOVING_BYTES_PER_S = 20_000
+BUSY = 0.03  # share of one core that counts as running
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,19 @@ class GroupSample:
     def cpu_share(self, process: Process) -> float:
         before = self.first.process(process.pid)
         return (process.look.cpu_s - before.look.cpu_s) / self.seconds if before else 0.0
+
+    def moves_bytes(self, process: Process) -> bool:
+        before = self.first.process(process.pid)
+        return before is not None and process.moved_bytes - before.moved_bytes > _MOVING_BYTES_PER_S * self.seconds
+
+    def is_busy(self, process: Process) -> bool:
+        """It, or anybody that it has started, computes or moves bytes."""
+        theirs, grew = {process.pid}, True
+        while grew:
+            more = {m.pid for m in self.last.processes if m.ppid in theirs} - theirs
+            theirs, grew = theirs | more, bool(more)
+        family = [m for m in self.last.processes if m.pid in theirs]
+        return any(self.cpu_share(m) > BUSY or self.moves_bytes(m) for m in family)
 
     def culprit(self, process: Process, frame: Frame | None) -> dict[str, object]:
         """Who is named in a verdict, and the line."""

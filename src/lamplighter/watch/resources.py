@@ -14,10 +14,10 @@ from typing import Any
 from lamplighter.procs import procfs
 from lamplighter.report import Verdict
 from lamplighter.rundir import free_bytes, human_bytes
+from lamplighter.watch.end_diagnosis import failing_children_verdict, storm_verdict
 from lamplighter.watch.process_tree import ProcessTree, Snapshot
 from lamplighter.watch.stall import take_all
 from lamplighter.watch.status import duration
-from lamplighter.watch.tree_diagnosis import failing_children_verdict, storm_verdict
 
 _LOOK_EVERY_S = 2.5
 _RECOMPILES, _RECOMPILES_S = 3, 10.0

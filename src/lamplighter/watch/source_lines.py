@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+_LONGEST_CALL = 60
 _TAKES = ("acquire", "get", "put", "wait", "join", "result", "recv")
 
 
@@ -63,6 +64,22 @@ def lock_taken_at(file: str, line: int) -> str:
         if node.lineno <= line <= (node.end_lineno or line):
             return ast.unparse(node.func.value)
     return ""
+
+
+@lru_cache(maxsize=256)
+def call_at(file: str, line: int) -> str:
+    """The outermost call that is written at this line, without its arguments: `dist.TCPStore`; empty where there is none."""
+    parsed = _parsed(file)
+    calls = [
+        node
+        for node in (ast.walk(parsed) if parsed else ())
+        if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or line)
+    ]
+    calls = [node for node in calls if isinstance(node.func, ast.Name | ast.Attribute)]
+    shortest = min(((node.end_lineno or line) - node.lineno for node in calls), default=0)
+    found = next((node for node in calls if (node.end_lineno or line) - node.lineno == shortest), None)
+    text = ast.unparse(found.func) if found else ""
+    return text if len(text) <= _LONGEST_CALL else ""
 
 
 @lru_cache(maxsize=256)

@@ -218,7 +218,8 @@ class StallDetector:
         answered = {pid: found for pid, found in taken.items() if found is not None and found.threads}
         if self.worked_at == snapshot.worked_at and answered:
             self.captures = {pid: (*self.captures.get(pid, ())[-1:], one) for pid, one in answered.items()}
-            self.waits = waits.look_at_waits([process.pid for process in snapshot.processes])
+            pids = [process.pid for process in snapshot.processes]
+            self.waits = waits.look_at_waits(pids, stacks.tried_files(answered.values()))
             keep_text(
                 self.run,
                 f"{time.monotonic_ns() % 1000:03}.txt",

@@ -28,7 +28,7 @@ from lamplighter.procs import procfs
 from lamplighter.report import Verdict
 from lamplighter.rundir import VERSIONS, LineFile, RunDir, cannot_write, identity, read_lines, read_record, write_json
 from lamplighter.slot import read_slot
-from lamplighter.watch import tree_diagnosis
+from lamplighter.watch import end_diagnosis
 from lamplighter.watch.notify import Notifier
 from lamplighter.watch.process_tree import ProcessTree, Snapshot, open_pidfd, read_slots
 from lamplighter.watch.resources import ResourceWatch
@@ -349,7 +349,7 @@ class Supervisor:
         fresh = self.tree.exits[self.exits_heard :]
         for ended in sorted(fresh, key=lambda one: one.code == -15):
             self._event("child_end", pid=ended.pid, code=ended.code, rank=ended.slot.rank if ended.slot else -1)
-            verdict = tree_diagnosis.death_verdict(ended)
+            verdict = end_diagnosis.death_verdict(ended)
             cleared_away = self.died and ended.code == -15
             if verdict is not None and not cleared_away and not self.stop_reason:
                 self.died = True
@@ -364,13 +364,13 @@ class Supervisor:
         code = root.poll() or 0
         if code < 0 and -code not in _ASKED_TO_END:
             memory = code == -signal.SIGKILL and procfs.oom_kills() > self.oom_kills
-            self._say_verdict(tree_diagnosis.killed_verdict(root.pid, code, memory, self.largest_bytes))
+            self._say_verdict(end_diagnosis.killed_verdict(root.pid, code, memory, self.largest_bytes))
             return
         slots = read_slots(self.run.slots)
         failed = [slot for slot in slots.values() if slot.error]
         if failed:
             first = next((slot for slot in failed if slot.worker >= 0), min(failed, key=lambda slot: slot.pid))
-            self._say_verdict(tree_diagnosis.error_verdict(first, slots))
+            self._say_verdict(end_diagnosis.error_verdict(first, slots))
 
     def _name_stall(self) -> None:
         """Once per stall and cause: a verdict, with the evidence for it in a file."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lamplighter.procs.stacks import OUR_THREADS, Frame, ThreadStack, culprit, users_frame
+from lamplighter.procs.stacks import OUR_THREADS, Frame, ThreadStack, culprit, is_users, users_frame
 from lamplighter.procs.waits import FileLock, ThreadWait
 from lamplighter.watch import source_lines
 from lamplighter.watch.status import duration
@@ -217,21 +217,38 @@ def _in_and_out(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread
     found = _by_object(graph, process, thread) if thread.on.get("kind") else None
     if found is not None:
         return replace(found, what=f"{found.what}, looking again and again", timed=True)
-    if thread.locked:
-        holder = graph.named(thread.locked[0].pid)
-        path = thread.locked[0].path
-        return Link(thread, "file lock", f"the lock on {path}, trying again and again", holder, path, timed=True)
+    if lock := _lock_of_others(thread):
+        what = f"the lock on {lock.path}, trying again and again"
+        return Link(thread, "file lock", what, graph.named(lock.pid), lock.path, timed=True)
     if thread.wait.kind in ("socket", "connect", "listen"):
         return Link(thread, "socket", f"{thread.wait.on}, trying again and again", timed=True)
     if thread.wait.kind == "poll" or thread.wait.timed:
-        return Link(thread, "polling", "something that it looks for again and again, sleeping in between", timed=True)
+        what = "something that it looks for again and again, sleeping in between"
+        return Link(thread, "polling", what + _inside_call(thread), timed=True)
     return Link(thread, "running", "nothing: it runs")
+
+
+def _lock_of_others(thread: WaitingThread, path: str = "") -> FileLock | None:
+    """A lock that another process has on a file which this one has open, or on that of this path."""
+    wanted = [lock for lock in thread.locked if lock.pid != thread.pid and path in ("", lock.path)]
+    return wanted[0] if wanted else None
+
+
+def _inside_call(thread: WaitingThread) -> str:
+    """The call of the user's line that has not returned, where it is C code that sleeps: no Python is below that line."""
+    innermost = thread.stack.frames[0] if thread.stack and thread.stack.frames else None
+    if innermost is None or not is_users(innermost.file):
+        return ""
+    call = source_lines.call_at(innermost.file, innermost.line)
+    return f" inside {call}(...)" if call and call.rpartition(".")[2] != "sleep" else ""
 
 
 def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link | None:
     on, kind = thread.on, thread.on.get("kind", "")
     if kind == "thread":
         return _for_thread(process, thread, on.get("tid", 0), f"the thread {on.get('name')} to end")
+    if kind == "process" and thread.wait.kind in ("pipe", "poll") and graph.process(on.get("pid", 0)) is None:
+        return None  # it has ended: what is waited for is whoever still has its pipe
     if kind in ("process", "process process") or (kind == "pool" and thread.wait.kind == "child"):
         return _for_process(
             graph, thread, int(on.get("pid") or thread.wait.pid or 0), str(on.get("command") or on.get("name") or "")
@@ -239,8 +256,12 @@ def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
     if kind == "import lock":
         return _for_thread(process, thread, on.get("owner", 0), f"the import of {on.get('name')}", "import lock")
     if kind == "tasks":
-        return _for_tasks(thread)
-    if kind in ("lock", "") and thread.wait.kind in ("lock", "shared lock"):
+        return _for_tasks(graph, process, thread)
+    if kind in ("barrier", "process barrier"):
+        return _for_barrier(graph, process, thread)
+    if kind == "database":
+        return _for_database(graph, thread)
+    if (kind in ("lock", "") and thread.wait.kind in ("lock", "shared lock")) or (kind == "lock" and on.get("shared")):
         return _for_lock(graph, process, thread)
     words = {
         "queue": {"get": "an item from a queue that is empty", "put": "room in a queue that is full",
@@ -251,7 +272,6 @@ def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
         "event": "an Event that nobody has set",
         "condition": "a Condition that nobody has notified",
         "semaphore": "a Semaphore that is at zero",
-        "barrier": f"a Barrier: {on.get('there')} of {on.get('parties')} are there",
         "pool": "an answer of a pool of processes",
         "work of a pool": "work: an idle thread of a pool",
         "manager": "the process of a multiprocessing Manager",
@@ -303,23 +323,67 @@ def _for_process(graph: WaitGraph, thread: WaitingThread, pid: int, command: str
     )
 
 
-def _for_tasks(thread: WaitingThread) -> Link:
+def _for_barrier(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link:
+    on = thread.on
+    missing = (on.get("parties") or 0) - (on.get("there") or 0)
+    what = f"a Barrier of {on.get('parties')}: {on.get('there')} are there, {missing} missing"
+    dead = graph.gone[-1] if graph.gone else None
+    holder, following = _whoever_may(graph, process, thread)
+    if dead is not None:
+        holder, following = f"process {dead.pid}, which {dead.words} {duration(dead.ago_s)} ago and will not come", None
+    return Link(thread, "barrier", what, holder, next=following, timed=thread.wait.timed)
+
+
+def _for_database(graph: WaitGraph, thread: WaitingThread) -> Link | None:
+    """SQLite sleeps and looks again while a database is locked, by another process or by another connection of this one."""
+    if thread.wait.kind != "timer" and not thread.ran:
+        return None
+    files = [lock for lock in thread.locked if lock.kind == "posix"]
+    lock = _lock_of_others(thread) or (files[0] if files else None)
+    if lock is None:
+        return None
+    own = lock.pid == thread.pid
+    holder = "this process itself, by another connection" if own else graph.named(lock.pid)
+    return Link(thread, "file lock", f"the lock on the database {lock.path}", holder, lock.path, timed=True)
+
+
+def _for_tasks(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link:
+    """Tasks of an event loop. A child process or a thread at work that a task waits for is followed."""
     tasks = [task for task in thread.on.get("tasks", ()) if task.get("file")]
     words = "; ".join(
-        f"{task['task']} awaits {_awaited(task)} at {'/'.join(task['file'].split('/')[-2:])}:{task['line']} ({task['func']})"
-        for task in tasks[:6]
+        f"{task['task']} awaits {_awaited(task, tasks)} at {_short(task)} ({task['func']})" for task in tasks[:6]
     )
-    return Link(thread, "task", words or "an event loop without tasks of its own", timed=thread.wait.timed)
+    children = [one for one in graph.processes if one.ppid == process.pid]
+    following: tuple[int, int] | None = None
+    holder = ""
+    if any(str(task.get("awaits")).startswith(("subprocess.", "base_subprocess.")) for task in tasks) and children:
+        holder, following = f"{children[0].words}{_at_main(graph, children[0].pid)}", (children[0].pid, children[0].pid)
+    elif any(task.get("awaits") == "Future" and not task.get("other") for task in tasks):
+        at_work = [one for one in _threads_at_work(process, thread) if one.on.get("kind") != "work of a pool"]
+        holder = ", ".join(f"thread {one.name}{_at(one)}" for one in at_work[:3])
+        following = (process.pid, at_work[0].tid) if len(at_work) == 1 else None
+    words = words or "an event loop without tasks of its own"
+    return Link(thread, "task", words, holder, next=following, timed=thread.wait.timed)
 
 
-def _awaited(task: Mapping[str, Any]) -> str:
+def _short(task: Mapping[str, Any]) -> str:
+    return f"{'/'.join(task['file'].split('/')[-2:])}:{task['line']}"
+
+
+def _awaited(task: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> str:
     known = {
-        "locks.acquire": "a lock", "locks.wait": "an event or a condition", "queues.get": "an item from a queue",
+        "locks.wait": "an event or a condition", "queues.get": "an item from a queue", "queues.join": "task_done of a queue",
         "queues.put": "room in a queue", "tasks.sleep": "a timer", "streams.read": "a socket", "streams.readline": "a socket",
         "streams.readexactly": "a socket", "Future": "a future", "_GatheringFuture": "several tasks", "tasks.wait_for": "a task",
+        "subprocess.wait": "a child process", "subprocess.communicate": "a child process", "threads.to_thread": "a thread",
     }  # fmt: skip
     if task.get("other"):
         return f"task {task['other']}"
+    if task.get("awaits") in ("locks.acquire", "locks.__aenter__"):
+        name = source_lines.lock_taken_at(task["file"], task["line"])
+        inside = [one for one in tasks if name and name in source_lines.locks_around(one["file"], one["line"])]
+        who = "itself" if task in inside else inside[0]["task"] if inside else ""
+        return f"the lock `{name}`" + (f", held by {who}" if who else "") if name else "a lock"
     return known.get(str(task.get("awaits")), str(task.get("awaits")))
 
 
@@ -351,8 +415,8 @@ def _for_lock(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) 
         if owner > 0
         else [one for one in process.threads if one is not thread and wanted["id"] in held_locks(one)]
     )
-    if shared and not holders:
-        return _for_shared_lock(graph, process, thread, what)
+    if (shared or wanted.get("shared")) and not holders:
+        return _for_shared_lock(graph, process, thread, what, str(wanted.get("key", "")))
     if holders and holders[0] is thread:
         return Link(
             thread, "lock", what, "this very thread itself", next=(process.pid, thread.tid), timed=thread.wait.timed
@@ -387,25 +451,31 @@ def _at_fork(process: WaitingProcess) -> str:
     )
 
 
-def _for_shared_lock(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread, what: str) -> Link:
-    others = [graph.process(pid) for pid in thread.wait.peers if pid != process.pid]
-    inside = [one for one in others if one and any(_mine(one_thread) for one_thread in one.threads)]
-    candidates = inside or [one for one in others if one]
-    if not candidates:
-        dead = graph.gone[-1] if graph.gone else None
-        holder = f"nobody alive; process {dead.pid} {dead.words} {duration(dead.ago_s)} ago" if dead else "nobody alive"
-        return Link(thread, "lock", what, holder, timed=thread.wait.timed)
-    one = candidates[0]
-    return Link(thread, "lock", what, f"{one.words}{_at(one.main)}", next=(one.pid, one.pid), timed=thread.wait.timed)
+def _for_shared_lock(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread, what: str, key: str) -> Link:
+    """Between processes: each tells whether the lock is its own. Where none says so, whoever took it has ended, or is outside."""
+    others = [one for pid in thread.wait.peers if (one := graph.process(pid)) is not None]
+    holding = next((one for one in [*others, *graph.processes] if any(_has(each, key) for each in one.threads)), None)
+    timed = thread.wait.timed
+    if holding is not None:
+        main = holding.main or thread
+        words = "this very process" if holding is process else f"{holding.words}{_at(main)}"
+        return Link(thread, "lock", what, words, next=(holding.pid, main.tid), timed=timed)
+    outside = [pid for pid in thread.wait.peers if graph.process(pid) is None]
+    if outside:
+        return Link(thread, "lock", what, graph.named(outside[0]), timed=timed)
+    dead = graph.gone[-1] if graph.gone else None
+    lost = f"; process {dead.pid} {dead.words} {duration(dead.ago_s)} ago" if dead else ""
+    return Link(thread, "lock", what, f"nobody that is alive{lost}", timed=timed)
 
 
-def _mine(thread: WaitingThread) -> bool:
+def _has(thread: WaitingThread, key: str) -> bool:
     frames = thread.stack.frames if thread.stack else ()
-    return any(lock.get("mine") for frame in frames for lock in frame.locks)
+    return any(lock.get("mine") and lock.get("key") == key for frame in frames for lock in frame.locks)
 
 
 def _for_file_lock(graph: WaitGraph, thread: WaitingThread, path: str) -> Link:
-    holder = thread.wait.pid
+    lock = _lock_of_others(thread, path)
+    holder = thread.wait.pid or (lock.pid if lock else 0)
     other = graph.process(holder)
     words = f"{graph.named(holder)}{_at(other.main) if other and other.main else ''}" if holder else ""
     return Link(
@@ -422,7 +492,7 @@ def _for_file_lock(graph: WaitGraph, thread: WaitingThread, path: str) -> Link:
 def _by_kernel(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link | None:
     wait = thread.wait
     if wait.kind == "timer":
-        return Link(thread, "timer", "a timer: it sleeps", timed=True)
+        return Link(thread, "timer", f"a timer: it sleeps{_inside_call(thread)}", timed=True)
     if wait.kind == "child":
         return _for_process(graph, thread, wait.pid, "")
     if wait.kind == "file lock":
@@ -462,13 +532,10 @@ def _whoever_may(
     peers = [pid for pid in thread.wait.peers if pid != process.pid]
     if peers:
         inside = [one for pid in peers if (one := graph.process(pid)) is not None]
-        words = ", ".join(f"{graph.named(pid)}{_at_main(graph, pid)}" for pid in peers[:3])
+        at_work = [pid for pid in peers if _at_main(graph, pid)] or peers
+        words = ", ".join(f"{graph.named(pid)}{_at_main(graph, pid)}" for pid in at_work[:3])
         return words, (inside[0].pid, inside[0].pid) if len(peers) == 1 and inside else None
-    others = [
-        one
-        for one in process.threads
-        if one is not thread and not one.is_harmless and one.stack is not None and one.frame is not None
-    ]
+    others = _threads_at_work(process, thread)
     if not others:
         dead = graph.gone[-1] if graph.gone else None
         return (
@@ -478,6 +545,15 @@ def _whoever_may(
         ), None
     words = ", ".join(f"thread {one.name}{_at(one)}" for one in others[:3])
     return words, (process.pid, others[0].tid) if len(others) == 1 else None
+
+
+def _threads_at_work(process: WaitingProcess, thread: WaitingThread) -> list[WaitingThread]:
+    """The other threads that stand in the user's code."""
+    return [
+        one
+        for one in process.threads
+        if one is not thread and not one.is_harmless and one.stack is not None and one.frame is not None
+    ]
 
 
 def _at_main(graph: WaitGraph, pid: int) -> str:
@@ -524,10 +600,11 @@ def chain_words(chain: WaitChain) -> str:
         frame = link.thread.frame
         where = f" at {frame.short}" if frame else ""
         lead = "" if number == 0 else "which "
+        call = _inside_call(link.thread)
         if link.kind == "timer":
-            parts.append(f"{lead}sleeps{where}")
+            parts.append(f"{lead}sleeps{where}{call}")
         elif link.kind == "polling":
-            parts.append(f"{lead}sleeps and looks again{where}, again and again: what it looks for has not come")
+            parts.append(f"{lead}sleeps and looks again{where}{call}, again and again: what it looks for has not come")
         elif link.kind == "running":
             parts.append(f"{lead}runs{where}")
         else:
