@@ -187,7 +187,7 @@ INNOCENTS = [
     calm("notebook_idle", 20.0, "waiting"),
     calm("web_server", 6.0, "waiting"),
     calm("gc_pause", 8.0, "gc", "running"),
-    calm("big_save", 10.0, "saving", "slow_disk", "running"),
+    calm("big_save", 10.0, "saving", "slow_disk", "slow_output", "running"),
     calm("long_eval", 15.0, "running", "python_loop"),
     calm("compile_20s", 20.0, "compile_slow"),
     calm("retry_backoff", 15.0, "sleep"),

@@ -100,6 +100,23 @@ def test_a_database_that_somebody_has_locked(start: Start, tmp_path: Path) -> No
     holder.close()
 
 
+def test_a_lock_that_is_inherited_is_no_lock_of_others(start: Start, tmp_path: Path) -> None:
+    """A child shares the descriptor with whoever took the lock; one that opens the file itself does not have it."""
+    with open(tmp_path / "x.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code = f"import time; time.sleep(60 + 0 * {file.fileno()})"
+        heir = subprocess.Popen([sys.executable, "-c", code], pass_fds=[file.fileno()])
+        STARTED.append(heir)
+        tries = start("f = open('x.lock'); import time; time.sleep(60)").pid
+        wait_for(lambda: look_at_waits([tries]).locked[tries])
+        assert look_at_waits([heir.pid]).locked[heir.pid] == ()
+        path = str(tmp_path / "x.lock")
+        other = start("import time; time.sleep(60)").pid
+        assert [lock.path for lock in look_at_waits([other], [path]).locked[other]] == [path]
+        heir.kill()
+        heir.wait()
+
+
 def test_a_child_is_waited_for_by_its_number(start: Start) -> None:
     pid = start("import subprocess; subprocess.Popen(['sleep', '60']).wait()").pid
     wait = wait_for(lambda: (seen := main_wait(pid)).kind == "child" and seen)

@@ -77,7 +77,10 @@ def test_the_catalogue(user_file: str) -> None:
     assert cause([moment(2), moment(4, compiling=1)], []) == ("slow", "compile_slow", False)
     assert cause([moment(2), moment(4, children=(compiler,))], here) == ("slow", "compile_slow", False)
     assert cause([moment(2), moment(4, collecting=1, cpu_s=1.0)], here) == ("slow", "gc", False)
+    assert cause([moment(2), moment(4, collecting=1)], here) == ("waiting", "waiting", False), "a finaliser sleeps"
     assert cause([moment(2), moment(4, read=80_000, waits_on="/data/x")], here) == ("slow", "slow_disk", False)
+    writing = [moment(2, syscall="write"), moment(4, syscall="write", read=80_000, waits_on="/data/x")]
+    assert cause(writing, here) == ("slow", "slow_output", False)
     assert cause(busy, here) == ("slow", "python_loop", False)
     assert cause(busy, [stack_at(user_file, 5)] * 2) == ("slow", "livelock", False)
     assert cause(busy, [stack_at("/elsewhere.py", 5)] * 2) == ("slow", "running", False)
@@ -237,6 +240,9 @@ def test_memory_that_grows_steadily_is_said_before_it_is_too_late() -> None:
     step_up = [(float(t), 1e9 if t < 30 else 3e9) for t in range(0, 60, 5)]
     assert memory_verdict(step_up, left_bytes=4e9) is None, "a step up is no leak"
     assert memory_verdict([(float(t), 1e9) for t in range(0, 60, 5)], left_bytes=4e9) is None
+    loaded = [(float(t), 1e9 + 1e8 * min(t, 45)) for t in range(0, 65, 5)]
+    assert memory_verdict(loaded[:10], left_bytes=4e9) is not None
+    assert memory_verdict(loaded, left_bytes=4e9) is None, "flat for 15 s: it has loaded what it needs"
     assert disk_verdict(10**9, 6 * 10**8) is not None
     assert disk_verdict(10**10, 6 * 10**8) is None
 
@@ -260,6 +266,16 @@ def test_a_tree_is_judged_by_who_is_behind_and_can_be_judged_again(user_file: st
     assert from_json(to_json(sample)) == sample
     death = death_verdict(exits[0])
     assert death is not None and death.cause == "worker_oom"
+
+
+def test_ranks_that_all_receive_are_told_so(user_file: str) -> None:
+    receiving = {"coll_seq": 7, "in_coll": 1, "coll": "recv [16] float32", "coll_at": "train.py:9"}
+    pairs = [rank(number, 3, user_file, **receiving) for number in (0, 1)]
+    processes = tuple(process for process, _ in pairs)
+    stacks = {process.pid: (stack,) for process, stack in pairs}
+    found = judge(GroupSample(*(Snapshot(at, processes, worked_at=0.0) for at in (2.0, 4.0)), stacks, 0.0))
+    assert found is not None and (found.verdict.state, found.verdict.cause) == ("stuck", "rank_order")
+    assert "none sends" in found.verdict.why and not found.provable
 
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "recordings").glob("*.json"))
@@ -300,3 +316,9 @@ def test_a_phase_is_inferred_from_the_stack() -> None:
     assert phase_from_stack(stack(("/base/lib/python3.11/http/client.py", "read"))) == "downloading"
     assert phase_from_stack(stack((f"{site}/torch/_inductor/codecache.py", "compile"))) == "compiling"
     assert phase_from_stack(stack(("/home/me/train.py", "main"))) == ""
+    importing = ("<frozen importlib._bootstrap>", "_find_and_load")
+    libraries = (
+        (f"{site}/tokenizers/__init__.py", "<module>"),
+        (f"{site}/torch/distributed/distributed_c10d.py", "<module>"),
+    )
+    assert phase_from_stack(stack(*libraries, importing, ("/home/me/train.py", "<module>"))) == "importing"

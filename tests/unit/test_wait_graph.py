@@ -162,3 +162,83 @@ def test_a_queue_without_anybody_left_names_who_has_died() -> None:
     )
     chain = follow(graph, MAIN, MAIN)
     assert chain is not None and "process 55 was killed by signal 9 3.0 s ago" in chain_words(chain)
+
+
+def between(name: str, mine: bool) -> dict[str, Any]:
+    return {"name": name, "id": 1, "type": "Lock", "locked": True, "shared": True, "mine": mine, "key": "/mp-1"}
+
+
+def test_a_lock_between_processes_is_held_by_the_process_that_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("with disk:\n    pool.map(convert)\nwith disk:\n    pass\n")
+    wait = ThreadWait(200, "shared lock", peers=(100, 200, 201))
+    frames = {
+        pid: (Frame(str(file), line, "work", {}, (between("disk", pid == 100),)),)
+        for pid, line in ((100, 2), (200, 3), (201, 3))
+    }
+    stacks = {pid: ThreadStack("MainThread", each, tid=pid) for pid, each in frames.items()}
+    main = process(waiting(100, ThreadWait(100, "pipe", peers=(200, 201)), stack=stacks[100]))
+    children = [process(waiting(pid, wait, pid, stack=stacks[pid]), pid=pid, ppid=100) for pid in (200, 201)]
+    chain = follow(WaitGraph((main, *children)), 200, 200)
+    assert chain is not None and "the lock `disk`, held by process 100 (python)" in chain_words(chain)
+    alone = waiting(200, ThreadWait(200, "shared lock", peers=(200,)), 200, stack=stacks[200])
+    chain = follow(WaitGraph((process(alone, pid=200),), {}, (Gone(55, "was killed by signal 9", 3.0),)), 200, 200)
+    assert chain is not None and "nobody that is alive; process 55 was killed by signal 9" in chain.last.holder
+
+
+def test_a_barrier_names_who_will_not_come() -> None:
+    thread = waiting(
+        MAIN, ThreadWait(MAIN, "shared lock", peers=(MAIN,)), stack=on("process barrier", parties=3, there=2)
+    )
+    chain = follow(WaitGraph((process(thread),), {}, (Gone(55, "has ended with exit code 3", 2.0),)), MAIN, MAIN)
+    assert chain is not None and "2 are there, 1 missing" in chain.last.what
+    assert "process 55, which has ended with exit code 3" in chain.last.holder
+
+
+def test_a_database_may_be_locked_by_the_process_itself() -> None:
+    for pid, holder in ((MAIN, "this process itself"), (7, "process 7 (optuna)")):
+        locked = (FileLock("posix", pid, "/runs/study.db"),)
+        thread = waiting(MAIN, ThreadWait(MAIN, "timer", timed=True), locked=locked, stack=on("database"))
+        chain = follow(WaitGraph((process(thread),), {7: "optuna"}), MAIN, MAIN)
+        assert chain is not None and "/runs/study.db" in chain.last.what and holder in chain.last.holder
+    idle = waiting(MAIN, lock(MAIN), locked=(FileLock("posix", MAIN, "/runs/study.db"),), stack=on("database"))
+    chain = follow(WaitGraph((process(idle),)), MAIN, MAIN)
+    assert chain is not None and chain.last.kind != "file lock", (
+        "a lock of its own is no reason while it waits for another thing"
+    )
+
+
+def task(name: str, line: int, awaits: str, file: str = "/home/me/train.py") -> dict[str, Any]:
+    return {"task": name, "awaits": awaits, "other": "", "file": file, "line": line, "func": "work"}
+
+
+def test_a_task_names_the_child_or_the_task_that_it_waits_for(tmp_path: Path) -> None:
+    thread = waiting(MAIN, ThreadWait(MAIN, "poll"), stack=on("tasks", tasks=[task("Task-1", 9, "subprocess.wait")]))
+    child = process(waiting(200, ThreadWait(200, "timer", timed=True), 200), pid=200, ppid=MAIN)
+    chain = follow(WaitGraph((process(thread), child)), MAIN, MAIN)
+    assert chain is not None and "Task-1 awaits a child process" in chain.first.what and chain.last.thread.pid == 200
+    file = tmp_path / "serve.py"
+    file.write_text("async with gate:\n    await queue.get()\nasync with gate:\n    pass\n")
+    tasks = [task("Task-1", 2, "queues.get", str(file)), task("Task-2", 3, "locks.acquire", str(file))]
+    chain = follow(
+        WaitGraph((process(waiting(MAIN, ThreadWait(MAIN, "poll"), stack=on("tasks", tasks=tasks))),)), MAIN, MAIN
+    )
+    assert chain is not None and "Task-2 awaits the lock `gate`, held by Task-1" in chain.first.what
+
+
+def test_a_call_that_sleeps_in_c_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("import x\nstore = dist.TCPStore(host, port(3))\ntime.sleep(9)\n")
+    assert source_lines.call_at(str(file), 2) == "dist.TCPStore" and source_lines.call_at(str(file), 1) == ""
+    for line, words in ((2, "inside dist.TCPStore(...)"), (3, "")):
+        stack = ThreadStack("MainThread", (Frame(str(file), line, "main"),), tid=MAIN)
+        chain = follow(
+            WaitGraph((process(waiting(MAIN, ThreadWait(MAIN, "timer", timed=True), stack=stack)),)), MAIN, MAIN
+        )
+        assert chain is not None and words in chain_words(chain) and ("inside" in chain_words(chain)) == bool(words)
+
+
+def test_who_looks_again_and_again_says_what_for() -> None:
+    thread = waiting(MAIN, lock(MAIN, timed=True), ran=True, stack=on("queue", doing="get"))
+    chain = follow(WaitGraph((process(thread),)), MAIN, MAIN)
+    assert chain is not None and "an item from a queue that is empty, looking again and again" in chain.last.what

@@ -321,6 +321,52 @@ def test_a_process_killed_for_memory_is_called_so(tmp_path: Path, memory_group: 
     zoo_row("rss_oom", "death", "restart", going.returncode)
 
 
+EATER = """
+kept = []
+while True:
+    kept.append(bytearray(30_000_000))
+    print(len(kept), flush=True)
+"""
+
+
+@LONG
+def test_a_watched_command_that_is_killed_for_memory_is_called_so(tmp_path: Path, memory_group: Path) -> None:
+    (tmp_path / "eat.py").write_text(EATER)
+    going = start_lamp(
+        "watch", "--run", "z", "--", sys.executable, "eat.py", cwd=tmp_path,
+        preexec_fn=lambda: (memory_group / "cgroup.procs").write_text(str(os.getpid())),
+    )  # fmt: skip
+    assert going.wait(60) == -signal.SIGKILL
+    (found,) = verdicts_of(RunDir(tmp_path / "runs" / "z"), "rss_oom")
+    assert found["state"] == "dead" and "killed a process for memory" in found["why"]
+
+
+@LONG
+def test_a_frozen_control_group_is_said_and_nothing_is_stopped(tmp_path: Path) -> None:
+    group = Path(f"/sys/fs/cgroup/freezer/lamp-zoo-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no group that can be frozen can be made here: {error}")
+    script = tmp_path / "steps.py"
+    script.write_text(
+        "import time\nfor step in range(200):\n    time.sleep(0.05)\n    print('step', step, flush=True)\n"
+    )
+    run = RunDir(tmp_path / "runs" / "z")
+    going = start_lamp("watch", "--on-stuck", "stop", "--run", "z", "--", sys.executable, str(script), cwd=tmp_path)
+    try:
+        wait_for(lambda: b"step 20" in (tmp_path / "out.txt").read_bytes(), process=going)
+        (group / "cgroup.procs").write_text(str(json.loads(run.status.read_text())["child_pid"]))
+        (group / "freezer.state").write_text("FROZEN")
+        found = wait_for(lambda: verdicts_of(run, "frozen"), 20, going)[0]
+        assert found["state"] == "stopped" and "is frozen" in found["why"]
+    finally:
+        (group / "freezer.state").write_text("THAWED")
+    assert going.wait(40) == 0
+    wait_for(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
 def test_a_stuck_step_that_ignores_a_stop_is_killed_after_its_grace(tmp_path: Path, zoo_row: Row) -> None:
     """TERM, save, KILL: while C code holds the GIL nothing can be saved, and the durable step counts."""
     family = write_model(tmp_path, "ctypes.PyDLL(None).sleep(60 if model.calls == 25 else 0)")

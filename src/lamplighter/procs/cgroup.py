@@ -28,10 +28,10 @@ class MemoryLimit:
         return max(0, self.bytes - self.used)
 
 
-def folders(controller: str) -> list[Path]:
-    """Our groups for one controller, from our own to the outermost; a limit anywhere on the way up counts."""
+def folders(controller: str, pid: int | None = None) -> list[Path]:
+    """The groups of a process (ours) for one controller, from its own to the outermost; a limit anywhere on the way up counts."""
     found: list[Path] = []
-    for row in _read(OWN).splitlines():
+    for row in _read(OWN if pid is None else Path(f"/proc/{pid}/cgroup")).splitlines():
         _, controllers, path = row.split(":", 2)
         if controllers == "":
             bases = [ROOT, ROOT / "unified"]
@@ -60,6 +60,13 @@ def memory_limits() -> list[MemoryLimit]:
             if most is not None and now is not None:
                 found.append(MemoryLimit(folder, most, max(0, now - _droppable(folder))))
     return found
+
+
+def is_frozen(pid: int) -> bool:
+    """Whether nothing of its group runs until somebody thaws it (docker pause, systemctl freeze, a suspended job)."""
+    states = [_read(folder / "freezer.state").strip() for folder in folders("freezer", pid)]
+    events = [_read(folder / "cgroup.events") for folder in folders("freezer", pid)]
+    return "FROZEN" in states or any("frozen 1" in one.splitlines() for one in events)
 
 
 def core_quota() -> float | None:

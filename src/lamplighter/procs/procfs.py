@@ -47,6 +47,10 @@ _SYSCALLS = (
     SYSCALLS_X86_64 if _MACHINE == "x86_64" else SYSCALLS_GENERIC
 )  # aarch64, riscv64, loongarch64 share one table
 TGKILL = 234 if _MACHINE == "x86_64" else 131
+_FREEZERS = (
+    "__refrigerator",
+    "do_freezer_trap",
+)  # where a frozen process sleeps, unless it is shown as uninterruptible
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class ProcessLook:
     disk_bytes: int | None = 0  # read from or written to the disk: moves inside one long write as well
     waits_on: str = ""  # the file, pipe or socket behind the descriptor that it reads or writes
     each: tuple[ThreadLook, ...] = ()
+    frozen: bool = False  # with its control group
 
     @property
     def words(self) -> str:
@@ -119,15 +124,17 @@ def look_closely(pid: int) -> ProcessLook:
         return seen
     io = _table(f"/proc/{pid}/io")
     syscall, descriptor = _syscall(f"/proc/{pid}")
+    wchan = read(f"/proc/{pid}/wchan")
     return replace(
         seen,
-        wchan=read(f"/proc/{pid}/wchan"),
+        wchan=wchan,
         syscall=syscall,
         read_bytes=io.get("rchar", 0),
         written_bytes=io.get("wchar", 0),
         disk_bytes=io.get("read_bytes", 0) + io.get("write_bytes", 0),
         waits_on=_behind(pid, descriptor if syscall in (READ, WRITE, RECVFROM) else ""),
         each=tuple(_look_at_thread(pid, int(tid)) for tid in listed(f"/proc/{pid}/task")),
+        frozen=(seen.state == "D" or wchan in _FREEZERS) and cgroup.is_frozen(pid),
     )
 
 

@@ -17,7 +17,7 @@ import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from lamplighter.procs.procfs import COMPILERS, ProcessLook, not_known
+from lamplighter.procs.procfs import COMPILERS, WRITE, ProcessLook, not_known
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, culprit
 from lamplighter.report import Verdict
 from lamplighter.slot import Slot
@@ -85,6 +85,11 @@ class Evidence:
     @property
     def bytes_per_s(self) -> float:
         return max(0, self.sample.last.moved_bytes - self.sample.first.moved_bytes) / self.seconds
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether its main thread was in a call that writes, at both looks."""
+        return self.before.look.syscall == self.look.syscall == WRITE
 
     @property
     def compilers(self) -> list[ProcessLook]:
@@ -243,7 +248,16 @@ def _moving_slowly(evidence: Evidence) -> Diagnosis | None:
         )
     path = evidence.look.waits_on or evidence.slot.phase_item
     where = f" at {evidence.frame.short}" if evidence.frame else ""
-    why = f"input-bound: {evidence.bytes_per_s / 1e6:.3f} MB/s from {path or 'a file'}{where}; the process waits {1 - evidence.cpu_share:.0%} of the time"
+    rate, waits = (
+        f"{evidence.bytes_per_s / 1e6:.3f} MB/s",
+        f"the process waits {1 - evidence.cpu_share:.0%} of the time",
+    )
+    if evidence.is_writing:
+        why = f"output-bound: {rate} to {path or 'a file'}{where}; {waits}"
+        return _finding(
+            evidence, "slow", "slow_output", why, "look at who reads it, or write to a faster disk", path=path
+        )
+    why = f"input-bound: {rate} from {path or 'a file'}{where}; {waits}"
     return _finding(evidence, "slow", "slow_disk", why, "copy the data to a faster disk", path=path)
 
 

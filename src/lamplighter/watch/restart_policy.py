@@ -16,6 +16,7 @@ _NEVER = (
     "compile_slow",
     "gc",
     "slow_disk",
+    "slow_output",
     "io",
     "starved",
     "stopped",

@@ -19,7 +19,6 @@ from lamplighter.watch.rank_diagnosis import OPEN_S, late_rank, meeting, outlier
 from lamplighter.watch.status import duration
 from lamplighter.watch.wait_graph import WaitChain, chain_words, closed, follow
 
-_FREEZERS = ("__refrigerator", "do_freezer_trap")  # where a frozen process sleeps, in both versions of control groups
 _ASLEEP_S = 0.9  # two looks at least so far apart
 _STARVED_SHARE, _STARVED_TIMES = 0.3, 1.5  # of the time, and as long as it ran
 
@@ -60,7 +59,7 @@ def _part_stopped(sample: GroupSample) -> Diagnosis | None:
 
 def _frozen(sample: GroupSample) -> Diagnosis | None:
     """Its control group was frozen: nothing in it runs until somebody thaws it."""
-    one = next((process for process in sample.last.processes if process.look.wchan in _FREEZERS), None)
+    one = next((process for process in sample.last.processes if process.look.frozen), None)
     if one is None:
         return None
     why = f"the control group of {one.words} is frozen{sample.at(one)}, {sample.words()}"
