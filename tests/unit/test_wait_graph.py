@@ -242,3 +242,25 @@ def test_who_looks_again_and_again_says_what_for() -> None:
     thread = waiting(MAIN, lock(MAIN, timed=True), ran=True, stack=on("queue", doing="get"))
     chain = follow(WaitGraph((process(thread),)), MAIN, MAIN)
     assert chain is not None and "an item from a queue that is empty, looking again and again" in chain.last.what
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ((("/lib/threading.py", "Condition.wait"), ("/lib/queue.py", "Queue.get")), "an item from a queue that is empty"),
+        ((("/lib/threading.py", "Condition.wait"), ("/lib/threading.py", "Event.wait")), "an Event that nobody has set"),
+        ((("/lib/threading.py", "Thread._wait_for_tstate_lock"), ("/lib/threading.py", "Thread.join")), "the thread `loader` to end"),
+        ((("/lib/concurrent/futures/_base.py", "Future.result"),), "the result of a future"),
+        ((("/lib/multiprocessing/connection.py", "Connection.poll"), ("/lib/multiprocessing/queues.py", "Queue.get")), "queue between processes"),
+    ],
+)  # fmt: skip
+def test_a_stack_that_was_taken_from_outside_tells_by_its_functions(
+    frames: tuple[tuple[str, str], ...], words: str, tmp_path: Path
+) -> None:
+    """As py-spy tells it: no objects, and functions with their class."""
+    file = tmp_path / "train.py"
+    file.write_text("loader.join()\n")
+    below = tuple(Frame(f"/usr/lib/python3.11{path.removeprefix('/lib')}", 9, func) for path, func in frames)
+    stack = ThreadStack("MainThread", (*below, Frame(str(file), 1, "main")), tid=MAIN)
+    chain = follow(WaitGraph((process(waiting(MAIN, lock(MAIN), stack=stack)),)), MAIN, MAIN)
+    assert chain is not None and words in chain_words(chain)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _SAY_EVERY_S = 1.5
 _BETWEEN_LOOKS_S = 1.0
+_SETTLE_S = 0.1
 
 
 def why(words: list[str]) -> int:
@@ -109,6 +110,7 @@ def _inspect(pid: int) -> str:
         first = tree.look(closely=True)
         taken = take_all(tree, first.processes, everybody=True)
         samples = {one: (stacks,) for one, stacks in taken.items() if stacks is not None}
+        time.sleep(_SETTLE_S)  # who was traced runs a little before it waits again
         waits = look_at_waits([process.pid for process in first.processes])
         snapshots = [tree.look(closely=True)]  # after the stacks: who traces a thread makes it run a little
         time.sleep(_BETWEEN_LOOKS_S)

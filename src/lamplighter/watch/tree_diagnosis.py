@@ -261,6 +261,8 @@ def _lost(sample: GroupSample, chain: WaitChain) -> str:
     ):
         return ""
     gone = sample.graph.gone
+    if gone and f"process {gone[-1].pid} " in chain.last.holder:
+        return ""
     return f"; process {gone[-1].pid} {gone[-1].words} {duration(gone[-1].ago_s)} ago" if gone else ""
 
 

@@ -46,7 +46,10 @@ class WaitingThread:
 
     @property
     def on(self) -> Mapping[str, Any]:
-        return (self.stack.on if self.stack else None) or {}
+        """What it waits for as the process itself tells; of a stack that was taken from outside, as far as functions tell it."""
+        if self.stack is None:
+            return {}
+        return self.stack.on or _by_functions(self.stack)
 
     @property
     def is_harmless(self) -> bool:
@@ -55,6 +58,41 @@ class WaitingThread:
             return False
         ours = self.stack.name in OUR_THREADS and users_frame(self.stack) is None
         return ours or any(frame.file.endswith(_HARMLESS) for frame in self.stack.frames)
+
+
+_FUNCTIONS: tuple[
+    tuple[str, tuple[str, ...], str], ...
+] = (  # of the standard library: file, functions, what they wait for
+    ("/threading.py", ("join", "_wait_for_tstate_lock"), "thread"),
+    ("/queue.py", ("get", "put", "join"), "queue"),
+    ("/concurrent/futures/_base.py", ("result", "exception", "result_iterator", "as_completed"), "future"),
+    ("/concurrent/futures/thread.py", ("_worker",), "work of a pool"),
+    ("/multiprocessing/pool.py", ("wait", "get", "next", "map", "apply", "join"), "pool"),
+    ("/multiprocessing/queues.py", ("get", "put", "join_thread", "_finalize_join"), "process queue"),
+    ("/multiprocessing/process.py", ("join",), "process"),
+    ("/multiprocessing/managers.py", ("_callmethod",), "manager"),
+    ("/multiprocessing/connection.py", ("recv", "recv_bytes", "poll"), "connection"),
+    ("/subprocess.py", ("wait", "communicate"), "process"),
+    ("/pdb.py", ("interaction",), "debugger"),
+)
+
+
+_OBJECTS = ("event", "condition", "semaphore", "barrier")  # of threading
+
+
+def _by_functions(stack: ThreadStack) -> Mapping[str, Any]:
+    """The outermost function of a library that waits, below the user's line."""
+    found: dict[str, Any] = {}
+    for frame in stack.frames:
+        if is_users(frame.file):
+            break
+        owner, _, function = frame.func.rpartition(".")  # from outside it is told as Condition.wait
+        for file, functions, kind in _FUNCTIONS:
+            if frame.file.endswith(file) and function in functions:
+                found = {"kind": kind, "doing": function}
+        if frame.file.endswith("/threading.py") and owner.lower() in _OBJECTS and function in ("wait", "acquire"):
+            found = {"kind": owner.lower()}
+    return found
 
 
 @dataclass(frozen=True)
@@ -246,7 +284,8 @@ def _inside_call(thread: WaitingThread) -> str:
 def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link | None:
     on, kind = thread.on, thread.on.get("kind", "")
     if kind == "thread":
-        return _for_thread(process, thread, on.get("tid", 0), f"the thread {on.get('name')} to end")
+        name = on.get("name") or f"`{_named_at(thread)}`"
+        return _for_thread(graph, process, thread, on.get("tid", 0), f"the thread {name} to end")
     if kind == "process" and thread.wait.kind in ("pipe", "poll") and graph.process(on.get("pid", 0)) is None:
         return None  # it has ended: what is waited for is whoever still has its pipe
     if kind in ("process", "process process") or (kind == "pool" and thread.wait.kind == "child"):
@@ -254,7 +293,7 @@ def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
             graph, thread, int(on.get("pid") or thread.wait.pid or 0), str(on.get("command") or on.get("name") or "")
         )
     if kind == "import lock":
-        return _for_thread(process, thread, on.get("owner", 0), f"the import of {on.get('name')}", "import lock")
+        return _for_thread(graph, process, thread, on.get("owner", 0), f"the import of {on.get('name')}", "import lock")
     if kind == "tasks":
         return _for_tasks(graph, process, thread)
     if kind in ("barrier", "process barrier"):
@@ -265,10 +304,10 @@ def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
         return _for_lock(graph, process, thread)
     words = {
         "queue": {"get": "an item from a queue that is empty", "put": "room in a queue that is full",
-                  "join": f"task_done for {on.get('unfinished')} items of a queue"}.get(on.get("doing", ""), ""),
+                  "join": f"task_done for {on.get('unfinished', 'all')} items of a queue"}.get(on.get("doing", ""), ""),
         "process queue": {"get": "an item from a queue between processes", "put": "room in a queue between processes",
                           }.get(on.get("doing", ""), "the feeder thread of a queue between processes"),
-        "future": f"the result of a future ({str(on.get('state', '')).lower()})",
+        "future": f"the result of a future ({str(on.get('state', 'not done')).lower()})",
         "event": "an Event that nobody has set",
         "condition": "a Condition that nobody has notified",
         "semaphore": "a Semaphore that is at zero",
@@ -301,8 +340,13 @@ def _at_work(graph: WaitGraph, process: WaitingProcess) -> WaitingProcess | None
     )
 
 
-def _for_thread(process: WaitingProcess, thread: WaitingThread, tid: int, what: str, kind: str = "thread") -> Link:
+def _for_thread(
+    graph: WaitGraph, process: WaitingProcess, thread: WaitingThread, tid: int, what: str, kind: str = "thread"
+) -> Link:
     other = process.thread(tid)
+    if other is None and kind == "thread":  # looked at from outside: which one it is, is not known
+        holder, following = _whoever_may(graph, process, thread)
+        return Link(thread, kind, what, holder, next=following, timed=thread.wait.timed)
     holder = f"thread {other.name}{_at(other)}" if other else ""
     return Link(
         thread,
@@ -326,7 +370,7 @@ def _for_process(graph: WaitGraph, thread: WaitingThread, pid: int, command: str
 def _for_barrier(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link:
     on = thread.on
     missing = (on.get("parties") or 0) - (on.get("there") or 0)
-    what = f"a Barrier of {on.get('parties')}: {on.get('there')} are there, {missing} missing"
+    what = f"a Barrier of {on['parties']}: {on['there']} are there, {missing} missing" if missing else "a Barrier"
     dead = graph.gone[-1] if graph.gone else None
     holder, following = _whoever_may(graph, process, thread)
     if dead is not None:
@@ -569,6 +613,12 @@ def _at(thread: WaitingThread | None) -> str:
 # ---------------------------------------------------------------- locks by their names
 
 
+def _named_at(thread: WaitingThread) -> str:
+    """What the user's line waits for, by its name there."""
+    frame = thread.frame
+    return source_lines.lock_taken_at(frame.file, frame.line) if frame else ""
+
+
 def waited_lock(thread: WaitingThread) -> Mapping[str, Any] | None:
     """The lock that the innermost line takes: its name by the source, its identity by the process."""
     on = thread.on
@@ -614,7 +664,7 @@ def chain_words(chain: WaitChain) -> str:
 
 def _held_by(link: Link, last: bool) -> str:
     """Where its holder stands is told only of the last one: of the others the next link tells it."""
-    if not link.holder or link.kind in ("child", "thread"):
+    if not link.holder or link.kind == "child" or (link.kind == "thread" and link.next is not None):
         return ""
     word = "held by" if link.kind in ("lock", "file lock", "import lock") else "from"
     holder = link.holder if last or link.next is None else link.holder.split(" at ")[0]
