@@ -169,7 +169,8 @@ def _field(owner: Any, name: str) -> Any:
 
 def _is_lock(value: Any) -> bool:
     kind = type(value)
-    return kind is _LOCK or kind is _RLOCK or kind.__name__ in _LOCK_LIKE.get(kind.__module__, ())
+    module = str(kind.__module__).replace("multiprocess.", "multiprocessing.")
+    return kind is _LOCK or kind is _RLOCK or kind.__name__ in _LOCK_LIKE.get(module, ())
 
 
 def _about_lock(name: str, value: Any, tids: Mapping[int, int]) -> dict[str, Any]:
@@ -227,6 +228,7 @@ def _waits_on(frame: FrameType, tids: Mapping[int, int]) -> dict[str, Any] | Non
         file, func = walk.f_code.co_filename, walk.f_code.co_name
         if layout.kind_of(file) == layout.USERS:
             break
+        file = file.replace("/multiprocess/", "/multiprocessing/")  # the fork that datasets uses
         for ending, understand in _UNDERSTOOD:
             one = _quietly(understand, func, walk, tids) if file.endswith(ending) else None
             if one is not None and found is not None and found["kind"] == "lock":

@@ -86,7 +86,7 @@ def _starved(sample: GroupSample) -> Diagnosis | None:
     """Ready to run, and no core is free: other programs have them. Asked before all that time alone would explain."""
     waited = {process.pid: _waited_for_a_core(sample, process) for process in sample.last.processes}
     process = max(sample.last.processes, key=lambda one: waited[one.pid][1])
-    ran_s, starved_s = waited[process.pid]
+    ran_s, starved_s = waited[process.pid][0], min(waited[process.pid][1], sample.seconds)
     if starved_s < _STARVED_SHARE * sample.seconds or starved_s < _STARVED_TIMES * ran_s:
         return None
     why = (
@@ -205,9 +205,8 @@ def _all_asleep(sample: GroupSample) -> Diagnosis | None:
     process, chain = (proofs or chains)[0]
     proved = bool(proofs)
     cause, advice = _cause_of(sample, chain, proved)
-    links = (
-        chain.links if chain.is_cycle else tuple(reversed(chain.links))
-    )  # of a cycle the first, else the end of the chain
+    # of a cycle the first that waits for good, and not one that only looks again and again; else the end of the chain
+    links = sorted(chain.links, key=lambda link: link.timed) if chain.is_cycle else reversed(chain.links)
     named = next((link.thread for link in links if link.thread.frame is not None), None)
     frame = named.frame if named else None
     who = f"{process.words}: " if process.pid != sample.last.processes[0].pid else ""
@@ -218,6 +217,9 @@ def _all_asleep(sample: GroupSample) -> Diagnosis | None:
     more = {**found.verdict.culprit, **(frame.fields() if frame else {}), **({"pid": named.pid} if named else {})}
     if chain.last.path:
         more["path"] = chain.last.path
+    if cause == "pool_child_lost":
+        lost_one = next(one for one in reversed(sample.last.exits) if one.code != 0)
+        more |= {"lost": lost_one.pid, "signal": max(0, -(lost_one.code or 0))}
     return replace(found, verdict=replace(found.verdict, culprit=more, waits_for=chain.last.fields()))
 
 

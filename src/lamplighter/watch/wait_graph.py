@@ -87,8 +87,9 @@ def _by_functions(stack: ThreadStack) -> Mapping[str, Any]:
         if is_users(frame.file):
             break
         owner, _, function = frame.func.rpartition(".")  # from outside it is told as Condition.wait
+        where = frame.file.replace("/multiprocess/", "/multiprocessing/")  # the fork that datasets uses
         for file, functions, kind in _FUNCTIONS:
-            if frame.file.endswith(file) and function in functions:
+            if where.endswith(file) and function in functions:
                 found = {"kind": kind, "doing": function}
         if frame.file.endswith("/threading.py") and owner.lower() in _OBJECTS and function in ("wait", "acquire"):
             found = {"kind": owner.lower()}
@@ -323,7 +324,10 @@ def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
     if not words:
         return None
     holder, following = _whoever_may(graph, process, thread)
-    if kind in ("pool", "future", "process queue", "connection") and (worker := _at_work(graph, process)) is not None:
+    if (
+        kind in ("pool", "future", "process queue", "connection", "manager")
+        and (worker := _at_work(graph, process)) is not None
+    ):
         holder, following = f"{worker.words}{_at(worker.main)}", (worker.pid, worker.pid)
     return Link(thread, kind, words, holder, next=following, timed=thread.wait.timed)
 
