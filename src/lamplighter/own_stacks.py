@@ -293,7 +293,8 @@ def _in_executor(func: str, frame: FrameType, tids: Mapping[int, int]) -> dict[s
 def _in_multiprocessing(func: str, frame: FrameType, tids: Mapping[int, int]) -> dict[str, Any] | None:
     file, me = frame.f_code.co_filename, _local(frame, "self")
     if file.endswith("pool.py") and func in ("wait", "get", "next", "map", "apply", "join"):
-        return {"kind": "pool", "doing": func}
+        handler = _field(_field(me, "_pool"), "_result_handler")
+        return {"kind": "pool", "doing": func, "deaf": handler is not None and not handler.is_alive()}
     if file.endswith("queues.py") and func in ("get", "put", "join", "join_thread", "_finalize_join"):
         return {"kind": "process queue", "doing": func, "id": id(me)}
     if file.endswith("process.py") and func == "join":

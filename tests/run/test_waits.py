@@ -51,6 +51,12 @@ WAITS = {
         "shared lock",
         SELF,
     ),
+    "a semaphore that anybody may open": (
+        "import ctypes, os; c = ctypes.CDLL(None); c.sem_open.restype = ctypes.c_void_p; c.sem_wait.argtypes = [ctypes.c_void_p]; "
+        "n = f'/lamp-{os.getpid()}'.encode(); s = c.sem_open(n, os.O_CREAT, 0o600, 0); c.sem_wait(s)",
+        "shared lock",
+        "anybody",
+    ),
     "a pipe": ("import os; r, w = os.pipe(); os.read(r, 1)", "pipe", SELF),
     "a pipe, polled": ("import os, select; r, w = os.pipe(); select.select([r], [], [])", "pipe", SELF),
     "a local socket": ("import socket; a, b = socket.socketpair(); a.recv(1)", "socket", SELF),

@@ -216,14 +216,18 @@ def test_a_task_names_the_child_or_the_task_that_it_waits_for(tmp_path: Path) ->
     thread = waiting(MAIN, ThreadWait(MAIN, "poll"), stack=on("tasks", tasks=[task("Task-1", 9, "subprocess.wait")]))
     child = process(waiting(200, ThreadWait(200, "timer", timed=True), 200), pid=200, ppid=MAIN)
     chain = follow(WaitGraph((process(thread), child)), MAIN, MAIN)
-    assert chain is not None and "Task-1 awaits a child process" in chain.first.what and chain.last.thread.pid == 200
+    assert (
+        chain is not None
+        and "Task-1, which awaits a child process" in chain.first.what
+        and chain.last.thread.pid == 200
+    )
     file = tmp_path / "serve.py"
     file.write_text("async with gate:\n    await queue.get()\nasync with gate:\n    pass\n")
     tasks = [task("Task-1", 2, "queues.get", str(file)), task("Task-2", 3, "locks.acquire", str(file))]
     chain = follow(
         WaitGraph((process(waiting(MAIN, ThreadWait(MAIN, "poll"), stack=on("tasks", tasks=tasks))),)), MAIN, MAIN
     )
-    assert chain is not None and "Task-2 awaits the lock `gate`, held by Task-1" in chain.first.what
+    assert chain is not None and "Task-2, which awaits the lock `gate`, held by Task-1" in chain.first.what
 
 
 def test_a_call_that_sleeps_in_c_is_named(tmp_path: Path) -> None:

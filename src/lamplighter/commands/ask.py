@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _SAY_EVERY_S = 1.5
 _BETWEEN_LOOKS_S = 1.0
-_SETTLE_S = 0.1
 
 
 def why(words: list[str]) -> int:
@@ -96,7 +95,7 @@ def _wait(console: Console, doing: str, started: float, words: str) -> None:
 
 def _inspect(pid: int) -> str:
     """Two looks and two samples of every stack, a second apart, and what they mean."""
-    from lamplighter.procs.waits import look_at_waits
+    from lamplighter.procs.waits import look_when_settled
     from lamplighter.watch import tree_diagnosis
     from lamplighter.watch.evidence import GroupSample
     from lamplighter.watch.process_tree import ProcessTree
@@ -110,8 +109,7 @@ def _inspect(pid: int) -> str:
         first = tree.look(closely=True)
         taken = take_all(tree, first.processes, everybody=True)
         samples = {one: (stacks,) for one, stacks in taken.items() if stacks is not None}
-        time.sleep(_SETTLE_S)  # who was traced runs a little before it waits again
-        waits = look_at_waits([process.pid for process in first.processes])
+        waits = look_when_settled([process.pid for process in first.processes])
         snapshots = [tree.look(closely=True)]  # after the stacks: who traces a thread makes it run a little
         time.sleep(_BETWEEN_LOOKS_S)
         snapshots.append(tree.look(closely=True))

@@ -15,6 +15,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,9 @@ _GENERIC = {
     441: "epoll_pwait2", 449: "futex_waitv",
 }  # fmt: skip
 _SYSCALLS = _X86_64 if os.uname().machine == "x86_64" else _GENERIC
+_SETTLE_S, _SETTLE_TRIES = 0.1, 5
+_SHARED = "/dev/shm"
+_PRIVATE = "sem.mp-"  # semaphores of multiprocessing: nobody outside knows their names
 _READS = {"read", "pread", "readv", "recvfrom", "recvmsg", "recvmmsg", "accept", "accept4", "splice"}
 _WRITES = {"write", "pwrite", "writev", "sendto", "sendmsg", "connect"}
 _FUTEX_PRIVATE, _FUTEX_COMMAND = 128, 0x7F
@@ -110,6 +114,16 @@ def look_at_waits(pids: Sequence[int], paths: Sequence[str] = ()) -> Waits:
     return Waits(threads, locked, commands, {pid: _handlers(pid) for pid in pids})
 
 
+def look_when_settled(pids: Sequence[int], paths: Sequence[str] = ()) -> Waits:
+    """After these processes were traced: a thread that was stopped for it runs for a moment before it waits again."""
+    for _ in range(_SETTLE_TRIES):
+        seen = look_at_waits(pids, paths)
+        time.sleep(_SETTLE_S)
+        if all(procfs.slices_of(pid, wait.tid) == wait.slices for pid in pids for wait in seen.threads.get(pid, ())):
+            break
+    return seen
+
+
 def _handlers(pid: int) -> tuple[int, ...]:
     """Without those that every Python, C library or crash handler has: whoever sends one of the rest may end a wait."""
     return tuple(number for number in procfs.caught_signals(pid) if number not in _COMMON_SIGNALS)
@@ -132,7 +146,7 @@ def _locked_files(system: _System, pid: int, paths: Sequence[str]) -> list[FileL
     found = []
     for path, file in {**opened, **tried}.items():
         for lock in by_inode.get(_device_inode(path), ()):
-            theirs = lock.pid != pid and not (file.fd >= 0 and _holds_lock(pid, file.fd))
+            theirs = file.fd < 0 or (lock.pid != pid and not _holds_lock(pid, file.fd))
             if theirs or (lock.pid == pid and lock.kind == "posix"):
                 found.append(FileLock(lock.kind, lock.pid, file.target))
     return list(dict.fromkeys(found))
@@ -254,9 +268,10 @@ class _System:
         timed = args[3] != 0
         if args[1] & _FUTEX_PRIVATE:
             return ThreadWait(tid, "lock", timed=timed, peers=(pid,), syscall=call)
-        where = _mapping(pid, args[0])
+        where, path = _mapping(pid, args[0])
         peers = [other for other in _all_pids() if where and _maps(other, where)] if where else [pid]
-        return ThreadWait(tid, "shared lock", timed=timed, peers=tuple(peers), syscall=call)
+        name = _name_of_shared(path, where) if where else ""
+        return ThreadWait(tid, "shared lock", name, timed, tuple(peers), anybody=bool(name), syscall=call)
 
     def _child(self, pid: int, tid: int, call: str, args: list[int]) -> ThreadWait:
         wanted = _signed(args[0]) if call == "wait4" else _signed(args[1]) if _signed(args[0]) in (1, 3) else -1
@@ -504,14 +519,24 @@ def _select_fds(pid: int, args: list[int]) -> list[tuple[int, bool]] | None:
     return found
 
 
-def _mapping(pid: int, address: int) -> str:
-    """`device inode` of the shared memory behind an address; empty where it is private memory."""
+def _mapping(pid: int, address: int) -> tuple[str, str]:
+    """`device inode` and path of the shared memory behind an address; empty where it is private memory."""
     for row in procfs.read_all(f"/proc/{pid}/maps").splitlines():
-        span, rights, _, device, inode, *_ = row.split(maxsplit=5)
+        span, rights, _, device, inode, *path = row.split(maxsplit=5)
         start, _, end = span.partition("-")
         if int(start, 16) <= address < int(end, 16):
-            return f"{device} {inode}" if "s" in rights and inode != "0" else ""
-    return ""
+            return (f"{device} {inode}", path[0] if path else "") if "s" in rights and inode != "0" else ("", "")
+    return "", ""
+
+
+def _name_of_shared(path: str, where: str) -> str:
+    """The name by which anybody may open this memory; a named semaphore is mapped under a name that is gone again."""
+    if path and not path.endswith("(deleted)"):
+        return path if not path.startswith(f"{_SHARED}/{_PRIVATE}") else ""
+    if not path.startswith(f"{_SHARED}/"):
+        return ""
+    names = [f"{_SHARED}/{name}" for name in procfs.listed(_SHARED) if not name.startswith(_PRIVATE)]
+    return next((name for name in names if _device_inode(name).rpartition(":")[2] == where.split()[1]), "")
 
 
 def _maps(pid: int, where: str) -> bool:

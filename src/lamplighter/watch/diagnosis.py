@@ -83,6 +83,12 @@ class Evidence:
         return max(0.0, self.sample.last.cpu_s - self.sample.first.cpu_s) / self.seconds  # less when a child has ended
 
     @property
+    def own_share(self) -> float:
+        """Of the first process its tree's share: what it starts works for it."""
+        is_first = self.process.pid == self.sample.last.processes[0].pid
+        return self.cpu_share if is_first else self.sample.cpu_share(self.process)
+
+    @property
     def bytes_per_s(self) -> float:
         return max(0, self.sample.last.moved_bytes - self.sample.first.moved_bytes) / self.seconds
 
@@ -278,7 +284,7 @@ def _running(evidence: Evidence) -> Diagnosis | None:
     """The thread that uses the core is named, and not one that waits for it."""
     busiest = evidence.busiest_stack
     frame = culprit(busiest) if busiest else None
-    if evidence.cpu_share < BUSY or busiest is None or frame is None:
+    if evidence.own_share < BUSY or busiest is None or frame is None or keeps_house(busiest):
         return None
     counted = _loop_progress(evidence)
     far = counted.words() if counted else evidence.usually()
@@ -298,6 +304,11 @@ def _running(evidence: Evidence) -> Diagnosis | None:
             evidence, "slow", "running", f"alive, running {here}", "wait, or look at that line", **frame.fields()
         )
     return replace(found, left_s=counted.left_s if counted else None)
+
+
+def keeps_house(stack: ThreadStack) -> bool:
+    """A thread by which a pool looks after its processes: that it runs is nobody's work."""
+    return any(frame.func.endswith("_handle_workers") for frame in stack.frames)
 
 
 _RULES: tuple[Callable[[Evidence], Diagnosis | None], ...] = (

@@ -126,6 +126,9 @@ class GroupSample:
         handlers = told if told is not None else self.waits.handlers.get(process.pid, ())
         if process.is_ours:
             handlers = ()  # they stop it, and end no wait
+        strangers = [
+            one for one in (newest.threads[1:] if newest else ()) if not one.tid and users_frame(one) is not None
+        ]
         return WaitingProcess(
             process.pid,
             process.ppid,
@@ -134,7 +137,12 @@ class GroupSample:
             threads,
             handlers=handlers,
             timer=newest is not None and newest.timer,
+            is_forked=slot is not None and bool(slot.forked),
             forked_beside=slot.forked_beside if slot else "",
+            unnumbered=tuple(
+                WaitingThread(process.pid, -number, ThreadWait(-number, "lock", peers=(process.pid,)), stack=one)
+                for number, one in enumerate(strangers, 1)
+            ),
         )
 
 

@@ -219,7 +219,9 @@ class StallDetector:
         if self.worked_at == snapshot.worked_at and answered:
             self.captures = {pid: (*self.captures.get(pid, ())[-1:], one) for pid, one in answered.items()}
             pids = [process.pid for process in snapshot.processes]
-            self.waits = waits.look_at_waits(pids, stacks.tried_files(answered.values()))
+            traced = any(one.source == "py-spy" for one in answered.values())
+            look = waits.look_when_settled if traced else waits.look_at_waits
+            self.waits = look(pids, stacks.tried_files(answered.values()))
             keep_text(
                 self.run,
                 f"{time.monotonic_ns() % 1000:03}.txt",

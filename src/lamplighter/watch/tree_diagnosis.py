@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lamplighter.procs.procfs import NANOSLEEP
 from lamplighter.procs.stacks import ThreadStack, is_users, own_frames
-from lamplighter.watch.diagnosis import Diagnosis, finding, judge_process
+from lamplighter.watch.diagnosis import Diagnosis, finding, judge_process, keeps_house
 from lamplighter.watch.evidence import GroupSample
 from lamplighter.watch.process_tree import Process, counts
 from lamplighter.watch.rank_diagnosis import OPEN_S, late_rank, meeting, outlier_rank
@@ -44,7 +44,7 @@ def _part_stopped(sample: GroupSample) -> Diagnosis | None:
     waiting = next(
         (m for m in sample.last.processes if m.slot and (m.slot.in_fetch or m.slot.in_coll) and m not in halted), None
     )
-    waiting = waiting or _who_waits_for(sample, one)
+    waiting = waiting or _who_waits_for(sample, one) or _ancestor(sample, one)
     waits = f"; {waiting.words} waits for it{_in_what(waiting)}{sample.at(waiting)}" if waiting else ""
     item = f" in item {one.slot.item}" if one.slot and one.slot.in_item else ""
     why = f"{one.words} is stopped by a signal{item}{waits}"
@@ -82,6 +82,14 @@ def _who_waits_for(sample: GroupSample, process: Process) -> Process | None:
     return None
 
 
+def _ancestor(sample: GroupSample, process: Process) -> Process | None:
+    """The nearest one above it that stands in the user's code."""
+    above = sample.last.process(process.ppid)
+    while above is not None and sample.frame(above) is None:
+        above = sample.last.process(above.ppid)
+    return above
+
+
 def _starved(sample: GroupSample) -> Diagnosis | None:
     """Ready to run, and no core is free: other programs have them. Asked before all that time alone would explain."""
     waited = {process.pid: _waited_for_a_core(sample, process) for process in sample.last.processes}
@@ -107,7 +115,9 @@ def _waited_for_a_core(sample: GroupSample, process: Process) -> tuple[float, fl
     """Seconds that its busiest thread ran, and that it was ready to run."""
     before = sample.first.process(process.pid)
     earlier = {thread.tid: thread for thread in before.look.each} if before else {}
-    pairs = [(thread, earlier[thread.tid]) for thread in process.look.each if thread.tid in earlier]
+    idle = {stack.tid for one in sample.stacks.get(process.pid, ())[-1:] for stack in one.threads if keeps_house(stack)}
+    each = [thread for thread in process.look.each if thread.tid in earlier and thread.tid not in idle]
+    pairs = [(thread, earlier[thread.tid]) for thread in each]
     found = [((now.cpu_ns - then.cpu_ns) / 1e9, (now.starved_ns - then.starved_ns) / 1e9) for now, then in pairs]
     return max(found, key=lambda one: one[1], default=(0.0, 0.0))
 

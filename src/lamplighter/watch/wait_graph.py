@@ -77,6 +77,9 @@ _FUNCTIONS: tuple[
 )
 
 
+_DEAF = (
+    ", whose thread for answers has ended by an error (a callback that raised, or an answer that cannot be unpickled)"
+)
 _OBJECTS = ("event", "condition", "semaphore", "barrier")  # of threading
 
 
@@ -107,14 +110,16 @@ class WaitingProcess:
     threads: tuple[WaitingThread, ...]
     handlers: tuple[int, ...] = ()  # signals that its own code handles
     timer: bool = False  # an interval timer runs
+    is_forked: bool = False
     forked_beside: str = ""  # what its parent's threads did when it was forked
+    unnumbered: tuple[WaitingThread, ...] = ()  # of a library, seen from Python only: their numbers here are made up
 
     @property
     def main(self) -> WaitingThread | None:
         return next((thread for thread in self.threads if thread.tid == self.pid), None)
 
     def thread(self, tid: int) -> WaitingThread | None:
-        return next((thread for thread in self.threads if thread.tid == tid), None)
+        return next((thread for thread in (*self.threads, *self.unnumbered) if thread.tid == tid), None)
 
 
 @dataclass(frozen=True)
@@ -312,7 +317,7 @@ def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
         "event": "an Event that nobody has set",
         "condition": "a Condition that nobody has notified",
         "semaphore": "a Semaphore that is at zero",
-        "pool": "an answer of a pool of processes",
+        "pool": "an answer of a pool of processes" + _DEAF * bool(on.get("deaf")),
         "work of a pool": "work: an idle thread of a pool",
         "manager": "the process of a multiprocessing Manager",
         "connection": "a message over a pipe from another process",
@@ -399,17 +404,20 @@ def _for_tasks(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
     """Tasks of an event loop. A child process or a thread at work that a task waits for is followed."""
     tasks = [task for task in thread.on.get("tasks", ()) if task.get("file")]
     words = "; ".join(
-        f"{task['task']} awaits {_awaited(task, tasks)} at {_short(task)} ({task['func']})" for task in tasks[:6]
+        f"the asyncio task {task['task']}, which awaits {_awaited(task, tasks)} at {_short(task)} ({task['func']})"
+        for task in tasks[:6]
     )
     children = [one for one in graph.processes if one.ppid == process.pid]
     following: tuple[int, int] | None = None
     holder = ""
     if any(str(task.get("awaits")).startswith(("subprocess.", "base_subprocess.")) for task in tasks) and children:
         holder, following = f"{children[0].words}{_at_main(graph, children[0].pid)}", (children[0].pid, children[0].pid)
-    elif any(task.get("awaits") == "Future" and not task.get("other") for task in tasks):
+    elif any(task.get("awaits") in ("Future", "threads.to_thread") and not task.get("other") for task in tasks):
         at_work = [one for one in _threads_at_work(process, thread) if one.on.get("kind") != "work of a pool"]
         holder = ", ".join(f"thread {one.name}{_at(one)}" for one in at_work[:3])
         following = (process.pid, at_work[0].tid) if len(at_work) == 1 else None
+    if not holder and any(pid != process.pid for pid in thread.wait.peers):
+        holder, following = _whoever_may(graph, process, thread)
     words = words or "an event loop without tasks of its own"
     return Link(thread, "task", words, holder, next=following, timed=thread.wait.timed)
 
@@ -421,8 +429,8 @@ def _short(task: Mapping[str, Any]) -> str:
 def _awaited(task: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> str:
     known = {
         "locks.wait": "an event or a condition", "queues.get": "an item from a queue", "queues.join": "task_done of a queue",
-        "queues.put": "room in a queue", "tasks.sleep": "a timer", "streams.read": "a socket", "streams.readline": "a socket",
-        "streams.readexactly": "a socket", "Future": "a future", "_GatheringFuture": "several tasks", "tasks.wait_for": "a task",
+        "queues.put": "room in a queue", "tasks.sleep": "a timer", "streams.read": "bytes from a stream",
+        "streams.readline": "a line from a stream", "streams.readexactly": "bytes from a stream", "Future": "a future", "_GatheringFuture": "several tasks", "tasks.wait_for": "a task",
         "subprocess.wait": "a child process", "subprocess.communicate": "a child process", "threads.to_thread": "a thread",
     }  # fmt: skip
     if task.get("other"):
@@ -441,7 +449,13 @@ def _for_lock(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) 
     shared = thread.wait.kind == "shared lock"
     if wanted is None:
         holder, following = _whoever_may(graph, process, thread)
-        lock = "a lock between processes" if shared else "a lock"
+        named = f" ({thread.wait.on})" if thread.wait.on else ""
+        lock = f"a lock between processes{named}" if shared else f"a lock{_inside_call(thread)}"
+        if process.unnumbered:
+            other = process.unnumbered[0]
+            return Link(thread, "lock", lock, f"a thread of that library{_at(other)}", next=(process.pid, other.tid))
+        if process.is_forked and not shared and _inside_call(thread) and holder.startswith("nobody"):
+            holder = "threads that do not exist here: it was forked, and a fork copies no threads"
         return Link(thread, "lock", lock, holder, next=following, timed=thread.wait.timed)
     inside = wanted.get("of")
     what = (
@@ -522,10 +536,16 @@ def _has(thread: WaitingThread, key: str) -> bool:
 
 
 def _for_file_lock(graph: WaitGraph, thread: WaitingThread, path: str) -> Link:
-    lock = _lock_of_others(thread, path)
+    lock = _lock_of_others(thread, path) or next((one for one in thread.locked if one.path == path), None)
     holder = thread.wait.pid or (lock.pid if lock else 0)
-    other = graph.process(holder)
-    words = f"{graph.named(holder)}{_at(other.main) if other and other.main else ''}" if holder else ""
+    other = graph.process(holder) if holder != thread.pid else None
+    words = (
+        f"this process itself ({graph.named(holder)})"
+        if holder == thread.pid
+        else f"{graph.named(holder)}{_at(other.main) if other and other.main else ''}"
+        if holder
+        else ""
+    )
     return Link(
         thread,
         "file lock",
@@ -592,7 +612,8 @@ def _whoever_may(
             else "nobody: no other thread is left"
         ), None
     words = ", ".join(f"thread {one.name}{_at(one)}" for one in others[:3])
-    return words, (process.pid, others[0].tid) if len(others) == 1 else None
+    together = len({one.frame.place for one in others if one.frame}) == 1  # what one of them waits for, all do
+    return words, (process.pid, others[0].tid) if together else None
 
 
 def _threads_at_work(process: WaitingProcess, thread: WaitingThread) -> list[WaitingThread]:
@@ -676,5 +697,5 @@ def _held_by(link: Link, last: bool) -> str:
 
 
 def closed(chain: Sequence[Link], stuck: frozenset[tuple[int, int]]) -> bool:
-    """Whether all of a chain is part of the proof."""
-    return all((link.thread.pid, link.thread.tid) in stuck for link in chain)
+    """Whether all of a chain is part of the proof; a thread without a number is, where all threads of its process are."""
+    return all((link.thread.pid, link.thread.tid) in stuck for link in chain if link.thread.tid > 0)
