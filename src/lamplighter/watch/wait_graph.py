@@ -450,7 +450,9 @@ def _for_lock(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) 
     if wanted is None:
         holder, following = _whoever_may(graph, process, thread)
         named = f" ({thread.wait.on})" if thread.wait.on else ""
-        lock = f"a lock between processes{named}" if shared else f"a lock{_inside_call(thread)}"
+        taken = _named_at(thread)
+        lock = f"the lock `{taken}`" if taken else f"a lock{_inside_call(thread)}"
+        lock = f"a lock between processes{named}" if shared else lock
         if process.unnumbered:
             other = process.unnumbered[0]
             return Link(thread, "lock", lock, f"a thread of that library{_at(other)}", next=(process.pid, other.tid))
