@@ -87,6 +87,11 @@ def test_the_catalogue(user_file: str) -> None:
     assert cause(calm, [stack_at(user_file, 3, silent=True, gil=True)] * 2) == ("slow", "gil_hold", False)
     starved = [moment(2.0, state="R"), moment(4.0, state="R", cpu_s=0.3, cpu_ns=3 * 10**8, starved_ns=17 * 10**8)]
     assert cause(starved, here) == ("starved", "starved", False)
+    moment_ago = [moment(3.2, state="R"), moment(4.0, state="R", cpu_ns=10**8, starved_ns=7 * 10**8)]
+    assert cause(moment_ago, here) is None, "too early to tell"
+    other = [stack_at(user_file, 7)] * 2
+    keys = {judge(GroupSample(*starved, {7: tuple(stacks)}, 0.0)).key for stacks in (here, other)}  # type: ignore[union-attr]
+    assert keys == {"starved"}, "said once, at whatever line it happens to be"
     reading = [moment(2.0), moment(4.0, read=10**6, starved_ns=17 * 10**8, cpu_ns=10**8)]
     assert cause(reading, here) == ("starved", "starved", False), "asked before bytes that move slowly"
     sleeping = [moment(2.0, syscall="clock_nanosleep"), moment(4.0, syscall="clock_nanosleep")]
@@ -276,6 +281,15 @@ def test_ranks_that_all_receive_are_told_so(user_file: str) -> None:
     found = judge(GroupSample(*(Snapshot(at, processes, worked_at=0.0) for at in (2.0, 4.0)), stacks, 0.0))
     assert found is not None and (found.verdict.state, found.verdict.cause) == ("stuck", "rank_order")
     assert "none sends" in found.verdict.why and not found.provable
+
+
+def test_a_launcher_that_looks_after_its_ranks_is_no_finding() -> None:
+    """torchrun, before its first rank and after its last one."""
+    frames = (Frame("/x/site-packages/torch/distributed/elastic/agent/server/api.py", 923, "_invoke_run"),)
+    stacks = {7: (Stacks((ThreadStack("MainThread", frames, tid=7),), "listener", False),)}
+    first, last = moment(2.0), moment(4.0)
+    waits = Waits({7: (ThreadWait(7, "timer", timed=True),)}, {7: ()}, {}, {7: ()})
+    assert judge(GroupSample(first, last, stacks, 0.0, waits)) is None
 
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "recordings").glob("*.json"))

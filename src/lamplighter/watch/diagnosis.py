@@ -44,12 +44,16 @@ class Diagnosis:
     def key(self) -> str:
         """The same culprit twice is a bug, not chance."""
         where = self.verdict.culprit
+        if self.verdict.cause == "starved":  # by whatever line it happens to be
+            return "starved"
         return f"{self.verdict.cause} {where.get('file')}:{where.get('line')}"
 
     @property
     def kind(self) -> str:
         """What happens again and again in a healthy run: busy or asleep, in the same function."""
         where = self.verdict.culprit
+        if self.verdict.cause == "starved":
+            return "starved"
         busy = self.verdict.state in ("slow", "starved")
         return f"{'busy' if busy else 'asleep'} {where.get('file')}:{where.get('func')}"
 
@@ -220,7 +224,7 @@ def _compiling(evidence: Evidence) -> Diagnosis | None:
         return None
     if evidence.seconds > 0.9 and evidence.cpu_share < BUSY and evidence.bytes_per_s <= 0:
         return _compile_asleep(evidence)
-    child = f" ({evidence.compilers[0].name}, process {evidence.compilers[0].pid})" if evidence.compilers else ""
+    child = f" (now {evidence.compilers[0].name}, process {evidence.compilers[0].pid})" if evidence.compilers else ""
     why = f"compiling for {duration(evidence.stalled_s)}{child}{evidence.usually()}"
     return _finding(evidence, "slow", "compile_slow", why, "wait: the second start finds the result in the cache")
 

@@ -20,14 +20,17 @@ from lamplighter.watch.status import duration
 from lamplighter.watch.wait_graph import WaitChain, chain_words, closed, follow
 
 _ASLEEP_S = 0.9  # two looks at least so far apart
-_STARVED_SHARE, _STARVED_TIMES = 0.3, 1.5  # of the time, and as long as it ran
+_STARVED_SHARE, _STARVED_TIMES = 0.45, 1.5  # of the time, and as long as it ran
+_STARVED_S = 1.5  # looked at for so long: every start of a program loses a moment to its neighbours
 
 
 def judge(sample: GroupSample) -> Diagnosis | None:
     """The first rule that fits; None where nothing can be said yet."""
     if not sample.last.processes:
         return None
-    return next((found for rule in _RULES if (found := rule(sample)) is not None), None)
+    found = next((found for rule in _RULES if (found := rule(sample)) is not None), None)
+    too_early = found is not None and found.verdict.cause == "starved" and sample.seconds < _STARVED_S
+    return None if too_early else found
 
 
 # ---------------------------------------------------------------- the rules, in order
@@ -196,7 +199,8 @@ def _in_words_of(sample: GroupSample, process: Process, found: Diagnosis) -> Dia
     stack = sample.main_stack(process)
     says_itself = process.slot is not None and bool(process.slot.phase)
     phase = phase_from_stack(stack) if stack and not says_itself else ""
-    verdict = replace(found.verdict, why=who + (f"{phase}: " if phase else "") + found.verdict.why)
+    told = found.verdict.why.startswith(phase)
+    verdict = replace(found.verdict, why=who + (f"{phase}: " if phase and not told else "") + found.verdict.why)
     return replace(found, verdict=verdict)
 
 
@@ -207,14 +211,18 @@ def _all_asleep(sample: GroupSample) -> Diagnosis | None:
     chains = [
         (process, chain)
         for process in _by_interest(sample)
-        if (chain := follow(sample.graph, process.pid, process.pid))
+        if not _launches(sample, process) and (chain := follow(sample.graph, process.pid, process.pid))
     ]
+    if not chains and any(_launches(sample, process) for process in _by_interest(sample)):
+        return None
     if not chains:
         return _asleep_somewhere(sample)
     proofs = [one for one in chains if closed(one[1].links, sample.unending)]
     process, chain = (proofs or chains)[0]
     proved = bool(proofs)
     cause, advice = _cause_of(sample, chain, proved)
+    awaited = chain.last.thread.wait.pid or chain.last.thread.on.get("pid", 0)
+    advice = advice.replace("PID", str(awaited)) if awaited else advice
     # of a cycle the first that waits for good, and not one that only looks again and again; else the end of the chain
     links = sorted(chain.links, key=lambda link: link.timed) if chain.is_cycle else reversed(chain.links)
     named = next((link.thread for link in links if link.thread.frame is not None), None)
@@ -231,6 +239,14 @@ def _all_asleep(sample: GroupSample) -> Diagnosis | None:
         lost_one = next(one for one in reversed(sample.last.exits) if one.code != 0)
         more |= {"lost": lost_one.pid, "signal": max(0, -(lost_one.code or 0))}
     return replace(found, verdict=replace(found.verdict, culprit=more, waits_for=chain.last.fields()))
+
+
+def _launches(sample: GroupSample, process: Process) -> bool:
+    """torchrun's own process, which looks after its ranks again and again: they are what is judged, if there are any."""
+    stack = sample.main_stack(process)
+    return stack is not None and any(
+        frame.func.endswith("_invoke_run") and "torch/distributed/elastic" in frame.file for frame in stack.frames
+    )
 
 
 def _asleep_somewhere(sample: GroupSample) -> Diagnosis | None:
