@@ -20,7 +20,7 @@ from lamplighter import rundir
 from lamplighter.rundir import RunDir
 from lamplighter.watch import supervisor
 from lamplighter.watch.trainer import Trainer
-from running import FULL, LAMP, STARTED, Command, Finished, Row, copy_run, run_child_here, trained_once
+from running import FULL, LAMP, STARTED, Command, Finished, Row, copy_run, four_hogs, run_child_here, trained_once
 
 PR_SET_CHILD_SUBREAPER = 36
 UNIT = Path(__file__).parent / "unit"
@@ -144,12 +144,8 @@ def nothing_left_running() -> Iterator[None]:
 
 @pytest.fixture
 def hogs() -> Iterator[None]:
-    """Four processes that eat the CPU beside the test."""
-    eaters = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
-    yield
-    for eater in eaters:
-        eater.kill()
-        eater.wait()
+    with four_hogs():
+        yield
 
 
 @pytest.fixture

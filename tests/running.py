@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,18 @@ def wait_for(
             return found
         time.sleep(0.004)
     raise AssertionError("the condition did not come true in time")
+
+
+@contextlib.contextmanager
+def four_hogs() -> Iterator[None]:
+    """Four processes that eat the CPU beside the test."""
+    eaters = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        yield
+    finally:
+        for eater in eaters:
+            eater.kill()
+            eater.wait()
 
 
 def events_of(run: RunDir, kind: str) -> list[dict[str, Any]]:

@@ -4,5 +4,5 @@ import os
 import time
 
 
-def mark(what, path=os.environ.get("LAMP_FIELD_MARK")):
-    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {os.getpid()}\n")
+def mark(what, pid=None, path=os.environ.get("LAMP_FIELD_MARK")):
+    open(path or os.devnull, "a").write(f"{what} {time.time():.3f} {pid or os.getpid()}\n")

@@ -2,54 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from truth import CASES, Case, command_of, culprit_lines
 
 from lamplighter.rundir import RunDir
-from running import FULL, LAMP, LONG, Row, clean_env, verdicts_of
+from running import FULL, LONG, Row, verdicts_of
+from watched import marks, watching
 
 QUICK = {"two_ranks_stuck", "zoo_worker_sigkill", "calm_pauses_5s"}
 DEADLINE_S = 60.0
 
 
-def marks(path: Path) -> dict[str, tuple[float, int]]:
-    """What the script has written of its own fault: word -> (time, pid)."""
-    found: dict[str, tuple[float, int]] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        word, at, pid = line.split()
-        found.setdefault(word, (float(at), int(pid)))
-    return found
-
-
-def end_those_with(word: str) -> None:
-    """Ranks and workers in sessions of their own: found by what their environment says."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if word in process.environ().values():
-                process.kill()
-
-
 def watched(case: Case, folder: Path) -> tuple[int | None, RunDir]:
     """Run it under the watcher, until it ends or, if it never does, until it is named; its code, and its folder."""
     words = command_of(case, sys.executable, 1.0 if FULL else 0.4 if case.kind == "innocent" else 1.0)
-    run = RunDir(folder / "runs" / "w")
-    env = clean_env(LAMP_FIELD_MARK=str(folder / "mark"), OMP_NUM_THREADS="1")
-    with open(folder / "out.txt", "wb") as out:
-        going = subprocess.Popen(
-            [*LAMP, "watch", "--run", "w", "--", *words],
-            cwd=folder, env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-    try:
+    with watching(words, folder) as (going, run):
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline and going.poll() is None:
             named = {verdict["cause"] for verdict in verdicts_of(run)}
@@ -58,11 +31,6 @@ def watched(case: Case, folder: Path) -> tuple[int | None, RunDir]:
                 return None, run
             time.sleep(0.1)
         return going.poll(), run
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(going.pid, signal.SIGKILL)
-        going.wait()
-        end_those_with(str(folder / "mark"))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +49,7 @@ def test_the_truth_is_told(tmp_path: Path, case: Case, zoo_row: Row) -> None:
     if case.kind in ("healthy", "innocent"):
         zoo_row(case.name, "none", "none", code or 0)
         return
-    began, pid = marks(tmp_path / "mark")["fault"]
+    began, pid = marks(tmp_path)["fault"][0]
     found = [verdict for verdict in said if verdict["cause"] in case.causes and verdict["t"] >= began]
     assert found, told
     first = next((one for one in found if "line" in one["culprit"]), found[0])
