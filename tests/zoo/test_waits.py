@@ -58,23 +58,9 @@ QUICK = (
     "cycle_with_a_timeout", "event_set_by_an_interval_timer",
 )  # fmt: skip
 
-# Known to be weak. Who mends one takes it out here: a test that passes against this table fails.
-WEAK: dict[str, dict[str, str]] = {
-    "line": {},
-    "cause": {
-        "asyncio_sub": "the task that awaits is named, not the child that it awaits",
-        "capture_daemon": "the child is named, which has ended; not the pipe that a grandchild keeps open",
-        "filelock_outside": "tried again and again, not kept open: there is nothing that says who has it",
-        "sqlite_self": "tried again and again: nothing says that the process itself has the lock",
-        "gc_del_lock": "taken for a long garbage collection",
-        "ppe_lock": "main is named among those who could give the lock back, not as the one who holds it",
-        "mp_barrier_dead": "the party that left with code 3 is not named, nor how many are there",
-        "recv_recv": "named as a pipe of main, not as a collective",
-        "store_client": "a sleep inside torch: the address that refuses is not named",
-    },
-    "state": {"gc_del_lock": "slow is said of it"},
-    "time": {"gc_del_lock": "a garbage collection has 8 s"},
-}
+# What is known to be weak, by test: name of the program -> reason. Who mends one takes it out: a test that passes against this
+# table fails. None is, as of now.
+WEAK: dict[str, dict[str, str]] = {"line": {}, "cause": {}, "state": {}, "time": {}}
 
 
 @dataclass(frozen=True)
