@@ -30,9 +30,9 @@ sizes:
 check: lint types test sizes
 
 .PHONY: zoo
-# Everything, with the tests that take long or need a quiet machine (marker zoo; listed in docs/reliability.md).
+# The tests that take long or need a quiet machine (marker zoo; listed in docs/reliability.md), two files at a time: 50 minutes.
 zoo:
-	LAMP_ZOO_FULL=1 $(PYTHON) -m pytest -q tests
+	LAMP_ZOO_FULL=1 $(PYTHON) -m pytest -n 2 --dist loadfile -q tests -m zoo
 
 # Each prints its tables; a peer is installed into .bench-venv at its first use. It takes long: an hour or more on two cores.
 BENCHES := starting batches tokenising generation training first_step saving packing prepare watching attending growth plan
