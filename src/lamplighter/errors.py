@@ -31,8 +31,10 @@ class LampError(Exception):
 
     def lines(self) -> list[str]:
         """The three lines that a person reads."""
+        from lamplighter.safe_text import safe  # most commands end without an error
+
         named = (("error", self.what), ("why", self.why), ("next", self.next))
-        return [f"{name + ':':<7}{text}" for name, text in named if text]
+        return [safe(f"{name + ':':<7}{text}") for name, text in named if text]
 
 
 class UsageError(LampError):

@@ -28,6 +28,7 @@ from lamplighter import slot as slots
 from lamplighter.errors import STOPPED_EARLY
 from lamplighter.procs.procfs import pid_start
 from lamplighter.rundir import LineFile, RunDir, write_atomic
+from lamplighter.safe_text import mask, safe
 
 # ---------------------------------------------------------------- state of this process's reporting
 
@@ -57,19 +58,21 @@ class _Reporter:
 
     # -- writing
 
-    def write(self, file: LineFile | None, record: Mapping[str, Any]) -> None:
+    def write(self, file: LineFile | None, record: Mapping[str, Any], masked: bool = False) -> None:
         if file is None:
             return
         try:
             line = json.dumps(record, allow_nan=False, default=str)
         except ValueError:  # NaN and infinity are not JSON
             line = json.dumps(_finite(record), default=str)
-        if not file.write(line):  # a full disk must not stop training: the parent reads the count and says so
+        if not file.write(
+            mask(line) if masked else line
+        ):  # a full disk must not stop training: the parent reads the count and says so
             self.dropped += 1
             self.slot.set("dropped", self.dropped)
 
     def event(self, type: str, **fields: Any) -> None:
-        self.write(self.events, {"type": type, "t": time.time(), **fields})
+        self.write(self.events, {"type": type, "t": time.time(), **fields}, masked=True)
 
     # -- time: every moment belongs to the innermost phase or span
 
@@ -290,10 +293,13 @@ def metric(step: int, values: Mapping[str, float]) -> None:
         r.write_times()
 
 
-def result(text: str) -> None:
-    """What was asked for, straight to the asker's stdout; nobody reading it is no reason to fail."""
+def result(text: str, raw: bool = False) -> None:
+    """What was asked for, straight to the asker's stdout; nobody reading it is no reason to fail.
+
+    Control characters and secrets are not passed on, unless it is `raw`: a model's text for a file or a pipe.
+    """
     fd = _reporter.result_fd
-    data = text.encode("utf-8", "replace")
+    data = (text if raw else safe(text)).encode("utf-8", "replace")
     while data and fd >= 0:
         try:
             data = data[os.write(fd, data) :]

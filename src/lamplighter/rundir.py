@@ -207,12 +207,13 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_atomic(path: Path, data: bytes | str, durable: bool = True) -> None:
-    """Replace `path` in one instant; readers see the old file or the new one, never a part."""
+def write_atomic(path: Path, data: bytes | str, durable: bool = True, mode: int = 0o666) -> None:
+    """Replace `path` in one instant; readers see the old file or the new one, never a part. `mode`: who may read it."""
     data = data.encode() if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # of a process of this number that was killed: its mode would stay
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, mode)) as file:
             file.write(data)
             if durable:
                 file.flush()
@@ -256,9 +257,9 @@ def version_of(record: Mapping[str, Any], name: str = "format") -> int:
     return found if type(found) is int else 1
 
 
-def open_lines(path: Path) -> int:
+def open_lines(path: Path, mode: int = 0o644) -> int:
     """Open for appending; a file that was killed in mid-line gets its newline first."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
     size = os.fstat(fd).st_size
     if size and os.pread(fd, 1, size - 1) != b"\n":
         os.write(fd, b"\n")

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src" / "lamplighter"
-LAYER0 = {"config", "report", "rundir", "errors", "slot", "own_stacks", "gpus", "schedule"}
+LAYER0 = {"config", "report", "rundir", "errors", "slot", "own_stacks", "own_code", "safe_text", "gpus", "schedule"}
 ALLOWED = {
-    "config": {"errors", "rundir"},
-    "report": {"errors", "rundir", "procs", "slot", "own_stacks"},
+    "config": {"errors", "rundir", "safe_text"},
+    "report": {"errors", "rundir", "procs", "slot", "own_stacks", "safe_text"},
     "rundir": {"errors", "procs"},
-    "errors": set(),
+    "errors": {"safe_text"},
+    "own_code": set(),
+    "safe_text": set(),
     "slot": set(),
     "own_stacks": {"slot"},
     "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share

@@ -12,10 +12,11 @@ from lamplighter.config import Budget
 from lamplighter.procs.procfs import ProcessLook
 from lamplighter.procs.stacks import Frame, ThreadStack, culprit
 from lamplighter.rundir import RunDir
+from lamplighter.safe_text import clean
 from lamplighter.slot import Slot
 from lamplighter.watch import status
 from lamplighter.watch.console import Console
-from lamplighter.watch.status import Observer, Status, Tail, clean, duration, line, sparkline, tell
+from lamplighter.watch.status import Observer, Status, Tail, duration, line, sparkline, tell
 from lamplighter.watch.time_report import read_time_report
 
 

@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv is not None:
         return _run(argv)
     _keep_streams()
+    _forget_start_folder()
     signal.signal(signal.SIGTERM, _leave_early)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl+C
         signal.signal(signal.SIGINT, _leave_early)
@@ -54,6 +55,16 @@ def _keep_streams() -> None:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+
+
+def _forget_start_folder() -> None:
+    """Take the current folder, or that of the script, off the import path where Python has put it first (`python -P`).
+
+    A file xxhash.py in somebody else's folder would otherwise be loaded in the library's place.
+    """
+    started_in = {os.path.realpath(folder) for folder in ("", os.path.dirname(sys.argv[0]))}  # noqa: PTH120  no pathlib yet
+    if not sys.flags.safe_path and sys.path and os.path.realpath(sys.path[0]) in started_in:
+        del sys.path[0]
 
 
 def _leave_early(number: int, _: object) -> None:
@@ -97,14 +108,16 @@ def _run_verb(words: list[str]) -> int:
 def write(fd: int, text: str) -> None:
     """Words to a stream of ours, at once."""
     try:
-        os.write(fd, text.encode())
+        os.write(fd, text.encode("utf-8", "backslashreplace"))
     except OSError:  # nobody reads any more; what was asked for still happens
         return
 
 
 def result(text: str) -> int:
-    """What was asked for, on stdout, as it is; 0 for the exit code."""
-    data = text.encode("utf-8", "replace")
+    """What was asked for, on stdout, without control characters and secrets; 0 for the exit code."""
+    from lamplighter.safe_text import safe
+
+    data = safe(text).encode("utf-8", "replace")
     try:
         while data:
             data = data[os.write(1, data) :]

@@ -11,7 +11,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from lamplighter.errors import InputMissing, UsageError
+from lamplighter.errors import BadConfig, InputMissing, UsageError
 from lamplighter.rundir import RunDir, is_running, read_record
 
 
@@ -140,6 +140,15 @@ def named_run(verb: str, words: list[str], need_running: bool = False) -> RunDir
             f"all it said is in {run.console}",
         )
     return run
+
+
+def refuse_controls(name: str) -> None:
+    """A new run's name goes to terminals, logs and shells: no control characters, no bytes that are no text."""
+    from lamplighter.safe_text import clean, has_controls
+
+    if has_controls(name):
+        why = "it holds control characters, or bytes that are no text"
+        raise BadConfig(f"{clean(name)} cannot be a run's name", why, "--run my-run")
 
 
 def find_run(name: str, runs_dir: Path) -> RunDir:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from lamplighter import report
+from lamplighter import own_code, report
 from lamplighter.commands.arguments import many, one_of, parse
 from lamplighter.data.setup import choose_template, obtain_tokens, open_rows, open_source, open_text
 from lamplighter.errors import DONE, BadConfig, UsageError
@@ -66,6 +66,7 @@ def stats(words: list[str]) -> int:
     given: Path | None = flags["run_yaml"]
     cache = given if given is not None and (given / "manifest.json").is_file() else None
     resolved = resolve(flags["preset"], given if cache is None else None, overrides)
+    own_code.look_beside(given if cache is None else None)
     request = {"json": flags["json"], "out": str(flags["out"]) if flags["out"] else None,
                "cache": str(cache) if cache else None,
                "sample_mb": sample_mb, "near_documents": near, "runs_dir": str(flags["runs_dir"]),
@@ -227,6 +228,7 @@ def prepare(words: list[str]) -> int:
     rest, overrides = parse_overrides(words)
     flags = parse("data prepare", _prepare_flags, rest)
     resolved = resolve(flags["preset"], flags["run_yaml"], overrides, flags["test"])
+    own_code.look_beside(flags["run_yaml"])
     request = {
         "cache": str(flags["runs_dir"] / CACHE_NAME),
         "json": flags["json"],

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lamplighter import report
+from lamplighter import own_code, report
 from lamplighter.commands.arguments import many, parse
 from lamplighter.errors import CRASHED, DONE, FAULTS_FOUND, STOPPED_EARLY, BadConfig, InputMissing, UsageError
 from lamplighter.procs import prctl, procfs
@@ -55,6 +55,7 @@ def doctor(words: list[str]) -> int:
             raise  # there is nothing to apply advice to
         unread = {"what": error.what, "why": error.why, "next": error.next}
         resolved = Resolved(resolve(None).run)
+    own_code.look_beside(flags["run_yaml"])
     request = {
         "only": lists["only"],
         "json": flags["json"],
@@ -115,7 +116,7 @@ def _stop() -> None:
 
 def _print_config(folder: RunDir, whole: Report, request: dict[str, Any]) -> None:
     """The settings with each advice that can be followed, said where it came from."""
-    from lamplighter.config import Resolved, dump, load_dump, with_change
+    from lamplighter.config import Resolved, load_dump, shown, with_change
     from lamplighter.doctor.findings import advice
 
     resolved = Resolved(load_dump(folder.config), request["origin"], request["preset"])
@@ -124,6 +125,6 @@ def _print_config(folder: RunDir, whole: Report, request: dict[str, Any]) -> Non
             resolved = with_change(resolved, name, one.value, f"doctor: {one.why}")
         except BadConfig as error:
             report.warn(f"{one.probe} advises {name} {one.value}, which does not fit the rest: {error.what}")
-    report.result(dump(resolved))
+    report.result(shown(resolved))
     for probe, finding in whole.findings("fault", "warn"):
         report.note(f"{finding.level}: {probe}: {finding.what}")

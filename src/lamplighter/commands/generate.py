@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from lamplighter import report
 from lamplighter.commands.arguments import find_run, parse
 from lamplighter.errors import DONE, NoCheckpoint, UsageError
 from lamplighter.rundir import RunDir, checkpoint_name, newest_first
+from lamplighter.safe_text import clean_text
 
 if TYPE_CHECKING:
     from lamplighter.data.chat.rows import Message
@@ -162,14 +163,20 @@ class _Talk:
         steps = _until(self._stream(ids, number), stops)
         samples, limit = self.request["num_samples"], self.request["max_tokens"]
         made = (
-            [_stream_one(self.tokenizer, steps, shown, limit)]
+            [_stream_one(self.tokenizer, steps, shown, limit, self._say)]
             if samples == 1
-            else _collect_many(self.tokenizer, steps, shown, samples, limit)
+            else _collect_many(steps, samples, limit)
         )
+        for index, text in enumerate(made if samples > 1 else (), 1):
+            self._say(f"--- sample {index} ---\n{self.tokenizer.decode([*shown, *text])}\n")
         count, seconds = sum(map(len, made)), time.perf_counter() - started
         report.note(f"{count} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens per second")
         if self.template is not None and self.request["interactive"]:
             self.said.append({"role": "assistant", "content": self.tokenizer.decode(made[0])})
+
+    def _say(self, text: str) -> None:
+        """The model's words: as they are for a file or a pipe; on a terminal, control characters are shown, not obeyed."""
+        report.result(clean_text(text) if self.request["tty"] else text, raw=True)
 
     def _begin(self, prompt: str) -> tuple[list[int], list[int]]:
         """The ids that the model reads, and those of them that are shown before what it makes."""
@@ -225,7 +232,11 @@ def _until(steps: Iterator[list[int | None]], stops: set[int]) -> Iterator[list[
 
 
 def _stream_one(
-    tokenizer: Tokenizer, steps: Iterator[list[int | None]], prompt: list[int], max_tokens: int
+    tokenizer: Tokenizer,
+    steps: Iterator[list[int | None]],
+    prompt: list[int],
+    max_tokens: int,
+    say: Callable[[str], None],
 ) -> list[int]:
     """Each piece as it comes, the prompt first: some tokenizers decode a token by the one before it."""
     made: list[int] = []
@@ -242,16 +253,14 @@ def _stream_one(
     report.flag("printing", True)
     with report.phase("generate", total=max_tokens, unit="tokens") as phase:
         for piece in tokenizer.decode_stream(ids()):
-            report.result(piece)
+            say(piece)
     report.flag("printing", False)
     report.result("\n")
     return made
 
 
-def _collect_many(
-    tokenizer: Tokenizer, steps: Iterator[list[int | None]], prompt: list[int], samples: int, max_tokens: int
-) -> list[list[int]]:
-    """Several samples side by side, shown one after the other."""
+def _collect_many(steps: Iterator[list[int | None]], samples: int, max_tokens: int) -> list[list[int]]:
+    """Several samples side by side."""
     made: list[list[int]] = [[] for _ in range(samples)]
     with report.phase("generate", total=max_tokens, unit="tokens") as phase:
         for step in steps:
@@ -259,6 +268,4 @@ def _collect_many(
             for text, token in zip(made, step, strict=True):
                 if token is not None:
                     text.append(token)
-    for index, text in enumerate(made, 1):
-        report.result(f"--- sample {index} ---\n{tokenizer.decode([*prompt, *text])}\n")
     return made

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lamplighter import report
+from lamplighter import own_code, report
 from lamplighter.commands import result
 from lamplighter.commands.arguments import parse
 from lamplighter.errors import RefusedByPlan, UsageError
 from lamplighter.procs import procfs
 from lamplighter.rundir import CACHE_NAME, RunDir, cannot_write, free_bytes, human_bytes, write_atomic
+from lamplighter.safe_text import mask, safe
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,7 @@ def plan(words: list[str]) -> int:
     rest, overrides = parse_overrides(words)
     flags = parse("plan", _plan_flags, rest)
     resolved = resolve(flags["preset"], flags["run_yaml"], overrides)
+    own_code.look_beside(flags["run_yaml"])
     wanted = render.PlanRequest(
         on=flags["on"],
         mfu=flags["mfu"],
@@ -240,8 +242,8 @@ def _keep(folder: RunDir, made: Plan) -> None:
     from lamplighter.plan import render
 
     try:
-        write_atomic(folder.path / "plan.txt", "\n".join([*render.tell(made), ""]), durable=False)
-        write_atomic(folder.path / "plan.json", json.dumps(render.as_json(made), indent=1), durable=False)
+        write_atomic(folder.path / "plan.txt", safe("\n".join([*render.tell(made), ""])), durable=False)
+        write_atomic(folder.path / "plan.json", mask(json.dumps(render.as_json(made), indent=1)), durable=False)
     except OSError as error:
         raise cannot_write(folder.path / "plan.txt", error) from error
 

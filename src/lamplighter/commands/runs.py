@@ -15,7 +15,8 @@ from typing import Any
 from lamplighter.commands import result
 from lamplighter.commands.arguments import parse
 from lamplighter.rundir import FORMAT, RunDir, is_running, number, read_record, version_of
-from lamplighter.watch.status import clean, duration, standing_flags
+from lamplighter.safe_text import clean
+from lamplighter.watch.status import duration, standing_flags
 
 
 def _runs_flags(*, json: bool = False, runs_dir: Path = Path("runs")) -> None:
@@ -53,4 +54,4 @@ def _row(row: dict[str, Any]) -> str:
     loss, val = ("-" if math.isnan(value) else f"{value:.3f}" for value in known)
     spent, age = duration(number(row.get("spent_s"))), duration(row["age_s"])
     flags = f"  {', '.join(standing_flags(row))}".rstrip()
-    return f"{row['run']:<24} {clean(str(row['state'])):<10} {of:>14} {safe:>8} {loss:>8} {val:>8} {spent:>9} {age + ' ago':>10}{flags}\n"
+    return f"{clean(row['run']):<24} {clean(str(row['state'])):<10} {of:>14} {safe:>8} {loss:>8} {val:>8} {spent:>9} {age + ' ago':>10}{flags}\n"

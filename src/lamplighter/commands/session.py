@@ -29,7 +29,7 @@ def session(verb: str, request: dict[str, Any], interactive: bool = False, confi
     run = RunDir(folder)
     run.create()
     if config is not None:
-        write_atomic(run.config, config)
+        write_atomic(run.config, config, mode=0o600)
     console = Console(2, live=False)
     request["tty"] = sys.stdout.isatty()
     read_end, write_end = os.pipe() if interactive else (subprocess.DEVNULL, -1)

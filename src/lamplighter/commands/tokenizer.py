@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lamplighter import report
+from lamplighter import own_code, report
 from lamplighter.commands.arguments import many, one_of, parse
 from lamplighter.data.setup import open_source
 from lamplighter.errors import DONE, BadConfig, UsageError
@@ -47,6 +47,7 @@ def _train(words: list[str]) -> int:
     rest, lists = many(rest, "special", "compare")
     flags = parse("tokenizer train", _train_flags, rest)
     resolved = resolve(flags["preset"], flags["run_yaml"], overrides)
+    own_code.look_beside(flags["run_yaml"])
     if flags["out"] is None:
         raise UsageError("--out is missing", "a tokenizer is a folder of files", "--out my-tokenizer")
     if resolved.run.tokenizer.path is not None:
@@ -128,6 +129,7 @@ def show_child(folder: RunDir, request: dict[str, Any]) -> int:
         Path(request["path"]), request["text"], source, int(request["sample_mb"] * 1e6), compare
     )
     report.result(
-        json.dumps(record, indent=1) + "\n" if request["json"] else tokenizer_report.told(record, request["tty"])
+        json.dumps(record, indent=1) + "\n" if request["json"] else tokenizer_report.told(record, request["tty"]),
+        raw=request["tty"],  # with colours of ours; everything else in it is escaped
     )
     return DONE

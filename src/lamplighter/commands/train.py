@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lamplighter import report
+from lamplighter import own_code, report
 from lamplighter.commands import result
-from lamplighter.commands.arguments import parse
+from lamplighter.commands.arguments import parse, refuse_controls
 from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
 from lamplighter.errors import DONE, BadConfig, LampError, UsageError
 from lamplighter.rundir import (
@@ -77,13 +77,14 @@ def demo(words: list[str]) -> int:
 
 
 def _start_training(verb: str, words: list[str]) -> int:
-    from lamplighter.config import dump, parse_overrides, resolve
+    from lamplighter.config import parse_overrides, resolve, shown
 
     rest, overrides = parse_overrides(words)
     flags = parse(verb, _train_flags, rest)
     resolved = resolve(flags["preset"], flags["run_yaml"], overrides, flags["test"])
+    own_code.look_beside(flags["run_yaml"])
     if flags["print_config"]:
-        return result(dump(resolved))
+        return result(shown(resolved))
     return _train(verb, words, resolved, flags)
 
 
@@ -92,6 +93,7 @@ def _run_name(flags: dict[str, Any]) -> str:
     if flags["run"] == "":
         raise UsageError("--run is empty", "a run needs a name", "--run my-run")
     name = str(flags["run"] or (yaml.stem if yaml else None) or flags["preset"] or "train")
+    refuse_controls(name)
     if "/" in name or name.startswith("."):
         raise UsageError(f"{name} cannot be a run's name", "a run is one folder of --runs-dir", "--run my-run")
     return name + ("-test" if flags["test"] else "")
@@ -156,7 +158,7 @@ def _write_config(run: RunDir, resolved: Resolved, console: Console) -> bool:
     unrecorded = not run.config.exists() and bool(newest_first(run.checkpoints))
     if unrecorded:
         console.say(f"WARNING  {run.config} is missing: this command's settings are taken for the run's", "bold yellow")
-    write_atomic(run.config, dump(resolved))
+    write_atomic(run.config, dump(resolved), mode=0o600)  # addresses in it may hold secrets
     look = f"look from elsewhere with: lamp watch {run.address}"
     console.say(f"run {run.path}: everything about it is in this folder; {look}")
     return unrecorded

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lamplighter.commands.arguments import named_run, parse
+from lamplighter.commands.arguments import named_run, parse, refuse_controls
 from lamplighter.errors import DONE, AlreadyRunning, BadConfig, LampError, UsageError
 from lamplighter.procs import procfs
 from lamplighter.rundir import RunDir, is_running, number, read_record, take_lock
@@ -81,6 +81,7 @@ def _watch_process(pid: int, words: list[str]) -> int:
 def _folder_for(command: list[str], wanted: str | None, runs_dir: Path) -> RunDir:
     """--run, else the script's name; a second one at the same time gets a number."""
     name = wanted or _script_name(command)
+    refuse_controls(name)
     for place in range(1, 100):
         run = RunDir(runs_dir / (name if place == 1 else f"{name}-{place}"))
         if run.config.exists():

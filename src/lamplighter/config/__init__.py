@@ -7,7 +7,7 @@ Out: a frozen Run and its provenance; or a three-line error with the nearest mat
 what other tools call things.
 """
 
-from lamplighter.config.recorded import Recorded, carry_over, drift, dump, load_dump, read_dump, to_give_again
+from lamplighter.config.recorded import Recorded, carry_over, drift, dump, load_dump, read_dump, shown, to_give_again
 from lamplighter.config.resolve import Resolved, parse_overrides, preset_names, resolve, with_change
 from lamplighter.config.schema import (
     GRADIENT_BYTES,
@@ -54,6 +54,7 @@ __all__ = [
     "preset_names",
     "read_dump",
     "resolve",
+    "shown",
     "to_give_again",
     "validated",
     "with_change",

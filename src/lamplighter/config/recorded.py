@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lamplighter.config import schema
-from lamplighter.config.resolve import Resolved, flat, read_yaml, validate
+from lamplighter.config.resolve import Resolved, flat, reaches_out, read_yaml, validate
 from lamplighter.config.schema import LENGTH, MAY_CHANGE, NO_MATTER, Run
 from lamplighter.errors import BadConfig
 from lamplighter.rundir import VERSIONS
+from lamplighter.safe_text import MASK, mask
 
 
 def dump(resolved: Resolved) -> str:
@@ -31,6 +31,14 @@ def dump(resolved: Resolved) -> str:
             text = yaml.safe_dump({name: value}, default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
             lines.append(f"  {text:<38} # {resolved.origin.get(f'{section}.{name}', 'default')}")
     return "\n".join(lines) + "\n"
+
+
+def shown(resolved: Resolved) -> str:
+    """The same for people: no passwords and tokens. Of the address to notify only the host: its path is often the password."""
+    care = resolved.run.watch
+    if care.notify and (host := re.match(r"https?://([^/?#\s]*@)?([^/?#\s]*)", care.notify)):
+        care = replace(care, notify=f"{host[0].partition('://')[0]}://{host[2]}/{MASK}")
+    return mask(dump(replace(resolved, run=replace(resolved.run, watch=care))))
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ def carry_over(resolved: Resolved, before: Recorded) -> tuple[Resolved, list[str
     ours = {name for name, origin in resolved.origin.items() if origin == "--test" or origin.startswith("preset ")}
     given = {name for name in resolved.origin if name not in ours or before.origin.get(name) != resolved.origin[name]}
     given |= set(LENGTH) if given & set(LENGTH) else set()
-    kept = {name: then[name] for name in now if name not in given and not _reaches_out(name, then[name])}
+    kept = {name: then[name] for name in now if name not in given and not reaches_out(name, then[name])}
     changed = {name: value for name, value in kept.items() if value != now[name]}
     origin = {**resolved.origin, **{name: before.origin[name] for name in kept if name in before.origin}}
     run = validate({**now, **changed}, origin) if changed else resolved.run
@@ -91,20 +99,13 @@ def carry_over(resolved: Resolved, before: Recorded) -> tuple[Resolved, list[str
     return Resolved(run, origin, resolved.preset), words
 
 
-def _reaches_out(name: str, value: Any) -> bool:
-    """Whether a value would cause an import, a command or a request."""
-    if name == "data.paths":
-        return any(":" in path for path in value)  # a URL, dataset:NAME, source:module:name
-    return (name in ("data.source", "watch.notify") and value is not None) or (name == "model.family" and ":" in value)
-
-
 def to_give_again(old: Run, resolved: Resolved) -> list[str]:
-    """The flags of an old run that are not taken from its folder (`_reaches_out`) and were not given now."""
+    """The flags of an old run that are not taken from its folder (`reaches_out`) and were not given now."""
     missing = {name: value for name, value in flat(old).items() if name not in resolved.origin}
     return [
         shlex.join([f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])])
         for name, value in missing.items()
-        if name.split(".")[0] not in MAY_CHANGE and _reaches_out(name, value)
+        if name.split(".")[0] not in MAY_CHANGE and reaches_out(name, value)
     ]
 
 

@@ -16,6 +16,7 @@ from lamplighter.config import schema
 from lamplighter.config.schema import LENGTH, SECTIONS, Run, fields, validated
 from lamplighter.errors import BadConfig, InputMissing, LampError, UsageError
 from lamplighter.rundir import FORMAT, VERSIONS
+from lamplighter.safe_text import MASK
 
 if TYPE_CHECKING:
     import yaml
@@ -52,7 +53,8 @@ def preset_names() -> list[str]:
 
 
 _TEXT_ENDINGS = (".txt", ".text", ".md", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".zst")
-_YAML_BYTES = 1 << 20  # nobody writes so much by hand, and YAML takes minutes for it
+_YAML_BYTES = 1 << 20  # nobody writes so much by hand, and YAML takes long for it
+_YAML_NODES = 100_000
 
 
 def _refuse_text(path: Path) -> None:
@@ -78,35 +80,75 @@ def read_yaml(path: Path, label: str | None = None) -> dict[str, tuple[Any, str]
             f"cannot read {path}", str(error), "check the name; lamp train --help shows the usage"
         ) from error
     try:
-        root = yaml.compose(text, Loader=_loader())
-        values = yaml.load(text, Loader=_loader()) or {}
-    except yaml.YAMLError as error:
+        root, values = _parse(text, label or path.name)
+    except (yaml.YAMLError, ValueError) as error:
         raise BadConfig(f"{path} is not valid YAML", " ".join(str(error).split()), "mend that line") from error
     if not isinstance(values, dict):
         raise BadConfig(
             f"{path} is not a mapping of sections", f"it holds {type(values).__name__}", "begin with 'train:'"
         )
     found: dict[str, tuple[Any, str]] = {}
-    _refuse_duplicates([key for key, _ in root.value] if root else [], label or path.name)
-    for key_node, value_node in root.value if root else []:
-        section, where = key_node.value, f"{label or path.name}:{key_node.start_mark.line + 1}"
+    for section, (line, value_node) in _entries(root).items():
+        where, value = f"{label or path.name}:{line}", values[section]
         if section in VERSIONS:
-            _refuse_newer(path, str(section), values[section])
+            _refuse_newer(path, str(section), value)
             continue
         if section not in SECTIONS and not _was_section(str(section)):
             raise _unknown_section(str(section), where)
-        if values[section] is None:
+        if value is None:
             continue
-        if not isinstance(values[section], dict):
+        if not isinstance(value, dict):
             raise BadConfig(
-                f"{where}: {section} is not a mapping",
-                f"it holds {values[section]!r}",
-                f"indent fields below {section}:",
+                f"{where}: {section} is not a mapping", f"it holds {_short(value)}", f"indent fields below {section}:"
             )
-        _refuse_duplicates([inner for inner, _ in value_node.value], label or path.name)
-        for (inner, _), (name, value) in zip(value_node.value, values[section].items(), strict=True):
-            found[f"{section}.{name}"] = (value, f"{label or path.name}:{inner.start_mark.line + 1}")
+        lines = _entries(value_node)
+        for name in value:
+            found[f"{section}.{name}"] = (value[name], f"{label or path.name}:{lines[name][0]}")
     return found
+
+
+def _parse(text: str, label: str = "") -> tuple[yaml.Node | None, Any]:
+    """The nodes, merges (`<<`) resolved, and their values. What is too much or too deep is a ValueError."""
+    loader = _loader()(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None, {}
+        if _size(root, {}) > _YAML_NODES:
+            raise ValueError(f"it holds more than {_YAML_NODES:,} values, each alias counted as often as it stands")
+        _refuse_duplicates(root, label)
+        return root, loader.construct_document(root)
+    except RecursionError:
+        raise ValueError("it is nested deeper than any run.yaml") from None
+    finally:
+        loader.dispose()
+
+
+def _size(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values it stands for; infinite where it holds itself."""
+    if isinstance(node.value, str):
+        return 1 + len(node.value) // 100
+    if id(node) not in known:
+        known[id(node)] = float("inf")
+        parts = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else [entry])]
+        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(node)]
+
+
+def _entries(node: yaml.Node | None) -> dict[Any, tuple[int, yaml.Node]]:
+    """The keys of a mapping as they were read, each with its line and its node; a key of its own wins over a merged one."""
+    reader = _loader()("")
+    pairs = node.value if node is not None else []
+    return {reader.construct_object(key): (key.start_mark.line + 1, value) for key, value in pairs}
+
+
+def _short(value: object) -> str:
+    """A value of somebody's file, as short as an error must be."""
+    try:
+        shown = repr(value)
+    except ValueError:  # a whole number of more digits than Python writes
+        return "a number without end"
+    return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
 
 def _refuse_newer(path: Path, name: str, found: object) -> None:
@@ -129,18 +171,22 @@ def _was_section(name: str) -> bool:
     return any(field.startswith(f"{name}.") for field in (*schema.RENAMED, *schema.REMOVED))
 
 
-def _refuse_duplicates(keys: list[yaml.Node], label: str) -> None:
-    """YAML lets the last of two equal keys win in silence; we do not."""
+def _refuse_duplicates(root: yaml.Node, label: str, deeper: int = 2) -> None:
+    """YAML lets the last of two equal keys win in silence; we do not. A section may merge another one, and say more."""
+    import yaml
+
+    if not isinstance(root, yaml.MappingNode) or not deeper:
+        return
     seen: dict[str, int] = {}
-    for key in keys:
+    for key, value in root.value:
         line = key.start_mark.line + 1
-        if str(key.value) in seen:
-            raise BadConfig(
-                f"{key.value} stands twice ({label}:{seen[str(key.value)]} and :{line})",
-                "only one can count",
-                "take one out",
-            )
-        seen[str(key.value)] = line
+        if key.id != "scalar":
+            raise ValueError(f"line {line}: a name is a word, not a {key.id}")
+        if key.value in seen:
+            what = f"{key.value} stands twice ({label}:{seen[key.value]} and :{line})"
+            raise BadConfig(what, "only one can count", "take one out")
+        seen[key.value] = line
+        _refuse_duplicates(value, label, deeper - 1)
 
 
 def _unknown_section(name: str, where: str) -> LampError:
@@ -194,7 +240,11 @@ def _from_words(name: str, words: list[str]) -> Any:
         if len(words) == 1 and words[0].startswith("[") and words[0].endswith("]"):
             import yaml
 
-            return yaml.load(words[0], Loader=_loader())
+            try:
+                return _parse(words[0])[1]
+            except (yaml.YAMLError, ValueError) as error:
+                why = " ".join(str(error).split())
+                raise UsageError(f"--{name} is not a list", why, f"without brackets: --{name} A B") from error
         return words
     word = words[-1]
     if word.lower() in ("none", "null") and type(None) in get_args(info.annotation):
@@ -224,12 +274,46 @@ def resolve(
         for name, (value, where) in read_yaml(file).items():
             if name not in fields():
                 raise _unknown(name, where, BadConfig)
+            _refuse_masked(name, value, where)
+            if name not in (overrides or {}) and reaches_out(name, value) and _of_a_run(file):
+                raise _to_be_named(name, where)
             values[name], origin[name] = value, where
     for name, words in (overrides or {}).items():
         values[name], origin[name] = _from_words(name, words), "command line"
     _one_length(values, origin)
     run = validate(values, origin)
     return _small(run, origin, preset) if test else Resolved(run, origin, preset)
+
+
+def reaches_out(name: str, value: Any) -> bool:
+    """Whether a value would cause an import, a command or a request."""
+    if name == "data.paths":
+        return any(
+            ":" in str(path) for path in (value if isinstance(value, list) else [value])
+        )  # URL, dataset:, source:
+    return (name in ("data.source", "watch.notify") and value is not None) or (
+        name == "model.family" and ":" in str(value)
+    )
+
+
+def _of_a_run(file: Path) -> bool:
+    """Whether it lies in a run folder, which may be somebody else's."""
+    return (file.parent / "events.jsonl").exists() or (file.parent / "checkpoints").exists()
+
+
+def _to_be_named(name: str, where: str) -> BadConfig:
+    return BadConfig(
+        f"{name} is not taken from a run folder ({where})",
+        "it names code, a command or an address, and a run folder may be somebody else's",
+        f"if it is yours, give it yourself: --{name} ...; or copy the file out of the run folder",
+    )
+
+
+def _refuse_masked(name: str, value: object, where: str) -> None:
+    """A file out of --print-config has no secrets in it: the place of one is not a value."""
+    if name in ("data.paths", "watch.notify") and MASK in str(value):
+        why = f"{MASK} stands in the place of a password or a token, which --print-config leaves out"
+        raise BadConfig(f"{name}: a secret is missing ({where})", why, "put it back into the file")
 
 
 def _one_length(values: dict[str, Any], origin: dict[str, str]) -> None:
@@ -280,7 +364,7 @@ def _explain(error: ValidationError, values: dict[str, Any], origin: dict[str, s
     advice = info.advice or f"the default is {info.default}"
     where = origin.get(name, "default")
     return BadConfig(
-        f"{name}: {values.get(name)!r} will not do ({where})",
+        f"{name}: {_short(values.get(name))} will not do ({where})",
         f"{message[0].lower()}{message[1:]}; {name} is: {info.description}",
         f"{advice}; lamp train --help lists every field",
     )

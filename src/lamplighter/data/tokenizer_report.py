@@ -97,11 +97,11 @@ def told(record: dict[str, Any], colour: bool) -> str:
     more = f" and {len(special) - _SPECIALS} more" if len(special) > _SPECIALS else ""
     end = record["end_of_text"]
     lines = [
-        f"tokenizer      {record['path']}",
-        f"kind           {record['kind']}, {record['vocab_size']:,} tokens",
+        f"tokenizer      {escaped(record['path'])}",
+        f"kind           {escaped(record['kind'])}, {record['vocab_size']:,} tokens",
         f"end of text    {escaped(end['text'])} = {end['id']}",
         f"control tokens {', '.join(special[:_SPECIALS]) or 'none'}{more}",
-        f"encodes by     {record['backend']}: {record['backend_reason']}",
+        f"encodes by     {record['backend']}: {escaped(record['backend_reason'])}",
         f"chat template  {'yes' if record['chat_template'] else 'no'}",
     ]
     if record["added"]:
@@ -109,9 +109,9 @@ def told(record: dict[str, Any], colour: bool) -> str:
     for name, cut in record.get("text", {}).items():
         lines += ["", *_cut_lines(name, cut, colour)]
     if "measured" in record:
-        lines += ["", f"on {record['data']['measured_on']}, from {record['data']['source']}"]
+        lines += ["", f"on {record['data']['measured_on']}, from {escaped(str(record['data']['source']))}"]
         for name, one in record["measured"].items():
-            lines += [f"{name}:", *tokenizer_training.measured_lines(one)]
+            lines += [f"{escaped(name)}:", *tokenizer_training.measured_lines(one)]
     if "text" not in record and "measured" not in record:
         lines.append('next           lamp tokenizer show DIR --text "..." or --data.paths FILE... shows what it does')
     return "\n".join(lines) + "\n"
@@ -123,9 +123,9 @@ def _cut_lines(name: str, cut: dict[str, Any], colour: bool) -> list[str]:
     else:
         pieces = "".join(f"[{piece}]" for piece in cut["pieces"])
     left = cut["tokens"] - len(cut["pieces"])
-    back = "comes back as it was" if cut["comes_back"] else f"does NOT come back: {cut['difference']}"
+    back = "comes back as it was" if cut["comes_back"] else f"does NOT come back: {escaped(cut['difference'])}"
     return [
-        f"{name}: {cut['tokens']:,} tokens, {human_bytes(cut['bytes'])}, {cut['bytes_per_token']:.2f} bytes per token; {back}",
+        f"{escaped(name)}: {cut['tokens']:,} tokens, {human_bytes(cut['bytes'])}, {cut['bytes_per_token']:.2f} bytes per token; {back}",
         f"  {pieces}" + (f" and {left:,} more" if left else ""),
         "  " + " ".join(map(str, cut["ids"])) + (" ..." if left else ""),
     ]

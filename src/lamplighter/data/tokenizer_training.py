@@ -26,6 +26,7 @@ from lamplighter.data.sources import Source
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadConfig, CannotWrite, LampError
 from lamplighter.rundir import cannot_write, human_bytes, read_record, write_json
+from lamplighter.safe_text import clean
 
 _RARE = 10
 """A token that a text uses less often is learned from too few examples to be of use."""
@@ -130,7 +131,7 @@ def escaped(text: bytes | str) -> str:
     """Safe inside a line: control characters and broken bytes are shown, not obeyed."""
     if isinstance(text, bytes):
         text = text.decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return clean(text)
 
 
 def difference(text: str, back: str) -> str:

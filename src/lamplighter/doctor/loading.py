@@ -7,7 +7,6 @@ Out: Findings: items per second, or what hangs, dies or cannot be pickled, with 
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import pickle
 import re
@@ -24,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from lamplighter import own_code
 from lamplighter.doctor.probe import CannotExamine, Finding, Level, ProbeContext, failed, fault, finding, ok, warn
 from lamplighter.errors import BadConfig, LampError
 from lamplighter.procs import child, stacks
@@ -46,12 +46,9 @@ _DEEP = 4  # levels of an object that are searched for what cannot be pickled
 
 
 def find(name: str) -> Any:
-    """Import it, with the current folder on the path; a function that is no generator is called, to see what it makes."""
+    """Import it (own_code.py); a function that is no generator is called, to see what it makes."""
     module_name, _, attribute = name.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
-    importlib.invalidate_caches()
-    module = importlib.import_module(module_name)
+    module = own_code.load(module_name)
     if not hasattr(module, attribute):
         raise BadConfig(f"no {attribute} in module {module_name}", f"looked in {module.__file__}", "check data.source")
     target = getattr(module, attribute)

@@ -6,17 +6,16 @@ Out: an nn.Module on the CPU, the content of its config.json, its true parameter
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import shlex
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 
+from lamplighter import own_code
 from lamplighter.config import Model
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.model.shape import Shape, flops_per_token, shape_from_hf, shape_to_hf
@@ -176,16 +175,13 @@ def _load(folder: Path, shape: Shape) -> Built:
 
 
 def _own(name: str, arguments: dict[str, Any]) -> Built:
-    """Call the user's `module:name`; the current folder is looked into last."""
+    """Call the user's `module:name`."""
     module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
     try:
-        make = getattr(importlib.import_module(module_name), attribute)
+        make = getattr(own_code.load(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise BadConfig(
-            f"cannot load model.family {name}", str(error), "it is looked up from the current folder"
+            f"cannot load model.family {name}", str(error), f"it is looked for in {own_code.places()}"
         ) from error
     model = make(**arguments)
     if not isinstance(model, torch.nn.Module):

@@ -140,7 +140,7 @@ class Child:
                 stdin.write(json.dumps(told).encode())
                 stdin.seek(0)
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "lamplighter.procs.child"],
+                    [sys.executable, "-P", "-m", "lamplighter.procs.child"],  # -P: nothing out of the current folder
                     stdin=stdin,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,

@@ -19,12 +19,13 @@ from lamplighter.config import Budget
 from lamplighter.errors import STUCK, InputMissing
 from lamplighter.procs import procfs
 from lamplighter.rundir import LineFile, RunDir
+from lamplighter.safe_text import clean, safe
 from lamplighter.watch import time_report
 from lamplighter.watch.console import LINE_EVERY_S
 from lamplighter.watch.diagnosis import Diagnosis
 from lamplighter.watch.process_tree import Snapshot, exit_code_of, open_pidfd, send_signal
 from lamplighter.watch.stall import StallDetector
-from lamplighter.watch.status import clean, duration
+from lamplighter.watch.status import duration
 from lamplighter.watch.supervisor import Death, Ending, Root, RunOutcome, TargetFacts, TargetState
 
 _GRACE_S = 10.0
@@ -75,7 +76,7 @@ class AttachedProcess:
 
     def say(self, text: str, style: str = "", urgent: bool = False) -> None:
         stamp = time.strftime("%H:%M:%S")
-        lines = "\n".join(f"lamp {stamp}  {line}" for line in text.splitlines())
+        lines = "\n".join(f"lamp {stamp}  {line}" for line in safe(text).splitlines())
         self.log.write(lines)
         with contextlib.suppress(OSError):  # a terminal that is gone: the log has it
             sys.stderr.write(lines + "\n")

@@ -20,13 +20,14 @@ from lamplighter.config import Budget
 from lamplighter.errors import STUCK, BadConfig, InputMissing
 from lamplighter.procs import procfs
 from lamplighter.rundir import LineFile, RunDir
+from lamplighter.safe_text import clean, mask, safe
 from lamplighter.watch import agent, time_report
 from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
 from lamplighter.watch.diagnosis import Diagnosis
 from lamplighter.watch.evidence import BUSY
 from lamplighter.watch.process_tree import Process, Snapshot, counts
 from lamplighter.watch.stall import STALL_S, StallDetector
-from lamplighter.watch.status import Rate, amount, clean, duration
+from lamplighter.watch.status import Rate, amount, duration
 from lamplighter.watch.supervisor import Death, Ending, Root, RunOutcome, TargetFacts, TargetState
 from lamplighter.watch.terminal import Terminal
 from lamplighter.watch.trainer import signal_name
@@ -64,7 +65,7 @@ class WatchedCommand:
     def say(self, text: str, style: str = "", urgent: bool = False) -> None:
         """Lines of ours that stay: on stderr, and in console.log."""
         stamp = time.strftime("%H:%M:%S")
-        lines = "\n".join(f"lamp {stamp}  {line}" for line in text.splitlines())
+        lines = "\n".join(f"lamp {stamp}  {line}" for line in safe(text).splitlines())
         self.log.write(lines)
         self.terminal.say(lines, urgent)
         self.spoke_at = time.monotonic()
@@ -138,7 +139,7 @@ class WatchedCommand:
         now = time.monotonic()
         if self.terminal.is_tty:
             if now - self.footer_at > FRAME_EVERY_S:
-                self.terminal.footer(f"lamp  {self._line()}")
+                self.terminal.footer(mask(f"lamp  {self._line()}"))
                 self.footer_at = now
             return
         calm = now - self.began > CALM_AFTER_S and self.finding is None

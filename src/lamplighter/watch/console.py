@@ -13,6 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from lamplighter.safe_text import safe
 from lamplighter.watch.status import Status, line
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Console:
 
     def say(self, text: str, style: str = "") -> None:
         """One or more lines that stay."""
-        for one in text.splitlines() or [""]:
+        for one in safe(text).splitlines() or [""]:
             stamped = f"{time.strftime('%H:%M:%S')}  {one}"
             self._copy(stamped)
             if self.display is not None:

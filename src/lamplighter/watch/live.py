@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lamplighter.safe_text import clean, safe
 from lamplighter.watch.status import Status, alert, duration, sentence, sparkline
 
 _SPINNER = "◐◓◑◒"
@@ -50,12 +51,12 @@ class Live:
     def _draw(self, status: Status) -> Group:
         width = self.console.width
         spin = _SPINNER[self.frames % len(_SPINNER)]
-        head = Text(f"{spin} {status.name} ", style="bold yellow")
-        head.append(sentence(status), style="default")
+        head = Text(f"{spin} {clean(status.name)} ", style="bold yellow")
+        head.append(safe(sentence(status)), style="default")
         head.truncate(max(10, width - 1), overflow="ellipsis")
         rows: list[object] = [head]
         if warning := alert(status):
-            rows.append(Text(f"  {warning}", style="bold yellow", overflow="fold"))
+            rows.append(Text(f"  {safe(warning)}", style="bold yellow", overflow="fold"))
         slot = status.slot
         if slot is not None:
             training = status.training and slot.steps > 0

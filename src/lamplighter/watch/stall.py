@@ -16,6 +16,7 @@ from lamplighter.procs import procfs, stacks, waits
 from lamplighter.procs.stacks import Stacks
 from lamplighter.procs.waits import Waits
 from lamplighter.rundir import RunDir
+from lamplighter.safe_text import safe
 from lamplighter.watch.diagnosis import Diagnosis
 from lamplighter.watch.evidence import GroupSample, to_json
 from lamplighter.watch.process_tree import Process, ProcessTree, Snapshot, counts
@@ -257,7 +258,7 @@ def keep_text(run: RunDir, name: str, text: str) -> Path | None:
     """A file in stacks/: one per capture, and one per verdict."""
     path = run.stacks / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     try:
-        path.write_text(text)
+        path.write_text(safe(text))
     except OSError:  # a full disk: the sentence is still said
         return None
     return path

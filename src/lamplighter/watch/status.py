@@ -17,6 +17,7 @@ from typing import Any
 from lamplighter.config import Budget
 from lamplighter.procs.procfs import ProcessLook
 from lamplighter.rundir import RunDir, human_bytes, parse_record, read_last_lines
+from lamplighter.safe_text import clean
 from lamplighter.slot import Slot
 
 _RATE_WINDOW_S = 15.0
@@ -199,11 +200,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
-
-
-def clean(text: str) -> str:
-    """Text from data or models, safe inside a line: control characters are shown, not obeyed."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def amount(value: float, unit: str) -> str:

@@ -26,7 +26,18 @@ from typing import Any, Protocol
 from lamplighter.errors import DONE, STOPPED_EARLY
 from lamplighter.procs import procfs
 from lamplighter.report import Verdict
-from lamplighter.rundir import VERSIONS, LineFile, RunDir, cannot_write, identity, read_lines, read_record, write_json
+from lamplighter.rundir import (
+    VERSIONS,
+    LineFile,
+    RunDir,
+    cannot_write,
+    identity,
+    read_lines,
+    read_record,
+    write_atomic,
+    write_json,
+)
+from lamplighter.safe_text import mask
 from lamplighter.slot import read_slot
 from lamplighter.watch import end_diagnosis
 from lamplighter.watch.notify import Notifier
@@ -317,7 +328,7 @@ class Supervisor:
         self._write_event({"type": type, "t": time.time(), **fields})
 
     def _write_event(self, record: dict[str, Any]) -> None:
-        if not self.events.write(json.dumps(record, default=str)):
+        if not self.events.write(mask(json.dumps(record, default=str))):
             self._say_unwritten(f"{self.run.events} cannot be written; is the disk full?")
 
     def _say_unwritten(self, problem: str) -> None:
@@ -499,7 +510,7 @@ class Supervisor:
         }
         status["eta_s"] = status["eta_s"] if state == "running" else None
         try:
-            write_json(self.run.status, status, durable=False)
+            write_atomic(self.run.status, mask(json.dumps(status, indent=1)) + "\n", durable=False)
         except OSError as error:  # a full disk must not end the supervision
             self._say_unwritten(f"{self.run.status} cannot be written: {error.strerror}")
 

@@ -353,7 +353,7 @@ class Terminal:
 def _append_to(path: Path) -> int:
     """output.log, at the start of a line; -1 if it cannot be had, and the terminal goes on without a copy."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":
             os.write(fd, b"\n")

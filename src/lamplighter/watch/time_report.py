@@ -12,7 +12,8 @@ from typing import Any
 
 from lamplighter.config import Budget
 from lamplighter.rundir import RunDir, read_lines
-from lamplighter.watch.status import clean, duration
+from lamplighter.safe_text import clean, safe
+from lamplighter.watch.status import duration
 
 
 @dataclass
@@ -185,7 +186,7 @@ def write_report(run: RunDir, times: TimeReport, budget: Budget, outcome: str, f
     parts += [f"## Where the time went ({times.attempts} attempt{'s' if times.attempts != 1 else ''})", "", "```"]
     parts += [*lines(times, budget), "```", ""]
     try:
-        run.report.write_text("\n".join(parts), encoding="utf-8", errors="replace")
+        run.report.write_text(safe("\n".join(parts)), encoding="utf-8", errors="replace")
     except OSError as error:  # a full disk: what was done is safe all the same
         return error.strerror or str(error)
     return ""

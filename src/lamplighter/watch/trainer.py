@@ -33,12 +33,13 @@ from lamplighter.errors import (
 from lamplighter.procs import prctl, procfs, stacks
 from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir, number, open_lines, read_record
+from lamplighter.safe_text import clean
 from lamplighter.slot import Slot, read_slot
 from lamplighter.watch import time_report
 from lamplighter.watch.console import Console
 from lamplighter.watch.process_tree import Snapshot
 from lamplighter.watch.stall import StallDetector
-from lamplighter.watch.status import Observer, Tail, clean, duration, line, tell, tell_step
+from lamplighter.watch.status import Observer, Tail, duration, line, tell, tell_step
 from lamplighter.watch.supervisor import Death, Ending, Root, RunOutcome, TargetFacts, TargetState
 
 _OUTPUT_LINES = 40
@@ -130,7 +131,7 @@ class Trainer:
         if not fifo.exists():
             os.mkfifo(fifo, 0o600)
         self.run.slot(rank).unlink(missing_ok=True)
-        output = open_lines(self.run.output)
+        output = open_lines(self.run.output, mode=0o600)  # whatever it prints is in there
         request = json.dumps({**self.request, "folder": str(self.run.path), "result_fd": spec.result_fd})
         try:
             return subprocess.Popen(

@@ -6,8 +6,6 @@ Out: a Source: texts in a fixed order, a fingerprint of them, and how far the re
 
 from __future__ import annotations
 
-import importlib
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -16,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lamplighter import report
+from lamplighter import own_code, report
 from lamplighter.data.sources.file_source import FileSource, Source
 from lamplighter.data.sources.hub import HubSource, open_dataset
 from lamplighter.data.sources.mixture import Chain, Mixture, check_weights
@@ -113,7 +111,7 @@ def _shown_entry(entry: str) -> str:
 
 
 def own_source(name: str) -> OwnSource:
-    """Import "module:name", with the current folder on the path. It is, or returns, a Source or texts."""
+    """Import "module:name" (own_code.py). It is, or returns, a Source or texts."""
     with report.phase(f"import {name}"):
         module, target = _find(name)
         is_source = hasattr(target, "documents") and not isinstance(target, type)
@@ -145,16 +143,15 @@ def _find(name: str) -> tuple[ModuleType, Any]:
 
 
 def _import(module_name: str, name: str) -> ModuleType:
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
-    importlib.invalidate_caches()
     try:
-        return importlib.import_module(module_name)
+        return own_code.load(module_name)
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         inside = "" if "importlib" in frame.filename else f" (at {frame.filename}:{frame.lineno})"
         why = f"{type(error).__name__}: {error}{inside}"
-        raise BadConfig(f"cannot import {name}", why, f"try: python -c 'import {module_name}' in {here}") from error
+        raise BadConfig(
+            f"cannot import {name}", why, f"try: python -c 'import {module_name}' in {Path.cwd()}"
+        ) from error
 
 
 class OwnSource:
