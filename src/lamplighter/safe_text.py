@@ -63,20 +63,20 @@ def _secrets() -> tuple[tuple[re.Pattern[str], str], ...]:
     named = r"token|api[-_]?key|apikey|key|secret|password|passwd|pwd|sig|signature|credential|auth|sas|code"
     found = (
         # https://user:word@host; the password may hold @ itself
-        (r"""(\b[a-z][a-z0-9+.-]*://)[^\s"'\\/?#]*@""", rf"\1{MASK}@"),
+        (r"""(\b[a-z][a-z0-9+.-]{1,15}://)[^\s"'\\/?#]*@""", rf"\1{MASK}@"),
         # hooks whose path is the password
         (rf"(hooks\.slack\.com/(?:services|workflows|triggers)/){value}", rf"\1{MASK}"),
         (rf"(discord(?:app)?\.com/api/webhooks/){value}", rf"\1{MASK}"),
         (rf"(api\.telegram\.org/bot){value}", rf"\1{MASK}"),
         (rf"(\.webhook\.office\.com/){value}", rf"\1{MASK}"),
         # ?token=...&X-Amz-Signature=...
-        (rf"(?i)([?&](?:[\w.-]*[-_.])?(?:{named})=){value}", rf"\1{MASK}"),
+        (rf"(?i)([?&](?:[\w.-]{{0,30}}[-_.])?(?:{named})=){value}", rf"\1{MASK}"),
         # Authorization: Bearer ...; a JSON or Python header too
         (rf"""(?i)(authorization["']?\s*[:=]\s*["']?(?:(?:bearer|basic|token)\s+)?)(?!(?:bearer|basic|token)\s){value}""", rf"\1{MASK}"),
         (r"(?i)\b(bearer|basic)(\s+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{16,}", rf"\1\2{MASK}"),
         # HF_TOKEN=..., WANDB_API_KEY: ..., password=..., --hf-token ...
-        (rf"""(\b(?:[A-Z0-9]+_)+(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD)["']?\s*[=:]\s*["']?){value}""", rf"\1{MASK}"),
-        (rf"""(?i)(\b(?:[a-z]+[-_])?(?:api[-_]?key|access[-_]token|auth[-_]token|client[-_]secret|password|passwd)["']?\s*[=:]\s*["']?){value}""", rf"\1{MASK}"),
+        (rf"""(\b(?:[A-Z0-9]{{1,20}}_){{1,6}}(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD)["']?\s*[=:]\s*["']?){value}""", rf"\1{MASK}"),
+        (rf"""(?i)(\b(?:[a-z]{{1,20}}[-_])?(?:api[-_]?key|access[-_]token|auth[-_]token|client[-_]secret|password|passwd)["']?\s*[=:]\s*["']?){value}""", rf"\1{MASK}"),
         (rf"""(?i)(--(?:(?:hf|hub|auth|access|api|github|wandb|bearer)[-_])?(?:token|api[-_]?key|secret|password|passwd)(?:=|["']?,?\s+)["']?){value}""", rf"\1{MASK}"),
         # by their own form
         (r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abeoprs]-)[A-Za-z0-9_-]{10,}", MASK),

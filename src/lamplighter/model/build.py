@@ -18,12 +18,14 @@ import torch
 from lamplighter import own_code
 from lamplighter.config import Model
 from lamplighter.errors import BadConfig, BadData, InputMissing
-from lamplighter.model.shape import Shape, flops_per_token, shape_from_hf, shape_to_hf
+from lamplighter.model.shape import Shape, count_parameters, flops_per_token, shape_from_hf, shape_to_hf
 from lamplighter.model.transformer import Transformer
-from lamplighter.model.weights import init_weights, load_weights
+from lamplighter.model.weights import init_weights, load_weights, stored_numbers
 from lamplighter.rundir import read_json
 
 _OWN_TYPE = "lamplighter-own"
+_SMALL = 1 << 20
+_OWN_ROOM = 8  # an embedding of one's own may be smaller than vocab_size x width, but not by much more than this
 _OWN_SIZES = ("vocab_size", "positions", "layers", "width", "heads")  # what the user's own function is called with
 
 
@@ -100,14 +102,26 @@ def load_folder(folder: Path, family: str | None = None, command: str = "") -> B
         return _load(folder, _shape(folder, config))
     if family is None or ":" not in family:
         raise _name_needed(folder, config.get("family"), command or f"lamp generate {shlex.quote(str(folder))}")
-    built = _own(family, _own_arguments(folder, config.get("arguments")))
+    arguments = _own_arguments(folder, config.get("arguments"))
     try:
+        rows = max(arguments["vocab_size"], arguments["layers"])  # how code of one's own spends its sizes is not known
+        _refuse_more_than_stored(folder, rows * arguments["width"] // _OWN_ROOM)
+        built = _own(family, arguments)
         load_weights(built.model, folder)
     except FileNotFoundError as error:
         raise InputMissing(f"{folder} has no weights", str(error), "expected model.safetensors") from error
     except ValueError as error:
         raise BadData(f"the weights in {folder} do not fit {family}", str(error), "name the code of then") from error
     return built
+
+
+def _refuse_more_than_stored(folder: Path, wanted: int) -> None:
+    """ValueError where a config.json asks for far more than its weights have: said before memory is taken for it.
+
+    What differs by less is loaded, and the tensors that are missing are named.
+    """
+    if wanted > 2 * (stored := stored_numbers(folder)) + _SMALL:
+        raise ValueError(f"its config.json asks for {wanted:,} numbers, and {stored:,} are stored")
 
 
 def _name_needed(folder: Path, named: object, command: str) -> BadConfig:
@@ -162,8 +176,9 @@ def _shape(folder: Path, config: dict[str, Any]) -> Shape:
 
 
 def _load(folder: Path, shape: Shape) -> Built:
-    model = Transformer(shape)
     try:
+        _refuse_more_than_stored(folder, count_parameters(shape))
+        model = Transformer(shape)
         load_weights(model, folder)
     except FileNotFoundError as error:
         raise InputMissing(f"{folder} has no weights", str(error), "expected model.safetensors") from error

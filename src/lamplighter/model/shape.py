@@ -5,10 +5,11 @@ Out: a checked Shape, the config.json content for it, parameter and FLOP counts.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 Family = Literal["gpt2", "llama"]
 
+_LARGEST_SIZE = 1 << 40  # no size of a model; beyond it arithmetic itself gets slow
 _LLAMA_MLP_MULTIPLE = 64  # matrix units like round sizes; 8/3 of the width is rounded up to this
 
 
@@ -183,10 +184,13 @@ def shape_from_hf(config: dict[str, Any]) -> Shape:
     """Read a config.json. A field that asks for something we do not compute is a ValueError that names it."""
     _refuse_unless(config, "quantization_config", None)
     family = config.get("model_type")
-    if family == "gpt2":
-        return _gpt2_from_hf(config)
-    if family == "llama":
-        return _llama_from_hf(config)
+    try:
+        if family == "gpt2":
+            return _gpt2_from_hf(config)
+        if family == "llama":
+            return _llama_from_hf(config)
+    except (TypeError, AttributeError, OverflowError) as error:  # text, a list or null where a number belongs
+        raise ValueError(f"config.json: a field holds the wrong kind of value: {error}") from error
     raise ValueError(f"config.json: model_type {family!r} is not supported; gpt2 and llama are")
 
 
@@ -257,7 +261,10 @@ def _rope_theta_of(config: dict[str, Any]) -> float:
 def required(config: dict[str, Any], name: str) -> int:
     if name not in config:
         raise ValueError(f"config.json: {name} is missing; without it the size of the model is unknown")
-    return cast(int, config[name])
+    value = config[name]
+    if type(value) is not int or not 0 < value < _LARGEST_SIZE:
+        raise ValueError(f"config.json: {name} must be a whole number above 0, not {str(value)[:40]}")
+    return value
 
 
 def _refuse_unless(config: dict[str, Any], name: str, *allowed: object) -> None:
@@ -275,7 +282,9 @@ def _one_token_id(config: dict[str, Any], name: str) -> int | None:
                 f"config.json: {name} {value} holds several; keep one, and the rest in generation_config.json"
             )
         value = value[0]
-    return cast("int | None", value)
+    if value is not None and type(value) is not int:
+        raise ValueError(f"config.json: {name} must be a whole number, not {str(value)[:40]}")
+    return value
 
 
 # ---------------------------------------------------------------- the loss, a few rows of logits at a time

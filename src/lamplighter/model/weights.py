@@ -4,7 +4,6 @@ In:  a model; a seed, or a folder of safetensors.
 Out: initial weights, the tensors to store, weights loaded in place.
 """
 
-import json
 import math
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lamplighter.model.transformer import INIT_STD, Transformer
+from lamplighter.rundir import read_record
 
 _RESIDUAL_PROJECTIONS = ("c_proj.weight", "o_proj.weight", "down_proj.weight")
 # Constants that older transformers stored beside the weights; they are computed, not trained.
@@ -75,16 +75,33 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        paths = [folder / "model.safetensors"]
-    else:
-        paths = [folder / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
+    paths = [folder / name for name in (_named_files(index) if index.exists() else ["model.safetensors"])]
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(
                 f"no {path.name} in {folder}; weights are read from safetensors, never from pickles"
             )
     return paths
+
+
+def _named_files(index: Path) -> list[str]:
+    """The files that an index names: beside it, and nowhere else."""
+    found = read_record(index).get("weight_map")
+    names = (
+        set(found.values()) if isinstance(found, dict) and all(isinstance(n, str) for n in found.values()) else set()
+    )
+    if not names or any(Path(name).name != name for name in names):
+        raise ValueError(f"{index} is damaged, or names files outside its folder")
+    return sorted(names)
+
+
+def stored_numbers(folder: Path) -> int:
+    """How many numbers a folder's safetensors hold, by their headers: nothing else is read."""
+    total = 0
+    for path in _weight_files(folder):
+        with _open_safetensors(path) as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  not a dict
+    return total
 
 
 def _open_safetensors(path: Path) -> Any:
