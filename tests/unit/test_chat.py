@@ -12,8 +12,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from lamplighter import report
+from lamplighter.data.chat import rendering
 from lamplighter.data.chat import template as templates
-from lamplighter.data.chat.template import ChatTemplate, EncodedExample, Refused, load_template, own_template
+from lamplighter.data.chat.rendering import Refused
+from lamplighter.data.chat.template import ChatTemplate, EncodedExample, load_template, own_template
 from lamplighter.data.tokenizer import Tokenizer, byte_level, load
 from lamplighter.errors import BadConfig, InputMissing
 from lamplighter.rundir import read_json, write_json
@@ -36,6 +38,12 @@ BRACKETS = (
     "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}"
     "{% else %}{{ raise_exception('no system message here') }}{% endif %}{% endfor %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def rendered_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates that are not ours have a process of their own, which tests/run/test_strangers.py is about."""
+    monkeypatch.setattr(rendering, "Elsewhere", rendering.Here)
 
 
 def with_marks(*names: str) -> Tokenizer:

@@ -185,6 +185,7 @@ def open_batches(run: Run, folder: Path, cache: Path, text: OpenedText) -> Calla
     layout = BatchLayout(run.train.seed, run.train.batch_size, run.data.seq_len, text.tokenizer.end_of_text)
     if text.chat is not None:
         examples = open_rows(run, cache, text.source, text.chat)
+        text.chat.close()  # every row is rendered
         return lambda takes_segments: _lay_out_rows(run, examples, layout, takes_segments)
     tokens, _ = obtain_tokens(run, cache, text.source, text.tokenizer)
     return lambda _: text_batches(tokens.train, tokens.val, layout, tokens.folder.name, tokens.check_ids)

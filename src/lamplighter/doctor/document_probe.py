@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from lamplighter.data.chat.rendering import Refused
 from lamplighter.data.chat.rows import RowSource, SetAside
-from lamplighter.data.chat.template import ChatTemplate, Refused, around, own_template
+from lamplighter.data.chat.template import ChatTemplate, around, own_template
 from lamplighter.data.setup import choose_template, open_text
 from lamplighter.data.stats import Request, Stats, chat_stats, count_text
 from lamplighter.data.tokenizer import Tokenizer

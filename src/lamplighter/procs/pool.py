@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from lamplighter.errors import ChildLost
 from lamplighter.procs import prctl
+from lamplighter.procs.child import limit_own_memory
 
 TICK_S = 0.2
 _LEAVE_S = 2.0
@@ -77,6 +78,36 @@ def each(
             yield item, result
     finally:
         _abandon(pool)
+
+
+class Apart:
+    """One process for calls that may never end or want all memory: a breach costs that process, and nothing else.
+
+    It is started by the first call, and again by the first after its end.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], memory_bytes: int) -> None:
+        self.function, self.memory_bytes = function, memory_bytes
+        self._pool: ProcessPoolExecutor | None = None
+
+    def call(self, item: Any, deadline_s: float) -> Any:
+        """What the function gives or raises; TimeoutError at the deadline, ChildLost where its process dies."""
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, context, _begin, (os.getpid(), limit_own_memory, (self.memory_bytes,)))
+        try:
+            return self._pool.submit(self.function, item).result(deadline_s)
+        except TimeoutError:
+            self.close()
+            raise
+        except BrokenProcessPool as error:
+            self.close()
+            raise ChildLost("a process apart died", "it was killed, or crashed in native code") from error
+
+    def close(self) -> None:
+        if self._pool is not None:
+            _abandon(self._pool)
+            self._pool = None
 
 
 def _abandon(pool: ProcessPoolExecutor) -> None:

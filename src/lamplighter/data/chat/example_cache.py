@@ -25,8 +25,9 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.cache_location import CacheKind, CacheLocation, Mode, Parts, claimed, find_fault, verify_hashes
+from lamplighter.data.chat.rendering import Refused
 from lamplighter.data.chat.rows import Message, RowSource, SetAside
-from lamplighter.data.chat.template import ChatTemplate, EncodedExample, Refused
+from lamplighter.data.chat.template import ChatTemplate, EncodedExample
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.procs.pool import each, usable_cores

@@ -11,19 +11,15 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import numpy as np
 import tokenizers
 
 from lamplighter import report
+from lamplighter.data.chat import rendering
+from lamplighter.data.chat.rendering import Job, Refused
 from lamplighter.data.chat.rows import Message
 from lamplighter.data.tokenizer import END_OF_TEXT, Tokenizer, first_difference
 from lamplighter.errors import BadConfig, InputMissing
@@ -66,37 +62,6 @@ class EncodedExample:
     moved: bool  # the tokenizer would join a prompt and its answer into one token; the border was kept
 
 
-class Refused(Exception):
-    """This conversation cannot be rendered by this template; the text says why."""
-
-
-# ---------------------------------------------------------------- Jinja
-
-
-class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks answers for other tools; here it only lets its content through."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    made.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    made.globals["raise_exception"] = _raise
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return made
-
-
 # ---------------------------------------------------------------- a template and its tokenizer
 
 
@@ -106,11 +71,8 @@ class ChatTemplate:
     def __init__(self, name: str, text: str, tokenizer: Tokenizer) -> None:
         self.name, self.text, self.tokenizer = name, text, tokenizer
         self.marks = _named_tokens(tokenizer)
-        try:
-            self._compiled = _environment().from_string(text)
-        except jinja2.TemplateSyntaxError as error:
-            why = f"line {error.lineno}: {error.message}"
-            raise BadConfig(f"{self} is not a Jinja template", why, "mend it, or --data.template chatml") from error
+        ours = text in [_built_in(name, tokenizer) for name in _BUILT_IN]
+        self._renderer = rendering.Here(text) if ours else rendering.Elsewhere(text)
         added = {token["content"]: token for token in tokenizer.content.get("added_tokens", [])}
         named = {name: token["id"] for name, token in added.items() if token.get("special") or name in text}
         self.controls: dict[str, int] = {**named, tokenizer.end_name: tokenizer.end_of_text}
@@ -137,27 +99,29 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], open_answer: bool = False) -> str:
         """The text of a conversation; with `open_answer`, up to where the next answer begins."""
+        (found,) = self._render_all([(messages, [(len(messages), open_answer)])])
+        if isinstance(found, Refused):
+            raise found
+        return found[0]
+
+    def _render_all(self, jobs: Sequence[Job]) -> list[list[str] | Refused]:
+        """All at once: a template of somebody else's is asked in its own process."""
         try:
-            return str(
-                self._compiled.render(
-                    messages=list(messages),
-                    add_generation_prompt=open_answer,
-                    tools=None,
-                    documents=None,
-                    **self.marks,
-                )
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
-            raise Refused(f"{self} refuses it: {type(error).__name__}: {error}") from error
+            found = self._renderer.render(jobs, self.marks)
+        except BadConfig as error:
+            raise BadConfig(f"{self}: {error.what}", error.why, error.next) from error
+        return [Refused(f"{self} refuses it: {one}") if isinstance(one, Refused) else one for one in found]
+
+    def close(self) -> None:
+        """End its process, if it has one; the next conversation starts it again."""
+        self._renderer.close()
 
     def _probe(self) -> tuple[str, bool]:
         """The token that ends an answer, and whether the template opens one for generation."""
-        try:
-            before, plain = self.render(_PROBE[:1], True), self.render(_PROBE[:1])
-            whole, two = self.render(_PROBE), self.render([*_PROBE, *_PROBE])
-            again = self.render([*_PROBE, _PROBE[0]], True)
-        except Refused as error:
-            raise BadConfig(f"{self} cannot render a question and its answer", str(error), _ANOTHER) from error
+        (found,) = self._render_all([([*_PROBE, *_PROBE], [(1, True), (1, False), (2, False), (4, False), (3, True)])])
+        if isinstance(found, Refused):
+            raise BadConfig(f"{self} cannot render a question and its answer", str(found), _ANOTHER)
+        before, plain, whole, two, again = found
         for part, of in ((before, whole), (again, two)):
             if not of.startswith(part):
                 raise BadConfig(
@@ -166,9 +130,9 @@ class ChatTemplate:
                     f" answers cannot be known: {around(part, of)}",
                     _ANOTHER,
                 )
-        question, found, after = whole[len(before) :].partition(PROBE_ANSWER)
+        question, answered, after = whole[len(before) :].partition(PROBE_ANSWER)
         stop = self._control.search(after)
-        if not found or stop is None:
+        if not answered or stop is None:
             raise BadConfig(
                 f"{self} never ends an answer",
                 f"after an answer it writes {after!r}, in which there is no special token of this tokenizer: a model"
@@ -215,32 +179,21 @@ class ChatTemplate:
         """Each conversation as ids with its answers marked, or why that cannot be."""
         texts: list[tuple[str, str]] = []  # (text, marker)
         plans: list[tuple[int, int] | Refused] = []
-        for messages in conversations:
-            try:
-                needed = self._texts_of(messages)
-            except Refused as error:
-                plans.append(error)
-                continue
-            plans.append((len(texts), len(texts) + len(needed)))
-            texts += needed
+        defused = [self._defused(messages) for messages in conversations]
+        rendered = self._render_all([_whole_and_beginnings(safe) for safe, _ in defused])
+        for found, (_, mark) in zip(rendered, defused, strict=True):
+            if isinstance(found, Refused):
+                plans.append(found)
+            elif changed := next((before for before in found[1:] if not found[0].startswith(before)), None):
+                plans.append(Refused(f"{self} changes what comes before an answer: {around(changed, found[0])}"))
+            else:
+                plans.append((len(texts), len(texts) + len(found)))
+                texts += [(text, mark) for text in found]
         ids = self._ids(texts)
         return [
             plan if isinstance(plan, Refused) else self._assemble(texts[slice(*plan)], ids[slice(*plan)])
             for plan in plans
         ]
-
-    def _texts_of(self, messages: Sequence[Message]) -> list[tuple[str, str]]:
-        """The whole conversation, and what comes before each of its answers."""
-        safe, mark = self._defused(messages)
-        whole = self.render(safe)
-        needed = [whole]
-        for place, message in enumerate(safe):
-            if message["role"] == "assistant":
-                before = self.render(safe[:place], True)
-                if not whole.startswith(before):
-                    raise Refused(f"{self} changes what comes before an answer: {around(before, whole)}")
-                needed.append(before)
-        return [(text, mark) for text in needed]
 
     def _assemble(self, texts: list[tuple[str, str]], ids: list[_Uint32s]) -> EncodedExample | Refused:
         """Find each answer in the ids of the whole: from the end of what comes before it to its stop token."""
@@ -326,6 +279,12 @@ class ChatTemplate:
         return answer
 
 
+def _whole_and_beginnings(messages: Sequence[Message]) -> Job:
+    """The whole conversation, and what comes before each of its answers."""
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages, [(len(messages), False), *((place, True) for place in answers)]
+
+
 _ANOTHER = "another template: --data.template chatml, or a .jinja file"
 
 
@@ -361,6 +320,13 @@ def own_template(files: dict[str, bytes]) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _built_in(name: str, tokenizer: Tokenizer) -> str:
+    """A template of ours, with the end mark of this tokenizer."""
+    known = {token["content"] for token in tokenizer.content.get("added_tokens", []) if token.get("special")}
+    end = "<|im_end|>" if "<|im_end|>" in known else tokenizer.end_name
+    return _BUILT_IN[name].replace("END", json.dumps(end))
+
+
 def load_template(wanted: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     """The template that the configuration asks for; the tokenizer's own, else chatml, where it asks for none."""
     own = own_template(tokenizer.files)
@@ -368,9 +334,7 @@ def load_template(wanted: str | None, tokenizer: Tokenizer) -> ChatTemplate:
         return ChatTemplate("of the tokenizer", own, tokenizer)
     name = wanted or "chatml"
     if name in _BUILT_IN:
-        known = {token["content"] for token in tokenizer.content.get("added_tokens", []) if token.get("special")}
-        end = "<|im_end|>" if "<|im_end|>" in known else tokenizer.end_name
-        return ChatTemplate(name, _BUILT_IN[name].replace("END", json.dumps(end)), tokenizer)
+        return ChatTemplate(name, _built_in(name, tokenizer), tokenizer)
     path = Path(name).expanduser()
     if not path.is_file():
         why = f"it is none of {', '.join(_BUILT_IN)}, and there is no such file"

@@ -18,8 +18,9 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.chat import example_cache, rows
+from lamplighter.data.chat.rendering import Refused
 from lamplighter.data.chat.rows import Message, NotAnExample, RowSource
-from lamplighter.data.chat.template import ChatTemplate, Refused
+from lamplighter.data.chat.template import ChatTemplate
 from lamplighter.data.sampling import Quota
 from lamplighter.data.stats import About, Example, Quality, Reason, Request, Stats, conclude, minhash
 from lamplighter.data.stats.collect import NOTHING_HELD, Tally, would_refuse
