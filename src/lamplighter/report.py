@@ -28,7 +28,7 @@ from lamplighter import slot as slots
 from lamplighter.errors import STOPPED_EARLY
 from lamplighter.procs.procfs import pid_start
 from lamplighter.rundir import LineFile, RunDir, write_atomic
-from lamplighter.safe_text import mask, safe
+from lamplighter.safe_text import mask_record, safe
 
 # ---------------------------------------------------------------- state of this process's reporting
 
@@ -58,21 +58,19 @@ class _Reporter:
 
     # -- writing
 
-    def write(self, file: LineFile | None, record: Mapping[str, Any], masked: bool = False) -> None:
+    def write(self, file: LineFile | None, record: Mapping[str, Any]) -> None:
         if file is None:
             return
         try:
             line = json.dumps(record, allow_nan=False, default=str)
         except ValueError:  # NaN and infinity are not JSON
             line = json.dumps(_finite(record), default=str)
-        if not file.write(
-            mask(line) if masked else line
-        ):  # a full disk must not stop training: the parent reads the count and says so
+        if not file.write(line):  # a full disk must not stop training: the parent reads the count and says so
             self.dropped += 1
             self.slot.set("dropped", self.dropped)
 
     def event(self, type: str, **fields: Any) -> None:
-        self.write(self.events, {"type": type, "t": time.time(), **fields}, masked=True)
+        self.write(self.events, mask_record({"type": type, "t": time.time(), **fields}))
 
     # -- time: every moment belongs to the innermost phase or span
 

@@ -7,12 +7,15 @@ Out: the same words, safe on a terminal and in a log.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 # What a terminal obeys (C0 and C1 controls: escape sequences, OSC, carriage return), what turns the reading direction
 # around, and halves of surrogates, which cannot be written at all.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 MASK = "***"
+_FLAG = r"--(?:(?:hf|hub|auth|access|api|github|wandb|bearer)[-_])?(?:token|api[-_]?key|secret|password|passwd)"
 
 
 def clean(text: str) -> str:
@@ -43,6 +46,22 @@ def mask(text: str) -> str:
     return text
 
 
+def mask_record(value: Any) -> Any:
+    """The same for every text in something that becomes JSON; a word after a flag such as --hf-token goes as a whole."""
+    if isinstance(value, str):
+        return mask(value)
+    if isinstance(value, Mapping):
+        return {name: mask_record(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        before = [None, *value]
+        return [MASK if _is_secret_flag(flag) else mask_record(one) for flag, one in zip(before, value, strict=False)]
+    return value
+
+
+def _is_secret_flag(word: object) -> bool:
+    return isinstance(word, str) and re.fullmatch(_FLAG, word, re.IGNORECASE) is not None
+
+
 def safe(text: str) -> str:
     """Both: for every word of ours that goes to a person."""
     return clean_text(mask(text))
@@ -58,7 +77,7 @@ def _hint() -> re.Pattern[str]:
 
 @cache
 def _secrets() -> tuple[tuple[re.Pattern[str], str], ...]:
-    """Each with what stands in its place. A value ends before a quote or a backslash: lines of JSON stay JSON."""
+    """Each with what stands in its place. A value ends before a quote, a bracket or a separator."""
     value = r"""[^\s"'\\&#<>|;,)\]}]+"""
     named = r"token|api[-_]?key|apikey|key|secret|password|passwd|pwd|sig|signature|credential|auth|sas|code"
     found = (
@@ -69,6 +88,7 @@ def _secrets() -> tuple[tuple[re.Pattern[str], str], ...]:
         (rf"(discord(?:app)?\.com/api/webhooks/){value}", rf"\1{MASK}"),
         (rf"(api\.telegram\.org/bot){value}", rf"\1{MASK}"),
         (rf"(\.webhook\.office\.com/){value}", rf"\1{MASK}"),
+        (r"""(--(?:watch\.)?notify(?:=|["']?,?\s+)["']?https?://[^\s"'\\/?#]*/?)[^\s"'\\]+""", rf"\1{MASK}"),
         # ?token=...&X-Amz-Signature=...
         (rf"(?i)([?&](?:[\w.-]{{0,30}}[-_.])?(?:{named})=){value}", rf"\1{MASK}"),
         # Authorization: Bearer ...; a JSON or Python header too
@@ -77,7 +97,7 @@ def _secrets() -> tuple[tuple[re.Pattern[str], str], ...]:
         # HF_TOKEN=..., WANDB_API_KEY: ..., password=..., --hf-token ...
         (rf"""(\b(?:[A-Z0-9]{{1,20}}_){{1,6}}(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD)["']?\s*[=:]\s*["']?){value}""", rf"\1{MASK}"),
         (rf"""(?i)(\b(?:[a-z]{{1,20}}[-_])?(?:api[-_]?key|access[-_]token|auth[-_]token|client[-_]secret|password|passwd)["']?\s*[=:]\s*["']?){value}""", rf"\1{MASK}"),
-        (rf"""(?i)(--(?:(?:hf|hub|auth|access|api|github|wandb|bearer)[-_])?(?:token|api[-_]?key|secret|password|passwd)(?:=|["']?,?\s+)["']?){value}""", rf"\1{MASK}"),
+        (rf"""(?i)({_FLAG}(?:=|["']?,?\s+)["']?){value}""", rf"\1{MASK}"),
         # by their own form
         (r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abeoprs]-)[A-Za-z0-9_-]{10,}", MASK),
         (r"\bAKIA[0-9A-Z]{16}\b", MASK),

@@ -54,7 +54,9 @@ def test_a_file_in_the_name_of_a_library_is_not_loaded(trap: Path, finished: Fin
     assert not (trap / "imported").exists()
 
 
-def test_the_user_s_own_module_is_looked_for_last(tmp_path: Path, here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_s_own_module_is_looked_for_last(
+    tmp_path: Path, here: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside the run.yaml, then in the current folder; never in the place of something installed."""
     monkeypatch.setenv("LAMP_CODE_FOLDER", "")
     (tmp_path / "conf").mkdir()
@@ -88,7 +90,9 @@ def test_the_settings_of_a_run_folder_name_no_code(
     """`lamp train runs/r/config.yaml`: the file of a run folder is not the user's own word; said again, it is."""
     config = finished(*EIGHT).config
     section, leaf = name.split(".")
-    lines = [f"  {leaf}: {value}" if line.startswith(f"  {leaf}: ") else line for line in config.read_text().splitlines()]
+    lines = [
+        f"  {leaf}: {value}" if line.startswith(f"  {leaf}: ") else line for line in config.read_text().splitlines()
+    ]
     assert f"  {leaf}: {value}" in lines and section
     config.write_text("\n".join(lines) + "\n")
     refused = command("train", str(config), "--print-config", cwd=tmp_path)
@@ -142,7 +146,10 @@ class _Evil:
 def test_remote_code_and_pickles_of_a_model_folder_are_left_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(model)
     Path("evil.py").write_text(TOUCH)
-    remote = {"auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]}, "trust_remote_code": True}
+    remote = {
+        "auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]},
+        "trust_remote_code": True,
+    }
     change(model / "config.json", **remote, architectures=["evil.Model"], transformers_version="evil:x")
     change(model / "tokenizer_config.json", **remote, tokenizer_class="evil.T")
     load(model)
@@ -209,7 +216,9 @@ def test_a_template_that_never_ends_is_ended(quick: None) -> None:
     assert "loop without end" in caught.value.why
 
 
-def test_a_template_gets_neither_all_memory_nor_code(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_gets_neither_all_memory_nor_code(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One process for all of them: a refusal is not the end of it."""
     monkeypatch.chdir(tmp_path)
     probe = [([{"role": "user", "content": "x"}], [(1, True)])]
@@ -298,7 +307,7 @@ def test_secrets_are_in_no_file_but_the_settings_and_nobody_else_reads_those(tmp
     """A run that is told of, fails to tell, and ends with an error that holds the address."""
     (tmp_path / "a.txt").write_text("word and another one\n\n" * 300)
     secret = "s3cr3tw0rd"
-    notify = f"http://me:{secret}@127.0.0.1:9/hook?token={secret}"
+    notify = f"http://127.0.0.1:9/{secret}?token={secret}"
     bad = f"s3cret://me:{secret}@host/x.jsonl?sig={secret}"
     words = ["train", "--run", "r", *EIGHT, "--data.paths", "a.txt", "--watch.notify", notify]
     done = here(*words, cwd=tmp_path)

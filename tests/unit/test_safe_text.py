@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from lamplighter.config import resolve
 from lamplighter.errors import BadConfig, LampError
-from lamplighter.safe_text import clean, clean_text, mask, safe
+from lamplighter.safe_text import clean, clean_text, mask, mask_record, safe
 from lamplighter.slot import Slot
 from lamplighter.watch.live import Live
 from lamplighter.watch.status import Status
@@ -58,13 +57,19 @@ def test_the_live_display_shows_names_and_phases_as_they_are() -> None:
         ("python train.py --hf-token abc --lr 3", "python train.py --hf-token *** --lr 3"),
         ('["--api-key", "abc"]', '["--api-key", "***"]'),
         ("password=abc", "password=***"),
+        ("lamp train --watch.notify 'https://ntfy.host/abc?x=1'", "lamp train --watch.notify 'https://ntfy.host/***'"),
     ],
 )
 def test_a_secret_is_masked(text: str, shown: str) -> None:
     assert mask(text) == shown
     assert mask(shown) == shown
-    line = json.dumps({"type": "note", "text": text})
-    assert json.loads(mask(line)) == {"type": "note", "text": shown}
+    assert mask_record({"type": "note", "text": [text, 3]}) == {"type": "note", "text": [shown, 3]}
+
+
+def test_the_word_after_a_flag_for_a_secret_is_masked() -> None:
+    assert mask_record({"command": ("python", "--hf-token", "a b", "--lr", "3")})["command"] == [
+        "python", "--hf-token", "***", "--lr", "3",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -115,9 +120,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_settings_that_want_too_much_are_refused(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_want_too_much_are_refused(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text(text)
     began = time.process_time()

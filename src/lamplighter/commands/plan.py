@@ -21,7 +21,7 @@ from lamplighter.commands.arguments import parse
 from lamplighter.errors import RefusedByPlan, UsageError
 from lamplighter.procs import procfs
 from lamplighter.rundir import CACHE_NAME, RunDir, cannot_write, free_bytes, human_bytes, write_atomic
-from lamplighter.safe_text import mask, safe
+from lamplighter.safe_text import mask_record, safe
 
 if TYPE_CHECKING:
     import torch
@@ -243,7 +243,7 @@ def _keep(folder: RunDir, made: Plan) -> None:
 
     try:
         write_atomic(folder.path / "plan.txt", safe("\n".join([*render.tell(made), ""])), durable=False)
-        write_atomic(folder.path / "plan.json", mask(json.dumps(render.as_json(made), indent=1)), durable=False)
+        write_atomic(folder.path / "plan.json", json.dumps(mask_record(render.as_json(made)), indent=1), durable=False)
     except OSError as error:
         raise cannot_write(folder.path / "plan.txt", error) from error
 

@@ -34,10 +34,9 @@ from lamplighter.rundir import (
     identity,
     read_lines,
     read_record,
-    write_atomic,
     write_json,
 )
-from lamplighter.safe_text import mask
+from lamplighter.safe_text import mask_record
 from lamplighter.slot import read_slot
 from lamplighter.watch import end_diagnosis
 from lamplighter.watch.notify import Notifier
@@ -328,7 +327,7 @@ class Supervisor:
         self._write_event({"type": type, "t": time.time(), **fields})
 
     def _write_event(self, record: dict[str, Any]) -> None:
-        if not self.events.write(mask(json.dumps(record, default=str))):
+        if not self.events.write(json.dumps(mask_record(record), default=str)):
             self._say_unwritten(f"{self.run.events} cannot be written; is the disk full?")
 
     def _say_unwritten(self, problem: str) -> None:
@@ -510,7 +509,7 @@ class Supervisor:
         }
         status["eta_s"] = status["eta_s"] if state == "running" else None
         try:
-            write_atomic(self.run.status, mask(json.dumps(status, indent=1)) + "\n", durable=False)
+            write_json(self.run.status, mask_record(status), durable=False)
         except OSError as error:  # a full disk must not end the supervision
             self._say_unwritten(f"{self.run.status} cannot be written: {error.strerror}")
 

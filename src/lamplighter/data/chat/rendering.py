@@ -83,6 +83,15 @@ class Here:
         except jinja2.TemplateSyntaxError as error:
             why = f"line {error.lineno}: {error.message}"
             raise BadConfig("it is not a Jinja template", why, "mend it, or --data.template chatml") from error
+        except (
+            TypeError,
+            ValueError,
+            SyntaxError,
+            RecursionError,
+            MemoryError,
+        ) as error:  # nested beyond all measure, no text
+            why = f"{type(error).__name__}: {error}"
+            raise BadConfig("it cannot be compiled", why, "--data.template chatml, or --raw") from error
 
     def render(self, jobs: Sequence[Job], marks: Mapping[str, str]) -> list[list[str] | Refused]:
         _ = self._compiled  # what is wrong with all of it is no fault of a conversation

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import tokenizers
@@ -349,7 +349,14 @@ def load_template(wanted: str | None, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 RECORD = "chat.json"
-_RECORDED = {"name", "template", "stop_token", "stop_token_id", "eos_token", "eos_token_id"}
+_RECORDED = {
+    "name": str,
+    "template": str,
+    "stop_token": str,
+    "stop_token_id": int,
+    "eos_token": str,
+    "eos_token_id": int,
+}
 
 
 def announce(template: ChatTemplate, folder: str | None) -> None:
@@ -404,10 +411,15 @@ def keep(template: ChatTemplate, folder: Path) -> None:
 # ---------------------------------------------------------------- between training and use
 
 
+def _is_record(found: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a chat.json has all that it should, each of its kind."""
+    return isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in _RECORDED.items())
+
+
 def check_folder(folder: Path) -> dict[str, Any] | None:
     """The record of a chat model, None for other models; refused where template or end mark are not as in training."""
     record = read_json(folder / RECORD)
-    if not isinstance(record, dict) or not record.keys() >= _RECORDED:
+    if not _is_record(record):
         was_chat = read_record(folder / "training" / "state.json").get("chat")
         if not was_chat and not (folder / RECORD).exists():
             return None
