@@ -24,8 +24,8 @@ def clean(text: str) -> str:
 
 
 def clean_text(text: str) -> str:
-    """For text of several lines: newlines, tabs and all that a terminal only draws stay."""
-    return _OBEYED.sub(lambda found: _escape(found[0]), text)
+    """For text of several lines: newlines, tabs and all that a terminal only draws stay. What was JSON still is."""
+    return _OBEYED.sub(lambda found: _escape(found[0]) if found[0] < " " else f"\\u{ord(found[0]):04x}", text)
 
 
 def has_controls(text: str) -> bool:

@@ -8,7 +8,6 @@ import pickle
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,10 @@ def test_a_file_in_the_name_of_a_library_is_not_loaded(trap: Path, finished: Fin
     assert not (trap / "imported").exists()
 
 
+def tokens_of(prepared: subprocess.CompletedProcess[str]) -> int:
+    return int(json.loads(prepared.stdout)["splits"]["train"]["tokens"])
+
+
 def test_the_user_s_own_module_is_looked_for_last(
     tmp_path: Path, here: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +73,7 @@ def test_the_user_s_own_module_is_looked_for_last(
     (tmp_path / "conf" / "owntexts.py").write_text(text.format("beside the file "))
     beside = here(*words, cwd=tmp_path)
     assert beside.returncode == 0, beside.stderr
-    assert json.loads(beside.stdout)["tokens"] > json.loads(in_current.stdout)["tokens"]
+    assert tokens_of(beside) > tokens_of(in_current)
     for folder in (tmp_path, tmp_path / "conf"):
         (folder / "colorsys.py").write_text(TOUCH + text.format("x"))
     installed = here(*words, "--data.source", "colorsys:documents", cwd=tmp_path)
@@ -201,24 +204,17 @@ def test_an_index_of_weights_names_files_beside_it(model: Path, index: str) -> N
 # ---------------------------------------------------------------- templates
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(rendering, "DEADLINE_S", 3.0)
-    yield
-
-
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def test_a_template_that_never_ends_is_ended(quick: None) -> None:
+def test_a_template_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "DEADLINE_S", 1.0)
     with pytest.raises(BadConfig, match="takes too long") as caught:
         ChatTemplate("of the tokenizer", ENDLESS, byte_level())
     assert "loop without end" in caught.value.why
 
 
-def test_a_template_gets_neither_all_memory_nor_code(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_gets_neither_all_memory_nor_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process for all of them: a refusal is not the end of it."""
     monkeypatch.chdir(tmp_path)
     probe = [([{"role": "user", "content": "x"}], [(1, True)])]
@@ -315,8 +311,6 @@ def test_secrets_are_in_no_file_but_the_settings_and_nobody_else_reads_those(tmp
     refused = here(*words, "--data.paths", bad, "--run", "q", cwd=tmp_path)
     assert refused.returncode != 0
     run = tmp_path / "runs" / "r"
-    for name in ("config.yaml", "output.log"):
-        assert stat.S_IMODE((run / name).stat().st_mode) == 0o600, name
     assert secret in (run / "config.yaml").read_text()
     told = done.stdout + done.stderr + refused.stdout + refused.stderr
     for path in [*run.rglob("*"), *(tmp_path / "runs" / "q").rglob("*")]:
@@ -329,6 +323,12 @@ def test_secrets_are_in_no_file_but_the_settings_and_nobody_else_reads_those(tmp
     (tmp_path / "printed.yaml").write_text(shown.stdout)
     again = here("train", "printed.yaml", "--print-config", cwd=tmp_path)
     assert again.returncode == 78 and "a secret is missing" in again.stderr
+
+
+def test_what_may_hold_a_secret_is_for_its_owner_alone(finished: Finished) -> None:
+    run = finished(*EIGHT)
+    for path in (run.config, run.output):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
 def test_errors_are_escaped_and_masked() -> None:

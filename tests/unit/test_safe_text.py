@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from lamplighter.watch.status import Status
 
 
 def test_what_a_terminal_would_obey_is_shown() -> None:
-    assert clean_text("a\x1b]0;t\x07b\x9b2J\r\u202e\udc80\x7f") == "a\\x1b]0;t\\x07b\\x9b2J\\r\\u202e\\udc80\\x7f"
+    assert clean_text("a\x1b]0;t\x07b\x9b2J\r\u202e\udc80\x7f") == "a\\x1b]0;t\\x07b\\u009b2J\\r\\u202e\\udc80\\u007f"
     assert clean_text("naïve 日本語\n\t👩‍👩‍👧 a\u00a0b") == "naïve 日本語\n\t👩‍👩‍👧 a\u00a0b"
+    record = {"text": "\x1b\x7f\x9b\u202e\n"}
+    assert json.loads(clean_text(json.dumps(record, ensure_ascii=False))) == record
     assert clean("a\nb\t\x1b") == "a\\nb\\t\\x1b"
 
 
