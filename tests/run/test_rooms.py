@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src" / "lamplighter"
-LAYER0 = {"config", "report", "rundir", "errors", "slot", "own_stacks", "gpus", "schedule"}
+LAYER0 = {"config", "report", "rundir", "errors", "slot", "own_stacks", "gpus", "schedule", "first_words"}
 ALLOWED = {
     "config": {"errors", "rundir"},
     "report": {"errors", "rundir", "procs", "slot", "own_stacks"},
     "rundir": {"errors", "procs"},
     "errors": set(),
+    "first_words": set(),
     "slot": set(),
     "own_stacks": {"slot"},
     "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share
