@@ -92,7 +92,10 @@ class State:
     given: int = 0  # tokens of this chunk in the parts before this one
 
     def dump(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON; without the parts where there are none, as older versions wrote it."""
+        return {
+            name: value for name, value in asdict(self).items() if self.in_parts or name not in ("in_parts", "given")
+        }
 
 
 def load_state(saved: dict[str, Any] | None) -> State:
