@@ -137,7 +137,7 @@ def verbs(pid: int) -> dict[str, list[str]]:
         "data clean": ["data", "clean", "text.txt", "--dry-run"],
         "generate": ["generate", "r", "--prompt", "the", "--max-tokens", "20"],
         "train": ["train", "--run", "again", "--resume", "never", *TINY, "--train.steps", "20"],
-        "demo": ["demo", "--resume", "never", "--train.steps", "2"],
+        "demo": ["demo", "--resume", "never", "--train.steps", "10", "--train.warmup_steps", "2"],
         "doctor": ["doctor", "--only", "environment", "disk"],
         "stop": ["stop", "live"],
     }  # fmt: skip
