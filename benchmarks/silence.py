@@ -129,7 +129,7 @@ def verbs(pid: int) -> dict[str, list[str]]:
         "watch -- CMD": ["watch", "--", sys.executable, "-c", "import time; time.sleep(4)"],
         "plan": plan,
         "plan --json": [*plan, "--json"],
-        "plan, of text": [*plan, "--data.paths", "text.txt"],
+        "plan --data.paths": [*plan, "--data.paths", "text.txt"],
         "tokenizer show": ["tokenizer", "show", "r"],
         "tokenizer train": ["tokenizer", "train", "--data.paths", "text.txt", "--out", "tok", "--force", "--tokenizer.vocab_size", "300"],
         "data stats": ["data", "stats", "--data.paths", "text.txt", "--tokenizer.kind", "bytes"],
