@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,7 +131,7 @@ def run_child_here(trainer: Trainer, attempt: int) -> Ended:
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in (
             (report, "_reporter", reporter), (report, "_listen", lambda _: None), (report, "leave", leave),
-            (prctl, "belong_to", lambda _: None), (sys, "argv", ["child_main", spec.verb, json.dumps(request)]),
+            (prctl, "belong_to", lambda _: None), (warnings, "showwarning", warnings.showwarning), (sys, "argv", ["child_main", spec.verb, json.dumps(request)]),
         ):  # fmt: skip
             patch.setattr(module, name, value)
         patch.setenv("LAMP_ATTEMPT", str(attempt))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -183,7 +182,8 @@ def free_bytes(path: Path) -> int:
     """Free space of the file system that holds `path` (or its nearest existing parent)."""
     while not path.exists():
         path = path.parent
-    return shutil.disk_usage(path).free
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
 
 
 def human_bytes(count: float) -> str:

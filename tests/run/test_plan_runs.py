@@ -169,7 +169,7 @@ def test_the_command_refuses_with_77_and_writes_nothing(tmp_path: Path, command:
     done = command(*dear, cwd=tmp_path)
     assert done.returncode == 77 and "NO GO" in done.stdout and "--train.steps" in done.stdout
     done = command(*dear, "--json", cwd=tmp_path)
-    assert done.returncode == 77 and json.loads(done.stdout)["reasons"] and not done.stderr
+    assert done.returncode == 77 and json.loads(done.stdout)["reasons"]
     for words, code in ((["--on", "a100"], 2), (["--on", "l4", "--measure"], 2), (["--on", "l4", "--mfu", "2"], 2)):
         assert command("plan", "--preset", "slm", *words, cwd=tmp_path).returncode == code
     assert command("plan", "--train.epochs", "3", "--on", "l4", cwd=tmp_path).returncode == 78

@@ -10,7 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src" / "lamplighter"
-LAYER0 = {"config", "report", "rundir", "errors", "slot", "own_stacks", "own_code", "safe_text", "gpus", "schedule"}
+LAYER0 = {
+    "config",
+    "report",
+    "rundir",
+    "errors",
+    "slot",
+    "own_stacks",
+    "own_code",
+    "safe_text",
+    "gpus",
+    "schedule",
+    "first_words",
+}
 ALLOWED = {
     "config": {"errors", "rundir", "safe_text"},
     "report": {"errors", "rundir", "procs", "slot", "own_stacks", "safe_text"},
@@ -18,6 +30,7 @@ ALLOWED = {
     "errors": {"safe_text"},
     "own_code": set(),
     "safe_text": set(),
+    "first_words": set(),
     "slot": set(),
     "own_stacks": {"slot"},
     "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from lamplighter import commands
 from lamplighter.rundir import RunDir, read_lines
-from running import LAMP, LONG, TINY, Heard, bare_start_s, line_in, listen, slot_of, write_model
+from running import LAMP, LONG, TINY, Heard, bare_start_s, clean_env, lamp, line_in, listen, slot_of, write_model
 
 LIMIT_S = 2.5
 FIRST_S = 0.5  # beyond the start of a bare Python on this machine, now
+BUSY_FIRST_S = 1.0  # beside hogs
 BOTH = pytest.mark.parametrize("on_pty", [False, True], ids=["pipe", "pty"])
 MOSTLY = pytest.mark.parametrize("on_pty", [False, pytest.param(True, marks=LONG)], ids=["pipe", "pty"])
 
@@ -29,12 +34,12 @@ def documents():
 """
 
 
-def check(heard: Heard, on_pty: bool) -> None:
+def check(heard: Heard, on_pty: bool, result: str = "") -> None:
     assert heard.code == 0, heard.text[-3000:]
     assert heard.first_s < FIRST_S + bare_start_s()
     assert heard.longest_gap_s < LIMIT_S, f"{heard.longest_gap_s:.2f} s of silence after: {heard.before_gap}"
     if not on_pty:
-        lines = heard.text.splitlines()
+        lines = [line for line in heard.text.splitlines() if not result or not line.startswith(result)]
         assert all(re.match(r"\d\d:\d\d:\d\d  ", line) for line in lines), "each line is whole and stamped"
         bodies = [line[10:] for line in lines]
         assert all(a != b for a, b in itertools.pairwise(bodies) if a), "each line says something new"
@@ -115,7 +120,71 @@ def test_the_first_word_comes_at_once_on_a_loaded_machine(tmp_path: Path, hogs: 
         ["plan", "--preset", "nothing"],
         ["generate", "nothing"],
         ["demo", "--train.lrr", "3"],
+        ["why", "nothing"],
+        ["checkpoints", "nothing"],
     ):
         heard = listen([*LAMP, *words], tmp_path, on_pty=False)
-        assert heard.first_s < FIRST_S + bare_start_s()
+        assert heard.first_s < BUSY_FIRST_S + bare_start_s()
         assert heard.code in (2, 66)
+
+
+SLOW_TO_LOAD = """
+import sys, time
+import lamplighter.commands
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "lamplighter.watch.supervisor":
+            until = time.monotonic() + 3.2
+            while time.monotonic() < until:  # without letting go of the interpreter, as an import does
+                pass
+
+sys.meta_path.insert(0, Slow())
+sys.exit(lamplighter.commands.main())
+"""
+
+
+def test_a_parent_that_loads_for_long_says_so(tmp_path: Path) -> None:
+    """As on a machine where 100 ms of loading take seconds."""
+    (tmp_path / "runs" / "r" / "checkpoints").mkdir(parents=True)
+    heard = listen([sys.executable, "-c", SLOW_TO_LOAD, "checkpoints", "r"], tmp_path, on_pty=False)
+    check(heard, on_pty=False, result="no checkpoints in")
+    assert re.search(r"lamp checkpoints: loading, for [123]\.\d s", heard.text)
+
+
+MISTAKES = {
+    "train": ["--preset", "nothing"], "demo": ["--train.lrr", "3"], "watch": ["nothing"], "why": ["nothing"],
+    "stop": ["nothing"], "save": ["nothing"], "runs": [], "checkpoints": ["nothing"], "generate": ["nothing"],
+    "plan": ["--preset", "nothing"], "data": ["nothing"], "tokenizer": ["nothing"], "doctor": ["--nothing"],
+}  # fmt: skip
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel tells the processor time of another process on Linux only"
+)
+def test_every_verb_speaks_before_it_has_used_40_ms_of_processor_time(tmp_path: Path) -> None:
+    assert set(MISTAKES) == set(commands.VERBS)
+    for verb, words in MISTAKES.items():
+        tries = (_first_word([*LAMP, verb, *words], tmp_path) for _ in range(4))
+        said, used_ms = next((found for found in tries if found[1] < 40), ("", 40.0))
+        assert used_ms < 40, f"lamp {verb}: 40 ms and more, four times"
+        assert said.endswith(f"  lamp {verb}: reading the request\n"), said
+
+
+def _first_word(words: list[str], cwd: Path) -> tuple[str, float]:
+    """The first words, and the processor time that the command had used when they could be read."""
+    with subprocess.Popen(
+        words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=clean_env(), bufsize=0
+    ) as process:
+        assert process.stdout is not None
+        said = process.stdout.read(4096)
+        used_ms = int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[0]) / 1e6
+        process.kill()
+    return said.decode(), used_ms
+
+
+def test_json_is_alone_on_stdout_and_the_first_word_on_stderr(tmp_path: Path) -> None:
+    for words in (["runs"], ["plan", "--preset", "slm", "--on", "a10"]):
+        done = lamp(*words, "--json", cwd=tmp_path)
+        json.loads(done.stdout)
+        assert done.stderr.splitlines()[0].endswith(f"lamp {words[0]}: reading the request")

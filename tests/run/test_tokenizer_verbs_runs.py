@@ -16,6 +16,7 @@ def test_train_show_and_use(tmp_path: Path) -> None:
     done = lamp("tokenizer", "train", "--out", "tok", "--data.paths", "a.txt", "--tokenizer.vocab_size", "300",
                 "--special", "<|im_start|>", "<|im_end|>", "--json", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "  | " not in done.stderr, "what the library prints is not for people"
     assert json.loads(done.stdout)["special"] == {"<|endoftext|>": 297, "<|im_start|>": 298, "<|im_end|>": 299}
     shown = lamp("tokenizer", "show", "tok", "a.txt", "--text", "My dear Aunt", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr

@@ -17,8 +17,10 @@ from lamplighter.data.sources import Cursor, EmbeddedCorpus, Position
 from lamplighter.data.split import Split
 from lamplighter.data.stream import (
     AsItComes,
+    Chunk,
     Filler,
     HeldOutTokens,
+    ReadOnce,
     State,
     StreamBatches,
     StreamSettings,
@@ -118,9 +120,13 @@ def test_chunks_do_not_depend_on_how_the_texts_are_gathered(monkeypatch: Any) ->
         assert [(c.begin, c.end) for c in filler(repeat=False).chunks(State())] == truth
 
 
+@pytest.mark.parametrize("first_part", [1 << 16, 500])
 @pytest.mark.parametrize("chunk_tokens", [1024, 4000, 1_000_000])
-def test_from_the_state_after_any_step_everything_is_the_same_again(chunk_tokens: int) -> None:
-    """Also where a batch is larger than a chunk, and where an epoch is smaller than one."""
+def test_from_the_state_after_any_step_everything_is_the_same_again(
+    chunk_tokens: int, first_part: int, monkeypatch: Any
+) -> None:
+    """Also where a batch is larger than a chunk, where an epoch is smaller than one, and where the first comes in parts."""
+    monkeypatch.setattr("lamplighter.data.stream._FIRST_PART", first_part)
     one = opened(filler(chunk_tokens=chunk_tokens, batch_size=9))
     batches, states = [], [State().dump()]
     for step in range(1, 200):
@@ -184,6 +190,41 @@ def test_max_chunks_ends_it() -> None:
     assert len(chunks) == 2 and sum(len(batch.inputs) for batch in batches) == chunks[-1].end.sample
 
 
+def _windows(chunks: list[Chunk]) -> list[list[int]]:
+    return [row for chunk in chunks for row in chunk.rows(np.arange(chunk.windows), 32, 0)[1].tolist()]
+
+
+def test_the_first_step_waits_for_a_part_of_the_first_chunk_only(monkeypatch: Any) -> None:
+    source = Counted(2000)
+    whole = list(filler(source, chunk_tokens=300_000, repeat=False).chunks(load_state({"carry": []})))
+    assert [chunk.end.chunk for chunk in whole] == list(range(1, len(whole) + 1)) and len(whole) > 2
+    source.read = 0
+    parts = filler(source, chunk_tokens=300_000, repeat=False).chunks(State())
+    first = next(parts)
+    assert 1 << 16 < first.windows * 32 + 1 < 1.2 * (1 << 16), "of 300,000 tokens"
+    assert source.read < 600, "and of 2,000 documents"
+    found = [first, *parts]
+    assert [chunk.end.chunk for chunk in found] == [0, 0, 0, *range(1, len(whole) + 1)], "four parts are one chunk"
+    assert _windows(found) == _windows(whole), "the same text in the same windows"
+    assert found[3].end == whole[0].end
+
+
+def test_chunks_in_parts_are_counted_as_one(monkeypatch: Any) -> None:
+    monkeypatch.setattr("lamplighter.data.stream._FIRST_PART", 500)
+    for chunks in (1, 2):
+        whole = list(filler(max_chunks=chunks).chunks(load_state({"carry": []})))
+        parts = list(filler(max_chunks=chunks).chunks(State()))
+        assert len(parts) > len(whole) == chunks and _windows(parts) == _windows(whole)
+        assert parts[-1].end == whole[-1].end
+
+
+def test_a_chunk_that_an_older_version_began_is_not_divided(monkeypatch: Any) -> None:
+    monkeypatch.setattr("lamplighter.data.stream._FIRST_PART", 500)
+    saved = {name: value for name, value in State().dump().items() if name not in ("in_parts", "given")}
+    chunk = next(filler().chunks(load_state(saved)))
+    assert chunk.end.chunk == 1 and chunk.windows * 32 > 3900
+
+
 def test_an_error_of_the_source_comes_after_what_was_read_before_it() -> None:
     stream = opened(filler(Counted(broken_at=40)))
     got = 0
@@ -232,7 +273,7 @@ def test_nothing_but_validation_text_is_refused() -> None:
 
 def test_what_is_held_back_is_never_trained_on(tmp_path: Path) -> None:
     source, tokenizer = EmbeddedCorpus(0, 400), byte_level()
-    division, held = hold_back(tmp_path, source, tokenizer, 0.1, 50_000)
+    division, held = hold_back(tmp_path, ReadOnce(source), tokenizer, 0.1, 50_000)
     assert held.documents > 5 and held.read(0, 1)[0] == tokenizer.end_of_text
     ends = np.flatnonzero(held.ids == tokenizer.end_of_text)
     texts = {tokenizer.decode(held.ids[a + 1 : b]) for a, b in pairwise(ends)}
@@ -245,22 +286,46 @@ def test_what_is_held_back_is_never_trained_on(tmp_path: Path) -> None:
     assert all((text in told) != is_val for text, is_val in list(held_back.items())[:-1])
 
 
+def test_what_was_looked_at_is_not_read_again(tmp_path: Path, monkeypatch: Any) -> None:
+    from lamplighter import report
+
+    phases: list[tuple[str, float | None]] = []
+    real = report.phase
+    monkeypatch.setattr(
+        report, "phase", lambda name, total=None, unit="": phases.append((name, total)) or real(name, total, unit)
+    )
+    kept = Counted(300)
+    source = ReadOnce(kept)
+    division, _ = hold_back(tmp_path, source, byte_level(), 0.1, 50_000)
+    assert phases == [("look at the documents", 50_000)]
+    looked = kept.read
+    assert 100 <= looked < 300
+    settings = StreamSettings(1, 4, 32, 4000, repeat=False)
+    found = list(Filler(source, byte_level(), division, settings).chunks(State()))
+    assert kept.starts == [None] and kept.read == 300, "each document once"
+    truth = list(Filler(Counted(300), byte_level(), division, settings).chunks(State()))
+    assert [(c.begin, c.end, c.tokens.tolist()) for c in found] == [(c.begin, c.end, c.tokens.tolist()) for c in truth]
+    assert len(list(source.documents())) == 300 and kept.starts == [None, None], "another epoch is read anew"
+    middle = found[3].begin.cursor
+    assert next(source.documents(middle)) == next(Counted(300).documents(middle))
+
+
 def test_what_was_held_back_is_kept_and_checked(tmp_path: Path, monkeypatch: Any) -> None:
     said: list[str] = []
     from lamplighter import report
 
     monkeypatch.setattr(report, "warn", lambda text, **_: said.append(text))
     source, tokenizer = Counted(300), byte_level()
-    first = hold_back(tmp_path, source, tokenizer, 0.1, 50_000)
-    again = hold_back(tmp_path, source, tokenizer, 0.1, 50_000)
+    first = hold_back(tmp_path, ReadOnce(source), tokenizer, 0.1, 50_000)
+    again = hold_back(tmp_path, ReadOnce(source), tokenizer, 0.1, 50_000)
     assert len(source.starts) == 1 and again[0] == first[0] and np.array_equal(again[1].ids, first[1].ids)
-    hold_back(tmp_path, source, tokenizer, 0.2, 50_000)
+    hold_back(tmp_path, ReadOnce(source), tokenizer, 0.2, 50_000)
     assert len(source.starts) == 2, "another share is another choice"
     path = tmp_path / "val.npy"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    hold_back(tmp_path, source, tokenizer, 0.2, 50_000)
+    hold_back(tmp_path, ReadOnce(source), tokenizer, 0.2, 50_000)
     assert len(source.starts) == 3 and "damaged" in said[0]
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lamplighter.commands import child_main
 from lamplighter.config import Budget
+from lamplighter.data import tokenizer
 from lamplighter.procs.procfs import ProcessLook
 from lamplighter.procs.stacks import Frame, ThreadStack, culprit
 from lamplighter.rundir import RunDir
@@ -125,3 +129,31 @@ def test_a_neighbour_that_is_being_removed_is_no_error(tmp_path: Path, monkeypat
     listed = Path.glob
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [*listed(self, pattern), gone])
     assert status._phase_history(run) == {}
+
+
+def test_what_a_library_warns_of_is_kept_and_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kept: list[dict[str, Any]] = []
+    monkeypatch.setattr(child_main.report, "event", lambda type, **fields: kept.append({"type": type, **fields}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = child_main._hear_warning
+        warnings.warn_explicit("slow path", UserWarning, "/x/lib/python3.11/site-packages/torch/nn.py", 7)
+        assert capfd.readouterr().err == ""
+        warnings.warn_explicit("mine", UserWarning, "/home/me/train.py", 3)
+    assert capfd.readouterr().err == "/home/me/train.py:3: UserWarning: mine\n"
+    (event,) = kept
+    assert event["text"] == "slow path" and event["line"] == 7 and status.tell(event) == []
+
+
+def test_what_the_tokenizer_library_prints_is_shown_only_if_it_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    with tokenizer._printing_aside():
+        os.write(1, b"Starting merges\n")
+        os.write(2, b"5 unique words\n")
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(RuntimeError), tokenizer._printing_aside():
+        os.write(1, b"Starting merges\n")
+        raise RuntimeError
+    os.write(1, b"as before\n")
+    assert capfd.readouterr() == ("as before\n", "Starting merges\n")

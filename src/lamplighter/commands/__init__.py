@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from importlib import import_module
 
+from lamplighter import first_words
 from lamplighter.commands.help import HELP, VERB_HELP
 from lamplighter.errors import DONE, LEFT_AT_ONCE, STOPPED_EARLY, CannotWrite, LampError
 
@@ -32,8 +32,13 @@ VERBS = {
     "tokenizer": "tokenizer",
     "doctor": "doctor",
 }  # the file of this folder that holds the verb, as a function of its name
-_SAYS_AT_ONCE = ("demo", "train", "watch", "generate", "data", "tokenizer", "doctor", "plan")
-_RESULT_ON_STDOUT = ("generate", "data", "tokenizer", "doctor", "plan")  # all other words of theirs go to stderr
+_TALK_ON_STDOUT = (
+    "demo",
+    "train",
+    "watch",
+    "stop",
+    "save",
+)  # the others have a result there: all other words go to stderr
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,8 +84,11 @@ def _run(words: list[str]) -> int:
     try:
         return _run_verb(words)
     except LampError as error:
+        first_words.end()
         write(2, "\n".join(error.lines()) + "\n")
         return error.code
+    finally:
+        first_words.end()
 
 
 def _run_verb(words: list[str]) -> int:
@@ -97,16 +105,15 @@ def _run_verb(words: list[str]) -> int:
     ours = words[: words.index("--")] if verb == "watch" and "--" in words else words
     if "--help" in ours or "-h" in ours:
         return _verb_help(verb)
-    quiet = "--print-config" in words or "--json" in words
-    if verb in _SAYS_AT_ONCE and not quiet:
-        fd = 2 if verb in _RESULT_ON_STDOUT or "--" in words else 1
-        write(fd, f"{time.strftime('%H:%M:%S')}  lamp {verb}: reading the request\n")
+    has_result = verb not in _TALK_ON_STDOUT or "--" in words or "--print-config" in words
+    first_words.begin(2 if has_result else 1, verb)
     act: Callable[[list[str]], int] = getattr(import_module(f"lamplighter.commands.{VERBS[verb]}"), verb)
     return act(words[1:])
 
 
 def write(fd: int, text: str) -> None:
     """Words to a stream of ours, at once."""
+    first_words.spoke()
     try:
         os.write(fd, text.encode("utf-8", "backslashreplace"))
     except OSError:  # nobody reads any more; what was asked for still happens
@@ -117,6 +124,7 @@ def result(text: str) -> int:
     """What was asked for, on stdout, without control characters and secrets; 0 for the exit code."""
     from lamplighter.safe_text import safe
 
+    first_words.end()
     data = safe(text).encode("utf-8", "replace")
     try:
         while data:

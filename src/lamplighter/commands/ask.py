@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lamplighter import first_words
 from lamplighter.commands import result, write
 from lamplighter.commands.arguments import named_run
 from lamplighter.errors import DONE, ChildLost, InputMissing
@@ -29,7 +30,9 @@ _BETWEEN_LOOKS_S = 1.0
 def why(words: list[str]) -> int:
     """What a run, or any process, is doing right now."""
     if len(words) == 1 and words[0].isascii() and words[0].isdecimal() and not (Path("runs") / words[0]).exists():
-        write(2, f"{time.strftime('%H:%M:%S')}  looking at process {words[0]} twice, a second apart\n")
+        looking = f"looking at process {words[0]} twice, a second apart"
+        write(2, f"{time.strftime('%H:%M:%S')}  {looking}\n")
+        first_words.doing(looking)
         return result(_inspect(int(words[0])))
     answer = _ask(named_run("why", words, need_running=True), "why")
     return result(answer["text"].rstrip() + "\n")
@@ -71,6 +74,7 @@ def _ask(run: RunDir, kind: str) -> dict[str, Any]:
     """Answered by the run's parent within a second."""
     from lamplighter.watch.supervisor import ask
 
+    first_words.doing(f"waiting for the answer of {run.name}")
     answer = ask(run, kind)
     if answer is None:
         raise ChildLost(
@@ -85,6 +89,7 @@ def _wait(console: Console, doing: str, started: float, words: str) -> None:
     """A moment; a line when one is due."""
     from lamplighter.watch.status import duration
 
+    first_words.end()
     if time.monotonic() - console.last_line > _SAY_EVERY_S:
         console.say(f"{doing} for {duration(time.monotonic() - started)}: {words}")
     time.sleep(0.1)

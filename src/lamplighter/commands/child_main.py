@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -32,6 +33,7 @@ def main() -> int:
     except OSError as error:
         os.write(2, ("\n".join(cannot_write(folder.path, error).lines()) + "\n").encode())
         return CannotWrite.code
+    warnings.showwarning = _hear_warning
     try:
         code = _child_part(verb)(folder, request)
     except StoppedEarly as stop:
@@ -48,6 +50,21 @@ def main() -> int:
             code = CRASHED
     report.leave(code)  # at once: nothing is buffered, and torch takes a second to unload itself
     return code
+
+
+def _hear_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: object = None,
+    line: str | None = None,
+) -> None:
+    """What a library warns of is kept as an event: no person can act on it. What their own code warns of is printed."""
+    if "site-packages" in filename or "dist-packages" in filename or filename.startswith(sys.base_prefix):
+        report.event("library_warning", text=str(message), category=category.__name__, file=filename, line=lineno)
+    else:
+        os.write(2, warnings.formatwarning(message, category, filename, lineno, line).encode("utf-8", "replace"))
 
 
 def _child_part(verb: str) -> Callable[[RunDir, dict[str, Any]], int]:

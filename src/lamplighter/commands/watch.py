@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lamplighter import first_words
 from lamplighter.commands.arguments import named_run, parse, refuse_controls
 from lamplighter.errors import DONE, AlreadyRunning, BadConfig, LampError, UsageError
 from lamplighter.procs import procfs
@@ -149,6 +150,7 @@ def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str
     from lamplighter.watch.stall import LOOK_EVERY_S
     from lamplighter.watch.status import Observer, tell
 
+    first_words.end()
     try:
         budget = load_dump(run.config).budget
     except LampError:  # damaged, or not written yet, or somebody else's command: the rest can be shown all the same

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from lamplighter.data.tokenizer import Tokenizer
 
 
+_LOOK_BYTES = 1 << 20  # of a stream, before its first step: text to validate on is taken from these
+
+
 @dataclass(frozen=True)
 class OpenedText:
     """What is opened before the model is known."""
@@ -147,11 +150,12 @@ def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Exam
 
 def _open_stream(run: Run, folder: Path, source: Source, tokenizer: Tokenizer) -> StreamBatches:
     """Documents as they arrive: what is held out is decided by the first of them, once, and kept in the run's folder."""
-    from lamplighter.data.stream import Filler, StreamBatches, StreamSettings, hold_back
+    from lamplighter.data.stream import Filler, ReadOnce, StreamBatches, StreamSettings, hold_back
 
     data, train = run.data, run.train
+    source = ReadOnce(source)
     with report.phase("hold back"):
-        sample_bytes = min(1 << 22, max(1 << 18, 4 * data.tokens_per_chunk))
+        sample_bytes = min(_LOOK_BYTES, max(1 << 18, 4 * data.tokens_per_chunk))
         division, held = hold_back(folder / "stream", source, tokenizer, data.val_fraction, sample_bytes)
     report.note(
         f"streaming {source}: chunks of {data.tokens_per_chunk:,} tokens; {held.documents:,} documents,"

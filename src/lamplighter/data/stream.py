@@ -8,7 +8,8 @@ Out: Batch by Batch; the State after any step; the end of the data as an epoch o
 The stream of an epoch is one end-of-text, then every document with one end-of-text after it, as in the token cache, but
 in the order of the source. A chunk is the next `chunk_tokens` of it or a little more, up to the end of a text; windows
 overlap by one token, and what is too short for a window begins the next chunk. The end of the source ends its chunk: the
-last window is filled up (targets -100). Window order inside a chunk is a function of (seed, chunk).
+last window is filled up (targets -100). Window order inside a chunk is a function of (seed, chunk). The first chunk is given
+out in parts, each as large as all before it, so that the first step does not wait for all of it.
 
 A State is where a chunk begins: source cursor, left-over tokens, counts. From it everything after is the same again, so
 a killed run reads at most the chunk that it was in once more, and proves by a digest that it is the same text.
@@ -50,6 +51,7 @@ from lamplighter.rundir import read_json, write_atomic, write_json
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 _LOOK_EVERY_S = 0.2
+_FIRST_PART = 1 << 16
 _CHUNKS_AHEAD = 1
 FIRST_BYTES, BATCH_BYTES = 1 << 12, 1 << 18  # of text that is encoded at once: little at first, so that it is seen
 _BATCH_S = 0.5  # a slow source: what has come is encoded after this time
@@ -66,6 +68,11 @@ class StreamSettings:
     max_chunks: int | None = None
     repeat: bool = True
 
+    @property
+    def first_part(self) -> int:
+        """Tokens of the first part of the first chunk: some steps, and enough to be worth a shuffle."""
+        return max(_FIRST_PART, 4 * self.batch_size * self.seq_len)
+
 
 @dataclass(frozen=True)
 class State:
@@ -81,19 +88,24 @@ class State:
     share: float = 0.0  # of the source's bytes that are behind it, where that is known
     ended: bool = False  # nothing comes after it
     digest: str = ""  # of the chunk's tokens, once it was filled
+    in_parts: bool = True  # the first chunk of a run is, unless an older version has begun it
+    given: int = 0  # tokens of this chunk in the parts before this one
 
     def dump(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON; without the parts where there are none, as older versions wrote it."""
+        return {
+            name: value for name, value in asdict(self).items() if self.in_parts or name not in ("in_parts", "given")
+        }
 
 
 def load_state(saved: dict[str, Any] | None) -> State:
     """The State that `dump` wrote; the beginning where there is none."""
-    return State(**{**saved, "carry": tuple(saved["carry"])}) if saved else State()
+    return State(**{"in_parts": False, **saved, "carry": tuple(saved["carry"])}) if saved else State()
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of some documents, cut into windows."""
+    """Tokens of some documents, cut into windows; of the first chunk, a part of them."""
 
     begin: State
     end: State  # where the next one begins
@@ -117,6 +129,7 @@ class Filling:
 
     chunk: int = 0
     tokens: int = 0
+    wanted: int = 0
     documents: int = 0
     last: float = 0.0  # monotonic time of the latest text
 
@@ -170,7 +183,7 @@ class Filler:
                     held.append(piece.ids)
                     size += len(piece.ids)
             self._show(begin, size, documents)
-            if size <= self.settings.chunk_tokens:
+            if size <= self._wanted(begin):
                 continue
             tokens = np.concatenate(held)
             windows = (size - 1) // self.settings.seq_len
@@ -185,6 +198,11 @@ class Filler:
         new = State(epoch=begin.epoch + 1, ended=not self.settings.repeat)
         yield self._close(begin, tokens, windows, new)
 
+    def _wanted(self, begin: State) -> int:
+        """Tokens that the chunk, or the part of it, which begins here is closed at."""
+        left = self.settings.chunk_tokens - begin.given
+        return min(left, max(self.settings.first_part, begin.given)) if begin.in_parts else left
+
     def _close(self, begin: State, tokens: Ids, windows: int, end: State) -> Chunk:
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
         if begin.digest and begin.digest != digest:
@@ -193,15 +211,19 @@ class Filler:
                 f"chunk {begin.chunk}, from document {begin.document:,} on, has other tokens than before the resume",
                 "put the old data back, or begin anew with --resume never",
             )
-        number = begin.chunk + (windows > 0)
-        last = self.settings.max_chunks is not None and number >= self.settings.max_chunks
         same_epoch = end.epoch == begin.epoch
+        given = begin.given + windows * self.settings.seq_len
+        whole = not same_epoch or begin.given + len(tokens) > self.settings.chunk_tokens
+        number = begin.chunk + (whole and given > 0)
+        last = self.settings.max_chunks is not None and number >= self.settings.max_chunks
         end = replace(
             end,
             chunk=number,
             sample=begin.sample + windows,
             carry=tuple(tokens[windows * self.settings.seq_len :].tolist()) if same_epoch else (),
             ended=end.ended or last,
+            in_parts=begin.in_parts and number == begin.chunk,
+            given=0 if whole else given,
         )
         padded = np.full(windows * self.settings.seq_len + 1, NO_TARGET, np.int64)
         padded[: len(tokens)] = tokens[: len(padded)]
@@ -255,6 +277,7 @@ class Filler:
 
     def _show(self, begin: State, tokens: int, documents: int) -> None:
         self.now.chunk, self.now.tokens, self.now.documents = begin.chunk, tokens, documents - begin.document
+        self.now.wanted = self._wanted(begin)
 
 
 class AsItComes:
@@ -282,6 +305,50 @@ class AsItComes:
 
     def documents(self, start: Cursor | None = None) -> Iterator[str]:
         return self.source.documents(start)
+
+
+class ReadOnce:
+    """A source whose beginning is looked at first, and then given out from memory, the rest behind it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.keeps = False  # what is read now is a look, and will be wanted again
+        self._kept: list[tuple[str, Position]] = []
+        self._rest: Iterator[str] | None = None  # behind what was kept
+        self._here: Position | None = None  # in what was kept
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    def fingerprint(self) -> str:
+        return self.source.fingerprint()
+
+    def total_bytes(self) -> int | None:
+        return self.source.total_bytes()
+
+    def position(self) -> Position:
+        return self._here or self.source.position()
+
+    def documents(self, start: Cursor | None = None) -> Iterator[str]:
+        """From the beginning, the first time after a look: what was kept, and on from there. Else as the source has it."""
+        kept, rest = self._kept, self._rest
+        self._kept, self._rest, self._here = [], None, None
+        if start is None and self.keeps:
+            return self._keep(self.source.documents())
+        return self.source.documents(start) if start is not None or rest is None else self._again(kept, rest)
+
+    def _keep(self, texts: Iterator[str]) -> Iterator[str]:
+        self._rest = texts
+        for text in texts:
+            self._kept.append((text, self.source.position()))
+            yield text
+
+    def _again(self, kept: list[tuple[str, Position]], rest: Iterator[str]) -> Iterator[str]:
+        for text, self._here in kept:
+            yield text
+        kept.clear()
+        self._here = None
+        yield from rest
 
 
 # ---------------------------------------------------------------- batches
@@ -384,7 +451,7 @@ class StreamBatches:
         if ahead.wait(0):
             return
         now, shown = self.filler.now, ("", 0)
-        with report.phase(f"fill chunk {now.chunk}", total=self.settings.chunk_tokens, unit="tokens") as phase:
+        with report.phase(f"fill chunk {now.chunk}", total=now.wanted, unit="tokens") as phase:
             while True:
                 there = (now.words(self.filler.source.position().item), now.tokens)
                 if there != shown:
@@ -452,7 +519,7 @@ class HeldOutTokens:
 
 
 def hold_back(
-    folder: Path, source: Source, tokenizer: Tokenizer, fraction: float, sample_bytes: int
+    folder: Path, source: ReadOnce, tokenizer: Tokenizer, fraction: float, sample_bytes: int
 ) -> tuple[Split, HeldOutTokens]:
     """What an earlier start of this run decided; else from the first documents, and kept."""
     if not fraction:
@@ -490,14 +557,20 @@ def _load(folder: Path, key: str) -> tuple[Split, HeldOutTokens] | None:
     return Split(**record["division"]), HeldOutTokens(ids, record["documents"], record["text_bytes"])
 
 
-def _look(source: Source, settings: CacheSettings, sample_bytes: int) -> tuple[list[TextBlock], Split]:
-    """The first texts, and how they and all others are divided."""
+def _look(source: ReadOnce, settings: CacheSettings, sample_bytes: int) -> tuple[list[TextBlock], Split]:
+    """The first texts, and how they and all others are divided; they are kept for the first chunk."""
     seen, texts = begin_survey(settings), list[TextBlock]()
-    with report.phase("look at the documents", unit="documents") as p:
-        for block in survey_texts(source, seen, lambda _, item: p.set(seen.documents, item)):
+    source.keeps = True
+    with report.phase("look at the documents", total=sample_bytes, unit="B") as p:
+
+        def show(_: int, item: str) -> None:
+            p.set(min(seen.text_bytes, sample_bytes), f"{seen.documents:,} documents, at {item}")
+
+        for block in survey_texts(source, seen, show):
             texts.append(block)
             if seen.text_bytes >= sample_bytes and seen.documents >= LOOK_DOCUMENTS:
                 break
+    source.keeps = False
     return texts, decide(seen, settings, source)
 
 

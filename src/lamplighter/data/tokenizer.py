@@ -11,8 +11,11 @@ contain "<|endoftext|>" stays a text. The token cache puts one end-of-text after
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -417,9 +420,29 @@ def _train_fast(sample: list[bytes], count: int) -> list[list[str]] | None:
         report.note(f"the tokenizer is trained by tokenizers, some 10 times slower: {error}")
         return None
     data = _DOCUMENT_MARK.join(sample)
-    _, pairs = gigatoken.train_bpe(data, count + 256, [], tie_breaking="huggingface", separator=_DOCUMENT_MARK)
+    with _printing_aside():
+        _, pairs = gigatoken.train_bpe(data, count + 256, [], tie_breaking="huggingface", separator=_DOCUMENT_MARK)
     merges = [["".join(LETTER[byte] for byte in half) for half in pair] for pair in pairs]
     return merges if _last_is_used(merges, sample) else None
+
+
+@contextlib.contextmanager
+def _printing_aside() -> Iterator[None]:
+    """gigatoken prints its progress, from C and past sys.stdout: said after all if it fails, else it is not for people."""
+    kept = {fd: os.dup(fd) for fd in (1, 2)}
+    with tempfile.TemporaryFile() as printed:
+        for fd in kept:
+            os.dup2(printed.fileno(), fd)
+        try:
+            yield
+        except BaseException:
+            printed.seek(0)
+            os.write(kept[2], printed.read())
+            raise
+        finally:
+            for fd, real in kept.items():
+                os.dup2(real, fd)
+                os.close(real)
 
 
 def _last_is_used(merges: list[list[str]], sample: list[bytes]) -> bool:

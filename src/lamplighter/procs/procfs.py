@@ -10,7 +10,6 @@ psutil; `not_known` then says what nobody can know there.
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -341,6 +340,8 @@ def _peer(pid: int, name: str) -> str:
 
 def address(text: str) -> str:
     """0100007F:9A7B -> 127.0.0.1:39547."""
+    import socket  # few ask, and every start of a command would pay for it
+
     host, port = text.split(":")
     words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6

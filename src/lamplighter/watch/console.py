@@ -13,6 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from lamplighter import first_words
 from lamplighter.safe_text import safe
 from lamplighter.watch.status import Status, line
 
@@ -88,7 +89,7 @@ class Console:
     def __init__(self, fd: int = 1, live: bool | None = None, log_fd: int = -1) -> None:
         self.stream = Stream(fd)
         self.log_fd = log_fd
-        self.last_line = time.monotonic()
+        self.last_line = first_words.last_s()
         self.calm_since: float | None = None
         self.blocked_said = False
         self.display: Live | None = None
@@ -108,6 +109,7 @@ class Console:
             else:
                 self.stream.write(stamped + "\n")
         self.last_line = time.monotonic()
+        first_words.spoke()
 
     def show(self, status: Status) -> None:
         """Now. On a terminal a frame, in a pipe a line when one is due."""

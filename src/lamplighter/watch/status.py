@@ -12,13 +12,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lamplighter.config import Budget
 from lamplighter.procs.procfs import ProcessLook
 from lamplighter.rundir import RunDir, human_bytes, parse_record, read_last_lines
 from lamplighter.safe_text import clean
 from lamplighter.slot import Slot
+
+if TYPE_CHECKING:
+    from lamplighter.config import Budget
 
 _RATE_WINDOW_S = 15.0
 _HISTORY_RUNS = 5

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from lamplighter import first_words
 from lamplighter.errors import DONE, STOPPED_EARLY
 from lamplighter.procs import procfs
 from lamplighter.report import Verdict
@@ -222,6 +223,7 @@ class Supervisor:
         began = facts.began if not self.processes else time.time()
         command = {"command": facts.command} if facts.command else {}
         self._event("start", attempt=self.attempt, began=began, verb=facts.verb, **command, **identity())
+        first_words.end()  # from here on the loop speaks, and somebody else's command
         roots = self.target.start(self.attempt, self.policy.eager)
         self.processes = [root.process for root in roots]
         pids = [process.pid for process in self.processes]
