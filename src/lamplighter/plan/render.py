@@ -62,6 +62,15 @@ def page(run: Run, request: PlanRequest, known: Known | None = None) -> tuple[st
     return "\n".join([*lines, _next(found), ""]), code
 
 
+def estimate_of(run: Run, runs_dir: str) -> str:
+    """Time and money of a run on this machine, in a few words; BadConfig where paper does not say."""
+    device = devices.choose(None, None, run.train.threads, run.train.device)
+    found = _plan_of(run, device, devices.free_disk(Path(runs_dir)), Known())
+    money = f", ${found.usd:,.2f}" if found.usd is not None else ""
+    verdict = "" if found.go else f"; the plan says no: {'; '.join(found.reasons)}"
+    return f"about {span(found.hours)}{money} on {found.device} by the plan{verdict}"
+
+
 def _next(found: Plan) -> str:
     if found.go:
         return "next: lamp train with the same words"

@@ -59,6 +59,12 @@ class Progress:
     stream: dict[str, Any] | None = None  # of streamed data: the place of the next sample
     scored_step: int = 0  # the last step that was validated,
     since_best: int = 0  # and how many validations ago the best one was
+    loss_sum: float = 0.0  # over the steps that were learned from,
+    loss_steps: int = 0  # and how many they are
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss_sum / self.loss_steps if self.loss_steps else math.nan
 
     def scored(self, step: int, val_loss: float) -> Progress:
         """With the validation after a step; said again (after a kill) it counts once."""

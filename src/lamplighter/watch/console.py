@@ -100,12 +100,12 @@ class Console:
     def say(self, text: str, style: str = "") -> None:
         """One or more lines that stay."""
         for one in text.splitlines() or [""]:
-            stamped = f"{time.strftime('%H:%M:%S')}  {one}"
-            self._copy(stamped)
+            stamp = f"{time.strftime('%H:%M:%S')}  "
+            self._copy(stamp + one)
             if self.display is not None:
-                self.display.line(stamped, style)
+                self.display.line(stamp, one, style)
             else:
-                self.stream.write(stamped + "\n")
+                self.stream.write(stamp + one + "\n")
         self.last_line = time.monotonic()
 
     def show(self, status: Status) -> None:

@@ -32,8 +32,15 @@ class Live:
         self.open = False
         self.frames = 0
 
-    def line(self, text: str, style: str) -> None:
-        self.console.print(Text(text, style=style, overflow="fold"))
+    def line(self, stamp: str, text: str, style: str) -> None:
+        """Broken between words where it must be, each part under the first."""
+        body = text.lstrip(" ")
+        before = stamp + " " * (len(text) - len(body))
+        parts = Text(body, style=style).wrap(self.console, max(20, self.console.width - len(before)), overflow="fold")
+        for part in parts or [Text()]:
+            part.rstrip()
+            self.console.print(Text(before, style=style).append_text(part), no_wrap=True, overflow="ignore", crop=False)
+            before = " " * len(before)
 
     def frame(self, status: Status) -> None:
         if not self.open:
@@ -50,7 +57,7 @@ class Live:
     def _draw(self, status: Status) -> Group:
         width = self.console.width
         spin = _SPINNER[self.frames % len(_SPINNER)]
-        head = Text(f"{spin} {status.name} ", style="bold yellow")
+        head = Text(f"{spin} {shortened(status.name, width // 4)} ", style="bold yellow")
         head.append(sentence(status), style="default")
         head.truncate(max(10, width - 1), overflow="ellipsis")
         rows: list[object] = [head]
@@ -71,10 +78,15 @@ class Live:
 def _bar(done: float, total: float, status: Status, width: int) -> Table:
     table = Table.grid(padding=(0, 1))
     elapsed = duration(time.monotonic() - status.started)
-    left = f"{duration(status.eta_s)} left" if status.eta_s is not None else ""
-    bar = ProgressBar(total=total, completed=min(done, total), width=max(10, width - 40))
-    table.add_row("  ", bar, f"{done / total:4.0%}", elapsed, left)
+    bar = ProgressBar(total=total, completed=min(done, total), width=max(10, width - 30))
+    table.add_row("  ", bar, f"{done / total:4.0%}", f"after {elapsed}")
     return table
+
+
+def shortened(text: str, width: int) -> str:
+    """With its end cut off where it is too long."""
+    width = max(8, width)
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _curve(status: Status, width: int) -> Text:
