@@ -11,8 +11,10 @@ contain "<|endoftext|>" stays a text. The token cache puts one end-of-text after
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -417,9 +419,26 @@ def _train_fast(sample: list[bytes], count: int) -> list[list[str]] | None:
         report.note(f"the tokenizer is trained by tokenizers, some 10 times slower: {error}")
         return None
     data = _DOCUMENT_MARK.join(sample)
-    _, pairs = gigatoken.train_bpe(data, count + 256, [], tie_breaking="huggingface", separator=_DOCUMENT_MARK)
+    with _without_chatter():
+        _, pairs = gigatoken.train_bpe(data, count + 256, [], tie_breaking="huggingface", separator=_DOCUMENT_MARK)
     merges = [["".join(LETTER[byte] for byte in half) for half in pair] for pair in pairs]
     return merges if _last_is_used(merges, sample) else None
+
+
+@contextlib.contextmanager
+def _without_chatter() -> Iterator[None]:
+    """The library prints how it is getting on, from its own threads; what goes wrong it raises."""
+    kept = [os.dup(fd) for fd in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for fd in (1, 2):
+            os.dup2(nowhere, fd)
+        yield
+    finally:
+        for fd, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, fd)
+        for fd in (*kept, nowhere):
+            os.close(fd)
 
 
 def _last_is_used(merges: list[list[str]], sample: list[bytes]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -309,7 +310,9 @@ def load_state(path: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str,
     state = read_json(path / "training" / "state.json")
     if not isinstance(state, dict):
         raise NoCheckpoint(
-            f"{path} has no training state", "it is a model folder", f"start from it with --model.init_from {path}"
+            f"{path} has no training state",
+            "it is a model folder",
+            f"start from it with --model.init_from {shlex.quote(str(path))}",
         )
     names = Progress.__dataclass_fields__
     progress = Progress(**{name: state[name] for name in names if name in state})
