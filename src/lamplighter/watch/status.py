@@ -220,17 +220,37 @@ def amount(value: float, unit: str) -> str:
     return human_bytes(value) if unit == "B" else f"{value:,.0f} {unit}".rstrip()
 
 
-def sparkline(values: Iterable[float], width: int) -> str:
-    """A curve in one row of characters, averaged to the width."""
+def averaged(values: Iterable[float], width: int) -> list[float]:
+    """At most so many points; none of fewer than two values."""
     points = [value for value in values if value == value]
     if len(points) < 2:
-        return ""
+        return []
     size = max(1, len(points) / width)
     cuts = [points[int(i * size) : max(int(i * size) + 1, int((i + 1) * size))] for i in range(min(width, len(points)))]
-    means = [sum(cut) / len(cut) for cut in cuts if cut]
+    return [sum(cut) / len(cut) for cut in cuts if cut]
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """A curve in one row of characters, averaged to the width."""
+    means = averaged(values, width)
+    if not means:
+        return ""
     low, high = min(means), max(means)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def chart(values: Iterable[float], width: int, height: int) -> list[str]:
+    """A curve of several rows of characters, averaged to the width, each column filled up to its value."""
+    means = averaged(values, width)
+    if not means:
+        return []
+    low, high = min(means), max(means)
+    levels = [round((mean - low) / (high - low) * (8 * height - 1)) if high > low else 0 for mean in means]
+    return [
+        "".join(" " if level < 8 * row else _BARS[min(7, level - 8 * row)] for level in levels)
+        for row in range(height - 1, -1, -1)
+    ]
 
 
 def line(status: Status) -> str:
