@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import stat
 import subprocess
@@ -280,6 +281,42 @@ def test_warm_up_is_explained_and_too_much_is_warned_about(finished: Finished) -
     assert "is warm-up" in said
     assert "optimizer steps" in said
     assert "WARNING  warm-up takes 75% of the run" in said
+
+
+def test_an_end_has_the_statistics_of_the_run_and_no_phase_is_said_twice(finished: Finished) -> None:
+    run = finished(*QUICK, "--verbose", "--train.warmup_steps", "6")
+    said = [line[10:] for line in run.console.read_text().splitlines()]
+    phases = [line[6:20].strip() for line in said if line.startswith("done  ")]
+    assert len(phases) == len(set(phases)) > 5, phases
+    ledger = [line for line in said if line.startswith("   ")]
+    assert len(ledger) <= 10 and ledger[-1].split()[0] == "all"
+    (total,) = [line for line in said if line.startswith("steps 8 of 8; ")]
+    wanted = (
+        "tokens 1,024;",
+        "documents ",
+        "tokens/s ",
+        "average loss ",
+        "last loss ",
+        "validation ",
+        "best ",
+        "spent ",
+    )
+    assert all(name in total for name in wanted), total
+    status, report = read_json(run.status), run.report.read_text()
+    losses = [record["train/loss"] for record in read_lines(run.metrics) if "train/loss" in record]
+    assert status["mean_loss"] == pytest.approx(sum(losses) / 8) and status["tokens"] == 1024
+    assert "- average loss: " in report and "- tokens: 1,024" in report
+    assert len(report.split("## Where the time went")[1].splitlines()) > len(ledger), "report.md has every name"
+
+
+def test_a_test_run_ends_with_the_whole_one_as_it_can_be_pasted(tmp_path: Path, here: Command) -> None:
+    words = ["--run", "my run", *TINY, "--train.steps", "3000", "--budget.usd_per_hour", "2"]
+    done = here("train", "--test", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert shlex.join(["lamp", "train", *words]) in last and "--test" not in last
+    assert re.search(r"about [\d.]+ (s|min|h), \$\d+\.\d\d on cpu by the plan", last), last
+    assert "next: lamp generate 'my run-test'" in done.stdout
 
 
 def test_a_budget_stops_and_saves_before_it_is_spent_across_attempts(tmp_path: Path) -> None:

@@ -46,16 +46,22 @@ class Simulated:
     noise: float = 0.1
     resumes: tuple[int, ...] = ()
 
+    def told(self, kind: Kind) -> dict[str, Any]:
+        """The event that a run leaves behind."""
+        if kind == "save":
+            return {"type": "checkpoint", "blocked_s": self.took[kind]}
+        return {"type": "phase", "name": {"validation": "evaluate"}.get(kind, kind), "seconds": self.took[kind]}
+
     def errors(self) -> list[float]:
         """The error of the time left after every step from the tenth measured one on, as a share of the truth."""
         rng = random.Random(self.steps)
         there = course(self.steps, every=self.every, sample=self.sample, save=self.save, planned=self.step_s / 40)
-        pace, records, now = Pace(there), [], 0.0
+        pace, records, events, now = Pace(there), list[Any](), list[Any](), 0.0
         told: list[tuple[float, float]] = []
         for step in range(1, self.steps + 1):
             if step in self.resumes:
                 pace = Pace(there)
-                pace.recall(records, [{"type": "phase", "name": "evaluate", "seconds": self.took["validation"]}])
+                pace.recall(records, events)
             seconds = self.step_s * rng.uniform(1 - self.noise, 1 + self.noise)
             now += seconds
             pace.step(seconds)
@@ -65,6 +71,7 @@ class Simulated:
                 if there.at(kind, step):
                     now += self.took[kind]
                     pace._took(kind, self.took[kind])
+                    events.append(self.told(kind))
             if step >= 10:
                 told.append((now, pace.left_s(step)))
         return [abs(left - (now - then)) / (now - then) for then, left in told if now - then > 3 * self.step_s]

@@ -237,21 +237,13 @@ class _Loop:
     def _count(self, record: StepRecord) -> None:
         """What the whole run adds up to, for whoever looks."""
         self.seconds, self.tokens = self.seconds + record.seconds, self.tokens + record.tokens
-        report.number(
-            mean_loss=self.state.progress.mean_loss,
-            mean_tokens_per_s=self.tokens / self.seconds,
-            documents=self._documents(record.step),
-        )
-
-    def _documents(self, step: int) -> int:
-        """Learned from so far, those of later epochs again; of a stream, those before the chunk that is at hand."""
-        data = self.context.data
+        report.number(mean_loss=self.state.progress.mean_loss, mean_tokens_per_s=self.tokens / self.seconds)
+        data, step = self.context.data, record.step
         if data.samples:
-            return round(data.epochs(step) * data.documents)
-        stream = (
-            self.context.source.state(step) if step % _SYSTEM_EVERY_STEPS == 0 or step == self.state.steps else None
-        )
-        return int((stream or {}).get("document", 0))
+            report.number(documents=round(data.epochs(step) * data.documents))
+        elif step % _SYSTEM_EVERY_STEPS == 0 or step == self.state.steps:
+            stream = self.context.source.state(step)  # of a stream, those before the chunk that is at hand
+            report.number(documents=int((stream or {}).get("document", 0)))
 
     def _announce_epoch(self, step: int) -> None:
         """The end of the data is an epoch, and is said (the first few times): nothing is ever made up to fill a batch."""

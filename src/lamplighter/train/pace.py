@@ -97,6 +97,8 @@ class Pace:
             seconds, kind = event.get("seconds"), kinds.get(str(event.get("name")))
             if event.get("type") == "phase" and kind is not None and isinstance(seconds, int | float):
                 self._took(kind, float(seconds))
+            elif event.get("type") == "checkpoint" and isinstance(waited := event.get("blocked_s"), int | float):
+                self._took("save", float(waited))
 
     def step(self, seconds: float) -> None:
         """One more was made, its wait for data and its record included."""

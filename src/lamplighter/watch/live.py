@@ -59,7 +59,7 @@ class Live:
     def _draw(self, status: Status) -> Group:
         width = self.console.width
         spin = _SPINNER[self.frames % len(_SPINNER)]
-        head = Text(f"{spin} {shortened(status.name, width // 4)} ", style="bold yellow")
+        head = Text(f"{spin} {shortened(status.name, width // 6)} ", style="bold yellow")
         head.append(sentence(status), style="default")
         head.truncate(max(10, width - 1), overflow="ellipsis")
         rows: list[object] = [head]

@@ -368,9 +368,9 @@ def tell(event: dict[str, Any]) -> list[tuple[str, str]]:
         return [(f"WARNING  {clean(event['text'])}", "bold yellow")]
     if kind == "checkpoint":
         waited_s = event.get("blocked_s", event["seconds"])
-        waited = f", the steps waited {waited_s:.2f} s" if waited_s >= _WORTH_SAYING_S else ""
+        waited = f"; steps waited {waited_s:.2f} s" if waited_s >= _WORTH_SAYING_S else ""
         name = clean(str(event["path"]).rsplit("/", 1)[-1])
-        return [(f"saved {name} ({human_bytes(event['bytes'])} in {event['seconds']:.2f} s{waited})", "green")]
+        return [(f"saved {name} ({human_bytes(event['bytes'])}, {event['seconds']:.2f} s{waited})", "green")]
     if kind == "eval":
         return [(f"validation at step {event['step']}: {clean(event['text'])}", "cyan")]
     if kind == "sample":

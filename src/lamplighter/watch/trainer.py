@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -258,14 +259,14 @@ class Trainer:
             "phase": slot.phase if slot else "start",
             "step": step,
             "steps": slot.steps if slot and told else before.get("steps", 0),
-            "tokens": slot.tokens if slot and told else before.get("tokens", 0),
+            "tokens": slot.tokens if slot and told else int(number(before.get("tokens"))),
             "tokens_per_s": round(slot.tokens_per_s, 1) if slot else 0.0,
-            "documents": slot.documents if slot and told else before.get("documents", 0),
+            "documents": slot.documents if slot and told else int(number(before.get("documents"))),
             "loss": slot.loss if slot and slot.loss == slot.loss else None,
-            "mean_loss": slot.mean_loss if slot and slot.mean_loss == slot.mean_loss else before.get("mean_loss"),
+            "mean_loss": slot.mean_loss if slot and slot.mean_loss == slot.mean_loss else self._before("mean_loss"),
             "val_loss": self._val_loss(),
-            "best_val_loss": slot.best_loss if slot and slot.best_step else before.get("best_val_loss"),
-            "best_step": slot.best_step if slot and told else before.get("best_step", 0),
+            "best_val_loss": slot.best_loss if slot and slot.best_step else self._before("best_val_loss"),
+            "best_step": slot.best_step if slot and told else int(number(before.get("best_step"))),
             "eta_s": round(self.status.eta_s, 1) if self.status.eta_s is not None else None,
             "usd": round(self.spec.budget.spent_usd(self.spent_s), 6),
             **self._forecast(),
@@ -279,7 +280,12 @@ class Trainer:
     def _val_loss(self) -> float | None:
         """Of this attempt, else the last that is known."""
         found = self.status.val_loss
-        return found if found is not None else self.last_status.get("val_loss")
+        return found if found is not None else self._before("val_loss")
+
+    def _before(self, name: str) -> float | None:
+        """A number of the attempt before, where it said one."""
+        found = number(self.last_status.get(name), math.nan)
+        return None if math.isnan(found) else found
 
     @property
     def _spent_all(self) -> bool:
