@@ -14,6 +14,7 @@ from lamplighter.config import Budget, Eval, Save
 from lamplighter.slot import Slot
 from lamplighter.train.pace import Course, Kind, Pace, Smaller
 from lamplighter.watch.status import Rate, Status, line
+from lamplighter.watch.trainer import with_settings
 
 
 def course(steps: int, **changed: Any) -> Course:
@@ -162,7 +163,7 @@ def test_a_budget_that_will_not_do_is_said_at_the_tenth_step_with_what_would(sai
     pace.check_budget(11, 110.0)
     ((verdict, more),) = said
     assert more == {"flag": True, "step": 10} and verdict.cause == "budget_short"
-    assert "2.78 h and $2.78" in verdict.why and "0.78 h and $0.78 short" in verdict.why
+    assert verdict.why.endswith("the run needs 2.78 h and $2.78; the budget is $2.00, 2.00 h: 0.78 h and $0.78 short")
     assert "--train.steps 698" in verdict.next and "--model.layers 3 (3M)" in verdict.next
     assert "--budget.usd 2.92" in verdict.next
 
@@ -191,3 +192,11 @@ def test_the_line_says_what_it_will_have_cost_from_the_tenth_step_on() -> None:
     status.slot.measured = 10
     assert "$0.0500 of $1.00, $1.80 at the end" in line(status)
     assert status.short_s == pytest.approx(1600, abs=2)
+
+
+def test_the_command_to_go_on_has_the_new_budget_instead_of_the_old_one() -> None:
+    command = "lamp train --run 'my run' --budget.usd 0.5 --budget.usd_per_hour 2 --budget.usd=0.6"
+    assert (
+        with_settings(command, "--budget.usd 2") == "lamp train --run 'my run' --budget.usd_per_hour 2 --budget.usd 2"
+    )
+    assert Budget(usd=1.0, usd_per_hour=2.0, hours=3.0).enough_for(7200) == "--budget.usd 4.2 --budget.hours 2.1"

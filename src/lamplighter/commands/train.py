@@ -180,6 +180,8 @@ def _write_config(run: RunDir, resolved: Resolved, console: Console) -> bool:
 
 def _refuse_spent_budget(run: RunDir, budget: Budget, verb: str, words: list[str]) -> None:
     """A run that has spent its budget would load everything, and stop at its first step."""
+    from lamplighter.watch.trainer import with_settings
+
     status = read_record(run.status)
     spent_s, limit_s = number(status.get("spent_s")), budget.left_s(0.0)
     stopped_by_it = "budget_spent" in status and limit_s <= number(status.get("budget_spent"))
@@ -191,7 +193,7 @@ def _refuse_spent_budget(run: RunDir, budget: Budget, verb: str, words: list[str
     raise RefusedByPlan(
         f"the budget of {run.name} is spent",
         f"{hours}{usd}, over all attempts; step {int(number(status.get('durable_step')))} is safe",
-        f"{_same_command(verb, words)} {budget.enough_for(end_s)}",
+        with_settings(_same_command(verb, words), budget.enough_for(end_s)),
         cause="budget",
     )
 

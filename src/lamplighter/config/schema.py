@@ -254,7 +254,10 @@ class Budget:
         """As settings: what would do for a run of so many seconds, with a little to spare."""
         ways = []
         if self.usd is not None:
-            ways.append(f"--budget.usd {math.ceil(self.spent_usd(seconds) * 105) / 100:g}")
+            price = 1.05 * self.spent_usd(seconds)
+            ways.append(
+                f"--budget.usd {math.ceil(price * 100) / 100 if price > 0.1 else math.ceil(price * 1e4) / 1e4:g}"
+            )
         if self.hours is not None:
             ways.append(f"--budget.hours {math.ceil(seconds / 3600 * 1050) / 1000:g}")
         return " ".join(ways)

@@ -270,11 +270,9 @@ def _judge_requirement(name: str, wanted: Requirement) -> Iterator[Finding]:
 def _version(name: str) -> str:
     try:
         return metadata.version(name) or ""
-    except (
-        metadata.PackageNotFoundError,
-        KeyError,
-        TypeError,
-    ):  # that is the answer; the latter two where they are damaged
+    except metadata.PackageNotFoundError:  # that is the answer
+        return ""
+    except (OSError, KeyError, TypeError):  # damaged: each version of the library says it in its own way
         return ""
 
 

@@ -162,19 +162,17 @@ class Pace:
 
     def _shortfall(self, step: int, spent_s: float, end_s: float) -> Verdict:
         limit_s, budget = self.budget.left_s(0.0), self.budget
-        why = f"at the pace of {self.measured} measured steps the run needs {end_s / 3600:.2f} h"
-        if budget.usd_per_hour is not None:
-            why += f" and ${budget.spent_usd(end_s):,.2f}"
-        of = f"${budget.usd:,.2f}, " if budget.usd is not None else ""
-        why += f"; the budget is {of}{limit_s / 3600:.2f} h: {(end_s - limit_s) / 3600:.2f} h"
-        if budget.usd_per_hour is not None:
-            why += f" and ${budget.spent_usd(end_s - limit_s):,.2f}"
+        of = f"{_usd(budget.usd)}, " if budget.usd is not None else ""
+        why = (
+            f"at the pace of {self.measured} measured steps the run needs {_cost(budget, end_s)};"
+            f" the budget is {of}{_hours(limit_s)}: {_cost(budget, end_s - limit_s)} short"
+        )
         fits = self.steps_that_fit(step, spent_s)
         ways = [f"--train.steps {fits} ({fits / self.course.steps:.0%} of them)"] if fits > step else []
         if smaller := self.size_that_fits(end_s):
             ways.append(f"a new run with {smaller.settings} ({smaller.what})")
         ways.append(budget.enough_for(end_s))
-        return Verdict("waste", "budget_short", f"{why} short", "what would fit: " + ", or ".join(ways))
+        return Verdict("waste", "budget_short", why, "what would fit: " + ", or ".join(ways))
 
     def steps_that_fit(self, step: int, spent_s: float) -> int:
         """In what is left of the budget, validations and saves included."""
@@ -187,3 +185,22 @@ class Pace:
         """The largest model that would have ended within the budget, had the run begun with it."""
         limit_s = _SAFE_SHARE * self.budget.left_s(0.0)
         return next((one for one in self.smaller if one.share * whole_s <= limit_s), None)
+
+
+def _cost(budget: Budget, seconds: float) -> str:
+    price = f" and {_usd(budget.spent_usd(seconds))}" if budget.usd_per_hour is not None else ""
+    return f"{_hours(seconds)}{price}"
+
+
+def _hours(seconds: float) -> str:
+    return (
+        f"{seconds / 3600:.2f} h"
+        if seconds >= 360
+        else f"{seconds / 60:.1f} min"
+        if seconds >= 60
+        else f"{seconds:.1f} s"
+    )
+
+
+def _usd(amount: float) -> str:
+    return f"${amount:,.2f}" if amount >= 0.1 else f"${amount:.4f}"

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -467,8 +468,19 @@ class Trainer:
     def close(self, outcome: RunOutcome) -> None:
         """What to run next."""
         if outcome.code != DONE and self.spec.resume_command and outcome.code not in _NOT_BY_RESUMING:
-            more = f" {self.spec.budget.enough_for(self.foretold_s or 2 * self.spent_s)}" if self._spent_all else ""
-            self.say(f"next: {self.spec.resume_command}{more}", "bold")
+            more = self.spec.budget.enough_for(self.foretold_s or 2 * self.spent_s) if self._spent_all else ""
+            self.say(f"next: {with_settings(self.spec.resume_command, more)}", "bold")
+
+
+def with_settings(command: str, settings: str) -> str:
+    """The command with these settings instead of what it says of them."""
+    words, new = shlex.split(command), shlex.split(settings)
+    for flag in new[::2]:
+        words = [word for word in words if not word.startswith(f"{flag}=")]
+        while flag in words:
+            at = words.index(flag)
+            del words[at : at + 2]
+    return shlex.join([*words, *new])
 
 
 def threads_wait(environ: Mapping[str, str]) -> dict[str, str]:
