@@ -25,8 +25,8 @@ def all_of(probe: ProbeFunction, who: ProbeContext) -> list[Finding]:
 
 
 def examine(probe: ProbeFunction, who: ProbeContext) -> dict[str, Finding]:
-    """Its findings that are not ok, by cause."""
-    return {found.cause or found.what: found for found in all_of(probe, who) if found.level != "ok"}
+    """What is not as it should be, by cause."""
+    return {found.cause or found.what: found for found in all_of(probe, who) if found.level in ("warn", "fault")}
 
 
 def line_of(file: str, text: str) -> int:

@@ -1,13 +1,13 @@
 """What there is to compute on: memory and peak FLOP/s of GPUs by name, the only such table. No torch.
 
-In:  a name such as "a100-80gb" or "a100-80gb:2", or a card's own name such as "NVIDIA A100-SXM4-80GB".
+In:  a name such as "a100-80gb", or a card's own name such as "NVIDIA A100-SXM4-80GB".
 Out: a Device; the sources of the numbers are in docs/plan.md.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 from lamplighter.errors import UsageError
@@ -84,12 +84,15 @@ def peak_of_card(name: str, dtype: str) -> float | None:
 
 
 def find(name: str) -> Device:
-    """`a100-80gb`, or two of them as `a100-80gb:2`."""
+    """`a100-80gb`; `a100-80gb:2`, two of them, is refused until a run can use them."""
     kind, _, number = name.lower().replace(" ", "").replace("_", "-").partition(":")
     if kind not in TABLE:
         near = get_close_matches(kind, TABLE, 1, 0.5)
         why = f"did you mean {near[0]}?" if near else f"known: {', '.join(TABLE)}"
-        raise UsageError(f"no device called {name}", why, "lamp plan --on a100-80gb, or a100-80gb:2 for two")
+        raise UsageError(f"no device called {name}", why, "lamp plan --on a100-80gb")
     if number and not (number.isascii() and number.isdecimal() and int(number)):
-        raise UsageError(f"{name}: {number} is not a number of devices", "", f"lamp plan --on {kind}:2")
-    return replace(TABLE[kind], count=int(number or 1))
+        raise UsageError(f"{name}: {number} is not a number of devices", "", f"lamp plan --on {kind}")
+    if number and int(number) > 1:
+        why = f"a run of ours uses one device: ranks are not there yet, and {number} would cost {number} times as much"
+        raise UsageError(f"no plan for {number} devices ({name})", why, f"lamp plan --on {kind}")
+    return TABLE[kind]

@@ -79,6 +79,11 @@ class Slot:
     answers: int = 0  # questions of ours begun and answered: two for each
     dropped: int = 0  # lines that a full disk did not take
     passing: int = 0  # it ended by an error that a second try may not meet: of a network, of a disk
+    # how long it still takes, by its own measurements
+    measured: int = 0  # steps
+    left_ns: int = 0  # when the seconds left were counted
+    documents: int = 0  # learned from
+    best_step: int = 0
     closing: int = 0  # 1 + the exit code, said at the very end: without it, an exit code proves nothing
     # numbers with a fraction
     done: float = 0.0
@@ -87,6 +92,11 @@ class Slot:
     tokens_per_s: float = 0.0
     mfu: float = 0.0
     planned_step_s: float = 0.0  # what a step should take, by the plan
+    left_s: float = -1.0  # from left_ns to the end of the run
+    left_now_s: float = 0.0  # of that, what is going on now should take
+    mean_loss: float = float("nan")  # over all steps of the run
+    mean_tokens_per_s: float = 0.0  # over the steps of this attempt
+    best_loss: float = float("nan")  # of the validations
     # texts; their sizes are in TEXT_BYTES
     phase: str = ""
     span: str = ""
@@ -120,8 +130,9 @@ class Slot:
         return self.closing == code + 1
 
 
+SURE_STEPS = 10  # measured, from which on the end of a run is foretold
 SLOT_BYTES = 4096
-MAGIC = b"LAMPSLT3"
+MAGIC = b"LAMPSLT4"
 TEXT_BYTES = {
     "phase": 128, "span": 64, "unit": 32, "phase_item": 256, "item": 128, "coll": 128, "coll_at": 256, "compile_id": 32,
     "bar": 128, "error": 1024, "forked_beside": 512, "python": 32, "argv": 256,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import stat
 import subprocess
@@ -51,6 +52,17 @@ def test_help_and_version(tmp_path: Path, command: Command) -> None:
 
 AT_ONCE = [
     (["trian"], 2, "did you mean lamp train"),
+    (["status"], 2, "did you mean lamp runs?"),
+    (["test"], 2, "did you mean lamp train --test?"),
+    (["chat"], 2, "did you mean lamp generate RUN --interactive?"),
+    (["serve"], 2, "there is no server yet"),
+    (["xyzzy"], 2, "verbs: demo train"),
+    (["train", "--config", "run.yaml"], 2, "next:  lamp train run.yaml"),
+    (["train", "--train.ddp", "true"], 2, "ranks are not there yet"),
+    (["train", "--nproc_per_node", "2"], 2, "ranks are not there yet"),
+    (["train", "--model.init_from", "openai-community/gpt2"], 66, "hf download openai-community/gpt2 --local-dir gpt2"),
+    (["train", "--model.init_from", "gpt2"], 66, "a name on the Hugging Face hub"),
+    (["plan", "--preset", "slm", "--on", "a10:2"], 2, "ranks are not there yet"),
     (["train", "--train.lrr", "3"], 2, "--train.lr"),
     (["train", "--max-seq-length", "512"], 2, "--data.seq_len"),
     (["train", "--resume_from_checkpoint", "x"], 2, "--resume"),
@@ -97,6 +109,29 @@ def test_a_mistake_is_three_lines_and_a_code(
 ) -> None:
     (tmp_path / "file.txt").write_text("x")
     three_lines(command(*words, cwd=tmp_path), code, part)
+
+
+def test_torchrun_is_told_that_one_device_is_used(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    three_lines(command("train", *QUICK, cwd=tmp_path), 2, "ranks are not there yet")
+    assert not (tmp_path / "runs").exists()
+
+
+EVERY_VERB = [
+    ["why", "nothing"], ["stop", "nothing"], ["save", "nothing"], ["runs"], ["checkpoints", "nothing"], ["watch", "nothing"],
+    ["generate", "nothing"], ["plan", "--preset", "slm", "--on", "t4"], ["data", "clean"], ["data", "stats", "--preset", "x"],
+    ["data", "prepare", "--preset", "x"], ["tokenizer", "train", "--preset", "x"], ["tokenizer", "show", "nothing"],
+    ["doctor", "--only", "xyzzy"], ["train", "--preset", "x"], ["why", "999999999"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", EVERY_VERB, ids=lambda words: " ".join(words))
+def test_runs_dir_is_a_flag_of_every_verb(tmp_path: Path, here: Command, words: list[str]) -> None:
+    done = here(*words, "--runs-dir", str(tmp_path / "elsewhere"), cwd=tmp_path)
+    assert "is not a flag" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("words", "code", "part"), SEEN_BY_THE_CHILD, ids=brief)
@@ -249,6 +284,42 @@ def test_warm_up_is_explained_and_too_much_is_warned_about(finished: Finished) -
     assert "WARNING  warm-up takes 75% of the run" in said
 
 
+def test_an_end_has_the_statistics_of_the_run_and_no_phase_is_said_twice(finished: Finished) -> None:
+    run = finished(*QUICK, "--verbose", "--train.warmup_steps", "6")
+    said = [line[10:] for line in run.console.read_text().splitlines()]
+    phases = [line[6:20].strip() for line in said if line.startswith("done  ")]
+    assert len(phases) == len(set(phases)) > 5, phases
+    ledger = [line for line in said if line.startswith("   ")]
+    assert len(ledger) <= 10 and ledger[-1].split()[0] == "all"
+    (total,) = [line for line in said if line.startswith("steps 8 of 8; ")]
+    wanted = (
+        "tokens 1,024;",
+        "documents ",
+        "tokens/s ",
+        "average loss ",
+        "last loss ",
+        "validation ",
+        "best ",
+        "spent ",
+    )
+    assert all(name in total for name in wanted), total
+    status, report = read_json(run.status), run.report.read_text()
+    losses = [record["train/loss"] for record in read_lines(run.metrics) if "train/loss" in record]
+    assert status["mean_loss"] == pytest.approx(sum(losses) / 8) and status["tokens"] == 1024
+    assert "- average loss: " in report and "- tokens: 1,024" in report
+    assert len(report.split("## Where the time went")[1].splitlines()) > len(ledger), "report.md has every name"
+
+
+def test_a_test_run_ends_with_the_whole_one_as_it_can_be_pasted(tmp_path: Path, here: Command) -> None:
+    words = ["--run", "my run", *TINY, "--train.steps", "3000", "--budget.usd_per_hour", "2"]
+    done = here("train", "--test", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert shlex.join(["lamp", "train", *words]) in last and "--test" not in last
+    assert re.search(r"about [\d.]+ (s|min|h), \$\d+\.\d\d on cpu by the plan", last), last
+    assert "next: lamp generate 'my run-test'" in done.stdout
+
+
 def test_a_budget_stops_and_saves_before_it_is_spent_across_attempts(tmp_path: Path) -> None:
     words = [*TRAIN, "--train.steps", "1000000", "--budget.usd_per_hour", "3.6", "--budget.usd"]
     done = lamp(*words, "0.008", "--force", cwd=tmp_path)  # a million steps for a cent: the plan would refuse it
@@ -257,11 +328,17 @@ def test_a_budget_stops_and_saves_before_it_is_spent_across_attempts(tmp_path: P
     first = read_json(run.status)
     assert 0 < first["durable_step"] == first["step"]
     assert first["usd"] <= 0.008 * 1.1
+    assert first["short_usd"] is None or first["short_usd"] > 0
+    assert "stopped early (the budget is spent)" in done.stdout and "next: lamp train" in done.stdout
+    assert "--budget.usd 0." in done.stdout.splitlines()[-1], "what to give to go on"
     again = lamp(*words, "0.008", cwd=tmp_path)
-    assert again.returncode == 75
+    assert again.returncode == 77, "refused by the parent, at once"
+    assert "the budget of r is spent" in again.stderr and f"step {first['durable_step']} is safe" in again.stderr
+    assert read_json(run.status)["spent_s"] == first["spent_s"]
+    more = lamp(*words, "0.016", "--force", cwd=tmp_path)
+    assert more.returncode == 75, more.stdout + more.stderr
     second = read_json(run.status)
-    assert second["spent_s"] > first["spent_s"]
-    assert second["step"] <= first["step"] + 2
+    assert second["spent_s"] > first["spent_s"] and second["step"] > first["step"]
     assert "cost/usd" in [r for r in read_lines(run.metrics) if "train/loss" in r][-1]
 
 

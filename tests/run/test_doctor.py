@@ -225,11 +225,37 @@ def test_the_report_says_verdict_why_and_next_and_is_json() -> None:
     bad = Finding("fault", "too\nlong", "because", "do this", settings={"train.lr": 1e-4}, figures={"x": float("nan")})
     made = some_report(Finding("ok", "fine"), bad)
     text = findings.table(made)
-    assert "a / b  FAULT  too long" in text and "  why      because" in text and "  next     do this" in text
+    assert "a / b  FAULT       too long" in text and "  why      because" in text and "  next     do this" in text
     record = json.loads(findings.as_json(made))
     assert not record["ok"] and record["findings"][1]["figures"] == {"x": None}
     assert record["advice"] == {"train.lr": {"value": 1e-4, "why": "too long", "probe": "a / b"}}
     assert findings.table(some_report(Finding("ok", "fine"))).endswith("next: lamp train with the same words\n")
+
+
+def test_where_nothing_was_tested_it_says_so_and_not_ok() -> None:
+    idle = some_report(Finding("skip", "no Dataset of your own"))
+    assert "a / b  not tested  no Dataset of your own" in findings.table(idle)
+    assert "no faults, no warnings by 1 probe, 1 of them not tested in 2 s" in findings.table(idle)
+    assert json.loads(findings.as_json(idle))["probes"][0]["level"] == "not tested"
+    assert findings.worst(some_report(Finding("skip", "x"), Finding("ok", "y")).results[0]) == "ok"
+
+
+def test_a_package_without_its_metadata_is_named_with_the_pip_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site-packages"
+    for name in ("trl", "peft", "vllm"):
+        (site / name).mkdir(parents=True)
+        (site / name / "__init__.py").write_text("")
+    (site / "peft-1.0.dist-info").mkdir()  # cut off before its METADATA was written
+    (site / "vllm-2.0.dist-info").mkdir()
+    (site / "vllm-2.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 2.0\n")
+    monkeypatch.syspath_prepend(str(site))
+    found = {name: list(system._judge_metadata(name)) for name in ("trl", "peft", "vllm", "deepspeed")}
+    assert not found["vllm"] and not found["deepspeed"]
+    assert "the metadata of trl are missing" in found["trl"][0].what
+    assert "the metadata of peft are damaged" in found["peft"][0].what and found["peft"][0].level == "fault"
+    assert found["peft"][0].next == "pip install --force-reinstall --no-deps peft"
 
 
 def test_advice_of_a_fault_counts_more_and_must_fit_the_rest() -> None:

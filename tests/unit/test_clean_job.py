@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import importlib.util
 import json
 import os
 import random
@@ -409,3 +410,14 @@ def test_many_small_files_make_few_parts(tmp_path: Path, monkeypatch: Any) -> No
     assert len(batches) == 7 and [item for batch in batches for item in batch.items] == items
     together = _run(tmp_path, "raw", out="together")
     assert together.totals == alone.totals and texts(tmp_path / "alone") == texts(tmp_path / "together")
+
+
+def test_a_missing_library_is_found_before_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("A letter of some words that would be cleaned first, were the library there. " * 5)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rensa" else found(name))
+    monkeypatch.setattr(pipeline, "find_items", lambda *_: pytest.fail("a file was looked at"))
+    with pytest.raises(InputMissing) as caught:
+        pipeline.run([str(tmp_path)], tmp_path / "out", Rules(), 1)
+    assert caught.value.what == "rensa is not installed" and "lamplighter[data]" in caught.value.next
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -188,4 +189,4 @@ def test_text_in_the_place_of_a_run_yaml_is_told_where_text_goes(tmp_path: Path,
         path.mkdir()
     with pytest.raises(UsageError, match=r"run\.yaml") as caught:
         resolve(None, path, {})
-    assert f"--data.paths '{path}'" in caught.value.next
+    assert f"--data.paths {shlex.quote(str(path))}" in caught.value.next

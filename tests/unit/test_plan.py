@@ -218,12 +218,31 @@ def test_the_table_says_why_not() -> None:
 def test_the_table_of_devices() -> None:
     wanted = {"t4", "l4", "a10", "l40s", "a100-40gb", "a100-80gb", "h100-80gb", "rtx3090", "rtx4090"}
     assert wanted <= set(TABLE)
-    assert find("A100-80GB:2").count == 2 and find("a100-80gb:2").peak("bf16") == 624e12
+    assert find("A100-80GB").peak("bf16") == find("a100-80gb:1").peak("bf16") == 312e12
     assert find("t4").dtype == "fp32"
     for bad in ("a100", "b1000", "t4:0", "t4:x"):
         with pytest.raises(UsageError) as caught:
             find(bad)
         assert caught.value.next
+
+
+def test_several_devices_are_refused_while_a_run_uses_one() -> None:
+    with pytest.raises(UsageError) as caught:
+        find("a10:2")
+    assert "ranks are not there yet" in caught.value.why and "2 times as much" in caught.value.why
+    assert caught.value.next == "lamp plan --on a10"
+
+
+def test_a_step_on_a_gpu_has_a_floor_that_no_small_work_gets_below() -> None:
+    """343 steps of a toy in 0.042 s on an L40S is no plan."""
+    toy = replace(LONG, shape=replace(LONG.shape, layers=2, width=64, vocab_size=1024), seq_len=64, batch_size=4,
+                  micro_batch=4, steps=343, whole_logits=False)  # fmt: skip
+    made = make(toy, find("l40s"))
+    assert made.hours * 3600 == pytest.approx(343 * (2 * 0.001 + 0.002))
+    assert "launching a step takes longer than its work" in "\n".join(tell(made))
+    twice = make(replace(toy, micro_batch=2), find("l40s"))
+    assert twice.step_s == pytest.approx(2 * 2 * 0.001 + 0.002), "every micro-batch is launched"
+    assert make(LONG, find("l40s")).step_s > 1, "large work is not touched by it"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -102,6 +103,16 @@ def test_parquet_of_every_kind_of_text(tmp_path: Path) -> None:
     for key in ("text", "large", "bytes", "coded", "meta.body.t"):
         assert read(tmp_path / "a.parquet", text_key=key) == wanted
     assert json.loads(read(tmp_path / "a.parquet", text_key="*")[1])["meta"] == {"a": 1, "body": {"t": "zwei ü"}}
+
+
+def test_a_missing_library_is_found_before_any_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("much text that would be tokenised first")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyarrow" else found(name))
+    with pytest.raises(InputMissing) as caught:
+        open_source([str(tmp_path / "a.txt"), str(tmp_path / "b.parquet")])
+    assert "b.parquet" in caught.value.what and "lamplighter[data]" in caught.value.next
 
 
 def test_bad_parquet_rows(tmp_path: Path, warned: list[str]) -> None:

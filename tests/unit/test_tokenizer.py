@@ -104,6 +104,12 @@ def test_training_by_either_library_makes_the_same_merges() -> None:
     assert fast == slow and len(slow) == 900
 
 
+def test_training_lets_no_library_talk(capfd: pytest.CaptureFixture[str]) -> None:
+    texts = [text.encode() for text in EmbeddedCorpus(0, 50).documents()]
+    assert room._train_fast(texts, 40)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_trained_ids_are_laid_out_as_in_gpt2(trained: Tokenizer) -> None:
     vocab, merges = trained.content["model"]["vocab"], trained.content["model"]["merges"]
     assert sorted(vocab.values()) == list(range(trained.vocab_size)) == list(range(400))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyte
 import pytest
+from rich.console import ConsoleDimensions
 
 from lamplighter.commands import child_main
 from lamplighter.config import Budget
@@ -20,8 +24,9 @@ from lamplighter.safe_text import clean
 from lamplighter.slot import Slot
 from lamplighter.watch import status
 from lamplighter.watch.console import Console
+from lamplighter.watch.live import Live, Page
 from lamplighter.watch.status import Observer, Status, Tail, duration, line, sparkline, tell
-from lamplighter.watch.time_report import read_time_report
+from lamplighter.watch.time_report import TimeReport, lines, read_time_report
 
 
 def test_text_from_models_cannot_steer_the_terminal() -> None:
@@ -157,3 +162,92 @@ def test_what_the_tokenizer_library_prints_is_shown_only_if_it_fails(capfd: pyte
         raise RuntimeError
     os.write(1, b"as before\n")
     assert capfd.readouterr() == ("as before\n", "Starting merges\n")
+
+
+# ---------------------------------------------------------------- words that fit the window
+
+
+LONG_TEXT = "The lamps are lit along the embankment and the fog has come up from the river again since Sunday. " * 3
+
+
+def screen_of(act: Callable[[Live], None], columns: int, rows: int = 24) -> list[str]:
+    """The rows of a terminal after a display has drawn on it."""
+    stream = io.StringIO()
+    display = Live(stream)  # type: ignore[arg-type]
+    display.console.size = ConsoleDimensions(columns, rows)
+    act(display)
+    screen = pyte.Screen(columns, rows)
+    pyte.Stream(screen).feed(stream.getvalue().replace("\n", "\r\n"))
+    return [row.rstrip() for row in screen.display]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_sample_breaks_only_where_the_window_ends(columns: int) -> None:
+    told = tell({"type": "sample", "step": 3, "text": f"{LONG_TEXT}\nshort"})
+
+    def act(display: Live) -> None:
+        for text, style in told:
+            display.line("12:00:00  ", text, style)
+
+    rows = [row for row in screen_of(act, columns) if row]
+    assert rows[0] == "12:00:00  sample at step 3:" and rows[-1] == "12:00:00     short"
+    full = rows[1:-2]
+    assert full and all(len(row) > columns - 14 for row in full), "a line broke again after a word"
+    assert all(row.startswith((" " * 13, "12:00:00     ")) for row in rows[1:])
+
+
+def test_a_save_is_one_line_of_80_columns() -> None:
+    event = {"type": "checkpoint", "t": 1, "step": 1_200_000, "path": "/a/long/way/to/runs/r/checkpoints/checkpoint-1200000",
+             "bytes": 123_456_789_012, "seconds": 123.456, "blocked_s": 12.3}  # fmt: skip
+    ((text, _),) = tell(event)
+    assert len(f"12:00:00  {text}") <= 80
+    assert text == "saved checkpoint-1200000 (123.5 GB, 123.46 s; steps waited 12.30 s)"
+    assert "waited" not in tell({**event, "blocked_s": 0.004})[0][0]
+
+
+def test_at_80_columns_the_durable_step_and_the_time_left_are_never_cut() -> None:
+    slot = Slot(pid=1, phase="train", step=1_234_567, steps=2_000_000, durable_step=1_234_500, loss=3.4567, mean_loss=4.5,
+                left_s=359_999.0, left_ns=time.monotonic_ns(), tokens_per_s=123_456.7, mfu=0.41, tokens=98_765_432_100)  # fmt: skip
+    status = Status("a-run-with-a-very-long-name-indeed-as-people-give-them", slot=slot)
+    rows = screen_of(lambda display: display.frame(status), 80)
+    assert "99:59:" in rows[0] and "left" in rows[0] and "safe to step 1234500" in rows[0]
+    assert "average 4.500" in line(status) and "98.8G tokens" in line(status)
+
+
+def test_the_ledger_has_at_most_ten_lines_and_nothing_is_left_out_of_its_sum() -> None:
+    times = TimeReport(210.0, {f"phase {number}": float(number) for number in range(1, 21)}, redone_steps=3)
+    table = lines(times, Budget(usd_per_hour=2.0), most=5)
+    assert len(table) <= 10
+    assert table[0].startswith("phase 20") and "16 more, in report.md" in table[4]
+    assert "2:16" in table[4], "the sum of those that are not named"
+    assert len(lines(times, Budget())) == 23, "report.md has all of them"
+
+
+def test_a_slow_rate_is_said_in_seconds_and_not_as_zero() -> None:
+    slot = Slot(pid=1, phase="doctor", done=3, total=26, unit="probes", phase_since_ns=time.monotonic_ns())
+    said = line(Status("d", slot=slot, rate=0.31))
+    assert "3.2 s each" in said and "0 probes/s" not in said
+
+
+def test_a_page_uses_the_height_it_has_and_survives_a_smaller_window() -> None:
+    stream = io.StringIO()
+    page = Page(stream)  # type: ignore[arg-type]
+    slot = Slot(pid=1, phase="train", step=50, steps=100, durable_step=40, left_s=60.0, left_ns=time.monotonic_ns())
+    status = Status("r", slot=slot)
+    status.started -= 3725
+    status.losses.extend(5 - number / 50 for number in range(100))
+    page.line("11:00:00  ", "sample at step 50:", "")
+    page.line("11:00:00  ", f"   {LONG_TEXT}", "")
+    for number in range(40):
+        page.line("11:00:01  ", f"event {number}", "")
+    for columns, rows in ((100, 40), (60, 12), (120, 30)):
+        stream.truncate(0)
+        page.console.size = ConsoleDimensions(columns, rows)
+        page.frame(status)
+        screen = pyte.Screen(columns, rows)
+        pyte.Stream(screen).feed(stream.getvalue().replace("\n", "\r\n"))
+        shown = [row.rstrip() for row in screen.display]
+        assert "step 50/100" in shown[0] and "event 39" in shown[-1], "\n".join(shown)
+        assert sum(bool(row) for row in shown) >= rows - 2, "it leaves rows unused"
+        assert any("after 1:02:" in row for row in shown), "the run's own elapsed time"
+    page.close()

@@ -25,7 +25,7 @@ import numpy as np
 from lamplighter import report
 from lamplighter.clean import dedup, worker
 from lamplighter.clean.raw_documents import Item, find_items
-from lamplighter.clean.rules import UNREAD, Rejected, Rules
+from lamplighter.clean.rules import UNREAD, Rejected, Rules, require_libraries
 from lamplighter.clean.worker import CleanBatch, CleanCounts
 from lamplighter.errors import AlreadyRunning, BadData, CannotWrite, ChildLost, UsageError
 from lamplighter.procs import lock, pool
@@ -50,6 +50,7 @@ def run(paths: list[str], out: Path | None, rules: Rules, workers: int, dry: boo
     started = time.monotonic()
     if out is not None and any(Path(path).expanduser().resolve() == out.resolve() for path in paths):
         raise UsageError(f"{out} is both input and output", "what is there would be replaced", "choose another --out")
+    require_libraries(rules)
     items, refused = find_items(paths, out, rules)
     totals = CleanCounts(len({item.path for item in items}), sum(item.size for item in items))
     for one in refused:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import json
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -148,6 +149,16 @@ def py3langid() -> Any:
 
 def rensa() -> Any:
     return _load("rensa", "finding near duplicates")
+
+
+def require_libraries(rules: Rules) -> None:
+    """What these rules need must be installed before the first file is read."""
+    needed = {"ftfy": "mending misread encodings"}
+    needed |= {"py3langid": "the language check"} if rules.language != "any" else {}
+    needed |= {"rensa": "finding near duplicates"} if rules.near and not rules.keep_duplicates else {}
+    for name, use in needed.items():
+        if importlib.util.find_spec(name) is None:
+            raise InputMissing(f"{name} is not installed", f"{use} needs it", "pip install 'lamplighter[data]'")
 
 
 @cache

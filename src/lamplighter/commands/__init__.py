@@ -39,6 +39,30 @@ _TALK_ON_STDOUT = (
     "stop",
     "save",
 )  # the others have a result there: all other words go to stderr
+_MEANT = {
+    "runs": "status ps ls list",
+    "train --test": "test dry-run dryrun smoke",
+    "train": "fit run finetune sft pretrain resume start",
+    "watch RUN": "logs log tail attach monitor top follow",
+    "generate RUN --interactive": "chat talk",
+    "generate RUN": "sample infer inference predict complete",
+    "stop RUN": "kill cancel end abort",
+    "plan": "estimate cost budget",
+    "doctor": "check diagnose verify env",
+    "data prepare": "tokenize tokenise prepare preprocess",
+    "data clean": "clean dedup",
+    "data stats": "stats",
+    "why RUN": "explain debug hang",
+    "checkpoints RUN": "ckpt checkpoint",
+}  # fmt: skip  what other tools and habits call our verbs
+_NOT_THERE = {
+    "serve": "there is no server yet; lamp generate RUN --interactive talks to a model",
+    "eval": "there is no such verb yet; a run validates by itself (eval.every_steps), lamp runs shows the losses",
+    "evaluate": "there is no such verb yet; a run validates by itself (eval.every_steps), lamp runs shows the losses",
+    "export": "a checkpoint opens with transformers as it is; lamp checkpoints RUN shows where it is",
+    "publish": "a checkpoint is a Hugging Face folder as it is: hf upload NAME FOLDER",
+    "push": "a checkpoint is a Hugging Face folder as it is: hf upload NAME FOLDER",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -139,8 +163,10 @@ def result(text: str) -> int:
 def _unknown_verb(verb: str) -> int:
     import difflib
 
-    near = difflib.get_close_matches(verb, VERBS, 1, 0.4)
+    meant = [ours for ours, theirs in _MEANT.items() if verb.lower() in theirs.split()]
+    near = meant or difflib.get_close_matches(verb, VERBS, 1, 0.6)
     why = f"did you mean lamp {near[0]}?" if near else "verbs: " + " ".join(VERBS)
+    why = _NOT_THERE.get(verb.lower(), why)
     write(2, f"error: lamp has no verb {verb}\nwhy:   {why}\nnext:  lamp --help\n")
     return 2
 

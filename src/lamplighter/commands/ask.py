@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import first_words
 from lamplighter.commands import result, write
-from lamplighter.commands.arguments import named_run
+from lamplighter.commands.arguments import named_run, parse
 from lamplighter.errors import DONE, ChildLost, InputMissing
 from lamplighter.procs import procfs
 from lamplighter.rundir import RunDir, is_running, read_record
@@ -27,13 +27,19 @@ _SAY_EVERY_S = 1.5
 _BETWEEN_LOOKS_S = 1.0
 
 
+def _why_flags(run: str, /, *, runs_dir: Path = Path("runs")) -> None:
+    """A run by name, or a process by its number."""
+
+
 def why(words: list[str]) -> int:
     """What a run, or any process, is doing right now."""
-    if len(words) == 1 and words[0].isascii() and words[0].isdecimal() and not (Path("runs") / words[0]).exists():
-        looking = f"looking at process {words[0]} twice, a second apart"
+    flags = parse("why", _why_flags, words)
+    name, runs_dir = flags["run"], flags["runs_dir"]
+    if name.isascii() and name.isdecimal() and not (runs_dir / name).exists():
+        looking = f"looking at process {name} twice, a second apart"
         write(2, f"{time.strftime('%H:%M:%S')}  {looking}\n")
         first_words.doing(looking)
-        return result(_inspect(int(words[0])))
+        return result(_inspect(int(name)))
     answer = _ask(named_run("why", words, need_running=True), "why")
     return result(answer["text"].rstrip() + "\n")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -146,8 +147,9 @@ def _clean_flags(
     shard_mb: float = 256.0,
     bad_files: Literal["set_aside", "refuse"] = "set_aside",
     json: bool = False,
+    runs_dir: Path = Path("runs"),
 ) -> None:
-    """How to clean."""
+    """How to clean; --runs-dir is on every verb, and nothing of this one goes there."""
 
 
 def clean(words: list[str]) -> int:
@@ -155,6 +157,7 @@ def clean(words: list[str]) -> int:
     from lamplighter.commands.session import session
 
     flags = parse("data clean", _clean_flags, words)
+    flags.pop("runs_dir")
     paths, out, dry, workers, as_json = (flags.pop(name) for name in ("paths", "out", "dry_run", "workers", "json"))
     if not paths:
         raise UsageError("nothing to clean", "no path was given", "lamp data clean PATH... --out DIR")
@@ -188,16 +191,15 @@ def clean_child(_: RunDir, request: dict[str, Any]) -> int:
     report.result(shown)
     pipeline.refuse_nothing(done, None if dry else out)
     rate = done.totals["bytes_in"] / max(done.seconds, 1e-3)
+    following = f"next: lamp train --data.paths {shlex.quote(str(out))}"
     if dry:
         report.note("a dry run: nothing was written; without --dry-run the documents go to --out DIR")
     elif done.found:
-        report.note(
-            f"nothing has changed: {done.totals['kept']:,} documents are in {out}; next: lamp train --data.paths {out}"
-        )
+        report.note(f"nothing has changed: {done.totals['kept']:,} documents are in {out}; {following}")
     else:
         report.note(
             f"{done.totals['kept']:,} clean documents in {out} ({human_bytes(rate)}/s), the rejected in {out}/log/rejected.log;"
-            f" next: lamp train --data.paths {out}"
+            f" {following}"
         )
     return DONE
 
@@ -220,8 +222,6 @@ def _prepare_flags(
 
 def prepare(words: list[str]) -> int:
     """The tokenizer and the token cache of a training run, without the training."""
-    import shlex
-
     from lamplighter.commands.session import session
     from lamplighter.config import dump, parse_overrides, resolve
 

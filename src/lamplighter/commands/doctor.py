@@ -86,7 +86,7 @@ def doctor_child(folder: RunDir, request: dict[str, Any]) -> int:
         for number, one in enumerate(probes):
             seen = runner.run(one, config, lambda text, n=number, name=one.name: phase.set(n, f"{name}: {text}"))  # type: ignore[misc]
             phase.set(number + 1)
-            report.note(f"{findings.worst(seen):<5}  {one.name}  ({seen.seconds:.1f} s)")
+            report.note(f"{findings.worst(seen):<10}  {one.name}  ({seen.seconds:.1f} s)")
             results.append(seen)
     whole = findings.Report(tuple(results), time.monotonic() - began)
     if request["print_config"]:

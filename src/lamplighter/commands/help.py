@@ -63,7 +63,7 @@ With PID: a process that runs already, and what it has started, are looked at fr
 """,
     "why": """\
 usage: lamp why RUN [--runs-dir DIR]
-       lamp why PID
+       lamp why PID [--runs-dir DIR]
 
 Phase, process state and the stack of every thread, in a second or two; disturbs nothing. PID: any process, also one that was
 started without us.
@@ -83,10 +83,11 @@ empty line begins a new one. Text goes to stdout as it is; everything else to st
 A model of your own is built by the code that --model.family names: a model folder never names code.
 """,
     "plan": """\
-usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE[:N]] [--mfu SHARE] [--measure] [--fit] [--what-if] [--json]
+usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE] [--mfu SHARE] [--measure] [--fit] [--what-if] [--json]
                  [--runs-dir DIR] [--section.key value ...]
 
-  --on DEVICE[:N]   t4 v100-16gb l4 a10 rtx3090 rtx4090 a100-40gb a100-80gb l40s h100-80gb h200; default: this machine
+  --on DEVICE       t4 v100-16gb l4 a10 rtx3090 rtx4090 a100-40gb a100-80gb l40s h100-80gb h200; default: this machine
+                    (one of them: a run of ours uses one device)
   --mfu SHARE       of the peak that is reached (default 0.4; of a processor it is measured)
   --measure         a few real steps here, in a process that may die of memory; their time is used
   --fit             the same, and the largest train.micro_batch that fits; batch size and learning rate stay
@@ -108,7 +109,8 @@ Nothing of yours is changed or killed. Exit 0: no fault; 1: a fault, with verdic
     "data": """\
 usage: lamp data stats   [run.yaml|CACHE] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]
                          [--near-documents N] [--runs-dir DIR] [--section.key value ...]
-       lamp data clean   PATH... --out DIR [--dry-run] [--language en|any|en,de] [--json] [flags below]
+       lamp data clean   PATH... --out DIR [--dry-run] [--language en|any|en,de] [--json] [--runs-dir DIR]
+                         [flags below]
        lamp data prepare [run.yaml] [--preset NAME] [--json] [--runs-dir DIR] [--section.key value ...]
 
 stats    documents, true tokens, lengths, padding of each strategy, duplicates, advice; of text, of instruction rows

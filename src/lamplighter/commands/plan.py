@@ -167,8 +167,8 @@ def plan_run(
     built: Built | None,
     request: dict[str, Any],
     resumes: bool,
-) -> float:
-    """Say it, keep it, refuse what cannot be; gives the seconds that the run is expected to take.
+) -> Plan:
+    """Say it, keep it, refuse what cannot be.
 
     `built` is a model of one's own, whose size only its code knows.
     """
@@ -197,7 +197,7 @@ def plan_run(
     _warn(run, made, data)
     guard.refuse_long_runs(run.save, request.get("preset"), made.hours * 3600, steps, force)
     _check_disk(run, folder, made)
-    return made.hours * 3600
+    return made
 
 
 def _job(run: Run, where: Machine, data: DataFacts, *, vocab_size: int, steps: int, built: Built | None) -> Job:

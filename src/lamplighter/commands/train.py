@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from lamplighter import own_code, report
 from lamplighter.commands import result
 from lamplighter.commands.arguments import parse, refuse_controls
 from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
-from lamplighter.errors import DONE, BadConfig, LampError, UsageError
+from lamplighter.errors import DONE, BadConfig, LampError, RefusedByPlan, UsageError
 from lamplighter.rundir import (
     CACHE_NAME,
     FORMAT,
@@ -39,7 +40,7 @@ from lamplighter.rundir import (
 )
 
 if TYPE_CHECKING:
-    from lamplighter.config import Resolved, Run
+    from lamplighter.config import Budget, Resolved, Run
     from lamplighter.data.batch_source import DataFacts
     from lamplighter.data.chat.template import ChatTemplate
     from lamplighter.data.tokenizer import Tokenizer
@@ -79,6 +80,7 @@ def demo(words: list[str]) -> int:
 def _start_training(verb: str, words: list[str]) -> int:
     from lamplighter.config import parse_overrides, resolve, shown
 
+    _refuse_ranks()
     rest, overrides = parse_overrides(words)
     flags = parse(verb, _train_flags, rest)
     resolved = resolve(flags["preset"], flags["run_yaml"], overrides, flags["test"])
@@ -86,6 +88,17 @@ def _start_training(verb: str, words: list[str]) -> int:
     if flags["print_config"]:
         return result(shown(resolved))
     return _train(verb, words, resolved, flags)
+
+
+def _refuse_ranks() -> None:
+    """torchrun and its like start one command per device; each would train the same run."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and world.isdecimal() and int(world) > 1:
+        raise UsageError(
+            f"lamp train was started {world} times, by torchrun or its like",
+            "a run of ours uses one device: ranks are not there yet",
+            "start it without torchrun; a script of your own: lamp watch -- torchrun ... script.py",
+        )
 
 
 def _run_name(flags: dict[str, Any]) -> str:
@@ -122,6 +135,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         code = _finished_already(run, resolved, console) if resume == "auto" else None
         if code is not None:
             return code
+        _refuse_spent_budget(run, resolved.run.budget, verb, words)
         unrecorded = _write_config(run, resolved, console)
         from lamplighter.watch.restart_policy import RestartPolicy  # after the first words: this takes a while
         from lamplighter.watch.supervisor import Supervisor
@@ -142,6 +156,8 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         code = Supervisor(run, Trainer(run, spec, console), policy, care.notify).supervise()
         if code == DONE:
             _say_next(run, console, read_record(run.status).get("step", 0))
+            if flags["test"]:
+                _say_whole_run(verb, words, flags, console)
         elif code == BadConfig.code and unrecorded:
             run.config.unlink(missing_ok=True)  # they were not: the right ones must not be refused for these
         return code
@@ -164,11 +180,32 @@ def _write_config(run: RunDir, resolved: Resolved, console: Console) -> bool:
     return unrecorded
 
 
-def _same_command(verb: str, words: list[str]) -> str:
+def _refuse_spent_budget(run: RunDir, budget: Budget, verb: str, words: list[str]) -> None:
+    """A run that has spent its budget would load everything, and stop at its first step."""
+    from lamplighter.watch.trainer import with_settings
+
+    status = read_record(run.status)
+    spent_s, limit_s = number(status.get("spent_s")), budget.left_s(0.0)
+    stopped_by_it = "budget_spent" in status and limit_s <= number(status.get("budget_spent"))
+    if spent_s < limit_s and not stopped_by_it:
+        return
+    usd = f", ${budget.spent_usd(spent_s):.4f} of ${budget.usd:.4f}" if budget.usd is not None else ""
+    hours = f"{spent_s / 3600:.3f} of {limit_s / 3600:.3f} hours"
+    end_s = number(status.get("end_hours_told")) * 3600 or 2 * spent_s
+    raise RefusedByPlan(
+        f"the budget of {run.name} is spent",
+        f"{hours}{usd}, over all attempts; step {int(number(status.get('durable_step')))} is safe",
+        with_settings(_same_command(verb, words), budget.enough_for(end_s)),
+        cause="budget",
+    )
+
+
+def _same_command(verb: str, words: list[str], without: tuple[str, ...] = ()) -> str:
     """The command for another time, as it can be pasted; from where to resume is not said again."""
     import shlex
 
     kept = list(words[2:] if verb == "demo" and words[:2] == ["--preset", "demo"] else words)
+    kept = [word for word in kept if word not in without]
     while "--resume" in kept:
         at = kept.index("--resume")
         del kept[at : at + 2]
@@ -277,6 +314,21 @@ def _say_next(run: RunDir, console: Console, step: int) -> None:
     console.say(f"next: lamp generate {run.address}    or: lamp checkpoints {run.address}", "bold")
 
 
+def _say_whole_run(verb: str, words: list[str], flags: dict[str, Any], console: Console) -> None:
+    """After --test: the same command without it, and what the plan says of it."""
+    from lamplighter.config import parse_overrides, resolve
+    from lamplighter.plan import render
+
+    _, overrides = parse_overrides(words)
+    whole = resolve(flags["preset"], flags["run_yaml"], overrides).run
+    try:
+        planned = render.estimate_of(whole, str(flags["runs_dir"]))
+    except LampError:  # its length or its size is not known on paper: lamp plan looks at the data and says it
+        planned = ""
+    about = f"    ({planned})" if planned else "    (lamp plan with the same words says how long)"
+    console.say(f"the whole run: {_same_command(verb, words, without=('--test',))}{about}", "bold")
+
+
 # ---------------------------------------------------------------- in the child
 
 
@@ -306,10 +358,12 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
     with report.phase("import"):  # after the data: what is wrong with it is found without paying for torch
         from lamplighter.commands.plan import plan_run
         from lamplighter.model.recompute import recompute_blocks
+        from lamplighter.plan.estimate import smaller_models
         from lamplighter.plan.job import family_of, is_own, known_shape
         from lamplighter.train import checkpoint, guard, hardware, loop, optimizers  # noqa: F401
+        from lamplighter.train.pace import Smaller
         from lamplighter.train.state import RunContext, TrainState
-    with report.phase("plan"):
+    with report.phase("machine"):
         found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
         before = _state_of(found)
         where = hardware.detect(run.train, dict(before.get("machine", {})), known_shape(run))
@@ -323,7 +377,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
     data = batches.describe()
     steps = _count_steps(run, data)
     with report.phase("plan"):
-        expected_s = plan_run(
+        planned = plan_run(
             run,
             folder,
             where,
@@ -334,7 +388,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
             request=request,
             resumes=found is not None,
         )
-    with report.phase("model"):
+    with report.phase("model" if own is None else "optimizer"):
         built = own or _build_model(run, tokenizer)
         if run.train.recompute:
             report.note(f"activations of {recompute_blocks(built.model)} blocks are computed again (train.recompute)")
@@ -346,7 +400,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         where,
         family_of(run),
         before=before.get("compiled"),
-        expected_s=expected_s,
+        expected_s=planned.hours * 3600,
         one_shape=not data.whole_batches,
         seq_len=run.data.seq_len,
     )
@@ -365,6 +419,8 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         tokenizer=tokenizer,
         chat=text.chat,
         recorded=_recorded(run, where, data, steps, text.chat),
+        planned_step_s=planned.step_s,
+        smaller=tuple(Smaller(*one) for one in smaller_models(planned)) if math.isfinite(run.budget.left_s(0)) else (),
     )
     state = TrainState(steps, compiled)
     guard.explain_schedule(schedule)

@@ -15,8 +15,10 @@ from lamplighter import first_words
 from lamplighter.commands.arguments import named_run, parse, refuse_controls
 from lamplighter.errors import DONE, AlreadyRunning, BadConfig, LampError, UsageError
 from lamplighter.procs import procfs
-from lamplighter.rundir import RunDir, is_running, number, read_record, take_lock
+from lamplighter.rundir import RunDir, is_running, number, read_last_lines, read_record, take_lock
 from lamplighter.slot import read_slot
+
+_RECENT_BYTES = 1 << 16  # of events.jsonl
 
 if TYPE_CHECKING:
     from lamplighter.watch.console import Console
@@ -119,11 +121,12 @@ def _watch_run(run: RunDir) -> int:
     from lamplighter.watch.console import Console
     from lamplighter.watch.status import standing_flags, tell_flags
 
-    console, status = Console(1), read_record(run.status)
+    running, status = is_running(run), read_record(run.status)
+    console = Console(1, whole=running and status.get("verb") != "watch")
     flags = standing_flags(status)  # those that went up before we looked
     for text in tell_flags(flags):
         console.say(text, "bold yellow")
-    if not is_running(run):
+    if not running:
         console.say(
             f"{run.name} is not running: {status.get('outcome') or status.get('now', 'it has said nothing yet')}"
         )
@@ -131,6 +134,7 @@ def _watch_run(run: RunDir) -> int:
         return DONE
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        _say_recent(run, console)
         console.say(f"watching {run.name}; Ctrl+C leaves it alone")
         _show_until_the_end(run, console, flags)
         status = read_record(run.status)
@@ -141,6 +145,18 @@ def _watch_run(run: RunDir) -> int:
         console.say(f"left; {run.name} goes on")
     console.close()
     return DONE
+
+
+def _say_recent(run: RunDir, console: Console) -> None:
+    """What the run has said before we looked, on a terminal that has the room for it."""
+    from lamplighter.watch.status import tell
+
+    if console.display is None:
+        return
+    for event in read_last_lines(run.events, _RECENT_BYTES):
+        if event.get("type") in ("eval", "sample", "checkpoint", "warning", "verdict", "well again"):
+            for text, style in tell(event):
+                console.say(text, style, at=number(event.get("t"), time.time()))
 
 
 def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str, Any]]) -> None:
@@ -163,6 +179,7 @@ def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str
         for event in _look(observer, status):
             for text, style in tell(event):
                 console.say(text, style)
+        observer.status.started = time.monotonic() - number(status.get("spent_s")) - _age_of(status)
         if not alive:
             return
         if status.get("verb") != "watch":
@@ -170,6 +187,12 @@ def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str
         elif time.monotonic() - console.last_line > LINE_EVERY_S:
             console.say(str(status.get("now", "")))
         time.sleep(LOOK_EVERY_S)
+
+
+def _age_of(status: dict[str, Any]) -> float:
+    """Seconds since a status was written."""
+    now = time.time()
+    return max(0.0, now - number(status.get("t"), now))
 
 
 def _look(observer: Observer, status: dict[str, Any]) -> list[dict[str, Any]]:

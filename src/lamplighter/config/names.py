@@ -42,6 +42,43 @@ _ELSEWHERE = {
 }  # fmt: skip
 
 
+_RANKS = [
+    "ddp",
+    "fsdp",
+    "deepspeed",
+    "accelerate",
+    "nproc_per_node",
+    "nnodes",
+    "num_gpus",
+    "gpus",
+    "n_gpus",
+    "devices",
+    "num_devices",
+    "world_size",
+    "ranks",
+]
+_RANKS += [
+    "tensor_parallel",
+    "pipeline_parallel",
+    "data_parallel",
+    "distributed",
+    "strategy",
+    "local_rank",
+    "num_processes",
+]
+_FILES = ["config", "config_file", "cfg", "yaml", "config_path"]
+
+
+def _explained(name: str) -> tuple[str, str] | None:
+    """(why, next) for a name that has no counterpart here."""
+    leaf = name.lstrip("-").replace("-", "_").rsplit(".", 1)[-1]
+    if leaf in _RANKS:
+        return "a run uses one device: ranks are not there yet", "leave it out; train.device chooses cpu or cuda"
+    if leaf in _FILES:
+        return "a file of settings stands without a flag", "lamp train run.yaml"
+    return None
+
+
 def nearest(name: str, extra: list[str] | None = None) -> str | None:
     """The field or flag that was probably meant."""
     plain = name.lstrip("-").replace("-", "_")
@@ -61,8 +98,12 @@ def nearest(name: str, extra: list[str] | None = None) -> str | None:
 
 def unknown(name: str, where: str, error: type[LampError], extra: list[str] | None = None) -> LampError:
     """The three lines for a name that does not exist."""
-    meant = nearest(name, extra)
     as_flag = error is UsageError
+    if (told := _explained(name)) is not None:
+        return error(f"{name} is not {'a flag' if as_flag else 'a field'}" + (f" ({where})" if where else ""), *told)
+    meant = nearest(name, extra)
+    if extra and meant is not None and meant.startswith("--") and meant not in extra:
+        meant = None  # a flag of other verbs
     suggestion = (meant if meant is None or meant.startswith("--") else f"--{meant}") if as_flag else meant
     return error(
         f"{name} is not {'a flag' if as_flag else 'a field'}" + (f" ({where})" if where else ""),

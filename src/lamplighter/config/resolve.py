@@ -7,6 +7,7 @@ Out: a frozen Run and its provenance; or a three-line error with the nearest mat
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -65,7 +66,11 @@ def _refuse_text(path: Path) -> None:
         what = f"{path} is not a run.yaml"
     else:
         return
-    raise UsageError(what, "the word without a flag is a file of settings", f"text is named so: --data.paths '{path}'")
+    raise UsageError(
+        what,
+        "the word without a flag is a file of settings",
+        f"text is named so: --data.paths {shlex.quote(str(path))}",
+    )
 
 
 def read_yaml(path: Path, label: str | None = None) -> dict[str, tuple[Any, str]]:
@@ -282,6 +287,7 @@ def resolve(
         values[name], origin[name] = _from_words(name, words), "command line"
     _one_length(values, origin)
     run = validate(values, origin)
+    _refuse_hub_name(run.model.init_from, origin.get("model.init_from", "default"))
     return _small(run, origin, preset) if test else Resolved(run, origin, preset)
 
 
@@ -314,6 +320,18 @@ def _refuse_masked(name: str, value: object, where: str) -> None:
     if name in ("data.paths", "watch.notify") and MASK in str(value):
         why = f"{MASK} stands in the place of a password or a token, which --print-config leaves out"
         raise BadConfig(f"{name}: a secret is missing ({where})", why, "put it back into the file")
+
+
+def _refuse_hub_name(given: str | None, where: str) -> None:
+    """gpt2 or org/name where a folder is wanted: what other tools download by themselves."""
+    if given is None or Path(given).exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", given):
+        return
+    folder = given.rsplit("/", 1)[-1]
+    raise InputMissing(
+        f"model.init_from {given} is no folder here ({where})",
+        "it looks like a name on the Hugging Face hub, and nothing is downloaded unasked",
+        f"hf download {given} --local-dir {folder}, then --model.init_from ./{folder}",
+    )
 
 
 def _one_length(values: dict[str, Any], origin: dict[str, str]) -> None:

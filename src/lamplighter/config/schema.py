@@ -7,6 +7,7 @@ Sections are plain dataclasses, and pydantic's core checks the values: its own m
 at every start of `lamp` (decision 018).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -248,6 +249,18 @@ class Budget:
         if self.usd is not None and self.usd_per_hour is not None:
             limits.append(self.usd / self.usd_per_hour * 3600)
         return min(limits) - spent_s if limits else float("inf")
+
+    def enough_for(self, seconds: float) -> str:
+        """As settings: what would do for a run of so many seconds, with a little to spare."""
+        ways = []
+        if self.usd is not None:
+            price = 1.05 * self.spent_usd(seconds)
+            ways.append(
+                f"--budget.usd {math.ceil(price * 100) / 100 if price > 0.1 else math.ceil(price * 1e4) / 1e4:g}"
+            )
+        if self.hours is not None:
+            ways.append(f"--budget.hours {math.ceil(seconds / 3600 * 1050) / 1000:g}")
+        return " ".join(ways)
 
 
 @dataclass(frozen=True, kw_only=True)

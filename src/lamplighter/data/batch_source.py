@@ -56,6 +56,7 @@ class DataFacts:
     whole_batches: bool = False  # an epoch ends with a smaller batch, rather than in the middle of one
     fingerprint: str = ""  # of the packing
     unigram_loss: float | None = None  # what guessing by token frequency achieves; None: too few tokens to count
+    documents: int = 0  # to train on, or examples; 0 = unknown (a stream)
     question: tuple[int, ...] = ()  # of instruction rows: the ids of one that samples may begin with
 
     @property
@@ -156,6 +157,7 @@ def text_batches(
         padding=1 - max(0, len(train) - 1) / max(1, windows * layout.seq_len),
         held_out=held_out_windows(val, layout.seq_len),
         unigram_loss=unigram_loss(train),
+        documents=train.documents,
     )
     return StepBatches(
         facts,

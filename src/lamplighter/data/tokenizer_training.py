@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Sequence
@@ -330,7 +331,7 @@ def told(result: dict[str, Any]) -> str:
         "was there already, the same to the byte" if result["unchanged"] else "opens with transformers and lamp train"
     )
     lines.append(f"made           {result['folder']}{kept}: {state}")
-    lines.append(f"next           lamp train --tokenizer.path {result['folder']}")
+    lines.append(f"next           lamp train --tokenizer.path {shlex.quote(str(result['folder']))}")
     return "\n".join(lines) + "\n"
 
 

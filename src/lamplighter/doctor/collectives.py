@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from lamplighter.doctor.probe import Finding, ProbeContext, fault, first_line, ok, warn
+from lamplighter.doctor.probe import Finding, ProbeContext, fault, first_line, ok, skip, warn
 from lamplighter.doctor.runner import patience
 from lamplighter.procs import procfs
 from lamplighter.procs.child import Child, Say
@@ -40,7 +40,7 @@ def address_and_port(context: ProbeContext) -> Iterator[Finding]:
     yield judge_hostname()
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address and not port:
-        yield ok("MASTER_ADDR and MASTER_PORT are not set: one machine, or torchrun sets them")
+        yield skip("MASTER_ADDR and MASTER_PORT are not set: one machine, or torchrun sets them")
         return
     if bool(address) != bool(port):
         missing = "MASTER_PORT" if address else "MASTER_ADDR"
@@ -212,7 +212,7 @@ def two_ranks(context: ProbeContext) -> Iterator[Finding]:
     if here and _is_free(int(port)):
         yield trial(address, int(port), context.now)
     else:
-        yield ok(f"not tried at {address}:{port}: it is not free, or not here")
+        yield skip(f"not tried at {address}:{port}: it is not free, or not here")
 
 
 def trial(address: str, port: int, now: Callable[[str], None], act_s: float = _ACT_S) -> Finding:

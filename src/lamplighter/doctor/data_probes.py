@@ -31,6 +31,7 @@ from lamplighter.doctor.probe import (
     fault,
     finding,
     ok,
+    skip,
     warn,
 )
 from lamplighter.doctor.sample_data import kept_tokenizer, own_cache, read_some, take
@@ -67,7 +68,7 @@ def files(context: ProbeContext) -> Iterator[Finding]:
     """Each file opens; its first and its last documents are text."""
     data = context.run.data
     if not data.paths and data.source is None:
-        yield ok(f"the embedded corpus, {data.embedded_documents:,} documents: there is no file to look at")
+        yield skip(f"the embedded corpus, {data.embedded_documents:,} documents: there is no file to look at")
         return
     if is_dataset(data.source):
         what = f"{data.source} is a torch Dataset: its items are looked at by the loading probes"
@@ -307,11 +308,11 @@ def cache(context: ProbeContext) -> Iterator[Finding]:
     """Locks first; then the caches of this very data."""
     root = context.runs_dir / CACHE_NAME
     if not root.is_dir():
-        yield ok(f"no cache in {root} yet: it will be built")
+        yield skip(f"no cache in {root} yet: it will be built")
         return
     yield from locks_of_caches(root)
     if context.run.data.stream:
-        yield ok("data.stream: no token cache is used")
+        yield skip("data.stream: no token cache is used")
         return
     try:
         source = open_source(context.run, own_cache(context))
@@ -366,7 +367,7 @@ def _missing(root: Path, near: str, context: ProbeContext) -> Finding:
         return finding(_needed(context), what, why, advice, "stale_cache", culprit={"path": str(root)})
     if context.run.data.cache == "require":
         return fault("data.cache is require, and there is no token cache", "", "--data.cache auto")
-    return ok("no token cache for this data yet: it will be built")
+    return skip("no token cache for this data yet: it will be built")
 
 
 def _name_of_text(manifest: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from lamplighter.doctor.probe import Finding
 from lamplighter.doctor.runner import ProbeResult
 
-_SHOWN = {"ok": "ok", "warn": "warn", "fault": "FAULT"}  # from good to bad
+_SHOWN = {"skip": "not tested", "ok": "ok", "warn": "warn", "fault": "FAULT"}  # from nothing to bad
 _ORDER = list(_SHOWN)
 _MOST_ROWS = 8  # of one probe
 _STRANGE = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160))}
@@ -74,10 +74,10 @@ def table(report: Report) -> str:
         name = result.probe.name
         worst_first = sorted(result.findings, key=lambda finding: -_ORDER.index(finding.level))
         for finding in worst_first[:_MOST_ROWS]:
-            rows.append(f"{name:<{wide}}  {_SHOWN[finding.level]:<5}  {_one_line(finding.what)}")
+            rows.append(f"{name:<{wide}}  {_SHOWN[finding.level]:<10}  {_one_line(finding.what)}")
             name = ""
         if len(worst_first) > _MOST_ROWS:
-            rows.append(f"{'':<{wide}}  {'':<5}  and {len(worst_first) - _MOST_ROWS} more (--json has all)")
+            rows.append(f"{'':<{wide}}  {'':<10}  and {len(worst_first) - _MOST_ROWS} more (--json has all)")
     for probe, finding in [*report.findings("fault"), *report.findings("warn")]:
         rows += ["", f"{_SHOWN[finding.level]}: {probe}"]
         named = (("verdict", finding.what), ("why", finding.why), ("next", finding.next))
@@ -88,7 +88,9 @@ def table(report: Report) -> str:
 def _sum(report: Report) -> str:
     faults, warnings = len(list(report.findings("fault"))), len(list(report.findings("warn")))
     found = f"{_count(faults, 'fault')}, {_count(warnings, 'warning')}"
-    counted = f"{found} by {_count(len(report.results), 'probe')} in {report.seconds:.0f} s"
+    idle = sum(worst(one) == _SHOWN["skip"] for one in report.results)
+    untested = f", {idle} of them not tested" if idle else ""
+    counted = f"{found} by {_count(len(report.results), 'probe')}{untested} in {report.seconds:.0f} s"
     if advice(report):
         return f"{counted}; next: the same words with --print-config give a run.yaml with this advice applied"
     return f"{counted}; next: lamp train with the same words" if not faults else counted

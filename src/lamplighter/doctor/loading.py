@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from lamplighter import own_code
-from lamplighter.doctor.probe import CannotExamine, Finding, Level, ProbeContext, failed, fault, finding, ok, warn
+from lamplighter.doctor.probe import CannotExamine, Finding, Level, ProbeContext, failed, fault, finding, ok, skip, warn
 from lamplighter.errors import BadConfig, LampError
 from lamplighter.procs import child, stacks
 from lamplighter.procs.child import Outcome
@@ -103,7 +103,7 @@ def here(context: ProbeContext) -> Iterator[Finding]:
     """One item, one batch; then whether it could be sent to a worker, and what the workers would need."""
     name = context.run.data.source
     if name is None:
-        yield ok("no Dataset of your own: batches are mapped memory and one thread, nothing is forked")
+        yield skip("no Dataset of your own: batches are mapped memory and one thread, nothing is forked")
         return
     try:
         target = find(name)
@@ -113,7 +113,7 @@ def here(context: ProbeContext) -> Iterator[Finding]:
         yield failed(error, f"cannot import {name}")
         return
     if not is_torch(target):
-        yield ok(f"{name} gives texts: lamp train reads it in one process and forks nothing", "see data / files")
+        yield skip(f"{name} gives texts: lamp train reads it in one process and forks nothing", "see data / files")
         return
     try:
         loading = make(target, _batch_size(context), context.run.data.workers)
@@ -296,7 +296,7 @@ def with_workers(context: ProbeContext, method: str) -> Iterator[Finding]:
     name = context.run.data.source
     try:
         if name is None or not is_torch(find(name)):
-            yield ok("nothing is loaded by workers here")
+            yield skip("nothing is loaded by workers here")
             return
     except Exception as error:  # noqa: BLE001 (told in full by the probe before)
         yield warn(f"not tried: {name} cannot be imported", str(error))

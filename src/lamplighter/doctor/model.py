@@ -22,7 +22,18 @@ from lamplighter.data.batch_source import BatchSource
 from lamplighter.data.batches import NO_TARGET, Batch
 from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
 from lamplighter.data.tokenizer import Tokenizer
-from lamplighter.doctor.probe import CannotExamine, Finding, ProbeContext, as_finding, failed, fault, finding, ok, warn
+from lamplighter.doctor.probe import (
+    CannotExamine,
+    Finding,
+    ProbeContext,
+    as_finding,
+    failed,
+    fault,
+    finding,
+    ok,
+    skip,
+    warn,
+)
 from lamplighter.doctor.sample_data import SampledRun, take
 from lamplighter.errors import BadData, LampError
 from lamplighter.model.build import Built, build
@@ -140,7 +151,7 @@ def prepare_again(context: ProbeContext, quick_dtype: bool = True) -> ModelFixtu
     try:
         return prepare(context, quick_dtype)
     except CannotExamine as end:
-        raise CannotExamine(ok("there is no model to examine: see model / one step")) from end
+        raise CannotExamine(skip("there is no model to examine: see model / one step")) from end
 
 
 def _prepare(context: ProbeContext, quick_dtype: bool) -> ModelFixture:

@@ -18,7 +18,7 @@ from lamplighter.errors import LampError, UsageError
 from lamplighter.procs import stacks
 from lamplighter.procs.stacks import Frame
 
-Level = Literal["ok", "warn", "fault"]
+Level = Literal["skip", "ok", "warn", "fault"]  # skip: nothing was tested, and why
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def finding(
     return Finding(level, what, why, steps, cause, culprit=where, settings=changes, figures=figures or {})
 
 
-ok, warn, fault = partial(finding, "ok"), partial(finding, "warn"), partial(finding, "fault")
+skip, ok = partial(finding, "skip"), partial(finding, "ok")
+warn, fault = partial(finding, "warn"), partial(finding, "fault")
 
 
 def as_flags(settings: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lamplighter.config import OPTIMIZERS, OptimizerKind, Resolved, dump, parse_overrides
-from lamplighter.doctor.probe import Finding, ProbeContext, fault, finding, ok, warn
+from lamplighter.doctor.probe import Finding, ProbeContext, fault, finding, ok, skip, warn
 from lamplighter.doctor.runner import patience
 from lamplighter.doctor.system import memory_left, oversubscribed
 from lamplighter.errors import BadConfig, LampError, RefusedByPlan
@@ -101,7 +101,7 @@ def planned(context: ProbeContext) -> Iterator[Finding]:
     context.now("planning on paper")
     paper = plan(context)
     if paper is None:
-        yield ok(f"not planned on paper: {_NOT_PLANNED}")
+        yield skip(f"not planned on paper: {_NOT_PLANNED}")
         return
     figures, budget = paper.figures, context.run.budget
     device, hours, memory, usd = (figures[name] for name in ("device", "hours", "memory_gib", "usd"))

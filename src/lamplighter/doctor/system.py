@@ -43,6 +43,7 @@ _FIELD = (
     "lightning", "numpy", "pandas", "peft", "pyarrow", "pytorch-lightning", "safetensors", "scikit-learn", "scipy",
     "sentence-transformers", "tokenizers", "torchmetrics", "trl", "vllm",
 )  # fmt: skip
+_MODULES = {"scikit-learn": "sklearn", "huggingface-hub": "huggingface_hub", "pytorch-lightning": "pytorch_lightning"}
 _COMPILED_FOR_TORCH = ("torchvision", "torchaudio")  # imported by others unasked, so a broken one breaks those
 _SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 _DAY_S = 86_400.0
@@ -208,6 +209,8 @@ def packages(context: ProbeContext) -> Iterator[Finding]:
     """What the packages of this field require of each other, and whether the touchy ones can be imported."""
     context.now("reading what the packages require")
     installed = [name for name in _FIELD if _version(name)]
+    for name in _FIELD:
+        yield from _judge_metadata(name)
     for name in installed:
         for text in metadata.requires(name) or []:
             yield from _judge_requirement(name, Requirement(text))
@@ -226,6 +229,25 @@ def packages(context: ProbeContext) -> Iterator[Finding]:
             imported.append(name)
     also = f"; {', '.join(imported)} can be imported" if imported else ""
     yield ok(f"requirements of {len(installed)} packages were compared with what is installed{also}")
+
+
+def _judge_metadata(name: str) -> Iterator[Finding]:
+    """A package that can be imported and does not say its version: others ask for it, and fail with a riddle."""
+    module = _MODULES.get(name, name.replace("-", "_"))
+    spec = importlib.util.find_spec(module)
+    if _version(name) or spec is None or "-packages" not in (spec.origin or ""):
+        return
+    try:
+        metadata.distribution(name)
+        what = f"the metadata of {name} are damaged: its folder {_dist_info(name)} names no version"
+    except metadata.PackageNotFoundError:  # that is the finding
+        what = f"the metadata of {name} are missing: it can be imported from {Path(spec.origin or '').parent}"
+    why = "an installation was broken off, or copied by hand; transformers and others ask for its version and fail"
+    yield _versions(what, why, f"pip install --force-reinstall --no-deps {name}", name)
+
+
+def _dist_info(name: str) -> str:
+    return str(getattr(metadata.distribution(name), "_path", ""))
 
 
 def _judge_requirement(name: str, wanted: Requirement) -> Iterator[Finding]:
@@ -247,8 +269,10 @@ def _judge_requirement(name: str, wanted: Requirement) -> Iterator[Finding]:
 
 def _version(name: str) -> str:
     try:
-        return metadata.version(name)
+        return metadata.version(name) or ""
     except metadata.PackageNotFoundError:  # that is the answer
+        return ""
+    except (OSError, KeyError, TypeError):  # damaged: each version of the library says it in its own way
         return ""
 
 

@@ -155,7 +155,7 @@ def _from_folder(folder: Path, vocab_size: int, positions: int, dropout: float) 
         raise BadConfig(
             f"the tokenizer has {vocab_size:,} tokens, the model in {folder} knows {shape.vocab_size:,}",
             "every id must be one that the model knows",
-            f"use the model's own tokenizer: --tokenizer.path {folder}",
+            f"use the model's own tokenizer: --tokenizer.path {shlex.quote(str(folder))}",
         )
     if shape.positions < positions:
         raise BadConfig(

@@ -291,6 +291,13 @@ def _smaller_model(job: Job, _: Device) -> Iterator[_Option]:
         yield _Option(settings, f"a model of {params:,.0f}M parameters", replace(job, shape=smaller))
 
 
+def smaller_models(plan: Plan) -> list[tuple[str, str, float]]:
+    """Settings, words, and the time of a step as a share of this plan's; largest first."""
+    options = _smaller_model(plan.job, plan.device)
+    whole_s = step_seconds(plan.job, plan.device)
+    return [(one.settings, one.what, step_seconds(one.job, plan.device) / whole_s) for one in options]
+
+
 _TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 _WARMUP_SHARE = 0.30
 _MANY_EPOCHS = 5

@@ -21,7 +21,7 @@ from lamplighter.plan import devices
 from lamplighter.plan.estimate import Plan, cache_bytes, check, checkpoint_bytes, completed, make, warnings
 from lamplighter.plan.job import Known, job_on
 from lamplighter.plan.memory import GIB, LOGIT_BYTES, host_gib
-from lamplighter.plan.speed import recompute_flops
+from lamplighter.plan.speed import is_launch_bound, recompute_flops
 
 _WHAT_IF = ("t4", "l4", "a10", "rtx3090", "rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100-80gb")
 _PRESETS_ON = "a100-80gb"
@@ -60,6 +60,15 @@ def page(run: Run, request: PlanRequest, known: Known | None = None) -> tuple[st
     if request.what_if:
         lines += ["", *table(_what_if(run, request, known))]
     return "\n".join([*lines, _next(found), ""]), code
+
+
+def estimate_of(run: Run, runs_dir: str) -> str:
+    """Time and money of a run on this machine, in a few words; BadConfig where paper does not say."""
+    device = devices.choose(None, None, run.train.threads, run.train.device)
+    found = _plan_of(run, device, devices.free_disk(Path(runs_dir)), Known())
+    money = f", ${found.usd:,.2f}" if found.usd is not None else ""
+    verdict = "" if found.go else f"; the plan says no: {'; '.join(found.reasons)}"
+    return f"about {span(found.hours)}{money} on {found.device} by the plan{verdict}"
 
 
 def _next(found: Plan) -> str:
@@ -202,6 +211,8 @@ def _time_words(plan: Plan) -> str:
         rates = f"{_large(device.rates.gemm_flops)}FLOP/s and {device.rates.bytes_per_s / 1e9:.1f} GB/s"
         return f"{steps} = {span(plan.hours)}, from what was measured here ({rates}); {plan.mfu:.0%} of the peak"
     work = _large(plan.flops + recompute_flops(job))
+    if is_launch_bound(job, device):
+        return f"{steps} = {span(plan.hours)}: launching a step takes longer than its work of {work}FLOP; a larger batch is free"
     return f"{work} / ({_large(device.peak(job.dtype))}FLOP/s x {device.mfu:.0%}) = {span(plan.hours)}"
 
 

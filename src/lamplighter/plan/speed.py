@@ -20,6 +20,11 @@ _LAYER_PASSES = 3.0  # bytes moved for each byte that a layer keeps
 _LOGIT_BYTES_MOVED = {"whole": 40, "blocks": 24}
 _LAYER_S = 0.002  # calls, once for each layer and micro-batch
 
+# Of a GPU: the least that launching takes, forward and backward, however small the work; from published traces of small
+# models (10 to 25 ms a step for 12 layers), not measured here.
+_LAUNCH_LAYER_S = 0.001  # for each layer and micro-batch
+_LAUNCH_STEP_S = 0.002  # the embedding, the head, the optimizer
+
 
 def total_flops(job: Job) -> float:
     """6N + attention for each token: what is learned from, not what is computed twice."""
@@ -40,7 +45,24 @@ def step_seconds(job: Job, device: Device) -> float:
     """One optimizer step."""
     if device.rates is not None and not job.own_params:
         return cpu_step_seconds(job, device.rates)
+    return max(_work_seconds(job, device), launch_seconds(job, device))
+
+
+def _work_seconds(job: Job, device: Device) -> float:
     return (total_flops(job) + recompute_flops(job)) / job.steps / (device.peak(job.dtype) * device.mfu)
+
+
+def launch_seconds(job: Job, device: Device) -> float:
+    """The floor of a step on a GPU; a processor's calls are in its own sum."""
+    if device.is_cpu:
+        return 0.0
+    layers = 0 if job.own_params else job.shape.layers  # what a model of one's own is made of is not known on paper
+    return job.accumulation * layers * _LAUNCH_LAYER_S + _LAUNCH_STEP_S
+
+
+def is_launch_bound(job: Job, device: Device) -> bool:
+    """Whether the device waits for its next kernel rather than for the work."""
+    return launch_seconds(job, device) > _work_seconds(job, device)
 
 
 def least_hours(job: Job, device: Device) -> float:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import codecs
 import csv
+import importlib.util
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -145,16 +146,19 @@ def _header(r: OpenFile, lines: _Lines) -> _Header:
 # ---------------------------------------------------------------- Parquet
 
 
+def require_library(names: Iterable[str]) -> None:
+    """An error that names the first Parquet file, where what reads them is not installed: before any other file is read."""
+    first = next((name for name in names if name.lower().endswith(".parquet")), None)
+    if first is not None and importlib.util.find_spec("pyarrow") is None:
+        why, advice = "Parquet needs the package pyarrow, which is missing", "pip install 'lamplighter[data]'"
+        raise InputMissing(f"cannot read {first}", why, advice)
+
+
 def read_parquet(r: OpenFile, item: LocalFile | RemoteFile, tell: Tell) -> Iterator[Record]:
     """The rows, row group by row group; where one column is asked for, only that one is read."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        advice = "pip install 'lamplighter[data]'"
-        raise InputMissing(
-            f"cannot read {r.name}", "Parquet needs the package pyarrow, which is missing", advice
-        ) from error
+    require_library([r.name])
+    import pyarrow
+    import pyarrow.parquet
 
     try:
         with item.open(tell) as file:

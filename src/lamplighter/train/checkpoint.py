@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -59,6 +60,12 @@ class Progress:
     stream: dict[str, Any] | None = None  # of streamed data: the place of the next sample
     scored_step: int = 0  # the last step that was validated,
     since_best: int = 0  # and how many validations ago the best one was
+    loss_sum: float = 0.0  # over the steps that were learned from,
+    loss_steps: int = 0  # and how many they are
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss_sum / self.loss_steps if self.loss_steps else math.nan
 
     def scored(self, step: int, val_loss: float) -> Progress:
         """With the validation after a step; said again (after a kill) it counts once."""
@@ -303,7 +310,9 @@ def load_state(path: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str,
     state = read_json(path / "training" / "state.json")
     if not isinstance(state, dict):
         raise NoCheckpoint(
-            f"{path} has no training state", "it is a model folder", f"start from it with --model.init_from {path}"
+            f"{path} has no training state",
+            "it is a model folder",
+            f"start from it with --model.init_from {shlex.quote(str(path))}",
         )
     names = Progress.__dataclass_fields__
     progress = Progress(**{name: state[name] for name in names if name in state})

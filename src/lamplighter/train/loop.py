@@ -26,6 +26,7 @@ from lamplighter.train.anomalies.detector import announce, recall
 from lamplighter.train.anomalies.history import Facts, repeat_share
 from lamplighter.train.checkpointer import Checkpointer
 from lamplighter.train.optimizers import clip_factor
+from lamplighter.train.pace import Course, Pace
 from lamplighter.train.state import RunContext, TrainState
 from lamplighter.train.validation import validate
 
@@ -51,7 +52,11 @@ def training(context: RunContext, state: TrainState) -> Iterator[Iterator[StepRe
     """Hand out the steps; leaving the block makes the last completed one durable."""
     context.source.start(state.progress.step + 1, state.progress.stream)
     checkpointer = Checkpointer(context, state)
-    report.number(steps=state.steps, step=state.progress.step, durable_step=checkpointer.durable)
+    progress = state.progress
+    report.number(steps=state.steps, step=progress.step, durable_step=checkpointer.durable)
+    report.number(tokens=progress.tokens, mean_loss=progress.mean_loss, best_step=progress.best_step)
+    if progress.best_val_loss is not None:
+        report.number(best_loss=progress.best_val_loss)
     report.when_asked(stop=checkpointer.stop, save=checkpointer.save_for_others)
     context.model.train()
     good = True
@@ -106,6 +111,8 @@ class _Loop:
         self.context, self.state, self.checkpointer = context, state, checkpointer
         self.model, self.optimizer = context.model, context.optimizer
         self.train, self.eval = context.run.train, context.run.eval
+        self.pace = self._pace()
+        self.seconds, self.tokens = 0.0, 0  # of the steps of this attempt
 
     def steps(self) -> Iterator[StepRecord]:
         """Every step that is left, one after the other."""
@@ -114,6 +121,7 @@ class _Loop:
         self._catch_up()
         if state.progress.step >= state.steps or self._out_of_patience():
             return
+        self.pace.show(state.progress.step)
         with report.phase("first batch"):
             batch = source.next(state.progress.step + 1)
         if batch is None:
@@ -124,6 +132,7 @@ class _Loop:
         with report.phase("train", total=state.steps, unit="steps"):
             while True:
                 if record is not None and self._save_and_evaluate(record):
+                    self._foretell(record.step)
                     yield record
                     self._check_stop(record)
                 if state.progress.step >= state.steps or self._out_of_patience():
@@ -134,6 +143,7 @@ class _Loop:
                 if batch is None:
                     return self._end_of_data()
                 record = self._step(batch, time.perf_counter() - started)
+                self.pace.step(time.perf_counter() - started)
 
     # ---------------------------------------------------------------- one step
 
@@ -158,7 +168,10 @@ class _Loop:
             self.optimizer.step(lr, clip_factor(grad_norm, self.train.grad_clip))
             self.optimizer.zero_grad()
             tokens = self.state.progress.tokens + batch.filled
-            self.state.progress = replace(self.state.progress, step=step, tokens=tokens, loss=loss)
+            now = self.state.progress
+            self.state.progress = replace(
+                now, step=step, tokens=tokens, loss=loss, loss_sum=now.loss_sum + loss, loss_steps=now.loss_steps + 1
+            )
         seconds = waited_s + time.perf_counter() - started
         record = StepRecord(step, loss, grad_norm, lr, seconds=seconds, tokens=batch.filled)
         self._log_step(batch, record, waited_s)
@@ -214,11 +227,23 @@ class _Loop:
             values |= hardware.memory_gb(context.machine.device)
             values["sys/disk_free_gb"] = free_bytes(context.folder.path) / 1e9
         report.metric(record.step, values)
+        self._count(record)
         self._announce_epoch(batch.step)
         if self.state.anomalies is not None:
             announce(self.state.anomalies.step(record.step, values))
         if self.state.compiler and (verdict := self.state.compiler.check_recompiles(record.step)):
             report.verdict(verdict)
+
+    def _count(self, record: StepRecord) -> None:
+        """What the whole run adds up to, for whoever looks."""
+        self.seconds, self.tokens = self.seconds + record.seconds, self.tokens + record.tokens
+        report.number(mean_loss=self.state.progress.mean_loss, mean_tokens_per_s=self.tokens / self.seconds)
+        data, step = self.context.data, record.step
+        if data.samples:
+            report.number(documents=round(data.epochs(step) * data.documents))
+        elif step % _SYSTEM_EVERY_STEPS == 0 or step == self.state.steps:
+            stream = self.context.source.state(step)  # of a stream, those before the chunk that is at hand
+            report.number(documents=int((stream or {}).get("document", 0)))
 
     def _announce_epoch(self, step: int) -> None:
         """The end of the data is an epoch, and is said (the first few times): nothing is ever made up to fill a batch."""
@@ -350,7 +375,7 @@ class _Loop:
         That may be found some steps later, as the save goes on beside them; which batches are skipped does not depend on it.
         """
         if self.checkpointer.due(record.step):
-            with report.span("save"):
+            with report.span("save"), self.pace.timing("save", record.step):
                 self.checkpointer.begin()
         late = self.checkpointer.failure()
         if late is None:
@@ -378,9 +403,11 @@ class _Loop:
     def _evaluate_if_due(self, step: int) -> None:
         section, last = self.eval, step == self.state.steps
         if self.context.data.held_out.samples and (last or (section.every_steps and step % section.every_steps == 0)):
-            self._validate(step)
+            with self.pace.timing("validation", step):
+                self._validate(step)
         if section.sample_every_steps and (last or step % section.sample_every_steps == 0):
-            self._show_sample(step)
+            with self.pace.timing("sample", step):
+                self._show_sample(step)
 
     def _validate(self, step: int) -> None:
         context, state = self.context, self.state
@@ -402,11 +429,17 @@ class _Loop:
         with self.checkpointer.lock:
             state.progress = state.progress.scored(step, found.loss)
         best = state.progress.best_step == step
+        self._show_best()
         if best:
             with report.span("save"):
                 self.checkpointer.keep_best()  # also where no save was due at this step
         text = found.words(context.entropy_bound, bpb) + (" (best so far)" if best else "")
         report.event("eval", step=step, text=text, loss=found.loss, nats_per_document=found.nats_per_document)
+
+    def _show_best(self) -> None:
+        now = self.state.progress
+        if now.best_val_loss is not None:
+            report.number(best_loss=now.best_val_loss, best_step=now.best_step)
 
     def _show_sample(self, step: int) -> None:
         """A few words from the model, for people."""
@@ -441,6 +474,24 @@ class _Loop:
         if prompt:
             ids = context.chat.prompt_ids([{"role": "user", "content": prompt}])
         return ids, ids
+
+    # ---------------------------------------------------------------- how long it still takes
+
+    def _pace(self) -> Pace:
+        """With what earlier attempts have measured."""
+        context, data = self.context, self.context.data
+        held_out = data.held_out
+        used = min(1.0, self.eval.windows / held_out.samples) if self.eval.windows and held_out.samples else 1.0
+        worth = used * held_out.targets / max(1.0, data.positions_per_step) if held_out.samples else 0.0
+        course = Course(self.state.steps, self.eval, context.run.save, context.planned_step_s, held_out_steps=worth)
+        pace = Pace(course, context.run.budget, context.smaller)
+        if self.state.progress.step:
+            pace.recall(read_last_lines(context.folder.metrics), read_last_lines(context.folder.rank_events(0)))
+        return pace
+
+    def _foretell(self, step: int) -> None:
+        self.pace.show(step)
+        self.pace.check_budget(step, report.spent_s())
 
     # ---------------------------------------------------------------- the beginning and the end
 
@@ -510,7 +561,7 @@ class _Loop:
         report.note(f"the data ended after step {step} of {state.steps}: that is the end of the run")
         already = step == state.steps
         state.steps = step
-        report.number(steps=step)
+        report.number(steps=step, left_s=0.0)
         self.checkpointer.save_or_report()
         every = self.eval.every_steps
         if not already and not (every and step % every == 0):  # it was due, and is done

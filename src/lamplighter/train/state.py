@@ -21,6 +21,7 @@ from lamplighter.train.anomalies.detector import Detector
 from lamplighter.train.checkpoint import Progress
 from lamplighter.train.hardware import Machine
 from lamplighter.train.optimizers import Optimizer, Schedule
+from lamplighter.train.pace import Smaller
 from lamplighter.train.validation import EntropyBound
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class RunContext:
     source: BatchSource
     tokenizer: Tokenizer
     recorded: dict[str, Any]  # goes into state.json and is compared at resume: machine, data, seed, length
+    planned_step_s: float = 0.0
+    smaller: tuple[Smaller, ...] = ()  # models that would take less time, largest first
     chat: ChatTemplate | None = None
     entropy_bound: EntropyBound | None = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import shlex
 import signal
 import sys
 import threading
@@ -167,7 +168,9 @@ class AttachedProcess:
             time.monotonic() - self.began, {"watched": time.monotonic() - self.began}, attempts
         )
         time_report.write_report(self.run, times, Budget(), outcome.words, {"command": " ".join(self.facts.command)})
-        self.say(f"{outcome.words}\nmade: {self.run.report}; next: lamp why {self.pid}, or: less {self.run.console}")
+        self.say(
+            f"{outcome.words}\nmade: {self.run.report}; next: lamp why {self.pid}, or: less {shlex.quote(str(self.run.console))}"
+        )
 
     def close(self, outcome: RunOutcome) -> None:
         """There is nothing of the process's that would have to be given back."""

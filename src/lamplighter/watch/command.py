@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -206,7 +207,7 @@ class WatchedCommand:
         times = time_report.TimeReport(time.monotonic() - self.began, self.progress.seconds, attempts)
         facts = {"command": " ".join(self.words), "steps": self.progress.steps, "attempts": attempts}
         time_report.write_report(self.run, times, Budget(), outcome.words, {**facts, **self.progress.facts()})
-        made = f"made: {self.run.report}; next: lamp runs, or: less {self.run.console}"
+        made = f"made: {self.run.report}; next: lamp runs, or: less {shlex.quote(str(self.run.console))}"
         self.say(f"{outcome.words}; {self.progress.summary()}\n{made}")
 
     def close(self, outcome: RunOutcome) -> None:

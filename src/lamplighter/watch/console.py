@@ -18,7 +18,7 @@ from lamplighter.safe_text import safe
 from lamplighter.watch.status import Status, line
 
 if TYPE_CHECKING:
-    from lamplighter.watch.live import Live
+    from lamplighter.watch.live import Live, Page
 
 LINE_EVERY_S = 1.6  # a pipe hears something at least every 2 s, also when the loop is late by a look
 CALM_AFTER_S = 600.0
@@ -86,28 +86,29 @@ class Stream(io.TextIOBase):
 class Console:
     """Says sentences and shows the status; `live` on a terminal, lines elsewhere."""
 
-    def __init__(self, fd: int = 1, live: bool | None = None, log_fd: int = -1) -> None:
+    def __init__(self, fd: int = 1, live: bool | None = None, log_fd: int = -1, whole: bool = False) -> None:
+        """`whole`: the display may have all of the terminal, not only its last rows."""
         self.stream = Stream(fd)
         self.log_fd = log_fd
         self.last_line = first_words.last_s()
         self.calm_since: float | None = None
         self.blocked_said = False
-        self.display: Live | None = None
+        self.display: Live | Page | None = None
         wanted = live if live is not None else os.isatty(fd) and os.environ.get("TERM", "dumb") != "dumb"
         if wanted:
-            from lamplighter.watch.live import Live
+            from lamplighter.watch.live import Live, Page
 
-            self.display = Live(self.stream)
+            self.display = Page(self.stream) if whole else Live(self.stream)
 
-    def say(self, text: str, style: str = "") -> None:
-        """One or more lines that stay."""
+    def say(self, text: str, style: str = "", at: float | None = None) -> None:
+        """One or more lines that stay; `at`: when it happened, where that is not now."""
         for one in safe(text).splitlines() or [""]:
-            stamped = f"{time.strftime('%H:%M:%S')}  {one}"
-            self._copy(stamped)
+            stamp = f"{time.strftime('%H:%M:%S', time.localtime(at))}  "
+            self._copy(stamp + one)
             if self.display is not None:
-                self.display.line(stamped, style)
+                self.display.line(stamp, one, style)
             else:
-                self.stream.write(stamped + "\n")
+                self.stream.write(stamp + one + "\n")
         self.last_line = time.monotonic()
         first_words.spoke()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections import deque
 
 from rich.console import Console as RichConsole
 from rich.console import Group
@@ -17,9 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lamplighter.safe_text import clean, safe
-from lamplighter.watch.status import Status, alert, duration, sentence, sparkline
+from lamplighter.watch.status import Status, alert, chart, duration, sentence, sparkline
 
 _SPINNER = "◐◓◑◒"
+_LAST_WORDS = 5  # of a page that is left
 
 
 class Live:
@@ -33,8 +35,15 @@ class Live:
         self.open = False
         self.frames = 0
 
-    def line(self, text: str, style: str) -> None:
-        self.console.print(Text(text, style=style, overflow="fold"))
+    def line(self, stamp: str, text: str, style: str) -> None:
+        """Broken between words where it must be, each part under the first."""
+        body = text.lstrip(" ")
+        before = stamp + " " * (len(text) - len(body))
+        parts = Text(body, style=style).wrap(self.console, max(20, self.console.width - len(before)), overflow="fold")
+        for part in parts or [Text()]:
+            part.rstrip()
+            self.console.print(Text(before, style=style).append_text(part), no_wrap=True, overflow="ignore", crop=False)
+            before = " " * len(before)
 
     def frame(self, status: Status) -> None:
         if not self.open:
@@ -51,7 +60,7 @@ class Live:
     def _draw(self, status: Status) -> Group:
         width = self.console.width
         spin = _SPINNER[self.frames % len(_SPINNER)]
-        head = Text(f"{spin} {clean(status.name)} ", style="bold yellow")
+        head = Text(f"{spin} {shortened(clean(status.name), width // 6)} ", style="bold yellow")
         head.append(safe(sentence(status)), style="default")
         head.truncate(max(10, width - 1), overflow="ellipsis")
         rows: list[object] = [head]
@@ -69,13 +78,81 @@ class Live:
         return Group(*rows)  # type: ignore[arg-type]
 
 
+class Page:
+    """Owns the whole terminal, for somebody who looks at a run from elsewhere: now, the curve, the last sample, what was said.
+
+    Every frame is drawn anew for the window as it is then, on the terminal's second screen; what was said last stays on the
+    first one when it is left.
+    """
+
+    def __init__(self, stream: io.TextIOBase) -> None:
+        self.console = RichConsole(file=stream, force_terminal=True, highlight=False)  # type: ignore[arg-type]
+        self.live = RichLive(
+            console=self.console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
+        self.open = False
+        self.frames = 0
+        self.said: deque[Text] = deque(maxlen=200)
+        self.sample: list[Text] = []
+        self.in_sample = False
+
+    def line(self, stamp: str, text: str, style: str) -> None:
+        """A sample has a place of its own; its lines follow its head and are indented."""
+        found = Text(stamp + text, style=style)
+        begins = text.startswith("sample at step")
+        self.in_sample = begins or (self.in_sample and text.startswith("   "))
+        if begins:
+            self.sample = [found]
+        elif self.in_sample:
+            self.sample.append(found)
+        else:
+            self.said.append(found)
+
+    def frame(self, status: Status) -> None:
+        if not self.open:
+            self.live.start()
+            self.open = True
+        self.frames += 1
+        self.live.update(Group(*self._draw(status)), refresh=True)
+
+    def close(self) -> None:
+        """The first screen again, with the last words."""
+        if self.open:
+            self.live.stop()
+            self.open = False
+        for text in [*self.said][-_LAST_WORDS:]:
+            self.console.print(text, overflow="fold")
+
+    def _draw(self, status: Status) -> list[Text | Table]:
+        width, height = self.console.size
+        head = Text(f"{_SPINNER[self.frames % len(_SPINNER)]} {status.name} ", style="bold yellow")
+        head.append(sentence(status), style="default")
+        if warning := alert(status):
+            head.append(f"  {warning}", style="bold yellow")
+        rows: list[Text | Table] = [*head.wrap(self.console, width)][: max(1, height // 3)]
+        if (slot := status.slot) is not None and slot.steps > 0:
+            rows.append(_bar(float(slot.step), float(slot.steps), status, width))
+        if status.training and len(status.losses) > 1:
+            tall = max(1, min(8, (height - len(rows)) // 4))
+            rows += [Text(row, style="green") for row in chart(status.losses, width - 2, tall)]
+            rows.append(_curve(status, width))
+        rows += [part for text in self.sample for part in text.wrap(self.console, width)][: height // 3]
+        said = [part for text in self.said for part in text.wrap(self.console, width)]
+        return rows + said[len(said) - max(0, height - len(rows)) :]
+
+
 def _bar(done: float, total: float, status: Status, width: int) -> Table:
     table = Table.grid(padding=(0, 1))
     elapsed = duration(time.monotonic() - status.started)
-    left = f"{duration(status.eta_s)} left" if status.eta_s is not None else ""
-    bar = ProgressBar(total=total, completed=min(done, total), width=max(10, width - 40))
-    table.add_row("  ", bar, f"{done / total:4.0%}", elapsed, left)
+    bar = ProgressBar(total=total, completed=min(done, total), width=max(10, width - 30))
+    table.add_row("  ", bar, f"{done / total:4.0%}", f"after {elapsed}")
     return table
+
+
+def shortened(text: str, width: int) -> str:
+    """With its end cut off where it is too long."""
+    width = max(8, width)
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _curve(status: Status, width: int) -> Text:

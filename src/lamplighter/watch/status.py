@@ -6,7 +6,6 @@ Out: a Status, one sentence in which something changes every time, new events in
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter.procs.procfs import ProcessLook
 from lamplighter.rundir import RunDir, human_bytes, parse_record, read_last_lines
 from lamplighter.safe_text import clean
-from lamplighter.slot import Slot
+from lamplighter.slot import SURE_STEPS, Slot
 
 if TYPE_CHECKING:
     from lamplighter.config import Budget
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 _RATE_WINDOW_S = 15.0
 _HISTORY_RUNS = 5
 _HISTORY_BYTES = 1 << 18
+_WORTH_SAYING_S = 0.05  # that steps waited for a save
 _BARS = "▁▂▃▄▅▆▇█"
 _Flag = dict[str, Any]  # a red flag that stands: cause, state, why, next, step
 
@@ -47,8 +47,8 @@ class Status:
     floor: float | None = None  # nats per token that no model can beat
     lr: float = 0.0
     data_wait: float = 0.0  # share of the step
-    usd: float | None = None
-    usd_limit: float | None = None
+    spent_s: float = 0.0
+    budget: Budget = field(default_factory=Budget)
     durable_age_s: float | None = None
     usual_s: float | None = None  # what this phase took last time
     flags: dict[str, _Flag] = field(default_factory=dict)  # red flags that stand, by cause
@@ -59,15 +59,27 @@ class Status:
 
     @property
     def eta_s(self) -> float | None:
-        if self.slot is None:
+        """Of a training run by its own measurements (train/pace.py), of any other phase by its rate."""
+        slot = self.slot
+        if slot is None:
             return None
-        if self.training and self.slot.phase == "train":
-            left = float(self.slot.steps - self.slot.step)
-            if not self.rate and self.slot.planned_step_s and left > 0:
-                return left * self.slot.planned_step_s  # nothing is measured yet: as planned
-        else:
-            left = self.slot.total - self.slot.done if self.slot.total > 0 else -1
+        if self.training:
+            since_s = max(0.0, (time.monotonic_ns() - slot.left_ns) / 1e9)
+            return max(0.0, slot.left_s - min(since_s, slot.left_now_s)) if slot.left_s >= 0 else None
+        left = slot.total - slot.done if slot.total > 0 else -1
         return left / self.rate if left > 0 and self.rate > 0 else None
+
+    @property
+    def end_s(self) -> float | None:
+        """What the whole run will have taken, from the tenth measured step on."""
+        if self.slot is None or self.slot.measured < SURE_STEPS or (left := self.eta_s) is None or not self.training:
+            return None
+        return self.spent_s + left
+
+    @property
+    def short_s(self) -> float:
+        """How much longer that is than the budget allows."""
+        return max(0.0, (self.end_s or 0.0) - self.budget.left_s(0.0))
 
 
 # ---------------------------------------------------------------- looking at a run
@@ -109,8 +121,8 @@ class Rate:
             self.counted = counted
             self.samples.clear()
         self.samples.append((now, done))
-        while len(self.samples) > 2 and now - self.samples[0][0] > _RATE_WINDOW_S:
-            self.samples.popleft()
+        while len(self.samples) > 2 and now - self.samples[1][0] > _RATE_WINDOW_S and self.samples[1][1] < done:
+            self.samples.popleft()  # but not the last one from before the latest unit: work in large units has a rate too
         (then, before), seconds = self.samples[0], now - self.samples[0][0]
         self.per_s = max(0.0, done - before) / seconds if seconds > 0.4 else self.per_s if then != now else 0.0
         return self.per_s
@@ -141,9 +153,7 @@ class Observer:
         self.fresh = self.metrics.records()
         for record in self.fresh:
             self._learn(record)
-        if self.budget.usd_per_hour is not None:
-            status.usd = self.budget.spent_usd(spent_s)
-            status.usd_limit = self.budget.usd
+        status.spent_s, status.budget = spent_s, self.budget
         events = [(number, event) for number, tail in enumerate(self.events) for event in tail.records()]
         for _, event in events:
             self._hear(event)
@@ -208,17 +218,37 @@ def amount(value: float, unit: str) -> str:
     return human_bytes(value) if unit == "B" else f"{value:,.0f} {unit}".rstrip()
 
 
-def sparkline(values: Iterable[float], width: int) -> str:
-    """A curve in one row of characters, averaged to the width."""
+def averaged(values: Iterable[float], width: int) -> list[float]:
+    """At most so many points; none of fewer than two values."""
     points = [value for value in values if value == value]
     if len(points) < 2:
-        return ""
+        return []
     size = max(1, len(points) / width)
     cuts = [points[int(i * size) : max(int(i * size) + 1, int((i + 1) * size))] for i in range(min(width, len(points)))]
-    means = [sum(cut) / len(cut) for cut in cuts if cut]
+    return [sum(cut) / len(cut) for cut in cuts if cut]
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """A curve in one row of characters, averaged to the width."""
+    means = averaged(values, width)
+    if not means:
+        return ""
     low, high = min(means), max(means)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def chart(values: Iterable[float], width: int, height: int) -> list[str]:
+    """A curve of several rows of characters, averaged to the width, each column filled up to its value."""
+    means = averaged(values, width)
+    if not means:
+        return []
+    low, high = min(means), max(means)
+    levels = [round((mean - low) / (high - low) * (8 * height - 1)) if high > low else 0 for mean in means]
+    return [
+        "".join(" " if level < 8 * row else _BARS[min(7, level - 8 * row)] for level in levels)
+        for row in range(height - 1, -1, -1)
+    ]
 
 
 def line(status: Status) -> str:
@@ -253,27 +283,51 @@ def alert(status: Status) -> str:
 
 
 def _training_words(status: Status, slot: Slot) -> list[str]:
+    """What must not be cut off stands first."""
     parts = [f"step {slot.step}/{slot.steps}" if slot.steps else f"step {slot.step}"]
-    if slot.loss == slot.loss:
-        parts.append(f"loss {slot.loss:.3f}")
-    if slot.tokens_per_s:
-        parts.append(f"{slot.tokens_per_s:,.0f} tok/s")
-    if slot.mfu:
-        parts.append(f"MFU {slot.mfu:.0%}")
-    if status.eta_s is not None and slot.phase == "train":
+    if status.eta_s is not None:
         parts.append(f"{duration(status.eta_s)} left")
+    if slot.step or slot.durable_step:
+        parts.append(f"safe to step {slot.durable_step}")
     if slot.phase != "train":
         inner = slot.phase.removeprefix("train > ")
         count = f" {amount(slot.done, '')}/{amount(slot.total, slot.unit)}" if slot.total > 0 else ""
         parts.append(f"{inner}{count} for {duration(_phase_age(slot))}")
     elif status.stalled_s > 1:
         parts.append(f"{slot.span or 'working'} for {duration(status.stalled_s)}")
-    if slot.step or slot.durable_step:
-        parts.append(f"safe to step {slot.durable_step}")
-    if status.usd is not None:
-        limit = f" of ${status.usd_limit:.2f}" if status.usd_limit else ""
-        parts.append(f"${status.usd:.4f}{limit}")
+    if slot.loss == slot.loss:
+        mean = f" (average {slot.mean_loss:.3f})" if slot.mean_loss == slot.mean_loss else ""
+        parts.append(f"loss {slot.loss:.3f}{mean}")
+    parts += _money_words(status)
+    if slot.tokens_per_s:
+        parts.append(f"{slot.tokens_per_s:,.0f} tok/s")
+    if slot.tokens:
+        parts.append(f"{large(slot.tokens)} tokens")
+    if slot.mfu:
+        parts.append(f"MFU {slot.mfu:.0%}")
     return parts
+
+
+def _money_words(status: Status) -> list[str]:
+    """Spent, of how much, and how much it will be at the end."""
+    budget, end_s = status.budget, status.end_s
+    if budget.usd_per_hour is not None:
+        limit = f" of ${budget.usd:.2f}" if budget.usd else ""
+        end = f", ${budget.spent_usd(end_s):,.2f} at the end" if end_s is not None else ""
+        return [f"${budget.spent_usd(status.spent_s):.4f}{limit}{end}"]
+    if budget.hours is not None:
+        end = f", {end_s / 3600:.2f} h at the end" if end_s is not None else ""
+        return [f"{status.spent_s / 3600:.2f} of {budget.hours:g} h{end}"]
+    return []
+
+
+def large(number: float) -> str:
+    """1,234; 56.7k; 8.90M; 1.23G."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= size:
+            unit = 1e3 if letter == "k" else size
+            return f"{number / unit:.3g}{letter}"
+    return f"{number:,.0f}"
 
 
 def _phase_words(status: Status, slot: Slot) -> list[str]:
@@ -283,7 +337,8 @@ def _phase_words(status: Status, slot: Slot) -> list[str]:
     elif slot.done:
         parts.append(amount(slot.done, slot.unit))
     if status.rate and slot.done:
-        parts.append(f"{amount(status.rate, slot.unit)}/s")
+        slow = status.rate < 1 and slot.unit != "B"
+        parts.append(f"{1 / status.rate:.1f} s each" if slow else f"{amount(status.rate, slot.unit)}/s")
     if status.eta_s is not None:
         parts.append(f"{duration(status.eta_s)} left")
     if slot.phase_item:
@@ -310,16 +365,15 @@ def tell(event: dict[str, Any]) -> list[tuple[str, str]]:
     if kind == "warning":
         return [(f"WARNING  {clean(event['text'])}", "bold yellow")]
     if kind == "checkpoint":
-        best = ", best so far" if event.get("best") else ""
-        took = f"{event['seconds']:.2f} s"
-        if (blocked_s := event.get("blocked_s", event["seconds"])) < event["seconds"]:
-            took += f" beside the steps, which waited {blocked_s:.2f} s"
-        return [(f"saved {event['path']} ({human_bytes(event['bytes'])}, {took}{best})", "green")]
+        waited_s = event.get("blocked_s", event["seconds"])
+        waited = f"; steps waited {waited_s:.2f} s" if waited_s >= _WORTH_SAYING_S else ""
+        name = clean(str(event["path"]).rsplit("/", 1)[-1])
+        return [(f"saved {name} ({human_bytes(event['bytes'])}, {event['seconds']:.2f} s{waited})", "green")]
     if kind == "eval":
         return [(f"validation at step {event['step']}: {clean(event['text'])}", "cyan")]
     if kind == "sample":
         return [(f"sample at step {event['step']}:", "magenta")] + [
-            (f"   {line}", "") for line in _wrapped(event["text"])
+            (f"   {clean(line)}".rstrip(), "") for line in event["text"].strip("\n").split("\n")
         ]
     if kind == "verdict" and not event.get("said"):
         style = "yellow" if event["state"] == "slow" else "bold red"
@@ -336,13 +390,6 @@ def tell(event: dict[str, Any]) -> list[tuple[str, str]]:
     if kind == "error":
         return [(line, "bold red") for line in event["lines"]]
     return []
-
-
-def _wrapped(text: str, width: int = 100) -> list[str]:
-    lines = []
-    for line in text.strip("\n").split("\n"):
-        lines += textwrap.wrap(clean(line), width) or [""]
-    return lines
 
 
 def tell_step(record: dict[str, Any]) -> str:

@@ -342,7 +342,7 @@ class Supervisor:
         self._write_event(event)
         told = tell(event)
         self.target.say("\n".join(text for text, _ in told), told[0][1], urgent=True)
-        self.notifier.tell(verdict.state, verdict.why, cause=verdict.cause, action=verdict.action)
+        self.notifier.tell(verdict.state, verdict.why, cause=verdict.cause, action=verdict.action, **self._outlook())
 
     def _hear(self) -> None:
         """What the processes report, and who of those that they started has ended."""
@@ -351,10 +351,17 @@ class Supervisor:
             self._write_event(event)
             self.resources.hear(event)
             if event.get("type") == "verdict" and not event.get("said"):
-                kind = "budget" if event.get("cause") == "budget" else event.get("state", "")
-                self.notifier.tell(kind, event.get("why", ""), cause=event.get("cause"))
+                kind = "budget" if event.get("cause") in ("budget", "budget_short") else event.get("state", "")
+                advice = {"next": event.get("next", "")} if kind == "budget" else {}
+                self.notifier.tell(kind, event.get("why", ""), cause=event.get("cause"), **advice, **self._outlook())
         if not self.facts.ours:
             self._hear_exits()
+
+    def _outlook(self) -> dict[str, Any]:
+        """How far it is and when it will end, for those who are told and do not look."""
+        told = self.target.status_fields()
+        names = ("step", "eta_s", "end_hours", "end_usd", "short_hours", "short_usd")
+        return {name: told[name] for name in names if told.get(name) is not None}
 
     def _hear_exits(self) -> None:
         """Of a command, every end is an event, and that of a worker or a rank a verdict; what a launcher clears away is not."""

@@ -93,14 +93,17 @@ def _charge(times: TimeReport, name: str, seconds: float) -> None:
     times.seconds[name] = times.seconds.get(name, 0.0) + seconds
 
 
-def lines(times: TimeReport, budget: Budget) -> list[str]:
-    """The table that people read."""
+def lines(times: TimeReport, budget: Budget, most: int | None = None) -> list[str]:
+    """The table that people read; with `most`, so many names, and the others as one sum."""
     wall = times.wall_s or 1e-9
     rows = [
         (name, seconds)
         for name, seconds in sorted(times.seconds.items(), key=lambda row: -row[1])
         if seconds / wall > 0.0005
     ]
+    if most is not None and len(rows) > most:
+        rest = rows[most - 1 :]
+        rows = [*rows[: most - 1], (f"{len(rest)} more, in report.md", sum(seconds for _, seconds in rest))]
     rows.append(("unexplained", times.unexplained_s))
     table = [
         f"{name:<32} {duration(seconds):>9}  {seconds / wall:6.1%}{_cents(seconds, budget)}" for name, seconds in rows

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -43,6 +45,7 @@ from lamplighter.watch.status import Observer, Tail, duration, line, tell, tell_
 from lamplighter.watch.supervisor import Death, Ending, Root, RunOutcome, TargetFacts, TargetState
 
 _OUTPUT_LINES = 40
+_LEDGER_NAMES = 5  # on the screen, where the last validation and sample must stay in sight; report.md has all
 _BUDGET_BACKSTOP_S = 5.0
 _SPIN = "3000"  # turns of waiting before a thread sleeps: chosen by measurement, decision 005
 _NO_WORD = "it did not say that it was done; your code or a library may have called os._exit"
@@ -98,6 +101,8 @@ class Trainer:
         self.peak_bytes = 0
         self.error_heard = False
         self.ended_early: dict[str, Any] = {}
+        self.foretold_s = 0.0  # what the whole run will have taken, as it was last known
+        self.stopped_by: dict[str, Any] = {}  # the verdict by which the child stopped itself
 
     @property
     def spent_s(self) -> float:
@@ -212,6 +217,7 @@ class Trainer:
             for text, style in tell(event):
                 self.say(text, style)
             yield {**event, "rank": rank}
+        self.foretold_s = self.status.end_s or self.foretold_s
         for record in self.observer.fresh if self.spec.verbose else []:
             self.say(tell_step(record), "dim")
         fresh = self.output.lines()
@@ -225,6 +231,8 @@ class Trainer:
         self.error_heard = self.error_heard or kind == "error"
         if kind == "ended early":
             self.ended_early = {name: event.get(name) for name in ("step", "steps", "since_best", "best_step", "why")}
+        elif kind == "verdict" and event.get("cause") == "budget":
+            self.stopped_by = event
 
     def show(self, stopping_s: float | None) -> None:
         words = (
@@ -253,16 +261,54 @@ class Trainer:
             "phase": slot.phase if slot else "start",
             "step": step,
             "steps": slot.steps if slot and told else before.get("steps", 0),
-            "tokens": slot.tokens if slot and told else before.get("tokens", 0),
+            "tokens": slot.tokens if slot and told else int(number(before.get("tokens"))),
             "tokens_per_s": round(slot.tokens_per_s, 1) if slot else 0.0,
+            "documents": slot.documents if slot and told else int(number(before.get("documents"))),
             "loss": slot.loss if slot and slot.loss == slot.loss else None,
-            "val_loss": self.status.val_loss,
+            "mean_loss": slot.mean_loss if slot and slot.mean_loss == slot.mean_loss else self._before("mean_loss"),
+            "val_loss": self._val_loss(),
+            "best_val_loss": slot.best_loss if slot and slot.best_step else self._before("best_val_loss"),
+            "best_step": slot.best_step if slot and told else int(number(before.get("best_step"))),
             "eta_s": round(self.status.eta_s, 1) if self.status.eta_s is not None else None,
             "usd": round(self.spec.budget.spent_usd(self.spent_s), 6),
+            **self._forecast(),
             "durable_step": durable,
             "spent_s": round(self.spent_s, 2),
             "flags": list(self.status.flags.values()),
             **({"ended_early": self.ended_early} if self.ended_early else {}),
+            **self._budget_spent(),
+        }
+
+    def _val_loss(self) -> float | None:
+        """Of this attempt, else the last that is known."""
+        found = self.status.val_loss
+        return found if found is not None else self._before("val_loss")
+
+    def _before(self, name: str) -> float | None:
+        """A number of the attempt before, where it said one."""
+        found = number(self.last_status.get(name), math.nan)
+        return None if math.isnan(found) else found
+
+    @property
+    def _spent_all(self) -> bool:
+        return bool(self.stopped_by) or self.spec.budget.left_s(self.spent_s) < 0
+
+    def _budget_spent(self) -> dict[str, float]:
+        """The limit in seconds that has stopped it, and what the whole run would have taken: what a next start must know."""
+        if not self._spent_all:
+            return {}
+        return {"budget_spent": self.spec.budget.left_s(0.0), "end_hours_told": round(self.foretold_s / 3600, 4)}
+
+    def _forecast(self) -> dict[str, Any]:
+        """Hours and dollars of the whole run, and what of them the budget lacks; null until ten steps are measured."""
+        status, budget = self.status, self.spec.budget
+        end_s, short_s = status.end_s, status.short_s
+        known = end_s is not None
+        return {
+            "end_hours": round(end_s / 3600, 4) if end_s is not None else None,
+            "end_usd": round(budget.spent_usd(end_s), 4) if end_s is not None and budget.usd_per_hour else None,
+            "short_hours": round(short_s / 3600, 4) if known else None,
+            "short_usd": round(budget.spent_usd(short_s), 4) if known and budget.usd_per_hour else None,
         }
 
     def _standing(self) -> tuple[int, int]:
@@ -361,9 +407,10 @@ class Trainer:
             best = f"; use checkpoint-{early['best_step']}" if early["best_step"] else ""
             return f"finished {self.run.name} early, at step {early['step']} of {early['steps']}: {early['why']}{best}"
         where = f"; the traceback is in {self.run.output}" if self.spec.keeps_report else ""
+        why = " (the budget is spent)" if self._spent_all else ""
         words = {
             DONE: f"finished {self.run.name}",
-            STOPPED_EARLY: f"stopped early at step {step}{safe}",
+            STOPPED_EARLY: f"stopped early{why} at step {step}{safe}",
             CRASHED: f"the process crashed{where}{safe}",
             FAULTS_FOUND: f"faults were found{safe}",
             RefusedByPlan.code: f"refused by the plan{safe}",
@@ -389,26 +436,52 @@ class Trainer:
 
     def _report_times(self, outcome: RunOutcome) -> None:
         times = time_report.read_time_report(self.run)
-        status, slot, budget = self.status, self.slot, self.spec.budget
-        facts: dict[str, Any] = {"steps": f"{slot.step} of {slot.steps}" if slot else "0", "attempts": times.attempts}
-        if slot and slot.loss == slot.loss:
-            facts["last training loss"] = f"{slot.loss:.4f}"
-        if status.val_loss is not None:
-            facts["validation loss"] = f"{status.val_loss:.4f} (step {status.val_step})"
-        if budget.usd_per_hour is not None:
-            facts["spent"] = f"${budget.spent_usd(self.spent_s):.4f}"
-        if status.flags:
-            facts["red flags at the end"] = named = ", ".join(status.flags)
+        facts = {**self._statistics(), "attempts": str(times.attempts)}
+        if self.status.flags:
+            facts["red flags at the end"] = named = ", ".join(self.status.flags)
             self.say(f"red flags at the end: {named} (numbers in {self.run.report})", "bold yellow")
-        for text in time_report.lines(times, budget):
+        for text in time_report.lines(times, self.spec.budget, most=_LEDGER_NAMES):
             self.say(f"   {text}", "dim")
-        if problem := time_report.write_report(self.run, times, budget, outcome.words, facts):
+        self.say("; ".join(f"{name} {value}" for name, value in self._statistics().items()))
+        if problem := time_report.write_report(self.run, times, self.spec.budget, outcome.words, facts):
             self.say(f"WARNING  {self.run.report} cannot be written: {problem}", "bold yellow")
+
+    def _statistics(self) -> dict[str, str]:
+        """What the run adds up to, over all its attempts; however it ended."""
+        slot, told, budget = self.slot or Slot(), self.status_fields(), self.spec.budget
+        facts = {"steps": f"{told['step']} of {told['steps'] or '?'}", "tokens": f"{told['tokens']:,}"}
+        if told["documents"]:
+            facts["documents"] = f"{told['documents']:,}"
+        if slot.mean_tokens_per_s:
+            facts["tokens/s"] = f"{slot.mean_tokens_per_s:,.0f}"
+        if told["mean_loss"] is not None:
+            facts["average loss"] = f"{told['mean_loss']:.4f}"
+        if told["loss"] is not None:
+            facts["last loss"] = f"{told['loss']:.4f}"
+        if self.status.val_loss is not None:
+            facts["validation"] = f"{self.status.val_loss:.4f} (step {self.status.val_step})"
+        if told["best_step"]:
+            facts["best"] = f"{number(told['best_val_loss']):.4f} (step {told['best_step']})"
+        cost = f", ${budget.spent_usd(self.spent_s):.4f}" if budget.usd_per_hour is not None else ""
+        facts["spent"] = f"{duration(self.spent_s)}{cost}"
+        return facts
 
     def close(self, outcome: RunOutcome) -> None:
         """What to run next."""
         if outcome.code != DONE and self.spec.resume_command and outcome.code not in _NOT_BY_RESUMING:
-            self.say(f"next: {self.spec.resume_command}", "bold")
+            more = self.spec.budget.enough_for(self.foretold_s or 2 * self.spent_s) if self._spent_all else ""
+            self.say(f"next: {with_settings(self.spec.resume_command, more)}", "bold")
+
+
+def with_settings(command: str, settings: str) -> str:
+    """The command with these settings instead of what it says of them."""
+    words, new = shlex.split(command), shlex.split(settings)
+    for flag in new[::2]:
+        words = [word for word in words if not word.startswith(f"{flag}=")]
+        while flag in words:
+            at = words.index(flag)
+            del words[at : at + 2]
+    return shlex.join([*words, *new])
 
 
 def threads_wait(environ: Mapping[str, str]) -> dict[str, str]:

@@ -443,6 +443,7 @@ def example_batches(train: Fitted, val: Fitted, how: str, layout: BatchLayout) -
         padding=1 - float(train.positions.sum()) / (packing.windows * seq_len),
         held_out=HeldOut(held.windows, len(val), int(val.targets.sum()), val.text_bytes),
         fingerprint=_fingerprint(packing),
+        documents=len(train),
     )
     return StepBatches(facts, make, validation)
 
@@ -499,5 +500,6 @@ def _grouped(train: Fitted, val: Fitted, layout: BatchLayout) -> StepBatches:
         held_out=HeldOut(len(val), len(val), int(val.targets.sum()), val.text_bytes),
         whole_batches=True,
         fingerprint=_fingerprint(first),
+        documents=len(train),
     )
     return StepBatches(facts, make, validation)

@@ -23,6 +23,7 @@ from lamplighter.readers.files import find_items
 from lamplighter.readers.http import safe_url
 from lamplighter.readers.records import Cursor, Part, Position, digest, skip
 from lamplighter.readers.remote import RemoteFile, is_url
+from lamplighter.readers.tables import require_library
 
 if TYPE_CHECKING:
     from lamplighter.config import Data
@@ -88,6 +89,7 @@ def _open_entries(entries: list[str], data: Data, hash_store: Path | None, known
         return own_source(name)
     remote = {entry: files for entry, files in known.items() if isinstance(files, list)}
     items = find_items(entries, data.retry_s, remote)
+    require_library(item.name for item in items)
     return FileSource(
         items, data.separator, data.text_key, hash_store, bad_text=data.bad_text, bad_limit=data.bad_limit
     )

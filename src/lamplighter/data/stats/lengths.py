@@ -215,13 +215,12 @@ def _advise_examples(lengths: Lengths, seq_len: int, batch_size: int) -> Sequenc
     elif seq_len < best:
         because += f"; {seq_len:,} holds {_percent(now.whole_share)} whole and cuts {now.over:,} of {facts.count:,}"
     what = f"a window of {best:,} tokens" if best != seq_len else f"keep the window of {seq_len:,} tokens"
-    kind = "packed" if shares["packed"].share <= shares["grouped"].share else "grouped"
     costs = f"in windows of {best:,}: padding is {_percent(shares['to seq_len'].share)} with each alone," + ",".join(
         f" {_percent(shares[name].share)} {name}" for name in ("dynamic", "grouped", "packed")
     )
     return [
         LengthAdvice(what, because, f"data.seq_len: {best}"),
-        LengthAdvice(f"pack: {kind}", costs, f"data.packing: {kind}"),
+        LengthAdvice("pack: packed, as data.packing auto does", costs, "data.packing: packed"),
     ]
 
 
