@@ -31,6 +31,7 @@ _PYSPY_DEADLINE_S = 2.0
 _SIGNAL_DEADLINE_S = 0.3
 _DUMPED = re.compile(r'File "(.*)", line (\d+) in (.*)')
 _LIBRARY_PARTS = (
+    "<eval_with_key>",
     "/lib/python3",
     "/site-packages/",
     "/dist-packages/",

@@ -265,11 +265,24 @@ def note_error(kind: type[BaseException], error: BaseException, trace: Traceback
         if frame is None or layout.kind_of(trace.tb_frame.f_code.co_filename) == layout.USERS:
             frame = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
+    text = str(error)
+    frame = _line_in_worker(text) or frame
     where = f" ({frame[0][-200:]}:{frame[1]})" if frame is not None else ""
-    text = " ".join(str(error).split())
+    text = " ".join(text.split())
     if len(text) > 280:  # the end says more than the middle
         text = f"{text[:100]} ... {text[-175:]}"
     slot.text("error", f"{prefix}{kind.__name__}: {text}{where}")
+
+
+def _line_in_worker(text: str) -> tuple[str, int] | None:
+    """The user's innermost line in the traceback that a DataLoader puts into the message of a worker's error."""
+    found = None
+    for row in text.splitlines() if "Original Traceback" in text else ():
+        before, _, rest = row.strip().partition('File "')
+        file, _, number = rest.partition('", line ')
+        if not before and number and layout.kind_of(file) == layout.USERS:
+            found = (file, int(number.partition(",")[0]))
+    return found
 
 
 def _wrap_excepthook() -> None:

@@ -131,6 +131,9 @@ def _item_text(index: object, running: int) -> str:
     return f"{shown}, and {len(wanted) - 8} more" if len(wanted) > 8 else shown
 
 
+_item_failed = False
+
+
 def _item_begins(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     slot = bootstrap.slot
     running = slot.get("items")
@@ -139,19 +142,21 @@ def _item_begins(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         slot.set("worker", info.id if info is not None else -1)
     by_index = type(args[0]).__name__ != "_IterableDatasetFetcher"
     index = args[1] if len(args) > 1 else kwargs.get("possibly_batched_index")
-    slot.text("item", _item_text(index if by_index else None, running))
+    if not _item_failed:  # the item of an error stays, while the worker goes on with the next one
+        slot.text("item", _item_text(index if by_index else None, running))
     slot.set("item_since_ns", monotonic_ns())
     slot.set("in_item", 1)
 
 
 def _item_ends(begun: object, args: object, worked: bool) -> None:
+    global _item_failed
     slot = bootstrap.slot
     slot.set("in_item", 0)
     kind, error, trace = sys.exc_info()
     if worked:
         slot.add("items")
-    elif kind is not None and error is not None and kind is not StopIteration and not slot.get("failed"):
-        slot.set("failed", 1)
+    elif kind is not None and error is not None and kind is not StopIteration and not _item_failed:
+        _item_failed = True
         bootstrap.note_error(kind, error, trace, f"item {slot.get_text('item')}: ")
 
 
