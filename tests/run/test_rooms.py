@@ -10,17 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src" / "lamplighter"
-LAYER0 = {"config", "report", "rundir", "errors", "slot", "own_stacks", "gpus", "schedule"}
+LAYER0 = {"config", "report", "records", "rundir", "errors", "slot", "own_stacks", "gpus", "schedule"}
 ALLOWED = {
-    "config": {"errors", "rundir"},
+    "config": {"errors", "records", "rundir"},
     "report": {"errors", "rundir", "procs", "slot", "own_stacks"},
-    "rundir": {"errors", "procs"},
+    "rundir": {"errors", "procs", "records"},
+    "records": set(),
     "errors": set(),
     "slot": set(),
     "own_stacks": {"slot"},
     "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share
     "schedule": {"config"},
-    "procs": {"errors"},
+    "procs": {"errors", "records"},
     "readers": LAYER0,
     "data": LAYER0 | {"procs", "readers"},
     "clean": LAYER0 | {"procs", "readers"},

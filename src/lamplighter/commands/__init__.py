@@ -97,7 +97,7 @@ def _run_verb(words: list[str]) -> int:
 def write(fd: int, text: str) -> None:
     """Words to a stream of ours, at once."""
     try:
-        os.write(fd, text.encode())
+        os.write(fd, text.encode("utf-8", "replace"))
     except OSError:  # nobody reads any more; what was asked for still happens
         return
 

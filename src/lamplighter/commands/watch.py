@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lamplighter.commands.arguments import named_run, parse
 from lamplighter.errors import DONE, AlreadyRunning, BadConfig, LampError, UsageError
 from lamplighter.procs import procfs
-from lamplighter.rundir import RunDir, is_running, number, read_record, take_lock
+from lamplighter.rundir import RunDir, is_running, number, read_status, take_lock
 from lamplighter.slot import read_slot
 
 if TYPE_CHECKING:
@@ -117,7 +117,9 @@ def _watch_run(run: RunDir) -> int:
     from lamplighter.watch.console import Console
     from lamplighter.watch.status import standing_flags, tell_flags
 
-    console, status = Console(1), read_record(run.status)
+    console, status = Console(1), read_status(run)
+    if status["damage"]:
+        console.say(f"WARNING  {status['damage']}", "bold yellow")
     flags = standing_flags(status)  # those that went up before we looked
     for text in tell_flags(flags):
         console.say(text, "bold yellow")
@@ -131,7 +133,7 @@ def _watch_run(run: RunDir) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         console.say(f"watching {run.name}; Ctrl+C leaves it alone")
         _show_until_the_end(run, console, flags)
-        status = read_record(run.status)
+        status = read_status(run)
         safe = f"step {status.get('durable_step', 0)} is safe; run the same command again"
         lost = f"{run.name} was lost: its parent was killed; {safe}"
         console.say(str(status.get("outcome", "it has ended" if status.get("verb") == "watch" else lost)))
@@ -156,7 +158,7 @@ def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str
     observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
     observer.status.flags = flags
     while True:
-        alive, status = is_running(run), read_record(run.status)
+        alive, status = is_running(run), read_status(run)
         for event in _look(observer, status):
             for text, style in tell(event):
                 console.say(text, style)

@@ -4,7 +4,6 @@ In:  a model; a seed, or a folder of safetensors.
 Out: initial weights, the tensors to store, weights loaded in place.
 """
 
-import json
 import math
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lamplighter.model.transformer import INIT_STD, Transformer
+from lamplighter.rundir import read_record
 
 _RESIDUAL_PROJECTIONS = ("c_proj.weight", "o_proj.weight", "down_proj.weight")
 # Constants that older transformers stored beside the weights; they are computed, not trained.
@@ -78,7 +78,12 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         paths = [folder / "model.safetensors"]
     else:
-        paths = [folder / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
+        names = read_record(index).get("weight_map")
+        if not isinstance(names, dict) or not all(
+            isinstance(one, str) and one == Path(one).name for one in names.values()
+        ):
+            raise ValueError(f"{index} is damaged: it should name files of this folder")
+        paths = [folder / name for name in sorted(set(names.values()))]
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(
