@@ -88,7 +88,10 @@ def _success_is_true(
 ) -> None:
     if verb == "train":  # all nine steps, and the ninth as ever
         assert read_json(run.status)["step"] == 9, told
-        assert losses_of(run)[9] == before["train"] or "config.yaml is not as it was written" in said.stdout, told
+        said_why = "config.yaml is not as it was written" in said.stdout or "checkpoint-8 is passed over" in said.stdout
+        assert losses_of(run)[9] == before["train"] or said_why, (
+            told
+        )  # from checkpoint-4 on, by the schedule of nine steps
         assert verify_manifest(run.checkpoint(9)) is None, told
     elif verb == "generate":
         assert said.stdout == before["generate"] or "passed over" in said.stderr, told
