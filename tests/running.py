@@ -131,7 +131,8 @@ def run_child_here(trainer: Trainer, attempt: int) -> Ended:
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in (
             (report, "_reporter", reporter), (report, "_listen", lambda _: None), (report, "leave", leave),
-            (prctl, "belong_to", lambda _: None), (warnings, "showwarning", warnings.showwarning), (sys, "argv", ["child_main", spec.verb, json.dumps(request)]),
+            (prctl, "belong_to", lambda _: None), (child_main, "_keep_to_ourselves", lambda _: None),
+            (warnings, "showwarning", warnings.showwarning), (sys, "argv", ["child_main", spec.verb, json.dumps(request)]),
         ):  # fmt: skip
             patch.setattr(module, name, value)
         patch.setenv("LAMP_ATTEMPT", str(attempt))

@@ -348,6 +348,12 @@ def start(run: RunDir, rank: int = 0, attempt: int = 1, result_fd: int = -1) -> 
     _listen(run.fifo(rank))
 
 
+def forget() -> None:
+    """In a process that was forked off this one: nothing that it does is reported as ours."""
+    global _reporter
+    _reporter = _Reporter()
+
+
 def close() -> None:
     """The last times; nothing is buffered, so there is nothing else to flush."""
     _reporter.write_times(final=True)
@@ -384,12 +390,15 @@ def _listen(fifo: Path) -> None:
     threading.Thread(target=_answer_all, args=(read,), name="lamp-listener", daemon=True).start()
 
 
+_LAST_SIGNAL = 64  # of Linux, real-time ones included; requests begin with a letter, which is more
+
+
 def _answer_all(fd: int) -> None:
     pending = b""
     while True:
         pending += os.read(fd, 4096)
         while pending:
-            if pending[0] < 32:  # a signal number from the wake-up descriptor
+            if pending[0] <= _LAST_SIGNAL:  # a signal number from the wake-up descriptor
                 number, pending = pending[0], pending[1:]
                 if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                     _ask_stop(signal.Signals(number).name)
@@ -407,7 +416,7 @@ def _answer_all(fd: int) -> None:
 
 def _answer(request: str) -> None:
     word, _, rest = request.partition(" ")
-    if word == "stacks":
+    if word == "stacks" and rest.isdecimal():
         _write_stacks(int(rest))
     elif word == "stop":
         _ask_stop(rest)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from lamplighter import records
 from lamplighter.errors import AlreadyRunning, CannotWrite
 from lamplighter.procs import procfs
 from lamplighter.procs.lock import is_held, open_lock, try_lock
@@ -231,9 +232,9 @@ def write_json(path: Path, value: Any, durable: bool = True) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The parsed file, or None where it is missing or not JSON (a torn or hostile file of somebody else)."""
+    """The parsed file, or None where it is missing, too large or not JSON (a torn or hostile file of somebody else)."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(records.read_whole(path))
     except (OSError, ValueError, RecursionError):  # the caller names what is missing or damaged
         return None
 
@@ -242,6 +243,13 @@ def read_record(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is none."""
     found = read_json(path)
     return found if isinstance(found, dict) else {}
+
+
+def read_status(run: RunDir) -> dict[str, Any]:
+    """The fields of status.json that are as they should be; `damage` says in words what is not, and is empty otherwise."""
+    status, damage = records.read_object(run.status, records.STATUS)
+    named = damage if damage.startswith(run.status.name) or not damage else f"{run.status.name} is damaged: {damage}"
+    return {**status, "damage": named}
 
 
 def number(value: object, default: float = 0.0) -> float:
@@ -259,7 +267,7 @@ def version_of(record: Mapping[str, Any], name: str = "format") -> int:
 
 def open_lines(path: Path, mode: int = 0o644) -> int:
     """Open for appending; a file that was killed in mid-line gets its newline first."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
+    fd = records.open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
     size = os.fstat(fd).st_size
     if size and os.pread(fd, 1, size - 1) != b"\n":
         os.write(fd, b"\n")
@@ -286,31 +294,34 @@ class LineFile:
 
 def parse_record(line: bytes | str) -> dict[str, Any] | None:
     """One line of a .jsonl file; None for a torn one (a killed writer) or anything that is no object."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):  # torn, or nested deeper than anything that we write
-        return None
-    return record if isinstance(record, dict) else None
+    return records.parse_object(line)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a .jsonl file; torn lines (a killed writer) are passed over."""
-    if not path.exists():
+    try:
+        file = records.open_file(path)
+    except OSError:  # not there yet, or no file: no records
         return
-    with open(path, "rb") as file:
-        for line in file:
+    with file:
+        while line := file.readline(records.LINE_BYTES):
             if (record := parse_record(line)) is not None:
                 yield record
+
+
+def read_events(run: RunDir) -> Iterator[dict[str, Any]]:
+    """The lines of events.jsonl that hold what their type needs; all others are passed over."""
+    return filter(records.is_event, read_lines(run.events))
 
 
 def read_last_lines(path: Path, limit_bytes: int = 1 << 22) -> Iterator[dict[str, Any]]:
     """The records at the end of a .jsonl file, however long it is."""
     try:
-        with open(path, "rb") as file:
+        with records.open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - limit_bytes))
             lines = file.read().split(b"\n")
-    except OSError:  # not there yet: no records
+    except OSError:  # not there yet, or no file: no records
         return
     for line in lines[1:] if size > limit_bytes else lines:
         if (record := parse_record(line)) is not None:
@@ -342,7 +353,7 @@ def hash_file(path: Path, tick: Callable[[int], None] | None = None, digest: Dig
         import hashlib
 
         digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
+    with os.fdopen(records.open_regular(path), "rb", buffering=0) as file:
         block = memoryview(bytearray(1 << 20))  # one that stays in the processor's cache
         while count := file.readinto(block):
             digest.update(block[:count])
@@ -368,7 +379,7 @@ def write_manifest(folder: Path, known: Mapping[str, str] | None = None, **extra
         if path.is_file() and path.name != "manifest.json"
     }
     manifest = {**extra, **VERSIONS, "files": files}
-    write_json(folder / "manifest.json", {**manifest, "check": _check(manifest)})
+    write_json(folder / "manifest.json", sealed(manifest))
 
 
 def _check(manifest: Mapping[str, Any]) -> str:
@@ -379,15 +390,25 @@ def _check(manifest: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with the checksum of its content, so that damage in it is found when it is read."""
+    return {**content, "check": _check(json.loads(json.dumps(content)))}  # as a reader will find it
+
+
+def is_whole(record: Mapping[str, Any]) -> bool:
+    """Whether a sealed record is as it was written."""
+    try:
+        return record.get("check") == _check(record)
+    except (RecursionError, ValueError):  # nested deeper than anything that we write; text that is no text
+        return False
+
+
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a folder; None where it is missing or damaged in any way."""
     found = read_json(folder / "manifest.json")
     if not isinstance(found, dict):
         return None
-    try:
-        if {"check", *VERSIONS} & found.keys() and found.get("check") != _check(found):  # earlier versions had none
-            return None
-    except RecursionError:  # nested deeper than anything that we write
+    if {"check", *VERSIONS} & found.keys() and not is_whole(found):  # earlier versions had no check
         return None
     files = found.get("files")
     return found if version_of(found) > FORMAT or (files and isinstance(files, dict)) else None
@@ -453,8 +474,9 @@ def identity() -> dict[str, Any]:
 
 def is_alive(who: dict[str, Any]) -> bool:
     """Whether the process that `identity` described still runs on this host."""
+    who = records.without_damage(who, records.HOLDER)
     same_boot = who.get("boot_id") == boot_id()
-    return same_boot and who.get("pid_start", 0) != 0 and pid_start(int(who.get("pid", 0))) == who["pid_start"]
+    return same_boot and bool(who.get("pid_start")) and pid_start(who.get("pid") or 0) == who["pid_start"]
 
 
 def _status_age_s(run: RunDir) -> float:
@@ -471,7 +493,7 @@ def is_running(run: RunDir) -> bool:
 
 
 def _runs_elsewhere(run: RunDir) -> bool:
-    status = read_record(run.status)
+    status = read_status(run)
     other_host = status.get("host") not in (None, os.uname().nodename)
     return other_host and status.get("state") == "running" and _status_age_s(run) < _HEARTBEAT_DEAD_S
 
@@ -483,12 +505,12 @@ def take_lock(run: RunDir) -> int:
     except OSError as error:
         raise cannot_write(run.lock, error) from error
     if not try_lock(fd, tries=8):
-        holder = read_record(run.lock)
+        holder = read_holder(run.lock)
         os.close(fd)
         raise _already_running(run, holder)
     if _runs_elsewhere(run):
         os.close(fd)
-        raise _already_running(run, read_record(run.status))
+        raise _already_running(run, read_status(run))
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps({**identity(), "t": time.time()}).encode(), 0)
@@ -496,6 +518,11 @@ def take_lock(run: RunDir) -> int:
         os.close(fd)
         raise cannot_write(run.lock, error) from error
     return fd
+
+
+def read_holder(lock: Path) -> dict[str, Any]:
+    """Who wrote into a lock file; empty where nobody did, or it cannot be read."""
+    return records.read_object(lock, records.HOLDER)[0]
 
 
 def _already_running(run: RunDir, holder: dict[str, Any]) -> AlreadyRunning:

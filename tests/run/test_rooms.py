@@ -13,6 +13,7 @@ SRC = Path(__file__).parents[2] / "src" / "lamplighter"
 LAYER0 = {
     "config",
     "report",
+    "records",
     "rundir",
     "errors",
     "slot",
@@ -24,10 +25,11 @@ LAYER0 = {
     "first_words",
 }
 ALLOWED = {
-    "config": {"errors", "rundir", "safe_text"},
+    "config": {"errors", "records", "rundir", "safe_text"},
     "report": {"errors", "rundir", "procs", "slot", "own_stacks", "safe_text"},
-    "rundir": {"errors", "procs"},
+    "rundir": {"errors", "procs", "records"},
     "errors": {"safe_text"},
+    "records": set(),
     "own_code": set(),
     "safe_text": set(),
     "first_words": set(),
@@ -35,7 +37,7 @@ ALLOWED = {
     "own_stacks": {"slot"},
     "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share
     "schedule": {"config"},
-    "procs": {"errors"},
+    "procs": {"errors", "records"},
     "readers": LAYER0,
     "data": LAYER0 | {"procs", "readers"},
     "clean": LAYER0 | {"procs", "readers"},

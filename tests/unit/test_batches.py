@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +237,18 @@ def test_a_prefetcher_gives_every_item_then_none() -> None:
 GOLDEN_10 = [0, 4, 6, 2, 5, 3, 8, 1, 9, 7]
 GOLDEN_1234 = [5, 9, 3, 1, 7, 0, 4, 2, 6, 8]
 GOLDEN_FAR = [296211811170, 621125466399, 544859179115, 783465906036]
+
+
+def test_a_source_that_leaves_is_heard_by_its_reader() -> None:
+    """sys.exit in a thread ends the thread alone: the reader waited for ever."""
+
+    def items() -> Iterator[int]:
+        yield 1
+        sys.exit(0)
+
+    ahead = Prefetcher(items(), 2, "lamp-test")
+    assert ahead.next() == 1
+    assert ahead.wait(20)
+    with pytest.raises(SystemExit):
+        ahead.next()
+    ahead.close()

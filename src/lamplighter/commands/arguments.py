@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lamplighter.errors import BadConfig, InputMissing, UsageError
-from lamplighter.rundir import RunDir, is_running, read_record
+from lamplighter.rundir import RunDir, is_running, read_status
 
 
 def parse(verb: str, function: Callable[..., Any], words: list[str]) -> dict[str, Any]:
@@ -133,10 +133,10 @@ def named_run(verb: str, words: list[str], need_running: bool = False) -> RunDir
     flags = parse(verb, _run_flags, words)
     run = find_run(flags["run"], flags["runs_dir"])
     if need_running and not is_running(run):
-        status = read_record(run.status)
+        status = read_status(run)
         raise InputMissing(
             f"{run.name} is not running",
-            str(status.get("outcome") or f"its last state was {status.get('state', 'unknown')}"),
+            status["damage"] or str(status.get("outcome") or f"its last state was {status.get('state', 'unknown')}"),
             f"all it said is in {run.console}",
         )
     return run

@@ -16,7 +16,7 @@ from lamplighter.commands import result, write
 from lamplighter.commands.arguments import named_run, parse
 from lamplighter.errors import DONE, ChildLost, InputMissing
 from lamplighter.procs import procfs
-from lamplighter.rundir import RunDir, is_running, read_record
+from lamplighter.rundir import RunDir, is_running, read_status
 
 if TYPE_CHECKING:
     from lamplighter.procs.stacks import Stacks
@@ -41,7 +41,7 @@ def why(words: list[str]) -> int:
         first_words.doing(looking)
         return result(_inspect(int(name)))
     answer = _ask(named_run("why", words, need_running=True), "why")
-    return result(answer["text"].rstrip() + "\n")
+    return result(str(answer.get("text") or "it has nothing to say").rstrip() + "\n")
 
 
 def stop(words: list[str]) -> int:
@@ -52,8 +52,8 @@ def stop(words: list[str]) -> int:
     _ask(run, "stop")
     console, started = Console(1, live=False), time.monotonic()
     while is_running(run):
-        _wait(console, f"stopping {run.name}", started, str(read_record(run.status).get("now", "")))
-    console.say(str(read_record(run.status).get("outcome", "stopped")))
+        _wait(console, f"stopping {run.name}", started, str(read_status(run).get("now", "")))
+    console.say(str(read_status(run).get("outcome", "stopped")))
     console.close()
     return DONE
 
@@ -63,12 +63,12 @@ def save(words: list[str]) -> int:
     from lamplighter.watch.console import Console
 
     run = named_run("save", words, need_running=True)
-    step = int(_ask(run, "save").get("step", 0))
+    step = _ask(run, "save").get("step") or 0
     console, started = Console(1, live=False), time.monotonic()
-    while is_running(run) and (safe := int(read_record(run.status).get("durable_step", 0))) < step:
+    while is_running(run) and (safe := read_status(run).get("durable_step") or 0) < step:
         _wait(console, f"saving {run.name}", started, f"safe to step {safe}, wanted {step}")
     if step:
-        safe = read_record(run.status).get("durable_step", 0)
+        safe = read_status(run).get("durable_step") or 0
         console.say(f"{run.name}: safe to step {safe}; next: lamp checkpoints {run.address}")
     else:
         console.say(f"{run.name} has not made a step yet: there is nothing to save")

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lamplighter import report
+from lamplighter import records, report
 from lamplighter.commands.arguments import find_run, parse
 from lamplighter.errors import DONE
 from lamplighter.rundir import (
@@ -46,8 +46,9 @@ def checkpoints(words: list[str]) -> int:
 def checkpoints_child(_: RunDir, request: dict[str, Any]) -> int:
     """Every checkpoint of a run, verified against its manifest."""
     run = RunDir(Path(request["run"]))
-    losses = {r.get("step"): r["eval/val_loss"] for r in read_lines(run.metrics) if "eval/val_loss" in r}
-    best = read_record(run.checkpoints / "best.json").get("step")
+    scored = (r for r in read_lines(run.metrics) if "eval/val_loss" in r and records.is_metric(r))
+    losses = {r["step"]: r["eval/val_loss"] for r in scored}
+    best = records.read_object(run.checkpoints / "best.json", records.BEST)[0].get("step")
     rows = []
     for path in reversed(newest_first(run.checkpoints)):
         total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -6,6 +6,7 @@ Out: the verb's exit code; everything else goes through report.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -24,7 +25,8 @@ from lamplighter.rundir import RunDir, cannot_write
 
 
 def main() -> int:
-    verb, request = sys.argv[1], json.loads(sys.argv[2])
+    verb, request, us = sys.argv[1], json.loads(sys.argv[2]), os.getpid()
+    _keep_to_ourselves([fd for fd in (request.get("lock_fd", -1), request["result_fd"]) if fd >= 0])
     prctl.belong_to(int(os.environ.get("LAMP_PARENT_PID", "0")))
     folder = RunDir(Path(request["folder"]))
     rank, attempt = int(os.environ.get("LAMP_RANK", "0")), int(os.environ.get("LAMP_ATTEMPT", "1"))
@@ -41,6 +43,8 @@ def main() -> int:
     except LampError as error:
         code = _last_words(error)
     except (Exception, SystemExit) as crash:  # noqa: BLE001  the traceback is kept in output.log, the last line is said
+        if os.getpid() != us:  # forked off by the user's code, and at its end: no word of it is about the run
+            os._exit(crash.code if isinstance(crash, SystemExit) and isinstance(crash.code, int) else CRASHED)
         if isinstance(crash, OSError) and crash.errno == errno.ENOSPC:
             code = _last_words(cannot_write(folder.path, crash))
         else:
@@ -65,6 +69,24 @@ def _hear_warning(
         report.event("library_warning", text=str(message), category=category.__name__, file=filename, line=lineno)
     else:
         os.write(2, warnings.formatwarning(message, category, filename, lineno, line).encode("utf-8", "replace"))
+
+
+def _keep_to_ourselves(descriptors: list[int]) -> None:
+    """The run's lock, the asker's stdout and the run's files are for this process and nothing that it starts: a process that
+    the user's code leaves behind would keep the run locked and the asker's pipe open, and speak in our name."""
+
+    files = {fd: os.fstat(fd) for fd in descriptors}
+
+    def let_go() -> None:
+        for fd, file in files.items():
+            with contextlib.suppress(OSError):  # the user's code has closed it already
+                if os.path.samestat(os.fstat(fd), file):
+                    os.close(fd)
+
+    for fd in descriptors:
+        os.set_inheritable(fd, False)
+    os.register_at_fork(after_in_child=let_go)
+    os.register_at_fork(after_in_child=report.forget)
 
 
 def _child_part(verb: str) -> Callable[[RunDir, dict[str, Any]], int]:

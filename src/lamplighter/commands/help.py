@@ -40,7 +40,7 @@ usage: lamp train [run.yaml] [--preset NAME] [--resume auto|never|checkpoint-N|P
   --run NAME        the run's name; default: the YAML's stem, else the preset
   --test            the real path, small, in under a minute
   --verbose         a line for each step
-  --force           insist on a run that was refused
+  --force           insist on a run that was refused, or on going back to the same checkpoint again
   --print-config    show the resolved run and where each value came from; start nothing
   --runs-dir DIR    where runs live (default: runs)
 

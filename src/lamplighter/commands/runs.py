@@ -14,7 +14,7 @@ from typing import Any
 
 from lamplighter.commands import result
 from lamplighter.commands.arguments import parse
-from lamplighter.rundir import FORMAT, RunDir, is_running, number, read_record, version_of
+from lamplighter.rundir import FORMAT, RunDir, is_running, number, read_status, version_of
 from lamplighter.safe_text import clean
 from lamplighter.watch.status import duration, standing_flags
 
@@ -30,14 +30,16 @@ def runs(words: list[str]) -> int:
     rows = []
     for path in runs_dir.glob("*/events.jsonl"):
         run = RunDir(path.parent)
-        status = read_record(run.status)
+        status = read_status(run)
         running = is_running(run)
         state = status.get("state", "unknown")
         if not running and state in ("running", "stopping"):
             state = "lost"  # killed with its parent: nobody wrote the end
         if (found := version_of(status)) > FORMAT:
             state = f"format {found}"  # of a newer version: only that is known
-        rows.append({**status, "run": run.name, "state": state, "age_s": time.time() - path.stat().st_mtime})
+        if status["damage"]:
+            state = "damaged"
+        rows.append({**status, "run": run.name, "state": state, "age_s": time.time() - _changed_at(path)})
     rows.sort(key=lambda row: row["age_s"])
     if flags["json"]:
         return result(json.dumps(rows, indent=1) + "\n")
@@ -48,10 +50,17 @@ def runs(words: list[str]) -> int:
     return result(head + "".join(_row(row) for row in rows) + foot)
 
 
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # a run that is being removed, or a link to nowhere
+        return 0.0
+
+
 def _row(row: dict[str, Any]) -> str:
     step, steps, safe = (int(number(row.get(name))) for name in ("step", "steps", "durable_step"))
     of, known = f"{step}/{steps or '?'}", [number(row.get(name), math.nan) for name in ("loss", "val_loss")]
     loss, val = ("-" if math.isnan(value) else f"{value:.3f}" for value in known)
     spent, age = duration(number(row.get("spent_s"))), duration(row["age_s"])
-    flags = f"  {', '.join(standing_flags(row))}".rstrip()
+    flags = f"  {', '.join([clean(name) for name in (*standing_flags(row), row['damage']) if name])}".rstrip()
     return f"{clean(row['run']):<24} {clean(str(row['state'])):<10} {of:>14} {safe:>8} {loss:>8} {val:>8} {spent:>9} {age + ' ago':>10}{flags}\n"

@@ -31,9 +31,10 @@ from lamplighter.rundir import (
     newest_first,
     number,
     open_lines,
-    read_json,
     read_last_lines,
-    read_record,
+    read_lines,
+    read_status,
+    step_of,
     take_lock,
     version_of,
     write_atomic,
@@ -131,6 +132,9 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
     if moved is not None:
         console.say(f"the old run is kept as {moved}")
     try:
+        if damage := read_status(run)["damage"]:
+            console.say(f"WARNING  {damage}; what it said (time and money spent so far) is lost", "bold yellow")
+        resume = _without_second_return(run, resume, flags["force"], console)
         resolved = _settings_at_resume(run, resolved, console)
         code = _finished_already(run, resolved, console) if resume == "auto" else None
         if code is not None:
@@ -155,7 +159,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         policy = RestartPolicy(care.on_stuck, care.patience_s)
         code = Supervisor(run, Trainer(run, spec, console), policy, care.notify).supervise()
         if code == DONE:
-            _say_next(run, console, read_record(run.status).get("step", 0))
+            _say_next(run, console, read_status(run).get("step") or 0)
             if flags["test"]:
                 _say_whole_run(verb, words, flags, console)
         elif code == BadConfig.code and unrecorded:
@@ -167,14 +171,30 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         console.close()
 
 
+def _without_second_return(run: RunDir, resume: str, force: bool, console: Console) -> str:
+    """From where to go on. A checkpoint that the run went back to already is not gone back to again by the same words."""
+    if resume in ("auto", "never", "") or force:
+        return resume
+    went_back = [event for event in read_lines(run.rank_events(0)) if event.get("type") == "went back"]
+    newest = max(map(step_of, newest_first(run.checkpoints)), default=-1)
+    if not went_back or went_back[-1].get("to") != resume or newest <= number(went_back[-1].get("step"), newest):
+        return resume
+    console.say(
+        f"the run went back to {resume} before and has come to step {newest} since: it goes on from there; to go back once"
+        f" more (steps are done again, later checkpoints set aside): --resume {resume} --force",
+        "bold yellow",
+    )
+    return "auto"
+
+
 def _write_config(run: RunDir, resolved: Resolved, console: Console) -> bool:
     """The settings into the run's folder; whether it has checkpoints, but had no settings."""
-    from lamplighter.config import dump
+    from lamplighter.config import dump, with_check
 
     unrecorded = not run.config.exists() and bool(newest_first(run.checkpoints))
     if unrecorded:
         console.say(f"WARNING  {run.config} is missing: this command's settings are taken for the run's", "bold yellow")
-    write_atomic(run.config, dump(resolved), mode=0o600)  # addresses in it may hold secrets
+    write_atomic(run.config, with_check(dump(resolved)), mode=0o600)  # addresses in it may hold secrets
     look = f"look from elsewhere with: lamp watch {run.address}"
     console.say(f"run {run.path}: everything about it is in this folder; {look}")
     return unrecorded
@@ -184,7 +204,7 @@ def _refuse_spent_budget(run: RunDir, budget: Budget, verb: str, words: list[str
     """A run that has spent its budget would load everything, and stop at its first step."""
     from lamplighter.watch.trainer import with_settings
 
-    status = read_record(run.status)
+    status = read_status(run)
     spent_s, limit_s = number(status.get("spent_s")), budget.left_s(0.0)
     stopped_by_it = "budget_spent" in status and limit_s <= number(status.get("budget_spent"))
     if spent_s < limit_s and not stopped_by_it:
@@ -216,7 +236,7 @@ def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int 
     """A finished run says so and exits 0, unless train.steps or train.epochs was raised; after an early end, the patience."""
     from lamplighter.config import load_dump
 
-    status = read_record(run.status)
+    status = read_status(run)
     if status.get("state") != "finished" or not run.config.exists():
         return None
     before = load_dump(run.config)
@@ -226,7 +246,7 @@ def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int 
     )
     raised = raised or (before.data.max_chunks or 0) < (resolved.run.data.max_chunks or 0)
     early, patience = status.get("ended_early"), resolved.run.eval.patience
-    if early and (not patience or patience > early.get("since_best", 0)):
+    if early and (not patience or patience > (early.get("since_best") or 0)):
         return None  # more patience: it goes on
     if raised and not early:
         return None
@@ -258,7 +278,7 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
             raise
         raise BadConfig(
             f"{run.config} is damaged",
-            error.what,
+            f"{error.what}: {error.why}",
             "put it back, or begin anew with --resume never (the old folder is kept)",
         ) from error
     try:
@@ -267,6 +287,11 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
         _refuse_drift(run, old.run, resolved)  # what was given does not go with what the run has
         raise
     _refuse_drift(run, old.run, resolved)
+    if old.changed:
+        console.say(
+            f"WARNING  {run.config} is not as it was written (by hand, or by damage): it counts as it stands",
+            "bold yellow",
+        )
     for words in old.dropped:
         console.say(f"note  {words}")
     if kept:
@@ -299,7 +324,7 @@ def _refuse_drift(run: RunDir, old: Run, resolved: Resolved) -> None:
 
 def _refuse_newer_status(run: RunDir) -> None:
     """A folder that a newer version works with is not ours to write into."""
-    found = version_of(read_record(run.status))
+    found = version_of(read_status(run))
     if found > FORMAT:
         raise BadConfig(
             f"{run.path} has format {found}, and this version reads up to format {FORMAT}",
@@ -427,6 +452,8 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
     if found is not None:
         with report.phase("resume"):
             _resume(context, state, found)
+            if (asked := request.get("resume", "auto")) != "auto":
+                report.event("went back", to=asked, step=state.progress.step)
     if run.data.source is None and not run.data.paths:
         with report.phase("floor"):
             context = replace(context, entropy_bound=_entropy_bound(context))
@@ -451,8 +478,9 @@ def _build_model(run: Run, tokenizer: Tokenizer) -> Built:
 
 def _state_of(found: Path | None) -> dict[str, Any]:
     """What a checkpoint says of the run that made it."""
-    state = read_json(found / "training" / "state.json") if found else None
-    return state if isinstance(state, dict) else {}
+    from lamplighter.train import checkpoint
+
+    return checkpoint.read_state(found) if found else {}
 
 
 def _count_steps(run: Run, data: DataFacts) -> int:

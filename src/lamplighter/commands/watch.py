@@ -15,7 +15,7 @@ from lamplighter import first_words
 from lamplighter.commands.arguments import named_run, parse, refuse_controls
 from lamplighter.errors import DONE, AlreadyRunning, BadConfig, LampError, UsageError
 from lamplighter.procs import procfs
-from lamplighter.rundir import RunDir, is_running, number, read_last_lines, read_record, take_lock
+from lamplighter.rundir import RunDir, is_running, number, read_last_lines, read_status, take_lock
 from lamplighter.slot import read_slot
 
 _RECENT_BYTES = 1 << 16  # of events.jsonl
@@ -121,8 +121,10 @@ def _watch_run(run: RunDir) -> int:
     from lamplighter.watch.console import Console
     from lamplighter.watch.status import standing_flags, tell_flags
 
-    running, status = is_running(run), read_record(run.status)
+    running, status = is_running(run), read_status(run)
     console = Console(1, whole=running and status.get("verb") != "watch")
+    if status["damage"]:
+        console.say(f"WARNING  {status['damage']}", "bold yellow")
     flags = standing_flags(status)  # those that went up before we looked
     for text in tell_flags(flags):
         console.say(text, "bold yellow")
@@ -137,7 +139,7 @@ def _watch_run(run: RunDir) -> int:
         _say_recent(run, console)
         console.say(f"watching {run.name}; Ctrl+C leaves it alone")
         _show_until_the_end(run, console, flags)
-        status = read_record(run.status)
+        status = read_status(run)
         safe = f"step {status.get('durable_step', 0)} is safe; run the same command again"
         lost = f"{run.name} was lost: its parent was killed; {safe}"
         console.say(str(status.get("outcome", "it has ended" if status.get("verb") == "watch" else lost)))
@@ -175,7 +177,7 @@ def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str
     observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
     observer.status.flags = flags
     while True:
-        alive, status = is_running(run), read_record(run.status)
+        alive, status = is_running(run), read_status(run)
         for event in _look(observer, status):
             for text, style in tell(event):
                 console.say(text, style)

@@ -7,7 +7,17 @@ Out: a frozen Run and its provenance; or a three-line error with the nearest mat
 what other tools call things.
 """
 
-from lamplighter.config.recorded import Recorded, carry_over, drift, dump, load_dump, read_dump, shown, to_give_again
+from lamplighter.config.recorded import (
+    Recorded,
+    carry_over,
+    drift,
+    dump,
+    load_dump,
+    read_dump,
+    shown,
+    to_give_again,
+    with_check,
+)
 from lamplighter.config.resolve import Resolved, parse_overrides, preset_names, resolve, with_change
 from lamplighter.config.schema import (
     GRADIENT_BYTES,
@@ -58,4 +68,5 @@ __all__ = [
     "to_give_again",
     "validated",
     "with_change",
+    "with_check",
 ]

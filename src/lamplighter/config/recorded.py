@@ -11,12 +11,15 @@ import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from lamplighter import records
 from lamplighter.config import schema
 from lamplighter.config.resolve import Resolved, flat, reaches_out, read_yaml, validate
 from lamplighter.config.schema import LENGTH, MAY_CHANGE, NO_MATTER, Run
 from lamplighter.errors import BadConfig
 from lamplighter.rundir import VERSIONS
 from lamplighter.safe_text import MASK, mask
+
+_CHECK = "# check: "
 
 
 def dump(resolved: Resolved) -> str:
@@ -41,6 +44,23 @@ def shown(resolved: Resolved) -> str:
     return mask(dump(replace(resolved, run=replace(resolved.run, watch=care))))
 
 
+def with_check(text: str) -> str:
+    """What `dump` gave, with the checksum of it as its last line: as it goes into a run's folder."""
+    return f"{text}{_CHECK}{_checksum(text)}\n"
+
+
+def _checksum(text: str) -> str:
+    import xxhash
+
+    return str(xxhash.xxh3_64_hexdigest(text.encode()))
+
+
+def _was_changed(text: str) -> bool:
+    """Whether a config.yaml is not as it was written: by hand, or by damage. Those of earlier versions do not say it."""
+    content, found, check = text.rpartition(_CHECK)
+    return bool(found) and check.strip() != _checksum(content)
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A run as its config.yaml has it, with today's names."""
@@ -48,6 +68,7 @@ class Recorded:
     run: Run
     origin: dict[str, str]
     dropped: tuple[str, ...] = ()  # fields that no longer exist, in words
+    changed: bool = False  # since it was written
 
 
 def read_dump(path: Path) -> Recorded:
@@ -60,7 +81,8 @@ def read_dump(path: Path) -> Recorded:
             dropped.append(f"{name} ({value!r} in this run) no longer exists: {schema.REMOVED[name]}")
         else:
             values[schema.RENAMED.get(name, name)] = value
-    return Recorded(validate(values, {}), _origins(path.read_text()), tuple(dropped))
+    text = records.read_whole(path).decode()
+    return Recorded(validate(values, {}), _origins(text), tuple(dropped), _was_changed(text))
 
 
 def _origins(text: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
+from lamplighter import records
 from lamplighter.config import schema
 from lamplighter.config.schema import LENGTH, SECTIONS, Run, fields, validated
 from lamplighter.errors import BadConfig, InputMissing, LampError, UsageError
@@ -79,14 +80,13 @@ def read_yaml(path: Path, label: str | None = None) -> dict[str, tuple[Any, str]
 
     _refuse_text(path)
     try:
-        text = path.read_text()
+        text = records.read_whole(path, _YAML_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputMissing(
-            f"cannot read {path}", str(error), "check the name; lamp train --help shows the usage"
-        ) from error
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise InputMissing(f"cannot read {path}", why, "check the name; lamp train --help shows the usage") from error
     try:
         root, values = _parse(text, label or path.name)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that does not exist; nested without end
         raise BadConfig(f"{path} is not valid YAML", " ".join(str(error).split()), "mend that line") from error
     if not isinstance(values, dict):
         raise BadConfig(

@@ -201,7 +201,7 @@ class Prefetcher(Generic[T]):
     def __init__(self, items: Iterator[T], depth: int, name: str) -> None:
         self._items, self._depth = items, depth
         self._ready: deque[T] = deque()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._ended = self._closed = False
         self._change = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -239,7 +239,7 @@ class Prefetcher(Generic[T]):
                 item = next(self._items)
             except StopIteration:  # the reader is told by the end of the queue
                 break
-            except Exception as error:  # noqa: BLE001 (raised to the reader)
+            except BaseException as error:  # noqa: BLE001 (raised to the reader: also the SystemExit of a source, or it would wait for ever)
                 self._error = error
                 break
             with self._change:

@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lamplighter import report
+from lamplighter import records, report
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.procs.lock import open_lock, try_lock
 from lamplighter.procs.pool import TICK_S, usable_cores
 from lamplighter.readers.records import digest
-from lamplighter.rundir import cannot_write, hash_file, identity, read_json, read_record
+from lamplighter.rundir import cannot_write, hash_file, identity, is_whole, read_holder, read_record
 
 _POLL_S = 0.2
+_LATEST = 2**40  # seconds: the year 36,000, beyond which no clock can be shown
+_PROGRESS = {"bytes": records.NUMBER, "total_bytes": records.NUMBER, "units": records.COUNT, "item": records.TEXT}
 Mode = Literal["auto", "require", "rebuild"]
 """What data.cache says: use or build, only use, or build in any case."""
 Parts = dict[str, dict[str, Any]]
@@ -45,11 +47,26 @@ class CacheKind:
     """Why it is built where there is no other one."""
 
 
+_FILE: records.Fields = {"bytes": records.needed(records.COUNT), "sha256": records.needed(records.TEXT)}
+_PART: records.Fields = {"fingerprint": records.needed(records.TEXT)}
+_FILES = records.Kind(
+    "a list of files", (dict,), may_be_none=False, needed=True, of=records.Kind("a file", (dict,), of=_FILE)
+)
+_MANIFEST: records.Fields = {
+    "files": _FILES,
+    "parts": records.Kind("the parts of a cache", (dict,), of=records.Kind("a part", (dict,), may_be_none=False, of=_PART)),
+}  # fmt: skip
+
+
 def _read_manifest(folder: Path, kind: CacheKind) -> dict[str, Any] | None:
-    """The manifest of a finished cache."""
+    """The manifest of a finished cache; None where it is damaged, of another format, or names files elsewhere."""
     manifest = read_record(folder / kind.manifest)
-    usable = manifest.get("format") == kind.format and isinstance(manifest.get("files"), dict)
-    return manifest if usable else None
+    if manifest.get("format") != kind.format or records.find_damage(manifest, _MANIFEST):
+        return None
+    if "check" in manifest and not is_whole(manifest):  # those of earlier versions have none
+        return None
+    inside = all(name == Path(name).name and "\0" not in name for name in manifest["files"])
+    return manifest if inside else None
 
 
 def find_fault(folder: Path, kind: CacheKind) -> str | None:
@@ -89,7 +106,7 @@ class CacheLocation:
         best: tuple[int, float, str] = (0, 0.0, "")
         for path in self.root.glob(f"{self.kind.prefix}*/{self.kind.manifest}"):
             other = _read_manifest(path.parent, self.kind)
-            old = other.get("parts", {}) if other is not None else {}
+            old = (other.get("parts") or {}) if other is not None else {}
             if path.parent == self.folder or old.keys() != self.parts.keys():
                 continue
             changed = [name for name in self.parts if old[name]["fingerprint"] != self.parts[name]["fingerprint"]]
@@ -105,7 +122,7 @@ class CacheLocation:
 
 
 def _change(old: dict[str, Any], new: dict[str, Any]) -> str:
-    was, now = old["content"], new["content"]
+    was, now = old.get("content"), new["content"]
     if isinstance(was, dict) and isinstance(now, dict):
         return ", ".join(f"{key}: {was.get(key)} -> {now[key]}" for key in now if was.get(key) != now[key]) or "rules"
     return f"{was} -> {now}" if was != now else f"{now}, other content"
@@ -188,8 +205,8 @@ def locked(folder: Path) -> Iterator[bool]:
         waited = not try_lock(fd)
         if waited:
             _wait(fd, folder)
-        if dead := read_json(folder / "lock"):  # an orderly holder leaves it empty
-            since = time.strftime("%H:%M:%S", time.localtime(dead.get("t", 0)))
+        if dead := read_holder(folder / "lock"):  # an orderly holder leaves it empty
+            since = time.strftime("%H:%M:%S", time.localtime(min(dead.get("t") or 0, _LATEST)))
             why = f"token cache taken over from dead pid {dead.get('pid')} on {dead.get('host')}, lock of {since}"
             culprit = {"pid": dead.get("pid"), "path": str(folder / "lock")}
             report.verdict(report.Verdict("broken", "dead_lock_file", why, "nothing to do", culprit=culprit))
@@ -205,18 +222,23 @@ def locked(folder: Path) -> Iterator[bool]:
 
 def _wait(fd: int, folder: Path) -> None:
     """Until the lock is free; the builder's own progress is what counts as progress here."""
-    holder = read_record(folder / "lock")
+    holder = read_holder(folder / "lock")
     who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
     report.note(f"{who} is building this token cache; waiting for it")
-    now = read_record(folder / "progress.json")
+    now = _read_progress(folder)
     with report.phase("waiting for the token cache", total=now.get("total_bytes"), unit="B") as p:
         seen = None
         while not try_lock(fd):
-            now = read_record(folder / "progress.json")
+            now = _read_progress(folder)
             if now.get("bytes") != seen:
                 seen = now.get("bytes")
-                p.set(seen or 0, f"{who}: {now.get('units', 0):,} units, at {now.get('item', '?')}")
+                p.set(seen or 0, f"{who}: {now.get('units') or 0:,} units, at {now.get('item', '?')}")
             time.sleep(_POLL_S)
+
+
+def _read_progress(folder: Path) -> dict[str, Any]:
+    """How far a builder is; empty where it has not said it."""
+    return records.read_object(folder / "progress.json", _PROGRESS)[0]
 
 
 # ---------------------------------------------------------------- every byte

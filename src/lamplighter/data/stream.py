@@ -47,7 +47,7 @@ from lamplighter.data.split import (
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
 from lamplighter.readers.ranges import TextBlock
-from lamplighter.rundir import read_json, write_atomic, write_json
+from lamplighter.rundir import is_whole, read_json, sealed, write_atomic, write_json
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 _LOOK_EVERY_S = 0.2
@@ -540,7 +540,7 @@ def hold_back(
         "documents": held.documents,
         "text_bytes": held.text_bytes,
     }
-    write_json(folder / "val.json", record)
+    write_json(folder / "val.json", sealed(record))
     return division, held
 
 
@@ -550,7 +550,8 @@ def _load(folder: Path, key: str) -> tuple[Split, HeldOutTokens] | None:
     if not isinstance(record, dict) or record.get("key") != key or not path.is_file():
         return None
     data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != record["sha256"]:
+    damaged = "check" in record and not is_whole(record)  # those of earlier versions have none
+    if damaged or hashlib.sha256(data).hexdigest() != record["sha256"]:
         report.warn(f"{path} is damaged: the validation text is taken from the source again", path=str(path))
         return None
     ids = np.load(io.BytesIO(data), allow_pickle=False)

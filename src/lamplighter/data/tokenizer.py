@@ -25,7 +25,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from lamplighter import report
+from lamplighter import records, report
 from lamplighter.data.token_cache.encoder import Encoder, Recipe
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.rundir import human_bytes, write_atomic
@@ -226,6 +226,7 @@ def first_difference(text: str, other: str) -> int:
 # ---------------------------------------------------------------- reading a tokenizer
 
 
+_MOST_BYTES = 1 << 28
 FILE_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -246,19 +247,27 @@ def load(path: Path) -> Tokenizer:
         for name in FILE_NAMES:
             if (folder / name).is_file():
                 p.tick(0, str(folder / name))
-                files[name] = (folder / name).read_bytes()
+                files[name] = _read(folder / name)
                 p.tick(len(files[name]))
         if path.is_file() and path.name not in FILE_NAMES:  # a tokenizer.json under another name
-            files["tokenizer.json"] = path.read_bytes()
+            files["tokenizer.json"] = _read(path)
         content = _content(files, path)
         try:
             return Tokenizer(content, _find_end(content, files, path), files)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError, OverflowError) as error:
             raise _damaged(path, error) from error
         except Exception as error:
             if type(error) is Exception:  # what tokenizers raises for a file that it cannot read
                 raise _damaged(path, error) from error
             raise
+
+
+def _read(path: Path) -> bytes:
+    """A file of a tokenizer; the largest known are 40 MB."""
+    try:
+        return records.read_whole(path, _MOST_BYTES)
+    except OSError as error:
+        raise _damaged(path, error) from error
 
 
 def _damaged(path: Path, error: Exception) -> BadData:
@@ -277,7 +286,7 @@ def _content(files: dict[str, bytes], path: Path) -> dict[str, Any]:
             lines = files["merges.txt"].decode().splitlines()
             merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
             return _byte_level_content(json.loads(files["vocab.json"]), merges)
-    except ValueError as error:
+    except (ValueError, RecursionError, TypeError, AttributeError, LookupError) as error:
         raise _damaged(path, error) from error
     raise InputMissing(
         f"no tokenizer in {path}",

@@ -33,7 +33,7 @@ from lamplighter.doctor.probe import Finding, Level, ProbeContext, fault, findin
 from lamplighter.procs import cgroup, procfs, stacks
 from lamplighter.procs.lock import is_held
 from lamplighter.procs.pool import usable_cores
-from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes, is_alive, is_running, read_record
+from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes, is_alive, is_running, read_holder, read_status
 
 # Packages of this field; what they require of each other is checked. Those of BOUND stop working where it is not kept:
 # they hold code that was compiled for one torch, or refuse to be imported.
@@ -480,7 +480,7 @@ def leftovers(context: ProbeContext) -> Iterator[Finding]:
 
 
 def _of_run(run: RunDir) -> Iterator[Finding]:
-    holder, status = read_record(run.lock), read_record(run.status)
+    holder, status = read_holder(run.lock), read_status(run)
     pid = holder.get("pid", "?")
     if is_running(run):
         yield ok(f"run {run.name} is going on (process {pid})")
@@ -500,10 +500,10 @@ def _of_run(run: RunDir) -> Iterator[Finding]:
 def locks_of_caches(root: Path) -> Iterator[Finding]:
     """Who builds a token cache, or was killed while it did. An orderly builder leaves its lock empty."""
     for path in sorted(root.glob("*/lock")):
-        holder, folder = read_record(path), path.parent
+        holder, folder = read_holder(path), path.parent
         if not holder:
             continue
-        who, age_s = f"process {holder.get('pid')} on {holder.get('host')}", time.time() - float(holder.get("t", 0))
+        who, age_s = f"process {holder.get('pid')} on {holder.get('host')}", time.time() - float(holder.get("t") or 0)
         where = {"pid": holder.get("pid"), "path": str(path)}
         if is_held(path) or is_alive(holder):
             yield ok(f"{who} is building {folder} now; a run would wait for it", culprit=where)

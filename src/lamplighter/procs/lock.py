@@ -11,10 +11,12 @@ import os
 import time
 from pathlib import Path
 
+from lamplighter.records import open_regular
+
 
 def open_lock(path: Path) -> int:
     """A descriptor for a lock file, made where it is not there; OSError where that may not be."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    return open_regular(path, os.O_RDWR | os.O_CREAT)
 
 
 def try_lock(fd: int, shared: bool = False, tries: int = 1) -> bool:
@@ -49,8 +51,8 @@ def hold(path: Path) -> int | None:
 def is_held(path: Path) -> bool:
     """Whether any process holds the lock of this file; a file that is not there is held by nobody."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # nobody has ever locked it
+        fd = open_regular(path)
+    except OSError:  # nobody has ever locked it, or it is no file that could be locked
         return False
     try:
         return not try_lock(fd, shared=True)

@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from lamplighter.procs.procfs import TGKILL, catches, look
+from lamplighter.records import parse_object, read_whole
 
 _SAMPLER_DEADLINE_S = 0.5
 _PYSPY_DEADLINE_S = 2.0
@@ -146,11 +147,14 @@ def _answer(slot: Path, number: int, deadline_s: float) -> Stacks | None:
     while True:
         late = time.monotonic() >= deadline  # one look more after the last sleep
         try:
-            answer = json.loads(slot.with_suffix(".stacks.json").read_bytes())
-        except (OSError, ValueError):  # not written yet
+            answer = parse_object(read_whole(slot.with_suffix(".stacks.json")))
+        except OSError:  # not written yet
             answer = None
-        if isinstance(answer, dict) and answer.get("id") == number:
-            return _told(answer["answer"])
+        if answer is not None and answer.get("id") == number:
+            try:
+                return _told(answer["answer"])
+            except (LookupError, TypeError, ValueError, AttributeError):  # damaged: as if nobody had answered
+                return None
         if late:
             return None
         time.sleep(0.002)

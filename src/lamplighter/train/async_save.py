@@ -53,7 +53,7 @@ class PendingSave:
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     bad: Verdict | None = None  # its weights are not finite
-    error: Exception | None = None  # it could not be written
+    error: BaseException | None = None  # it could not be written
     reported: bool = False
 
     @property
@@ -97,7 +97,7 @@ class AsyncSaver:
                 save.copied.set()
                 _lower_priority()
                 write(to_model, to_optimizer)
-            except Exception as error:  # noqa: BLE001  carried to the thread that asks, and raised there
+            except BaseException as error:  # noqa: BLE001  carried to the thread that asks, and raised there
                 save.error = error
             finally:
                 save.copied.set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import shlex
 import shutil
 import time
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from lamplighter import report
+from lamplighter import records, report
 from lamplighter.errors import CannotWrite, NoCheckpoint
 from lamplighter.rundir import (
     FORMAT,
@@ -33,8 +34,6 @@ from lamplighter.rundir import (
     move_aside,
     newer_format,
     newest_first,
-    read_json,
-    read_record,
     step_of,
     verify_manifest,
     write_json,
@@ -194,9 +193,8 @@ def mark_best(root: Path, progress: Progress) -> None:
 
 def best_of(root: Path) -> tuple[int, float] | None:
     """(step, validation loss) of the best checkpoint, where one is marked."""
-    found = read_record(root / "best.json")
-    step, loss = found.get("step"), found.get("val_loss")
-    return (step, loss) if isinstance(step, int) and isinstance(loss, float) else None
+    found, damage = records.read_object(root / "best.json", records.BEST)
+    return (found["step"], found["val_loss"]) if found and not damage else None
 
 
 def prune(root: Path, keep: int, protect: set[int]) -> None:
@@ -206,9 +204,32 @@ def prune(root: Path, keep: int, protect: set[int]) -> None:
     for path in newest_first(root)[max(1, keep) :]:
         if step_of(path) not in protect:
             _remove(path)
+    for path in _set_aside(root)[max(1, keep) :]:
+        if _step_aside(path) not in protect:
+            _remove(path)
     for path in root.glob(".writing-*"):
         if not path.name.endswith(f"-{os.getpid()}"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _set_aside(root: Path) -> list[Path]:
+    """Checkpoints of another future (aside-checkpoint-80-TIME) and those replaced by a new save (checkpoint-80.1), newest first."""
+    found = [(_changed_at(path), path) for path in root.glob("*checkpoint-*") if _step_aside(path) >= 0]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _step_aside(path: Path) -> int:
+    """80 for aside-checkpoint-80-1700000000 and for checkpoint-80.1; -1 for any other name."""
+    found = re.fullmatch(r"aside-checkpoint-(\d+)-\d+|checkpoint-(\d+)\.\d+", path.name, re.ASCII)
+    return int(found[1] or found[2]) if found else -1
+
+
+def _changed_at(path: Path) -> float:
+    """When it was set aside: a rename changes that time of a folder, and nothing else does."""
+    try:
+        return path.stat().st_ctime
+    except OSError:  # somebody has removed it meanwhile
+        return 0.0
 
 
 def _remove(path: Path) -> None:
@@ -264,7 +285,10 @@ def refuse_newer(path: Path) -> None:
 def _verify(path: Path) -> str | None:
     total = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
     with report.phase("verify", total=total, unit="B") as phase:
-        return verify_manifest(path, deep=True, tick=lambda n: phase.tick(n, path.name))
+        reason = verify_manifest(path, deep=True, tick=lambda n: phase.tick(n, path.name))
+    file = path / "training" / "state.json"
+    damage = "" if reason else records.read_object(file, _STATE, records.MOST_BYTES)[1]
+    return reason or (f"training/state.json is damaged: {damage}" if damage else None)
 
 
 def find_before(root: Path, step: int) -> Path | None:
@@ -305,15 +329,39 @@ def _set_aside_newer(root: Path, step: int) -> list[str]:
     return moved
 
 
-def load_state(path: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str, Any]]:
-    """(counters, optimizer tensors, facts) of a verified checkpoint."""
-    state = read_json(path / "training" / "state.json")
-    if not isinstance(state, dict):
+_COUNT, _LOSS = records.COUNT, records.NUMBER
+_NUMBERS = ("tokens", "loss_steps", "best_step", "passed_from", "passed_to", "scored_step", "since_best")
+_STATE: records.Fields = {
+    "step": records.needed(_COUNT),
+    **{name: replace(_COUNT, may_be_none=False) for name in _NUMBERS},
+    **dict.fromkeys(("loss", "loss_sum", "best_val_loss"), _LOSS),
+    "skipped": records.Kind("a list of steps", (list,), may_be_none=False, of=replace(_COUNT, may_be_none=False)),
+    **dict.fromkeys(("stream", "machine"), records.OBJECT),
+    **dict.fromkeys(("cache", "packing", "chat"), records.TEXT),
+    "compiled": records.FLAG,
+    "steps": _COUNT,
+    **dict.fromkeys(("format", "numerics"), _COUNT),
+}
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """training/state.json of a checkpoint, every known field as it should be; NoCheckpoint says what is not."""
+    file = path / "training" / "state.json"
+    state, damage = records.read_object(file, _STATE, records.MOST_BYTES)
+    if not file.exists():
         raise NoCheckpoint(
             f"{path} has no training state",
             "it is a model folder",
             f"start from it with --model.init_from {shlex.quote(str(path))}",
         )
+    if damage:
+        raise NoCheckpoint(f"{file} is damaged", damage, "choose another: lamp checkpoints RUN")
+    return state
+
+
+def load_state(path: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str, Any]]:
+    """(counters, optimizer tensors, facts) of a verified checkpoint."""
+    state = read_state(path)
     names = Progress.__dataclass_fields__
     progress = Progress(**{name: state[name] for name in names if name in state})
     progress = replace(progress, skipped=tuple(progress.skipped))

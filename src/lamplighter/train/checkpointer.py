@@ -12,6 +12,7 @@ saved and never passed over. Nobody waits for a write while holding the lock, be
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import threading
 import time
@@ -43,6 +44,7 @@ class Checkpointer:
     def __init__(self, context: RunContext, state: TrainState) -> None:
         self.context, self.state = context, state
         self.tokenizer_files = TokenizerFiles(context.tokenizer, context.chat)
+        self.owner = os.getpid()
         self.lock = threading.RLock()
         self.durable = state.progress.step
         self.protect = {state.progress.step} if state.progress.step else set[int]()
@@ -214,7 +216,9 @@ class Checkpointer:
 
     def _new_save(self, for_loop: bool) -> PendingSave | None:
         step = self.state.progress.step
-        if step in (self.durable, 0):
+        if (
+            step in (self.durable, 0) or os.getpid() != self.owner
+        ):  # a process forked off by the user's code saves nothing
             return None
         if self.in_update:
             report.warn("the optimizer was interrupted in the middle of a step: its half-changed weights are not saved")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lamplighter import records
 from lamplighter.procs.procfs import ProcessLook
 from lamplighter.rundir import RunDir, human_bytes, parse_record, read_last_lines
 from lamplighter.safe_text import clean
@@ -95,13 +96,14 @@ class Tail:
 
     def lines(self, limit_bytes: int = 1 << 20) -> list[str]:
         try:
-            with open(self.path, "rb") as file:
+            with records.open_file(self.path) as file:
                 file.seek(self.offset)
                 data = file.read(limit_bytes)
-        except OSError:  # not there yet, or gone
+        except OSError:  # not there yet, gone, or no file
             return []
         self.offset += len(data)
-        *whole, self.part = (self.part + data).split(b"\n")
+        *whole, part = (self.part + data).split(b"\n")
+        self.part = part[: records.LINE_BYTES]  # a line without an end is none of ours: it must not fill the memory
         return [line.decode("utf-8", "replace") for line in whole]
 
     def records(self) -> list[dict[str, Any]]:
@@ -150,11 +152,12 @@ class Observer:
             status.slot, status.process, status.stalled_s = slot, process, stalled_s
             status.rate = self.rate.add(slot.phase, time.monotonic(), slot.done)
             status.usual_s = self.history.get(slot.phase)
-        self.fresh = self.metrics.records()
+        self.fresh = list(filter(records.is_metric, self.metrics.records()))
         for record in self.fresh:
             self._learn(record)
         status.spent_s, status.budget = spent_s, self.budget
         events = [(number, event) for number, tail in enumerate(self.events) for event in tail.records()]
+        events = [(number, event) for number, event in events if records.is_event(event)]
         for _, event in events:
             self._hear(event)
         status.durable_age_s = time.time() - self.durable_at if self.durable_at else None
@@ -169,8 +172,8 @@ class Observer:
         status = self.status
         if record.get("train/loss") is not None:
             status.losses.append(record["train/loss"])
-            status.lr = record.get("train/lr", 0.0)
-            wait, whole = record.get("train/data_wait_ms", 0.0), record.get("train/dt_ms", 0.0)
+            status.lr = record.get("train/lr") or 0.0
+            wait, whole = record.get("train/data_wait_ms") or 0.0, record.get("train/dt_ms") or 0.0
             status.data_wait = 0.9 * status.data_wait + 0.1 * (wait / whole if whole else 0.0)
         if record.get("eval/val_loss") is not None:
             status.val_loss, status.val_step = record["eval/val_loss"], record["step"]
@@ -190,8 +193,8 @@ def _phase_history(run: RunDir) -> dict[str, float]:
     neighbours.sort(key=_changed_at)
     for path in [*neighbours[-_HISTORY_RUNS:], run.events]:
         for event in read_last_lines(path, _HISTORY_BYTES):
-            if event.get("type") == "phase" and event.get("state") == "end":
-                found[event.get("path", "")] = event.get("seconds", 0.0)
+            if records.is_event(event) and event["type"] == "phase" and event["state"] == "end":
+                found[event["path"]] = event["seconds"]
     return found
 
 
@@ -415,9 +418,8 @@ def hear_flag(standing: dict[str, _Flag], event: dict[str, Any]) -> None:
 
 def standing_flags(status: dict[str, Any]) -> dict[str, _Flag]:
     """Those that a status.json names."""
-    found = status.get("flags")
-    flags = [flag for flag in found if isinstance(flag, dict)] if isinstance(found, list) else []
-    return {str(flag.get("cause")): flag for flag in flags}
+    found = status.get("flags") or []
+    return {flag["cause"]: flag for flag in found} if records.FLAGS.fits(found) else {}
 
 
 def tell_flags(standing: dict[str, _Flag]) -> list[str]:

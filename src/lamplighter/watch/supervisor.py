@@ -23,20 +23,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from lamplighter import first_words
+from lamplighter import first_words, records
 from lamplighter.errors import DONE, STOPPED_EARLY
 from lamplighter.procs import procfs
 from lamplighter.report import Verdict
-from lamplighter.rundir import (
-    VERSIONS,
-    LineFile,
-    RunDir,
-    cannot_write,
-    identity,
-    read_lines,
-    read_record,
-    write_json,
-)
+from lamplighter.rundir import VERSIONS, LineFile, RunDir, cannot_write, identity, read_lines, write_json
 from lamplighter.safe_text import mask_record
 from lamplighter.slot import read_slot
 from lamplighter.watch import end_diagnosis
@@ -52,6 +43,8 @@ _STATUS_EVERY_S = 0.9
 _ASKED_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
 _SAVE_S = 2.0  # for a save before a kill
 _REQUESTS = (".why", ".stop", ".save")
+_MOST_REQUESTS = 20  # in one look; the others wait for the next
+_FOLDER_LOST_S = 1.0  # so long must the run's folder be away before anything is done about it
 
 
 # ---------------------------------------------------------------- what is supervised
@@ -106,6 +99,7 @@ class Ending:
     planned: str  # stop, where we gave up
     planned_why: str
     killed: bool  # by us, because a stop took too long
+    folder_lost: bool = False  # the run's folder was deleted or moved while it ran
 
 
 @dataclass(frozen=True)
@@ -168,7 +162,8 @@ class Supervisor:
     def __init__(self, run: RunDir, target: Target, policy: RestartPolicy, notify: str | None = None) -> None:
         self.run, self.target, self.policy, self.facts = run, target, policy, target.facts
         for stale in run.ask.iterdir():  # requests to an attempt that is over
-            stale.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder, which is no request
+                stale.unlink(missing_ok=True)
         self.attempt = 1 + sum(event.get("type") == "start" for event in read_lines(run.events))
         self.events = LineFile(run.events)
         self.notifier = Notifier(notify, run.name, lambda text: target.say(text, "bold yellow"))
@@ -189,6 +184,8 @@ class Supervisor:
         self.largest_bytes = 0
         self.status_at = 0.0
         self.wake = -1
+        self.lock_place = _place(run.lock)
+        self.folder_lost_at: float | None = None
 
     # ---------------------------------------------------------------- life
 
@@ -261,6 +258,9 @@ class Supervisor:
 
     def _look(self) -> None:
         """One round: look, hear, judge, speak, write, answer, act."""
+        self._notice_lost_folder()
+        if self.folder_lost_at is not None and self.facts.ours:
+            return  # nothing can be read or written there
         stalled_s, before, state = self.stall.stalled_s, self.snapshot, self.target.state()
         loads = before is not None and any(p.slot and p.slot.loader_workers for p in before.processes)
         calm = stalled_s < CLOSE_LOOK_S and self.stall.counted and not loads
@@ -277,6 +277,34 @@ class Supervisor:
         for verdict in self.resources.look(self.tree, self.snapshot, self.target.state().may_grow, self.run.path):
             self._say_verdict(verdict)
         self._enforce_stop()
+
+    def _has_folder(self) -> bool:
+        """Whether the events that we write are still where readers look for them, or at least the lock beside them."""
+        ours = os.fstat(self.events.fd)
+        try:
+            if _place(self.run.events) == (ours.st_dev, ours.st_ino):
+                return True
+            return self.lock_place is not None and _place(self.run.lock) == self.lock_place
+        except OSError:  # a disk that does not answer proves nothing
+            return True
+
+    def _notice_lost_folder(self) -> None:
+        """Deleted or moved under a run: of ours nothing can be saved any more, so it ends; somebody's command goes on."""
+        if self._has_folder():
+            self.folder_lost_at = None
+            return
+        now = time.monotonic()
+        self.folder_lost_at = self.folder_lost_at or now
+        if now - self.folder_lost_at < _FOLDER_LOST_S or "folder" in self.warned:
+            return
+        self.warned.add("folder")
+        lost = f"the folder {self.run.path} was deleted or moved away"
+        if not self.facts.ours:
+            self.target.say(f"{lost}: the command goes on and is watched, but nothing more is kept of it", urgent=True)
+            return
+        self.target.say(f"{lost}: nothing can be saved any more, so the process is ended", "bold red", urgent=True)
+        self.planned = "stop"
+        self.target.kill(self.snapshot)
 
     def _last_look(self) -> None:
         """The roots have ended: their last counters and words, and who ended with them."""
@@ -467,9 +495,13 @@ class Supervisor:
 
     def _answer_requests(self) -> None:
         names = sorted(name for name in procfs.listed(str(self.run.ask)) if name.endswith(_REQUESTS))
-        for path in (self.run.ask / name for name in names):
-            kind, who, target = path.suffix[1:], read_record(path), path.with_suffix(".answer")
-            path.unlink(missing_ok=True)
+        for path in (self.run.ask / name for name in names[:_MOST_REQUESTS]):
+            kind, target = path.suffix[1:], path.with_suffix(".answer")
+            who, _ = records.read_object(path, records.HOLDER)
+            try:
+                path.unlink()
+            except OSError:  # taken back by the asker, or a folder, which is no request
+                continue
             self._event("asked", kind=kind, by=who)
             if kind == "why":
                 threading.Thread(target=self._answer_why, args=(target,), name="lamp-why", daemon=True).start()
@@ -524,7 +556,8 @@ class Supervisor:
 
     def _close(self) -> int:
         """What became of it: the last status and event, the report, the last words."""
-        ending = Ending(self.code, self.stop_reason, self.planned, self.planned_why, self.killed)
+        lost = self.facts.ours and not self._has_folder()
+        ending = Ending(self.code, self.stop_reason, self.planned, self.planned_why, self.killed, lost)
         outcome = self.target.outcome(ending)
         self._guarded(lambda: self._write_end(outcome))
         self.notifier.tell(outcome.state, outcome.words, code=outcome.code)
@@ -533,9 +566,21 @@ class Supervisor:
         return outcome.code
 
     def _write_end(self, outcome: RunOutcome) -> None:
+        if not self._has_folder():
+            self.target.say(outcome.words)
+            return
         self._write_status(outcome.state, exit_code=outcome.code, outcome=outcome.words)
         self._event("stop", code=outcome.code, state=outcome.state, outcome=outcome.words, reason=self.stop_reason)
         self.target.report(outcome, self.attempt)
+
+
+def _place(path: Path) -> tuple[int, int] | None:
+    """Which file is there now; None for no file."""
+    try:
+        facts = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 def ask(run: RunDir, kind: str, deadline_s: float = 5.0) -> dict[str, Any] | None:
@@ -551,7 +596,7 @@ def ask(run: RunDir, kind: str, deadline_s: float = 5.0) -> dict[str, Any] | Non
     try:
         while time.monotonic() < deadline:
             if answer.exists():
-                return read_record(answer)
+                return records.read_object(answer, records.ANSWER, records.MOST_BYTES)[0]
             time.sleep(0.03)
         return None
     finally:  # also when the asker is interrupted: a request must not outlive it

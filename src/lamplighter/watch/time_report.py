@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamplighter.config import Budget
-from lamplighter.rundir import RunDir, read_lines
+from lamplighter.rundir import RunDir, read_events, write_atomic
 from lamplighter.safe_text import clean, safe
 from lamplighter.watch.status import duration
 
@@ -45,10 +45,10 @@ def read_time_report(run: RunDir) -> TimeReport:
     """Add up the attempts."""
     attempts: list[_Attempt] = []
     redone = 0
-    for event in read_lines(run.events):
+    for event in read_events(run):
         kind, t = event.get("type"), float(event.get("t", 0.0))
         if kind == "start":
-            attempts.append(_Attempt(event.get("began", t), t))
+            attempts.append(_Attempt(event.get("began") or t, t))
         if not attempts:
             continue
         now = attempts[-1]
@@ -56,7 +56,7 @@ def read_time_report(run: RunDir) -> TimeReport:
         if kind == "hello":
             now.child_start = t
         elif kind == "ledger":
-            now.seconds, now.told_all = event["seconds"], event.get("final", False)
+            now.seconds, now.told_all = event["seconds"], bool(event.get("final"))
         elif kind == "child_end":
             now.child_end = t
         elif (
@@ -64,7 +64,7 @@ def read_time_report(run: RunDir) -> TimeReport:
         ):
             now.was_stuck = True
         elif kind == "resumed":
-            redone += event.get("redone_steps", 0)
+            redone += event.get("redone_steps") or 0
     times = TimeReport(attempts=len(attempts), redone_steps=redone)
     for one in attempts:
         _add(times, one)
@@ -152,7 +152,7 @@ def _flag_periods(events: Iterable[dict[str, Any]]) -> list[_FlagPeriod]:
                 event["next"],
                 int(event["step"]),
                 last_t,
-                evidence=list(event.get("evidence", [])),
+                evidence=list(event.get("evidence") or []),
             )
             found.append(period)
         elif kind == "well again" and event["cause"] in up:
@@ -185,11 +185,11 @@ def write_report(run: RunDir, times: TimeReport, budget: Budget, outcome: str, f
     """report.md: the outcome, the facts, the red flags, the times. Empty, or why it cannot be written."""
     parts = [f"# {run.name}", "", outcome, ""]
     parts += [f"- {name}: {value}" for name, value in facts.items()]
-    parts += ["", *flags_section(read_lines(run.events))]
+    parts += ["", *flags_section(read_events(run))]
     parts += [f"## Where the time went ({times.attempts} attempt{'s' if times.attempts != 1 else ''})", "", "```"]
     parts += [*lines(times, budget), "```", ""]
     try:
-        run.report.write_text(safe("\n".join(parts)), encoding="utf-8", errors="replace")
+        write_atomic(run.report, safe("\n".join(parts)).encode("utf-8", "replace"), durable=False)
     except OSError as error:  # a full disk: what was done is safe all the same
         return error.strerror or str(error)
     return ""

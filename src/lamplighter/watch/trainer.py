@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lamplighter import records
 from lamplighter.config import Budget
 from lamplighter.errors import (
     CHILD_LOST,
@@ -34,7 +35,7 @@ from lamplighter.errors import (
 )
 from lamplighter.procs import prctl, procfs, stacks
 from lamplighter.report import Verdict
-from lamplighter.rundir import RunDir, number, open_lines, read_record
+from lamplighter.rundir import RunDir, number, open_lines, read_status
 from lamplighter.safe_text import clean
 from lamplighter.slot import Slot, read_slot
 from lamplighter.watch import time_report
@@ -87,7 +88,7 @@ class Trainer:
         self.request = dict(spec.request)
         self.facts = TargetFacts(spec.verb, True, spec.grace_s, spec.began)
         self.began = time.monotonic() - max(0.0, time.time() - spec.began)
-        self.last_status = read_record(run.status)
+        self.last_status = read_status(run)
         self.spent_before_s = number(self.last_status.get("spent_s"))
         self.durable_before = self._durable_on_disk()
         self.ranks = range(spec.ranks)
@@ -122,7 +123,7 @@ class Trainer:
         """One process for each rank; again from the durable step, without the compiler where that was given up."""
         if self.processes:
             self.oom_before = procfs.oom_kills()
-            self.last_status = read_record(self.run.status)
+            self.last_status = read_status(self.run)
             self.durable_before = self._durable_on_disk()
             self.request |= {"resume": "auto", "eager": eager}
             self.observer.begin_again()
@@ -133,11 +134,13 @@ class Trainer:
 
     def _spawn_rank(self, rank: int, attempt: int) -> subprocess.Popen[bytes]:
         spec, fifo = self.spec, self.run.fifo(rank)
-        if not fifo.exists():
-            os.mkfifo(fifo, 0o600)
-        self.run.slot(rank).unlink(missing_ok=True)
+        for stale in self.run.slots.glob(f"rank{rank}.*"):  # of an earlier attempt, or no pipe where one is needed
+            stale.unlink(missing_ok=True)
+        os.mkfifo(fifo, 0o600)
         output = open_lines(self.run.output, mode=0o600)  # whatever it prints is in there
-        request = json.dumps({**self.request, "folder": str(self.run.path), "result_fd": spec.result_fd})
+        request = json.dumps(
+            {**self.request, "folder": str(self.run.path), "result_fd": spec.result_fd, "lock_fd": spec.lock_fd}
+        )
         try:
             return subprocess.Popen(
                 # -P: what lies in the current folder (a model folder, say) is not imported in a library's place
@@ -260,8 +263,8 @@ class Trainer:
             "now": line(self.status),
             "phase": slot.phase if slot else "start",
             "step": step,
-            "steps": slot.steps if slot and told else before.get("steps", 0),
-            "tokens": slot.tokens if slot and told else int(number(before.get("tokens"))),
+            "steps": slot.steps if slot and told else before.get("steps") or 0,
+            "tokens": slot.tokens if slot and told else before.get("tokens") or 0,
             "tokens_per_s": round(slot.tokens_per_s, 1) if slot else 0.0,
             "documents": slot.documents if slot and told else int(number(before.get("documents"))),
             "loss": slot.loss if slot and slot.loss == slot.loss else None,
@@ -318,7 +321,8 @@ class Trainer:
         return max(self.durable_before, int(number(self.last_status.get("step")))), self.durable_before
 
     def _durable_on_disk(self) -> int:
-        return int(number(read_record(self.run.checkpoints / "latest.json").get("step")))
+        latest, _ = records.read_object(self.run.checkpoints / "latest.json", records.LATEST)
+        return int(latest.get("step") or 0)
 
     # ---------------------------------------------------------------- the end
 
@@ -381,6 +385,11 @@ class Trainer:
         """The exit code of the command, and the sentence for it."""
         step, durable = self._standing()
         name, safe = self.run.name, self._safe()
+        if ending.folder_lost:
+            return CannotWrite.code, (
+                f"the folder {self.run.path} was deleted or moved away at step {step}: nothing could be saved any more; if it"
+                " was moved, what was saved before is in it: put it back and run the same command again"
+            )
         if ending.planned == "stop":
             return STUCK, f"stuck, and stopped: {ending.planned_why}{safe}"
         if self.interrupts > 1 and ending.killed:

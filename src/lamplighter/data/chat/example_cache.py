@@ -32,7 +32,7 @@ from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadConfig, BadData
 from lamplighter.procs.pool import each, usable_cores
 from lamplighter.readers.records import digest
-from lamplighter.rundir import cannot_write, hash_file, human_bytes, read_record, write_atomic, write_json
+from lamplighter.rundir import cannot_write, hash_file, human_bytes, read_record, sealed, write_atomic, write_json
 
 KIND = CacheKind(
     name="examples", prefix="examples-", manifest="examples.json", format=1, first="the first for these rows"
@@ -203,7 +203,7 @@ def _build(cache: CacheLocation, source: RowSource, template: ChatTemplate, val_
         "borders_kept": builder.borders_kept,
         "seconds": round(time.monotonic() - began, 3),
     }
-    write_json(folder / KIND.manifest, manifest)
+    write_json(folder / KIND.manifest, sealed(manifest))
     (folder / "progress.json").unlink(missing_ok=True)
 
 

@@ -50,7 +50,16 @@ from lamplighter.procs.procfs import boot_id
 from lamplighter.readers.bad_records import SOON, BadInFile, BadRecords
 from lamplighter.readers.files import unpacked_bytes
 from lamplighter.readers.ranges import PART_BYTES, TextBlock
-from lamplighter.rundir import free_bytes, human_bytes, identity, read_json, read_record, write_atomic, write_json
+from lamplighter.rundir import (
+    free_bytes,
+    human_bytes,
+    identity,
+    is_whole,
+    read_record,
+    sealed,
+    write_atomic,
+    write_json,
+)
 
 FORMAT = 2
 COMMIT_S = 30.0  # the most that a kill can cost of a slow source
@@ -78,7 +87,7 @@ class Builder:
 
     def _write(self, name: str, value: Any, durable: bool = True) -> None:
         try:
-            write_atomic(self.folder / name, json.dumps(value, indent=1) + "\n", durable)
+            write_atomic(self.folder / name, json.dumps(sealed(value), indent=1) + "\n", durable)
         except OSError as error:
             raise full(self.folder, 4096, error) from error
 
@@ -125,16 +134,16 @@ class Builder:
     def go_on(self) -> bool:
         """Take up a build that was killed; False where there is none (or none that can be trusted)."""
         head = read_record(self.folder / "build.json")
-        if head.get("format") != FORMAT:
+        if head.get("format") != FORMAT or not is_whole(head):
             return False
         self.division, self.need_bytes = Split(**head["division"]), head["need_bytes"]
         for path in sorted(self.folder.glob("unit-*.json")):
-            record = read_json(path)
-            if isinstance(record, dict) and isinstance(record.get("lines"), list) and self._is_whole(record):
+            record = read_record(path)
+            if is_whole(record) and self._has_files(record):
                 self.synced.append(self.threads.submit(self._sync, record))
                 self.records[record["unit"]] = record
         half = read_record(self.folder / "open.json")
-        if half and half["unit"] not in self.records and self._is_whole(half, at_least=True):
+        if is_whole(half) and half["unit"] not in self.records and self._has_files(half, at_least=True):
             self.half_done = half
         records = [*self.records.values(), *([self.half_done] if self.half_done else [])]
         files = {name: entry["bytes"] for record in records for name, entry in record["files"].items()}
@@ -143,7 +152,7 @@ class Builder:
         self._check_room(self.need_bytes - sum(files.values()))
         return True
 
-    def _is_whole(self, record: Record, at_least: bool = False) -> bool:
+    def _has_files(self, record: Record, at_least: bool = False) -> bool:
         """Whether the files of a record are there; since another start of the machine, by every byte."""
         same_start = record.get("boot_id") == boot_id()
         for name, entry in record["files"].items():

@@ -91,6 +91,8 @@ class CachedStream:
         self.shards: list[Ids] = [head, *mapped]
         """The stream; the first one is the mark that it begins with, in no file."""
         self.bounds = np.cumsum([0, *map(len, self.shards)])
+        if int(self.bounds[-1]) != self.tokens:
+            raise ValueError(f"{self.tokens:,} tokens are listed, and {int(self.bounds[-1]):,} are there")
 
     def __len__(self) -> int:
         return self.tokens
@@ -174,8 +176,13 @@ def open_tokens(folder: Path, verify: bool = False) -> Tokens:
     manifest = read_record(folder / KIND.manifest)
     if verify:
         verify_hashes(folder, KIND)
-    _allow_open_files(sum(len(split["shards"]) for split in manifest["splits"].values()))
-    return Tokens(folder, manifest, CachedStream(folder, "train", manifest), CachedStream(folder, "val", manifest))
+    try:
+        _allow_open_files(sum(len(split["shards"]) for split in manifest["splits"].values()))
+        train, val = (CachedStream(folder, side, manifest) for side in ("train", "val"))
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        what, why = f"cannot open the token cache {folder}", f"its manifest is damaged: {type(error).__name__}: {error}"
+        raise BadData(what, why, "build it again with --data.cache rebuild") from error
+    return Tokens(folder, manifest, train, val)
 
 
 def _allow_open_files(count: int) -> None:
