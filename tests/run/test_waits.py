@@ -68,6 +68,7 @@ WAITS = {
     "an event loop": ("import asyncio; asyncio.run(asyncio.Event().wait())", "socket", SELF),
     "a listening socket": ("import socket; socket.create_server(('127.0.0.1', 0)).accept()", "listen", "anybody"),
     "a FIFO": ("import os; os.mkfifo('f'); open('f')", "fifo", "anybody"),
+    "the program on a terminal": ("import os, pty; m, s = pty.openpty(); os.read(m, 1)", "pty", "anybody"),
     "a signal": ("import signal; signal.pause()", "signal", "anybody"),
     "stdin": ("input()", "pipe", "us"),
     "a timer": ("import time; time.sleep(60)", "timer", "a timer"),

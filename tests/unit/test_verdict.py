@@ -79,6 +79,8 @@ def test_the_catalogue(user_file: str) -> None:
     assert cause([moment(2), moment(4, collecting=1, cpu_s=1.0)], here) == ("slow", "gc", False)
     assert cause([moment(2), moment(4, collecting=1)], here) == ("waiting", "waiting", False), "a finaliser sleeps"
     assert cause([moment(2), moment(4, read=80_000, waits_on="/data/x")], here) == ("slow", "slow_disk", False)
+    asleep = [moment(2, syscall="nanosleep"), moment(4, syscall="nanosleep", read=80_000)]
+    assert cause(asleep, here) == ("waiting", "sleep", False), "bytes beside a timer are not waited for"
     writing = [moment(2, syscall="write"), moment(4, syscall="write", read=80_000, waits_on="/data/x")]
     assert cause(writing, here) == ("slow", "slow_output", False)
     assert cause(busy, here) == ("slow", "python_loop", False)

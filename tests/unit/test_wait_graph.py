@@ -268,3 +268,22 @@ def test_a_stack_that_was_taken_from_outside_tells_by_its_functions(
     stack = ThreadStack("MainThread", (*below, Frame(str(file), 1, "main")), tid=MAIN)
     chain = follow(WaitGraph((process(waiting(MAIN, lock(MAIN), stack=stack)),)), MAIN, MAIN)
     assert chain is not None and words in chain_words(chain)
+
+
+def test_a_rank_inside_a_collective_says_where_the_others_are() -> None:
+    stacks = {pid: ThreadStack("MainThread", (Frame("/home/me/train.py", 9, "main"),), tid=pid) for pid in (100, 200)}
+    one, other = (
+        WaitingProcess(pid, 1, "python", f"rank {rank} (process {pid})", (waiting(pid, lock(pid, pid), pid, stack=stacks[pid]),),
+                       collective=call)
+        for rank, pid, call in ((0, 100, "monitored_barrier at me/train.py:9"), (1, 200, "all_reduce [1] float32 at me/train.py:12"))
+    )  # fmt: skip
+    chain = follow(WaitGraph((one, other)), 100, 100)
+    assert chain is not None and "the other ranks, in monitored_barrier at me/train.py:9" in chain_words(chain)
+    assert "rank 1 (process 200) is in all_reduce [1] float32" in chain_words(chain)
+
+
+def test_a_wait_for_any_child_names_the_children() -> None:
+    child = process(waiting(200, ThreadWait(200, "timer", timed=True), 200), pid=200, ppid=MAIN)
+    main = process(waiting(MAIN, ThreadWait(MAIN, "child", "any child", peers=(200,)), stack=on("")))
+    chain = follow(WaitGraph((main, child)), MAIN, MAIN)
+    assert chain is not None and "the end of any child process, from process 200 (python)" in chain_words(chain)

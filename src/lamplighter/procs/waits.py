@@ -353,6 +353,8 @@ class _System:
             return self._anonymous(pid, tid, call, fd, target)
         if target.startswith("/dev/pts/") or target in ("/dev/tty", "/dev/console"):
             return ThreadWait(tid, "terminal", target, anybody=True, syscall=call)
+        if target == "/dev/ptmx":
+            return self._pty(pid, tid, call, fd)
         if target and _is_fifo(pid, fd):
             return self._pipe(pid, tid, call, target, writes)
         return ThreadWait(tid, "file" if target else "other", target or f"descriptor {fd}", anybody=True, syscall=call)
@@ -365,6 +367,15 @@ class _System:
         kind = "fifo" if named else "pipe"
         return ThreadWait(
             tid, kind, target if named else "a pipe", peers=tuple(dict.fromkeys(peers)), anybody=named, syscall=call
+        )
+
+    def _pty(self, pid: int, tid: int, call: str, fd: int) -> ThreadWait:
+        """The master of a terminal: whoever is at the other side of it."""
+        index = next((row[1] for row in _fdinfo(pid, fd) if row[:1] == ["tty-index:"]), "")
+        terminal = f"/dev/pts/{index}" if index else "a terminal"
+        peers = tuple(dict.fromkeys(other for other, _ in self.owners.get(terminal, ()) if other != pid))
+        return ThreadWait(
+            tid, "pty", terminal, peers=peers, anybody=True, syscall=call, pid=peers[0] if len(peers) == 1 else 0
         )
 
     def _anonymous(self, pid: int, tid: int, call: str, fd: int, target: str) -> ThreadWait:

@@ -17,7 +17,7 @@ import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from lamplighter.procs.procfs import COMPILERS, WRITE, ProcessLook, not_known
+from lamplighter.procs.procfs import COMPILERS, NANOSLEEP, WRITE, ProcessLook, not_known
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, culprit
 from lamplighter.report import Verdict
 from lamplighter.slot import Slot
@@ -252,6 +252,8 @@ def _moving_slowly(evidence: Evidence) -> Diagnosis | None:
     """Bytes move, the process mostly waits for them: input-bound."""
     if evidence.bytes_per_s < _LEAST_BYTES_PER_S or evidence.cpu_share > 0.5 or evidence.seconds < 0.9:
         return None
+    if evidence.before.look.syscall in NANOSLEEP and evidence.look.syscall in NANOSLEEP:
+        return None  # it sleeps by a timer, and waits for no byte
     if evidence.bytes_per_s > _SLOW_BYTES_PER_S:
         return _finding(
             evidence, "slow", "io", f"{evidence.bytes_per_s / 1e6:.1f} MB/s are moved, {evidence.words()}", "wait"

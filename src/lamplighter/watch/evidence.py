@@ -138,6 +138,7 @@ class GroupSample:
             handlers=handlers,
             timer=newest is not None and newest.timer,
             is_forked=slot is not None and bool(slot.forked),
+            collective=f"{slot.coll} at {'/'.join(slot.coll_at.split('/')[-2:])}" if slot and slot.in_coll else "",
             forked_beside=slot.forked_beside if slot else "",
             unnumbered=tuple(
                 WaitingThread(process.pid, -number, ThreadWait(-number, "lock", peers=(process.pid,)), stack=one)

@@ -322,6 +322,9 @@ _ADVICE = {  # by the last link of a chain: cause, advice
     "listen": ("listen", "start who should connect, or look at why it does not"),
     "signal": ("signal", "it waits until a signal comes"),
     "lock": ("lock", "look at who holds it"),
+    "collective": ("collective", "every rank must call the same collectives, of the same group, in the same order"),
+    "children": ("child", "wait for the one that is meant: os.waitpid(PID, 0); lamp why shows what each of them does"),
+    "pty": ("pty", "look at what that program asks for: it may wait for an answer"),
 }
 
 

@@ -111,6 +111,7 @@ class WaitingProcess:
     handlers: tuple[int, ...] = ()  # signals that its own code handles
     timer: bool = False  # an interval timer runs
     is_forked: bool = False
+    collective: str = ""  # the call of torch.distributed that it is in, with its line
     forked_beside: str = ""  # what its parent's threads did when it was forked
     unnumbered: tuple[WaitingThread, ...] = ()  # of a library, seen from Python only: their numbers here are made up
 
@@ -369,7 +370,11 @@ def _for_thread(
 
 def _for_process(graph: WaitGraph, thread: WaitingThread, pid: int, command: str) -> Link:
     other = graph.process(pid)
-    what = f"process {pid} ({command})" if command and pid else graph.named(pid) if pid else "a child process"
+    if not pid:
+        children = [graph.process(one) for one in thread.wait.peers]
+        words = ", ".join(f"{one.words}{_at(one.main)}" for one in children if one is not None)
+        return Link(thread, "children", "the end of any child process", words, timed=thread.wait.timed)
+    what = f"process {pid} ({command})" if command else graph.named(pid)
     holder = f"{graph.named(pid)}{_at(other.main) if other and other.main else ''}" if pid else ""
     return Link(
         thread, "child", what, holder, next=(pid, pid) if other and other.main else None, timed=thread.wait.timed
@@ -447,6 +452,8 @@ def _for_lock(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) 
     """Which lock, by the line that it stands at and the objects that the process names; and who is inside of it."""
     wanted = waited_lock(thread)
     shared = thread.wait.kind == "shared lock"
+    if wanted is None and process.collective and thread.tid == process.pid:
+        return _for_ranks(graph, process, thread)
     if wanted is None:
         holder, following = _whoever_may(graph, process, thread)
         named = f" ({thread.wait.on})" if thread.wait.on else ""
@@ -502,6 +509,18 @@ def _for_lock(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) 
             timed=thread.wait.timed,
         )
     return Link(thread, "lock", what, "", timed=thread.wait.timed)
+
+
+def _for_ranks(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link:
+    """Inside a collective: the others, and what each of them is in."""
+    others = [
+        one for one in graph.processes if one is not process and (one.collective or one.words.startswith("rank "))
+    ]
+    words = [
+        f"{one.words} is in {one.collective}" if one.collective else f"{one.words} is{_at(one.main)}" for one in others
+    ]
+    what = f"the other ranks, in {process.collective}"
+    return Link(thread, "collective", what, "; ".join(words[:4]), timed=thread.wait.timed)
 
 
 _KINDS = {"lock": "lock", "RLock": "RLock", "Lock": "lock", "Queue": "queue"}
@@ -581,6 +600,7 @@ def _by_kernel(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
         "file": wait.on,
         "poll": f"one of several: {wait.on}" if wait.on else "one of several descriptors",
         "event": "an event of its own",
+        "pty": f"output of the program on {wait.on}",
     }.get(wait.kind)  # fmt: skip
     if words is None:
         return None
@@ -693,6 +713,8 @@ def _held_by(link: Link, last: bool) -> str:
     """Where its holder stands is told only of the last one: of the others the next link tells it."""
     if not link.holder or link.kind == "child" or (link.kind == "thread" and link.next is not None):
         return ""
+    if link.kind == "collective":
+        return f"; {link.holder}"
     word = "held by" if link.kind in ("lock", "file lock", "import lock") else "from"
     holder = link.holder if last or link.next is None else link.holder.split(" at ")[0]
     return f", {word} {holder}" if last or link.kind in ("lock", "file lock") else f" ({word} {holder})"
