@@ -124,6 +124,24 @@ def test_a_lock_that_is_inherited_is_no_lock_of_others(start: Start, tmp_path: P
         heir.wait()
 
 
+def test_a_lock_is_held_by_everybody_who_has_its_descriptor(tmp_path: Path) -> None:
+    """The table of locks names who took it; a process that has inherited the descriptor may let go as well."""
+    code = (
+        "import fcntl, os, subprocess, sys, time; f = open('x.lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
+        "heir = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], pass_fds=[f.fileno()]);"
+        "print(heir.pid, flush=True); f.close(); g = open('x.lock'); fcntl.flock(g, fcntl.LOCK_EX)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as going:
+        assert going.stdout is not None
+        heir = int(going.stdout.readline())
+        try:
+            wait = wait_for(lambda: (seen := main_wait(going.pid)).kind == "file lock" and seen)
+            assert heir in wait.peers, wait
+        finally:
+            os.kill(heir, signal.SIGKILL)
+            going.kill()
+
+
 def test_a_child_is_waited_for_by_its_number(start: Start) -> None:
     pid = start("import subprocess; subprocess.Popen(['sleep', '60']).wait()").pid
     wait = wait_for(lambda: (seen := main_wait(pid)).kind == "child" and seen)

@@ -290,6 +290,8 @@ class _System:
             return ThreadWait(tid, "other", path, anybody=True, syscall=call)
         inode = _device_inode(f"/proc/{pid}/fd/{_signed(args[0])}")
         holders = [lock.pid for lock in self.locks if not lock.waits and lock.inode == inode and lock.pid > 0]
+        # the table names who took it; who has inherited the descriptor, or was sent it, holds it as well
+        holders += [other for other, fd in self.owners.get(path, ()) if other not in holders and _holds_lock(other, fd)]
         alive = [holder for holder in holders if procfs.look(holder).state not in "XZ"]
         if (
             not alive
