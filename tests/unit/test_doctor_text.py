@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from doctor_context import SICK, all_of, context, examine, line_of
+from lamplighter.data.chat import rendering
 from lamplighter.data.setup import obtain_tokens, open_text
 from lamplighter.doctor import data_probes as probes
 from lamplighter.doctor import sample_data
@@ -209,6 +210,7 @@ def test_an_id_beyond_the_vocabulary_is_found(cached: tuple[ProbeContext, Path],
     data[40:42] = (60_000).to_bytes(2, "little")
     shard.write_bytes(data)
     manifest["files"][shard.name]["sha256"] = hashlib.sha256(data).hexdigest()
+    manifest.pop("check")
     (folder / "manifest.json").write_text(json.dumps(manifest))
     found = examine(cache, who)["token_range"]
     assert found.level == "fault"
@@ -274,8 +276,9 @@ def test_an_example_shows_what_is_learned_in_brackets(tmp_path: Path) -> None:
     assert cut["eos_not_trained"].settings["data.seq_len"] >= 64
 
 
-def test_another_template_than_the_models_own_is_a_fault(tmp_path: Path) -> None:
+def test_another_template_than_the_models_own_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """System C: the prompts of another model."""
+    monkeypatch.setattr(rendering, "Elsewhere", rendering.Here)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"Q {n}", "completion": f"A {n}"}) + "\n" for n in range(40)))
     who = context(tmp_path, "--data.paths", str(path))

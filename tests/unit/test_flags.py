@@ -126,7 +126,8 @@ def test_a_flag_raised_in_lost_steps_is_shown_again_but_not_said_again(tmp_path:
     run = RunDir(tmp_path / "r")
     run.create()
     run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records if record["step"] <= 660))
-    said = {"type": "verdict", "t": 1.0, "flag": True, "cause": "overfitting", "step": 650}
+    said = {"type": "verdict", "t": 1.0, "flag": True, "state": "waste", "cause": "overfitting", "step": 650}
+    said |= {"why": "validation rose", "next": "stop"}
     run.rank_events(0).write_text(json.dumps(said) + "\n")
     detector = recall(facts, run, 600)
     assert not detector.up

@@ -30,6 +30,13 @@ _BARS = "▁▂▃▄▅▆▇█"
 _Flag = dict[str, Any]  # a red flag that stands: cause, state, why, next, step
 
 
+def _no_budget() -> Budget:
+    """Loaded only where a status is shown: `lamp runs` needs the words of this file alone."""
+    from lamplighter.config import Budget
+
+    return Budget()
+
+
 @dataclass
 class Status:
     """Now, as far as it can be seen from outside."""
@@ -49,7 +56,7 @@ class Status:
     lr: float = 0.0
     data_wait: float = 0.0  # share of the step
     spent_s: float = 0.0
-    budget: Budget = field(default_factory=Budget)
+    budget: Budget = field(default_factory=_no_budget)
     durable_age_s: float | None = None
     usual_s: float | None = None  # what this phase took last time
     flags: dict[str, _Flag] = field(default_factory=dict)  # red flags that stand, by cause
