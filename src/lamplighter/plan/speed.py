@@ -20,7 +20,7 @@ _LAYER_PASSES = 3.0  # bytes moved for each byte that a layer keeps
 _LOGIT_BYTES_MOVED = {"whole": 40, "blocks": 24}
 _LAYER_S = 0.002  # calls, once for each layer and micro-batch
 
-# Of a GPU: the least that launching takes, forward and backward, however small the work; from published traces of small
+# Of a GPU: the least that launching takes, forward and backward, however small the work; a rule of thumb for small
 # models (10 to 25 ms a step for 12 layers), not measured here.
 _LAUNCH_LAYER_S = 0.001  # for each layer and micro-batch
 _LAUNCH_STEP_S = 0.002  # the embedding, the head, the optimizer
