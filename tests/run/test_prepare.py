@@ -15,6 +15,7 @@ import pytest
 from lamplighter.data.token_cache import builder
 from lamplighter.data.token_cache.reader import CacheSettings, open_tokens
 from lamplighter.data.tokenizer import byte_level
+from lamplighter.rundir import sealed
 from opening import ensure, open_source
 from running import TINY, Command, lamp, shared, start_lamp, wait_for
 
@@ -172,7 +173,7 @@ def test_after_a_power_cut_the_bytes_decide(tmp_path: Path, corpus: tuple[Path, 
     one.run_plan(source, plan)  # type: ignore[arg-type]
     for marker in folder.glob("unit-*.json"):
         record = json.loads(marker.read_text())
-        marker.write_text(json.dumps({**record, "boot_id": "another"}))
+        marker.write_text(json.dumps(sealed({**record, "boot_id": "another"})))
     torn = folder / "train-00003.bin"
     torn.write_bytes(bytes(torn.stat().st_size))
     two = builder.Builder(folder, byte_level(), CacheSettings(0.02))
