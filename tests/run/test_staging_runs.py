@@ -120,7 +120,7 @@ def test_a_slow_disk_holds_nothing_up_and_a_second_save_waits_for_the_first(
     assert saved[0]["seconds"] >= 1.5
     assert saved[0]["blocked_s"] < 1.5, "the loop went on while the disk was slow"
     assert "longer than the time between two saves" in done.stdout
-    assert "beside the steps, which waited" in done.stdout
+    assert "; steps waited " in done.stdout
     assert "steps wait for each save (save.staged false)" in again.stdout
     where = [event["path"] for event in events_of(run, "phase") if event["name"] == "save"]
     assert {"beside > save", "train > save"} <= set(where), (
