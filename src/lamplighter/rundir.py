@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from lamplighter import records
+from lamplighter import read_back
 from lamplighter.errors import AlreadyRunning, CannotWrite
 from lamplighter.procs import procfs
 from lamplighter.procs.lock import is_held, open_lock, try_lock
@@ -234,7 +234,7 @@ def write_json(path: Path, value: Any, durable: bool = True) -> None:
 def read_json(path: Path) -> Any:
     """The parsed file, or None where it is missing, too large or not JSON (a torn or hostile file of somebody else)."""
     try:
-        return json.loads(records.read_whole(path))
+        return json.loads(read_back.read_whole(path))
     except (OSError, ValueError, RecursionError):  # the caller names what is missing or damaged
         return None
 
@@ -247,7 +247,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def read_status(run: RunDir) -> dict[str, Any]:
     """The fields of status.json that are as they should be; `damage` says in words what is not, and is empty otherwise."""
-    status, damage = records.read_object(run.status, records.STATUS)
+    status, damage = read_back.read_object(run.status, read_back.STATUS)
     named = damage if damage.startswith(run.status.name) or not damage else f"{run.status.name} is damaged: {damage}"
     return {**status, "damage": named}
 
@@ -267,7 +267,7 @@ def version_of(record: Mapping[str, Any], name: str = "format") -> int:
 
 def open_lines(path: Path, mode: int = 0o644) -> int:
     """Open for appending; a file that was killed in mid-line gets its newline first."""
-    fd = records.open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
+    fd = read_back.open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
     size = os.fstat(fd).st_size
     if size and os.pread(fd, 1, size - 1) != b"\n":
         os.write(fd, b"\n")
@@ -294,30 +294,30 @@ class LineFile:
 
 def parse_record(line: bytes | str) -> dict[str, Any] | None:
     """One line of a .jsonl file; None for a torn one (a killed writer) or anything that is no object."""
-    return records.parse_object(line)
+    return read_back.parse_object(line)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a .jsonl file; torn lines (a killed writer) are passed over."""
     try:
-        file = records.open_file(path)
+        file = read_back.open_file(path)
     except OSError:  # not there yet, or no file: no records
         return
     with file:
-        while line := file.readline(records.LINE_BYTES):
+        while line := file.readline(read_back.LINE_BYTES):
             if (record := parse_record(line)) is not None:
                 yield record
 
 
 def read_events(run: RunDir) -> Iterator[dict[str, Any]]:
     """The lines of events.jsonl that hold what their type needs; all others are passed over."""
-    return filter(records.is_event, read_lines(run.events))
+    return filter(read_back.is_event, read_lines(run.events))
 
 
 def read_last_lines(path: Path, limit_bytes: int = 1 << 22) -> Iterator[dict[str, Any]]:
     """The records at the end of a .jsonl file, however long it is."""
     try:
-        with records.open_file(path) as file:
+        with read_back.open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - limit_bytes))
             lines = file.read().split(b"\n")
@@ -353,7 +353,7 @@ def hash_file(path: Path, tick: Callable[[int], None] | None = None, digest: Dig
         import hashlib
 
         digest = hashlib.sha256()
-    with os.fdopen(records.open_regular(path), "rb", buffering=0) as file:
+    with os.fdopen(read_back.open_regular(path), "rb", buffering=0) as file:
         block = memoryview(bytearray(1 << 20))  # one that stays in the processor's cache
         while count := file.readinto(block):
             digest.update(block[:count])
@@ -474,7 +474,7 @@ def identity() -> dict[str, Any]:
 
 def is_alive(who: dict[str, Any]) -> bool:
     """Whether the process that `identity` described still runs on this host."""
-    who = records.without_damage(who, records.HOLDER)
+    who = read_back.without_damage(who, read_back.HOLDER)
     same_boot = who.get("boot_id") == boot_id()
     return same_boot and bool(who.get("pid_start")) and pid_start(who.get("pid") or 0) == who["pid_start"]
 
@@ -522,7 +522,7 @@ def take_lock(run: RunDir) -> int:
 
 def read_holder(lock: Path) -> dict[str, Any]:
     """Who wrote into a lock file; empty where nobody did, or it cannot be read."""
-    return records.read_object(lock, records.HOLDER)[0]
+    return read_back.read_object(lock, read_back.HOLDER)[0]
 
 
 def _already_running(run: RunDir, holder: dict[str, Any]) -> AlreadyRunning:

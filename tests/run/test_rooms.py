@@ -13,7 +13,7 @@ SRC = Path(__file__).parents[2] / "src" / "lamplighter"
 LAYER0 = {
     "config",
     "report",
-    "records",
+    "read_back",
     "rundir",
     "errors",
     "slot",
@@ -25,11 +25,11 @@ LAYER0 = {
     "first_words",
 }
 ALLOWED = {
-    "config": {"errors", "records", "rundir", "safe_text"},
+    "config": {"errors", "read_back", "rundir", "safe_text"},
     "report": {"errors", "rundir", "procs", "slot", "own_stacks", "safe_text"},
-    "rundir": {"errors", "procs", "records"},
+    "rundir": {"errors", "procs", "read_back"},
     "errors": {"safe_text"},
-    "records": set(),
+    "read_back": set(),
     "own_code": set(),
     "safe_text": set(),
     "first_words": set(),

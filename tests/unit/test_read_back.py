@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamplighter import own_stacks, records, report
+from lamplighter import own_stacks, read_back, report
 from lamplighter.commands.runs import _row
 from lamplighter.config import Budget, load_dump, resolve
 from lamplighter.config.recorded import dump
@@ -102,7 +102,7 @@ def look_at_status(run: RunDir) -> None:
 
 
 def look_at_lock(run: RunDir) -> None:
-    is_alive(records.read_object(run.lock, records.HOLDER)[0])
+    is_alive(read_back.read_object(run.lock, read_back.HOLDER)[0])
     os.close(take_lock(run))
 
 
@@ -134,7 +134,7 @@ def look_at_metrics(run: RunDir) -> None:
 def look_at_best(run: RunDir) -> None:
     found = checkpoint.best_of(run.checkpoints)
     assert found is None or (found[0] >= 0 and isinstance(found[1], float))
-    records.read_object(run.checkpoints / "latest.json", records.LATEST)
+    read_back.read_object(run.checkpoints / "latest.json", read_back.LATEST)
 
 
 def look_at_state(run: RunDir) -> None:
@@ -161,7 +161,7 @@ def look_at_config(run: RunDir) -> None:
 
 
 def look_at_request(run: RunDir) -> None:
-    who, _ = records.read_object(run.ask / "x.stop", records.HOLDER)
+    who, _ = read_back.read_object(run.ask / "x.stop", read_back.HOLDER)
     assert f"process {who.get('pid', '?')} on {who.get('host', '?')}"
 
 
@@ -313,7 +313,7 @@ def test_a_huge_status_is_refused_before_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "LINE_BYTES", 1000)
+    monkeypatch.setattr(read_back, "LINE_BYTES", 1000)
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"a": "' + b"x" * 5000 + b'"}\n{"b": 1}\n')
     assert {"b": 1} in list(read_lines(path))

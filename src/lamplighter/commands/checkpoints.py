@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lamplighter import records, report
+from lamplighter import read_back, report
 from lamplighter.commands.arguments import find_run, parse
 from lamplighter.errors import DONE
 from lamplighter.rundir import (
@@ -46,9 +46,9 @@ def checkpoints(words: list[str]) -> int:
 def checkpoints_child(_: RunDir, request: dict[str, Any]) -> int:
     """Every checkpoint of a run, verified against its manifest."""
     run = RunDir(Path(request["run"]))
-    scored = (r for r in read_lines(run.metrics) if "eval/val_loss" in r and records.is_metric(r))
+    scored = (r for r in read_lines(run.metrics) if "eval/val_loss" in r and read_back.is_metric(r))
     losses = {r["step"]: r["eval/val_loss"] for r in scored}
-    best = records.read_object(run.checkpoints / "best.json", records.BEST)[0].get("step")
+    best = read_back.read_object(run.checkpoints / "best.json", read_back.BEST)[0].get("step")
     rows = []
     for path in reversed(newest_first(run.checkpoints)):
         total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

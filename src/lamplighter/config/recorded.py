@@ -11,7 +11,7 @@ import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lamplighter import records
+from lamplighter import read_back
 from lamplighter.config import schema
 from lamplighter.config.resolve import Resolved, flat, reaches_out, read_yaml, validate
 from lamplighter.config.schema import LENGTH, MAY_CHANGE, NO_MATTER, Run
@@ -81,7 +81,7 @@ def read_dump(path: Path) -> Recorded:
             dropped.append(f"{name} ({value!r} in this run) no longer exists: {schema.REMOVED[name]}")
         else:
             values[schema.RENAMED.get(name, name)] = value
-    text = records.read_whole(path).decode()
+    text = read_back.read_whole(path).decode()
     return Recorded(validate(values, {}), _origins(text), tuple(dropped), _was_changed(text))
 
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from lamplighter import records
+from lamplighter import read_back
 from lamplighter.config import schema
 from lamplighter.config.schema import LENGTH, SECTIONS, Run, fields, validated
 from lamplighter.errors import BadConfig, InputMissing, LampError, UsageError
@@ -80,7 +80,7 @@ def read_yaml(path: Path, label: str | None = None) -> dict[str, tuple[Any, str]
 
     _refuse_text(path)
     try:
-        text = records.read_whole(path, _YAML_BYTES).decode()
+        text = read_back.read_whole(path, _YAML_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise InputMissing(f"cannot read {path}", why, "check the name; lamp train --help shows the usage") from error

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lamplighter import records, report
+from lamplighter import read_back, report
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.procs.lock import open_lock, try_lock
 from lamplighter.procs.pool import TICK_S, usable_cores
@@ -28,7 +28,12 @@ from lamplighter.rundir import cannot_write, hash_file, identity, is_whole, read
 
 _POLL_S = 0.2
 _LATEST = 2**40  # seconds: the year 36,000, beyond which no clock can be shown
-_PROGRESS = {"bytes": records.NUMBER, "total_bytes": records.NUMBER, "units": records.COUNT, "item": records.TEXT}
+_PROGRESS = {
+    "bytes": read_back.NUMBER,
+    "total_bytes": read_back.NUMBER,
+    "units": read_back.COUNT,
+    "item": read_back.TEXT,
+}
 Mode = Literal["auto", "require", "rebuild"]
 """What data.cache says: use or build, only use, or build in any case."""
 Parts = dict[str, dict[str, Any]]
@@ -47,21 +52,21 @@ class CacheKind:
     """Why it is built where there is no other one."""
 
 
-_FILE: records.Fields = {"bytes": records.needed(records.COUNT), "sha256": records.needed(records.TEXT)}
-_PART: records.Fields = {"fingerprint": records.needed(records.TEXT)}
-_FILES = records.Kind(
-    "a list of files", (dict,), may_be_none=False, needed=True, of=records.Kind("a file", (dict,), of=_FILE)
+_FILE: read_back.Fields = {"bytes": read_back.needed(read_back.COUNT), "sha256": read_back.needed(read_back.TEXT)}
+_PART: read_back.Fields = {"fingerprint": read_back.needed(read_back.TEXT)}
+_FILES = read_back.Kind(
+    "a list of files", (dict,), may_be_none=False, needed=True, of=read_back.Kind("a file", (dict,), of=_FILE)
 )
-_MANIFEST: records.Fields = {
+_MANIFEST: read_back.Fields = {
     "files": _FILES,
-    "parts": records.Kind("the parts of a cache", (dict,), of=records.Kind("a part", (dict,), may_be_none=False, of=_PART)),
+    "parts": read_back.Kind("the parts of a cache", (dict,), of=read_back.Kind("a part", (dict,), may_be_none=False, of=_PART)),
 }  # fmt: skip
 
 
 def _read_manifest(folder: Path, kind: CacheKind) -> dict[str, Any] | None:
     """The manifest of a finished cache; None where it is damaged, of another format, or names files elsewhere."""
     manifest = read_record(folder / kind.manifest)
-    if manifest.get("format") != kind.format or records.find_damage(manifest, _MANIFEST):
+    if manifest.get("format") != kind.format or read_back.find_damage(manifest, _MANIFEST):
         return None
     if "check" in manifest and not is_whole(manifest):  # those of earlier versions have none
         return None
@@ -238,7 +243,7 @@ def _wait(fd: int, folder: Path) -> None:
 
 def _read_progress(folder: Path) -> dict[str, Any]:
     """How far a builder is; empty where it has not said it."""
-    return records.read_object(folder / "progress.json", _PROGRESS)[0]
+    return read_back.read_object(folder / "progress.json", _PROGRESS)[0]
 
 
 # ---------------------------------------------------------------- every byte

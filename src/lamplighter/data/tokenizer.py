@@ -25,7 +25,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from lamplighter import records, report
+from lamplighter import read_back, report
 from lamplighter.data.token_cache.encoder import Encoder, Recipe
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.rundir import human_bytes, write_atomic
@@ -265,7 +265,7 @@ def load(path: Path) -> Tokenizer:
 def _read(path: Path) -> bytes:
     """A file of a tokenizer; the largest known are 40 MB."""
     try:
-        return records.read_whole(path, _MOST_BYTES)
+        return read_back.read_whole(path, _MOST_BYTES)
     except OSError as error:
         raise _damaged(path, error) from error
 

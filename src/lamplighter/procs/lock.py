@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from lamplighter.records import open_regular
+from lamplighter.read_back import open_regular
 
 
 def open_lock(path: Path) -> int:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from lamplighter.procs.procfs import TGKILL, catches, look
-from lamplighter.records import parse_object, read_whole
+from lamplighter.read_back import parse_object, read_whole
 
 _SAMPLER_DEADLINE_S = 0.5
 _PYSPY_DEADLINE_S = 2.0

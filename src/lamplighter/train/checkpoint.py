@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from lamplighter import records, report
+from lamplighter import read_back, report
 from lamplighter.errors import CannotWrite, NoCheckpoint
 from lamplighter.rundir import (
     FORMAT,
@@ -193,7 +193,7 @@ def mark_best(root: Path, progress: Progress) -> None:
 
 def best_of(root: Path) -> tuple[int, float] | None:
     """(step, validation loss) of the best checkpoint, where one is marked."""
-    found, damage = records.read_object(root / "best.json", records.BEST)
+    found, damage = read_back.read_object(root / "best.json", read_back.BEST)
     return (found["step"], found["val_loss"]) if found and not damage else None
 
 
@@ -287,7 +287,7 @@ def _verify(path: Path) -> str | None:
     with report.phase("verify", total=total, unit="B") as phase:
         reason = verify_manifest(path, deep=True, tick=lambda n: phase.tick(n, path.name))
     file = path / "training" / "state.json"
-    damage = "" if reason else records.read_object(file, _STATE, records.MOST_BYTES)[1]
+    damage = "" if reason else read_back.read_object(file, _STATE, read_back.MOST_BYTES)[1]
     return reason or (f"training/state.json is damaged: {damage}" if damage else None)
 
 
@@ -329,16 +329,16 @@ def _set_aside_newer(root: Path, step: int) -> list[str]:
     return moved
 
 
-_COUNT, _LOSS = records.COUNT, records.NUMBER
+_COUNT, _LOSS = read_back.COUNT, read_back.NUMBER
 _NUMBERS = ("tokens", "loss_steps", "best_step", "passed_from", "passed_to", "scored_step", "since_best")
-_STATE: records.Fields = {
-    "step": records.needed(_COUNT),
+_STATE: read_back.Fields = {
+    "step": read_back.needed(_COUNT),
     **{name: replace(_COUNT, may_be_none=False) for name in _NUMBERS},
     **dict.fromkeys(("loss", "loss_sum", "best_val_loss"), _LOSS),
-    "skipped": records.Kind("a list of steps", (list,), may_be_none=False, of=replace(_COUNT, may_be_none=False)),
-    **dict.fromkeys(("stream", "machine"), records.OBJECT),
-    **dict.fromkeys(("cache", "packing", "chat"), records.TEXT),
-    "compiled": records.FLAG,
+    "skipped": read_back.Kind("a list of steps", (list,), may_be_none=False, of=replace(_COUNT, may_be_none=False)),
+    **dict.fromkeys(("stream", "machine"), read_back.OBJECT),
+    **dict.fromkeys(("cache", "packing", "chat"), read_back.TEXT),
+    "compiled": read_back.FLAG,
     "steps": _COUNT,
     **dict.fromkeys(("format", "numerics"), _COUNT),
 }
@@ -347,7 +347,7 @@ _STATE: records.Fields = {
 def read_state(path: Path) -> dict[str, Any]:
     """training/state.json of a checkpoint, every known field as it should be; NoCheckpoint says what is not."""
     file = path / "training" / "state.json"
-    state, damage = records.read_object(file, _STATE, records.MOST_BYTES)
+    state, damage = read_back.read_object(file, _STATE, read_back.MOST_BYTES)
     if not file.exists():
         raise NoCheckpoint(
             f"{path} has no training state",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lamplighter import records, report
+from lamplighter import read_back, report
 from lamplighter.data.batches import Batch
 from lamplighter.errors import BadData, Diverged, StoppedEarly
 from lamplighter.model.generate import stream as sample_stream
@@ -530,7 +530,7 @@ class _Loop:
         found = [
             record["eval/val_loss"]
             for record in read_last_lines(folder.metrics)
-            if "eval/val_loss" in record and records.is_metric(record) and record["step"] == step
+            if "eval/val_loss" in record and read_back.is_metric(record) and record["step"] == step
         ]
         if step and not found:
             self._evaluate_if_due(step)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lamplighter import records
+from lamplighter import read_back
 from lamplighter.procs.procfs import ProcessLook
 from lamplighter.rundir import RunDir, human_bytes, parse_record, read_last_lines
 from lamplighter.safe_text import clean
@@ -103,14 +103,14 @@ class Tail:
 
     def lines(self, limit_bytes: int = 1 << 20) -> list[str]:
         try:
-            with records.open_file(self.path) as file:
+            with read_back.open_file(self.path) as file:
                 file.seek(self.offset)
                 data = file.read(limit_bytes)
         except OSError:  # not there yet, gone, or no file
             return []
         self.offset += len(data)
         *whole, part = (self.part + data).split(b"\n")
-        self.part = part[: records.LINE_BYTES]  # a line without an end is none of ours: it must not fill the memory
+        self.part = part[: read_back.LINE_BYTES]  # a line without an end is none of ours: it must not fill the memory
         return [line.decode("utf-8", "replace") for line in whole]
 
     def records(self) -> list[dict[str, Any]]:
@@ -159,12 +159,12 @@ class Observer:
             status.slot, status.process, status.stalled_s = slot, process, stalled_s
             status.rate = self.rate.add(slot.phase, time.monotonic(), slot.done)
             status.usual_s = self.history.get(slot.phase)
-        self.fresh = list(filter(records.is_metric, self.metrics.records()))
+        self.fresh = list(filter(read_back.is_metric, self.metrics.records()))
         for record in self.fresh:
             self._learn(record)
         status.spent_s, status.budget = spent_s, self.budget
         events = [(number, event) for number, tail in enumerate(self.events) for event in tail.records()]
-        events = [(number, event) for number, event in events if records.is_event(event)]
+        events = [(number, event) for number, event in events if read_back.is_event(event)]
         for _, event in events:
             self._hear(event)
         status.durable_age_s = time.time() - self.durable_at if self.durable_at else None
@@ -200,7 +200,7 @@ def _phase_history(run: RunDir) -> dict[str, float]:
     neighbours.sort(key=_changed_at)
     for path in [*neighbours[-_HISTORY_RUNS:], run.events]:
         for event in read_last_lines(path, _HISTORY_BYTES):
-            if records.is_event(event) and event["type"] == "phase" and event["state"] == "end":
+            if read_back.is_event(event) and event["type"] == "phase" and event["state"] == "end":
                 found[event["path"]] = event["seconds"]
     return found
 
@@ -426,7 +426,7 @@ def hear_flag(standing: dict[str, _Flag], event: dict[str, Any]) -> None:
 def standing_flags(status: dict[str, Any]) -> dict[str, _Flag]:
     """Those that a status.json names."""
     found = status.get("flags") or []
-    return {flag["cause"]: flag for flag in found} if records.FLAGS.fits(found) else {}
+    return {flag["cause"]: flag for flag in found} if read_back.FLAGS.fits(found) else {}
 
 
 def tell_flags(standing: dict[str, _Flag]) -> list[str]:

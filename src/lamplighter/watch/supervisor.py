@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from lamplighter import first_words, records
+from lamplighter import first_words, read_back
 from lamplighter.errors import DONE, STOPPED_EARLY
 from lamplighter.procs import procfs
 from lamplighter.report import Verdict
@@ -497,7 +497,7 @@ class Supervisor:
         names = sorted(name for name in procfs.listed(str(self.run.ask)) if name.endswith(_REQUESTS))
         for path in (self.run.ask / name for name in names[:_MOST_REQUESTS]):
             kind, target = path.suffix[1:], path.with_suffix(".answer")
-            who, _ = records.read_object(path, records.HOLDER)
+            who, _ = read_back.read_object(path, read_back.HOLDER)
             try:
                 path.unlink()
             except OSError:  # taken back by the asker, or a folder, which is no request
@@ -557,7 +557,9 @@ class Supervisor:
     def _close(self) -> int:
         """What became of it: the last status and event, the report, the last words."""
         lost = self.facts.ours and not self._has_folder()
-        ending = Ending(self.code, self.stop_reason, self.planned, self.planned_why, self.killed, lost)
+        ending = Ending(
+            self.code, self.stop_reason, self.planned, self.planned_why, killed=self.killed, folder_lost=lost
+        )
         outcome = self.target.outcome(ending)
         self._guarded(lambda: self._write_end(outcome))
         self.notifier.tell(outcome.state, outcome.words, code=outcome.code)
@@ -578,7 +580,7 @@ def _place(path: Path) -> tuple[int, int] | None:
     """Which file is there now; None for no file."""
     try:
         facts = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):  # that is the answer
         return None
     return facts.st_dev, facts.st_ino
 
@@ -596,7 +598,7 @@ def ask(run: RunDir, kind: str, deadline_s: float = 5.0) -> dict[str, Any] | Non
     try:
         while time.monotonic() < deadline:
             if answer.exists():
-                return records.read_object(answer, records.ANSWER, records.MOST_BYTES)[0]
+                return read_back.read_object(answer, read_back.ANSWER, read_back.MOST_BYTES)[0]
             time.sleep(0.03)
         return None
     finally:  # also when the asker is interrupted: a request must not outlive it

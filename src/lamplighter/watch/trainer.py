@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lamplighter import records
+from lamplighter import read_back
 from lamplighter.config import Budget
 from lamplighter.errors import (
     CHILD_LOST,
@@ -321,7 +321,7 @@ class Trainer:
         return max(self.durable_before, int(number(self.last_status.get("step")))), self.durable_before
 
     def _durable_on_disk(self) -> int:
-        latest, _ = records.read_object(self.run.checkpoints / "latest.json", records.LATEST)
+        latest, _ = read_back.read_object(self.run.checkpoints / "latest.json", read_back.LATEST)
         return int(latest.get("step") or 0)
 
     # ---------------------------------------------------------------- the end

@@ -300,7 +300,9 @@ def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
             graph, thread, int(on.get("pid") or thread.wait.pid or 0), str(on.get("command") or on.get("name") or "")
         )
     if kind == "import lock":
-        return _for_thread(graph, process, thread, on.get("owner", 0), f"the import of {on.get('name')}", "import lock")
+        return _for_thread(
+            graph, process, thread, on.get("owner", 0), f"the import of {on.get('name')}", kind="import lock"
+        )
     if kind == "tasks":
         return _for_tasks(graph, process, thread)
     if kind in ("barrier", "process barrier"):

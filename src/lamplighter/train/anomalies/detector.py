@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lamplighter import records, report
+from lamplighter import read_back, report
 from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir, read_last_lines
 from lamplighter.train.anomalies import learning, throughput
@@ -175,12 +175,12 @@ def recall(facts: Facts, folder: RunDir, last_step: int) -> Detector:
         return Detector(facts)
     said: dict[str, int] = {}
     for event in read_last_lines(folder.rank_events(0)):
-        if not records.is_event(event) or event["type"] != "verdict" or not event.get("flag"):
+        if not read_back.is_event(event) or event["type"] != "verdict" or not event.get("flag"):
             continue
         if event["step"] > last_step:
             said[event["cause"]] = max(said.get(event["cause"], 0), int(event["step"]))
     detector = Detector(facts, said)
-    replay(detector, filter(records.is_metric, read_last_lines(folder.metrics, _RECALL_BYTES)), last_step)
+    replay(detector, filter(read_back.is_metric, read_last_lines(folder.metrics, _RECALL_BYTES)), last_step)
     report.event("flags", standing=[_standing_record(one) for one in detector.up.values()])
     return detector
 

@@ -14,7 +14,7 @@ import os
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 MOST_BYTES = 1 << 26  # of a manifest: 64 MB list half a million files
@@ -109,7 +109,7 @@ TEXTS = Kind("a list of texts", (list,), of=Kind("text", (str,), may_be_none=Fal
 
 def needed(kind: Kind) -> Kind:
     """A field without which the record is of no use."""
-    return Kind(kind.words, kind.types, kind.least, False, True, kind.of)
+    return replace(kind, may_be_none=False, needed=True)
 
 
 def find_damage(record: Mapping[str, Any], fields: Fields) -> list[str]:
