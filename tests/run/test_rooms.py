@@ -37,7 +37,7 @@ ALLOWED = {
     "own_stacks": {"slot"},
     "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share
     "schedule": {"config"},
-    "procs": {"errors", "records"},
+    "procs": {"errors", "read_back"},
     "readers": LAYER0,
     "data": LAYER0 | {"procs", "readers"},
     "clean": LAYER0 | {"procs", "readers"},
