@@ -150,15 +150,21 @@ def require_library(names: Iterable[str]) -> None:
     """An error that names the first Parquet file, where what reads them is not installed: before any other file is read."""
     first = next((name for name in names if name.lower().endswith(".parquet")), None)
     if first is not None and importlib.util.find_spec("pyarrow") is None:
-        why, advice = "Parquet needs the package pyarrow, which is missing", "pip install 'lamplighter[data]'"
-        raise InputMissing(f"cannot read {first}", why, advice)
+        raise _without_library(first)
+
+
+def _without_library(name: str) -> InputMissing:
+    why, advice = "Parquet needs the package pyarrow, which is missing or broken", "pip install 'lamplighter[data]'"
+    return InputMissing(f"cannot read {name}", why, advice)
 
 
 def read_parquet(r: OpenFile, item: LocalFile | RemoteFile, tell: Tell) -> Iterator[Record]:
     """The rows, row group by row group; where one column is asked for, only that one is read."""
-    require_library([r.name])
-    import pyarrow
-    import pyarrow.parquet
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise _without_library(r.name) from error
 
     try:
         with item.open(tell) as file:
