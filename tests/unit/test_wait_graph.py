@@ -10,15 +10,8 @@ import pytest
 from lamplighter.procs.stacks import Frame, ThreadStack
 from lamplighter.procs.waits import FileLock, ThreadWait
 from lamplighter.watch import source_lines
-from lamplighter.watch.wait_graph import (
-    Gone,
-    WaitGraph,
-    WaitingProcess,
-    WaitingThread,
-    cannot_be_woken,
-    chain_words,
-    follow,
-)
+from lamplighter.watch.wait_chain import chain_words, follow
+from lamplighter.watch.wait_graph import Gone, WaitGraph, WaitingProcess, WaitingThread, cannot_be_woken
 
 MAIN = 100
 

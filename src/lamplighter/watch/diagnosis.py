@@ -5,7 +5,7 @@ Out: a Diagnosis: a verdict in the form of every verdict, and whether it is prov
 
 `judge_process` asks RULES in order, and the first that fits wins. The order carries the meaning: what needs no stacks comes
 first (uninterruptible, compiling, collecting garbage), then a GIL that is held, then bytes that move, then CPU that is used.
-Where none fits, everybody is asleep, and wait_graph.py tells for what. A rule reads nothing but its Evidence and the source
+Where none fits, everybody is asleep, and wait_chain.py tells for what. A rule reads nothing but its Evidence and the source
 of the lines that the stacks name, so that a verdict can be given again from the file that evidence.py keeps.
 
 *Provable* means that the policy may act after a short grace; all other findings only after the user's patience.

@@ -14,7 +14,7 @@ from lamplighter.procs.stacks import ThreadStack, users_frame
 from lamplighter.watch.diagnosis import Diagnosis, finding
 from lamplighter.watch.evidence import GroupSample
 from lamplighter.watch.process_tree import Process, Snapshot
-from lamplighter.watch.wait_graph import chain_words, closed, follow
+from lamplighter.watch.wait_chain import chain_words, closed, follow
 
 _SAME_EVERYWHERE = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "barrier", "reduce")
 _MEETING = "init_process_group"

@@ -17,7 +17,7 @@ from lamplighter.watch.evidence import GroupSample
 from lamplighter.watch.process_tree import Process, counts
 from lamplighter.watch.rank_diagnosis import OPEN_S, late_rank, meeting, outlier_rank
 from lamplighter.watch.status import duration
-from lamplighter.watch.wait_graph import WaitChain, chain_words, closed, follow
+from lamplighter.watch.wait_chain import WaitChain, chain_words, closed, follow
 
 _ASLEEP_S = 0.9  # two looks at least so far apart
 _STARVED_SHARE, _STARVED_TIMES = 0.45, 1.5  # of the time, and as long as it ran
