@@ -85,6 +85,33 @@ def test_a_run_with_strange_company(tmp_path: Path) -> None:
         os.kill(int((tmp_path / "daemon.pid").read_text()), signal.SIGKILL)
 
 
+def test_a_signal_that_would_end_the_run_is_a_request_to_save_and_stop(tmp_path: Path) -> None:
+    """A real-time signal to the parent, then, in the run that goes on, the warning of a scheduler to the training process."""
+    words = [
+        *TRAIN,
+        "--train.steps",
+        "4000",
+        "--save.every_steps",
+        "1000",
+        "--model.family",
+        write_model(tmp_path, SLOW),
+    ]
+    run = RunDir(tmp_path / "runs" / "r")
+    for number, to_child in ((signal.SIGRTMIN + 2, False), (signal.SIGUSR1, True)):
+        before = read_status(run).get("step") or 0
+        process = start_lamp(*words, cwd=tmp_path)
+        wait_for(lambda before=before: slot_of(run).step > before + 2, process=process)
+        os.kill(slot_of(run).pid if to_child else process.pid, number)
+        assert process.wait(20) == 75, (tmp_path / "out.txt").read_text()
+        status = read_status(run)
+        assert status["state"] == "stopped"
+        assert status["durable_step"] == status["step"] > before
+    said = (tmp_path / "out.txt").read_text()
+    assert "stopped early (a real-time signal)" in said
+    assert "stopped early (SIGUSR1)" in said
+    assert "Traceback" not in said
+
+
 def test_a_watched_command_that_dies_by_a_real_time_signal(tmp_path: Path) -> None:
     number = signal.SIGRTMIN + 5
     said = lamp("watch", "--", "sh", "-c", f"kill -{int(number)} $$", cwd=tmp_path)
