@@ -610,7 +610,12 @@ def _mapping(pid: int, address: int) -> tuple[str, str]:
 
 
 def _name_of_shared(path: str, where: str) -> str:
-    """The name by which anybody may open this memory; a named semaphore is mapped under a name that is gone again."""
+    """The name by which anybody may open this memory; a named semaphore is mapped under a name that is gone again.
+
+    Memory of System V has a key, and a memfd may be in the hands of somebody who has not mapped it yet.
+    """
+    if path.startswith(("/SYSV", "/memfd:")):
+        return path.removesuffix(" (deleted)")
     if path and not path.endswith("(deleted)"):
         return path if not path.startswith(f"{_SHARED}/{_PRIVATE}") else ""
     if not path.startswith(f"{_SHARED}/"):
