@@ -455,7 +455,9 @@ def _by_kernel(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
         else "data on its stdin, a pipe"
         if wait.fd == 0
         else "data from a pipe",
-        "fifo": f"the other end of the FIFO {wait.on}" if wait.syscall.startswith("open") else f"the FIFO {wait.on}",
+        "fifo": f"the other end of the FIFO {wait.on}"
+        if wait.syscall.startswith("open")
+        else f"{'room in' if wait.writes else 'data from'} the FIFO {wait.on}",
         "socket": f"an answer from {wait.on}{_inside_call(thread)}",
         "listen": wait.on,
         "datagram": wait.on,
@@ -500,10 +502,10 @@ def _whoever_may(
     """Those who could end it: other processes first; then other threads of this process that are at the user's work."""
     wait = thread.wait
     peers = [pid for pid in wait.peers if pid != process.pid]
-    if not peers and wait.anybody and wait.kind in _FROM_ANYWHERE:
+    if not wait.peers and wait.anybody and wait.kind in _FROM_ANYWHERE:
         return _FROM_ANYWHERE[wait.kind], None
-    if not peers and wait.peers and wait.kind == "socket":
-        return "this very process, which has the other end of it too", None
+    if not peers and wait.peers and wait.kind in ("socket", "fifo"):
+        return "this very process, which alone has the other end of it", None
     if peers:
         inside = [one for pid in peers if (one := graph.process(pid)) is not None]
         at_work = [pid for pid in peers if _at_main(graph, pid)] or peers
