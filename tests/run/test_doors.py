@@ -139,7 +139,7 @@ def leave(cwd: Path, how: str, *more: str) -> tuple[Any, RunDir]:
     return lamp(*WORDS, "--model.family", write_model(cwd, how), *more, cwd=cwd), RunDir(cwd / "runs" / "r")
 
 
-@pytest.mark.parametrize("code", [0, 75])
+@pytest.mark.parametrize("code", [0, 73, 75])
 def test_a_process_that_leaves_in_mid_run_has_not_finished(tmp_path: Path, code: int) -> None:
     done, run = leave(tmp_path, f"if model.calls == 7: os._exit({code})", "--watch.on_stuck", "stop")
     assert done.returncode == 71, done.stdout

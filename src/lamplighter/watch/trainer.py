@@ -104,6 +104,7 @@ class Trainer:
         self.ended_early: dict[str, Any] = {}
         self.foretold_s = 0.0  # what the whole run will have taken, as it was last known
         self.stopped_by: dict[str, Any] = {}  # the verdict by which the child stopped itself
+        self.ended = False  # from then on the disk is asked too: a slot may have been deleted under the run
         self.stop_heard = ""  # why it stops, in its own words: a signal that reached it and not us
 
     @property
@@ -319,7 +320,8 @@ class Trainer:
     def _standing(self) -> tuple[int, int]:
         """(last step, durable step): the child's own word, or what is on disk until it has spoken."""
         if self.slot is not None and self.slot.steps > 0:
-            return self.slot.step, self.slot.durable_step
+            durable = max(self.slot.durable_step, self._durable_on_disk()) if self.ended else self.slot.durable_step
+            return max(self.slot.step, durable), durable
         return max(self.durable_before, int(number(self.last_status.get("step")))), self.durable_before
 
     def _durable_on_disk(self) -> int:
@@ -357,11 +359,11 @@ class Trainer:
         """Whether the child is gone without having ended: killed, or left with a code that is not its own last word.
 
         Success is proved: `done` needs the child's word and the last step (or an early end that it told), `stopped early`
-        needs its word, which follows the save. A crash and a disk that cannot be written need no proof.
+        needs its word, which follows the save. A crash needs no proof, nor does a disk on which not even a slot can be made.
         """
-        if code in (CRASHED, CannotWrite.code):
-            return False
         slot = self._slot_of(code)
+        if code == CRASHED or (code == CannotWrite.code and slot is None):  # it could not even open its slot
+            return False
         if code < 0 or slot is None or not slot.closed_with(code):
             return True
         if code == DONE and self.spec.keeps_report:
@@ -380,6 +382,7 @@ class Trainer:
         slot = self.slot
         if slot is not None and slot.error and not self.error_heard:
             self.say(slot.error, "bold red")  # the event was lost: a full disk
+        self.ended = True
         code, words = self._judge(ending, ending.code)
         return RunOutcome(code, _STATES.get(code, "failed"), words)
 
@@ -454,6 +457,8 @@ class Trainer:
         for text in time_report.lines(times, self.spec.budget, most=_LEDGER_NAMES):
             self.say(f"   {text}", "dim")
         self.say("; ".join(f"{name} {value}" for name, value in self._statistics().items()))
+        if not self.run.path.is_dir():  # taken away: the words above are all that is left
+            return
         if problem := time_report.write_report(self.run, times, self.spec.budget, outcome.words, facts):
             self.say(f"WARNING  {self.run.report} cannot be written: {problem}", "bold yellow")
 
