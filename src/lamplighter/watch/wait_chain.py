@@ -502,10 +502,11 @@ def _whoever_may(
     """Those who could end it: other processes first; then other threads of this process that are at the user's work."""
     wait = thread.wait
     peers = [pid for pid in wait.peers if pid != process.pid]
+    lately = f"; {_ended_lately(graph)}" if _ended_lately(graph) else ""
     if not wait.peers and wait.anybody and wait.kind in _FROM_ANYWHERE:
-        return _FROM_ANYWHERE[wait.kind], None
+        return f"{_FROM_ANYWHERE[wait.kind]}{lately}", None
     if not peers and wait.peers and wait.kind in ("socket", "fifo"):
-        return "this very process, which alone has the other end of it", None
+        return f"this very process, which alone has the other end of it{lately}", None
     if peers:
         inside = [one for pid in peers if (one := graph.process(pid)) is not None]
         at_work = [pid for pid in peers if _at_main(graph, pid)] or peers
