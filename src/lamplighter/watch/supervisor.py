@@ -416,7 +416,7 @@ class Supervisor:
             self._say_verdict(end_diagnosis.killed_verdict(root.pid, code, memory, self.largest_bytes))
             return
         slots = read_slots(self.run.slots)
-        failed = [slot for slot in slots.values() if slot.error and not slot.error.startswith("KeyboardInterrupt")]
+        failed = [slot for slot in slots.values() if slot.error and not end_diagnosis.was_interrupted(slot)]
         if failed:
             first = next((slot for slot in failed if slot.worker >= 0), min(failed, key=lambda slot: slot.pid))
             self._say_verdict(end_diagnosis.error_verdict(first, slots))
