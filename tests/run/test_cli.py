@@ -57,6 +57,7 @@ AT_ONCE = [
     (["chat"], 2, "did you mean lamp generate RUN --interactive?"),
     (["serve"], 2, "there is no server yet"),
     (["xyzzy"], 2, "verbs: demo train"),
+    (["a\x1b]0;x\x07b"], 2, r"lamp has no verb a\x1b]0;x\x07b"),
     (["train", "--config", "run.yaml"], 2, "next:  lamp train run.yaml"),
     (["train", "--train.ddp", "true"], 2, "ranks are not there yet"),
     (["train", "--nproc_per_node", "2"], 2, "ranks are not there yet"),
@@ -314,9 +315,9 @@ def test_a_test_run_ends_with_the_whole_one_as_it_can_be_pasted(tmp_path: Path, 
     words = ["--run", "my run", *TINY, "--train.steps", "3000", "--budget.usd_per_hour", "2"]
     done = here("train", "--test", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert shlex.join(["lamp", "train", *words]) in last and "--test" not in last
-    assert re.search(r"about [\d.]+ (s|min|h), \$\d+\.\d\d on cpu by the plan", last), last
+    how_long, last = done.stdout.splitlines()[-2:]
+    assert last.endswith("the whole run: " + shlex.join(["lamp", "train", *words])), "nothing behind what is pasted"
+    assert re.search(r"takes about [\d.]+ (s|min|h), \$\d+\.\d\d on cpu by the plan", how_long), how_long
     assert "next: lamp generate 'my run-test'" in done.stdout
 
 
