@@ -163,11 +163,13 @@ def result(text: str) -> int:
 def _unknown_verb(verb: str) -> int:
     import difflib
 
+    from lamplighter.safe_text import clean, mask
+
     meant = [ours for ours, theirs in _MEANT.items() if verb.lower() in theirs.split()]
     near = meant or difflib.get_close_matches(verb, VERBS, 1, 0.6)
     why = f"did you mean lamp {near[0]}?" if near else "verbs: " + " ".join(VERBS)
     why = _NOT_THERE.get(verb.lower(), why)
-    write(2, f"error: lamp has no verb {verb}\nwhy:   {why}\nnext:  lamp --help\n")
+    write(2, f"error: lamp has no verb {clean(mask(verb))}\nwhy:   {why}\nnext:  lamp --help\n")
     return 2
 
 

@@ -52,6 +52,8 @@ def main() -> int:
             report.number(passing=int(_may_pass(crash)))
             report.last_words(_lines_of(crash), CRASHED)
             code = CRASHED
+    if (pools := sys.modules.get("lamplighter.procs.pool")) is not None:  # not loaded for this: most have none
+        pools.Apart.close_all()
     report.leave(code)  # at once: nothing is buffered, and torch takes a second to unload itself
     return code
 

@@ -45,6 +45,7 @@ def _generate_flags(
     system: str = "",
     threads: int | None = None,
     model_family: str | None = None,
+    data_template: str | None = None,
     runs_dir: Path = Path("runs"),
 ) -> None:
     """How to generate."""
@@ -54,7 +55,10 @@ def generate(words: list[str]) -> int:
     """Text from a run's checkpoint or from any model folder."""
     from lamplighter.commands.session import session
 
-    flags = parse("generate", _generate_flags, [re.sub(r"^--model\.family(?==|$)", "--model-family", w) for w in words])
+    dashed = [re.sub(r"^--(model|data)\.(family|template)(?==|$)", r"--\1-\2", word) for word in words]
+    flags = parse("generate", _generate_flags, dashed)
+    if flags["raw"] and flags["data_template"]:
+        raise UsageError("--raw and --data.template", "one leaves the template out, one chooses it", "give one of them")
     try:
         (flags["prompt"] + flags["system"]).encode()
     except UnicodeEncodeError as error:
@@ -80,10 +84,15 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
         from lamplighter.model.build import load_folder
     torch.set_num_threads(request["threads"] or torch.get_num_threads())
     with report.phase("model"):
-        folder = _choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
+        other = request["data_template"]
+        folder = _choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"] or other is not None)
         built = load_folder(folder, request["model_family"], request["command"])
         tokenizer = tokenizers.load(folder)
-        template = None if request["raw"] else templates.of_folder(folder, tokenizer)
+        if other is not None:
+            template: ChatTemplate | None = templates.load_template(other, tokenizer)
+            report.warn(f"asked by {template} and not by the template of the model itself: it may not know such turns")
+        else:
+            template = None if request["raw"] else templates.of_folder(folder, tokenizer)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         built.model.to(device).eval()
     report.note(f"{folder}: {built.parameters:,} parameters, on {device.type}")

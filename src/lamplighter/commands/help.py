@@ -75,11 +75,12 @@ started without us.
     "generate": """\
 usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]
                      [--top-p P] [--seed S] [--checkpoint best|latest|checkpoint-N] [--interactive] [--runs-dir DIR]
-                     [--system TEXT] [--raw] [--model.family MODULE:NAME]
+                     [--system TEXT] [--raw] [--data.template NAME|FILE] [--threads N] [--model.family MODULE:NAME]
 
 A model that was trained on instruction rows is asked by its own chat template and gives the answer alone; --system puts
-a system message before the question, --raw leaves the template out. With --interactive it remembers the conversation; an
-empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
+a system message before the question, --raw leaves the template out, --data.template takes another (chatml, alpaca, plain
+or a .jinja file). With --interactive it remembers the conversation; an empty line begins a new one. Text goes to stdout
+as it is; everything else to stderr. --temperature 0 is greedy.
 A model of your own is built by the code that --model.family names: a model folder never names code.
 """,
     "plan": """\

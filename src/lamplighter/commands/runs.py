@@ -46,8 +46,15 @@ def runs(words: list[str]) -> int:
     if not rows:
         return result(f"no runs in {runs_dir}; next: lamp demo\n")
     head = f"{'run':<24} {'state':<10} {'step':>14} {'safe to':>8} {'loss':>8} {'val':>8} {'spent':>9} {'last':>10}  red flags\n"
-    foot = "next: lamp watch RUN, lamp checkpoints RUN, lamp generate RUN\n"
-    return result(head + "".join(_row(row) for row in rows) + foot)
+    return result(head + "".join(_row(row) for row in rows) + _foot(runs_dir, rows))
+
+
+def _foot(runs_dir: Path, rows: list[dict[str, Any]]) -> str:
+    """A command that can be pasted: about the newest run, or the newest of those that are running."""
+    running = [row for row in rows if row["state"] in ("running", "stopping")]
+    verb, others = ("watch", "why, stop or save") if running else ("checkpoints", "generate or watch")
+    run = RunDir(runs_dir / (running or rows)[0]["run"])
+    return f"next: lamp {verb} {run.address}\n      ({others} in the place of {verb}; any other run in the place of {clean(run.name)})\n"
 
 
 def _changed_at(path: Path) -> float:

@@ -27,7 +27,7 @@ from lamplighter import first_words, read_back
 from lamplighter.errors import DONE, STOPPED_EARLY
 from lamplighter.procs import procfs
 from lamplighter.report import Verdict
-from lamplighter.rundir import VERSIONS, LineFile, RunDir, cannot_write, identity, read_lines, write_json
+from lamplighter.rundir import VERSIONS, LineFile, RunDir, cannot_write, identity, last_attempt, write_json
 from lamplighter.safe_text import mask_record
 from lamplighter.slot import read_slot
 from lamplighter.watch import end_diagnosis
@@ -164,7 +164,7 @@ class Supervisor:
         for stale in run.ask.iterdir():  # requests to an attempt that is over
             with contextlib.suppress(OSError):  # a folder, which is no request
                 stale.unlink(missing_ok=True)
-        self.attempt = 1 + sum(event.get("type") == "start" for event in read_lines(run.events))
+        self.attempt = 1 + last_attempt(run)
         self.events = LineFile(run.events)
         self.notifier = Notifier(notify, run.name, lambda text: target.say(text, "bold yellow"))
         self.stall = StallDetector(run, self.facts.ours)

@@ -69,6 +69,8 @@ class ChildSpec:
     verb: str
     request: dict[str, Any]
     resume_command: str = ""
+    left_out: str = ""  # in words, what of it is to be given again
+    steps: int | None = None  # as they were given, where they were
     budget: Budget = field(default_factory=Budget)
     grace_s: float = 30.0
     began: float = field(default_factory=time.time)
@@ -266,7 +268,7 @@ class Trainer:
             "now": line(self.status),
             "phase": slot.phase if slot else "start",
             "step": step,
-            "steps": slot.steps if slot and told else before.get("steps") or 0,
+            "steps": slot.steps if slot and told else self.spec.steps or before.get("steps") or 0,
             "tokens": slot.tokens if slot and told else before.get("tokens") or 0,
             "tokens_per_s": round(slot.tokens_per_s, 1) if slot else 0.0,
             "documents": slot.documents if slot and told else int(number(before.get("documents"))),
@@ -428,9 +430,13 @@ class Trainer:
             CRASHED: f"the process crashed{where}{safe}",
             FAULTS_FOUND: f"faults were found{safe}",
             RefusedByPlan.code: f"refused by the plan{safe}",
-            NoCheckpoint.code: "there is no valid checkpoint to go on from",
+            NoCheckpoint.code: self._no_checkpoint(),
         }
         return words.get(code, f"ended with exit code {code}{safe}")
+
+    def _no_checkpoint(self) -> str:
+        asked = self.spec.request.get("resume", "auto")
+        return f"it cannot go on from {asked}" if asked != "auto" else "there is no valid checkpoint to go on from"
 
     def _safe(self) -> str:
         """What of a training is on the disk; other verbs know themselves what they have written."""
@@ -487,6 +493,8 @@ class Trainer:
         if outcome.code != DONE and self.spec.resume_command and outcome.code not in _NOT_BY_RESUMING:
             more = self.spec.budget.enough_for(self.foretold_s or 2 * self.spent_s) if self._spent_all else ""
             self.say(f"next: {with_settings(self.spec.resume_command, more)}", "bold")
+            if self.spec.left_out:
+                self.say(self.spec.left_out)
 
 
 def with_settings(command: str, settings: str) -> str:
