@@ -79,7 +79,7 @@ def death_verdict(ended: Exit) -> Verdict | None:
 
 def was_interrupted(slot: Slot) -> bool:
     """Its user's Ctrl+C reached it: that is no fault of its own, and of the item that a worker had in hand neither."""
-    return re.match(r"(item .*?: )?KeyboardInterrupt", slot.error) is not None
+    return re.match(r"(item [^:]*: )?KeyboardInterrupt", slot.error) is not None
 
 
 _WORKER_ERROR = re.compile(r"(?:Caught (\w+) in DataLoader worker process (\d+))")
