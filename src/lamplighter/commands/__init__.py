@@ -25,6 +25,7 @@ VERBS = {
     "stop": "ask",
     "save": "ask",
     "runs": "runs",
+    "track": "track",
     "checkpoints": "checkpoints",
     "generate": "generate",
     "plan": "plan",

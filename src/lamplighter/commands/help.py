@@ -13,6 +13,7 @@ usage: lamp VERB ...
   why RUN|PID             what it is doing right now: phase, process state, the stack of every thread
   stop RUN | save RUN     end it with everything saved | save now and go on
   runs                    all runs and how they stand
+  track RUN --to NAME     tell TensorBoard, W&B, trackio or a CSV file all about a run, once, in order
   checkpoints RUN         step, losses, size, age, valid or not
   generate RUN|DIR        text from a model
   plan [run.yaml]         parameters, FLOPs, memory, time, money, disk: go or no-go with the arithmetic
@@ -24,6 +25,13 @@ lamp VERB --help says more; lamp --version.
 """
 
 VERB_HELP = {
+    "track": """\
+usage: lamp track RUN --to tensorboard|wandb|trackio|csv ... [--project NAME] [--name NAME] [--tags TAG ...]
+                  [--group NAME] [--offline] [--no-follow] [--runs-dir DIR]
+
+Sends each step once, in order; what was sent before is not sent again. A run that goes on is followed to its end
+(--no-follow: only what is there now). The same while training: lamp train ... --track.to wandb
+""",
     "demo": """\
 usage: lamp demo [--run NAME] [--resume auto|never] [--runs-dir DIR] [--section.key value]
 
