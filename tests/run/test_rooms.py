@@ -48,7 +48,8 @@ ALLOWED = {
     "plan": LAYER0 | {"procs", "model.shape"},
     "doctor": LAYER0 | {"procs", "readers", "data", "model", "train", "plan"},
     "watch": LAYER0 | {"procs"},
-    "commands": LAYER0 | {"procs", "readers", "data", "clean", "model", "train", "watch", "plan", "doctor"},
+    "dash": LAYER0 | {"procs", "watch"},
+    "commands": LAYER0 | {"procs", "readers", "data", "clean", "model", "train", "watch", "dash", "plan", "doctor"},
     "__main__": {"commands"},
 }
 TORCH_FREE = [*(f"commands.{path.stem}" for path in (SRC / "commands").glob("[!_]*.py")), "watch.supervisor", "watch.live", "readers", "data.sources", "data.tokenizer",

@@ -159,6 +159,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         policy = RestartPolicy(care.on_stuck, care.patience_s)
         trainer = Trainer(run, spec, console)
         code = Supervisor(run, trainer, policy, care.notify, resolved.run.track).supervise()
+        _write_page(run, console)
         if code == DONE:
             _say_next(run, console, read_status(run).get("step") or 0)
             if flags["test"]:
@@ -339,6 +340,18 @@ def _refuse_newer_status(run: RunDir) -> None:
             "use that version, or begin anew with --resume never (the old folder is kept)",
             cause="newer_format",
         )
+
+
+def _write_page(run: RunDir, console: Console) -> None:
+    """report.html, however the run ended; a run that made no step has nothing to show."""
+    if not run.metrics.exists():
+        return
+    try:
+        from lamplighter.dash import report_page
+
+        report_page.write(run)
+    except OSError as error:  # a full disk: what was done is safe all the same
+        console.say(f"WARNING  {run.path / 'report.html'} cannot be written: {error.strerror}", "bold yellow")
 
 
 def _say_next(run: RunDir, console: Console, step: int) -> None:
