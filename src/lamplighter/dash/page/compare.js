@@ -8,7 +8,7 @@ export function showCompare(main, source, ids) {
   const names = ["train/loss", "eval/val_loss", "eval/val_bpb"], titles = ["Training loss", "Validation loss", "Bits per byte"];
   const plots = names.map((name, i) => ({ name, title: titles[i], host: el("div", { className: "plot" }) }));
   const body = el("div", { className: "stack" }, el("p", { className: "empty" }, "Comparing …")), legend = el("div", { className: "legend" });
-  main.replaceChildren(el("div", { className: "stack" }, el("div", { className: "bar" }, el("a", { href: "#/" }, "← Runs"), el("h1", {}, "Comparison"), legend), el("section", { className: "panels" }, plots.map(({ title, host }) => el("div", { className: "card panel" }, el("header", {}, el("h2", {}, title), el("span", { className: "unit" }, "by tokens")), host))), body));
+  const stage = el("div", { className: "stack" }, el("div", { className: "bar" }, el("a", { href: "#/" }, "← Runs"), el("h1", {}, "Comparison"), legend), el("section", { className: "panels" }, plots.map(({ title, host }) => el("div", { className: "card panel" }, el("header", {}, el("h2", {}, title), el("span", { className: "unit" }, "by tokens")), host))), body);
   for (const plot of plots) plot.chart = new Chart(plot.host, shared, { title: plot.title });
 
   async function draw() {
@@ -16,9 +16,9 @@ export function showCompare(main, source, ids) {
     for (const { name, chart } of plots) chart.set(ids.map((id, i) => ({ i, id, curve: told[id]?.curves[name] })).filter(({ curve }) => curve).map(({ i, id, curve }) => ({ ...numbers(curve), label: id.split("/").slice(1).join("/"), colour: palette[i % palette.length], sparse: name.startsWith("eval/") })));
     legend.replaceChildren(...ids.map((id, i) => el("span", {}, el("i", { style: { "border-color": palette[i % palette.length] } }), id.split("/").slice(1).join("/"))));
   }
-  const fail = (error) => body.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "These runs cannot be compared"), error.message));
+  const fail = (error) => main.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "These runs cannot be compared"), error.message));
 
-  source.compare(ids).then((told) => {
+  Promise.all([source.compare(ids), draw()]).then(([told]) => {
     const head = (words) => el("thead", {}, el("tr", {}, words.map((text, i) => el("th", { className: i ? "num" : "" }, text))));
     const list = (title, rows) => rows.length > 0 && el("section", { className: "card" }, el("h2", {}, title), el("div", { className: "scroll" }, el("table", {}, head(["", ...told.names]), el("tbody", {}, rows.map((row) => el("tr", {}, el("td", {}, row.name), row.values.map((text) => el("td", { className: "num" }, text))))))));
     body.replaceChildren(
@@ -26,7 +26,7 @@ export function showCompare(main, source, ids) {
       el("section", { className: "card" }, el("div", { className: "scroll" }, el("table", { id: "compared" }, head(["", ...told.names, "difference"]), el("tbody", {}, told.rows.map((row) => el("tr", {}, el("td", {}, row.name), row.words.map((text, i) => el("td", { className: "num" + (row.best === i ? " best" : "") }, text)), el("td", { className: "num soft" }, row.difference))))))),
       el("section", { className: "card" }, told.says.map((one) => el("p", {}, el("strong", {}, one.name + ". "), one.text))),
       ...[list("What differs in the settings", told.config), list("What differs in the environment", told.environment)].filter(Boolean));
+    main.replaceChildren(stage);
   }).catch(fail);
-  draw().catch(fail);
   return { close: () => { for (const { chart } of plots) chart.close(); }, redraw: draw, shared };
 }

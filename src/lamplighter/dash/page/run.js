@@ -11,7 +11,6 @@ export function showRun(main, source, id, go, confirm, toast) {
   parts.panels.style.minHeight = "760px"; parts.tiles.style.minHeight = "82px"; parts.head.style.minHeight = "40px";
   const reset = el("button", { type: "button", disabled: true, onclick: () => shared.zoom(null) }, "Reset zoom");
   const stage = el("div", { className: "stack" }, Object.values(parts));
-  main.replaceChildren(stage);
   controls();
 
   function controls() {
@@ -157,6 +156,7 @@ export function showRun(main, source, id, go, confirm, toast) {
       return;
     }
     head(); tiles(); flags(); panels(); below();
+    if (!stage.isConnected) main.replaceChildren(stage); // as a whole: nothing moves when a part of it comes later
     await load();
   }
 

@@ -19,7 +19,7 @@ export function showRuns(main, source, go) {
   const plots = ["train/loss", "eval/val_loss"].map((name) => ({ name, host: el("div", { className: "plot" }) }));
   const overlay = el("section", { className: "panels", "aria-label": "Curves of the chosen runs" }, plots.map(({ name, host }) => el("div", { className: "card panel" }, el("header", {}, el("h2", {}, name === "train/loss" ? "Training loss" : "Validation loss"), el("span", { className: "unit" }, "nats per token")), host)));
   const legend = el("div", { className: "legend" });
-  main.replaceChildren(el("div", { className: "stack" }, el("div", { className: "bar" }, el("h1", {}, "Runs"), el("span", { className: "grow" }), search, only, axis, compare), el("div", { className: "card scroll" }, table), overlay, legend));
+  const stage = el("div", { className: "stack" }, el("div", { className: "bar" }, el("h1", {}, "Runs"), el("span", { className: "grow" }), search, only, axis, compare), el("div", { className: "card scroll" }, table), overlay, legend);
   for (const plot of plots) plot.chart = new Chart(plot.host, shared, { title: plot.name, empty: "choose runs above" });
 
   function shown() {
@@ -66,8 +66,9 @@ export function showRuns(main, source, go) {
     fill();
     const key = JSON.stringify([...state.chosen].map((id) => { const run = rows.find((one) => one.id === id); return [id, run?.step]; }));
     if (key !== state.drawn) { state.drawn = key; redraw(); }
+    if (!stage.isConnected) main.replaceChildren(stage); // as a whole: nothing moves when a part of it comes later
   }
-  source.runs().then(({ runs }) => { take(runs); fill(); }).catch((error) => main.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "The runs cannot be read"), error.message)));
+  source.runs().then(({ runs }) => take(runs)).catch((error) => main.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "The runs cannot be read"), error.message)));
   const stop = source.follow([], { runs: take });
   return { close: () => { stop(); for (const { chart } of plots) chart.close(); }, redraw: () => { fill(); redraw(); }, shared };
 }
