@@ -223,7 +223,8 @@ class Watch:
         ge=1,
     )
     notify: str | None = _value(
-        None, "a command (the event as JSON on its stdin) or a URL, told of stuck, dead, diverged, finished"
+        None,
+        "told of stuck, dead, diverged, finished: a Slack or Discord webhook, ntfy:TOPIC, mailto:ADDRESS, any URL, or a command (JSON on stdin)",
     )
     stop_grace_s: float = _value(30.0, "how long a stop may take before the process is killed", ge=1)
 

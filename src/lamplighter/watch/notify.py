@@ -1,4 +1,4 @@
-"""Telling somebody who is not looking: a command or a webhook, bounded, never in the way.
+"""Telling somebody who is not looking: a command, a webhook, Slack, Discord, ntfy or mail, bounded, never in the way.
 
 In:  the events that matter: stuck, dead, diverged, budget, finished.
 Out: the event as JSON, on the command's stdin or in a POST, tried again with growing pauses; what could not be told is said.
@@ -15,8 +15,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import IO, Any
+
+from lamplighter.watch import services
 
 _DEADLINE_S = 10.0  # of one try
 _PAUSES_S = (1.0, 4.0, 16.0)  # before the second, third and fourth try
@@ -107,8 +109,11 @@ class Notifier:
     def _deliver(self, message: dict[str, Any]) -> None:
         target = str(self.target)
         try:
-            if target.startswith(("http://", "https://")):
-                _within(_DEADLINE_S, lambda: _post(target, json.dumps(message).encode()))
+            sent = services.letter(target, message)
+            if sent is not None and sent.mail:
+                _within(_DEADLINE_S, lambda: services.send_mail(sent))
+            elif sent is not None:
+                _within(_DEADLINE_S, lambda: _post(sent.address, sent.body, sent.headers))
             else:
                 self._run(target, message)
         except _Undelivered:
@@ -181,7 +186,7 @@ def _within(deadline_s: float, act: Callable[[], None]) -> None:
         raise raised[0]
 
 
-def _post(target: str, data: bytes) -> None:
+def _post(target: str, data: bytes, headers: Mapping[str, str]) -> None:
     """2xx or an error; a redirect is one too, because a POST that follows it arrives as an empty GET."""
     import urllib.error
     import urllib.request  # 15 ms of every start, for a few runs
@@ -192,7 +197,7 @@ def _post(target: str, data: bytes) -> None:
         def redirect_request(self, *_: Any) -> None:
             return None
 
-    request = urllib.request.Request(target, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(target, data, dict(headers))
     try:
         with urllib.request.build_opener(Refuse).open(request, timeout=_DEADLINE_S):
             return

@@ -384,7 +384,8 @@ class Supervisor:
         self._write_event(event)
         told = tell(event)
         self.target.say("\n".join(text for text, _ in told), told[0][1], urgent=True)
-        self.notifier.tell(verdict.state, verdict.why, cause=verdict.cause, action=verdict.action, **self._outlook())
+        told_more = {"cause": verdict.cause, "action": verdict.action, "next": verdict.next}
+        self.notifier.tell(verdict.state, verdict.why, **told_more, **self._outlook())
 
     def _hear(self) -> None:
         """What the processes report, and who of those that they started has ended."""
@@ -394,8 +395,8 @@ class Supervisor:
             self.resources.hear(event)
             if event.get("type") == "verdict" and not event.get("said"):
                 kind = "budget" if event.get("cause") in ("budget", "budget_short") else event.get("state", "")
-                advice = {"next": event.get("next", "")} if kind == "budget" else {}
-                self.notifier.tell(kind, event.get("why", ""), cause=event.get("cause"), **advice, **self._outlook())
+                advice = {"cause": event.get("cause"), "next": event.get("next", "")}
+                self.notifier.tell(kind, event.get("why", ""), **advice, **self._outlook())
         if not self.facts.ours:
             self._hear_exits()
 
