@@ -88,7 +88,7 @@ def _secrets() -> tuple[tuple[re.Pattern[str], str], ...]:
         (rf"(discord(?:app)?\.com/api/webhooks/){value}", rf"\1{MASK}"),
         (rf"(api\.telegram\.org/bot){value}", rf"\1{MASK}"),
         (rf"(\.webhook\.office\.com/){value}", rf"\1{MASK}"),
-        (rf"(?<![\w/])(ntfy:(?://[^\s/]+/)?){value}", rf"\1{MASK}"),
+        (rf"(?<![\w/])(ntfy:(?!TOPIC)(?://[^\s/]+/)?){value}", rf"\1{MASK}"),
         (r"""(--(?:watch\.)?notify(?:=|["']?,?\s+)["']?https?://[^\s"'\\/?#]*/?)[^\s"'\\]+""", rf"\1{MASK}"),
         # ?token=...&X-Amz-Signature=...
         (rf"(?i)([?&](?:[\w.-]{{0,30}}[-_.])?(?:{named})=){value}", rf"\1{MASK}"),
