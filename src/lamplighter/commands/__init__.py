@@ -42,6 +42,7 @@ _TALK_ON_STDOUT = (
     "watch",
     "stop",
     "save",
+    "dash",
 )  # the others have a result there: all other words go to stderr
 _MEANT = {
     "runs": "status ps ls list",

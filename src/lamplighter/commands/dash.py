@@ -45,9 +45,9 @@ def dash(words: list[str]) -> int:
     dirs = [RunsDir(place, Path(one)) for place, one in enumerate(several["runs-dir"] or ["runs"])]
     for one in dirs:
         if not one.path.is_dir():
-            write(2, f"note: there is no folder {one.path} yet; its runs are shown as soon as there are any\n")
+            write(1, f"note: there is no folder {one.path} yet; its runs are shown as soon as there are any\n")
     first_words.end()
-    write(2, "\n".join([*web_access.how_to_open(access), "Ctrl+C ends the page; runs are not touched by it"]) + "\n")
+    write(1, "\n".join([*web_access.how_to_open(access), "Ctrl+C ends the page; runs are not touched by it"]) + "\n")
     config = uvicorn.Config(
         web_access.guard(Dash(dirs).app(), access), log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
     )  # fmt: skip
@@ -59,5 +59,5 @@ def dash(words: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave)
     server.run(sockets=[sock])
-    write(2, "the page has ended\n")
+    write(1, "the page has ended\n")
     return DONE
