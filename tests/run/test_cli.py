@@ -142,6 +142,7 @@ EVERY_VERB = [
     ["generate", "nothing"], ["plan", "--preset", "slm", "--on", "t4"], ["data", "clean"], ["data", "stats", "--preset", "x"],
     ["data", "prepare", "--preset", "x"], ["tokenizer", "train", "--preset", "x"], ["tokenizer", "show", "nothing"],
     ["doctor", "--only", "xyzzy"], ["train", "--preset", "x"], ["why", "999999999"],
+    ["track", "nothing", "--to", "csv"], ["compare", "a", "b"], ["report", "nothing"], ["dash", "--host", "203.0.113.9"],
 ]  # fmt: skip
 
 

@@ -25,6 +25,10 @@ VERBS = {
     "stop": "ask",
     "save": "ask",
     "runs": "runs",
+    "track": "track",
+    "dash": "dash",
+    "compare": "compare",
+    "report": "report",
     "checkpoints": "checkpoints",
     "generate": "generate",
     "plan": "plan",
@@ -38,6 +42,7 @@ _TALK_ON_STDOUT = (
     "watch",
     "stop",
     "save",
+    "dash",
 )  # the others have a result there: all other words go to stderr
 _MEANT = {
     "runs": "status ps ls list",
@@ -46,6 +51,9 @@ _MEANT = {
     "watch RUN": "logs log tail attach monitor top follow",
     "generate RUN --interactive": "chat talk",
     "generate RUN": "sample infer inference predict complete",
+    "dash": "dashboard ui web board",
+    "track RUN --to": "tensorboard wandb trackio csv sync",
+    "compare RUN RUN": "diff versus",
     "stop RUN": "kill cancel end abort",
     "plan": "estimate cost budget",
     "doctor": "check diagnose verify env",

@@ -13,6 +13,10 @@ usage: lamp VERB ...
   why RUN|PID             what it is doing right now: phase, process state, the stack of every thread
   stop RUN | save RUN     end it with everything saved | save now and go on
   runs                    all runs and how they stand
+  compare RUN RUN...      losses, speed, cost and settings beside each other; what may be said of the difference
+  report RUN              the run as one HTML file (report.html), and its curves (curves.svg)
+  dash                    a web page over all runs, live
+  track RUN --to NAME     tell TensorBoard, W&B, trackio or a CSV file all about a run, once, in order
   checkpoints RUN         step, losses, size, age, valid or not
   generate RUN|DIR        text from a model
   plan [run.yaml]         parameters, FLOPs, memory, time, money, disk: go or no-go with the arithmetic
@@ -24,6 +28,35 @@ lamp VERB --help says more; lamp --version.
 """
 
 VERB_HELP = {
+    "dash": """\
+usage: lamp dash [--runs-dir DIR ...] [--port N] [--host ADDRESS] [--token TOKEN] [--name HOST]
+
+A web page over all runs of one or more folders: live curves, verdicts with their stacks, samples, checkpoints, where the
+time went, comparison. It listens on this machine alone (127.0.0.1, port 8470 or the next free one); any other --host needs a token,
+which is made and printed unless one is given.
+
+  --name HOST       a further name under which the page may be asked for, such as that of a proxy before it
+""",
+    "compare": """\
+usage: lamp compare RUN RUN... [--json] [--runs-dir DIR]
+
+Losses, perplexity, bits per byte, MFU, rate, time, cost, parameters, tokens and epochs beside each other; then convergence,
+generalisation, efficiency, stability and what to take, with their numbers. Within the noise: not distinguishable.
+Runs with different tokenizers are compared by bits per byte alone.
+""",
+    "report": """\
+usage: lamp report RUN [--runs-dir DIR]
+
+Writes report.html (one file, no server, the same panels as lamp dash) and curves.svg into the run's folder, as every run
+does at its end.
+""",
+    "track": """\
+usage: lamp track RUN --to tensorboard|wandb|trackio|csv ... [--project NAME] [--name NAME] [--tags TAG ...]
+                  [--group NAME] [--offline] [--no-follow] [--runs-dir DIR]
+
+Sends each step once, in order; what was sent before is not sent again. A run that goes on is followed to its end
+(--no-follow: only what is there now). The same while training: lamp train ... --track.to wandb
+""",
     "demo": """\
 usage: lamp demo [--run NAME] [--resume auto|never] [--runs-dir DIR] [--section.key value]
 
@@ -70,7 +103,7 @@ started without us.
 """,
     "stop": "usage: lamp stop RUN [--runs-dir DIR]\n\nSaves the last completed step and ends the run (exit 75).\n",
     "save": "usage: lamp save RUN [--runs-dir DIR]\n\nSaves the last completed step now; the run goes on.\n",
-    "runs": "usage: lamp runs [--json] [--runs-dir DIR]\n\nAll runs and how they stand.\n",
+    "runs": "usage: lamp runs [--json] [--watch] [--runs-dir DIR]\n\nAll runs and how they stand; --watch: anew every second.\n",
     "checkpoints": "usage: lamp checkpoints RUN [--json] [--runs-dir DIR]\n\nEvery checkpoint, verified against its manifest.\n",
     "generate": """\
 usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]

@@ -160,7 +160,9 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             verbose=flags["verbose"],
         )
         policy = RestartPolicy(care.on_stuck, care.patience_s)
-        code = Supervisor(run, Trainer(run, spec, console), policy, care.notify).supervise()
+        trainer = Trainer(run, spec, console)
+        code = Supervisor(run, trainer, policy, care.notify, resolved.run.track).supervise()
+        _write_page(run, console)
         if code == DONE:
             _say_next(run, resolved.run, console, read_status(run).get("step") or 0)
             if flags["test"]:
@@ -328,6 +330,12 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
         console.say(f"note  not given, so as this run has it: {'; '.join(kept)}")
     if old.run.watch.notify is not None and resolved.run.watch.notify is None:
         console.say("note  watch.notify is not taken from a run folder: give it again to be told", "bold yellow")
+    if lost := set(old.run.track.to) - set(resolved.run.track.to):
+        again = f"--track.to {' '.join(old.run.track.to)}"
+        console.say(
+            f"note  {', '.join(sorted(lost))} is not taken from a run folder: give {again} to go on with it",
+            "bold yellow",
+        )
     for name in LENGTH:
         field = name.split(".")[1]
         before, now = getattr(old.run.train, field), getattr(resolved.run.train, field)
@@ -363,6 +371,18 @@ def _refuse_newer_status(run: RunDir) -> None:
             "use that version, or begin anew with --resume never (the old folder is kept)",
             cause="newer_format",
         )
+
+
+def _write_page(run: RunDir, console: Console) -> None:
+    """report.html, however the run ended; a run that made no step has nothing to show."""
+    if not run.metrics.exists():
+        return
+    try:
+        from lamplighter.dash import report_page
+
+        report_page.write(run)
+    except OSError as error:  # a full disk: what was done is safe all the same
+        console.say(f"WARNING  {run.path / 'report.html'} cannot be written: {error.strerror}", "bold yellow")
 
 
 def _say_next(run: RunDir, settings: Run, console: Console, step: int) -> None:

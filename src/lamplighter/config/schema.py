@@ -223,7 +223,8 @@ class Watch:
         ge=1,
     )
     notify: str | None = _value(
-        None, "a command (the event as JSON on its stdin) or a URL, told of stuck, dead, diverged, finished"
+        None,
+        "told of stuck, dead, diverged, finished: a Slack or Discord webhook, ntfy:TOPIC, mailto:ADDRESS, any URL, or a command (JSON on stdin)",
     )
     stop_grace_s: float = _value(30.0, "how long a stop may take before the process is killed", ge=1)
 
@@ -264,6 +265,20 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Track:
+    """Experiment trackers that follow the run, each in a process of its own."""
+
+    to: list[Literal["tensorboard", "wandb", "trackio", "csv"]] = _value(  # noqa: RUF009
+        [], "trackers that follow the run: tensorboard, wandb, trackio, csv; none = none"
+    )
+    project: str | None = _value(None, "the tracker's project; none = its environment variable, else lamplighter")
+    name: str | None = _value(None, "the tracker run's name; none = the run's name")
+    tags: list[str] = _value([], "tags of the tracker run")  # noqa: RUF009
+    group: str | None = _value(None, "the group of tracker runs that it belongs to")
+    offline: bool = _value(False, "W&B: write to a folder and send nothing; wandb sync sends it")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """Everything that a run is."""
 
@@ -275,6 +290,7 @@ class Run:
     eval: Eval = Eval()
     watch: Watch = Watch()
     budget: Budget = Budget()
+    track: Track = Track()
 
     def __post_init__(self) -> None:
         """What must fit together."""
@@ -320,8 +336,9 @@ SECTIONS: dict[str, Any] = {
     "eval": Eval,
     "watch": Watch,
     "budget": Budget,
+    "track": Track,
 }
-MAY_CHANGE = ("save", "eval", "watch", "budget")  # at resume; train.steps too, with a warning
+MAY_CHANGE = ("save", "eval", "watch", "budget", "track")  # at resume; train.steps too, with a warning
 LENGTH = ("train.steps", "train.epochs")
 NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "train.recompute", *LENGTH)
 
@@ -359,7 +376,9 @@ def validated(values: Mapping[str, Mapping[str, Any]]) -> Run:
     data = dict(values.get("data", {}))
     if isinstance(data.get("paths"), str):
         data["paths"] = [data["paths"]]  # one path may stand without brackets
-    checked: dict[str, dict[str, Any]] = _validator().validate_python({**values, "data": data})
+    track = dict(values.get("track", {}))
+    track |= {name: [track[name]] for name in ("to", "tags") if isinstance(track.get(name), str)}
+    checked: dict[str, dict[str, Any]] = _validator().validate_python({**values, "data": data, "track": track})
     return Run(**{section: SECTIONS[section](**given) for section, given in checked.items()})
 
 

@@ -141,7 +141,7 @@ class Page:
         if (slot := status.slot) is not None and slot.steps > 0:
             rows.append(_bar(float(slot.step), float(slot.steps), status, width))
         if status.training and len(status.losses) > 1:
-            tall = max(1, min(8, (height - len(rows)) // 4))
+            tall = max(1, min(24, (height - len(rows)) // 3))
             rows += [Text(row, style="green") for row in chart(status.losses, width - 2, tall)]
             rows.append(_curve(status, width))
         rows += [part for text in self.sample for part in text.wrap(self.console, width)][: height // 3]

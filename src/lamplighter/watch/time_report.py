@@ -199,6 +199,13 @@ def write_report(run: RunDir, times: TimeReport, budget: Budget, outcome: str, f
     """report.md: the outcome, the facts, the red flags, the times. Empty, or why it cannot be written."""
     parts = [f"# {run.name}", "", outcome, ""]
     parts += [f"- {name}: {value}" for name, value in facts.items()]
+    if (run.path / "curves.svg").exists():
+        parts += [
+            "",
+            "![loss, learning rate and tokens per second](curves.svg)",
+            "",
+            "The curves to look into: [report.html](report.html)",
+        ]
     parts += ["", *flags_section(read_events(run))]
     parts += [f"## Where the time went ({times.attempts} attempt{'s' if times.attempts != 1 else ''})", "", "```"]
     parts += [*lines(times, budget), "```", ""]

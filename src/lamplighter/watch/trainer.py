@@ -14,9 +14,11 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lamplighter import read_back
@@ -40,6 +42,7 @@ from lamplighter.safe_text import clean
 from lamplighter.slot import Slot, read_slot
 from lamplighter.watch import time_report
 from lamplighter.watch.console import Console
+from lamplighter.watch.curves import CurveSketch
 from lamplighter.watch.process_tree import Snapshot
 from lamplighter.watch.stall import StallDetector
 from lamplighter.watch.status import Observer, Tail, duration, line, tell, tell_step
@@ -99,6 +102,7 @@ class Trainer:
         self.status = self.observer.status
         self.status.started = self.began
         self.output = Tail(run.output, from_end=True)
+        self.sketch = CurveSketch(run) if spec.keeps_report else None
         self.interrupts, self.signalled = 0, ""
         self.oom_before = procfs.oom_kills()
         self.peak_bytes = 0
@@ -134,7 +138,20 @@ class Trainer:
             self.say(f"attempt {attempt}: going on from step {self.durable_before}", "bold")
         prctl.adopt_orphans()
         self.processes = [self._spawn_rank(rank, attempt) for rank in self.ranks]
+        if self.spec.keeps_report:
+            threading.Thread(
+                target=self._record_environment, args=(attempt,), name="lamp-environment", daemon=True
+            ).start()
         return [Root(process, self.run.slot(rank)) for rank, process in enumerate(self.processes)]
+
+    def _record_environment(self, attempt: int) -> None:
+        """Beside the start of the child: git may take a while."""
+        from lamplighter.watch import environment
+
+        changed = environment.record(self.run, attempt, Path.cwd())
+        if changed:
+            more = f" and {len(changed) - 8} more, in environment.json" if len(changed) > 8 else ""
+            self.say(f"note  changed since the attempt before: {'; '.join(changed[:8])}{more}")
 
     def _spawn_rank(self, rank: int, attempt: int) -> subprocess.Popen[bytes]:
         spec, fifo = self.spec, self.run.fifo(rank)
@@ -224,6 +241,8 @@ class Trainer:
                 self.say(text, style)
             yield {**event, "rank": rank}
         self.foretold_s = self.status.end_s or self.foretold_s
+        if self.sketch is not None:
+            self.sketch.look(self.status.floor)
         for record in self.observer.fresh if self.spec.verbose else []:
             self.say(tell_step(record), "dim")
         fresh = self.output.lines()
@@ -465,6 +484,8 @@ class Trainer:
         self.say("; ".join(f"{name} {value}" for name, value in self._statistics().items()))
         if not self.run.path.is_dir():  # taken away: the words above are all that is left
             return
+        if self.sketch is not None:
+            self.sketch.write_all(self.status.floor)
         if problem := time_report.write_report(self.run, times, self.spec.budget, outcome.words, facts):
             self.say(f"WARNING  {self.run.report} cannot be written: {problem}", "bold yellow")
 
