@@ -31,13 +31,13 @@ class Panel:
 PANELS = (
     Panel("loss", "Loss", ("train/loss", "eval/val_loss"), "nats per token",
           ("not_learning", "no_context", "above_band", "too_good", "loss_rising", "loss_spike", "plateau", "overfitting", "gap_grows", "starts_high")),
-    Panel("mfu", "MFU", ("train/mfu",), "% of the peak", ("slow_step",), 100.0),
-    Panel("lr", "Learning rate", ("train/lr",), "", ("lr_zero", "warmup")),
+    Panel("mfu", "MFU", ("train/mfu",), "% of the peak", (), 100.0),
+    Panel("lr", "Learning rate", ("train/lr",), "", ("lr_zero",)),
     Panel("iter", "Iterations", ("train/iter",), "steps", ()),
-    Panel("dt", "Step time", ("train/dt_ms",), "ms", ("slow_step", "throughput_drop")),
-    Panel("tok", "Tokens per second", ("train/tok_per_sec",), "tokens/s", ("throughput_drop",)),
+    Panel("dt", "Step time", ("train/dt_ms",), "ms", ()),
+    Panel("tok", "Tokens per second", ("train/tok_per_sec",), "tokens/s", ()),
     Panel("grad", "Gradient norm", ("train/grad_norm",), "", ("gradients_explode", "gradients_vanish", "clipped_always")),
-    Panel("memory", "Memory", ("sys/ram_gb", "sys/gpu_mem_gb"), "GB", ("memory_grows",)),
+    Panel("memory", "Memory", ("sys/ram_gb", "sys/gpu_mem_gb"), "GB", ()),
     Panel("wait", "Data wait", ("train/data_wait_ms",), "ms a step", ("data_wait",)),
     Panel("pad", "Padding", ("train/pad_frac",), "% of the positions", ("padding",), 100.0),
     Panel("bpb", "Bits per byte", ("eval/val_bpb",), "validation", ()),
@@ -59,7 +59,7 @@ def panels_of(series: RunSeries, facts: Mapping[str, Any]) -> list[dict[str, Any
             told = explain(Panel(name, name, (name,)), series, facts)
             found.append({**vars(Panel(name, name, (name,))), "curves": [name], "flags": [], **told})
     if ranks:
-        found.append({**vars(Panel("ranks", "Per rank", tuple(ranks))), "curves": ranks, "flags": ["straggler"], "normal": "All ranks alike.",
+        found.append({**vars(Panel("ranks", "Per rank", tuple(ranks))), "curves": ranks, "flags": [], "normal": "All ranks alike.",
                       "seen": f"{len(ranks)} curves."})  # fmt: skip
     return found
 
