@@ -23,6 +23,7 @@ LAYER0 = {
     "gpus",
     "schedule",
     "first_words",
+    "web_access",
 }
 ALLOWED = {
     "config": {"errors", "read_back", "rundir", "safe_text"},
@@ -33,6 +34,7 @@ ALLOWED = {
     "own_code": set(),
     "safe_text": set(),
     "first_words": set(),
+    "web_access": {"errors"},
     "slot": set(),
     "own_stacks": {"slot"},
     "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share
