@@ -14,7 +14,8 @@ usage: lamp VERB ...
   stop RUN | save RUN     end it with everything saved | save now and go on
   runs                    all runs and how they stand
   checkpoints RUN         step, losses, size, age, valid or not
-  generate RUN|DIR        text from a model
+  generate RUN|DIR        text from a model, a conversation, many prompts from a file
+  eval RUN|DIR            how good it is: HellaSwag, LAMBADA, MMLU, ARC, your own tasks, with standard errors and chance
   plan [run.yaml]         parameters, FLOPs, memory, time, money, disk: go or no-go with the arithmetic
   doctor [run.yaml]       probes of the machine, the settings, the data and the model; each fault with its remedy
   data stats|clean|prepare   count and look at text; clean it; make the token cache
@@ -81,6 +82,25 @@ A model that was trained on instruction rows is asked by its own chat template a
 a system message before the question, --raw leaves the template out. With --interactive it remembers the conversation; an
 empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
 A model of your own is built by the code that --model.family names: a model folder never names code.
+""",
+    "eval": """\
+usage: lamp eval RUN|DIR|HUB-NAME [--tasks NAME,...] [--data DIR] [--checkpoint best|latest|all|N] [--suite quick|comprehensive]
+                 [--limit N] [--num-fewshot N] [--window N] [--chat] [--json] [--threads N] [--runs-dir DIR]
+                 [--model.family MODULE:NAME]
+       lamp eval A B --human [--prompts FILE] [--page] [--runs-dir DIR]
+
+  --data DIR        a folder or file per task: hellaswag/*.jsonl lambada/ mmlu/{dev,test}/*.csv arc_easy/ piqa/ rouge/ period/,
+                    any .txt (loss, perplexity, bits per byte), any multiple choice with a task.yaml (docs/evaluation.md)
+  --tasks NAME,...  of these; held-back: the run's own validation text; period without data: the demo's London;
+                    lm-eval:NAME: a task of lm-eval, by its own code, on this model
+                    default: held-back and all that --data has
+  --checkpoint      latest (default), best, a number, or all: one result each
+  --suite NAME      quick: 200 items each; comprehensive: all; how much there is to read is said first
+  --num-fewshot N   solved examples before an MMLU question (default 5)
+  --window N        tokens of context for the loss on a text (default 1024)
+  --chat            prompts of generation tasks go by the model's own chat template
+  --human           blind pairs of two models, in random order: you choose; again goes on; --page: in the browser
+Each score has its n, standard error and chance level. Results are files in the run's evaluations/. Killed, it goes on where it was.
 """,
     "plan": """\
 usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE] [--mfu SHARE] [--measure] [--fit] [--what-if] [--json]

@@ -24,7 +24,7 @@ from lamplighter.evaluate.encoding import Question
 from lamplighter.model.generate import evaluating
 from lamplighter.model.transformer import AttentionContext, KVCache, Transformer
 
-_CPU_TOKENS = 2048  # of a batch; more do not make a CPU faster, and the progress would be seldom
+_CPU_TOKENS = 1024  # of a batch; more do not make a CPU faster, and the progress would be seldom
 _GPU_TOKENS = 32768
 _LEAST_COMMON = 32  # tokens that are worth keeping
 _LOGIT_ROWS = 512  # of logits at once: their vocabulary is what takes memory
@@ -66,12 +66,12 @@ def answer_all(
         if not isinstance(model, Transformer):
             yield from _by_logits(model, questions, positions, budget)
             return
-        short = [one for one in questions if _fits(one, positions)]
         alone = [one for one in questions if not _fits(one, positions)]
-        for group in sorted({group for group in groups}):
-            members = [one for one, its in zip(questions, groups, strict=True) if its == group and _fits(one, positions)]
+        for group in sorted(set(groups)):
+            members = [
+                one for one, its in zip(questions, groups, strict=True) if its == group and _fits(one, positions)
+            ]
             yield from _group(model, members, budget)
-        assert len(short) + len(alone) == len(questions)
         for one in alone:  # longer than the model reads: each answer with as much of the context's end as fits
             cut = [_cut(one, number, positions) for number in range(len(one.answers))]
             found = [_row_batch(model, [part], None) for part in cut]
@@ -87,7 +87,9 @@ def _cut(question: Question, number: int, positions: int) -> Question:
     """One answer with the end of the context that fits before it; an answer longer than the window is an error."""
     answer = question.answers[number]
     if len(answer) > positions:
-        raise ValueError(f"item {question.number}: an answer of {len(answer)} tokens does not fit {positions} positions")
+        raise ValueError(
+            f"item {question.number}: an answer of {len(answer)} tokens does not fit {positions} positions"
+        )
     room = positions + 1 - len(answer)
     return Question(question.number, question.context[-room:], (answer,))
 
@@ -97,7 +99,9 @@ def _group(model: Transformer, questions: Sequence[Question], budget: int) -> It
     common: tuple[int, ...] = ()
     if len(questions) > 1:
         first, last = min(q.context for q in questions), max(q.context for q in questions)
-        length = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+        length = next(
+            (n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
+        )
         length = min(length, min(len(q.context) for q in questions) - 1)  # at least one token is read anew
         common = first[:length] if length >= _LEAST_COMMON else ()
     kept = _read_common(model, common) if common else None

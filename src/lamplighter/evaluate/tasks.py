@@ -169,12 +169,13 @@ def _plain_wikihow(text: str) -> str:
     return text.replace("  ", " ")
 
 
+def _in_one(row: Row) -> str:
+    return f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+
+
 def _hellaswag(name: str, path: Path, shots: Shots) -> Task:
     def item(row: Row) -> Item:
-        if "ctx_a" in row:
-            whole = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-        else:  # the label and both halves in one
-            whole = row["ctx"]
+        whole = row["ctx"] if "ctx_a" not in row else _in_one(row)
         return _choice(_plain_wikihow(whole), [_plain_wikihow(one) for one in row["endings"]], int(row["label"]))
 
     items, digest = _items(path, item, ".jsonl", ".json")

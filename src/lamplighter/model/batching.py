@@ -23,6 +23,7 @@ from lamplighter.model.row_cache import OneRow, RowCache
 from lamplighter.model.transformer import AttentionContext, KVCache, Transformer
 
 PREFILL_TOKENS = 256  # of a prompt between two steps of the others
+GREEDY = Choice(0.0, 0, 1.0)
 End = Literal["", "stop", "length"]
 
 
@@ -32,7 +33,7 @@ class Wish:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    choice: Choice = Choice(0.0, 0, 1.0)
+    choice: Choice = GREEDY
     seed: int = 0
     sample: int = 0  # the number of this text among several of one seed
     stop_ids: frozenset[int] = frozenset()
