@@ -16,6 +16,7 @@ usage: lamp VERB ...
   checkpoints RUN         step, losses, size, age, valid or not
   generate RUN|DIR        text from a model, a conversation, many prompts from a file
   eval RUN|DIR            how good it is: HellaSwag, LAMBADA, MMLU, ARC, your own tasks, with standard errors and chance
+  serve RUN|DIR           the model behind OpenAI's API, with a page to chat
   plan [run.yaml]         parameters, FLOPs, memory, time, money, disk: go or no-go with the arithmetic
   doctor [run.yaml]       probes of the machine, the settings, the data and the model; each fault with its remedy
   data stats|clean|prepare   count and look at text; clean it; make the token cache
@@ -101,6 +102,19 @@ usage: lamp eval RUN|DIR|HUB-NAME [--tasks NAME,...] [--data DIR] [--checkpoint 
   --chat            prompts of generation tasks go by the model's own chat template
   --human           blind pairs of two models, in random order: you choose; again goes on; --page: in the browser
 Each score has its n, standard error and chance level. Results are files in the run's evaluations/. Killed, it goes on where it was.
+""",
+    "serve": """\
+usage: lamp serve RUN|DIR|HUB-NAME [--host H] [--port N] [--api-key KEY] [--max-batch N] [--max-queue N] [--context N]
+                  [--timeout-s S] [--follow] [--checkpoint best|latest|checkpoint-N] [--threads N] [--runs-dir DIR]
+                  [--model.family MODULE:NAME]
+
+/v1/models /v1/completions /v1/chat/completions as OpenAI has them, /health, /metrics, and a page to chat at /.
+  --host, --port    127.0.0.1 and 8000; on another host a key is needed, and made where none is given
+  --api-key KEY     or LAMP_API_KEY; clients send it as Authorization: Bearer KEY
+  --max-batch N     texts that are written at a time (default 8); --max-queue N more wait (default 64), then 429
+  --context N       tokens of a prompt and its answer together (default 2048, at most what the model reads)
+  --timeout-s S     of one request (default 600)
+  --follow          of a run that goes on: newer checkpoints are served as they appear; texts end on what they began with
 """,
     "plan": """\
 usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE] [--mfu SHARE] [--measure] [--fit] [--what-if] [--json]

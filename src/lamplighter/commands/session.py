@@ -48,6 +48,22 @@ def session(verb: str, request: dict[str, Any], interactive: bool = False, confi
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def piped_session(verb: str, request: dict[str, Any], child_stdin: int, result_fd: int, words: list[str]) -> int:
+    """The same for a child that is spoken to by pipes of the caller's, and is started again where it dies."""
+    folder = Path(tempfile.mkdtemp(prefix=f"lamp-{verb}-"))
+    run = RunDir(folder)
+    run.create()
+    console = Console(2, live=False)
+    for line in words:
+        console.say(line)
+    spec = ChildSpec(verb, request, keeps_report=False, result_fd=result_fd, child_stdin=child_stdin, grace_s=5.0)
+    try:
+        return Supervisor(run, Trainer(run, spec, console), RestartPolicy("recover")).supervise()
+    finally:
+        console.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _forward_lines(fd: int) -> None:
     """What the person types goes to the child, line by line; the end of input ends the talk."""
     with os.fdopen(fd, "w") as pipe:
