@@ -195,3 +195,64 @@ def test_a_task_of_lm_eval_runs_on_our_model(run: RunDir, here: Command, tmp_pat
     for one in ours[0]["scores"]:
         assert theirs[one["name"]]["value"] == pytest.approx(one["value"])
         assert theirs[one["name"]]["stderr"] == pytest.approx(one["stderr"], abs=1e-9)
+
+
+def test_checkpoints_are_evaluated_after_the_training_by_eval_tasks(tmp_path: Path) -> None:
+    words = ["train", "--run", "r", *TINY, "--train.steps", "4", "--save.every_steps", "2", "--eval.tasks", "held-back"]
+    done = lamp(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    run = RunDir(tmp_path / "runs" / "r")
+    assert {record["step"] for record in results(run, "held-back")} == {2, 4}
+    assert done.stdout.count("evaluated checkpoint-") == 2
+
+
+def test_the_death_of_an_evaluation_leaves_the_run_alone(tmp_path: Path) -> None:
+    words = [
+        "train",
+        "--run",
+        "r",
+        *TINY,
+        "--train.steps",
+        "4",
+        "--eval.tasks",
+        "nothing-of-ours",
+        "--eval.data",
+        str(tmp_path),
+    ]
+    done = lamp(*words, "--eval.while_training", "true", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "WARNING  evaluation of checkpoint-4 ended with 66" in done.stdout
+    assert "finished r" in done.stdout
+
+
+def test_a_checkpoint_is_tested_against_what_was_to_be_expected(run: RunDir, here: Command, tmp_path: Path) -> None:
+    (tmp_path / "asked.txt").write_text("The fog\n")
+    done = here("checkpoints", "r", "test", "--prompts", "asked.txt", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["checkpoint"] for row in found["checkpoints"]] == ["checkpoint-2", "checkpoint-3"]
+    assert found["checkpoints"][0]["progress"] == pytest.approx(2 / 3)
+    assert found["texts"][0]["prompt"] == "The fog"
+    assert any("gibberish" in flag for flag in found["red_flags"])  # three steps teach nothing
+    assert "lamp" in found["next"]
+    assert results(run, "checkpoint-test")[0]["action"] == found["checkpoints"][-1]["action"]
+    table = here("checkpoints", "r", "test", "checkpoint-2", cwd=tmp_path).stdout
+    assert "In the year 1834" in table and "expected" in table and "next: lamp" in table
+
+
+def test_people_choose_blindly_and_go_on_where_they_were(run: RunDir, here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    import io
+
+    (tmp_path / "asked.txt").write_text("The fog\nMy dear Aunt\nAt dusk\n")
+    words = ("eval", "r", str(run.checkpoint(2)), "--human", "--prompts", "asked.txt", "--json")
+    monkeypatch.setattr("sys.stdin", io.StringIO("x\n1\nq\n"))
+    done = here(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("--- 1 ---")) == (75, 2), done.stderr
+    monkeypatch.setattr("sys.stdin", io.StringIO("2\n=\n"))
+    done = here(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("--- 1 ---")) == (0, 2), done.stderr
+    [score] = json.loads(done.stdout)["scores"]
+    assert (score["n"], score["chance"]) == (3, 0.5)
+    low, high = json.loads(done.stdout)["interval"]
+    assert low < score["value"] < high
+    assert len(results(run, "human-vs")) == 1

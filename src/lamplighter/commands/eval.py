@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.commands.arguments import find_run, many, parse
-from lamplighter.errors import DONE, InputMissing, LampError, NoCheckpoint, RefusedByPlan, UsageError
+from lamplighter.commands.arguments import many, parse
+from lamplighter.commands.model_folder import folders_of, load_candidate, located, resolved_model
+from lamplighter.errors import DONE, InputMissing, LampError, UsageError
 from lamplighter.rundir import (
     CACHE_NAME,
     RunDir,
-    checkpoint_name,
-    human_bytes,
     is_running,
-    newest_first,
     read_record,
-    step_of,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +45,6 @@ SUITES = {
     ),
 }  # fmt: skip  of these, what the run and --data have
 _QUICK_ITEMS = 200
-_SPARE_BYTES = 400 << 20  # torch itself, the logits of a batch, its activations
 
 
 def _eval_flags(
@@ -100,25 +96,6 @@ def eval(words: list[str]) -> int:
     return session("eval", request)
 
 
-def located(name: str, runs_dir: Path) -> dict[str, Any]:
-    """Where a model is: a run, a folder, or a name on the hub; and where its evaluations go."""
-    folder = Path(name)
-    if (folder / "config.json").is_file():
-        return {"model": str(folder.resolve()), "place": str(_beside(runs_dir, folder.resolve().name))}
-    try:
-        run = find_run(name, runs_dir)
-    except InputMissing:
-        if name.count("/") == 1 and not folder.exists():
-            return {"model": f"hub:{name}", "place": str(_beside(runs_dir, name.replace("/", "--")))}
-        raise
-    return {"model": str(run.path.resolve()), "place": str(run.path.resolve())}
-
-
-def _beside(runs_dir: Path, name: str) -> Path:
-    """Results of a model that is no run of ours."""
-    return runs_dir.resolve() / ".evaluations" / name
-
-
 # ---------------------------------------------------------------- in the child
 
 
@@ -131,7 +108,7 @@ def eval_child(_: RunDir, request: dict[str, Any]) -> int:
     with report.phase("tasks"):
         opened = [_opened(name, data, request) for name in _names(request, names, data)]
     place = Path(request["place"])
-    folders = _folders(Path(resolved_model(request["model"])), request["checkpoint"])
+    folders = folders_of(Path(resolved_model(request["model"])), request["checkpoint"])
     _say_time(opened, len(folders))
     beside = (place / "events.jsonl").exists() and is_running(RunDir(place))
     if beside:
@@ -197,91 +174,16 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"  # fmt: skip
 
 
-def resolved_model(name: str) -> str:
-    """A folder as it is; a name on the hub from the local cache, else from the hub."""
-    if not name.startswith("hub:"):
-        return name
-    repo = name.removeprefix("hub:")
-    with report.phase("hub"):
-        try:
-            from huggingface_hub import snapshot_download
-            from huggingface_hub.errors import LocalEntryNotFoundError
-        except ImportError as error:
-            raise InputMissing(
-                "a hub name needs huggingface_hub", str(error), "pip install 'lamplighter[hf]'"
-            ) from error
-        patterns = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
-        try:
-            try:
-                return str(snapshot_download(repo, allow_patterns=patterns, local_files_only=True))
-            except LocalEntryNotFoundError:
-                report.note(f"{repo} is not in the local cache: asking the hub")
-                return str(snapshot_download(repo, allow_patterns=patterns))
-        except Exception as error:  # every library below has errors of its own
-            why = f"neither a run, a folder, nor on the hub: {str(error).splitlines()[0]}"
-            raise InputMissing(
-                f"there is no model {repo}", why, "check the name; offline: download it before"
-            ) from error
-
-
-def _folders(path: Path, wanted: str) -> list[Path]:
-    """The folders of weights: one, or all checkpoints of a run."""
-    from lamplighter.commands.generate import choose_folder
-
-    if (path / "config.json").is_file() or wanted != "all":
-        name = checkpoint_name(int(wanted)) if wanted.isdecimal() else wanted
-        return [choose_folder(path, name, raw=True)]
-    found = list(reversed(newest_first(path / "checkpoints")))
-    if not found:
-        raise NoCheckpoint(f"{path.name} has no checkpoint yet", "nothing was saved", "lamp save RUN")
-    return [choose_folder(path, one.name, raw=True) for one in found]
-
-
-def load_candidate(folder: Path, request: Mapping[str, Any]) -> Candidate:
-    """A model with its tokenizer and template, on the device; memory is looked at first."""
-    import torch
-
-    from lamplighter.data import tokenizer as tokenizers
-    from lamplighter.data.chat import template as templates
-    from lamplighter.evaluate.evaluation import Candidate
-    from lamplighter.evaluate.results import Subject, mark_of
-    from lamplighter.model.build import load_folder
-
-    refuse_without_memory(folder)
-    with report.phase("model"):
-        built = load_folder(folder, request["model_family"], request["command"])
-        tokenizer = tokenizers.load(folder)
-        template = templates.of_folder(folder, tokenizer) if request.get("chat") else None
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        built.model.to(device).eval()
-        step = step_of(folder)
-        name = folder.name if step >= 0 else Path(request["place"]).name
-        subject = Subject(folder, name, step if step >= 0 else None, mark_of(folder))
-    report.note(f"{folder}: {built.parameters:,} parameters, on {device.type}")
-    return Candidate(subject, built, tokenizer, template)
-
-
-def refuse_without_memory(folder: Path, more_bytes: int = 0) -> None:
-    """77 where the weights would not fit beside what runs already."""
-    from lamplighter.procs import cgroup, procfs
-
-    need = sum(path.stat().st_size for path in folder.glob("*.safetensors")) + _SPARE_BYTES + more_bytes
-    have = min([procfs.memory_available(), *(limit.left for limit in cgroup.memory_limits())])
-    if need > have:
-        why = f"it needs about {human_bytes(need)}, and {human_bytes(have)} are free"
-        raise RefusedByPlan(f"there is no memory for {folder.name}", why, "wait until other work has ended, or use another machine")  # fmt: skip
-
-
 def _evaluate_folder(folder: Path, opened: list[Task | str], request: dict[str, Any], all_tasks: Any) -> list[dict[str, Any]]:  # fmt: skip
     from lamplighter.evaluate.evaluation import Manner, evaluate
 
     candidate = load_candidate(folder, request)
-    tokens = _training_tokens(folder, Path(request["place"]))
+    tokens = training_tokens(folder, Path(request["place"]))
     manner = Manner(Path(request["place"]) / "evaluations", request["window"], request["chat"], tokens.train if tokens else None)  # fmt: skip
     records = []
     for task in opened:
         if task == "held-back":
-            task = _held_back(candidate, folder, tokens)
+            task = held_back(candidate, folder, tokens)
         if isinstance(task, str):
             from lamplighter.evaluate.harness import run_harness
 
@@ -293,7 +195,7 @@ def _evaluate_folder(folder: Path, opened: list[Task | str], request: dict[str, 
     return records
 
 
-def _training_tokens(folder: Path, place: Path) -> Tokens | None:
+def training_tokens(folder: Path, place: Path) -> Tokens | None:
     """The token cache that a checkpoint was trained from, where it still is."""
     from lamplighter.data.token_cache.reader import open_tokens
 
@@ -309,16 +211,24 @@ def _training_tokens(folder: Path, place: Path) -> Tokens | None:
         return None
 
 
-def _held_back(candidate: Candidate, folder: Path, tokens: Tokens | None) -> Task:
+def held_back(candidate: Candidate, folder: Path, tokens: Tokens | None, most: int | None = None) -> Task:
     """The run's own validation text as a task."""
     from lamplighter.evaluate.items import Item, Task
 
     if tokens is None or not len(tokens.val):
         why = "its token cache is gone, or it was trained on rows or a stream"
         raise InputMissing(f"the held-back text of {folder} is not here", why, "--tasks NAME --data DIR")
-    texts = _documents(tokens.val, candidate.tokenizer.end_of_text)
+    texts = _documents(tokens.val, candidate.tokenizer.end_of_text)[:most]
     items = tuple(Item("", (candidate.tokenizer.decode(ids),)) for ids in texts)
-    return Task("held-back", "text", items, tokens.folder, tokens.folder.name, "each held-back document by itself", {})
+    return Task(
+        "held-back",
+        "text",
+        items,
+        tokens.folder,
+        tokens.folder.name,
+        "each held-back document by itself",
+        {"documents": len(texts)},
+    )
 
 
 def _documents(stream: CachedStream, end_of_text: int) -> list[list[int]]:

@@ -73,11 +73,24 @@ started without us.
     "stop": "usage: lamp stop RUN [--runs-dir DIR]\n\nSaves the last completed step and ends the run (exit 75).\n",
     "save": "usage: lamp save RUN [--runs-dir DIR]\n\nSaves the last completed step now; the run goes on.\n",
     "runs": "usage: lamp runs [--json] [--runs-dir DIR]\n\nAll runs and how they stand.\n",
-    "checkpoints": "usage: lamp checkpoints RUN [--json] [--runs-dir DIR]\n\nEvery checkpoint, verified against its manifest.\n",
+    "checkpoints": """\
+usage: lamp checkpoints RUN [--json] [--runs-dir DIR]
+       lamp checkpoints RUN test [checkpoint-N] [--prompts FILE] [--interactive] [--json] [--threads N] [--runs-dir DIR]
+
+Every checkpoint, verified against its manifest.
+test     the loss of each on held-back text beside what was to be expected at that progress, a curve, texts to four prompts
+         (or those in FILE) with red flags (repetition, gibberish, length, unfinished), and what to do next
+""",
     "generate": """\
-usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]
-                     [--top-p P] [--seed S] [--checkpoint best|latest|checkpoint-N] [--interactive] [--runs-dir DIR]
-                     [--system TEXT] [--raw] [--model.family MODULE:NAME]
+usage: lamp generate RUN|DIR|HUB-NAME [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]
+                     [--top-p P] [--seed S] [--stop TEXT ...] [--repetition-penalty X] [--json]
+                     [--checkpoint best|latest|checkpoint-N] [--interactive] [--prompts FILE [--out FILE]]
+                     [--system TEXT] [--raw] [--threads N] [--runs-dir DIR] [--model.family MODULE:NAME]
+
+  --prompts FILE    a prompt a line, or JSON lines with "prompt": answered several at a time, as JSON lines on stdout or in --out,
+                    where the same command goes on after a kill
+  --interactive     a conversation: /help lists its commands (/params /set /system /clear /save /load /retry /quit)
+  --json            prompt, texts, tokens and why each ended
 
 A model that was trained on instruction rows is asked by its own chat template and gives the answer alone; --system puts
 a system message before the question, --raw leaves the template out. With --interactive it remembers the conversation; an

@@ -22,12 +22,6 @@ from lamplighter.errors import DONE, STOPPED_EARLY, BadData, InputMissing, Usage
 from lamplighter.rundir import LineFile, RunDir, cannot_write, read_lines, read_record
 from lamplighter.safe_text import clean_text
 
-PROMPTS = (
-    "The streets of London were filled with",
-    "In the year of our Lord 1834,",
-    "The gentleman from the country said,",
-    "It was a dark and stormy night when",
-)
 _ANSWERS = {"1": 0, "2": 1, "=": 2}
 _TOKENS = 120
 
@@ -67,7 +61,7 @@ class Comparison:
 
 def compare(request: dict[str, Any]) -> int:
     """Both models write (in a child), then the person chooses."""
-    from lamplighter.commands.eval import located
+    from lamplighter.commands.model_folder import located
     from lamplighter.commands.session import session
 
     if not request["other"]:
@@ -86,7 +80,7 @@ def compare(request: dict[str, Any]) -> int:
     if request["page"]:
         from lamplighter.serve.pairs_page import choose_by_page
 
-        choose_by_page(comparison)
+        choose_by_page(comparison, lambda words: write(2, words))
     else:
         _choose_by_terminal(comparison)
     record = conclude(comparison, both)
@@ -97,6 +91,8 @@ def compare(request: dict[str, Any]) -> int:
 
 def _prompts(path: str | None) -> list[str]:
     if path is None:
+        from lamplighter.evaluate.checkpoint_test import PROMPTS
+
         return list(PROMPTS)
     try:
         lines = read_back.read_whole(path, read_back.SMALL_BYTES).decode().splitlines()
@@ -180,7 +176,7 @@ def _words(comparison: Comparison, record: Mapping[str, Any]) -> str:
 
 def human_child(_: RunDir, request: dict[str, Any]) -> int:
     """Both models continue every prompt."""
-    from lamplighter.commands.eval import _folders, load_candidate, resolved_model
+    from lamplighter.commands.model_folder import folders_of, load_candidate, resolved_model
     from lamplighter.evaluate.evaluation import HowLong, Manner, write_texts
     from lamplighter.model.generate import Choice
     from lamplighter.rundir import write_json
@@ -192,7 +188,7 @@ def human_child(_: RunDir, request: dict[str, Any]) -> int:
             torch.set_num_threads(request["threads"])
     written: list[dict[int, str]] = []
     for one in request["both"]:
-        [folder] = _folders(Path(resolved_model(one["model"])), request["checkpoint"])
+        [folder] = folders_of(Path(resolved_model(one["model"])), request["checkpoint"])
         candidate = load_candidate(folder, {**request, "place": one["place"], "chat": True})
         manner = Manner(Path(request["folder_of_pairs"]), chat=True)
         how = HowLong(_TOKENS, Choice(0.8, 0, 0.95))

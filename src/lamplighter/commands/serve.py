@@ -57,8 +57,10 @@ def serve(words: list[str]) -> int:
 
         from lamplighter.serve.app import make_app  # noqa: F401
     except ImportError as error:
-        raise InputMissing("lamp serve needs starlette and uvicorn", str(error), "pip install 'lamplighter[web]'") from error
-    from lamplighter.commands.eval import located
+        raise InputMissing(
+            "lamp serve needs starlette and uvicorn", str(error), "pip install 'lamplighter[web]'"
+        ) from error
+    from lamplighter.commands.model_folder import located
 
     found = located(flags["model"], flags["runs_dir"])
     if flags["follow"] and not (Path(found["model"]) / "checkpoints").is_dir():
@@ -108,8 +110,7 @@ def _opening_words(access: web_access.Access, request: dict[str, Any]) -> list[s
 
 def serve_child(_: RunDir, request: dict[str, Any]) -> int:
     """Load, then write texts until the end."""
-    from lamplighter.commands.eval import refuse_without_memory, resolved_model
-    from lamplighter.commands.generate import choose_folder
+    from lamplighter.commands.model_folder import choose_folder, refuse_without_memory, resolved_model
 
     path = Path(resolved_model(request["model"]))
     folder = choose_folder(path, request["checkpoint"])
@@ -146,7 +147,7 @@ def serve_child(_: RunDir, request: dict[str, Any]) -> int:
 
 
 def _has_room(folder: Path, cache: int) -> bool:
-    from lamplighter.commands.eval import refuse_without_memory
+    from lamplighter.commands.model_folder import refuse_without_memory
     from lamplighter.errors import RefusedByPlan
 
     try:

@@ -141,6 +141,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             return code
         _refuse_spent_budget(run, resolved.run.budget, verb, words)
         unrecorded = _write_config(run, resolved, console)
+        from lamplighter.commands.eval_of_run import Evaluations
         from lamplighter.watch.restart_policy import RestartPolicy  # after the first words: this takes a while
         from lamplighter.watch.supervisor import Supervisor
         from lamplighter.watch.trainer import ChildSpec, Trainer
@@ -157,7 +158,17 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             verbose=flags["verbose"],
         )
         policy = RestartPolicy(care.on_stuck, care.patience_s)
-        code = Supervisor(run, Trainer(run, spec, console), policy, care.notify).supervise()
+        evaluations = Evaluations(run, resolved.run.eval, console.say)
+        evaluations.begin()
+        try:
+            code = Supervisor(run, Trainer(run, spec, console), policy, care.notify).supervise()
+        except BaseException:
+            evaluations.stop()
+            raise
+        if code == DONE:
+            evaluations.finish()
+        else:
+            evaluations.stop()
         if code == DONE:
             _say_next(run, console, read_status(run).get("step") or 0)
             if flags["test"]:

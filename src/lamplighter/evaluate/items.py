@@ -6,11 +6,15 @@ Out: Item and Task. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from lamplighter import read_back
+
+MOST_BYTES = 1 << 30  # of one file
 Kind = Literal["choice", "last_word", "text", "generate", "pairs", "period"]
 
 
@@ -38,3 +42,12 @@ class Task:
     sha256: str
     prompt: str  # in words: how an item becomes what the model reads
     settings: Mapping[str, object] = field(default_factory=dict)
+
+
+def sha256_of(files: Sequence[Path]) -> str:
+    """Of all files of a task, in order, each with its name."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + b"\0")
+        digest.update(read_back.read_whole(path, MOST_BYTES))
+    return digest.hexdigest()

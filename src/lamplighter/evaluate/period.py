@@ -21,7 +21,7 @@ import yaml
 from lamplighter import read_back
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.evaluate.generation import words_of
-from lamplighter.evaluate.items import Item, Task
+from lamplighter.evaluate.items import Item, Task, sha256_of
 
 LONDON = Path(__file__).parent / "london"
 _YEAR = re.compile(r"(?<![\d.,£$])1[0-9]{3}(?![\d.,]\d|\d)|(?<![\d.,£$])20[0-9]{2}(?![\d.,]\d|\d)")
@@ -65,8 +65,6 @@ def open_period(name: str, path: Path) -> Task:
     items = [Item(prompt, (), group="prompt") for prompt in prompts for _ in range(texts)]
     items += _facts(facts) if facts.is_file() else []
     files = [one for one in (description, path / "words.csv", facts) if one.is_file()]
-    from lamplighter.evaluate.tasks import sha256_of
-
     settings = {"from": found["from"], "to": found["to"], "max_tokens": int(found.get("max_tokens", 80))}
     return Task(name, "period", tuple(items), path, sha256_of(files), "{prompt}; facts: {prompt} | {answer}", settings)
 

@@ -9,7 +9,6 @@ The prompts are those of lm-eval 0.4.13, so that figures can be compared (tests/
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 import re
@@ -23,13 +22,12 @@ import yaml
 
 from lamplighter import read_back
 from lamplighter.errors import BadData, InputMissing, UsageError
-from lamplighter.evaluate.items import Item, Task
+from lamplighter.evaluate.items import MOST_BYTES, Item, Task, sha256_of
 
 Row = Mapping[str, Any]
 _LETTERS = string.ascii_uppercase
 _ENDINGS = (".jsonl", ".json", ".csv", ".txt")
 _DESCRIPTIONS = ("task.yaml", "task.json")
-_MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -98,22 +96,13 @@ def _files(path: Path, *endings: str) -> list[Path]:
 
 def _read(path: Path) -> str:
     try:
-        data = read_back.read_whole(path, _MOST_BYTES)
+        data = read_back.read_whole(path, MOST_BYTES)
     except OSError as error:
         raise InputMissing(f"cannot read {path}", error.strerror or str(error), "check --data") from error
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadData(f"{path} is not UTF-8", str(error), "save it as UTF-8") from error
-
-
-def sha256_of(files: Sequence[Path]) -> str:
-    """Of all files of a task, in order, each with its name."""
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(path.name.encode() + b"\0")
-        digest.update(read_back.read_whole(path, _MOST_BYTES))
-    return digest.hexdigest()
 
 
 def _rows(path: Path) -> list[Row]:

@@ -47,7 +47,7 @@ class Bridge:
     @property
     def is_ready(self) -> bool:
         pid = self.facts.get("pid")
-        return bool(pid) and pid_start(pid) == self.facts.get("pid_start")
+        return isinstance(pid, int) and pid_start(pid) == self.facts.get("pid_start")
 
     def state(self) -> str:
         return "ok" if self.is_ready else "restarting" if self.facts else "loading"
@@ -117,7 +117,10 @@ class Bridge:
             if known.begun:
                 with self._lock:
                     self.waiting.pop(number, None)
-                lost = {"key": number, "error": "the model's process died while it wrote this; it has been started again"}
+                lost = {
+                    "key": number,
+                    "error": "the model's process died while it wrote this; it has been started again",
+                }
                 self._give(known, {**lost, "status": 500})
             else:
                 self._send({"op": "add", "key": number, **known.asked.record()})

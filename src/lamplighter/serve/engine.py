@@ -25,6 +25,7 @@ import torch
 
 from lamplighter import report
 from lamplighter.data.chat.template import ChatTemplate
+from lamplighter.data.pieces import Pieces
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import LampError
 from lamplighter.model.batching import Batcher, Made, Wish
@@ -55,15 +56,10 @@ class Loaded:
 
 @dataclass
 class _Text:
-    """A text under way: ids so far, what of them was sent, and what may yet become a stop."""
+    """A text under way."""
 
-    key: int
-    stops: list[str]
+    pieces: Pieces
     prompt_tokens: int
-    ids: list[int] = field(default_factory=list)
-    prefix: int = 0  # of the ids: decoded together with what follows, as some tokens depend on the one before
-    read: int = 0
-    held: str = ""  # text that may be the beginning of a stop
     said_prompt: bool = False
 
 
@@ -157,7 +153,9 @@ class Engine:
         loaded, length = serving.loaded, serving.batcher.length
         ids = prompt_ids(loaded, message)
         if len(ids) >= length:
-            raise ValueError(f"the prompt has {len(ids)} tokens, which does not fit the {length} that this server reads")
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, which does not fit the {length} that this server reads"
+            )
         stops = {loaded.tokenizer.end_of_text, *([loaded.template.stop_id] if loaded.template else [])}
         most = message.get("max_tokens") or length
         choice = Choice(message["temperature"], message["top_k"], message["top_p"])
@@ -166,7 +164,7 @@ class Engine:
             message["repetition_penalty"], message["logprobs"],
         )  # fmt: skip
         serving.batcher.add(message["key"], wish)
-        serving.texts[message["key"]] = _Text(message["key"], message["stop"], len(ids))
+        serving.texts[message["key"]] = _Text(Pieces(loaded.tokenizer, message["stop"]), len(ids))
 
     def _step(self, serving: _Serving, phase: report.Phase) -> None:
         report.flag("printing", True)
@@ -180,16 +178,13 @@ class Engine:
     def _made(self, serving: _Serving, text: _Text, made: Made) -> None:
         """One more token of a text: what of it can be shown is sent; a stop ends it."""
         tokenizer = serving.loaded.tokenizer
-        piece, end = "", made.end
-        if made.token is not None:
-            text.ids.append(made.token)
-            piece = _new_text(tokenizer, text, final=bool(made.end))
-        elif text.read < len(text.ids):
-            piece = _new_text(tokenizer, text, final=True)
-        shown, hit = _without_stops(text, piece, final=bool(end))
-        if hit:
+        end: str = made.end
+        shown = text.pieces.add(made.token) if made.token is not None else ""
+        if text.pieces.stopped:
             end = "stop"
             serving.batcher.drop(made.key)
+        elif end:
+            shown += text.pieces.end()
         said: dict[str, Any] = {"key": made.key, "text": shown, "tokens": int(made.token is not None), "end": end}
         if not text.said_prompt:
             text.said_prompt = True
@@ -259,34 +254,6 @@ def prompt_ids(loaded: Loaded, message: dict[str, Any]) -> list[int]:
             raise ValueError("this model has no chat template")
         return loaded.template.prompt_ids(message["messages"])
     return [loaded.tokenizer.end_of_text, *loaded.tokenizer.encode(message["prompt"] or "").tolist()]
-
-
-def _new_text(tokenizer: Tokenizer, text: _Text, final: bool) -> str:
-    """What the ids say more than before; half a character waits for its other half, but at the end."""
-    before = tokenizer.decode(text.ids[text.prefix : text.read])
-    now = tokenizer.decode(text.ids[text.prefix :])
-    if now.endswith("\ufffd") and not final:
-        return ""
-    text.prefix, text.read = text.read, len(text.ids)
-    return now[len(before) :]
-
-
-def _without_stops(text: _Text, piece: str, final: bool) -> tuple[str, bool]:
-    """What can be shown of a piece, and whether a stop was met; the beginning of a possible stop is held back."""
-    whole = text.held + piece
-    found = [at for at in (whole.find(stop) for stop in text.stops) if at >= 0]
-    if found:
-        return whole[: min(found)], True
-    if final:
-        return whole, False
-    most = max((_overlap(whole, stop) for stop in text.stops), default=0)
-    text.held = whole[len(whole) - most :] if most else ""
-    return (whole[: len(whole) - most] if most else whole), False
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of a text may be the beginning of a stop."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def serve_all(engine: Engine, follower: Callable[[], None] | None) -> None:

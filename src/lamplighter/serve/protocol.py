@@ -6,6 +6,7 @@ Out: Asked, or an ApiError in OpenAI's form; the objects of replies and of the c
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Mapping
@@ -66,6 +67,7 @@ def parse(body: object, chat: bool) -> Wanted:
     """A request of /v1/chat/completions or /v1/completions; ApiError with the field that is wrong."""
     if not isinstance(body, Mapping):
         raise ApiError(400, "the body must be a JSON object")
+    _refuse_half_characters(body)
     for name in _NOT_SUPPORTED:
         if body.get(name) not in (None, [], {}, "none", 1) and body.get(name) != {"type": "text"}:
             raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported")
@@ -99,6 +101,15 @@ def parse(body: object, chat: bool) -> Wanted:
     if model is not None and not isinstance(model, str):
         raise ApiError(400, "model must be a text", param="model")
     return Wanted(texts, chat, _flag(body, "stream"), usage, model or "")
+
+
+def _refuse_half_characters(body: Mapping[str, Any]) -> None:
+    """JSON may hold halves of surrogates, which are no text: a tokenizer cannot take them."""
+    for name in ("prompt", "messages", "stop", "model"):
+        try:
+            json.dumps(body.get(name), ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ApiError(400, f"{name} is no text that UTF-8 can hold", param=name) from None
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
@@ -147,7 +158,9 @@ def _messages(value: object) -> list[dict[str, str]]:
         role = one.get("role") if isinstance(one, Mapping) else None
         if role not in _ROLES:
             raise ApiError(400, f"messages[{number}].role must be one of {', '.join(_ROLES)}", param="messages")
-        found.append({"role": "system" if role == "developer" else role, "content": _content(one.get("content"), number)})
+        found.append(
+            {"role": "system" if role == "developer" else role, "content": _content(one.get("content"), number)}
+        )
     if found[-1]["role"] == "assistant":
         raise ApiError(400, "the last message must not be the assistant's", param="messages")
     return found
