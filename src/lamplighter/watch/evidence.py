@@ -7,6 +7,7 @@ Out: GroupSample, all that a rule may look at; one JSON file of it, and from suc
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -123,7 +124,12 @@ class GroupSample:
         )
         slot = process.slot
         told = newest.handlers if newest is not None else None
-        handlers = told if told is not None else self.waits.handlers.get(process.pid, ())
+        caught = self.waits.handlers.get(process.pid, ())
+        if (
+            told is not None
+        ):  # what C code handles, Python does not tell; torch's own for SIGTERM in workers only ends them
+            caught = tuple(sorted({*told, *caught} - ({signal.SIGTERM} - {*told})))
+        handlers = caught
         if process.is_ours:
             handlers = ()  # they stop it, and end no wait
         strangers = [
