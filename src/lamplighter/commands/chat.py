@@ -74,7 +74,7 @@ class Chat:
         word, _, rest = line[1:].partition(" ")
         act = {"help": self._help, "params": self._params, "set": self._set, "system": self._system, "clear": self._clear, "save": self._save, "load": self._load, "retry": self._retry, "quit": self._quit, "exit": self._quit}.get(word)  # fmt: skip
         if act is None:
-            report.note(f"there is no /{clean_text(word)}; /help lists what there is")
+            _say(f"there is no /{clean_text(word)}; /help lists what there is")
             return None
         return act(rest.strip())
 
@@ -91,7 +91,7 @@ class Chat:
         if name == "stop":
             self.request["stop"] = [value] if value else []
         elif name not in _KINDS:
-            report.note(
+            _say(
                 f"there is no setting {clean_text(name) or 'without a name'}; there are {', '.join((*_KINDS, 'stop'))}"
             )
             return
@@ -102,33 +102,33 @@ class Chat:
             except ValueError:
                 found = None
             if found is None or not least <= found <= most:
-                report.note(f"{name} must be a number from {least:g} to {most:g}, not {clean_text(value) or 'nothing'}")
+                _say(f"{name} must be a number from {least:g} to {most:g}, not {clean_text(value) or 'nothing'}")
                 return
             self.request[name] = found
-        report.note(f"{name} is {self.request[name]}")
+        _say(f"{name} is {self.request[name]}")
 
     def _system(self, rest: str) -> None:
         if not self.has_template:
-            report.note("this model has no chat template: put it into the prompt")
+            _say("this model has no chat template: put it into the prompt")
             return
         self.request["system"] = rest
-        report.note("the system message is set" if rest else "there is no system message any more")
+        _say("the system message is set" if rest else "there is no system message any more")
 
     def _clear(self, _: str) -> None:
         self.said = []
-        report.note("a new conversation")
+        _say("a new conversation")
 
     def _save(self, rest: str) -> None:
         if not rest:
-            report.note("/save needs a file")
+            _say("/save needs a file")
             return
         kept = {name: self.request[name] for name in (*_KINDS, "stop", "system")}
         try:
             write_json(Path(rest), {"format": 1, "messages": list(self.said), "params": kept})
         except OSError as error:
-            report.note(f"not saved: {cannot_write(Path(rest), error).why}")
+            _say(f"not saved: {cannot_write(Path(rest), error).why}")
             return
-        report.note(f"saved {len(self.said)} messages to {clean_text(rest)}")
+        _say(f"saved {len(self.said)} messages to {clean_text(rest)}")
 
     def _load(self, rest: str) -> None:
         found = read_json(Path(rest)) if rest else None
@@ -138,7 +138,7 @@ class Chat:
             for one in messages
         )
         if not fits or not isinstance(found, dict) or not isinstance(messages, list):
-            report.note(f"{clean_text(rest) or 'nothing'} holds no conversation that was saved by /save")
+            _say(f"{clean_text(rest) or 'nothing'} holds no conversation that was saved by /save")
             return
         self.said = [{"role": one["role"], "content": one["content"]} for one in messages]
         params = found.get("params")
@@ -147,11 +147,11 @@ class Chat:
                 self.request[name] = _KINDS[name][0](value)
         if isinstance(params, dict) and isinstance(params.get("system"), str):
             self.request["system"] = params["system"]
-        report.note(f"going on with {len(self.said)} messages of {clean_text(rest)}")
+        _say(f"going on with {len(self.said)} messages of {clean_text(rest)}")
 
     def _retry(self, _: str) -> str | None:
         if not self.last:
-            report.note("nothing was asked yet")
+            _say("nothing was asked yet")
             return None
         if self.said and self.said[-1]["role"] == "assistant":
             self.said = self.said[:-2]
@@ -160,3 +160,8 @@ class Chat:
 
     def _quit(self, _: str) -> None:
         self.left = True
+
+
+def _say(text: str) -> None:
+    """At once, and before the next prompt: a note would come after it."""
+    report.result(f"{text}\n")

@@ -91,7 +91,7 @@ class Evaluations:
         try:
             folder.mkdir(exist_ok=True)
             log = open_lines(folder / "output.log", mode=0o600)
-            command = [sys.executable, "-P", "-m", "lamplighter.commands", *words]
+            command = [sys.executable, "-P", "-m", "lamplighter", *words]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             code = self._wait(self._process, name, began)
         except OSError as error:
@@ -116,7 +116,8 @@ class Evaluations:
 
 def cost_words(run: RunDir, spans: list[tuple[float, float]]) -> str:
     """What evaluations beside the training cost: the time of a step meanwhile and otherwise, as it was measured."""
-    inside, outside = [], []
+    inside: list[float] = []
+    outside: list[float] = []
     for row in read_lines(run.metrics):
         at, took = number(row.get("t")), number(row.get("train/dt_ms"))
         if took > 0:
