@@ -103,9 +103,7 @@ def _in_and_out(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread
 def _ended_lately(graph: WaitGraph) -> str:
     """A process of the tree that is gone and may have been the one to bring it."""
     dead = graph.gone[-1] if graph.gone else None
-    return (
-        f"process {dead.pid}, which {dead.words} {duration(dead.ago_s)} ago" if dead and dead.ago_s < _LATELY_S else ""
-    )
+    return f"process {dead.pid} {dead.words} {duration(dead.ago_s)} ago" if dead and dead.ago_s < _LATELY_S else ""
 
 
 def _lock_of_others(thread: WaitingThread, path: str = "") -> FileLock | None:
@@ -485,7 +483,7 @@ _FROM_ANYWHERE = {  # who could end a wait that is not tied to any process
     "socket": "the other end, which is not on this machine",
     "connect": "the other end, which has not answered",
     "fifo": "nobody: no process has it open",
-    "signal": "whoever sends one",
+    "signal": "anybody who sends one: none has come",
     "shared lock": "any process that knows its name",
     "other": "any process that knows its name",
 }
@@ -502,10 +500,11 @@ def _whoever_may(
     """Those who could end it: other processes first; then other threads of this process that are at the user's work."""
     wait = thread.wait
     peers = [pid for pid in wait.peers if pid != process.pid]
+    lately = f"; {_ended_lately(graph)}" if _ended_lately(graph) else ""
     if not wait.peers and wait.anybody and wait.kind in _FROM_ANYWHERE:
-        return _FROM_ANYWHERE[wait.kind], None
+        return f"{_FROM_ANYWHERE[wait.kind]}{lately}", None
     if not peers and wait.peers and wait.kind in ("socket", "fifo"):
-        return "this very process, which alone has the other end of it", None
+        return f"this very process, which alone has the other end of it{lately}", None
     if peers:
         inside = [one for pid in peers if (one := graph.process(pid)) is not None]
         at_work = [pid for pid in peers if _at_main(graph, pid)] or peers
@@ -603,7 +602,7 @@ def chain_words(chain: WaitChain) -> str:
         if link.kind == "timer":
             parts.append(f"{lead}sleeps{where}{call}")
         elif link.kind == "polling":
-            brings = f"; {link.holder}, may have been the one to bring it" if link.holder else ""
+            brings = f"; {link.holder}, and may have been the one to bring it" if link.holder else ""
             parts.append(
                 f"{lead}sleeps and looks again{where}{call}, again and again: what it looks for has not come{brings}"
             )
