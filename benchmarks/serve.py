@@ -32,7 +32,7 @@ PROMPT = "The lamplighter went from street to street in the fog, and at every co
 LLAMA_CPP = """
 import sys, time, xllamacpp as x
 p = x.CommonParams()
-p.model.path, p.hostname, p.port = sys.argv[1], "127.0.0.1", int(sys.argv[2])
+p.model.path, p.hostnames, p.port = sys.argv[1], ["127.0.0.1"], int(sys.argv[2])
 p.n_ctx, p.n_parallel = 16 * 512, 16
 p.cpuparams.n_threads = p.cpuparams_batch.n_threads = int(sys.argv[3])
 s = x.Server(p)

@@ -97,8 +97,8 @@ def test_a_conversation_at_a_terminal_has_commands_and_history(finished: Finishe
         for typed, answer in (
             (b"/help", b"/retry"),
             (b"/set max_tokens 5", b"max_tokens is 5"),
-            (b"The fog", b"tokens per second"),
-            (b"\x1b[A", b"tokens per second"),  # the arrow key brings the last line back
+            (b"The fog", b"\nThe fog"),
+            (b"\x1b[A", b"\nThe fog"),  # the arrow key brings the last line back
             (b"/nonsense", b"there is no /nonsense"),
         ):
             os.write(main, typed + b"\r")
@@ -109,13 +109,14 @@ def test_a_conversation_at_a_terminal_has_commands_and_history(finished: Finishe
     finally:
         process.kill()
         os.close(main)
-    assert heard.count(b"5 tokens in") == 2
+    assert heard.count(b"\nThe fog") == 2
+    assert b"5 tokens in" in heard
 
 
 @pytest.mark.parametrize("line", ["/load /etc/passwd", "/save /proc/nothing/here", "/set stop", "//x"])
 def test_no_line_ends_a_conversation_by_mistake(finished: Finished, tmp_path: Path, line: str) -> None:
     finished(*WORDS)
     words = [*LAMP, "generate", "r", "--interactive", "--max-tokens", "2", *GREEDY]
-    done = subprocess.run(words, cwd=tmp_path, input=f"{line}\nThe fog\n", capture_output=True, text=True, timeout=90, env=clean_env(), check=False)  # fmt: skip
+    done = subprocess.run(words, cwd=tmp_path, input=f"{line}\nThe fog\n", capture_output=True, text=True, timeout=170, env=clean_env(), check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "The fog" in done.stdout
