@@ -47,9 +47,12 @@ ALLOWED = {
     "train": LAYER0 | {"procs", "readers", "data", "model"},
     "plan": LAYER0 | {"procs", "model.shape"},
     "doctor": LAYER0 | {"procs", "readers", "data", "model", "train", "plan"},
+    "evaluate": LAYER0 | {"procs", "readers", "data", "model", "train"},
+    "serve": LAYER0 | {"procs", "data", "model", "train"},
     "watch": LAYER0 | {"procs"},
     "dash": LAYER0 | {"procs", "watch"},
-    "commands": LAYER0 | {"procs", "readers", "data", "clean", "model", "train", "watch", "dash", "plan", "doctor"},
+    "commands": LAYER0
+    | {"procs", "readers", "data", "clean", "model", "train", "watch", "dash", "plan", "doctor", "evaluate", "serve"},
     "__main__": {"commands"},
 }
 TORCH_FREE = [*(f"commands.{path.stem}" for path in (SRC / "commands").glob("[!_]*.py")), "watch.supervisor", "watch.live", "readers", "data.sources", "data.tokenizer",

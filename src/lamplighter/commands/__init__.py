@@ -31,6 +31,8 @@ VERBS = {
     "report": "report",
     "checkpoints": "checkpoints",
     "generate": "generate",
+    "eval": "eval",
+    "serve": "serve",
     "plan": "plan",
     "data": "data",
     "tokenizer": "tokenizer",
@@ -62,11 +64,10 @@ _MEANT = {
     "data stats": "stats",
     "why RUN": "explain debug hang",
     "checkpoints RUN": "ckpt checkpoint",
+    "serve RUN": "server api openai host",
+    "eval RUN": "evaluate evaluation score benchmark lm-eval lm_eval",
 }  # fmt: skip  what other tools and habits call our verbs
 _NOT_THERE = {
-    "serve": "there is no server yet; lamp generate RUN --interactive talks to a model",
-    "eval": "there is no such verb yet; a run validates by itself (eval.every_steps), lamp runs shows the losses",
-    "evaluate": "there is no such verb yet; a run validates by itself (eval.every_steps), lamp runs shows the losses",
     "export": "a checkpoint opens with transformers as it is; lamp checkpoints RUN shows where it is",
     "publish": "a checkpoint is a Hugging Face folder as it is: hf upload NAME FOLDER",
     "push": "a checkpoint is a Hugging Face folder as it is: hf upload NAME FOLDER",

@@ -142,6 +142,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             return code
         _refuse_spent_budget(run, resolved.run.budget, verb, words)
         unrecorded = _write_config(run, resolved, console)
+        from lamplighter.commands.eval_of_run import Evaluations
         from lamplighter.watch.restart_policy import RestartPolicy  # after the first words: this takes a while
         from lamplighter.watch.supervisor import Supervisor
         from lamplighter.watch.trainer import ChildSpec, Trainer
@@ -160,8 +161,18 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             verbose=flags["verbose"],
         )
         policy = RestartPolicy(care.on_stuck, care.patience_s)
-        trainer = Trainer(run, spec, console)
-        code = Supervisor(run, trainer, policy, care.notify, resolved.run.track).supervise()
+        evaluations = Evaluations(run, resolved.run.eval, console.say)
+        evaluations.begin()
+        try:
+            trainer = Trainer(run, spec, console)
+            code = Supervisor(run, trainer, policy, care.notify, resolved.run.track).supervise()
+        except BaseException:
+            evaluations.stop()
+            raise
+        if code == DONE:
+            evaluations.finish()
+        else:
+            evaluations.stop()
         _write_page(run, console)
         if code == DONE:
             _say_next(run, resolved.run, console, read_status(run).get("step") or 0)

@@ -207,6 +207,12 @@ class Eval:
     sample_prompt: str = _value("", "what the samples begin with; empty = the start of a document")
     sample_tokens: int = _value(60, "length of a sample", ge=1, le=10_000)
     patience: int = _value(0, "end the run after so many validations without a new best; 0 = never", ge=0)
+    tasks: str | None = _value(
+        None, "tasks of lamp eval for every checkpoint that is kept, such as held-back,hellaswag"
+    )
+    data: str | None = _value(None, "the folder with the data of eval.tasks")
+    limit: int | None = _value(None, "items of each of eval.tasks; none = all", ge=1)
+    while_training: bool = _value(False, "eval.tasks beside the training, which gets slower by it, not after its end")
 
 
 @dataclass(frozen=True, kw_only=True)

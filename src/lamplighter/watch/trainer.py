@@ -83,6 +83,7 @@ class ChildSpec:
     result_fd: int = -1
     child_stdin: int = subprocess.DEVNULL
     ranks: int = 1
+    restarts: bool = False  # a child that dies is started again, though it trains nothing: a server
 
 
 class Trainer:
@@ -355,7 +356,11 @@ class Trainer:
         """A process that is gone without having ended, or by an error that may pass: another attempt may outlive that."""
         slot, (step, _) = self.slot, self._standing()
         passing = code == CRASHED and slot is not None and bool(slot.passing)
-        if not (self._lost(code) or passing) or not self.spec.keeps_report or self.interrupts > 1:
+        if (
+            not (self._lost(code) or passing)
+            or not (self.spec.keeps_report or self.spec.restarts)
+            or self.interrupts > 1
+        ):
             return None
         if slot is not None and passing:
             said = slot.error.replace("error: ", "", 1).replace("\nwhy:   ", ", ")
