@@ -56,6 +56,12 @@ class InputMissing(LampError):
     code = 66
 
 
+class RemoteRefused(LampError):
+    """Another machine is unreachable, or refuses what was asked of it."""
+
+    code = 67
+
+
 class AlreadyRunning(LampError):
     """Somebody else holds the run; the message says who and where."""
 

@@ -43,7 +43,7 @@ ALLOWED = {
     "clean": LAYER0 | {"procs", "readers"},
     "model": LAYER0,
     "train": LAYER0 | {"procs", "readers", "data", "model"},
-    "plan": LAYER0 | {"procs", "model.shape"},
+    "plan": LAYER0 | {"procs", "model.shape", "model.stored"},
     "doctor": LAYER0 | {"procs", "readers", "data", "model", "train", "plan"},
     "watch": LAYER0 | {"procs"},
     "commands": LAYER0 | {"procs", "readers", "data", "clean", "model", "train", "watch", "plan", "doctor"},

@@ -45,6 +45,7 @@ def _generate_flags(
     system: str = "",
     threads: int | None = None,
     model_family: str | None = None,
+    model_init_from: str | None = None,
     runs_dir: Path = Path("runs"),
 ) -> None:
     """How to generate."""
@@ -54,17 +55,24 @@ def generate(words: list[str]) -> int:
     """Text from a run's checkpoint or from any model folder."""
     from lamplighter.commands.session import session
 
-    flags = parse("generate", _generate_flags, [re.sub(r"^--model\.family(?==|$)", "--model-family", w) for w in words])
+    flags = parse("generate", _generate_flags, [_ours(word) for word in words])
     try:
         (flags["prompt"] + flags["system"]).encode()
     except UnicodeEncodeError as error:
         raise UsageError("the prompt is not valid UTF-8", str(error), "give it in UTF-8") from error
     runs_dir = flags.pop("runs_dir")
     folder = Path(flags["model"])
-    is_folder = (folder / "config.json").is_file()
+    is_folder = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     flags["model"] = str((folder if is_folder else find_run(flags["model"], runs_dir).path).resolve())
+    if flags["model_init_from"]:
+        flags["model_init_from"] = str(Path(flags["model_init_from"]).resolve())
     flags["command"] = shlex.join(["lamp", "generate", *words])
     return session("generate", flags, interactive=flags["interactive"])
+
+
+def _ours(word: str) -> str:
+    """Two fields of a run are flags of this verb as well."""
+    return re.sub(r"^--model\.(family|init_from)(?==|$)", lambda found: f"--model-{found[1].replace('_', '-')}", word)
 
 
 # ---------------------------------------------------------------- in the child
@@ -81,7 +89,7 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
     torch.set_num_threads(request["threads"] or torch.get_num_threads())
     with report.phase("model"):
         folder = _choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
-        built = load_folder(folder, request["model_family"], request["command"])
+        built = load_folder(folder, request["model_family"], request["command"], base=request["model_init_from"])
         tokenizer = tokenizers.load(folder)
         template = None if request["raw"] else templates.of_folder(folder, tokenizer)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -108,7 +116,7 @@ def _choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
     from lamplighter.data.chat import template as templates
     from lamplighter.train import checkpoint
 
-    if (path / "config.json").is_file():
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         checkpoint.refuse_newer(path)
         return path
     root = path / "checkpoints"
