@@ -45,8 +45,9 @@ ALLOWED = {
     "train": LAYER0 | {"procs", "readers", "data", "model"},
     "plan": LAYER0 | {"procs", "model.shape", "model.stored"},
     "doctor": LAYER0 | {"procs", "readers", "data", "model", "train", "plan"},
+    "export": LAYER0 | {"procs", "readers", "data", "model", "train"},
     "watch": LAYER0 | {"procs"},
-    "commands": LAYER0 | {"procs", "readers", "data", "clean", "model", "train", "watch", "plan", "doctor"},
+    "commands": LAYER0 | {"procs", "readers", "data", "clean", "model", "train", "watch", "plan", "doctor", "export"},
     "__main__": {"commands"},
 }
 TORCH_FREE = [*(f"commands.{path.stem}" for path in (SRC / "commands").glob("[!_]*.py")), "watch.supervisor", "watch.live", "readers", "data.sources", "data.tokenizer",

@@ -27,6 +27,8 @@ VERBS = {
     "runs": "runs",
     "checkpoints": "checkpoints",
     "generate": "generate",
+    "export": "export",
+    "publish": "publish",
     "plan": "plan",
     "data": "data",
     "tokenizer": "tokenizer",
@@ -54,14 +56,13 @@ _MEANT = {
     "data stats": "stats",
     "why RUN": "explain debug hang",
     "checkpoints RUN": "ckpt checkpoint",
+    "export RUN": "convert merge gguf quantize ollama",
+    "publish RUN --to org/name": "push upload hub",
 }  # fmt: skip  what other tools and habits call our verbs
 _NOT_THERE = {
     "serve": "there is no server yet; lamp generate RUN --interactive talks to a model",
     "eval": "there is no such verb yet; a run validates by itself (eval.every_steps), lamp runs shows the losses",
     "evaluate": "there is no such verb yet; a run validates by itself (eval.every_steps), lamp runs shows the losses",
-    "export": "a checkpoint opens with transformers as it is; lamp checkpoints RUN shows where it is",
-    "publish": "a checkpoint is a Hugging Face folder as it is: hf upload NAME FOLDER",
-    "push": "a checkpoint is a Hugging Face folder as it is: hf upload NAME FOLDER",
 }
 
 

@@ -88,7 +88,7 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
         from lamplighter.model.build import load_folder
     torch.set_num_threads(request["threads"] or torch.get_num_threads())
     with report.phase("model"):
-        folder = _choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
+        folder = choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
         built = load_folder(folder, request["model_family"], request["command"], base=request["model_init_from"])
         tokenizer = tokenizers.load(folder)
         template = None if request["raw"] else templates.of_folder(folder, tokenizer)
@@ -111,7 +111,7 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
     return DONE
 
 
-def _choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
+def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
     """A model folder as it is; of a run the latest valid checkpoint, the best, or the named one."""
     from lamplighter.data.chat import template as templates
     from lamplighter.train import checkpoint

@@ -39,11 +39,12 @@ def _named_files(index: Path) -> list[str]:
 
 def stored_numbers(folder: Path) -> int:
     """How many numbers a folder's safetensors hold, by their headers: nothing else is read."""
-    total = 0
-    for path in weight_files(folder):
-        with open_safetensors(path, "np") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  not a dict
-    return total
+    return sum(numbers_in(path) for path in weight_files(folder))
+
+
+def numbers_in(path: Path) -> int:
+    with open_safetensors(path, "np") as file:
+        return int(sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys()))  # noqa: SIM118  not a dict
 
 
 def open_safetensors(path: Path, framework: str = "pt") -> Any:
