@@ -32,6 +32,7 @@ class Hub:
     asked: list[str] = field(default_factory=list)
     fail_commit: int = 0  # so many commits are refused with 500
     cut_download: int = 0  # the next download of weights ends after so many bytes
+    ranges: list[int] = field(default_factory=list)  # where downloads went on
     sent: int = 0  # bytes of LFS uploads that came in
 
 
@@ -52,7 +53,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if "chunked" not in (self.headers.get("Transfer-Encoding") or ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        data = b""
+        while size := int(self.rfile.readline().strip() or b"0", 16):
+            data += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return data
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -78,6 +86,15 @@ class _Handler(BaseHTTPRequestHandler):
                     "tags": [],
                 },
             )
+        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", path):
+            files = self.hub.models[found[1]]
+            return self._reply(
+                200,
+                [
+                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for name, data in files.items()
+                ],
+            )
         if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._file(self.hub.models.get(found[1], {}).get(found[3]))
         return self._reply(404, {"error": "not found"})
@@ -86,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             return self._reply(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound")
         start = int((re.match(r"bytes=(\d+)-", self.headers.get("Range") or "") or [0, 0])[1])
+        if start:
+            self.hub.ranges.append(start)
         headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         self.send_response(206 if start else 200)
         for name, value in headers.items():
@@ -103,6 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.close()
             return None
         self.wfile.write(data[start:])
+        return None
 
     def do_PUT(self) -> None:
         self.hub.asked.append(f"PUT {self.path}")
@@ -116,7 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
         data = self._body()
         path = self.path.partition("?")[0]
         if path == "/api/repos/create":
-            self._reply(200, {"url": f"{self.hub.address}/{json.loads(data)['name']}", "id": "1"})
+            asked = json.loads(data)
+            self._reply(200, {"url": f"{self.hub.address}/{asked['organization']}/{asked['name']}", "id": "1"})
         elif "/preupload/" in path:
             files = json.loads(data)["files"]
             modes = [
@@ -133,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
                 200, {"transfer": "basic", "objects": [self._object(one) for one in json.loads(data)["objects"]]}
             )
         elif "/commit/" in path:
-            self._commit(data)
+            self._commit(data, path.split("/")[3:5])
         else:
             self._reply(200, {})
 
@@ -142,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
             return one
         return {**one, "actions": {"upload": {"href": f"{self.hub.address}/lfs/{one['oid']}"}}}
 
-    def _commit(self, data: bytes) -> None:
+    def _commit(self, data: bytes, name: list[str]) -> None:
         if self.hub.fail_commit:
             self.hub.fail_commit -= 1
             return self._reply(403, {"error": "the disk of the hub is full"})
@@ -160,10 +181,11 @@ class _Handler(BaseHTTPRequestHandler):
             {
                 "success": True,
                 "commitOid": COMMIT,
-                "commitUrl": f"{self.hub.address}/commit/{COMMIT}",
+                "commitUrl": f"{self.hub.address}/{'/'.join(name)}/commit/{COMMIT}",
                 "hookOutput": "",
             },
         )
+        return None
 
 
 @contextmanager

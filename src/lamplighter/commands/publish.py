@@ -175,10 +175,11 @@ def _trained(folder: Path) -> int | None:
 
 def _upload(files: list[Path], request: dict[str, Any], token: str) -> str:
     """One commit; what the hub has already is not sent again. The address of the model."""
-    import httpx
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
+
+    from lamplighter.model.origin import network_errors
 
     api, to = huggingface_hub.HfApi(token=token), request["to"]
     operations = [huggingface_hub.CommitOperationAdd(path.name, path) for path in files]
@@ -188,7 +189,7 @@ def _upload(files: list[Path], request: dict[str, Any], token: str) -> str:
             report.note(f"{len(files)} files, {size}, to {constants.ENDPOINT}/{to}")
             api.create_repo(to, private=request["private"] or None, exist_ok=True)
             api.create_commit(to, operations, commit_message=f"Publish {Path(request['run']).name}")
-    except (HfHubHTTPError, httpx.HTTPError, OSError, RuntimeError, ValueError) as error:
+    except (HfHubHTTPError, *network_errors(), RuntimeError, ValueError) as error:
         words = " ".join(str(error).split())[:300] or type(error).__name__
         raise RemoteRefused(
             f"the upload to {to} did not come to its end", words, "the same command goes on where it stopped"

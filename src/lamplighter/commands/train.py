@@ -142,6 +142,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             return code
         _refuse_spent_budget(run, resolved.run.budget, verb, words)
         unrecorded = _write_config(run, resolved, console)
+        from lamplighter.watch import keep_awake
         from lamplighter.watch.restart_policy import RestartPolicy  # after the first words: this takes a while
         from lamplighter.watch.supervisor import Supervisor
         from lamplighter.watch.trainer import ChildSpec, Trainer
@@ -158,7 +159,14 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             verbose=flags["verbose"],
         )
         policy = RestartPolicy(care.on_stuck, care.patience_s)
-        code = Supervisor(run, Trainer(run, spec, console), policy, care.notify).supervise()
+        awake, words_awake = keep_awake.begin()
+        if words_awake:
+            console.say(f"note  {words_awake}")
+        try:
+            code = Supervisor(run, Trainer(run, spec, console), policy, care.notify).supervise()
+        finally:
+            if awake is not None:
+                awake.end()
         if code == DONE:
             _say_next(run, console, read_status(run).get("step") or 0)
             if flags["test"]:

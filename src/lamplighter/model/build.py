@@ -19,7 +19,14 @@ from lamplighter import own_code
 from lamplighter.config import Lora, Model
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.model import origin
-from lamplighter.model.families import FromTransformers, config_of, open_family, positions_of, vocabulary_of
+from lamplighter.model.families import (
+    FromTransformers,
+    check_adapters_are_used,
+    config_of,
+    open_family,
+    positions_of,
+    vocabulary_of,
+)
 from lamplighter.model.lora import SETTINGS, apply_lora, merge, section_of
 from lamplighter.model.shape import NotOurs, Shape, count_parameters, flops_per_token, shape_from_hf, shape_to_hf
 from lamplighter.model.stored import stored_numbers
@@ -105,6 +112,8 @@ def build(
 def _adapted(built: Built, folder: Path, lora: Lora, seed: int) -> Built:
     """Freeze it and put the adapters in; which base it is, the caller finds out where it matters (origin.identify)."""
     settings = {**apply_lora(built.model, lora, seed), "base_model_name_or_path": str(folder.resolve())}
+    if isinstance(built.model, FromTransformers):
+        check_adapters_are_used(built.model)
     return replace(built, adapter=settings)
 
 

@@ -69,6 +69,7 @@ def open_family(
         advice = "use the plain folder that it was made from"
         raise BadConfig(f"{folder} holds quantised weights", "they cannot be trained, nor merged with adapters", advice)
     try:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError as error:
@@ -87,7 +88,7 @@ def open_family(
             trust_remote_code=False,
             use_safetensors=True,
         )
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, StrictDataclassError) as error:
         why = " ".join(str(error).split())[:300]
         raise BadConfig(
             f"{folder} is of no family known here",
@@ -147,6 +148,18 @@ def config_of(model: FromTransformers) -> dict[str, Any]:
     written["architectures"] = [type(model.inner).__name__]
     written["dtype"] = "float32"
     return {name: value for name, value in written.items() if name not in ("_name_or_path", "auto_map")}
+
+
+@torch.no_grad()
+def check_adapters_are_used(model: FromTransformers) -> None:
+    """Some families read the matrix of a layer past the layer itself: an adapter there would never be asked."""
+    try:
+        model(torch.zeros(1, 4, dtype=torch.long))
+    except AttributeError as error:
+        what = f"{type(model.inner).__name__} reads the weights of some layers by itself"
+        raise BadConfig(
+            what, f"adapters there would have no effect ({error})", "name others: --lora.targets in_proj, say"
+        ) from error
 
 
 # ---------------------------------------------------------------- are packed examples kept apart?

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,8 +84,7 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
     cached = _cached(huggingface_hub, name, revision)
     if cached is not None and revision is not None and cached.name == revision:
         return cached, revision  # a commit never changes
-    import httpx
-
+    broken = network_errors()
     try:
         info = huggingface_hub.HfApi().model_info(name, revision=revision, timeout=_ANSWER_S, files_metadata=True)
     except RepositoryNotFoundError as error:
@@ -96,7 +96,7 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
         raise InputMissing(
             f"{name} has no revision {revision}", "the hub does not know it", "--model.revision main"
         ) from error
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except (HfHubHTTPError, *broken) as error:
         if cached is not None:
             report.warn(
                 f"the hub cannot be reached ({_short(error)}): {name} is taken from the cache, commit {cached.name[:12]}"
@@ -124,7 +124,7 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
                 ignore_patterns=list(_UNWANTED),
                 etag_timeout=_ANSWER_S,
             )
-        except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        except (HfHubHTTPError, LocalEntryNotFoundError, *broken) as error:
             what = f"the download of {name} broke off"
             raise RemoteRefused(what, _short(error), "the same command goes on where it stopped") from error
         finally:
@@ -132,6 +132,17 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
             watcher.join()
     report.note(f"{name}: {human_bytes(total)} in {len(files)} files")
     return Path(path), commit
+
+
+def network_errors() -> tuple[type[Exception], ...]:
+    """What a broken connection raises: of the hub's client, whichever library it is built on, and of the system."""
+    found: list[type[Exception]] = [OSError]
+    for name in ("httpx", "httpx2", "requests"):
+        library = sys.modules.get(name)
+        found += [
+            kind for kind in (getattr(library, "HTTPError", None), getattr(library, "RequestException", None)) if kind
+        ]
+    return tuple(found)
 
 
 def _is_wanted(name: str) -> bool:
