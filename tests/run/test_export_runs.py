@@ -18,7 +18,7 @@ from test_chat import change
 
 from lamplighter.export import gguf_file, hugging_face, llama_cpp, opened, reference
 from lamplighter.rundir import RunDir
-from running import Command, copy_run, lamp, shared
+from running import LONG, Command, copy_run, lamp, shared
 
 ROWS = [{"question": f"Add {a} and {b}.", "answer": f"{a} and {b} is {a + b}."} for a in range(12) for b in range(12)]
 QUICK = [
@@ -97,6 +97,7 @@ def test_a_gguf_is_run_by_llama_cpp_and_says_the_same(run: RunDir, here: Command
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
+@LONG
 def test_what_differs_is_not_there(run: RunDir, here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every check is made to fire: wrong numbers, a wrong template, wrong ids, a file that llama.cpp cannot read."""
     cwd, place = run.path.parent.parent, run.path / "export"
@@ -160,6 +161,7 @@ def test_usage(command: Command, tmp_path: Path) -> None:
     assert command("export", ".", "--to", "hf", "--quantize", "q8_0", cwd=tmp_path).returncode == 2
 
 
+@LONG
 def test_k_quants_need_the_users_own_tool_and_are_compared_like_all(
     run: RunDir, here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +233,7 @@ def fake_ollama(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeOllama]]:
         server.shutdown()
 
 
+@LONG
 def test_ollama_gets_the_file_the_template_and_the_stops(
     run: RunDir, here: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

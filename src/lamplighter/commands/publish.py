@@ -181,6 +181,7 @@ def _upload(files: list[Path], request: dict[str, Any], token: str) -> str:
 
     from lamplighter.model.origin import network_errors
 
+    broken: tuple[type[Exception], ...] = (HfHubHTTPError, RuntimeError, ValueError, *network_errors())
     api, to = huggingface_hub.HfApi(token=token), request["to"]
     operations = [huggingface_hub.CommitOperationAdd(path.name, path) for path in files]
     size = human_bytes(sum(path.stat().st_size for path in files))
@@ -189,7 +190,7 @@ def _upload(files: list[Path], request: dict[str, Any], token: str) -> str:
             report.note(f"{len(files)} files, {size}, to {constants.ENDPOINT}/{to}")
             api.create_repo(to, private=request["private"] or None, exist_ok=True)
             api.create_commit(to, operations, commit_message=f"Publish {Path(request['run']).name}")
-    except (HfHubHTTPError, *network_errors(), RuntimeError, ValueError) as error:
+    except broken as error:
         words = " ".join(str(error).split())[:300] or type(error).__name__
         raise RemoteRefused(
             f"the upload to {to} did not come to its end", words, "the same command goes on where it stopped"

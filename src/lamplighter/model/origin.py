@@ -84,7 +84,7 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
     cached = _cached(huggingface_hub, name, revision)
     if cached is not None and revision is not None and cached.name == revision:
         return cached, revision  # a commit never changes
-    broken = network_errors()
+    broken: tuple[type[Exception], ...] = (HfHubHTTPError, LocalEntryNotFoundError, *network_errors())
     try:
         info = huggingface_hub.HfApi().model_info(name, revision=revision, timeout=_ANSWER_S, files_metadata=True)
     except RepositoryNotFoundError as error:
@@ -96,7 +96,7 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
         raise InputMissing(
             f"{name} has no revision {revision}", "the hub does not know it", "--model.revision main"
         ) from error
-    except (HfHubHTTPError, *broken) as error:
+    except broken as error:
         if cached is not None:
             report.warn(
                 f"the hub cannot be reached ({_short(error)}): {name} is taken from the cache, commit {cached.name[:12]}"
@@ -124,7 +124,7 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
                 ignore_patterns=list(_UNWANTED),
                 etag_timeout=_ANSWER_S,
             )
-        except (HfHubHTTPError, LocalEntryNotFoundError, *broken) as error:
+        except broken as error:
             what = f"the download of {name} broke off"
             raise RemoteRefused(what, _short(error), "the same command goes on where it stopped") from error
         finally:
