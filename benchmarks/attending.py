@@ -73,7 +73,7 @@ def value(text: str, word: str) -> list[float]:
 def watched(cwd: Path, words: list[str]) -> tuple[str, float, float]:
     """(stdout, CPU share of the watcher, of the proxy)."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "lamplighter.commands", "watch", "--", *words]
+    command = [sys.executable, "-m", "lamplighter", "watch", "--", *words]
     process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     time.sleep(4)  # past the start
     first, then = cpu_s(process.pid), time.monotonic()

@@ -130,9 +130,7 @@ def main() -> None:
         words = ["train", "--run", "f", *SETTINGS, "--budget.hours", str(minutes / 60)]
         began = time.monotonic()
         with open(cwd / "out.txt", "ab") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "lamplighter.commands", *words], cwd=cwd, stdout=out, stderr=out
-            )
+            process = subprocess.Popen([sys.executable, "-m", "lamplighter", *words], cwd=cwd, stdout=out, stderr=out)
         for minute in range(int(minutes)):
             time.sleep(max(0.0, began + 60 * minute + FAULT_AT_S - time.monotonic()))
             name, fault = FAULTS[minute % len(FAULTS)]

@@ -56,7 +56,7 @@ def ours(case: dict[str, Any], place: Path, compiled: bool, number: int) -> floa
     command = [
         sys.executable,
         "-m",
-        "lamplighter.commands",
+        "lamplighter",
         "train",
         str(config),
         "--run",

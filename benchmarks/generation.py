@@ -162,7 +162,7 @@ def one_batch(
 
 def cold(folder: Path, wanted: Any) -> None:
     """From the command to its first token on stdout."""
-    lamp = ["-m", "lamplighter.commands", "generate", str(folder), "--prompt", "the", "--max-tokens", "1", "--raw"]
+    lamp = ["-m", "lamplighter", "generate", str(folder), "--prompt", "the", "--max-tokens", "1", "--raw"]
     commands = {"lamp generate": [sys.executable, *lamp, "--temperature", "0"]}
     if not wanted.no_peers:
         commands["transformers, python -c"] = [str(peers.python("hf")), "-c", COLD, str(folder)]

@@ -35,7 +35,7 @@ SETTINGS = (
 def start(cwd: Path, run: str) -> subprocess.Popen[bytes]:
     with open(cwd / "out.txt", "ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "lamplighter.commands", "train", "--run", run, *SETTINGS],
+            [sys.executable, "-m", "lamplighter", "train", "--run", run, *SETTINGS],
             cwd=cwd,
             stdout=out,
             stderr=out,

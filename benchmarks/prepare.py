@@ -95,7 +95,7 @@ def prepare(path: Path, tokenizer: Path, place: Path, workers: int | None) -> di
     words += ["--data.workers", str(workers)] if workers else []
     started, before = time.perf_counter(), _children_s()
     with open(place.with_suffix(".json"), "wb") as out:
-        process = psutil.Popen([sys.executable, "-m", "lamplighter.commands", "data", "prepare", *words], stdout=out)
+        process = psutil.Popen([sys.executable, "-m", "lamplighter", "data", "prepare", *words], stdout=out)
         peak = peak_memory(process)
     seconds, used = time.perf_counter() - started, _children_s() - before
     assert process.returncode == 0, "lamp data prepare failed"

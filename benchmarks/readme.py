@@ -36,7 +36,7 @@ def plans(presets: tuple[str, ...] = PRESETS, devices: tuple[str, ...] = DEVICES
     figures = {}
     for preset in presets:
         for device in devices:
-            words = [sys.executable, "-m", "lamplighter.commands", "plan", "--preset", preset, "--on", device, "--json"]
+            words = [sys.executable, "-m", "lamplighter", "plan", "--preset", preset, "--on", device, "--json"]
             told = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
             key = f"{preset}_{device.replace('-', '_')}"
             figures |= {f"{key}_h": round(told["hours"], 3), f"{key}_gib": round(told["memory_gib"], 3)}

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import measured
 
-LAMP = [sys.executable, "-m", "lamplighter.commands"]
+LAMP = [sys.executable, "-m", "lamplighter"]
 TINY = [
     "--tokenizer.kind", "bytes", "--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--data.seq_len", "32",
     "--train.batch_size", "4", "--train.dtype", "fp32", "--train.threads", "1", "--data.embedded_documents", "300",

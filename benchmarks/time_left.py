@@ -27,7 +27,7 @@ from lamplighter.rundir import RunDir, read_lines
 from lamplighter.slot import SURE_STEPS, read_slot
 from lamplighter.watch.status import Status
 
-LAMP = [sys.executable, "-m", "lamplighter.commands", "train", "--run", "r", "--train.threads", "1", "--train.dtype", "fp32",
+LAMP = [sys.executable, "-m", "lamplighter", "train", "--run", "r", "--train.threads", "1", "--train.dtype", "fp32",
         "--tokenizer.kind", "bytes", "--data.seq_len", "32", "--train.batch_size", "4", "--data.embedded_documents", "300",
         "--data.val_fraction", "0.05", "--model.width", "16", "--model.heads", "2"]  # fmt: skip
 MODEL = """

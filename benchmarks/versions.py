@@ -34,7 +34,7 @@ class Checkout:
     def __init__(self, name: str, root: Path, place: Path, settings: list[str]) -> None:
         self.name, self.place, self.settings = name, place, settings
         self.runs = place / name
-        entry = "lamplighter.commands" if (root / "src/lamplighter/commands").is_dir() else "lamplighter.cli"
+        entry = "lamplighter" if (root / "src/lamplighter/commands").is_dir() else "lamplighter.cli"
         self.command = [sys.executable, "-m", entry]
         self.env = {**os.environ, "PYTHONPATH": str(root / "src")}
         self.round = 0

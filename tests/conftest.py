@@ -20,7 +20,7 @@ from lamplighter import rundir
 from lamplighter.rundir import RunDir
 from lamplighter.watch import supervisor
 from lamplighter.watch.trainer import Trainer
-from running import FULL, LAMP, STARTED, Command, Finished, Row, copy_run, four_hogs, run_child_here, trained_once
+from running import FULL, STARTED, Command, Finished, Row, copy_run, four_hogs, run_child_here, trained_once
 
 PR_SET_CHILD_SUBREAPER = 36
 UNIT = Path(__file__).parent / "unit"
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     """`lamp WORDS` in this process: for mistakes of the command line, and for all that ends before a child is started."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    entry = importlib.import_module(LAMP[-1])
+    entry = importlib.import_module("lamplighter.commands")
     locks: list[int] = []
 
     def take_lock(run: RunDir) -> int:

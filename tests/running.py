@@ -37,7 +37,7 @@ from lamplighter.slot import Slot, read_slot
 from lamplighter.watch.trainer import Trainer
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-LAMP = [sys.executable, "-m", "lamplighter.commands"]
+LAMP = [sys.executable, "-m", "lamplighter"]
 TINY = [
     "--tokenizer.kind", "bytes", "--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--data.seq_len", "32",
     "--train.batch_size", "4", "--train.dtype", "fp32", "--train.threads", "1", "--data.embedded_documents", "300",

@@ -263,7 +263,9 @@ def _in_threading(func: str, frame: FrameType, tids: Mapping[int, int]) -> dict[
     if func == "acquire" and kind in ("Semaphore", "BoundedSemaphore"):
         return {"kind": "semaphore", "id": id(me), "value": _field(me, "_value") or 0}
     if func in ("wait", "_wait", "_enter") and kind == "Barrier":
-        return {"kind": "barrier", "id": id(me), "parties": _field(me, "_parties"), "there": _field(me, "_count")}
+        between = _field(me, "_array")  # of multiprocessing: the count is in shared memory
+        there = _field(me, "_count") if between is None else between[1]
+        return {"kind": "barrier", "id": id(me), "parties": _field(me, "_parties"), "there": there}
     if func in ("__enter__", "acquire") and kind in ("Condition", "_RLock"):
         return {**_about_lock("the lock inside", me, tids), "kind": "lock"}
     return {"kind": "threads at exit"} if func == "_shutdown" else None
@@ -302,18 +304,17 @@ def _in_multiprocessing(func: str, frame: FrameType, tids: Mapping[int, int]) ->
         return {"kind": "process", "pid": getattr(popen, "pid", 0) or 0, "name": str(_field(me, "_name"))}
     if file.endswith("synchronize.py") and func in ("__enter__", "acquire", "wait", "wait_for"):
         return _about_shared(me, tids)
-    if file.endswith("managers.py"):
-        return {"kind": "manager", "doing": func}
+    if file.endswith("managers.py") and func == "_callmethod":
+        asked, kept = _plain(_local(frame, "methodname")), _plain(getattr(_field(me, "_token"), "typeid", ""))
+        return {"kind": "manager", "doing": func, "asked": f"{kept}.{asked}" if kept and asked else ""}
     if file.endswith("connection.py") and func in ("recv", "recv_bytes", "poll", "accept", "Client"):
         return {"kind": "connection", "doing": func}
     return None
 
 
 def _about_shared(me: Any, tids: Mapping[int, int]) -> dict[str, Any]:
-    """A lock, event or barrier between processes."""
+    """A lock, event or condition between processes."""
     kind = type(me).__name__.lower()
-    if kind == "barrier":
-        return {"kind": "process barrier", "parties": _field(me, "_parties"), "there": list(_field(me, "_array"))[1]}
     about = _about_lock("self", me, tids)
     return {**about, "kind": "lock"} if kind in ("lock", "rlock") else {**about, "kind": f"process {kind}"}
 
@@ -324,7 +325,7 @@ def _in_subprocess(func: str, frame: FrameType, tids: Mapping[int, int]) -> dict
         return None
     args = _field(me, "args")
     words = args if isinstance(args, (list, tuple)) else [args]
-    command = " ".join(word for word in map(_plain, words[:4]) if word)[:120]
+    command = " ".join(" ".join(word for word in map(_plain, words[:4]) if word).split())[:120]
     return {"kind": "process", "pid": _field(me, "pid") or 0, "command": command, "doing": func}
 
 

@@ -27,6 +27,7 @@ from lamplighter import own_stacks
 from lamplighter import slot as slots
 from lamplighter.errors import STOPPED_EARLY
 from lamplighter.procs.procfs import pid_start
+from lamplighter.procs.signals import requests_from_outside, signal_name
 from lamplighter.rundir import LineFile, RunDir, write_atomic
 from lamplighter.safe_text import mask_record, safe
 
@@ -382,26 +383,26 @@ def _listen(fifo: Path) -> None:
         os.mkfifo(fifo, 0o600)
     wake = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
     read = os.open(fifo, os.O_RDONLY)
+    stops = {int(signal.SIGINT), *requests_from_outside()}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT:
-                signal.signal(number, lambda *_: None)
+        for number in stops:
+            signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    threading.Thread(target=_answer_all, args=(read,), name="lamp-listener", daemon=True).start()
+    threading.Thread(target=_answer_all, args=(read, stops), name="lamp-listener", daemon=True).start()
 
 
 _LAST_SIGNAL = 64  # of Linux, real-time ones included; requests begin with a letter, which is more
 
 
-def _answer_all(fd: int) -> None:
+def _answer_all(fd: int, stops: set[int]) -> None:
     pending = b""
     while True:
         pending += os.read(fd, 4096)
         while pending:
             if pending[0] <= _LAST_SIGNAL:  # a signal number from the wake-up descriptor
                 number, pending = pending[0], pending[1:]
-                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                    _ask_stop(signal.Signals(number).name)
+                if number in stops:
+                    _ask_stop(signal_name(number))
                 continue
             line, newline, rest = pending.partition(b"\n")
             if not newline:

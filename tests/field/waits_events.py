@@ -4,6 +4,7 @@ import http.server
 import os
 import queue
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -292,6 +293,44 @@ def eventfd_written_by_a_child(wait):
             os._exit(0)
         os.read(counter, 8)
         os.waitpid(child, 0)
+
+
+@healthy()
+def eventfd_written_by_an_orphan(wait):
+    """A daemon, forked twice and in a session of its own, has inherited it: it is no longer below the script."""
+    counter = os.eventfd(0)
+    for _ in range(2):
+        train_arrays()
+        child = os.fork()
+        if child == 0:
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(wait)
+                os.eventfd_write(counter, 1)
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.read(counter, 8)
+
+
+@healthy()
+def eventfd_on_its_way(wait):
+    """It was sent over a local socket whose reader, a daemon, takes it only later: until then it is in nobody's table."""
+    for _ in range(2):
+        ours, theirs = socket.socketpair()
+        if os.fork() == 0:
+            if os.fork() == 0:
+                os.setsid()
+                ours.close()
+                time.sleep(wait)
+                _, (received,), _, _ = socket.recv_fds(theirs, 1, 1)
+                os.eventfd_write(received, 1)
+            os._exit(0)
+        os.wait()
+        theirs.close()
+        counter = os.eventfd(0)
+        socket.send_fds(ours, [b"x"], [counter])
+        train_arrays()
+        os.read(counter, 8)
 
 
 if __name__ == "__main__":

@@ -213,6 +213,41 @@ def lock_of_an_orphan(wait):
             train(20)
 
 
+@hang(r"Barrier of 3: 2 are there, 1 missing", r"process|rank|missing", states=EITHER)
+def process_barrier_short():
+    """Two of three processes come to a barrier; the third has ended."""
+    barrier = fork.Barrier(3)
+
+    def rank(number):
+        if number < 2:
+            barrier.wait()  # HANG
+
+    ranks = [fork.Process(target=rank, args=(number,)) for number in range(3)]
+    train()
+    mark("fault")
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()  # HANG-ALSO
+
+
+@hang(r"lock", r"fork")
+def fork_inside_with():
+    """The main thread itself holds the lock while it forks."""
+    lock = threading.Lock()
+
+    def work():
+        with lock:  # HANG
+            train(1)
+
+    train()
+    mark("fault")
+    with lock:
+        child = fork.Process(target=work)
+        child.start()
+        child.join()  # HANG-ALSO
+
+
 @healthy()
 def event_of_a_grandchild(wait):
     def set_late(event):

@@ -112,7 +112,7 @@ def test_a_library_of_the_same_name_in_the_model_folder_is_not_imported(finished
     folder = finished(*EIGHT).checkpoints / "checkpoint-8"
     for name in ("torch", "safetensors", "jinja2", "secrets"):
         (folder / f"{name}.py").write_text("import pathlib; pathlib.Path('imported').touch()\n")
-    words = ["-P", "-m", "lamplighter.commands", "generate", ".", "--max-tokens", "2"]  # -P: as `lamp` itself starts
+    words = ["-P", "-m", "lamplighter", "generate", ".", "--max-tokens", "2"]  # -P: as `lamp` itself starts
     said = subprocess.run(
         [sys.executable, *words], cwd=folder, env=clean_env(), capture_output=True, text=True, check=False
     )
@@ -139,7 +139,7 @@ def leave(cwd: Path, how: str, *more: str) -> tuple[Any, RunDir]:
     return lamp(*WORDS, "--model.family", write_model(cwd, how), *more, cwd=cwd), RunDir(cwd / "runs" / "r")
 
 
-@pytest.mark.parametrize("code", [0, 75])
+@pytest.mark.parametrize("code", [0, 73, 75])
 def test_a_process_that_leaves_in_mid_run_has_not_finished(tmp_path: Path, code: int) -> None:
     done, run = leave(tmp_path, f"if model.calls == 7: os._exit({code})", "--watch.on_stuck", "stop")
     assert done.returncode == 71, done.stdout
@@ -174,12 +174,17 @@ def before(model):
     assert sorted(losses_of(run)) == list(range(1, 13))
 
 
-def test_sys_exit_in_mid_run_is_a_crash_with_its_line(tmp_path: Path, here: Command) -> None:
-    family = write_model(tmp_path, "if model.calls == 7: sys.exit(0)")
+@pytest.mark.parametrize(
+    ("how", "said"), [("sys.exit(0)", "SystemExit: 0"), ("raise KeyboardInterrupt", "KeyboardInterrupt")]
+)
+def test_an_exit_by_exception_in_mid_run_is_a_crash_with_its_line(
+    tmp_path: Path, here: Command, how: str, said: str
+) -> None:
+    family = write_model(tmp_path, f"if model.calls == 7: {how}")
     done = here(*WORDS, "--model.family", family, cwd=tmp_path)
     assert done.returncode == 1, done.stdout
-    assert "SystemExit: 0" in done.stdout
-    assert f"own.py:{line_in(tmp_path / 'own.py', 'sys.exit')}" in done.stdout
+    assert said in done.stdout
+    assert f"own.py:{line_in(tmp_path / 'own.py', how)}" in done.stdout
     assert read_json(tmp_path / "runs" / "r" / "status.json")["state"] == "failed"
 
 

@@ -203,7 +203,7 @@ def test_a_stop_before_anything_was_started(tmp_path: Path, number: signal.Signa
 
 
 def test_closed_streams_do_not_become_the_lock_file(tmp_path: Path) -> None:
-    command = f"exec {sys.executable} -m lamplighter.commands train --run r {' '.join(QUICK)} >&- 2>&- <&-"
+    command = f"exec {sys.executable} -m lamplighter train --run r {' '.join(QUICK)} >&- 2>&- <&-"
     assert (
         subprocess.run(["bash", "-c", command], cwd=tmp_path, env=clean_env(), check=False, timeout=60).returncode == 0
     )

@@ -85,6 +85,33 @@ def test_a_run_with_strange_company(tmp_path: Path) -> None:
         os.kill(int((tmp_path / "daemon.pid").read_text()), signal.SIGKILL)
 
 
+def test_a_signal_that_would_end_the_run_is_a_request_to_save_and_stop(tmp_path: Path) -> None:
+    """A real-time signal to the parent, then, in the run that goes on, the warning of a scheduler to the training process."""
+    words = [
+        *TRAIN,
+        "--train.steps",
+        "4000",
+        "--save.every_steps",
+        "1000",
+        "--model.family",
+        write_model(tmp_path, SLOW),
+    ]
+    run = RunDir(tmp_path / "runs" / "r")
+    for number, to_child in ((signal.SIGRTMIN + 2, False), (signal.SIGUSR1, True)):
+        before = read_status(run).get("step") or 0
+        process = start_lamp(*words, cwd=tmp_path)
+        wait_for(lambda before=before: slot_of(run).step > before + 2, process=process)
+        os.kill(slot_of(run).pid if to_child else process.pid, number)
+        assert process.wait(20) == 75, (tmp_path / "out.txt").read_text()
+        status = read_status(run)
+        assert status["state"] == "stopped"
+        assert status["durable_step"] == status["step"] > before
+    said = (tmp_path / "out.txt").read_text()
+    assert "stopped early (a real-time signal)" in said
+    assert "stopped early (SIGUSR1)" in said
+    assert "Traceback" not in said
+
+
 def test_a_watched_command_that_dies_by_a_real_time_signal(tmp_path: Path) -> None:
     number = signal.SIGRTMIN + 5
     said = lamp("watch", "--", "sh", "-c", f"kill -{int(number)} $$", cwd=tmp_path)
@@ -99,19 +126,21 @@ def test_a_watched_command_that_dies_by_a_real_time_signal(tmp_path: Path) -> No
 @pytest.mark.parametrize("how", ["deleted", pytest.param("moved", marks=LONG)])
 def test_a_folder_that_is_taken_away_ends_the_run(tmp_path: Path, how: str) -> None:
     family = write_model(tmp_path, SLOW)
-    process = start_lamp(*TRAIN, "--train.steps", "5000", "--model.family", family, cwd=tmp_path)
+    words = ["--train.steps", "5000", "--save.every_steps", "2", "--save.staged", "false", "--model.family", family]
+    process = start_lamp(*TRAIN, *words, cwd=tmp_path)
     run = RunDir(tmp_path / "runs" / "r")
     wait_for(lambda: slot_of(run).step > 2, 100, process)
+    run.path.rename(tmp_path / "elsewhere")  # at once: a tree that is being written to cannot be deleted in one go
     if how == "deleted":
-        shutil.rmtree(run.path, ignore_errors=True)
-    else:
-        run.path.rename(tmp_path / "elsewhere")
+        shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
     began = time.monotonic()
     assert process.wait(30) == 73
     assert time.monotonic() - began < 10
     said = (tmp_path / "out.txt").read_text()
     assert f"the folder {Path('runs') / 'r'} was deleted or moved away" in said
     assert "Traceback" not in said
+    assert "; tokens " in said, "the statistics of every end"
+    assert not run.path.exists(), "a save must not make half of the folder again"
 
 
 def test_a_watched_command_goes_on_without_its_folder(tmp_path: Path) -> None:
@@ -236,6 +265,7 @@ class Hook(http.server.BaseHTTPRequestHandler):
         server = self.server
         assert isinstance(server, HookServer)
         server.heard.append(("POST", body))
+        server.users.append(self.headers.get("Authorization", ""))
         how = server.how.pop(0) if len(server.how) > 1 else server.how[0]
         if how == "garbage":
             self.wfile.write(b"\x00\x01 what?\r\n\r\n")
@@ -259,13 +289,14 @@ class Hook(http.server.BaseHTTPRequestHandler):
 
 class HookServer(http.server.ThreadingHTTPServer):
     heard: list[tuple[str, bytes]]
+    users: list[str]
     how: list[str]
 
 
 @contextmanager
 def hook(*how: str) -> Iterator[HookServer]:
     server = HookServer(("127.0.0.1", 0), Hook)
-    server.heard, server.how = [], list(how)
+    server.heard, server.users, server.how = [], [], list(how)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server
@@ -306,6 +337,17 @@ def test_a_second_try_counts() -> None:
         notifier.close()
     assert said == []
     assert all(b"it is finished" in body for _, body in server.heard)
+
+
+def test_the_last_message_of_a_run_is_tried_again_too() -> None:
+    said: list[str] = []
+    with hook("503", "garbage", "204") as server:
+        notifier = Notifier(f"http://user:p%40ss@127.0.0.1:{server.server_port}/", "r", said.append)
+        notifier.tell("finished", "it is finished")
+        notifier.close()
+    assert said == []
+    assert len(server.heard) == 3
+    assert server.users == ["Basic dXNlcjpwQHNz"] * 3
 
 
 def test_a_server_that_never_answers_does_not_hold_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

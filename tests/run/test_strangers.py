@@ -21,7 +21,7 @@ from running import LAMP, TINY, Command, Finished, clean_env
 
 EIGHT = [*TINY, "--train.steps", "8", "--save.every_steps", "4"]
 TOUCH = "import pathlib; pathlib.Path(__file__).with_name('imported').touch()\n"
-LIBRARIES = ("numpy", "yaml", "xxhash", "psutil", "rich", "pydantic_core", "tokenizers", "jinja2", "safetensors", "torch", "gigatoken",
+LIBRARIES = ("signal", "numpy", "yaml", "xxhash", "psutil", "rich", "pydantic_core", "tokenizers", "jinja2", "safetensors", "torch", "gigatoken",
              "zstandard", "pyarrow", "fsspec", "packaging", "sitecustomize", "usercustomize", "datasets", "transformers")  # fmt: skip
 TITLE = "\x1b]0;owned\x07"  # sets the title of a terminal's window
 

@@ -145,7 +145,7 @@ def test_a_missing_library_is_answered_with_what_a_user_would_type(tmp_path: Pat
     (tmp_path / "hidden" / "pyarrow").mkdir(parents=True)
     (tmp_path / "hidden" / "pyarrow" / "__init__.py").write_text("raise ImportError('No module named pyarrow')\n")
     done = subprocess.run(
-        [sys.executable, "-m", "lamplighter.commands", "data", "stats", "--data.paths", "a.parquet"],
+        [sys.executable, "-m", "lamplighter", "data", "stats", "--data.paths", "a.parquet"],
         cwd=tmp_path, capture_output=True, text=True, timeout=60,
         env=clean_env(PYTHONPATH=os.pathsep.join([str(tmp_path / "hidden"), str(ROOT / "src")])),
     )  # fmt: skip

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -61,14 +60,6 @@ RUNS: dict[str, list[str]] = {
 }
 
 
-def entry_module() -> str:
-    """The module whose `main` is the command `lamp`; it is called by either name."""
-    for name in ("lamplighter.commands", "lamplighter.cli"):
-        if importlib.util.find_spec(name) is not None:
-            return name
-    raise ModuleNotFoundError("lamplighter has no command module")
-
-
 def write_rows(folder: Path) -> None:
     """144 questions and answers, the same on every machine."""
     pairs = [(a, b) for a in range(1, 13) for b in range(1, 13)]
@@ -105,10 +96,10 @@ def machine() -> dict[str, str]:
 def measure(names: list[str], source: Path | None = None) -> dict[str, list[str]]:
     """Each run in a fresh folder, by the tree that Python finds or by `source`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LAMP_")}
-    module = entry_module()
+    module = "lamplighter"
     if source:
         environment["PYTHONPATH"] = str(source)
-        module = "lamplighter.commands" if (source / "lamplighter" / "commands").is_dir() else "lamplighter.cli"
+        module = "lamplighter" if (source / "lamplighter" / "commands").is_dir() else "lamplighter.cli"
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         write_rows(Path(folder))

@@ -180,9 +180,7 @@ def test_a_lock_between_processes_is_held_by_the_process_that_says_so(tmp_path: 
 
 
 def test_a_barrier_names_who_will_not_come() -> None:
-    thread = waiting(
-        MAIN, ThreadWait(MAIN, "shared lock", peers=(MAIN,)), stack=on("process barrier", parties=3, there=2)
-    )
+    thread = waiting(MAIN, ThreadWait(MAIN, "shared lock", peers=(MAIN,)), stack=on("barrier", parties=3, there=2))
     chain = follow(WaitGraph((process(thread),), {}, (Gone(55, "has ended with exit code 3", 2.0),)), MAIN, MAIN)
     assert chain is not None and "2 are there, 1 missing" in chain.last.what
     assert "process 55, which has ended with exit code 3" in chain.last.holder

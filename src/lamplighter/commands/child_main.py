@@ -42,7 +42,7 @@ def main() -> int:
         code = stop.code
     except LampError as error:
         code = _last_words(error)
-    except (Exception, SystemExit) as crash:  # noqa: BLE001  the traceback is kept in output.log, the last line is said
+    except BaseException as crash:  # noqa: BLE001  KeyboardInterrupt and SystemExit of the user's code too: never a quiet end
         if os.getpid() != us:  # forked off by the user's code, and at its end: no word of it is about the run
             os._exit(crash.code if isinstance(crash, SystemExit) and isinstance(crash.code, int) else CRASHED)
         if isinstance(crash, OSError) and crash.errno == errno.ENOSPC:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from lamplighter.doctor.probe import Finding, Probe, ProbeContext, fault, findin
 from lamplighter.procs import child, procfs, stacks
 from lamplighter.procs.child import Outcome, Say
 from lamplighter.procs.pool import usable_cores
+from lamplighter.procs.signals import signal_name
 from lamplighter.procs.stacks import Frame
 from lamplighter.rundir import human_bytes
 
@@ -167,7 +167,7 @@ def _died(outcome: Outcome, now: str) -> Finding:
     if outcome.code >= 0:
         what = f"left with exit code {outcome.code} before its end, while {now}"
         return fault(what, why, "something called os._exit; a library, or your own code", "exit", culprit=pid)
-    what = f"killed by {signal.Signals(-outcome.code).name} (signal {-outcome.code}) while {now}"
+    what = f"killed by {signal_name(-outcome.code)} (signal {-outcome.code}) while {now}"
     if outcome.out_of_memory:
         why += "; the kernel killed a process for memory meanwhile"
     cause = "rss_oom" if outcome.out_of_memory else "killed"

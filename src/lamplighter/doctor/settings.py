@@ -66,7 +66,7 @@ def plan(context: ProbeContext) -> PlanFigures | None:
     if known.exists():  # of an earlier probe of this examination
         return PlanFigures(json.loads(known.read_text()), context.run.train.optimizer_kind)
     file.write_text(dump(Resolved(context.run)))
-    command = [sys.executable, "-m", "lamplighter.commands", "plan", str(file), "--json"]
+    command = [sys.executable, "-m", "lamplighter", "plan", str(file), "--json"]
     try:
         done = subprocess.run(
             [*command, "--runs-dir", str(context.runs_dir)],

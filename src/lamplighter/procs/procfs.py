@@ -199,7 +199,7 @@ def is_python(pid: int) -> bool:
 
 def command(pid: int) -> str:
     """How it was started, shortened; its name where that may not be read."""
-    words = read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+    words = " ".join(read(f"/proc/{pid}/cmdline").replace("\0", " ").split())  # a program after -c has lines of its own
     return (words or look(pid).name)[:120]
 
 

@@ -30,18 +30,22 @@ _X86_64 = {
     23: "select", 34: "pause", 35: "nanosleep", 40: "sendfile", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom",
     46: "sendmsg", 47: "recvmsg", 61: "wait4", 65: "semop", 70: "msgrcv", 72: "fcntl", 73: "flock", 74: "fsync",
     75: "fdatasync", 128: "rt_sigtimedwait", 130: "rt_sigsuspend", 202: "futex", 219: "restart_syscall",
-    220: "semtimedop", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 257: "openat", 270: "pselect6",
+    220: "semtimedop", 242: "mq_send", 243: "mq_receive", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 257: "openat", 270: "pselect6",
     271: "ppoll", 275: "splice", 281: "epoll_pwait", 288: "accept4", 299: "recvmmsg", 441: "epoll_pwait2", 449: "futex_waitv",
 }  # fmt: skip
 _GENERIC = {
     63: "read", 64: "write", 67: "pread", 68: "pwrite", 65: "readv", 66: "writev", 29: "ioctl", 72: "pselect6", 73: "ppoll",
     101: "nanosleep", 71: "sendfile", 203: "connect", 202: "accept", 206: "sendto", 207: "recvfrom", 211: "sendmsg",
     212: "recvmsg", 260: "wait4", 193: "semop", 188: "msgrcv", 25: "fcntl", 32: "flock", 82: "fsync", 83: "fdatasync",
-    137: "rt_sigtimedwait", 133: "rt_sigsuspend", 98: "futex", 128: "restart_syscall", 192: "semtimedop",
+    137: "rt_sigtimedwait", 133: "rt_sigsuspend", 98: "futex", 128: "restart_syscall", 192: "semtimedop", 182: "mq_send", 183: "mq_receive",
     115: "clock_nanosleep", 22: "epoll_pwait", 95: "waitid", 56: "openat", 76: "splice", 242: "accept4", 243: "recvmmsg",
     441: "epoll_pwait2", 449: "futex_waitv",
 }  # fmt: skip
 _SYSCALLS = _X86_64 if os.uname().machine == "x86_64" else _GENERIC
+BETWEEN_PROCESSES = {  # anybody who knows the key or the name may end these
+    "semop": "a System V semaphore", "semtimedop": "a System V semaphore", "msgrcv": "a message of a System V queue",
+    "mq_receive": "a message of a POSIX queue", "mq_send": "room in a POSIX queue",
+}  # fmt: skip
 _SETTLE_S, _SETTLE_TRIES = 0.1, 5
 _SHARED = "/dev/shm"
 _PRIVATE = "sem.mp-"  # semaphores of multiprocessing: nobody outside knows their names
@@ -220,8 +224,24 @@ class _System:
         return _unix_peers()
 
     @cached_property
-    def tcp(self) -> list[_TcpRow]:
-        return _tcp_rows()
+    def tcp(self) -> list[_SocketRow]:
+        return _socket_rows("tcp")
+
+    @cached_property
+    def udp(self) -> list[_SocketRow]:
+        return _socket_rows("udp")
+
+    @cached_property
+    def in_flight(self) -> bool:
+        """Whether descriptors are on their way over a local socket: such a one is in nobody's table, and its receiver unknown."""
+        local = {row.inode for row in _unix_rows()}
+        sockets = [
+            (pid, one.fd)
+            for pid in _all_pids()
+            for one in self.descriptors(pid).values()
+            if one.target.startswith("socket:[") and one.inode in local
+        ]
+        return any(row[:1] == ["scm_fds:"] and row[1] != "0" for pid, fd in sockets for row in _fdinfo(pid, fd))
 
     # -- threads
 
@@ -259,7 +279,7 @@ class _System:
         if call in ("fsync", "fdatasync"):
             opened = self.descriptors(pid).get(_signed(args[0]))
             return ThreadWait(tid, "disk", opened.target if opened else "", anybody=True, syscall=call)
-        return ThreadWait(tid, "other", call, anybody=True, syscall=call)
+        return ThreadWait(tid, "other", BETWEEN_PROCESSES.get(call, call), anybody=True, syscall=call)
 
     def _futex(self, pid: int, tid: int, call: str, args: list[int]) -> ThreadWait:
         command = args[1] & _FUTEX_COMMAND
@@ -297,8 +317,11 @@ class _System:
             not alive
         ):  # taken by a process that has ended, and kept by a descriptor that others inherited; or an OFD lock
             alive = [other for other, fd in self.owners.get(path, ()) if (other, fd) != (pid, _signed(args[0]))]
+        # one that was taken here and given up again belongs to whoever inherited it, though the table still names us
+        ours = any(_holds_lock(pid, one.fd) for one in self.descriptors(pid).values() if one.target == path)
+        named = [holder for holder in alive if holder != pid or ours] or alive
         return ThreadWait(tid, "file lock", path, peers=tuple(dict.fromkeys(alive)), anybody=not alive, syscall=call,
-                          pid=alive[0] if alive else 0)  # fmt: skip
+                          pid=named[0] if named else 0)  # fmt: skip
 
     def _opening(self, pid: int, tid: int, call: str, address: int) -> ThreadWait:
         path = _text_in_memory(pid, address)
@@ -368,7 +391,12 @@ class _System:
         peers = [other for other, fd in self.owners.get(target, ()) if _access(other, fd) in wanted]
         kind = "fifo" if named else "pipe"
         return ThreadWait(
-            tid, kind, target if named else "a pipe", peers=tuple(dict.fromkeys(peers)), anybody=named, syscall=call
+            tid,
+            kind,
+            target if named else "a pipe",
+            peers=tuple(dict.fromkeys(peers)),
+            anybody=named or self.in_flight,
+            syscall=call,
         )
 
     def _pty(self, pid: int, tid: int, call: str, fd: int) -> ThreadWait:
@@ -383,10 +411,17 @@ class _System:
     def _anonymous(self, pid: int, tid: int, call: str, fd: int, target: str) -> ThreadWait:
         if "timerfd" in target:
             return ThreadWait(tid, "timer", timed=True, syscall=call)
-        if "eventfd" in target:  # to wake a poll; written by this process, or by one that inherited it
-            peers = [other for other, _ in self.owners.get(target, ())]
-            return ThreadWait(tid, "event", "", peers=tuple(dict.fromkeys([pid, *(p for p in peers if p in procfs.tree(pid))])),
-                              syscall=call)  # fmt: skip
+        if (
+            "eventfd" in target
+        ):  # written by this process, or by any that inherited it or was sent it, wherever it is now
+            mine = _eventfd_id(pid, fd)
+            peers = [other for other, one in self.owners.get(target, ()) if _eventfd_id(other, one) == mine]
+            unknown = not mine or self.in_flight
+            return ThreadWait(tid, "event", "", peers=tuple(dict.fromkeys(peers)), anybody=unknown, syscall=call)
+        if "inotify" in target:
+            return ThreadWait(
+                tid, "file", "a change of the files that it watches (inotify)", anybody=True, syscall=call
+            )
         if "pidfd" in target:
             other = _pid_of_pidfd(pid, fd)
             return ThreadWait(
@@ -409,10 +444,11 @@ class _System:
         if inode in self.unix_peers:
             other = self.unix_peers[inode]
             peers = tuple(dict.fromkeys(pid for pid, _ in self.owners.get(f"socket:[{other}]", ())))
-            return ThreadWait(tid, "socket", "a local socket", peers=peers, anybody=not peers, syscall=call)
+            unknown = not peers or self.in_flight
+            return ThreadWait(tid, "socket", "a local socket", peers=peers, anybody=unknown, syscall=call)
         row = next((row for row in self.tcp if row.inode == inode), None)
         if row is None:
-            return ThreadWait(tid, "socket", "a socket", anybody=True, syscall=call)
+            return self._unconnected(tid, call, inode)
         if row.state == 10:
             return ThreadWait(tid, "listen", f"a connection to {row.local}", anybody=True, syscall=call)
         state = _TCP_STATES.get(row.state, "")
@@ -428,8 +464,34 @@ class _System:
         peers = tuple(dict.fromkeys(pid for pid, _ in self.owners.get(f"socket:[{theirs}]", ()))) if theirs else ()
         accepted = "" if mirror is None or mirror.inode != "0" else ", never accepted there"
         words = f"{row.remote}{f' ({state})' if state and state != 'established' else ''}{accepted}"
+        idle_s, received = _last_byte(row)
+        words += "" if received or row.state in (2, 3) else ", which has sent nothing so far"
         return ThreadWait(tid, "connect" if row.state in (2, 3) else "socket", words, peers=peers, anybody=not peers, syscall=call,
-                          pid=peers[0] if len(peers) == 1 else 0, idle_s=_since_last_byte(row))  # fmt: skip
+                          pid=peers[0] if len(peers) == 1 else 0, idle_s=idle_s if received else -1.0)  # fmt: skip
+
+    def _unconnected(self, tid: int, call: str, inode: str) -> ThreadWait:
+        """A socket that is no TCP connection: datagrams, or a local one that nobody is connected to."""
+        datagrams = next((row for row in self.udp if row.inode == inode), None)
+        if datagrams is not None:
+            return self._datagrams(tid, call, datagrams)
+        local = next((row for row in _unix_rows() if row.inode == inode), None)
+        if local is None:
+            return ThreadWait(tid, "socket", "a socket", anybody=True, syscall=call)
+        path = f"the local socket {local.path or '(without a name)'}"
+        if local.listens:
+            return ThreadWait(tid, "listen", f"a connection to {path}", anybody=True, syscall=call)
+        return ThreadWait(tid, "socket", f"{path}, to which nobody is connected", anybody=True, syscall=call)
+
+    def _datagrams(self, tid: int, call: str, row: _SocketRow) -> ThreadWait:
+        """UDP knows no connection: whoever has the other address open is known only where one was set and it is on this machine."""
+        if row.remote_port == "0":
+            return ThreadWait(tid, "datagram", f"a datagram at {row.local} (UDP)", anybody=True, syscall=call)
+        theirs = [other for other in self.udp if other.port == row.remote_port]
+        owners = [pid for other in theirs for pid, _ in self.owners.get(f"socket:[{other.inode}]", ())]
+        here = row.remote.startswith(("127.", "[::1]", "::1"))
+        nobody = ", which no process of this machine has open" if here and not theirs else ""
+        words = f"a datagram from {row.remote} (UDP){nobody}"
+        return ThreadWait(tid, "datagram", words, peers=tuple(dict.fromkeys(owners)), anybody=True, syscall=call)
 
 
 # ---------------------------------------------------------------- one process
@@ -476,6 +538,11 @@ def _access(pid: int, fd: int) -> int:
     """Whether it is open for reading, writing or both."""
     flags = next((row[1] for row in _fdinfo(pid, fd) if row[:1] == ["flags:"]), "0")
     return int(flags, 8) & os.O_ACCMODE
+
+
+def _eventfd_id(pid: int, fd: int) -> str:
+    """The same for every descriptor of one eventfd, in whatever process; empty where the kernel does not tell (before 5.2)."""
+    return next((row[1] for row in _fdinfo(pid, fd) if row[:1] == ["eventfd-id:"]), "")
 
 
 def _pid_of_pidfd(pid: int, fd: int) -> int:
@@ -543,7 +610,12 @@ def _mapping(pid: int, address: int) -> tuple[str, str]:
 
 
 def _name_of_shared(path: str, where: str) -> str:
-    """The name by which anybody may open this memory; a named semaphore is mapped under a name that is gone again."""
+    """The name by which anybody may open this memory; a named semaphore is mapped under a name that is gone again.
+
+    Memory of System V has a key, and a memfd may be in the hands of somebody who has not mapped it yet.
+    """
+    if path.startswith(("/SYSV", "/memfd:")):
+        return path.removesuffix(" (deleted)")
     if path and not path.endswith("(deleted)"):
         return path if not path.startswith(f"{_SHARED}/{_PRIVATE}") else ""
     if not path.startswith(f"{_SHARED}/"):
@@ -560,7 +632,9 @@ def _maps(pid: int, where: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _TcpRow:
+class _SocketRow:
+    """A line of the kernel's table of TCP or UDP sockets."""
+
     local: str
     remote: str
     state: int
@@ -576,21 +650,39 @@ class _TcpRow:
         return self.remote.rpartition(":")[2]
 
 
-def _tcp_rows() -> list[_TcpRow]:
+def _socket_rows(protocol: str) -> list[_SocketRow]:
     found = []
-    for table in ("tcp", "tcp6"):
+    for table in (protocol, f"{protocol}6"):
         for row in procfs.read_all(f"/proc/net/{table}").splitlines()[1:]:
             fields = row.split()
             if len(fields) > 9:
                 local, remote = (procfs.address(one).replace("::ffff:", "") for one in fields[1:3])
-                found.append(_TcpRow(local, remote, int(fields[3], 16), fields[9], (fields[1], fields[2])))
+                found.append(_SocketRow(local, remote, int(fields[3], 16), fields[9], (fields[1], fields[2])))
     return found
 
 
+@dataclass(frozen=True)
+class _UnixRow:
+    inode: str
+    listens: bool
+    path: str
+
+
+def _unix_rows() -> list[_UnixRow]:
+    rows = [row.split(maxsplit=7) for row in procfs.read_all("/proc/net/unix").splitlines()[1:]]
+    return [
+        _UnixRow(row[6], bool(int(row[3], 16) & _SO_ACCEPTCON), row[7] if len(row) > 7 else "")
+        for row in rows
+        if len(row) > 6
+    ]
+
+
+_SO_ACCEPTCON = 1 << 16
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_REQUEST_DUMP = 4, 20, 0x301
 _UDIAG_SHOW_PEER, _UNIX_DIAG_PEER = 4, 2
 _INET_DIAG_INFO = 2
 _LAST_DATA_RECV_AT = 44 + 8  # in struct tcp_info: eight bytes of flags, then words; see linux/tcp.h
+_BYTES_RECEIVED_AT = 128
 
 
 def _diagnose(request: bytes) -> Iterable[bytes]:
@@ -633,8 +725,8 @@ def _unix_peers() -> dict[str, str]:
     return found
 
 
-def _since_last_byte(row: _TcpRow) -> float:
-    """Seconds since the last byte came over a TCP connection; -1 where the kernel does not tell."""
+def _last_byte(row: _SocketRow) -> tuple[float, bool]:
+    """Seconds since the last byte came over a TCP connection (-1 where the kernel does not tell), and whether any has come."""
     family = socket.AF_INET if len(row.raw[0]) < 20 else socket.AF_INET6
     request = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), 0, 1 << row.state) + bytes(
         48
@@ -643,5 +735,7 @@ def _since_last_byte(row: _TcpRow) -> float:
         if len(answer) >= 72 and str(struct.unpack_from("=I", answer, 68)[0]) == row.inode:
             for kind, value in _attributes(answer[72:]):
                 if kind == _INET_DIAG_INFO and len(value) >= _LAST_DATA_RECV_AT + 4:
-                    return float(struct.unpack_from("=I", value, _LAST_DATA_RECV_AT)[0]) / 1000
-    return -1.0
+                    told = len(value) >= _BYTES_RECEIVED_AT + 8
+                    received = not told or struct.unpack_from("=Q", value, _BYTES_RECEIVED_AT)[0] > 0
+                    return float(struct.unpack_from("=I", value, _LAST_DATA_RECV_AT)[0]) / 1000, received
+    return -1.0, True

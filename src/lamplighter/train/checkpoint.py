@@ -150,7 +150,8 @@ def _write(final: Path, progress: Progress, contents: Contents, phase: report.Ph
     temporary = final.with_name(f".writing-{final.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        (temporary / "training").mkdir(parents=True)
+        temporary.mkdir()  # not its parents: a run whose folder was taken away must not make half of it again
+        (temporary / "training").mkdir()
         weights = "model.safetensors" if contents.adapter is None else ADAPTER_WEIGHTS
         phase.set(0, weights)
         checksums = {}

@@ -20,6 +20,7 @@ from typing import Any
 from lamplighter.config import Budget
 from lamplighter.errors import STUCK, BadConfig, InputMissing
 from lamplighter.procs import procfs
+from lamplighter.procs.signals import signal_name
 from lamplighter.rundir import LineFile, RunDir
 from lamplighter.safe_text import clean, mask, safe
 from lamplighter.watch import agent, time_report
@@ -31,7 +32,6 @@ from lamplighter.watch.stall import STALL_S, StallDetector
 from lamplighter.watch.status import Rate, amount, duration
 from lamplighter.watch.supervisor import Death, Ending, Root, RunOutcome, TargetFacts, TargetState
 from lamplighter.watch.terminal import Terminal
-from lamplighter.watch.trainer import signal_name
 
 _GRACE_S = 10.0
 _LOADING_S = 60.0

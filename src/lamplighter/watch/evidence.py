@@ -7,6 +7,7 @@ Out: GroupSample, all that a rule may look at; one JSON file of it, and from suc
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -91,7 +92,7 @@ class GroupSample:
         gone = tuple(
             Gone(one.pid, how_it_ended(one), self.last.at - one.at)
             for one in self.last.exits
-            if one.code != 0 and self.last.at - one.at < _RECENT_S
+            if (one.code != 0 or _was_rank(one)) and self.last.at - one.at < _RECENT_S
         )
         return WaitGraph(tuple(map(self._waiting, self.last.processes)), self.waits.commands, gone)
 
@@ -123,7 +124,12 @@ class GroupSample:
         )
         slot = process.slot
         told = newest.handlers if newest is not None else None
-        handlers = told if told is not None else self.waits.handlers.get(process.pid, ())
+        caught = self.waits.handlers.get(process.pid, ())
+        if (
+            told is not None
+        ):  # what C code handles, Python does not tell; torch's own for SIGTERM in workers only ends them
+            caught = tuple(sorted({*told, *caught} - ({signal.SIGTERM} - {*told})))
+        handlers = caught
         if process.is_ours:
             handlers = ()  # they stop it, and end no wait
         strangers = [
@@ -158,10 +164,17 @@ def _has_run(wait: ThreadWait, before: ThreadLook | None, now: ThreadLook | None
 
 def how_it_ended(ended: Exit) -> str:
     """was killed by signal 9 (out of memory)"""
+    rank = f"(rank {ended.slot.rank}) " if ended.slot is not None and _was_rank(ended) else ""
     if ended.code is None:
-        return "has ended"
+        return f"{rank}has ended"
     memory = ", out of memory" if ended.out_of_memory else ""
-    return f"was killed by signal {-ended.code}{memory}" if ended.code < 0 else f"has ended with exit code {ended.code}"
+    how = f"was killed by signal {-ended.code}{memory}" if ended.code < 0 else f"has ended with exit code {ended.code}"
+    return f"{rank}{how}"
+
+
+def _was_rank(ended: Exit) -> bool:
+    """A rank that has left, with whatever code, may be who the others wait for."""
+    return ended.slot is not None and ended.slot.rank >= 0
 
 
 # ---------------------------------------------------------------- as a file

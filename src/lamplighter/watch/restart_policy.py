@@ -51,7 +51,8 @@ class RestartPolicy:
         if self.policy == "report" or (cause in _NEVER and not finding.asleep) or quiet_s < patience_s:
             return Decision()
         if self.policy == "stop":
-            return Decision("stop", f"{cause} for {quiet_s:.0f} s, and watch.on_stuck is stop")
+            ground = "nobody can end it" if finding.provable else f"the patience of {patience_s:.0f} s is over"
+            return Decision("stop", f"stopped after {quiet_s:.0f} s ({cause}): {ground}, and on_stuck is stop")
         if cause == "compile_slow":
             return self._fall_back(step, durable)
         if durable <= 0 and not finding.provable:

@@ -317,6 +317,8 @@ class Supervisor:
     def _goes_on(self) -> bool:
         """Was this end a restart of ours, or a death that another attempt may outlive?"""
         self._forget_processes()
+        if self.facts.ours and not self._has_folder():  # the process noticed it first: there is nothing to go on from
+            return False
         if self.planned in ("restart", "fallback"):
             return True
         death = self.target.death(self.code) if not self.stop_reason and self.planned != "stop" else None
@@ -569,7 +571,10 @@ class Supervisor:
 
     def _write_end(self, outcome: RunOutcome) -> None:
         if not self._has_folder():
-            self.target.say(outcome.words)
+            if self.facts.ours:
+                self.target.report(outcome, self.attempt)
+            else:
+                self.target.say(outcome.words)
             return
         self._write_status(outcome.state, exit_code=outcome.code, outcome=outcome.words)
         self._event("stop", code=outcome.code, state=outcome.state, outcome=outcome.words, reason=self.stop_reason)

@@ -33,6 +33,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from lamplighter.procs import prctl, procfs
+from lamplighter.procs.signals import requests_to_stop
 from lamplighter.watch import pty_proxy
 from lamplighter.watch.process_tree import open_pidfd, send_signal
 
@@ -45,7 +46,6 @@ _WORDS_LIMIT = 32_000
 _PTY_MASTER = os.makedev(5, 2)  # a terminal to isatty(), but the wrong end of it
 _TIOCGDEV = 0x80045432  # the kernel's number for the device behind a terminal, /dev/tty too
 _TITLED = ("xterm", "screen", "tmux", "rxvt", "alacritty", "foot", "kitty", "wezterm", "konsole", "vte", "gnome")
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGQUIT)
 _FROM_THE_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
 
 
@@ -319,8 +319,8 @@ class Terminal:
         What came to the whole process group (Ctrl+C, a scheduler) the command has already; the proxy is the witness.
         What came to the watcher alone is handed on, once. What was ignored stays so, for the command too (nohup).
         """
-        before = {number: signal.getsignal(number) for number in _FORWARDED}
-        changed = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+        changed = requests_to_stop()
+        before = {number: signal.getsignal(number) for number in changed}
         for number in changed:
             signal.signal(number, self._on_signal)
         try:

@@ -33,7 +33,7 @@ from lamplighter.errors import (
     NoCheckpoint,
     RefusedByPlan,
 )
-from lamplighter.procs import prctl, procfs, stacks
+from lamplighter.procs import prctl, procfs, signals, stacks
 from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir, number, open_lines, read_status
 from lamplighter.safe_text import clean
@@ -104,6 +104,8 @@ class Trainer:
         self.ended_early: dict[str, Any] = {}
         self.foretold_s = 0.0  # what the whole run will have taken, as it was last known
         self.stopped_by: dict[str, Any] = {}  # the verdict by which the child stopped itself
+        self.ended = False  # from then on the disk is asked too: a slot may have been deleted under the run
+        self.stop_heard = ""  # why it stops, in its own words: a signal that reached it and not us
 
     @property
     def spent_s(self) -> float:
@@ -171,10 +173,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Ctrl+C, TERM and HUP (unless ignored, as under nohup) ask for a stop; a second Ctrl+C leaves at once."""
-        caught = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            caught.append(signal.SIGHUP)
+        """Ctrl+C, TERM and whatever else would end us (unless ignored, as HUP under nohup) ask for a stop; a second Ctrl+C
+        leaves at once."""
+        caught = {signal.SIGINT, signal.SIGTERM, *signals.requests_to_stop()}
         before = {which: signal.signal(which, self._on_signal) for which in caught}
         try:
             yield
@@ -185,7 +186,7 @@ class Trainer:
     def _on_signal(self, which: int, _frame: object) -> None:
         """Only notes it: the loop, woken at once, does the rest (a handler must not take locks)."""
         self.interrupts += which == signal.SIGINT
-        self.signalled = self.signalled or ("Ctrl+C" if which == signal.SIGINT else signal.Signals(which).name)
+        self.signalled = self.signalled or ("Ctrl+C" if which == signal.SIGINT else signals.signal_name(which))
 
     def ask_stop(self, reason: str, again: bool) -> None:
         """Tell every rank to save the last completed step and leave; again, while it had not opened its FIFO yet."""
@@ -236,6 +237,8 @@ class Trainer:
             self.ended_early = {name: event.get(name) for name in ("step", "steps", "since_best", "best_step", "why")}
         elif kind == "verdict" and event.get("cause") == "budget":
             self.stopped_by = event
+        elif kind == "stopping":
+            self.stop_heard = str(event.get("reason") or "")
 
     def show(self, stopping_s: float | None) -> None:
         words = (
@@ -317,7 +320,8 @@ class Trainer:
     def _standing(self) -> tuple[int, int]:
         """(last step, durable step): the child's own word, or what is on disk until it has spoken."""
         if self.slot is not None and self.slot.steps > 0:
-            return self.slot.step, self.slot.durable_step
+            durable = max(self.slot.durable_step, self._durable_on_disk()) if self.ended else self.slot.durable_step
+            return max(self.slot.step, durable), durable
         return max(self.durable_before, int(number(self.last_status.get("step")))), self.durable_before
 
     def _durable_on_disk(self) -> int:
@@ -339,7 +343,7 @@ class Trainer:
             return Death(said, verdict, compiling=False)
         compiling = slot is not None and bool(slot.compiling)
         memory = code < 0 and procfs.oom_kills() > self.oom_before
-        how = f"killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
+        how = f"killed by {signals.signal_name(-code)}" if code < 0 else f"left with exit code {code}"
         evidence: tuple[str, ...] = (f"its last phase was {slot.phase}",) if slot else ()
         if code < 0:
             why = f"the process was {how} (signal {-code}) at step {step}" + (", out of memory" if memory else "")
@@ -355,11 +359,11 @@ class Trainer:
         """Whether the child is gone without having ended: killed, or left with a code that is not its own last word.
 
         Success is proved: `done` needs the child's word and the last step (or an early end that it told), `stopped early`
-        needs its word, which follows the save. A crash and a disk that cannot be written need no proof.
+        needs its word, which follows the save. A crash needs no proof, nor does a disk on which not even a slot can be made.
         """
-        if code in (CRASHED, CannotWrite.code):
-            return False
         slot = self._slot_of(code)
+        if code == CRASHED or (code == CannotWrite.code and slot is None):  # it could not even open its slot
+            return False
         if code < 0 or slot is None or not slot.closed_with(code):
             return True
         if code == DONE and self.spec.keeps_report:
@@ -378,6 +382,7 @@ class Trainer:
         slot = self.slot
         if slot is not None and slot.error and not self.error_heard:
             self.say(slot.error, "bold red")  # the event was lost: a full disk
+        self.ended = True
         code, words = self._judge(ending, ending.code)
         return RunOutcome(code, _STATES.get(code, "failed"), words)
 
@@ -403,7 +408,7 @@ class Trainer:
             return STOPPED_EARLY, f"stopped early ({ending.stop_reason}) at step {step}{safe}"
         if child_code < 0:
             memory = "; the kernel killed a process for memory" if procfs.oom_kills() > self.oom_before else ""
-            how = f"killed by {signal_name(-child_code)} (signal {-child_code}){memory}"
+            how = f"killed by {signals.signal_name(-child_code)} (signal {-child_code}){memory}"
             return CHILD_LOST, f"the process was {how}{safe}"
         if lost:
             return CHILD_LOST, f"the process left with exit code {child_code} in the middle: {_NO_WORD}{safe}"
@@ -416,7 +421,7 @@ class Trainer:
             best = f"; use checkpoint-{early['best_step']}" if early["best_step"] else ""
             return f"finished {self.run.name} early, at step {early['step']} of {early['steps']}: {early['why']}{best}"
         where = f"; the traceback is in {self.run.output}" if self.spec.keeps_report else ""
-        why = " (the budget is spent)" if self._spent_all else ""
+        why = " (the budget is spent)" if self._spent_all else f" ({self.stop_heard})" if self.stop_heard else ""
         words = {
             DONE: f"finished {self.run.name}",
             STOPPED_EARLY: f"stopped early{why} at step {step}{safe}",
@@ -452,6 +457,8 @@ class Trainer:
         for text in time_report.lines(times, self.spec.budget, most=_LEDGER_NAMES):
             self.say(f"   {text}", "dim")
         self.say("; ".join(f"{name} {value}" for name, value in self._statistics().items()))
+        if not self.run.path.is_dir():  # taken away: the words above are all that is left
+            return
         if problem := time_report.write_report(self.run, times, self.spec.budget, outcome.words, facts):
             self.say(f"WARNING  {self.run.report} cannot be written: {problem}", "bold yellow")
 
@@ -497,8 +504,3 @@ def threads_wait(environ: Mapping[str, str]) -> dict[str, str]:
     """Threads that wait for each other spin a little and then sleep; who has said otherwise is heard."""
     said = "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ
     return {} if said else {"GOMP_SPINCOUNT": _SPIN}
-
-
-def signal_name(which: int) -> str:
-    """SIGKILL; a real-time signal has no name of its own."""
-    return signal.Signals(which).name if which in signal.Signals.__members__.values() else "a real-time signal"

@@ -21,13 +21,14 @@ from lamplighter.watch.wait_chain import WaitChain, chain_words, closed, follow
 
 _ASLEEP_S = 0.9  # two looks at least so far apart
 _STARVED_SHARE, _STARVED_TIMES = 0.45, 1.5  # of the time, and as long as it ran
+_RAN_SHARE = 0.05  # of the time that it waited for a core
 _STARVED_S = 1.5  # looked at for so long: every start of a program loses a moment to its neighbours
 
 
 def judge(sample: GroupSample) -> Diagnosis | None:
     """The first rule that fits; None where nothing can be said yet."""
-    if not sample.last.processes:
-        return None
+    if not sample.last.processes or sample.last.processes[0].look.state in "ZX":
+        return None  # it has just ended, and what a look still shows of it means nothing
     found = next((found for rule in _RULES if (found := rule(sample)) is not None), None)
     too_early = found is not None and found.verdict.cause == "starved" and sample.seconds < _STARVED_S
     return None if too_early else found
@@ -37,12 +38,17 @@ def judge(sample: GroupSample) -> Diagnosis | None:
 
 
 def _part_stopped(sample: GroupSample) -> Diagnosis | None:
-    """Part of the tree is stopped by a signal. Where all of a command is, a person may have pressed Ctrl+Z."""
+    """Part of the tree is stopped by a signal; or all of it, by SIGSTOP or a person's Ctrl+Z."""
     halted = [process for process in sample.last.processes if process.look.stopped]
-    ours = any(process.is_ours for process in halted)
-    if not halted or (len(halted) == len(sample.last.processes) and not ours):
+    if not halted:
         return None
     one = halted[0]
+    if len(halted) == len(sample.last.processes) and not any(process.is_ours for process in halted):
+        why = f"all of the command is stopped by a signal (SIGSTOP, or Ctrl+Z){sample.at(one)}, {sample.words()}"
+        pids = " ".join(str(process.pid) for process in halted)
+        found = finding(sample, one, "stopped", "stopped", why, next=f"kill -CONT {pids}")
+        holder = {"kind": "signal", "holder": "whoever stopped it"}
+        return replace(found, verdict=replace(found.verdict, waits_for=holder))
     cause = "worker_sigstop" if one.worker >= 0 else "rank_sigstop" if one.rank >= 0 else "stopped"
     waiting = next(
         (m for m in sample.last.processes if m.slot and (m.slot.in_fetch or m.slot.in_coll) and m not in halted), None
@@ -110,7 +116,7 @@ def _starved(sample: GroupSample) -> Diagnosis | None:
         "starved",
         "starved",
         why,
-        next="stop them (top shows who they are), or give it cores of its own",
+        next="wait until they are done (top shows who they are), or give it cores of its own",
     )
 
 
@@ -121,8 +127,12 @@ def _waited_for_a_core(sample: GroupSample, process: Process) -> tuple[float, fl
     idle = {stack.tid for one in sample.stacks.get(process.pid, ())[-1:] for stack in one.threads if keeps_house(stack)}
     each = [thread for thread in process.look.each if thread.tid in earlier and thread.tid not in idle]
     pairs = [(thread, earlier[thread.tid]) for thread in each]
-    found = [((now.cpu_ns - then.cpu_ns) / 1e9, (now.starved_ns - then.starved_ns) / 1e9) for now, then in pairs]
-    return max(found, key=lambda one: one[1], default=(0.0, 0.0))
+    found = [
+        ((now.cpu_ns - then.cpu_ns) / 1e9, (now.starved_ns - then.starved_ns) / 1e9, now.state) for now, then in pairs
+    ]
+    # one that sleeps now and has hardly run had one wake-up that came late (to answer us, say): it is asleep, not starved
+    late = [(ran_s, waited_s) for ran_s, waited_s, state in found if state == "R" or ran_s >= _RAN_SHARE * waited_s]
+    return max(late, key=lambda one: one[1], default=(0.0, 0.0))
 
 
 def _waiting_for_worker(sample: GroupSample) -> Diagnosis | None:
@@ -225,7 +235,8 @@ def _all_asleep(sample: GroupSample) -> Diagnosis | None:
     advice = advice.replace("PID", str(awaited)) if awaited else advice
     # of a cycle the first that waits for good, and not one that only looks again and again; else the end of the chain
     links = sorted(chain.links, key=lambda link: link.timed) if chain.is_cycle else reversed(chain.links)
-    named = next((link.thread for link in links if link.thread.frame is not None), None)
+    threads = [link.thread for link in links if link.thread.frame is not None]
+    named = next((one for one in threads if one.frame and is_users(one.frame.file)), threads[0] if threads else None)
     frame = named.frame if named else None
     who = f"{process.words}: " if process.pid != sample.last.processes[0].pid else ""
     whole = f"; {_nobody_left(sample, chain)}" if proved else ""
@@ -303,6 +314,9 @@ _ADVICE = {  # by the last link of a chain: cause, advice
     "thread": ("thread", "look at what that thread does"),
     "child": ("child", "look at what that process does: lamp why PID"),
     "stdin": ("prompt", "answer it, or start the command with its stdin from a file: < /dev/null"),
+    "manager": ("manager", "look at who should set, put or release it; a process that died with it never will"),
+    "datagram": ("socket", "is that address right, and does anybody send to it? a timeout would notice"),
+    "polling": ("polling", "look at what that line waits for, and at who should bring it"),
     "debugger": ("debugger", "type c and Enter at its prompt, or take breakpoint() out"),
     "file lock": ("file_lock", "let that process end or release the lock; lsof shows who has the file open"),
     "import lock": ("import_lock", "import the module in one thread before the others start"),
@@ -333,7 +347,12 @@ def _cause_of(sample: GroupSample, chain: WaitChain, proved: bool) -> tuple[str,
     last = chain.last
     locks = all(link.kind in ("lock", "thread", "import lock") for link in chain.links)
     if locks and (chain.is_cycle or proved) and "forked" not in last.holder:
-        return "deadlock", "take the locks in one order, and wait for no thread while holding one"
+        several = chain.is_cycle and len(chain.links) > 1
+        advice = "take the locks in one order, and wait for no thread while holding one"
+        return (
+            "deadlock",
+            advice if several else "look at who took it: it was never released (use `with`, which always does)",
+        )
     if last.kind == "lock" and "forked" in last.holder:
         return "fork_lock", "start processes before threads, or use the spawn start method"
     if last.kind == "pool" and sample.graph.gone:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lamplighter.procs.stacks import is_users, users_frame
-from lamplighter.procs.waits import FileLock, ThreadWait
+from lamplighter.procs.waits import BETWEEN_PROCESSES, FileLock, ThreadWait
 from lamplighter.watch import source_lines
 from lamplighter.watch.status import duration
 from lamplighter.watch.wait_graph import WaitGraph, WaitingProcess, WaitingThread
 
 _LONGEST_CHAIN = 12
+_LATELY_S = 60.0
 _DEAF = (
     ", whose thread for answers has ended by an error (a callback that raised, or an answer that cannot be unpickled)"
 )
@@ -95,8 +96,14 @@ def _in_and_out(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread
         return Link(thread, "socket", f"{thread.wait.on}, trying again and again", timed=True)
     if thread.wait.kind == "poll" or thread.wait.timed:
         what = "something that it looks for again and again, sleeping in between"
-        return Link(thread, "polling", what + _inside_call(thread), timed=True)
+        return Link(thread, "polling", what + _inside_call(thread), _ended_lately(graph), timed=True)
     return Link(thread, "running", "nothing: it runs")
+
+
+def _ended_lately(graph: WaitGraph) -> str:
+    """A process of the tree that is gone and may have been the one to bring it."""
+    dead = graph.gone[-1] if graph.gone else None
+    return f"process {dead.pid} {dead.words} {duration(dead.ago_s)} ago" if dead and dead.ago_s < _LATELY_S else ""
 
 
 def _lock_of_others(thread: WaitingThread, path: str = "") -> FileLock | None:
@@ -131,7 +138,7 @@ def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
         )
     if kind == "tasks":
         return _for_tasks(graph, process, thread)
-    if kind in ("barrier", "process barrier"):
+    if kind == "barrier":
         return _for_barrier(graph, process, thread)
     if kind == "database":
         return _for_database(graph, thread)
@@ -148,7 +155,7 @@ def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
         "semaphore": "a Semaphore that is at zero",
         "pool": "an answer of a pool of processes" + _DEAF * bool(on.get("deaf")),
         "work of a pool": "work: an idle thread of a pool",
-        "manager": "the process of a multiprocessing Manager",
+        "manager": f"the answer of a multiprocessing Manager to {on['asked']}" if on.get("asked") else "an answer of a multiprocessing Manager",
         "connection": "a message over a pipe from another process",
         "debugger": "a command at the debugger's prompt",
         "threads at exit": "threads that are no daemons, at the end of the program",
@@ -158,12 +165,27 @@ def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
     if not words:
         return None
     holder, following = _whoever_may(graph, process, thread)
-    if (
-        kind in ("pool", "future", "process queue", "connection", "manager")
-        and (worker := _at_work(graph, process)) is not None
-    ):
+    if kind == "manager":
+        return _for_manager(graph, thread, words, holder)
+    if kind == "debugger":
+        holder, following = "a person", None
+    if kind in ("pool", "future", "process queue", "connection") and (worker := _at_work(graph, process)) is not None:
         holder, following = f"{worker.words}{_at(worker.main)}", (worker.pid, worker.pid)
     return Link(thread, kind, words, holder, next=following, timed=thread.wait.timed)
+
+
+def _for_manager(graph: WaitGraph, thread: WaitingThread, words: str, holder: str) -> Link:
+    """What a Manager is asked for waits there as it would here: of a lock, an event or a queue, for another who uses it."""
+    who = holder.split(" at ")[0]  # where the server's own threads stand tells nothing
+    others = [
+        f"{one.words}{_at(one.main)}"
+        for one in graph.processes
+        if one.pid not in (thread.pid, *thread.wait.peers) and one.main and one.main.on.get("kind") == "manager"
+    ]
+    also = f"; {', '.join(others[:3])} also" if others else ""
+    return Link(
+        thread, "manager", words, f"{who}, where another must set, put or release it{also}", timed=thread.wait.timed
+    )
 
 
 def _at_work(graph: WaitGraph, process: WaitingProcess) -> WaitingProcess | None:
@@ -294,6 +316,8 @@ def _for_lock(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) 
         if process.is_forked and not shared and _inside_call(thread) and holder.startswith("nobody"):
             holder = "threads that do not exist here: it was forked, and a fork copies no threads"
         return Link(thread, "lock", lock, holder, next=following, timed=thread.wait.timed)
+    if wanted["name"] == "self":  # seen inside of the lock's own method: the user's line has a better name for it
+        wanted = {**wanted, "name": _named_at(thread) or "self"}
     inside = wanted.get("of")
     what = (
         f"the lock inside of a {inside}"
@@ -324,6 +348,9 @@ def _for_lock(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) 
         other = holders[0]
         at = (process.pid, other.tid)
         return Link(thread, "lock", what, f"thread {other.name}{_at(other)}", next=at, timed=thread.wait.timed)
+    if process.is_forked and (taken := _held_before_fork(thread, wanted["id"])):
+        holder = f"the process that forked this one, which took it at {taken}: the copy here is never released"
+        return Link(thread, "lock", what, holder, timed=thread.wait.timed)
     if wanted["id"] in held_locks(thread, outer=True):
         return Link(
             thread, "lock", what, "this very thread itself", next=(process.pid, thread.tid), timed=thread.wait.timed
@@ -414,20 +441,31 @@ def _by_kernel(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
         return _for_process(graph, thread, wait.pid, "")
     if wait.kind == "file lock":
         return _for_file_lock(graph, thread, wait.on)
-    if wait.kind == "terminal" or (wait.fd == 0 and wait.kind in ("pipe", "file", "fifo")):
+    by_script = wait.kind == "pipe" and any(
+        graph.process(pid) for pid in wait.peers
+    )  # who started it has the other end
+    if wait.kind == "terminal" or (wait.fd == 0 and wait.kind in ("pipe", "file", "fifo") and not by_script):
         return Link(thread, "stdin", "input from the terminal" if wait.kind == "terminal" else "input on stdin",
                     "a person" if wait.kind == "terminal" else _others(graph, process, wait), timed=wait.timed)  # fmt: skip
     words = {
-        "pipe": "room in a pipe that is full" if wait.writes else "data from a pipe",
-        "fifo": f"the other end of the FIFO {wait.on}" if wait.syscall.startswith("open") else f"the FIFO {wait.on}",
-        "socket": f"an answer from {wait.on}",
+        "pipe": "room in a pipe that is full"
+        if wait.writes
+        else "data on its stdin, a pipe"
+        if wait.fd == 0
+        else "data from a pipe",
+        "fifo": f"the other end of the FIFO {wait.on}"
+        if wait.syscall.startswith("open")
+        else f"{'room in' if wait.writes else 'data from'} the FIFO {wait.on}",
+        "socket": f"an answer from {wait.on}{_inside_call(thread)}",
         "listen": wait.on,
+        "datagram": wait.on,
         "connect": f"a connection to {wait.on}",
         "signal": "a signal",
         "disk": f"the disk ({wait.on})",
         "file": wait.on,
         "poll": f"one of several: {wait.on}" if wait.on else "one of several descriptors",
-        "event": "an event of its own",
+        "event": "an eventfd",
+        "other": wait.on if wait.on in _NAMED_CALLS else None,
         "pty": f"output of the program on {wait.on}",
     }.get(wait.kind)  # fmt: skip
     if words is None:
@@ -439,6 +477,19 @@ def _by_kernel(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
     return Link(thread, wait.kind, words, holder, path, next=following, timed=wait.timed)
 
 
+_FROM_ANYWHERE = {  # who could end a wait that is not tied to any process
+    "listen": "any client: none has connected",
+    "datagram": "whoever sends one: none has come",
+    "socket": "the other end, which is not on this machine",
+    "connect": "the other end, which has not answered",
+    "fifo": "nobody: no process has it open",
+    "signal": "anybody who sends one: none has come",
+    "shared lock": "any process that knows its name",
+    "other": "any process that knows its name",
+}
+_NAMED_CALLS = frozenset(BETWEEN_PROCESSES.values())
+
+
 def _others(graph: WaitGraph, process: WaitingProcess, wait: ThreadWait) -> str:
     return ", ".join(graph.named(pid) for pid in wait.peers if pid != process.pid)[:200]
 
@@ -447,13 +498,21 @@ def _whoever_may(
     graph: WaitGraph, process: WaitingProcess, thread: WaitingThread
 ) -> tuple[str, tuple[int, int] | None]:
     """Those who could end it: other processes first; then other threads of this process that are at the user's work."""
-    peers = [pid for pid in thread.wait.peers if pid != process.pid]
+    wait = thread.wait
+    peers = [pid for pid in wait.peers if pid != process.pid]
+    lately = f"; {_ended_lately(graph)}" if _ended_lately(graph) else ""
+    if not wait.peers and wait.anybody and wait.kind in _FROM_ANYWHERE:
+        return f"{_FROM_ANYWHERE[wait.kind]}{lately}", None
+    if not peers and wait.peers and wait.kind in ("socket", "fifo"):
+        return f"this very process, which alone has the other end of it{lately}", None
     if peers:
         inside = [one for pid in peers if (one := graph.process(pid)) is not None]
         at_work = [pid for pid in peers if _at_main(graph, pid)] or peers
         words = ", ".join(f"{graph.named(pid)}{_at_main(graph, pid)}" for pid in at_work[:3])
         return words, (inside[0].pid, inside[0].pid) if len(peers) == 1 and inside else None
     others = _threads_at_work(process, thread)
+    if not others and wait.anybody:
+        return "", None
     if not others:
         dead = graph.gone[-1] if graph.gone else None
         return (
@@ -471,7 +530,7 @@ def _threads_at_work(process: WaitingProcess, thread: WaitingThread) -> list[Wai
     return [
         one
         for one in process.threads
-        if one is not thread and not one.is_harmless and one.stack is not None and one.frame is not None
+        if one is not thread and not one.is_harmless and one.stack is not None and users_frame(one.stack) is not None
     ]
 
 
@@ -518,6 +577,20 @@ def held_locks(thread: WaitingThread, outer: bool = False) -> set[int]:
     return found
 
 
+def _held_before_fork(thread: WaitingThread, lock: int) -> str:
+    """Where the forking code held the lock: its frames are still below those of the fork, in the copy of its stack."""
+    frames = list(thread.stack.frames) if thread.stack else []
+    fork = next((place for place, frame in enumerate(frames) if frame.file.endswith(_FORKS)), len(frames))
+    for frame in frames[fork:]:
+        names = source_lines.locks_around(frame.file, frame.line)
+        if any(one["id"] == lock and one["name"] in names for one in frame.locks):
+            return frame.short
+    return ""
+
+
+_FORKS = ("multiprocessing/popen_fork.py", "multiprocess/popen_fork.py")
+
+
 def chain_words(chain: WaitChain) -> str:
     """waits at a.py:3 (main) for the thread loader to end, which waits at b.py:9 (work) for the lock `A`, held by ..."""
     parts = []
@@ -529,7 +602,10 @@ def chain_words(chain: WaitChain) -> str:
         if link.kind == "timer":
             parts.append(f"{lead}sleeps{where}{call}")
         elif link.kind == "polling":
-            parts.append(f"{lead}sleeps and looks again{where}{call}, again and again: what it looks for has not come")
+            brings = f"; {link.holder}, and may have been the one to bring it" if link.holder else ""
+            parts.append(
+                f"{lead}sleeps and looks again{where}{call}, again and again: what it looks for has not come{brings}"
+            )
         elif link.kind == "running":
             parts.append(f"{lead}runs{where}")
         else:
