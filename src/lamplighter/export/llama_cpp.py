@@ -7,6 +7,7 @@ Out: Answers. The library (xllamacpp) is loaded in a process of its own: a file 
 from __future__ import annotations
 
 import json
+import math
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
@@ -145,20 +146,20 @@ class _Server:
         return made
 
     def _best(self, ids: list[int], count: int) -> list[tuple[int, float]]:
-        body = {
-            "prompt": ids,
-            "n_predict": 1,
-            "temperature": 0,
-            "n_probs": count,
-            "cache_prompt": True,
-            "samplers": ["temperature"],
-        }
-        found = self.post("/completion", body)["completion_probabilities"][0]["top_logprobs"]
-        return [(one["id"], one["logprob"]) for one in found]
+        """The likeliest tokens; of a token that is half a character the server says no probability, only which one it is."""
+        body = {"prompt": ids, "n_predict": 1, "temperature": 0, "n_probs": count, "cache_prompt": True}
+        said = self.post("/completion", {**body, "samplers": ["temperature"], "return_tokens": True})
+        if found := said.get("completion_probabilities"):
+            return [(one["id"], one["logprob"]) for one in found[0]["top_logprobs"]]
+        if tokens := said.get("tokens"):
+            return [(int(tokens[0]), math.nan)]
+        raise ValueError(f"no token came after {len(ids)} others")
 
     def score(self, ids: list[int], token: int) -> tuple[float, int]:
         for count in (_LIKELIEST, 1 << 20):
             found = self._best(ids, count)
+            if math.isnan(found[0][1]):
+                return math.nan, found[0][0]
             if token in (known := dict(found)):
                 return known[token], found[0][0]
         raise ValueError(f"token {token} has no probability")

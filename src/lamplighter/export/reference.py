@@ -154,8 +154,15 @@ def compare_scores(
     reference: Reference, theirs: list[tuple[list[float], list[int]]], most: float, least_same: float
 ) -> str:
     """Perplexity within `most`, the same first choice in more than `least_same` of all places."""
-    ours_nll = [-value for one in reference.scored for value in one.logprobs]
-    their_nll = [-value for logprobs, _ in theirs for value in logprobs]
+    pairs = [
+        (-mine, -other)
+        for one, (logprobs, _) in zip(reference.scored, theirs, strict=True)
+        for mine, other in zip(one.logprobs, logprobs, strict=True)
+        if not math.isnan(
+            other
+        )  # half a character: which token it is is compared, how likely it is the server does not say
+    ]
+    ours_nll, their_nll = [mine for mine, _ in pairs], [other for _, other in pairs]
     same = [
         a == b
         for one, (_, firsts) in zip(reference.scored, theirs, strict=True)
