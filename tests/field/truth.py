@@ -111,7 +111,7 @@ STYLES = [
         (("slow_worker", "python_loop", "running"), {"item": 137}),
         (("pool_child_lost",), {"marker": "# the one who waits", "item": 137, "signal": 9}),
     ),
-    *style("silent", (("slow_disk", "sleep"), {}), (("dead_producer", "deadlock"), {})),
+    *style("silent", (("slow_disk", "sleep", "polling"), {}), (("dead_producer", "deadlock"), {})),
     *style(
         "accumulate_compile",
         (("recompile_storm", "compile_slow"), {}),

@@ -152,7 +152,7 @@ import time
 
 def documents():
     for number in range(100_000):
-        time.sleep(0.004 if number < 900 else 9 if number == 900 else 0)
+        time.sleep(0.02 if number < 200 else 9 if number == 200 else 0)
         yield f"paper {number} is read slowly, and {number * 7919 % 1000} others follow it. " * 5
 """
 
@@ -171,9 +171,9 @@ def test_a_stream_that_blocks_is_never_quiet_and_its_line_is_named(tmp_path: Pat
     filling = [line for line in heard.text.splitlines() if "fill chunk 0" in line and "tokens/s" in line]
     assert filling and all(" s left" in line and " samples" in line for line in filling), "k of N, rate, time left"
     waiting = [line for line in heard.text.splitlines() if "fill chunk 0" in line and "last progress" in line]
-    assert waiting and all("tokens of 400,000" in line and "document 900 of blocked" in line for line in waiting)
+    assert waiting and all(" tokens of " in line and "document 200 of blocked" in line for line in waiting)
     gathered = max(int(line.split(" tokens of")[0].rsplit(" ", 1)[1].replace(",", "")) for line in waiting)
-    assert gathered > 100_000, "what had come was counted while it blocked"
+    assert gathered > 40_000, "what had come was counted while it blocked"
     run = RunDir(tmp_path / "runs" / "b")
     named = [event for event in verdicts_of(run) if event["state"] == "waiting"]
     assert any("blocked.py:5" in str(event["why"]) and event["culprit"]["line"] == 5 for event in named), named

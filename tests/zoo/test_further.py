@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lamplighter.rundir import RunDir, read_json
+from lamplighter.rundir import RunDir, read_json, sealed
 from running import (
     LAMP,
     LONG,
@@ -163,7 +163,7 @@ def test_an_id_beyond_the_vocabulary_is_found_before_step_1(tmp_path: Path, zoo_
     ids.tofile(shard)
     manifest = read_json(shard.parent / "manifest.json")
     manifest["files"][shard.name]["sha256"] = hashlib.sha256(shard.read_bytes()).hexdigest()
-    (shard.parent / "manifest.json").write_text(json.dumps(manifest))
+    (shard.parent / "manifest.json").write_text(json.dumps(sealed(manifest)))
     done = lamp(*[word if word != "z" else "y" for word in QUICK], cwd=tmp_path)
     assert done.returncode == 65, done.stdout[-1500:]
     assert "train-00000.bin" in done.stdout

@@ -165,11 +165,12 @@ def _by_object(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
     if not words:
         return None
     holder, following = _whoever_may(graph, process, thread)
-    if kind == "manager":
+    if kind == "manager" and (worker := _at_work(graph, process)) is None:
         return _for_manager(graph, thread, words, holder)
     if kind == "debugger":
         holder, following = "a person", None
-    if kind in ("pool", "future", "process queue", "connection") and (worker := _at_work(graph, process)) is not None:
+    by_processes = kind in ("pool", "future", "process queue", "connection", "manager")
+    if by_processes and (worker := _at_work(graph, process)) is not None:
         holder, following = f"{worker.words}{_at(worker.main)}", (worker.pid, worker.pid)
     return Link(thread, kind, words, holder, next=following, timed=thread.wait.timed)
 
