@@ -91,25 +91,25 @@ FAULTS = {
 
 _MEMORY = r"out of memory|OutOfMemoryError|outofmemory|ALLOC_FAILED|cudaErrorMemoryAllocation|ERROR_OUT_OF_MEMORY"
 _RULES: tuple[tuple[str, str], ...] = (
-    ("off_the_bus", r"fallen off (?:of )?the bus|GPU is lost|device is lost|NVML_ERROR_GPU_IS_LOST|cudaErrorDeviceUnavailable.*lost"),
+    ("off_the_bus", r"fallen off (?:of )?the bus|GPU is lost|Unable to determine the device handle|device is lost|NVML_ERROR_GPU_IS_LOST|cudaErrorDeviceUnavailable.*lost"),
     ("ecc_uncontained", r"uncontained ECC"),
     ("ecc", r"ECC error|ECC_UNCORRECTABLE|EccUncorrectable|double.?bit (?:ECC )?error"),
     ("rows_used_up", r"row remapp\w+ fail|failed to remap|remapping failure occurred\s*:\s*yes"),
     ("rows_remapped", r"row remapp|remapped rows?.*pending\s*:\s*yes"),
-    ("nvlink", r"nvlink.*(?:error|fatal)|NvlinkUncorrectable"),
-    ("driver_mismatch", r"driver/library version mismatch|couldn't communicate with the NVIDIA driver|forward compatibility was attempted"
+    ("nvlink", r"nvlink.*(?:error|fatal|inactive)|NvlinkUncorrectable"),
+    ("driver_mismatch", r"driver/library version mismatch|couldn\W?t communicate with the NVIDIA driver|forward compatibility was attempted"
                         r"|NVML: Driver Not Loaded|SYSTEM_DRIVER_MISMATCH|system has unsupported display driver"),
     ("driver_too_old", r"driver version is insufficient|NVIDIA driver on your system is too old|unsupported toolchain|requires a driver version"
                        r"|please update your (?:GPU|NVIDIA) driver|unsatisfied condition: cuda"),
     ("wrong_build", r"no kernel image is available|is not compatible with the current PyTorch|invalid device function|not compiled with CUDA"
-                    r"|no longer supports this GPU|cudaErrorNoKernelImageForDevice"),
+                    r"|no longer supports this GPU|invalid kernel file|cudaErrorNoKernelImageForDevice"),
     ("cuda_in_fork", r"re-initialize CUDA in forked|CUDA error: initialization error"),
     ("no_gpu", r"only supported with GPUs|No CUDA GPUs are available|no CUDA-capable device|Found no NVIDIA driver|invalid device ordinal"
-               r"|might not have a CUDA gpu|CUDA driver initialization failed|No devices were found|Attempting to deserialize object on a? ?CUDA device"
+               r"|might not have a CUDA gpu|CUDA driver initialization failed|No devices were found|GPU (?:is )?not available|Attempting to deserialize object on a? ?CUDA device"
                r"|torch\.cuda\.is_available\(\) (?:is|returned) False"),
     ("gpu_taken", r"busy or unavailable|DevicesUnavailable|exclusive.?process"),
     ("driver_stuck", r"GSP (?:task exception|timeout|RPC)|Timeout (?:after \d+s )?(?:of )?waiting for RPC|Unknown Error\b.*NVML|NVML: Unknown Error"
-                     r"|CUDA unknown error|system not yet initialized|GPU requires reset|PMU halt"),
+                     r"|CUDA unknown error|system not yet initialized|GPU requires reset|Reset required|PMU halt"),
     ("device_assert", r"device-side assert triggered|DeviceAssert|\bthread: \[\d+,\d+,\d+\] Assertion .* failed"),
     ("illegal_access", r"illegal memory access|IllegalAddress|ILLEGAL_ADDRESS|MMU fault"),
     ("hung_kernel", r"launch timed out|LaunchTimeout|LAUNCH_TIMEOUT|CTX SWITCH TIMEOUT"),
@@ -119,20 +119,20 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("kernel_failed", r"unspecified launch failure|illegal instruction was encountered|misaligned address|hardware stack error|invalid program counter"
                       r"|CU(?:BLAS|DNN|SPARSE|SOLVER)_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|NOT_INITIALIZED|MAPPING_ERROR)|Graphics (?:SM |Exception)"
                       r"|CUDA error: (?:unknown error|invalid argument|invalid configuration|operation not)|Xid .*: (?:13|32|43|69),"),
-    ("nccl_error", r"NCCL error|nccl(?:Internal|System|UnhandledCuda|Remote|Invalid\w+)Error|NCCL WARN|DistBackendError|NCCL communicator (?:was|has been) aborted"
+    ("nccl_error", r"NCCL (?:error|failure)|ncclComm\w+ failed|nccl(?:Internal|System|UnhandledCuda|Remote|Invalid\w+)Error|NCCL WARN|DistBackendError|NCCL communicator (?:was|has been) aborted"
                    r"|ncclRemoteError"),
     ("throttled", r"(?:SW Power Cap|HW Slowdown|HW Thermal Slowdown|HW Power Brake Slowdown|SW Thermal Slowdown)\s*:\s*Active"),
 )  # fmt: skip
 _COMPILED = tuple((cause, re.compile(pattern, re.IGNORECASE | re.MULTILINE)) for cause, pattern in _RULES)
 _RANK = re.compile(r"\[?rank\s?(\d+)\b", re.IGNORECASE)
-_XID = re.compile(r"\bXid\b[^:\n]*(?:\([^)]*\))?\s*:\s*(\d+)", re.IGNORECASE)
+_XID = re.compile(r"\bXid\b\s*(?:\([^)]*\))?\s*:?\s*(\d+)", re.IGNORECASE)
 _CUDA_KINDS = ("AcceleratorError", "CudaError", "CUDAError")
 
 
 def from_text(text: str, kind: str = "") -> Fault | None:
     """By what an error or a line of a log says; `kind`: the name of the exception's class."""
-    xid = _XID.search(text)
-    found = from_xid(int(xid.group(1))) if xid else None
+    numbers = [int(number) for number in _XID.findall(text)]
+    found = next((fault for number in numbers if (fault := from_xid(number)) is not None), None)
     if found is None:
         named = next((cause for cause, pattern in _COMPILED if pattern.search(text)), "")
         if not named and kind == "OutOfMemoryError":
