@@ -118,6 +118,7 @@ class Death:
     how: str  # the same twice at the same step is a bug
     verdict: Verdict  # what is done about it is not decided yet
     compiling: bool
+    advice: str = ""  # for the second time, when another attempt is of no use
 
 
 class Target(Protocol):
@@ -327,6 +328,8 @@ class Supervisor:
         state = self.target.state()
         decision = self.policy.dead(death.how, state.step, state.durable_step, death.compiling)
         advice = decision.why or "run the same command again"
+        if decision.action == "stop" and death.advice:
+            advice = f"{decision.why}; {death.advice}"
         self._say_verdict(replace(death.verdict, next=advice, action=decision.action))
         return decision.action in ("restart", "fallback")
 
