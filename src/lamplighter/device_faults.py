@@ -97,7 +97,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("rows_used_up", r"row remapp\w+ fail|failed to remap|remapping failure occurred\s*:\s*yes"),
     ("rows_remapped", r"row remapp|remapped rows?.*pending\s*:\s*yes"),
     ("nvlink", r"nvlink.*(?:error|fatal|inactive)|NvlinkUncorrectable"),
-    ("driver_mismatch", r"driver/library version mismatch|couldn\W?t communicate with the NVIDIA driver|forward compatibility was attempted"
+    ("driver_mismatch", r"driver/library version mismatch|NVML/RM version mismatch|couldn\W?t communicate with the NVIDIA driver|forward compatibility was attempted"
                         r"|NVML: Driver Not Loaded|SYSTEM_DRIVER_MISMATCH|system has unsupported display driver"),
     ("driver_too_old", r"driver version is insufficient|NVIDIA driver on your system is too old|unsupported toolchain|requires a driver version"
                        r"|please update your (?:GPU|NVIDIA) driver|unsatisfied condition: cuda"),
@@ -235,7 +235,7 @@ _XIDS = {
     8: "hung_kernel", 13: "kernel_failed", 31: "illegal_access", 32: "kernel_failed", 43: "kernel_failed", 48: "ecc",
     61: "driver_stuck", 62: "driver_stuck", 63: "rows_remapped", 64: "rows_used_up", 69: "kernel_failed", 74: "nvlink",
     79: "off_the_bus", 94: "ecc", 95: "ecc_uncontained", 109: "hung_kernel", 119: "driver_stuck", 120: "driver_stuck",
-    140: "ecc_uncontained", 154: "driver_stuck", **{number: "nvlink" for number in range(144, 151)},
+    140: "ecc_uncontained", 154: "driver_stuck", **dict.fromkeys(range(144, 151), "nvlink"),
 }  # fmt: skip
 
 
@@ -276,12 +276,17 @@ def low_utilisation(util: float, data_wait: float, memory_share: float, main_cpu
         )
     if memory_share < 0.5:
         return replace(
-            _more("low_utilisation", f"{idle}; {memory_share:.0%} of its memory is in use: the micro-batches are small"),
+            _more(
+                "low_utilisation", f"{idle}; {memory_share:.0%} of its memory is in use: the micro-batches are small"
+            ),
             advice="a larger train.micro_batch: the same result in fewer, larger pieces",
         )
     if main_cpu > 0.8:
         return replace(
-            _more("low_utilisation", f"{idle}; the main thread is at {main_cpu:.0%} of a core: launching kernels takes the time"),
+            _more(
+                "low_utilisation",
+                f"{idle}; the main thread is at {main_cpu:.0%} of a core: launching kernels takes the time",
+            ),
             advice="train.compile, or a larger train.micro_batch",
         )
     return _more("low_utilisation", idle)
@@ -299,3 +304,8 @@ def silent(state: str, seconds: float) -> Fault:
     """NVML has not answered; `state`: of the process that asked it, as /proc has it."""
     asleep = ", asleep inside the kernel, where no signal reaches it" if state == "D" else ""
     return replace(_more("driver_stuck", f"no answer for {seconds:.0f} s{asleep}"), action="flag")
+
+
+def unanswered(said: str) -> Fault:
+    """The driver has refused to tell of the cards, in words that no rule knows."""
+    return replace(_more("driver_stuck", said[:200]), action="flag")

@@ -55,7 +55,9 @@ def test_a_dead_context_is_restarted_from_the_durable_step(tmp_path: Path, calm:
 
 
 def test_out_of_memory_in_pieces_saves_and_goes_on_with_another_allocator(tmp_path: Path, calm: dict[int, str]) -> None:
-    family = write_model(tmp_path, ONCE.format(error=f'torch.OutOfMemoryError("{MEMORY.format(used="19.00", spare="3.50")}")'))
+    family = write_model(
+        tmp_path, ONCE.format(error=f'torch.OutOfMemoryError("{MEMORY.format(used="19.00", spare="3.50")}")')
+    )
     done = lamp(*TRAIN, "--model.family", family, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     run = RunDir(tmp_path / "runs" / "r")
@@ -78,9 +80,12 @@ def test_out_of_memory_twice_at_one_step_stops_with_advice(tmp_path: Path) -> No
 
 def test_an_assert_twice_at_one_step_is_a_bug_and_the_first_exception_is_told(tmp_path: Path) -> None:
     """A second exception while the first is dealt with (here: a cleanup that meets the dead context) does not hide it."""
-    body = EVER.format(before='open("steps", "w").write("1")', error=ASSERT).replace(
-        "        raise ", "        try: raise "
-    ) + '        finally: raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")\n'
+    body = (
+        EVER.format(before='open("steps", "w").write("1")', error=ASSERT).replace(
+            "        raise ", "        try: raise "
+        )
+        + '        finally: raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")\n'
+    )
     done = lamp(*TRAIN, "--model.family", write_model(tmp_path, body), cwd=tmp_path)
     assert done.returncode == 1, done.stdout
     run = RunDir(tmp_path / "runs" / "r")

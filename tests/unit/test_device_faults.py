@@ -42,12 +42,20 @@ def test_every_cause_has_words_and_an_action() -> None:
     for cause, fault in device_faults.FAULTS.items():
         assert cause == fault.cause and fault.why and fault.advice and fault.action in ("restart", "stop", "flag")
     alive = {cause for cause, fault in device_faults.FAULTS.items() if fault.action != "flag" and not fault.dead}
-    assert alive == {"out_of_memory", "out_of_memory_fragmented", "out_of_memory_shared"}  # a save is tried after these alone
+    assert alive == {
+        "out_of_memory",
+        "out_of_memory_fragmented",
+        "out_of_memory_shared",
+    }  # a save is tried after these alone
 
 
 def test_the_sizes_of_memory_are_told() -> None:
     pieces, shared = (device_faults.from_text(one["text"]) for one in recorded("first_half.jsonl")[:2])
-    assert pieces is not None and "1.70 GiB were asked for" in pieces.why and "2.30 GiB reserved and not in use" in pieces.why
+    assert (
+        pieces is not None
+        and "1.70 GiB were asked for" in pieces.why
+        and "2.30 GiB reserved and not in use" in pieces.why
+    )
     assert shared is not None and "held by somebody else" in shared.why
     text = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 1.00 GiB is free. Process 77 has "
@@ -59,9 +67,13 @@ def test_the_sizes_of_memory_are_told() -> None:
 
 
 def test_the_rank_is_told() -> None:
-    found = device_faults.from_text("[Rank 5] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9141, OpType=ALLREDUCE)")
+    found = device_faults.from_text(
+        "[Rank 5] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9141, OpType=ALLREDUCE)"
+    )
     assert found is not None and (found.cause, found.rank) == ("nccl_timeout", 5) and "told by rank 5" in found.why
-    caught = device_faults.from_text("[Rank 3] Process group watchdog thread terminated with exception: CUDA error: an illegal memory access")
+    caught = device_faults.from_text(
+        "[Rank 3] Process group watchdog thread terminated with exception: CUDA error: an illegal memory access"
+    )
     assert caught is not None and (caught.cause, caught.rank) == ("illegal_access", 3)  # not the collective that waited
 
 
@@ -70,7 +82,9 @@ def test_the_first_exception_is_the_one_that_is_told() -> None:
         try:
             raise torch.AcceleratorError("CUDA error: device-side assert triggered")
         finally:
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")  # a save out of a dead context
+            raise torch.AcceleratorError(
+                "CUDA error: an illegal memory access was encountered"
+            )  # a save out of a dead context
     except torch.AcceleratorError as last:
         found = device_faults.of_error(last)
         assert found is not None and found.cause == "device_assert"
@@ -79,7 +93,9 @@ def test_the_first_exception_is_the_one_that_is_told() -> None:
 
 def test_classes_of_torch_without_words() -> None:
     memory, other = device_faults.from_text("", "OutOfMemoryError"), device_faults.from_text("?", "AcceleratorError")
-    assert memory is not None and memory.cause == "out_of_memory" and other is not None and other.cause == "kernel_failed"
+    assert (
+        memory is not None and memory.cause == "out_of_memory" and other is not None and other.cause == "kernel_failed"
+    )
 
 
 @pytest.mark.parametrize(
