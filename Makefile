@@ -35,7 +35,7 @@ zoo:
 	LAMP_ZOO_FULL=1 $(PYTHON) -m pytest -n 2 --dist loadfile -q tests -m zoo
 
 # Each prints its tables; a peer is installed into .bench-venv at its first use. It takes long: an hour or more on two cores.
-BENCHES := starting batches tokenising generation training first_step saving packing prepare watching attending growth plan
+BENCHES := starting batches tokenising generation training first_step saving packing prepare watching attending growth plan looking
 
 .PHONY: bench
 bench:
@@ -46,10 +46,11 @@ bench:
 readme:
 	$(PYTHON) benchmarks/readme.py --plans
 
-# The two recordings at the top of the README.
+# The two recordings at the top of the README, and the page in a browser.
 pictures:
 	$(PYTHON) benchmarks/recording.py hang docs/hang.svg
 	$(PYTHON) benchmarks/recording.py kill docs/kill.svg
+	$(PYTHON) benchmarks/screenshots.py
 
 docs:
 	$(PYTHON) -m mkdocs build

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 __version__ = "0.1.0"
-__all__ = ["PhaseLike", "__version__", "phase"]
+__all__ = ["PhaseLike", "__version__", "phase", "show"]
 
 
 class PhaseLike(Protocol):
@@ -63,3 +63,30 @@ def __getattr__(name: str) -> Any:
 
         return trainer_callback()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class Shown:
+    """A run's page as a notebook shows it: a frame of its own, which asks nobody for anything."""
+
+    def __init__(self, page: str) -> None:
+        self.page = page
+
+    def _repr_html_(self) -> str:
+        import html
+
+        source = html.escape(self.page, quote=True)
+        return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:900px;border:0"></iframe>'
+
+
+def show(run: str) -> Shown:
+    """In a notebook: the panels of a run as they are now, by the path of its folder or its name in runs/."""
+    from pathlib import Path
+
+    from lamplighter.dash.report_page import build
+    from lamplighter.errors import InputMissing
+    from lamplighter.rundir import RunDir
+
+    for path in (Path(run), Path("runs") / run):
+        if (path / "events.jsonl").exists():
+            return Shown(build(RunDir(path)))
+    raise InputMissing(f"there is no run {run}", "neither by that path nor in runs/", "lamp runs lists them")

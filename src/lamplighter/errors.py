@@ -56,6 +56,12 @@ class InputMissing(LampError):
     code = 66
 
 
+class Unreachable(InputMissing):
+    """A server refused, or there was no way to it."""
+
+    code = 67
+
+
 class AlreadyRunning(LampError):
     """Somebody else holds the run; the message says who and where."""
 

@@ -89,7 +89,7 @@ def find(name: str) -> Device:
     if kind not in TABLE:
         near = get_close_matches(kind, TABLE, 1, 0.5)
         why = f"did you mean {near[0]}?" if near else f"known: {', '.join(TABLE)}"
-        raise UsageError(f"no device called {name}", why, "lamp plan --on a100-80gb")
+        raise UsageError(f"no device called {name}", why, f"lamp plan --on {near[0] if near else 'a100-80gb'}")
     if number and not (number.isascii() and number.isdecimal() and int(number)):
         raise UsageError(f"{name}: {number} is not a number of devices", "", f"lamp plan --on {kind}")
     if number and int(number) > 1:

@@ -158,6 +158,7 @@ STATUS: Fields = {
     **dict.fromkeys(("mean_loss", "best_val_loss", "end_hours", "end_usd", "short_hours", "short_usd"), NUMBER),
     **dict.fromkeys(("loss", "val_loss", "t", "exit_code", "format", "numerics"), NUMBER),
     "flags": FLAGS,
+    "track": Kind("a list of trackers", (list,), of={"to": needed(TEXT), "step": COUNT, "lag": COUNT, "problem": TEXT, "url": TEXT}),
     "ended_early": Kind("an object", (dict,), of={"step": COUNT, "steps": COUNT, "since_best": COUNT, "best_step": COUNT, "why": TEXT}),
 }  # fmt: skip
 HOLDER: Fields = {"host": TEXT, "boot_id": TEXT, "pid": COUNT, "pid_start": COUNT, "t": TIME}

@@ -29,6 +29,8 @@ FORMAT = (
 NUMERICS = 2  # of the arithmetic: raised when the same run would give other bits
 VERSIONS = {"format": FORMAT, "numerics": NUMERICS}
 _HEARTBEAT_DEAD_S = 10.0
+_MOST_ATTEMPTS = 10**6  # a larger number is damage
+EVENTS_BYTES = 1 << 27  # of a file of events, from its end on, that is read back: months of a run, in a second or two
 NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "ceph", "gluster", "gpfs", "beegfs", "9p", "fuse.sshfs", "afs")
 
 
@@ -301,21 +303,66 @@ def parse_record(line: bytes | str) -> dict[str, Any] | None:
     return read_back.parse_object(line)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a .jsonl file; torn lines (a killed writer) are passed over."""
+def read_lines(path: Path, most_bytes: int | None = None, having: bytes = b"") -> Iterator[dict[str, Any]]:
+    """The records of a .jsonl file; torn lines (a killed writer) are passed over.
+
+    `most_bytes`: only so much of it, the newest. `having`: only lines with these bytes, which is quicker than to read all.
+    """
+    for line in _whole_lines(path, most_bytes):
+        if having in line and (record := parse_record(line)) is not None:
+            yield record
+
+
+def _whole_lines(path: Path, most_bytes: int | None) -> Iterator[bytes]:
+    """The lines that may be objects: a hole of zeros takes long to parse."""
     try:
         file = read_back.open_file(path)
     except OSError:  # not there yet, or no file: no records
         return
     with file:
+        if most_bytes is not None and (size := os.fstat(file.fileno()).st_size) > most_bytes:
+            file.seek(size - most_bytes - 1)
+            file.readline(read_back.LINE_BYTES)  # the rest of a line that began before
         while line := file.readline(read_back.LINE_BYTES):
-            if (record := parse_record(line)) is not None:
-                yield record
+            if line[:1] == b"{":
+                yield line
 
 
 def read_events(run: RunDir) -> Iterator[dict[str, Any]]:
-    """The lines of events.jsonl that hold what their type needs; all others are passed over."""
-    return filter(read_back.is_event, read_lines(run.events))
+    """The newest part of events.jsonl: the lines that hold what their type needs.
+
+    Every five seconds a ledger replaces the one before: only the last of an attempt is given, or months would take minutes.
+    """
+    return filter(read_back.is_event, filter(None, map(parse_record, _without_old_ledgers(run.events))))
+
+
+def _without_old_ledgers(path: Path) -> Iterator[bytes]:
+    ledger = b""
+    for line in _whole_lines(path, EVENTS_BYTES):
+        if line.startswith(b'{"type": "ledger"') and line.endswith(b"}\n"):  # a torn one replaces nothing
+            ledger = line
+            continue
+        if ledger and any(word in line for word in (b'"start"', b'"hello"', b'"child_end"')):
+            yield ledger
+            ledger = b""
+        yield line
+    if ledger:
+        yield ledger
+
+
+def unread_events(run: RunDir) -> int:
+    """How many bytes of events.jsonl stand before what `read_events` gives."""
+    try:
+        return max(0, run.events.stat().st_size - EVENTS_BYTES)
+    except OSError:  # not there yet
+        return 0
+
+
+def last_attempt(run: RunDir) -> int:
+    """The number of the newest attempt, counted; by its own word where not all of them are read. 0: none was ever started."""
+    found = [one for one in read_lines(run.events, EVENTS_BYTES, b'"start"') if one.get("type") == "start"]
+    told = int(number(found[-1].get("attempt"))) if found and unread_events(run) else 0
+    return max(len(found), min(told, _MOST_ATTEMPTS))
 
 
 def read_last_lines(path: Path, limit_bytes: int = 1 << 22) -> Iterator[dict[str, Any]]:

@@ -71,7 +71,7 @@ def safe(text: str) -> str:
 def _hint() -> re.Pattern[str]:
     """What every secret below has in it: most sentences have nothing of the kind, and cost one search."""
     return re.compile(
-        r"://|hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox|AKIA|eyJ|[Bb]earer|[Bb]asic|(?i:token|key|secret|passw|auth)"
+        r"://|ntfy:|hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox|AKIA|eyJ|[Bb]earer|[Bb]asic|(?i:token|key|secret|passw|auth)"
     )
 
 
@@ -88,6 +88,7 @@ def _secrets() -> tuple[tuple[re.Pattern[str], str], ...]:
         (rf"(discord(?:app)?\.com/api/webhooks/){value}", rf"\1{MASK}"),
         (rf"(api\.telegram\.org/bot){value}", rf"\1{MASK}"),
         (rf"(\.webhook\.office\.com/){value}", rf"\1{MASK}"),
+        (rf"(?<![\w/])(ntfy:(?!TOPIC)(?://[^\s/]+/)?){value}", rf"\1{MASK}"),
         (r"""(--(?:watch\.)?notify(?:=|["']?,?\s+)["']?https?://[^\s"'\\/?#]*/?)[^\s"'\\]+""", rf"\1{MASK}"),
         # ?token=...&X-Amz-Signature=...
         (rf"(?i)([?&](?:[\w.-]{{0,30}}[-_.])?(?:{named})=){value}", rf"\1{MASK}"),

@@ -55,8 +55,10 @@ AT_ONCE = [
     (["status"], 2, "did you mean lamp runs?"),
     (["test"], 2, "did you mean lamp train --test?"),
     (["chat"], 2, "did you mean lamp generate RUN --interactive?"),
-    (["serve"], 2, "there is no server yet"),
+    (["serve"], 2, "MODEL requires an argument"),
+    (["evaluate"], 2, "did you mean lamp eval RUN?"),
     (["xyzzy"], 2, "verbs: demo train"),
+    (["a\x1b]0;x\x07b"], 2, r"lamp has no verb a\x1b]0;x\x07b"),
     (["train", "--config", "run.yaml"], 2, "next:  lamp train run.yaml"),
     (["train", "--train.ddp", "true"], 2, "ranks are not there yet"),
     (["train", "--nproc_per_node", "2"], 2, "ranks are not there yet"),
@@ -66,7 +68,23 @@ AT_ONCE = [
     (["train", "--train.lrr", "3"], 2, "--train.lr"),
     (["train", "--max-seq-length", "512"], 2, "--data.seq_len"),
     (["train", "--resume_from_checkpoint", "x"], 2, "--resume"),
-    (["train", "--tset"], 2, "--test"),
+    (["train", "--tset"], 2, "did you mean --test?"),
+    (["train", "--seed", "3"], 2, "did you mean --train.seed?"),
+    (["train", "--checkpoint", "x"], 2, "did you mean --resume?"),
+    (["train", "--lora.r", "8"], 2, "nothing has a name like it; the sections are data, "),
+    (["runs", "--train.steps", "3"], 2, "it belongs to lamp demo, train, plan, doctor, "),
+    (["runs", "--train.steps", "3"], 2, "; lamp runs takes --json, --runs-dir\nnext:  lamp runs --help"),
+    (["generate", "base", "--train.lr", "3"], 2, "--train.lr is not a flag of lamp generate"),
+    (["plan", "--force"], 2, "it belongs to lamp train, tokenizer train; lamp plan takes --preset, "),
+    (["doctor", "--force"], 2, "it belongs to lamp train, tokenizer train; lamp doctor takes --preset, "),
+    (["tokenizer", "show", "x", "--max-tokens", "3"], 2, "it belongs to lamp generate; lamp tokenizer show takes"),
+    (["why", "r", "--json"], 2, "; lamp why takes --runs-dir\nnext:  lamp why --help"),
+    (["runs", "--verbose"], 2, "it belongs to lamp train; lamp runs takes"),
+    (["plan", "--run", "x"], 2, "it belongs to lamp demo, train, watch; lamp plan takes"),
+    (["plan", "--xyzzy"], 2, "next:  lamp plan --help"),
+    (["data", "clean", "--val", "x"], 2, "it belongs to lamp data stats; lamp data clean takes --out"),
+    (["plan", "--preset", "slm", "--on", "b200"], 2, "did you mean h200?\nnext:  lamp plan --on h200"),
+    (["generate", "x", "--raw", "--data.template", "chatml"], 2, "--raw and --data.template"),
     (["train", "--train.lr", "abc"], 78, "train.lr"),
     (["train", "--train.lr", "50"], 78, "usual"),
     (["train", "--preset", "smal"], 2, "slm"),
@@ -125,6 +143,7 @@ EVERY_VERB = [
     ["generate", "nothing"], ["plan", "--preset", "slm", "--on", "t4"], ["data", "clean"], ["data", "stats", "--preset", "x"],
     ["data", "prepare", "--preset", "x"], ["tokenizer", "train", "--preset", "x"], ["tokenizer", "show", "nothing"],
     ["doctor", "--only", "xyzzy"], ["train", "--preset", "x"], ["why", "999999999"],
+    ["track", "nothing", "--to", "csv"], ["compare", "a", "b"], ["report", "nothing"], ["dash", "--host", "203.0.113.9"],
 ]  # fmt: skip
 
 
@@ -314,9 +333,9 @@ def test_a_test_run_ends_with_the_whole_one_as_it_can_be_pasted(tmp_path: Path, 
     words = ["--run", "my run", *TINY, "--train.steps", "3000", "--budget.usd_per_hour", "2"]
     done = here("train", "--test", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert shlex.join(["lamp", "train", *words]) in last and "--test" not in last
-    assert re.search(r"about [\d.]+ (s|min|h), \$\d+\.\d\d on cpu by the plan", last), last
+    how_long, last = done.stdout.splitlines()[-2:]
+    assert last.endswith("the whole run: " + shlex.join(["lamp", "train", *words])), "nothing behind what is pasted"
+    assert re.search(r"takes about [\d.]+ (s|min|h), \$\d+\.\d\d on cpu by the plan", how_long), how_long
     assert "next: lamp generate 'my run-test'" in done.stdout
 
 

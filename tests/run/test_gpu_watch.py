@@ -85,7 +85,7 @@ def test_what_the_cards_do_is_kept(driver: Driver, tmp_path: Path) -> None:
         )
         assert gpu.processes == ((os.getpid(), 3_000_000_000),)
         assert driver.watch.process is not None
-        held = [os.readlink(fd) for fd in Path(f"/proc/{driver.watch.process.pid}/fd").iterdir()]
+        held = [str(fd.readlink()) for fd in Path(f"/proc/{driver.watch.process.pid}/fd").iterdir()]
         assert ours.name not in held and not any(str(tmp_path) in name for name in held)  # nothing of ours
     record = next(read_lines(RunDir(tmp_path).system))
     assert (record["gpu"], record["step"], record["sys/gpu_util"], record["sys/gpu_mem_gb"]) == (0, 3, 0.97, 4.0)

@@ -18,7 +18,7 @@ def test_a_name_on_the_hub_without_a_network_ends_within_seconds_and_speaks(tmp_
         patch.setenv("HF_ENDPOINT", "http://no-such-host.invalid")
         patch.setenv("HF_HOME", str(tmp_path / "home"))
         done = lamp(*words, cwd=tmp_path, timeout=60)
-    assert done.returncode == 66, done.stderr[-2000:]
+    assert done.returncode == 67, done.stderr[-2000:]
     said = done.stdout + done.stderr
     assert "someone/some-corpus" in said and "cannot be reached" in said and "dataset:/path/to/folder" in said
     assert time.monotonic() - began < 40, "about 5 s on a calm machine"

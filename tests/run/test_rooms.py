@@ -24,6 +24,7 @@ LAYER0 = {
     "device_faults",
     "schedule",
     "first_words",
+    "web_access",
 }
 ALLOWED = {
     "config": {"errors", "read_back", "rundir", "safe_text"},
@@ -34,6 +35,7 @@ ALLOWED = {
     "own_code": set(),
     "safe_text": set(),
     "first_words": set(),
+    "web_access": {"errors"},
     "slot": set(),
     "own_stacks": {"slot"},
     "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share
@@ -47,8 +49,12 @@ ALLOWED = {
     "train": LAYER0 | {"procs", "readers", "data", "model"},
     "plan": LAYER0 | {"procs", "model.shape"},
     "doctor": LAYER0 | {"procs", "readers", "data", "model", "train", "plan"},
+    "evaluate": LAYER0 | {"procs", "readers", "data", "model", "train"},
+    "serve": LAYER0 | {"procs", "data", "model", "train"},
     "watch": LAYER0 | {"procs"},
-    "commands": LAYER0 | {"procs", "readers", "data", "clean", "model", "train", "watch", "plan", "doctor"},
+    "dash": LAYER0 | {"procs", "watch"},
+    "commands": LAYER0
+    | {"procs", "readers", "data", "clean", "model", "train", "watch", "dash", "plan", "doctor", "evaluate", "serve"},
     "__main__": {"commands"},
 }
 TORCH_FREE = [*(f"commands.{path.stem}" for path in (SRC / "commands").glob("[!_]*.py")), "watch.supervisor", "watch.live", "readers", "data.sources", "data.tokenizer",

@@ -156,6 +156,7 @@ MISTAKES = {
     "train": ["--preset", "nothing"], "demo": ["--train.lrr", "3"], "watch": ["nothing"], "why": ["nothing"],
     "stop": ["nothing"], "save": ["nothing"], "runs": [], "checkpoints": ["nothing"], "generate": ["nothing"],
     "plan": ["--preset", "nothing"], "data": ["nothing"], "tokenizer": ["nothing"], "doctor": ["--nothing"],
+    "track": ["nothing", "--to", "csv"], "dash": ["--nothing"], "compare": ["nothing"], "report": ["nothing"],
 }  # fmt: skip
 
 

@@ -338,3 +338,36 @@ def test_errors_are_escaped_and_masked() -> None:
         "why:   https://***@host/x?token=***",
         "next:  give HF_TOKEN=***",
     ]
+
+
+def test_a_refused_template_leaves_no_process_and_nothing_for_python_to_report(tmp_path: Path) -> None:
+    """Its process was still there when ours left at once, and Python's own wrote of leaked semaphores into the output."""
+    ending = (
+        ""
+        if sys.platform != "linux"
+        else "assert not multiprocessing.active_children(), multiprocessing.active_children()\n"
+    )
+    (tmp_path / "refused.py").write_text(
+        "import multiprocessing, os\n"
+        "from lamplighter.data.chat.template import ChatTemplate\n"
+        "from lamplighter.data.tokenizer import byte_level\n"
+        "from lamplighter.errors import BadConfig\n"
+        "from lamplighter.procs.pool import Apart\n"
+        "if __name__ == '__main__':\n"
+        "    refused = ''\n"
+        "    try:\n"
+        "        ChatTemplate('x', '{{ raise_exception(1) }}', byte_level())\n"
+        "    except BadConfig as error:\n"
+        "        refused = error.what\n"
+        "    kept = Apart(len, 1 << 30)\n"
+        "    print(refused, kept.call('abc', 20.0), flush=True)\n"
+        "    Apart.close_all()\n"
+        f"    {ending}"
+        "    os._exit(0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "refused.py"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cannot render a question and its answer 3" in done.stdout
+    assert done.stderr == ""

@@ -113,7 +113,7 @@ def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(InputMissing, match="someone/nothing") as caught:
         open_source(["dataset:someone/nothing"])
-    assert "no answer in 0 s" in caught.value.why
+    assert "no answer in 0 s" in caught.value.why and caught.value.code == 67
 
 
 def test_a_dataset_without_a_name_is_not_the_current_folder() -> None:

@@ -363,7 +363,7 @@ def test_requests_that_are_none_leave_the_listener_alive(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(os, "read", read)
     with pytest.raises(StopIteration):
-        report._answer_all(0)
+        report._answer_all(0, set())
     assert heard == ["stop now", "stacks x", "nonsense"]
 
 

@@ -22,7 +22,7 @@ from test_cursors import check_every_cursor, walk
 
 from lamplighter import report
 from lamplighter.data.sources import Source
-from lamplighter.errors import BadData, InputMissing, LampError
+from lamplighter.errors import BadData, InputMissing, LampError, Unreachable
 from lamplighter.readers import files as reader_files
 from lamplighter.readers import remote
 from opening import open_source
@@ -241,7 +241,7 @@ def test_it_gives_up_when_the_time_is_used_up(server: Server, said: Said) -> Non
     began = time.monotonic()
     error = fails(InputMissing, url, retry_s=0.5)
     assert time.monotonic() - began < 10
-    assert error.code == 66 and "byte 5,000" in error.why and "retries in" in error.why
+    assert error.code == 67 and "byte 5,000" in error.why and "retries in" in error.why
     url, _ = server.put("b.jsonl", LINES, drops=[5000])
     assert "no retries" in fails(InputMissing, url, retry_s=0).why
 
@@ -304,15 +304,17 @@ def test_packing_that_was_not_asked_for(server: Server) -> None:
 
 def test_answers_that_will_not_pass_are_errors_at_once(server: Server, said: Said) -> None:
     began = time.monotonic()
-    assert "404" in fails(InputMissing, f"{server.url}/nothing.jsonl").why
+    missing = fails(InputMissing, f"{server.url}/nothing.jsonl")
+    assert "404" in missing.why and missing.code == 66, "it has answered: there is no such file"
     for code in (401, 403):
         url, _ = server.put("a.jsonl", LINES, refuse=[code])
         error = fails(InputMissing, url)
-        assert error.code == 66 and "no permission" in error.what and "user:word@host" in error.next
+        assert error.code == 67 and "no permission" in error.what and "user:word@host" in error.next
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    assert "refused" in fails(InputMissing, f"http://127.0.0.1:{port}/a.txt", retry_s=0.1).why
-    assert "no such host" in fails(InputMissing, "http://no-such-host.invalid/a.txt").what
+    assert "refused" in (error := fails(Unreachable, f"http://127.0.0.1:{port}/a.txt", retry_s=0.1)).why
+    assert error.code == 67
+    assert "no such host" in fails(Unreachable, "http://no-such-host.invalid/a.txt").what
     assert time.monotonic() - began < 15
     url, _ = server.put("empty.jsonl", b"")
     assert "empty file" in fails(BadData, url).what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 
 from lamplighter import rundir
 from lamplighter.commands.checkpoints import _table
+from lamplighter.config import Budget
 from lamplighter.errors import AlreadyRunning, CannotWrite
 from lamplighter.rundir import RunDir
+from lamplighter.watch.time_report import lines, read_time_report
 
 
 def test_a_live_heartbeat_from_another_host_counts_and_an_old_one_does_not(tmp_path: Path) -> None:
@@ -56,6 +59,48 @@ def test_a_manifest_finds_every_kind_of_damage(tmp_path: Path) -> None:
     assert "model.bin is missing" in str(rundir.verify_manifest(folder))
     (folder / "manifest.json").write_text('{"files"')
     assert "damaged" in str(rundir.verify_manifest(folder))
+
+
+def test_events_without_end_are_read_from_their_newest_part(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with open(run.events, "wb") as file:
+        file.write(b'{"type":"start","t":1,"began":1,"attempt":1}\n')
+        file.truncate(8 << 30)  # nothing of it is on the disk
+        file.seek(0, 2)
+        file.write(b'\n{"type":"start","t":101,"began":100,"attempt":7}\n{"type":"stop","t":103}\n')
+    began = time.monotonic()
+    assert rundir.last_attempt(run) == 7
+    times = read_time_report(run)
+    assert time.monotonic() - began < 2.5
+    assert times.attempts == 1 and times.wall_s == 3
+    assert "without the oldest 8.5 GB of events.jsonl, which are too many to read" in lines(times, Budget())
+    run.events.write_text('{"type":"start","t":1,"attempt":1}\n{"type":"start","t":2,"attempt":5}\n{"typ')
+    assert rundir.last_attempt(run) == 2, "counted where all of them are there"
+    assert read_time_report(run).unread_bytes == 0
+    assert rundir.last_attempt(RunDir(tmp_path / "none")) == 0
+
+
+def test_of_the_ledgers_of_an_attempt_the_last_is_read(tmp_path: Path) -> None:
+    run, at = RunDir(tmp_path), 100.0
+    with open(run.events, "w") as file:
+        for attempt in (1, 2):
+            told = [("start", {"began": at}), ("hello", {}), *[("ledger", {"seconds": {"compute": n}}) for n in range(50_000)],
+                    ("note", {"text": "x"}), ("child_end", {}), ("stop", {})]  # fmt: skip
+            for kind, more in told:
+                file.write(json.dumps({"type": kind, "t": (at := at + 1), "attempt": attempt, **more}) + "\n")
+        file.write('{"type": "ledger", "t": 1')  # torn
+    kinds = [event["type"] for event in rundir.read_events(run)]
+    assert kinds == 2 * ["start", "hello", "note", "ledger", "child_end", "stop"]
+    times = read_time_report(run)
+    assert times.seconds["compute"] == 2 * 49_999 and times.attempts == 2
+
+
+def test_only_whole_lines_of_the_newest_part_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a":1}\n{"a":2}\n{"a":3}\n')
+    assert [list(rundir.read_lines(path, most)) for most in (7, 8, 9, 16, 24)] == [
+        [], [{"a": 3}], [{"a": 3}], [{"a": 2}, {"a": 3}], [{"a": 1}, {"a": 2}, {"a": 3}],
+    ]  # fmt: skip
 
 
 def test_move_aside_takes_the_first_free_number(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir
 from lamplighter.slot import Slot
 from lamplighter.watch.diagnosis import Diagnosis
-from lamplighter.watch.end_diagnosis import death_verdict
+from lamplighter.watch.end_diagnosis import death_verdict, was_interrupted
 from lamplighter.watch.evidence import GroupSample, from_json, to_json
 from lamplighter.watch.process_tree import Exit, Process, ProcessTree, Snapshot
 from lamplighter.watch.resources import disk_verdict, memory_verdict
@@ -338,3 +338,9 @@ def test_a_phase_is_inferred_from_the_stack() -> None:
         (f"{site}/torch/distributed/distributed_c10d.py", "<module>"),
     )
     assert phase_from_stack(stack(*libraries, importing, ("/home/me/train.py", "<module>"))) == "importing"
+
+
+def test_an_interrupt_is_nobody_s_fault() -> None:
+    assert was_interrupted(Slot(error="KeyboardInterrupt:  (/a.py:3)"))
+    assert was_interrupted(Slot(error="item 84..87: KeyboardInterrupt:  (/a.py:3)"))
+    assert not was_interrupted(Slot(error="item 84..87: ValueError: KeyboardInterrupt (/a.py:3)"))

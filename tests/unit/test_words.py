@@ -196,6 +196,21 @@ def test_a_sample_breaks_only_where_the_window_ends(columns: int) -> None:
     assert all(row.startswith((" " * 13, "12:00:00     ")) for row in rows[1:])
 
 
+@pytest.mark.parametrize("kind", [Live, Page])
+@pytest.mark.parametrize("head", ["next: ", "  or: ", "r: safe to step 4; next: ", "the whole run: "])
+def test_a_command_to_paste_has_no_newline_of_ours_in_it(kind: type[Live | Page], head: str) -> None:
+    """A terminal that breaks a row itself gives it back as one line; a newline ends the command there."""
+    command = (
+        f"lamp train --preset demo --data.paths '{'a/long/way/' * 9}x y.txt' --train.steps 100 --runs-dir elsewhere"
+    )
+    stream = io.StringIO()
+    display = kind(stream)  # type: ignore[arg-type]
+    display.console.size = ConsoleDimensions(80, 24)
+    display.line("12:00:00  ", head + command, "bold")
+    display.close()
+    assert any(command in row for row in stream.getvalue().splitlines()), stream.getvalue()
+
+
 def test_a_save_is_one_line_of_80_columns() -> None:
     event = {"type": "checkpoint", "t": 1, "step": 1_200_000, "path": "/a/long/way/to/runs/r/checkpoints/checkpoint-1200000",
              "bytes": 123_456_789_012, "seconds": 123.456, "blocked_s": 12.3}  # fmt: skip

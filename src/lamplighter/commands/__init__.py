@@ -25,8 +25,14 @@ VERBS = {
     "stop": "ask",
     "save": "ask",
     "runs": "runs",
+    "track": "track",
+    "dash": "dash",
+    "compare": "compare",
+    "report": "report",
     "checkpoints": "checkpoints",
     "generate": "generate",
+    "eval": "eval",
+    "serve": "serve",
     "plan": "plan",
     "data": "data",
     "tokenizer": "tokenizer",
@@ -38,6 +44,7 @@ _TALK_ON_STDOUT = (
     "watch",
     "stop",
     "save",
+    "dash",
 )  # the others have a result there: all other words go to stderr
 _MEANT = {
     "runs": "status ps ls list",
@@ -46,6 +53,9 @@ _MEANT = {
     "watch RUN": "logs log tail attach monitor top follow",
     "generate RUN --interactive": "chat talk",
     "generate RUN": "sample infer inference predict complete",
+    "dash": "dashboard ui web board",
+    "track RUN --to": "tensorboard wandb trackio csv sync",
+    "compare RUN RUN": "diff versus",
     "stop RUN": "kill cancel end abort",
     "plan": "estimate cost budget",
     "doctor": "check diagnose verify env",
@@ -54,11 +64,10 @@ _MEANT = {
     "data stats": "stats",
     "why RUN": "explain debug hang",
     "checkpoints RUN": "ckpt checkpoint",
+    "serve RUN": "server api openai host",
+    "eval RUN": "evaluate evaluation score benchmark lm-eval lm_eval",
 }  # fmt: skip  what other tools and habits call our verbs
 _NOT_THERE = {
-    "serve": "there is no server yet; lamp generate RUN --interactive talks to a model",
-    "eval": "there is no such verb yet; a run validates by itself (eval.every_steps), lamp runs shows the losses",
-    "evaluate": "there is no such verb yet; a run validates by itself (eval.every_steps), lamp runs shows the losses",
     "export": "a checkpoint opens with transformers as it is; lamp checkpoints RUN shows where it is",
     "publish": "a checkpoint is a Hugging Face folder as it is: hf upload NAME FOLDER",
     "push": "a checkpoint is a Hugging Face folder as it is: hf upload NAME FOLDER",
@@ -163,11 +172,13 @@ def result(text: str) -> int:
 def _unknown_verb(verb: str) -> int:
     import difflib
 
+    from lamplighter.safe_text import clean, mask
+
     meant = [ours for ours, theirs in _MEANT.items() if verb.lower() in theirs.split()]
     near = meant or difflib.get_close_matches(verb, VERBS, 1, 0.6)
     why = f"did you mean lamp {near[0]}?" if near else "verbs: " + " ".join(VERBS)
     why = _NOT_THERE.get(verb.lower(), why)
-    write(2, f"error: lamp has no verb {verb}\nwhy:   {why}\nnext:  lamp --help\n")
+    write(2, f"error: lamp has no verb {clean(mask(verb))}\nwhy:   {why}\nnext:  lamp --help\n")
     return 2
 
 

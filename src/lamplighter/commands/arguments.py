@@ -6,12 +6,14 @@ Out: values by name, a run folder; or an error with the nearest match.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from lamplighter.errors import BadConfig, InputMissing, UsageError
+from lamplighter.commands.help import VERB_HELP
+from lamplighter.errors import BadConfig, InputMissing, LampError, UsageError
 from lamplighter.rundir import RunDir, is_running, read_status
 
 
@@ -36,9 +38,7 @@ def parse(verb: str, function: Callable[..., Any], words: list[str]) -> dict[str
         flag = flag.replace("_", "-")
         name = flags.get(flag)
         if name is None:
-            from lamplighter.config.names import unknown
-
-            raise unknown(flag, "", UsageError, [one for one in flags if not one.startswith("--no-")])
+            raise _no_such_flag(verb, word.partition("=")[0], [one for one in flags if not one.startswith("--no-")])
         if name in found:
             raise _misused(verb, f"Parameter {flag} specified multiple times.")
         if kinds[name] is bool and not equals:
@@ -54,6 +54,45 @@ def parse(verb: str, function: Callable[..., Any], words: list[str]) -> dict[str
 def _is_flag(word: str) -> bool:
     """-5 and - are values."""
     return word.startswith("-") and not word[1:2].isdecimal() and word[1:2] not in ("", ".")
+
+
+def _no_such_flag(verb: str, flag: str, own: list[str]) -> LampError:
+    """A flag of other verbs is told as that; else the nearest of this verb's own, and of the fields where it takes any."""
+    import difflib
+
+    from lamplighter.config import fields
+    from lamplighter.config.names import known_by, unknown
+
+    usage = _usage_by_verb()
+    takes_fields = _ANY_FIELD in usage.get(verb, [_ANY_FIELD])
+    as_flag, field = flag.replace("_", "-"), flag[2:].replace("-", "_")
+    wanted = _ANY_FIELD if field in fields() else as_flag
+    others = [one for one, known in usage.items() if one != verb and wanted in known]
+    named = dict.fromkeys(one for one in usage.get(verb, own) if one != _ANY_FIELD)
+    takes = f"lamp {verb} takes {', '.join(named)}{' and every field' if takes_fields else ''}"
+    near = difflib.get_close_matches(as_flag, own, 1, 0.75)
+    meant = known_by(flag) if takes_fields else None  # --seed, --max-steps
+    if others and not near and (meant is None or (meant.startswith("--") and meant not in own)):
+        what = f"{flag} is not a flag of lamp {verb}"
+        return UsageError(what, f"it belongs to lamp {', '.join(others)}; {takes}", f"lamp {verb} --help")
+    if takes_fields:
+        return unknown(flag, "", UsageError, own, f"lamp {verb} --help")
+    near = near or difflib.get_close_matches(as_flag, own, 1, 0.6)
+    why = f"did you mean {near[0]}?" if near else f"nothing has a name like it; {takes}"
+    return UsageError(f"{flag} is not a flag", why, f"lamp {verb} --help")
+
+
+_ANY_FIELD = "--section.key"
+
+
+def _usage_by_verb() -> dict[str, list[str]]:
+    """The flags in the first lines of each verb's help, `data stats` and its like apart."""
+    found: dict[str, list[str]] = {}
+    for text in VERB_HELP.values():
+        for part in re.split(r"(?:usage:|\n {7})(?=\s*lamp )", text.partition("\n\n")[0])[1:]:
+            if named := re.match(r"\s*lamp ([a-z]+(?: [a-z]+\b)?)", part):
+                found.setdefault(named[1], []).extend(re.findall(r"--[a-z][a-z._-]*", part))
+    return found
 
 
 def _misused(verb: str, what: str) -> UsageError:

@@ -35,6 +35,11 @@ def checkpoints(words: list[str]) -> int:
     """The table, or JSON."""
     from lamplighter.commands.session import session
 
+    loose = [at for at, word in enumerate(words) if word == "test"]
+    if loose and loose[0] > 0:
+        from lamplighter.commands.checkpoint_test import test
+
+        return test(words[: loose[0]] + words[loose[0] + 1 :])
     flags = parse("checkpoints", _checkpoints_flags, words)
     run = find_run(flags["run"], flags["runs_dir"])
     return session("checkpoints", {"run": str(run.path.resolve()), "json": flags["json"]})

@@ -54,6 +54,8 @@ def main() -> int:
             report.number(passing=int(_may_pass(crash) or (fault is not None and fault.action == "restart")))
             report.last_words(_lines_of(device_faults.first_error(crash), fault), CRASHED)
             code = CRASHED
+    if (pools := sys.modules.get("lamplighter.procs.pool")) is not None:  # not loaded for this: most have none
+        pools.Apart.close_all()
     report.leave(code)  # at once: nothing is buffered, and torch takes a second to unload itself
     return code
 

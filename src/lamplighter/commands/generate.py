@@ -6,6 +6,7 @@ Out: text on stdout as it is; the rate in a note. The model runs in a child, und
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.commands.arguments import find_run, parse
-from lamplighter.errors import DONE, NoCheckpoint, UsageError
-from lamplighter.rundir import RunDir, checkpoint_name, newest_first
+from lamplighter.commands.arguments import find_run, many, parse
+from lamplighter.commands.model_folder import choose_folder, located, resolved_model
+from lamplighter.errors import DONE, UsageError
+from lamplighter.rundir import RunDir
 from lamplighter.safe_text import clean_text
 
 if TYPE_CHECKING:
@@ -41,10 +43,15 @@ def _generate_flags(
     seed: int = 1,
     checkpoint: str = "latest",
     interactive: bool = False,
+    prompts: Path | None = None,
+    out: Path | None = None,
+    repetition_penalty: float = 1.0,
+    json: bool = False,
     raw: bool = False,
     system: str = "",
     threads: int | None = None,
     model_family: str | None = None,
+    data_template: str | None = None,
     runs_dir: Path = Path("runs"),
 ) -> None:
     """How to generate."""
@@ -54,17 +61,39 @@ def generate(words: list[str]) -> int:
     """Text from a run's checkpoint or from any model folder."""
     from lamplighter.commands.session import session
 
-    flags = parse("generate", _generate_flags, [re.sub(r"^--model\.family(?==|$)", "--model-family", w) for w in words])
+    rest, lists = many(words, "stop")
+    dashed = [re.sub(r"^--(model|data)\.(family|template)(?==|$)", r"--\1-\2", word) for word in rest]
+    flags = parse("generate", _generate_flags, dashed)
+    flags["stop"] = lists["stop"]
+    if flags["raw"] and flags["data_template"]:
+        raise UsageError("--raw and --data.template", "one leaves the template out, one chooses it", "give one of them")
+    _refuse_misfits(flags)
     try:
         (flags["prompt"] + flags["system"]).encode()
     except UnicodeEncodeError as error:
         raise UsageError("the prompt is not valid UTF-8", str(error), "give it in UTF-8") from error
     runs_dir = flags.pop("runs_dir")
+    for name in ("prompts", "out"):
+        flags[name] = str(flags[name].resolve()) if flags[name] else None
     folder = Path(flags["model"])
     is_folder = (folder / "config.json").is_file()
-    flags["model"] = str((folder if is_folder else find_run(flags["model"], runs_dir).path).resolve())
+    if is_folder or not re.fullmatch(r"[\w.-]+/[\w.-]+", flags["model"]) or folder.exists():
+        flags["model"] = str((folder if is_folder else find_run(flags["model"], runs_dir).path).resolve())
+    else:
+        flags["model"] = located(flags["model"], runs_dir)["model"]
     flags["command"] = shlex.join(["lamp", "generate", *words])
     return session("generate", flags, interactive=flags["interactive"])
+
+
+def _refuse_misfits(flags: dict[str, Any]) -> None:
+    if flags["repetition_penalty"] <= 0:
+        raise UsageError(
+            "--repetition-penalty must be above 0", "1 changes nothing, 1.1 is usual", "lamp generate --help"
+        )
+    if flags["prompts"] and (flags["interactive"] or flags["prompt"]):
+        raise UsageError("--prompts goes with neither --prompt nor --interactive", "", "lamp generate --help")
+    if flags["out"] and not flags["prompts"]:
+        raise UsageError("--out needs --prompts", "one text goes to stdout", "lamp generate RUN > FILE")
 
 
 # ---------------------------------------------------------------- in the child
@@ -80,10 +109,16 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
         from lamplighter.model.build import load_folder
     torch.set_num_threads(request["threads"] or torch.get_num_threads())
     with report.phase("model"):
-        folder = _choose_folder(Path(request["model"]), request["checkpoint"], raw=request["raw"])
+        other = request["data_template"]
+        raw = request["raw"] or other is not None
+        folder = choose_folder(Path(resolved_model(request["model"])), request["checkpoint"], raw=raw)
         built = load_folder(folder, request["model_family"], request["command"])
         tokenizer = tokenizers.load(folder)
-        template = None if request["raw"] else templates.of_folder(folder, tokenizer)
+        if other is not None:
+            template: ChatTemplate | None = templates.load_template(other, tokenizer)
+            report.warn(f"asked by {template} and not by the template of the model itself: it may not know such turns")
+        else:
+            template = None if request["raw"] else templates.of_folder(folder, tokenizer)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         built.model.to(device).eval()
     report.note(f"{folder}: {built.parameters:,} parameters, on {device.type}")
@@ -95,37 +130,25 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
         why = "--raw leaves the template out" if request["raw"] else "it was not trained on conversations"
         raise UsageError("--system needs a chat model", why, "leave --system out, or put it into the prompt")
     talk = _Talk(built, tokenizer, template, request)
+    if request["prompts"]:
+        from lamplighter.commands.generate_many import answer_all
+
+        return answer_all(built, tokenizer, template, request)
     if not request["interactive"]:
         talk.answer(request["prompt"], 0)
         return DONE
-    for number, prompt in enumerate(_prompts(request["tty"])):
-        talk.answer(prompt, number)
+    from lamplighter.commands.chat import Chat
+
+    chat = Chat(talk.said, request, template is not None)
+    for number, prompt in enumerate(_prompts(request["tty"] and not request["readline"])):
+        asked = chat.heard(prompt)
+        if chat.left:
+            break
+        if asked is not None:
+            talk.said = chat.said
+            talk.answer(asked, number)
+            chat.said, chat.last = talk.said, asked
     return DONE
-
-
-def _choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
-    """A model folder as it is; of a run the latest valid checkpoint, the best, or the named one."""
-    from lamplighter.data.chat import template as templates
-    from lamplighter.train import checkpoint
-
-    if (path / "config.json").is_file():
-        checkpoint.refuse_newer(path)
-        return path
-    root = path / "checkpoints"
-    if wanted == "best":
-        best = checkpoint.best_of(root)
-        if best is None:
-            raise NoCheckpoint(f"{path.name} has no best checkpoint", "no validation was made", "--checkpoint latest")
-        wanted = checkpoint_name(best[0])
-    asked = newest_first(root)[:1] if wanted == "latest" else [root / wanted]
-    for folder in asked if not raw else ():
-        templates.check_folder(folder)  # before its hashes: what differs in a template is said in words
-    found = checkpoint.find(root, "auto" if wanted == "latest" else wanted)
-    if found is None:
-        raise NoCheckpoint(
-            f"{path.name} has no checkpoint yet", "nothing was saved", "lamp save RUN, or wait for the first save"
-        )
-    return found
 
 
 def _prompts(tty: bool) -> Iterator[str]:
@@ -162,17 +185,31 @@ class _Talk:
         started = time.perf_counter()
         steps = _until(self._stream(ids, number), stops)
         samples, limit = self.request["num_samples"], self.request["max_tokens"]
+        plain = samples == 1 and not self.request["json"]
         made = (
-            [_stream_one(self.tokenizer, steps, shown, limit, self._say)]
-            if samples == 1
+            [_stream_one(self.tokenizer, steps, shown, limit, self._say, self.request["stop"])]
+            if plain
             else _collect_many(steps, samples, limit)
         )
-        for index, text in enumerate(made if samples > 1 else (), 1):
-            self._say(f"--- sample {index} ---\n{self.tokenizer.decode([*shown, *text])}\n")
+        texts = [_cut(self.tokenizer.decode(text), self.request["stop"]) for text in made]
+        if self.request["json"]:
+            self._say_json(prompt, made, texts)
+        for index, text in enumerate(made if samples > 1 and not self.request["json"] else (), 1):
+            whole = self.tokenizer.decode([*shown, *text]) if not self.request["stop"] else self.tokenizer.decode(shown) + texts[index - 1]  # fmt: skip
+            self._say(f"--- sample {index} ---\n{whole}\n")
         count, seconds = sum(map(len, made)), time.perf_counter() - started
         report.note(f"{count} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens per second")
         if self.template is not None and self.request["interactive"]:
-            self.said.append({"role": "assistant", "content": self.tokenizer.decode(made[0])})
+            self.said.append({"role": "assistant", "content": texts[0]})
+
+    def _say_json(self, prompt: str, made: list[list[int]], texts: list[str]) -> None:
+        """One object a prompt: what was asked, and every text with its tokens."""
+        most = self.request["max_tokens"]
+        rows = [
+            {"text": text, "tokens": len(ids), "finish_reason": "length" if len(ids) >= most else "stop"}
+            for ids, text in zip(made, texts, strict=True)
+        ]
+        report.result(json.dumps({"prompt": prompt, "samples": rows}) + "\n", raw=True)
 
     def _say(self, text: str) -> None:
         """The model's words: as they are for a file or a pipe; on a terminal, control characters are shown, not obeyed."""
@@ -203,6 +240,8 @@ class _Talk:
         from lamplighter.model.generate import stream
 
         request = self.request
+        if request["repetition_penalty"] != 1.0:
+            return self._penalised(ids, number)
         try:
             return stream(
                 self.built.model,
@@ -218,6 +257,42 @@ class _Talk:
             )
         except ValueError as error:
             raise UsageError("cannot generate with these settings", str(error), "lamp generate --help") from error
+
+    def _penalised(self, ids: list[int], number: int) -> Iterator[list[int | None]]:
+        """The same by the batch, which knows what was said before."""
+        from lamplighter.model.batching import Batcher, Wish
+        from lamplighter.model.generate import Choice
+
+        request, built = self.request, self.built
+        ids = ids[-max(1, built.positions - request["max_tokens"]) :]
+        try:
+            choice = Choice(request["temperature"], request["top_k"], request["top_p"])
+        except ValueError as error:
+            raise UsageError("cannot generate with these settings", str(error), "lamp generate --help") from error
+        samples = request["num_samples"]
+        length = min(built.positions, len(ids) + request["max_tokens"] + 1)
+        batcher = Batcher(built.model, samples, length, built.vocab_size)
+        wishes = [
+            Wish(tuple(ids), request["max_tokens"], choice, request["seed"] + number, n, repetition_penalty=request["repetition_penalty"])
+            for n in range(samples)
+        ]  # fmt: skip
+        for n, wish in enumerate(wishes):
+            batcher.add(n, wish)
+        rows: list[list[int]] = [[] for _ in range(samples)]
+        given = 0
+        while batcher.texts or any(len(row) > given for row in rows):
+            for made in batcher.step() if batcher.texts else ():
+                rows[made.key] += [] if made.token is None else [made.token]
+            going = {text.key for text in batcher.texts}
+            if all(len(row) > given or n not in going for n, row in enumerate(rows)):
+                yield [row[given] if len(row) > given else None for row in rows]
+                given += 1
+
+
+def _cut(text: str, stops: list[str]) -> str:
+    """The text before the first of the stops."""
+    found = [at for at in (text.find(stop) for stop in stops if stop) if at >= 0]
+    return text[: min(found)] if found else text
 
 
 def _until(steps: Iterator[list[int | None]], stops: set[int]) -> Iterator[list[int | None]]:
@@ -237,9 +312,13 @@ def _stream_one(
     prompt: list[int],
     max_tokens: int,
     say: Callable[[str], None],
+    stops: list[str],
 ) -> list[int]:
     """Each piece as it comes, the prompt first: some tokenizers decode a token by the one before it."""
+    from lamplighter.data.pieces import Pieces
+
     made: list[int] = []
+    pieces = Pieces(tokenizer, stops, prompt)
 
     def ids() -> Iterator[int]:
         yield from prompt
@@ -252,8 +331,18 @@ def _stream_one(
 
     report.flag("printing", True)
     with report.phase("generate", total=max_tokens, unit="tokens") as phase:
-        for piece in tokenizer.decode_stream(ids()):
-            say(piece)
+        if not stops:
+            for piece in tokenizer.decode_stream(ids()):
+                say(piece)
+        else:
+            say(tokenizer.decode(prompt))
+            for (token,) in steps:
+                phase.tick()
+                if token is None or pieces.stopped:
+                    break
+                made.append(token)
+                say(pieces.add(token))
+            say(pieces.end())
     report.flag("printing", False)
     report.result("\n")
     return made

@@ -13,8 +13,14 @@ usage: lamp VERB ...
   why RUN|PID             what it is doing right now: phase, process state, the stack of every thread
   stop RUN | save RUN     end it with everything saved | save now and go on
   runs                    all runs and how they stand
+  compare RUN RUN...      losses, speed, cost and settings beside each other; what may be said of the difference
+  report RUN              the run as one HTML file (report.html), and its curves (curves.svg)
+  dash                    a web page over all runs, live
+  track RUN --to NAME     tell TensorBoard, W&B, trackio or a CSV file all about a run, once, in order
   checkpoints RUN         step, losses, size, age, valid or not
-  generate RUN|DIR        text from a model
+  generate RUN|DIR        text from a model, a conversation, many prompts from a file
+  eval RUN|DIR            how good it is: HellaSwag, LAMBADA, MMLU, ARC, your own tasks, with standard errors and chance
+  serve RUN|DIR           the model behind OpenAI's API, with a page to chat
   plan [run.yaml]         parameters, FLOPs, memory, time, money, disk: go or no-go with the arithmetic
   doctor [run.yaml]       probes of the machine, the settings, the data and the model; each fault with its remedy
   data stats|clean|prepare   count and look at text; clean it; make the token cache
@@ -24,6 +30,35 @@ lamp VERB --help says more; lamp --version.
 """
 
 VERB_HELP = {
+    "dash": """\
+usage: lamp dash [--runs-dir DIR ...] [--port N] [--host ADDRESS] [--token TOKEN] [--name HOST]
+
+A web page over all runs of one or more folders: live curves, verdicts with their stacks, samples, checkpoints, where the
+time went, comparison. It listens on this machine alone (127.0.0.1, port 8470 or the next free one); any other --host needs a token,
+which is made and printed unless one is given.
+
+  --name HOST       a further name under which the page may be asked for, such as that of a proxy before it
+""",
+    "compare": """\
+usage: lamp compare RUN RUN... [--json] [--runs-dir DIR]
+
+Losses, perplexity, bits per byte, MFU, rate, time, cost, parameters, tokens and epochs beside each other; then convergence,
+generalisation, efficiency, stability and what to take, with their numbers. Within the noise: not distinguishable.
+Runs with different tokenizers are compared by bits per byte alone.
+""",
+    "report": """\
+usage: lamp report RUN [--runs-dir DIR]
+
+Writes report.html (one file, no server, the same panels as lamp dash) and curves.svg into the run's folder, as every run
+does at its end.
+""",
+    "track": """\
+usage: lamp track RUN --to tensorboard|wandb|trackio|csv ... [--project NAME] [--name NAME] [--tags TAG ...]
+                  [--group NAME] [--offline] [--no-follow] [--runs-dir DIR]
+
+Sends each step once, in order; what was sent before is not sent again. A run that goes on is followed to its end
+(--no-follow: only what is there now). The same while training: lamp train ... --track.to wandb
+""",
     "demo": """\
 usage: lamp demo [--run NAME] [--resume auto|never] [--runs-dir DIR] [--section.key value]
 
@@ -70,17 +105,64 @@ started without us.
 """,
     "stop": "usage: lamp stop RUN [--runs-dir DIR]\n\nSaves the last completed step and ends the run (exit 75).\n",
     "save": "usage: lamp save RUN [--runs-dir DIR]\n\nSaves the last completed step now; the run goes on.\n",
-    "runs": "usage: lamp runs [--json] [--runs-dir DIR]\n\nAll runs and how they stand.\n",
-    "checkpoints": "usage: lamp checkpoints RUN [--json] [--runs-dir DIR]\n\nEvery checkpoint, verified against its manifest.\n",
+    "runs": "usage: lamp runs [--json] [--watch] [--runs-dir DIR]\n\nAll runs and how they stand; --watch: anew every second.\n",
+    "checkpoints": """\
+usage: lamp checkpoints RUN [--json] [--runs-dir DIR]
+       lamp checkpoints RUN test [checkpoint-N] [--prompts FILE] [--interactive] [--json] [--threads N] [--runs-dir DIR]
+
+Every checkpoint, verified against its manifest.
+test     the loss of each on held-back text beside what was to be expected at that progress, a curve, texts to four prompts
+         (or those in FILE) with red flags (repetition, gibberish, length, unfinished), and what to do next
+""",
     "generate": """\
-usage: lamp generate RUN|DIR [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]
-                     [--top-p P] [--seed S] [--checkpoint best|latest|checkpoint-N] [--interactive] [--runs-dir DIR]
-                     [--system TEXT] [--raw] [--model.family MODULE:NAME]
+usage: lamp generate RUN|DIR|HUB-NAME [--prompt TEXT] [--num-samples N] [--max-tokens N] [--temperature T] [--top-k K]
+                     [--top-p P] [--seed S] [--stop TEXT ...] [--repetition-penalty X] [--json]
+                     [--checkpoint best|latest|checkpoint-N] [--interactive] [--prompts FILE [--out FILE]]
+                     [--system TEXT] [--raw] [--data.template NAME|FILE] [--threads N] [--runs-dir DIR]
+                     [--model.family MODULE:NAME]
+
+  --prompts FILE    a prompt a line, or JSON lines with "prompt": answered several at a time, as JSON lines on stdout or in --out,
+                    where the same command goes on after a kill
+  --interactive     a conversation: /help lists its commands (/params /set /system /clear /save /load /retry /quit)
+  --json            prompt, texts, tokens and why each ended
 
 A model that was trained on instruction rows is asked by its own chat template and gives the answer alone; --system puts
-a system message before the question, --raw leaves the template out. With --interactive it remembers the conversation; an
-empty line begins a new one. Text goes to stdout as it is; everything else to stderr. --temperature 0 is greedy.
+a system message before the question, --raw leaves the template out, --data.template takes another (chatml, alpaca, plain
+or a .jinja file). With --interactive it remembers the conversation; an empty line begins a new one. Text goes to stdout
+as it is; everything else to stderr. --temperature 0 is greedy.
 A model of your own is built by the code that --model.family names: a model folder never names code.
+""",
+    "eval": """\
+usage: lamp eval RUN|DIR|HUB-NAME [--tasks NAME,...] [--data DIR] [--checkpoint best|latest|all|N] [--suite quick|comprehensive]
+                 [--limit N] [--num-fewshot N] [--window N] [--chat] [--json] [--threads N] [--runs-dir DIR]
+                 [--model.family MODULE:NAME]
+       lamp eval A B --human [--prompts FILE] [--page] [--runs-dir DIR]
+
+  --data DIR        a folder or file per task: hellaswag/*.jsonl lambada/ mmlu/{dev,test}/*.csv arc_easy/ piqa/ rouge/ period/,
+                    any .txt (loss, perplexity, bits per byte), any multiple choice with a task.yaml (docs/evaluation.md)
+  --tasks NAME,...  of these; held-back: the run's own validation text; period without data: the demo's London;
+                    lm-eval:NAME: a task of lm-eval, by its own code, on this model
+                    default: held-back and all that --data has
+  --checkpoint      latest (default), best, a number, or all: one result each
+  --suite NAME      quick: 200 items each; comprehensive: all; how much there is to read is said first
+  --num-fewshot N   solved examples before an MMLU question (default 5)
+  --window N        tokens of context for the loss on a text (default 1024)
+  --chat            prompts of generation tasks go by the model's own chat template
+  --human           blind pairs of two models, in random order: you choose; again goes on; --page: in the browser
+Each score has its n, standard error and chance level. Results are files in the run's evaluations/. Killed, it goes on where it was.
+""",
+    "serve": """\
+usage: lamp serve RUN|DIR|HUB-NAME [--host H] [--port N] [--api-key KEY] [--max-batch N] [--max-queue N] [--context N]
+                  [--timeout-s S] [--follow] [--checkpoint best|latest|checkpoint-N] [--threads N] [--runs-dir DIR]
+                  [--model.family MODULE:NAME]
+
+/v1/models /v1/completions /v1/chat/completions as OpenAI has them, /health, /metrics, and a page to chat at /.
+  --host, --port    127.0.0.1 and 8000; on another host a key is needed, and made where none is given
+  --api-key KEY     or LAMP_API_KEY; clients send it as Authorization: Bearer KEY
+  --max-batch N     texts that are written at a time (default 8); --max-queue N more wait (default 64), then 429
+  --context N       tokens of a prompt and its answer together (default 2048, at most what the model reads)
+  --timeout-s S     of one request (default 600)
+  --follow          of a run that goes on: newer checkpoints are served as they appear; texts end on what they began with
 """,
     "plan": """\
 usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE] [--mfu SHARE] [--measure] [--fit] [--what-if] [--json]

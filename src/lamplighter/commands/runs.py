@@ -12,21 +12,49 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lamplighter.commands import result
+from lamplighter.commands import result, write
 from lamplighter.commands.arguments import parse
+from lamplighter.errors import DONE
 from lamplighter.rundir import FORMAT, RunDir, is_running, number, read_status, version_of
 from lamplighter.safe_text import clean
 from lamplighter.watch.status import duration, standing_flags
 
 
-def _runs_flags(*, json: bool = False, runs_dir: Path = Path("runs")) -> None:
+def _runs_flags(*, json: bool = False, watch: bool = False, runs_dir: Path = Path("runs")) -> None:
     """All runs."""
 
 
 def runs(words: list[str]) -> int:
-    """One row a run, newest first."""
+    """One row a run, newest first; again and again with --watch."""
     flags = parse("runs", _runs_flags, words)
-    runs_dir = flags["runs_dir"]
+    rows = _rows(flags["runs_dir"])
+    if flags["json"]:
+        return result(json.dumps(rows, indent=1) + "\n")
+    if flags["watch"]:
+        return _watch(flags["runs_dir"])
+    return result(_table(flags["runs_dir"], rows))
+
+
+def _watch(runs_dir: Path) -> int:
+    """The table anew every second: in place on a terminal, one below the other elsewhere; Ctrl+C leaves."""
+    import signal
+    import sys
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
+    try:
+        while True:
+            rows = _rows(runs_dir)
+            text = f"{time.strftime('%H:%M:%S')}  {sum(row['live'] for row in rows)} of {len(rows)} runs are going on; Ctrl+C leaves\n{_table(runs_dir, rows)}"
+            if sys.stdout.isatty():
+                write(1, "\x1b[H\x1b[2J")
+            result(text)
+            time.sleep(1.0 if sys.stdout.isatty() else 1.8)
+    except KeyboardInterrupt:
+        return DONE
+
+
+def _rows(runs_dir: Path) -> list[dict[str, Any]]:
     rows = []
     for path in runs_dir.glob("*/events.jsonl"):
         run = RunDir(path.parent)
@@ -39,15 +67,25 @@ def runs(words: list[str]) -> int:
             state = f"format {found}"  # of a newer version: only that is known
         if status["damage"]:
             state = "damaged"
-        rows.append({**status, "run": run.name, "state": state, "age_s": time.time() - _changed_at(path)})
-    rows.sort(key=lambda row: row["age_s"])
-    if flags["json"]:
-        return result(json.dumps(rows, indent=1) + "\n")
+        rows.append(
+            {**status, "run": run.name, "state": state, "live": running, "age_s": time.time() - _changed_at(path)}
+        )
+    return sorted(rows, key=lambda row: float(row["age_s"]))
+
+
+def _table(runs_dir: Path, rows: list[dict[str, Any]]) -> str:
     if not rows:
-        return result(f"no runs in {runs_dir}; next: lamp demo\n")
+        return f"no runs in {runs_dir}; next: lamp demo\n"
     head = f"{'run':<24} {'state':<10} {'step':>14} {'safe to':>8} {'loss':>8} {'val':>8} {'spent':>9} {'last':>10}  red flags\n"
-    foot = "next: lamp watch RUN, lamp checkpoints RUN, lamp generate RUN\n"
-    return result(head + "".join(_row(row) for row in rows) + foot)
+    return head + "".join(_row(row) for row in rows) + _foot(runs_dir, rows)
+
+
+def _foot(runs_dir: Path, rows: list[dict[str, Any]]) -> str:
+    """A command that can be pasted: about the newest run, or the newest of those that are running."""
+    running = [row for row in rows if row["state"] in ("running", "stopping")]
+    verb, others = ("watch", "why, stop or save") if running else ("checkpoints", "generate or watch")
+    run = RunDir(runs_dir / (running or rows)[0]["run"])
+    return f"next: lamp {verb} {run.address}\n      ({others} in the place of {verb}; any other run in the place of {clean(run.name)}; lamp compare and lamp dash show several)\n"
 
 
 def _changed_at(path: Path) -> float:

@@ -12,11 +12,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lamplighter.errors import CHILD_LOST
 from lamplighter.rundir import RunDir, write_atomic
+from lamplighter.slot import read_slot
 from lamplighter.watch.console import Console
 from lamplighter.watch.restart_policy import RestartPolicy
 from lamplighter.watch.supervisor import Supervisor
@@ -32,9 +35,11 @@ def session(verb: str, request: dict[str, Any], interactive: bool = False, confi
         write_atomic(run.config, config, mode=0o600)
     console = Console(2, live=False)
     request["tty"] = sys.stdout.isatty()
+    request["readline"] = interactive and request["tty"] and sys.stdin.isatty()
     read_end, write_end = os.pipe() if interactive else (subprocess.DEVNULL, -1)
     if interactive:
-        threading.Thread(target=_forward_lines, args=(write_end,), daemon=True).start()
+        lines = _typed_lines(run) if request["readline"] else sys.stdin
+        threading.Thread(target=_forward_lines, args=(write_end, lines), daemon=True).start()
     spec = ChildSpec(verb, request, keeps_report=False, result_fd=os.dup(1), child_stdin=read_end, grace_s=2.0)
     try:
         code = Supervisor(run, Trainer(run, spec, console), RestartPolicy("report")).supervise()
@@ -48,10 +53,42 @@ def session(verb: str, request: dict[str, Any], interactive: bool = False, confi
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _forward_lines(fd: int) -> None:
+def piped_session(verb: str, request: dict[str, Any], child_stdin: int, result_fd: int, words: list[str]) -> int:
+    """The same for a child that is spoken to by pipes of the caller's, and is started again where it dies."""
+    folder = Path(tempfile.mkdtemp(prefix=f"lamp-{verb}-"))
+    run = RunDir(folder)
+    run.create()
+    console = Console(2, live=False)
+    for line in words:
+        console.say(line)
+    spec = ChildSpec(
+        verb, request, keeps_report=False, result_fd=result_fd, child_stdin=child_stdin, grace_s=5.0, restarts=True
+    )
+    try:
+        return Supervisor(run, Trainer(run, spec, console), RestartPolicy("recover")).supervise()
+    finally:
+        console.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _typed_lines(run: RunDir) -> Iterator[str]:
+    """Lines with history and editing, each asked for when the child waits for one."""
+    import readline  # noqa: F401  input() uses it by itself
+
+    while True:
+        while not ((slot := read_slot(run.slot(0))) is not None and slot.prompting):
+            time.sleep(0.02)
+        try:
+            yield input("\n> ") + "\n"
+        except EOFError:
+            return
+        time.sleep(0.05)  # the child takes the line
+
+
+def _forward_lines(fd: int, lines: Iterable[str]) -> None:
     """What the person types goes to the child, line by line; the end of input ends the talk."""
     with os.fdopen(fd, "w") as pipe:
-        for line in sys.stdin:
+        for line in lines:
             try:
                 pipe.write(line)
                 pipe.flush()

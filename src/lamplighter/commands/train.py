@@ -22,6 +22,7 @@ from lamplighter.data.setup import OpenedText, choose_template, open_batches, op
 from lamplighter.errors import DONE, BadConfig, LampError, RefusedByPlan, UsageError
 from lamplighter.rundir import (
     CACHE_NAME,
+    EVENTS_BYTES,
     FORMAT,
     NUMERICS,
     RunDir,
@@ -141,6 +142,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             return code
         _refuse_spent_budget(run, resolved.run.budget, verb, words)
         unrecorded = _write_config(run, resolved, console)
+        from lamplighter.commands.eval_of_run import Evaluations
         from lamplighter.watch.restart_policy import RestartPolicy  # after the first words: this takes a while
         from lamplighter.watch.supervisor import Supervisor
         from lamplighter.watch.trainer import ChildSpec, Trainer
@@ -150,6 +152,8 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             "train",
             {"resume": resume, "preset": resolved.preset, "force": flags["force"]},
             resume_command=_same_command(verb, words),
+            left_out=_left_out(words),
+            steps=resolved.run.train.steps,
             budget=resolved.run.budget,
             grace_s=care.stop_grace_s,
             began=began,
@@ -157,9 +161,21 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             verbose=flags["verbose"],
         )
         policy = RestartPolicy(care.on_stuck, care.patience_s)
-        code = Supervisor(run, Trainer(run, spec, console), policy, care.notify).supervise()
+        evaluations = Evaluations(run, resolved.run.eval, console.say)
+        evaluations.begin()
+        try:
+            trainer = Trainer(run, spec, console)
+            code = Supervisor(run, trainer, policy, care.notify, resolved.run.track).supervise()
+        except BaseException:
+            evaluations.stop()
+            raise
         if code == DONE:
-            _say_next(run, console, read_status(run).get("step") or 0)
+            evaluations.finish()
+        else:
+            evaluations.stop()
+        _write_page(run, console)
+        if code == DONE:
+            _say_next(run, resolved.run, console, read_status(run).get("step") or 0)
             if flags["test"]:
                 _say_whole_run(verb, words, flags, console)
         elif code == BadConfig.code and unrecorded:
@@ -175,7 +191,8 @@ def _without_second_return(run: RunDir, resume: str, force: bool, console: Conso
     """From where to go on. A checkpoint that the run went back to already is not gone back to again by the same words."""
     if resume in ("auto", "never", "") or force:
         return resume
-    went_back = [event for event in read_lines(run.rank_events(0)) if event.get("type") == "went back"]
+    said = read_lines(run.rank_events(0), EVENTS_BYTES, b'"went back"')
+    went_back = [event for event in said if event.get("type") == "went back"]
     newest = max(map(step_of, newest_first(run.checkpoints)), default=-1)
     if not went_back or went_back[-1].get("to") != resume or newest <= number(went_back[-1].get("step"), newest):
         return resume
@@ -212,16 +229,17 @@ def _refuse_spent_budget(run: RunDir, budget: Budget, verb: str, words: list[str
     usd = f", ${budget.spent_usd(spent_s):.4f} of ${budget.usd:.4f}" if budget.usd is not None else ""
     hours = f"{spent_s / 3600:.3f} of {limit_s / 3600:.3f} hours"
     end_s = number(status.get("end_hours_told")) * 3600 or 2 * spent_s
+    left_out = f"; {words_left}" if (words_left := _left_out(words)) else ""
     raise RefusedByPlan(
         f"the budget of {run.name} is spent",
-        f"{hours}{usd}, over all attempts; step {int(number(status.get('durable_step')))} is safe",
+        f"{hours}{usd}, over all attempts; step {int(number(status.get('durable_step')))} is safe{left_out}",
         with_settings(_same_command(verb, words), budget.enough_for(end_s)),
         cause="budget",
     )
 
 
 def _same_command(verb: str, words: list[str], without: tuple[str, ...] = ()) -> str:
-    """The command for another time, as it can be pasted; from where to resume is not said again."""
+    """The command for another time, as it can be pasted; from where to resume is not said again, nor any secret."""
     import shlex
 
     kept = list(words[2:] if verb == "demo" and words[:2] == ["--preset", "demo"] else words)
@@ -229,7 +247,32 @@ def _same_command(verb: str, words: list[str], without: tuple[str, ...] = ()) ->
     while "--resume" in kept:
         at = kept.index("--resume")
         del kept[at : at + 2]
-    return shlex.join(["lamp", verb, *kept])
+    return shlex.join(["lamp", verb, *(word for group in _by_flag(kept) if not _has_secret(group) for word in group)])
+
+
+def _by_flag(words: list[str]) -> list[list[str]]:
+    """Each flag with its values; what stands before the first flag alone."""
+    groups: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--"):
+            groups.append([])
+        groups[-1].append(word)
+    return groups
+
+
+def _has_secret(words: list[str]) -> bool:
+    """Whether it would be shown with *** in a secret's place: wrong as an address."""
+    import shlex
+
+    from lamplighter.safe_text import mask
+
+    return mask(shlex.join(words)) != shlex.join(words)
+
+
+def _left_out(words: list[str]) -> str:
+    """In words, what `_same_command` does not repeat; empty where that is nothing."""
+    flags = dict.fromkeys(group[0].partition("=")[0] for group in _by_flag(words) if group and _has_secret(group))
+    return f"{', '.join(flags)}: not repeated in the command, because of a secret; give it again" if flags else ""
 
 
 def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int | None:
@@ -259,7 +302,7 @@ def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int 
         console.say(
             f"{run.name} is finished: {status.get('step')} steps. Raise train.steps to go on, or --resume never to begin anew."
         )
-    console.say(f"next: lamp generate {run.address}")
+    console.say(f"next: lamp generate {_to_generate(run, before)}")
     return 0
 
 
@@ -298,6 +341,12 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
         console.say(f"note  not given, so as this run has it: {'; '.join(kept)}")
     if old.run.watch.notify is not None and resolved.run.watch.notify is None:
         console.say("note  watch.notify is not taken from a run folder: give it again to be told", "bold yellow")
+    if lost := set(old.run.track.to) - set(resolved.run.track.to):
+        again = f"--track.to {' '.join(old.run.track.to)}"
+        console.say(
+            f"note  {', '.join(sorted(lost))} is not taken from a run folder: give {again} to go on with it",
+            "bold yellow",
+        )
     for name in LENGTH:
         field = name.split(".")[1]
         before, now = getattr(old.run.train, field), getattr(resolved.run.train, field)
@@ -313,7 +362,8 @@ def _refuse_drift(run: RunDir, old: Run, resolved: Resolved) -> None:
     changes = drift(old, resolved.run)
     if changes and (again := to_give_again(old, resolved)):
         why = f"code and addresses are never taken from a run folder ({'; '.join(changes)})"
-        raise BadConfig(f"run {run.name} needs its source named again", why, f"the same command with {' '.join(again)}")
+        named = ", ".join(flag.split()[0].removeprefix("--") for flag in again)
+        raise BadConfig(f"run {run.name} needs {named} given again", why, f"the same command with {' '.join(again)}")
     if changes:
         raise BadConfig(
             f"run {run.name} was started with other settings",
@@ -334,9 +384,31 @@ def _refuse_newer_status(run: RunDir) -> None:
         )
 
 
-def _say_next(run: RunDir, console: Console, step: int) -> None:
-    console.say(f"made: {run.checkpoint(step)} (opens with transformers as it is), {run.report}")
-    console.say(f"next: lamp generate {run.address}    or: lamp checkpoints {run.address}", "bold")
+def _write_page(run: RunDir, console: Console) -> None:
+    """report.html, however the run ended; a run that made no step has nothing to show."""
+    if not run.metrics.exists():
+        return
+    try:
+        from lamplighter.dash import report_page
+
+        report_page.write(run)
+    except OSError as error:  # a full disk: what was done is safe all the same
+        console.say(f"WARNING  {run.path / 'report.html'} cannot be written: {error.strerror}", "bold yellow")
+
+
+def _say_next(run: RunDir, settings: Run, console: Console, step: int) -> None:
+    opens = "" if ":" in settings.model.family else " (opens with transformers as it is)"
+    console.say(f"made: {run.checkpoint(step)}{opens}, {run.report}")
+    console.say(f"next: lamp generate {_to_generate(run, settings)}", "bold")
+    console.say(f"  or: lamp checkpoints {run.address}", "bold")
+
+
+def _to_generate(run: RunDir, settings: Run) -> str:
+    """The words after `lamp generate`: a model of the user's own is built by code that is named again."""
+    import shlex
+
+    family = settings.model.family
+    return f"{run.address} --model.family {shlex.quote(family)}" if ":" in family else run.address
 
 
 def _say_whole_run(verb: str, words: list[str], flags: dict[str, Any], console: Console) -> None:
@@ -350,8 +422,10 @@ def _say_whole_run(verb: str, words: list[str], flags: dict[str, Any], console: 
         planned = render.estimate_of(whole, str(flags["runs_dir"]))
     except LampError:  # its length or its size is not known on paper: lamp plan looks at the data and says it
         planned = ""
-    about = f"    ({planned})" if planned else "    (lamp plan with the same words says how long)"
-    console.say(f"the whole run: {_same_command(verb, words, without=('--test',))}{about}", "bold")
+    console.say(f"the whole run takes {planned}" if planned else "how long the whole run takes: lamp plan, same words")
+    console.say(f"the whole run: {_same_command(verb, words, without=('--test',))}", "bold")
+    if left_out := _left_out(words):
+        console.say(left_out)
 
 
 # ---------------------------------------------------------------- in the child

@@ -6,6 +6,7 @@ Out: the command's own exit code; or the display until the run ends. Ctrl+C leav
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from pathlib import Path
@@ -61,7 +62,18 @@ def _watch_command(words: list[str], command: list[str]) -> int:
     run = _folder_for(command, flags["run"], flags["runs_dir"])
     policy = RestartPolicy(POLICIES[flags["on_stuck"]], flags["patience_s"])
     target = WatchedCommand(run, command, again=flags["on_stuck"] == "restart")
-    return leave_as(Supervisor(run, target, policy, flags["notify"]).supervise())
+    code = Supervisor(run, target, policy, flags["notify"]).supervise()
+    _write_page(run)
+    return leave_as(code)
+
+
+def _write_page(run: RunDir) -> None:
+    """report.html where steps were counted; nothing of ours may spoil the end of somebody's command."""
+    with contextlib.suppress(Exception):  # `lamp report RUN` says what is wrong
+        if run.metrics.stat().st_size:
+            from lamplighter.dash import report_page
+
+            report_page.write(run)
 
 
 def _watch_process(pid: int, words: list[str]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 
-from lamplighter.config.schema import fields
+from lamplighter.config.schema import SECTIONS, fields
 from lamplighter.errors import LampError, UsageError
 
 _ELSEWHERE = {
@@ -66,6 +66,7 @@ _RANKS += [
     "local_rank",
     "num_processes",
 ]
+_SHORTEST = 3  # letters of a name that can be like another one: `r` is not like `lr`
 _FILES = ["config", "config_file", "cfg", "yaml", "config_path"]
 
 
@@ -79,25 +80,32 @@ def _explained(name: str) -> tuple[str, str] | None:
     return None
 
 
+def known_by(name: str) -> str | None:
+    """The field or flag that other tools call so, or whose last part it is."""
+    leaf = name.lstrip("-").replace("-", "_").rsplit(".", 1)[-1]
+    return _ELSEWHERE.get(leaf) or next((field for field in fields() if field.rsplit(".", 1)[1] == leaf), None)
+
+
 def nearest(name: str, extra: list[str] | None = None) -> str | None:
     """The field or flag that was probably meant."""
     plain = name.lstrip("-").replace("-", "_")
     leaf = plain.rsplit(".", 1)[-1]
     known = list(fields())
-    if leaf in _ELSEWHERE:
-        return _ELSEWHERE[leaf]
-    exact = [field for field in known if field.rsplit(".", 1)[1] == leaf]
-    if exact:
-        return exact[0]
+    if exact := known_by(name):
+        return exact
     candidates = {field: field for field in known} | {field.rsplit(".", 1)[1]: field for field in known}
     candidates |= {flag.lstrip("-").replace("-", "_"): flag for flag in extra or []}
     candidates |= {old: new for old, new in _ELSEWHERE.items() if len(old) > 4}
-    best = difflib.get_close_matches(plain, candidates, 1, 0.6) or difflib.get_close_matches(leaf, candidates, 1, 0.6)
+    best = difflib.get_close_matches(plain, candidates, 1, 0.6)
+    if not best and len(leaf) >= _SHORTEST:
+        best = difflib.get_close_matches(leaf, candidates, 1, 0.6)
     return candidates[best[0]] if best else None
 
 
-def unknown(name: str, where: str, error: type[LampError], extra: list[str] | None = None) -> LampError:
-    """The three lines for a name that does not exist."""
+def unknown(
+    name: str, where: str, error: type[LampError], extra: list[str] | None = None, flags_in: str = "lamp train --help"
+) -> LampError:
+    """The three lines for a name that does not exist; `extra`: the flags of the verb, `flags_in`: what lists them."""
     as_flag = error is UsageError
     if (told := _explained(name)) is not None:
         return error(f"{name} is not {'a flag' if as_flag else 'a field'}" + (f" ({where})" if where else ""), *told)
@@ -105,13 +113,13 @@ def unknown(name: str, where: str, error: type[LampError], extra: list[str] | No
     if extra and meant is not None and meant.startswith("--") and meant not in extra:
         meant = None  # a flag of other verbs
     suggestion = (meant if meant is None or meant.startswith("--") else f"--{meant}") if as_flag else meant
+    section = name.lstrip("-").partition(".")[0]
+    no_section = f"; the sections are {', '.join(SECTIONS)}" if "." in name and section not in SECTIONS else ""
+    info = fields().get((suggestion or "").lstrip("-"))
+    every = "lamp train --help lists every field"
+    lists = every if flags_in == "lamp train --help" else f"{flags_in}; {every}"
     return error(
         f"{name} is not {'a flag' if as_flag else 'a field'}" + (f" ({where})" if where else ""),
-        f"did you mean {suggestion}?" if suggestion else "nothing has a name like it",
-        "lamp train --help lists every field" if not suggestion else _usage(suggestion),
+        f"did you mean {suggestion}?" if suggestion else f"nothing has a name like it{no_section}",
+        f"{suggestion}: {info.description}" if info else lists,
     )
-
-
-def _usage(suggestion: str) -> str:
-    info = fields().get(suggestion.lstrip("-"))
-    return f"{suggestion}: {info.description}" if info else "lamp train --help lists every flag and field"

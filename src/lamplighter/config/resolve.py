@@ -297,6 +297,8 @@ def reaches_out(name: str, value: Any) -> bool:
         return any(
             ":" in str(path) for path in (value if isinstance(value, list) else [value])
         )  # URL, dataset:, source:
+    if name == "track.to":
+        return any(one in ("wandb", "trackio") for one in (value if isinstance(value, list) else [value]))
     return (name in ("data.source", "watch.notify") and value is not None) or (
         name == "model.family" and ":" in str(value)
     )

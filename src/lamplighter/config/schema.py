@@ -207,6 +207,12 @@ class Eval:
     sample_prompt: str = _value("", "what the samples begin with; empty = the start of a document")
     sample_tokens: int = _value(60, "length of a sample", ge=1, le=10_000)
     patience: int = _value(0, "end the run after so many validations without a new best; 0 = never", ge=0)
+    tasks: str | None = _value(
+        None, "tasks of lamp eval for every checkpoint that is kept, such as held-back,hellaswag"
+    )
+    data: str | None = _value(None, "the folder with the data of eval.tasks")
+    limit: int | None = _value(None, "items of each of eval.tasks; none = all", ge=1)
+    while_training: bool = _value(False, "eval.tasks beside the training, which gets slower by it, not after its end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +229,8 @@ class Watch:
         ge=1,
     )
     notify: str | None = _value(
-        None, "a command (the event as JSON on its stdin) or a URL, told of stuck, dead, diverged, finished"
+        None,
+        "told of stuck, dead, diverged, finished: a Slack or Discord webhook, ntfy:TOPIC, mailto:ADDRESS, any URL, or a command (JSON on stdin)",
     )
     stop_grace_s: float = _value(30.0, "how long a stop may take before the process is killed", ge=1)
 
@@ -264,6 +271,20 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Track:
+    """Experiment trackers that follow the run, each in a process of its own."""
+
+    to: list[Literal["tensorboard", "wandb", "trackio", "csv"]] = _value(  # noqa: RUF009
+        [], "trackers that follow the run: tensorboard, wandb, trackio, csv; none = none"
+    )
+    project: str | None = _value(None, "the tracker's project; none = its environment variable, else lamplighter")
+    name: str | None = _value(None, "the tracker run's name; none = the run's name")
+    tags: list[str] = _value([], "tags of the tracker run")  # noqa: RUF009
+    group: str | None = _value(None, "the group of tracker runs that it belongs to")
+    offline: bool = _value(False, "W&B: write to a folder and send nothing; wandb sync sends it")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """Everything that a run is."""
 
@@ -275,6 +296,7 @@ class Run:
     eval: Eval = Eval()
     watch: Watch = Watch()
     budget: Budget = Budget()
+    track: Track = Track()
 
     def __post_init__(self) -> None:
         """What must fit together."""
@@ -320,8 +342,9 @@ SECTIONS: dict[str, Any] = {
     "eval": Eval,
     "watch": Watch,
     "budget": Budget,
+    "track": Track,
 }
-MAY_CHANGE = ("save", "eval", "watch", "budget")  # at resume; train.steps too, with a warning
+MAY_CHANGE = ("save", "eval", "watch", "budget", "track")  # at resume; train.steps too, with a warning
 LENGTH = ("train.steps", "train.epochs")
 NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "train.recompute", *LENGTH)
 
@@ -359,7 +382,9 @@ def validated(values: Mapping[str, Mapping[str, Any]]) -> Run:
     data = dict(values.get("data", {}))
     if isinstance(data.get("paths"), str):
         data["paths"] = [data["paths"]]  # one path may stand without brackets
-    checked: dict[str, dict[str, Any]] = _validator().validate_python({**values, "data": data})
+    track = dict(values.get("track", {}))
+    track |= {name: [track[name]] for name in ("to", "tags") if isinstance(track.get(name), str)}
+    checked: dict[str, dict[str, Any]] = _validator().validate_python({**values, "data": data, "track": track})
     return Run(**{section: SECTIONS[section](**given) for section, given in checked.items()})
 
 

@@ -171,7 +171,9 @@ def _shape(folder: Path, config: dict[str, Any]) -> Shape:
         return shape_from_hf(config)
     except (ValueError, KeyError) as error:
         raise BadConfig(
-            f"{folder}/config.json is not of a family known here", str(error), "gpt2 and llama are"
+            f"{folder}/config.json is not that of a model which can be built here",
+            str(error),
+            "use the whole folder of a GPT-2 or Llama model, as transformers saves it",
         ) from error
 
 

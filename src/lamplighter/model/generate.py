@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from lamplighter.model.cpu import decode_linear, decode_linear_t
 from lamplighter.model.recompute import RecomputedForward
+from lamplighter.model.row_cache import RowCache
 from lamplighter.model.transformer import GPT2Layer, KVCache, LlamaLayer, Transformer, rotary_cos_sin
 
 _LIKELY = 512  # how many of the likeliest tokens are looked at before all are sorted for top_p
@@ -265,9 +266,9 @@ def _is_plain(part: nn.Module) -> bool:
 
 
 class Decoder:
-    """A model and its cache, one token at a time. `step` moves the cache's position."""
+    """A model and its cache, one token at a time. `step` moves the cache's position; of a RowCache, each row's own."""
 
-    def __init__(self, model: Transformer, cache: KVCache) -> None:
+    def __init__(self, model: Transformer, cache: KVCache | RowCache) -> None:
         self.shape, self.cache, self.head_VC = model.shape, cache, model.head_weight().detach()
         if model.shape.family == "gpt2":
             body = model.transformer
@@ -286,10 +287,14 @@ class Decoder:
     @torch.inference_mode()
     def step(self, ids_B: Tensor) -> Tensor:
         """Logits [B, V] after one more id per row."""
-        if self.cache.position >= self.cache.length:
+        furthest = self.cache.furthest if isinstance(self.cache, RowCache) else self.cache.position
+        if furthest >= self.cache.length:
             raise ValueError(f"one more token does not fit the cache's {self.cache.length}")
         x_BC = self.gpt2_step(ids_B) if self.shape.family == "gpt2" else self.llama_step(ids_B)
-        self.cache.position += 1
+        if isinstance(self.cache, RowCache):
+            self.cache.advance()
+        else:
+            self.cache.position += 1
         return decode_linear(x_BC, self.head_VC)
 
     def gpt2_step(self, ids_B: Tensor) -> Tensor:
@@ -309,6 +314,8 @@ class Decoder:
     def llama_step(self, ids_B: Tensor) -> Tensor:
         shape, B = self.shape, len(ids_B)
         cos_D, sin_D = self.cos_SD[self.cache.position], self.sin_SD[self.cache.position]
+        if isinstance(self.cache, RowCache):  # each row at a place of its own
+            cos_D, sin_D = cos_D[:, None], sin_D[:, None]
         heads, kv_heads = (B, shape.heads, shape.head_width), (B, shape.kv_heads, shape.head_width)
         x_BC = self.embedding[ids_B]
         for layer, part in enumerate(self.llama):
@@ -328,10 +335,13 @@ class Decoder:
 
     def attend(self, layer: int, q_BHD: Tensor, kv_B2KD: Tensor) -> Tensor:
         """Store the new key and value, and attend to all so far; heads that share a key are rows of one query matrix."""
+        q_BKGD = q_BHD.view(len(q_BHD), self.shape.kv_heads, -1, self.shape.head_width)
+        if isinstance(self.cache, RowCache):
+            k_BKSD, v_BKSD = self.cache.put(layer, kv_B2KD)
+            return functional.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, self.cache.mask)
         cache_B2KSD, position = self.cache.stored[layer], self.cache.position
         cache_B2KSD.select(3, position).copy_(kv_B2KD)
         k_BKSD, v_BKSD = cache_B2KSD.narrow(3, 0, position + 1).unbind(1)
-        q_BKGD = q_BHD.view(len(q_BHD), self.shape.kv_heads, -1, self.shape.head_width)
         return functional.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD)
 
 

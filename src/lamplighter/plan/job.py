@@ -164,7 +164,9 @@ def shape_of(run: Run, vocab_size: int | None = None) -> Shape:
         try:
             return shape_from_hf(config)
         except (ValueError, KeyError) as error:
-            raise BadConfig(f"{model.init_from}/config.json", str(error), "gpt2 and llama are known") from error
+            raise BadConfig(
+                f"{model.init_from}/config.json", str(error), "use the whole folder of a GPT-2 or Llama model"
+            ) from error
     sizes: dict[str, Any] = {"kv_heads": model.kv_heads or 0, "mlp_width": model.mlp_width or 0}
     family = model.family if model.family in ("gpt2", "llama") else "gpt2"
     try:

@@ -17,6 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any, TypeVar
+from weakref import WeakSet, finalize
 
 from lamplighter.errors import ChildLost
 from lamplighter.procs import prctl
@@ -86,15 +87,20 @@ class Apart:
     It is started by the first call, and again by the first after its end.
     """
 
+    living: WeakSet[Apart] = WeakSet()  # those that may have a process
+
     def __init__(self, function: Callable[[Any], Any], memory_bytes: int) -> None:
         self.function, self.memory_bytes = function, memory_bytes
         self._pool: ProcessPoolExecutor | None = None
+        self._end: finalize[..., Apart] | None = None  # also where nobody closes it: with the last reference
 
     def call(self, item: Any, deadline_s: float) -> Any:
         """What the function gives or raises; TimeoutError at the deadline, ChildLost where its process dies."""
         if self._pool is None:
+            Apart.living.add(self)
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(1, context, _begin, (os.getpid(), limit_own_memory, (self.memory_bytes,)))
+            self._end = finalize(self, _abandon, self._pool)
         try:
             return self._pool.submit(self.function, item).result(deadline_s)
         except TimeoutError:
@@ -105,9 +111,15 @@ class Apart:
             raise ChildLost("a process apart died", "it was killed, or crashed in native code") from error
 
     def close(self) -> None:
-        if self._pool is not None:
-            _abandon(self._pool)
+        if self._end is not None:
             self._pool = None
+            self._end()
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Before an os._exit: a pool that is still there then is reported as leaked, by a process that Python has started."""
+        for one in list(cls.living):
+            one.close()
 
 
 def _abandon(pool: ProcessPoolExecutor) -> None:

@@ -287,6 +287,11 @@ def memory_total() -> int:
     return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
 
 
+def nvidia_driver() -> str:
+    """The version line of NVIDIA's driver; empty where there is none."""
+    return read("/proc/driver/nvidia/version").split("\n")[0]
+
+
 def trace_scope() -> str:
     """Who may read another process's memory, as Yama says it; empty where it does not."""
     return read("/proc/sys/kernel/yama/ptrace_scope").strip()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lamplighter import report
-from lamplighter.errors import BadData, InputMissing, LampError
+from lamplighter.errors import BadData, InputMissing, LampError, Unreachable
 
 _PEEK_S = 0.2  # how long bytes beyond the announced length are waited for
 _PASSING = {408, 425, 429}  # besides 500 and above
@@ -202,25 +202,25 @@ def _refused(error: urllib.error.HTTPError, url: str) -> Exception:
         advice = (
             "credentials are taken from the URL (https://user:word@host/), or use an fsspec URL such as s3:// or hf://"
         )
-        return InputMissing(f"no permission to read {name}", words, advice)
+        return Unreachable(f"no permission to read {name}", words, advice)
     if error.code in (404, 410):
         return InputMissing(f"no such file: {name}", words, "check the address in data.paths")
-    return InputMissing(f"cannot read {name}", words, "check the address in data.paths")
+    return Unreachable(f"cannot read {name}", words, "check the address in data.paths")
 
 
 def _unreached(reason: object, url: str) -> Exception:
     if isinstance(reason, ssl.SSLCertVerificationError):
         why = f"its certificate cannot be verified: {reason.verify_message}"
-        return InputMissing(f"cannot read {safe_url(url)}", why, "check the address, and the clock of this machine")
+        return Unreachable(f"cannot read {safe_url(url)}", why, "check the address, and the clock of this machine")
     if isinstance(reason, socket.gaierror) and reason.errno == socket.EAI_NONAME:
         return no_host(url, str(reason.strerror))
     if isinstance(reason, BaseException):
         return _lost(reason)
-    return InputMissing(f"cannot read {safe_url(url)}", str(reason), "check the address in data.paths")
+    return Unreachable(f"cannot read {safe_url(url)}", str(reason), "check the address in data.paths")
 
 
 def no_host(url: str, why: str) -> LampError:
-    return InputMissing(
+    return Unreachable(
         f"cannot read {safe_url(url)}: no such host", why, "check the address in data.paths, and the network"
     )
 

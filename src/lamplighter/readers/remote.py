@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from lamplighter import report
-from lamplighter.errors import BadData, InputMissing, LampError
+from lamplighter.errors import BadData, InputMissing, LampError, Unreachable
 from lamplighter.readers.http import ConnectionLost, HttpOpener, RemoteFacts, changed, host_of, no_host, safe_url
 from lamplighter.readers.local import Tell, kind_of
 
@@ -91,7 +91,7 @@ class Retries:
         if left_s <= 0:
             tried = f"{self.attempt - 1} retries in {now - self.since:.0f} s" if self.attempt > 1 else "no retries"
             why = f"byte {at:,}: {reason}; {tried}"
-            raise InputMissing(f"lost {self.name}", why, "look at the network and the server, then run it again")
+            raise Unreachable(f"lost {self.name}", why, "look at the network and the server, then run it again")
         self._say(lost.cause, reason, at, wait)
         with report.phase("wait to try again", total=wait, unit="s") as p:
             while (left := now + wait - time.monotonic()) > 0:
@@ -289,7 +289,7 @@ def _answered(ask: Callable[[], Result], name: str) -> Result:
     except FileNotFoundError as error:
         raise InputMissing(f"no such file: {name}", "its file system says so", "check data.paths") from error
     except PermissionError as error:
-        raise InputMissing(
+        raise Unreachable(
             f"no permission to read {name}", str(error)[:200], "check the credentials of its service"
         ) from error
     except ImportError as error:

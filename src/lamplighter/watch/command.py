@@ -8,6 +8,7 @@ Out: the command with its own output, signals and exit code; what its processes 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -50,6 +51,8 @@ class WatchedCommand:
             stale.unlink(missing_ok=True)
         self.terminal = Terminal.open(run.output)
         self.log = LineFile(run.console)
+        self.metrics = LineFile(run.metrics)
+        self.recorded_step, self.recorded_at, self.attempt = 0, 0.0, 1
         self.streams = [os.dup(fd) if again else fd for fd in (self.terminal.stdout, self.terminal.stderr)]
         self.again = again
         self.began = time.monotonic()
@@ -77,6 +80,7 @@ class WatchedCommand:
         return self.terminal.signals()
 
     def start(self, attempt: int, eager: bool) -> list[Root]:
+        self.attempt, self.recorded_step = attempt, 0
         if self.child is not None:
             self.progress, self.snapshot, self.finding = _ScriptProgress(), None, None
             self.say(f"attempt {attempt}: the command is started again; it must resume by itself")
@@ -117,7 +121,24 @@ class WatchedCommand:
         self.progress.inferred = stall.inferred_phase
         self.progress.look(snapshot)
         self._notice_uninstrumented(snapshot)
+        self._record(snapshot)
         return iter(())
+
+    def _record(self, snapshot: Snapshot) -> None:
+        """A line of metrics.jsonl where steps were made since the last look: what trackers and pages show of it."""
+        made, passed_s = self.progress.steps - self.recorded_step, snapshot.at - self.recorded_at
+        if made <= 0:
+            return
+        values: dict[str, float] = {"train/iter": self.progress.steps, "sys/ram_gb": snapshot.rss_bytes / 1e9}
+        if self.recorded_step:
+            values |= {"train/dt_ms": 1000 * passed_s / made, "time/steps_per_s": made / max(passed_s, 1e-9)}
+        losses = [
+            one.slot.loss for one in snapshot.processes if one.slot is not None and one.slot.loss == one.slot.loss
+        ]
+        values |= {"train/loss": losses[0]} if losses else {}
+        record = {"step": self.progress.steps, "attempt": self.attempt, "t": time.time(), **values}
+        self.metrics.write(json.dumps(record))
+        self.recorded_step, self.recorded_at = self.progress.steps, snapshot.at
 
     def _notice_uninstrumented(self, snapshot: Snapshot) -> None:
         """A Python that has not opened its slot after a while has no agent: said once."""

@@ -52,6 +52,8 @@ def death_verdict(ended: Exit) -> Verdict | None:
     slot = ended.slot
     if slot is None or not ended.code or (slot.worker < 0 and slot.rank < 0):
         return None
+    if was_interrupted(slot):
+        return None
     culprit: dict[str, object] = {"pid": ended.pid, "signal": max(0, -ended.code), "code": max(0, ended.code)}
     if slot.worker >= 0:
         cause = "worker_exit" if ended.code > 0 else "worker_sigkill"
@@ -73,6 +75,11 @@ def death_verdict(ended: Exit) -> Verdict | None:
         evidence=(),
         culprit={**culprit, "rank": slot.rank},
     )
+
+
+def was_interrupted(slot: Slot) -> bool:
+    """Its user's Ctrl+C reached it: that is no fault of its own, and of the item that a worker had in hand neither."""
+    return re.match(r"(item [^:]*: )?KeyboardInterrupt", slot.error) is not None
 
 
 _WORKER_ERROR = re.compile(r"(?:Caught (\w+) in DataLoader worker process (\d+))")

@@ -90,9 +90,9 @@ class GroupSample:
     def graph(self) -> WaitGraph:
         """Every thread with what it waits for."""
         gone = tuple(
-            Gone(one.pid, how_it_ended(one), self.last.at - one.at)
+            Gone(one.pid, f"{_rank_words(one)}{how_it_ended(one)}", self.last.at - one.at)
             for one in self.last.exits
-            if (one.code != 0 or _was_rank(one)) and self.last.at - one.at < _RECENT_S
+            if (one.code != 0 or _rank_words(one)) and self.last.at - one.at < _RECENT_S
         )
         return WaitGraph(tuple(map(self._waiting, self.last.processes)), self.waits.commands, gone)
 
@@ -164,17 +164,15 @@ def _has_run(wait: ThreadWait, before: ThreadLook | None, now: ThreadLook | None
 
 def how_it_ended(ended: Exit) -> str:
     """was killed by signal 9 (out of memory)"""
-    rank = f"(rank {ended.slot.rank}) " if ended.slot is not None and _was_rank(ended) else ""
     if ended.code is None:
-        return f"{rank}has ended"
+        return "has ended"
     memory = ", out of memory" if ended.out_of_memory else ""
-    how = f"was killed by signal {-ended.code}{memory}" if ended.code < 0 else f"has ended with exit code {ended.code}"
-    return f"{rank}{how}"
+    return f"was killed by signal {-ended.code}{memory}" if ended.code < 0 else f"has ended with exit code {ended.code}"
 
 
-def _was_rank(ended: Exit) -> bool:
+def _rank_words(ended: Exit) -> str:
     """A rank that has left, with whatever code, may be who the others wait for."""
-    return ended.slot is not None and ended.slot.rank >= 0
+    return f"(rank {ended.slot.rank}) " if ended.slot is not None and ended.slot.rank >= 0 else ""
 
 
 # ---------------------------------------------------------------- as a file

@@ -7,6 +7,7 @@ Out: frames drawn by rich into the console's stream.
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections import deque
 
@@ -22,6 +23,7 @@ from lamplighter.watch.status import Status, alert, chart, duration, sentence, s
 
 _SPINNER = "◐◓◑◒"
 _LAST_WORDS = 5  # of a page that is left
+_COMMAND = re.compile(r"(^|; |  )(next|or|the whole run): ")  # a line that is there to be pasted into a shell
 
 
 class Live:
@@ -36,13 +38,16 @@ class Live:
         self.frames = 0
 
     def line(self, stamp: str, text: str, style: str) -> None:
-        """Broken between words where it must be, each part under the first."""
+        """Broken between words where it must be, each part under the first; a command is left to the terminal to break."""
+        if _COMMAND.search(text):
+            _print_whole(self.console, Text(stamp + text, style=style))
+            return
         body = text.lstrip(" ")
         before = stamp + " " * (len(text) - len(body))
         parts = Text(body, style=style).wrap(self.console, max(20, self.console.width - len(before)), overflow="fold")
         for part in parts or [Text()]:
             part.rstrip()
-            self.console.print(Text(before, style=style).append_text(part), no_wrap=True, overflow="ignore", crop=False)
+            _print_whole(self.console, Text(before, style=style).append_text(part))
             before = " " * len(before)
 
     def frame(self, status: Status) -> None:
@@ -121,7 +126,10 @@ class Page:
             self.live.stop()
             self.open = False
         for text in [*self.said][-_LAST_WORDS:]:
-            self.console.print(text, overflow="fold")
+            if _COMMAND.search(text.plain):
+                _print_whole(self.console, text)
+            else:
+                self.console.print(text, overflow="fold")
 
     def _draw(self, status: Status) -> list[Text | Table]:
         width, height = self.console.size
@@ -133,12 +141,17 @@ class Page:
         if (slot := status.slot) is not None and slot.steps > 0:
             rows.append(_bar(float(slot.step), float(slot.steps), status, width))
         if status.training and len(status.losses) > 1:
-            tall = max(1, min(8, (height - len(rows)) // 4))
+            tall = max(1, min(24, (height - len(rows)) // 3))
             rows += [Text(row, style="green") for row in chart(status.losses, width - 2, tall)]
             rows.append(_curve(status, width))
         rows += [part for text in self.sample for part in text.wrap(self.console, width)][: height // 3]
         said = [part for text in self.said for part in text.wrap(self.console, width)]
         return rows + said[len(said) - max(0, height - len(rows)) :]
+
+
+def _print_whole(console: RichConsole, text: Text) -> None:
+    """Without a newline of ours in it, however long it is."""
+    console.print(text, no_wrap=True, overflow="ignore", crop=False)
 
 
 def _bar(done: float, total: float, status: Status, width: int) -> Table:

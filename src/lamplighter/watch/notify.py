@@ -1,4 +1,4 @@
-"""Telling somebody who is not looking: a command or a webhook, bounded, never in the way.
+"""Telling somebody who is not looking: a command, a webhook, Slack, Discord, ntfy or mail, bounded, never in the way.
 
 In:  the events that matter: stuck, dead, diverged, budget, finished.
 Out: the event as JSON, on the command's stdin or in a POST, tried again with growing pauses; what could not be told is said.
@@ -15,8 +15,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import IO, Any
+
+from lamplighter.watch import services
 
 _DEADLINE_S = 10.0  # of one try
 _PAUSES_S = (1.0, 4.0, 16.0)  # before the second, third and fourth try
@@ -113,8 +115,11 @@ class Notifier:
     def _deliver(self, message: dict[str, Any]) -> None:
         target = str(self.target)
         try:
-            if target.startswith(("http://", "https://")):
-                _within(_DEADLINE_S, lambda: _post(target, json.dumps(message).encode()))
+            sent = services.letter(target, message)
+            if sent is not None and sent.mail:
+                _within(_DEADLINE_S, lambda: services.send_mail(sent))
+            elif sent is not None:
+                _within(_DEADLINE_S, lambda: _post(sent.address, sent.body, sent.headers))
             else:
                 self._run(target, message)
         except _Undelivered:
@@ -187,7 +192,7 @@ def _within(deadline_s: float, act: Callable[[], None]) -> None:
         raise raised[0]
 
 
-def _post(target: str, data: bytes) -> None:
+def _post(target: str, data: bytes, headers: Mapping[str, str]) -> None:
     """2xx or an error; a redirect is one too, because a POST that follows it arrives as an empty GET."""
     import base64
     import urllib.error
@@ -200,12 +205,12 @@ def _post(target: str, data: bytes) -> None:
         def redirect_request(self, *_: Any) -> None:
             return None
 
-    headers, address = {"Content-Type": "application/json"}, urllib.parse.urlsplit(target)
+    sent, address = dict(headers), urllib.parse.urlsplit(target)
     if address.username is not None:  # user:password@host: urllib would take them for a part of the host's name
         pair = f"{urllib.parse.unquote(address.username)}:{urllib.parse.unquote(address.password or '')}"
-        headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
+        sent["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
         target = address._replace(netloc=address.netloc.rpartition("@")[2]).geturl()
-    request = urllib.request.Request(target, data, headers)
+    request = urllib.request.Request(target, data, sent)
     try:
         with urllib.request.build_opener(Refuse).open(request, timeout=_DEADLINE_S):
             return

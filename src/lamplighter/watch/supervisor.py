@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lamplighter import first_words, read_back
 from lamplighter.errors import DONE, STOPPED_EARLY
 from lamplighter.procs import procfs
 from lamplighter.report import Verdict
-from lamplighter.rundir import VERSIONS, LineFile, RunDir, cannot_write, identity, read_lines, write_json
+from lamplighter.rundir import VERSIONS, LineFile, RunDir, cannot_write, identity, last_attempt, write_json
 from lamplighter.safe_text import mask_record
 from lamplighter.slot import read_slot
 from lamplighter.watch import end_diagnosis
@@ -38,6 +38,10 @@ from lamplighter.watch.resources import ResourceWatch
 from lamplighter.watch.restart_policy import Decision, RestartPolicy
 from lamplighter.watch.stall import CLOSE_LOOK_S, LOOK_EVERY_S, STALL_S, StallDetector, explain, keep_text, take_all
 from lamplighter.watch.status import standing_flags, tell, tell_flags
+
+if TYPE_CHECKING:
+    from lamplighter.config import Track
+    from lamplighter.watch.trackers.following import Following
 
 _PROVED_S = 1.5  # every look for so long must find the same proof before anything is done about it
 _STATUS_EVERY_S = 0.9
@@ -161,14 +165,18 @@ class Target(Protocol):
 class Supervisor:
     """One process tree and all that is known about it."""
 
-    def __init__(self, run: RunDir, target: Target, policy: RestartPolicy, notify: str | None = None) -> None:
+    def __init__(
+        self, run: RunDir, target: Target, policy: RestartPolicy, notify: str | None = None, track: Track | None = None
+    ) -> None:
         self.run, self.target, self.policy, self.facts = run, target, policy, target.facts
         for stale in run.ask.iterdir():  # requests to an attempt that is over
             with contextlib.suppress(OSError):  # a folder, which is no request
                 stale.unlink(missing_ok=True)
-        self.attempt = 1 + sum(event.get("type") == "start" for event in read_lines(run.events))
+        self.attempt = 1 + last_attempt(run)
         self.events = LineFile(run.events)
         self.notifier = Notifier(notify, run.name, lambda text: target.say(text, "bold yellow"))
+        self.track = track
+        self.following: Following | None = None
         self.stall = StallDetector(run, self.facts.ours)
         self.processes: list[RootProcess] = []
         self.pidfds: list[int] = []
@@ -230,6 +238,10 @@ class Supervisor:
         self.pidfds = [fd for pid in pids if (fd := open_pidfd(pid)) >= 0]
         own = {root.process.pid: root.slot for root in roots if root.slot is not None}
         self.tree = ProcessTree(pids, self.run.slots, own)
+        if self.track is not None and self.track.to and self.following is None:
+            from lamplighter.watch.trackers.following import Following  # few runs have a tracker
+
+            self.following = Following(self.run, self.track, self.target.say)
 
     def _ended(self) -> bool:
         """Wait for the next look, a signal or the end. While a script counts its work, half as often is enough."""
@@ -272,6 +284,8 @@ class Supervisor:
         self.stall.look(self.tree, self.snapshot)
         self._hear()
         self._name_stall()
+        if self.following is not None:
+            self.following.look()
         self.target.show(time.monotonic() - self.stop_at if self.stop_reason else None)
         if time.monotonic() - self.status_at > _STATUS_EVERY_S:
             self._write_status("stopping" if self.stop_reason else "running")
@@ -383,7 +397,8 @@ class Supervisor:
         self._write_event(event)
         told = tell(event)
         self.target.say("\n".join(text for text, _ in told), told[0][1], urgent=True)
-        self.notifier.tell(verdict.state, verdict.why, cause=verdict.cause, action=verdict.action, **self._outlook())
+        told_more = {"cause": verdict.cause, "action": verdict.action, "next": verdict.next}
+        self.notifier.tell(verdict.state, verdict.why, **told_more, **self._outlook())
 
     def _hear(self) -> None:
         """What the processes report, and who of those that they started has ended."""
@@ -393,8 +408,8 @@ class Supervisor:
             self.resources.hear(event)
             if event.get("type") == "verdict" and not event.get("said"):
                 kind = "budget" if event.get("cause") in ("budget", "budget_short") else event.get("state", "")
-                advice = {"next": event.get("next", "")} if kind == "budget" else {}
-                self.notifier.tell(kind, event.get("why", ""), cause=event.get("cause"), **advice, **self._outlook())
+                advice = {"cause": event.get("cause"), "next": event.get("next", "")}
+                self.notifier.tell(kind, event.get("why", ""), **advice, **self._outlook())
         if not self.facts.ours:
             self._hear_exits()
 
@@ -427,7 +442,7 @@ class Supervisor:
             self._say_verdict(end_diagnosis.killed_verdict(root.pid, code, memory, self.largest_bytes))
             return
         slots = read_slots(self.run.slots)
-        failed = [slot for slot in slots.values() if slot.error and not slot.error.startswith("KeyboardInterrupt")]
+        failed = [slot for slot in slots.values() if slot.error and not end_diagnosis.was_interrupted(slot)]
         if failed:
             first = next((slot for slot in failed if slot.worker >= 0), min(failed, key=lambda slot: slot.pid))
             self._say_verdict(end_diagnosis.error_verdict(first, slots))
@@ -562,6 +577,8 @@ class Supervisor:
             "child_pid": self.processes[0].pid if self.processes else None,
             **extra,
         }
+        if self.following is not None:
+            status["track"] = self.following.status(int(status["step"]))
         status["eta_s"] = status["eta_s"] if state == "running" else None
         try:
             write_json(self.run.status, mask_record(status), durable=False)
@@ -579,6 +596,8 @@ class Supervisor:
         self._guarded(lambda: self._write_end(outcome))
         self.notifier.tell(outcome.state, outcome.words, code=outcome.code)
         self.notifier.close()
+        if self.following is not None:
+            self.following.close(self.target.state().step)
         self.target.close(outcome)
         return outcome.code
 

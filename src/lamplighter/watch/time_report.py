@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamplighter.config import Budget
-from lamplighter.rundir import RunDir, read_events, write_atomic
+from lamplighter.rundir import RunDir, human_bytes, read_events, unread_events, write_atomic
 from lamplighter.safe_text import clean, safe
 from lamplighter.watch.status import duration
 
@@ -23,7 +23,9 @@ class TimeReport:
     wall_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     attempts: int = 0
-    redone_steps: int = 0
+    redone_steps: int = 0  # after a kill
+    returned_steps: int = 0  # after --resume checkpoint-N
+    unread_bytes: int = 0  # of events.jsonl, before what was read: the oldest attempts are not in here
 
     @property
     def unexplained_s(self) -> float:
@@ -44,7 +46,7 @@ class _Attempt:
 def read_time_report(run: RunDir) -> TimeReport:
     """Add up the attempts."""
     attempts: list[_Attempt] = []
-    redone = 0
+    redone = returned = last_redone = 0
     for event in read_events(run):
         kind, t = event.get("type"), float(event.get("t", 0.0))
         if kind == "start":
@@ -64,8 +66,12 @@ def read_time_report(run: RunDir) -> TimeReport:
         ):
             now.was_stuck = True
         elif kind == "resumed":
-            redone += event.get("redone_steps") or 0
-    times = TimeReport(attempts=len(attempts), redone_steps=redone)
+            redone += (last_redone := event.get("redone_steps") or 0)
+        elif kind == "went back":  # follows `resumed`: it was asked for
+            redone, returned, last_redone = redone - last_redone, returned + last_redone, 0
+    times = TimeReport(
+        attempts=len(attempts), redone_steps=redone, returned_steps=returned, unread_bytes=unread_events(run)
+    )
     for one in attempts:
         _add(times, one)
     return times
@@ -111,6 +117,14 @@ def lines(times: TimeReport, budget: Budget, most: int | None = None) -> list[st
     table.append(f"{'all':<32} {duration(times.wall_s):>9}  100.0%{_cents(times.wall_s, budget)}")
     if times.redone_steps:
         table.append(f"{times.redone_steps} steps were done twice, because of a kill between two saves")
+    if times.returned_steps:
+        table.append(
+            f"{times.returned_steps} steps were done twice, because --resume went back to an earlier checkpoint"
+        )
+    if times.unread_bytes:
+        table.append(
+            f"without the oldest {human_bytes(times.unread_bytes)} of events.jsonl, which are too many to read"
+        )
     return table
 
 
@@ -185,6 +199,13 @@ def write_report(run: RunDir, times: TimeReport, budget: Budget, outcome: str, f
     """report.md: the outcome, the facts, the red flags, the times. Empty, or why it cannot be written."""
     parts = [f"# {run.name}", "", outcome, ""]
     parts += [f"- {name}: {value}" for name, value in facts.items()]
+    if (run.path / "curves.svg").exists():
+        parts += [
+            "",
+            "![loss, learning rate and tokens per second](curves.svg)",
+            "",
+            "The curves to look into: [report.html](report.html)",
+        ]
     parts += ["", *flags_section(read_events(run))]
     parts += [f"## Where the time went ({times.attempts} attempt{'s' if times.attempts != 1 else ''})", "", "```"]
     parts += [*lines(times, budget), "```", ""]

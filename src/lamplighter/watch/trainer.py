@@ -14,9 +14,11 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lamplighter import device_faults, read_back
@@ -41,6 +43,7 @@ from lamplighter.safe_text import clean
 from lamplighter.slot import Slot, read_slot
 from lamplighter.watch import time_report
 from lamplighter.watch.console import Console
+from lamplighter.watch.curves import CurveSketch
 from lamplighter.watch.process_tree import Snapshot
 from lamplighter.watch.stall import StallDetector
 from lamplighter.watch.status import Observer, Tail, duration, line, tell, tell_step
@@ -71,6 +74,8 @@ class ChildSpec:
     verb: str
     request: dict[str, Any]
     resume_command: str = ""
+    left_out: str = ""  # in words, what of it is to be given again
+    steps: int | None = None  # as they were given, where they were
     budget: Budget = field(default_factory=Budget)
     grace_s: float = 30.0
     began: float = field(default_factory=time.time)
@@ -80,6 +85,7 @@ class ChildSpec:
     result_fd: int = -1
     child_stdin: int = subprocess.DEVNULL
     ranks: int = 1
+    restarts: bool = False  # a child that dies is started again, though it trains nothing: a server
 
 
 class Trainer:
@@ -99,6 +105,7 @@ class Trainer:
         self.status = self.observer.status
         self.status.started = self.began
         self.output = Tail(run.output, from_end=True)
+        self.sketch = CurveSketch(run) if spec.keeps_report else None
         self.interrupts, self.signalled = 0, ""
         self.oom_before = procfs.oom_kills()
         self.peak_bytes = 0
@@ -135,7 +142,20 @@ class Trainer:
             self.say(f"attempt {attempt}: going on from step {self.durable_before}", "bold")
         prctl.adopt_orphans()
         self.processes = [self._spawn_rank(rank, attempt) for rank in self.ranks]
+        if self.spec.keeps_report:
+            threading.Thread(
+                target=self._record_environment, args=(attempt,), name="lamp-environment", daemon=True
+            ).start()
         return [Root(process, self.run.slot(rank)) for rank, process in enumerate(self.processes)]
+
+    def _record_environment(self, attempt: int) -> None:
+        """Beside the start of the child: git may take a while."""
+        from lamplighter.watch import environment
+
+        changed = environment.record(self.run, attempt, Path.cwd())
+        if changed:
+            more = f" and {len(changed) - 8} more, in environment.json" if len(changed) > 8 else ""
+            self.say(f"note  changed since the attempt before: {'; '.join(changed[:8])}{more}")
 
     def _spawn_rank(self, rank: int, attempt: int) -> subprocess.Popen[bytes]:
         spec, fifo = self.spec, self.run.fifo(rank)
@@ -231,6 +251,8 @@ class Trainer:
                 self.say(text, style)
             yield {**event, "rank": rank}
         self.foretold_s = self.status.end_s or self.foretold_s
+        if self.sketch is not None:
+            self.sketch.look(self.status.floor)
         for record in self.observer.fresh if self.spec.verbose else []:
             self.say(tell_step(record), "dim")
         fresh = self.output.lines()
@@ -275,7 +297,7 @@ class Trainer:
             "now": line(self.status),
             "phase": slot.phase if slot else "start",
             "step": step,
-            "steps": slot.steps if slot and told else before.get("steps") or 0,
+            "steps": slot.steps if slot and told else self.spec.steps or before.get("steps") or 0,
             "tokens": slot.tokens if slot and told else before.get("tokens") or 0,
             "tokens_per_s": round(slot.tokens_per_s, 1) if slot else 0.0,
             "documents": slot.documents if slot and told else int(number(before.get("documents"))),
@@ -344,7 +366,11 @@ class Trainer:
         slot, (step, _) = self.slot, self._standing()
         culprit: dict[str, object]
         passing = code == CRASHED and slot is not None and bool(slot.passing)
-        if not (self._lost(code) or passing) or not self.spec.keeps_report or self.interrupts > 1:
+        if (
+            not (self._lost(code) or passing)
+            or not (self.spec.keeps_report or self.spec.restarts)
+            or self.interrupts > 1
+        ):
             return None
         fault = _fault_of(slot.error) if slot is not None and passing else None
         if slot is not None and fault is not None:
@@ -445,9 +471,13 @@ class Trainer:
             CRASHED: f"the process crashed{where}{safe}",
             FAULTS_FOUND: f"faults were found{safe}",
             RefusedByPlan.code: f"refused by the plan{safe}",
-            NoCheckpoint.code: "there is no valid checkpoint to go on from",
+            NoCheckpoint.code: self._no_checkpoint(),
         }
         return words.get(code, f"ended with exit code {code}{safe}")
+
+    def _no_checkpoint(self) -> str:
+        asked = self.spec.request.get("resume", "auto")
+        return f"it cannot go on from {asked}" if asked != "auto" else "there is no valid checkpoint to go on from"
 
     def _safe(self) -> str:
         """What of a training is on the disk; other verbs know themselves what they have written."""
@@ -476,6 +506,8 @@ class Trainer:
         self.say("; ".join(f"{name} {value}" for name, value in self._statistics().items()))
         if not self.run.path.is_dir():  # taken away: the words above are all that is left
             return
+        if self.sketch is not None:
+            self.sketch.write_all(self.status.floor)
         if problem := time_report.write_report(self.run, times, self.spec.budget, outcome.words, facts):
             self.say(f"WARNING  {self.run.report} cannot be written: {problem}", "bold yellow")
 
@@ -504,6 +536,8 @@ class Trainer:
         if outcome.code != DONE and self.spec.resume_command and outcome.code not in _NOT_BY_RESUMING:
             more = self.spec.budget.enough_for(self.foretold_s or 2 * self.spent_s) if self._spent_all else ""
             self.say(f"next: {with_settings(self.spec.resume_command, more)}", "bold")
+            if self.spec.left_out:
+                self.say(self.spec.left_out)
 
 
 def _fault_of(last_words: str) -> Fault | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lamplighter import report
-from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
+from lamplighter.errors import BadConfig, BadData, InputMissing, LampError, Unreachable
 from lamplighter.readers.bad_records import BadInReading, BadRecords
 from lamplighter.readers.local import hash_files, local_file
 from lamplighter.readers.records import Cursor, Position, Record, check_text, digest, in_parts, text_of
@@ -218,7 +218,7 @@ def _open_hub(datasets: Any, name: str, data: Data, p: report.Phase) -> _Opened:
         except LampError as error:
             why = f"{host.hostname} cannot be reached ({fault}), and there is no copy of it on this machine"
             advice = "check the network, or name a folder that holds the dataset: dataset:/path/to/folder"
-            raise InputMissing(f"cannot open dataset {name}", why, advice) from error
+            raise Unreachable(f"cannot open dataset {name}", why, advice) from error
         report.warn(f"{host.hostname} cannot be reached ({fault}): the copy of {name} on this machine is read")
     report.note(f"dataset {name}, split {split}: counts as changed when its revision changes ({revision})")
     info = (found.info.splits or {}).get(split) if found.info else None

@@ -1,0 +1,154 @@
+"""What looking costs: sending 100,000 steps to each tracker, the page's weight, its drawing, the server's memory over many runs.
+
+In:  nothing (the metrics are made up; the trackers, the server and the browser are real).
+Out: seconds, kilobytes, megabytes and frames a second, each beside its goal; --json keeps them.
+
+    python benchmarks/looking.py [--steps 100000] [--runs 50] [--json benchmarks/results/looking.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PAGE = Path(__file__).parents[1] / "src" / "lamplighter" / "dash" / "page"
+LINE = ('{"step": %d, "attempt": 1, "t": %r, "train/loss": %r, "train/lr": 0.0003, "train/grad_norm": 0.92, "train/iter": %d, "train/dt_ms": 17.95,'
+        ' "train/tok_per_sec": 7130.7, "train/mfu": 0.31, "train/tokens": %d, "train/epoch": 0.0015, "train/pad_frac": 0.0, "train/data_wait_ms": 0.04}\n')  # fmt: skip
+DRAW = """async () => {
+  const { Chart } = await import('/page/chart.js');
+  const n = 100000, x = Float64Array.from({ length: n }, (_, i) => i), y = Float64Array.from({ length: n }, (_, i) => 5 / (1 + i / 9000) + Math.random());
+  const host = document.createElement('div'); host.className = 'plot'; host.style.width = '1200px'; host.style.height = '330px'; document.body.append(host);
+  const shared = { charts: new Set(), hover: null, range: null, log: false, smooth: 0, x: 'step', zoom() {} };
+  const chart = new Chart(host, shared);
+  const began = performance.now(); chart.curves = [{ x, y, label: 'loss' }]; chart.draw(); const first = performance.now() - began;
+  const from = performance.now(); let frames = 0;
+  while (performance.now() - from < 2000) { shared.range = [frames * 50, 60000 + frames * 50]; chart.draw(); frames++; await new Promise(requestAnimationFrame); }
+  return { first_ms: first, fps: frames / ((performance.now() - from) / 1000) };
+}"""
+
+
+def write_run(path: Path, steps: int) -> None:
+    for folder in ("stacks", "ask", "checkpoints", "slots"):
+        (path / folder).mkdir(parents=True)
+    (path / "events.jsonl").write_text('{"type": "start", "t": 1700000000.0, "attempt": 1}\n')
+    (path / "status.json").write_text(
+        json.dumps({"state": "finished", "step": steps, "steps": steps, "format": 1, "numerics": 2})
+    )
+    with open(path / "metrics.jsonl", "w") as file:
+        file.writelines(LINE % (n, 1.7e9 + n, 5 / (1 + n / 9000), n, 2048 * n) for n in range(1, steps + 1))
+
+
+def backfill(folder: Path, tracker: str) -> tuple[float, float]:
+    """Wall seconds and CPU seconds of `lamp track`, the start of the process and the import of the library included."""
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    words = [sys.executable, "-m", "lamplighter", "track", "r", "--to", tracker, "--offline"]
+    env = {**os.environ, "TRACKIO_DIR": str(folder / "trackio"), "WANDB_MODE": "offline"}
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.monotonic() - began, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def measure_server(folder: Path, runs: int) -> dict[str, Any]:
+    """Start to first answer; memory after few runs were looked at, and after all of them."""
+    began = time.monotonic()
+    log = folder / "dash.txt"
+    with open(log, "w") as out:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "lamplighter", "dash", "--port", "0"], cwd=folder, stdout=out, stderr=out
+        )
+    try:
+        while not (found := re.search(r"open (http://\S+)", log.read_text())):
+            time.sleep(0.01)
+        address = found[1]
+        urllib.request.urlopen(address).read()
+        opens_s = time.monotonic() - began
+        process, sizes, answers = psutil.Process(server.pid), [], []
+        for number in range(runs):
+            key = urllib.parse.quote(f"0/many{number}" if number else "0/r")
+            asked = time.monotonic()
+            for path in (f"api/run?run={key}", f"api/series?run={key}&names=train/loss,train/lr,train/mfu"):
+                urllib.request.urlopen(address + path).read()
+            answers.append(time.monotonic() - asked)
+            sizes.append(process.memory_info().rss / 1e6)
+        told = {"opens_s": opens_s, "answer_s": sorted(answers)[len(answers) // 2], "memory_5_mb": sizes[min(9, len(sizes) - 1)], "memory_all_mb": sizes[-1], "memory_max_mb": max(sizes)}  # fmt: skip
+        return {**told, **_in_a_browser(address)}
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _in_a_browser(address: str) -> dict[str, Any]:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        return {}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        page, weight = browser.new_page(viewport={"width": 1300, "height": 900}), []
+        page.on(
+            "response",
+            lambda answer: (
+                weight.append(len(answer.body())) if "/page/" in answer.url or answer.url == address else None
+            ),
+        )
+        began = time.monotonic()
+        page.goto(address)
+        page.wait_for_selector("tbody tr")
+        shown_s = time.monotonic() - began
+        drawn = page.evaluate(DRAW)
+        browser.close()
+    return {"page_kb": sum(weight) / 1e3, "shown_s": shown_s, **drawn}
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--steps", type=int, default=100_000)
+    flags.add_argument("--runs", type=int, default=50)
+    flags.add_argument("--json", type=Path)
+    given = flags.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        write_run(folder / "runs" / "r", given.steps)
+        found: dict[str, Any] = {"steps": given.steps, "load": os.getloadavg()[0]}
+        for tracker in ("csv", "tensorboard", "trackio", "wandb"):
+            wall_s, cpu_s = backfill(folder, tracker)
+            found[f"{tracker}_s"], found[f"{tracker}_cpu_s"] = wall_s, cpu_s
+            print(
+                f"backfill of {given.steps:,} steps to {tracker:<12} {wall_s:6.1f} s wall, {cpu_s:6.1f} s of CPU (goal 30 s)",
+                flush=True,
+            )
+        for number in range(1, given.runs):
+            os.link(folder / "runs" / "r" / "metrics.jsonl", _linked(folder, number))
+        found |= {"runs": given.runs, **measure_server(folder, given.runs)}
+    for name, value in found.items():
+        print(f"{name:<18} {value:,.4g}")
+    if given.json:
+        import measured
+
+        measured.keep(given.json, found)
+
+
+def _linked(folder: Path, number: int) -> Path:
+    """The same numbers under another name: what counts is that they are read and kept anew."""
+    path = folder / "runs" / f"many{number}"
+    path.mkdir()
+    (path / "events.jsonl").write_text('{"type": "start", "t": 1700000000.0, "attempt": 1}\n')
+    return path / "metrics.jsonl"
+
+
+if __name__ == "__main__":
+    main()

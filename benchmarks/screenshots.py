@@ -1,0 +1,72 @@
+"""The pictures of docs/dash.md and of the README, from real runs, in a real browser.
+
+In:  nothing: two demo runs are trained.
+Out: docs/dash.jpg, docs/compare.jpg, docs/dash_phone.jpg.
+
+    python benchmarks/screenshots.py
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+LAMP = [sys.executable, "-m", "lamplighter"]
+SHOTS = (
+    ("dash.jpg", "#/run/0%2Ffoggy", 1280, 830, "light", 62),
+    ("compare.jpg", "#/compare/0%2Ffoggy|0%2Fnarrow", 1280, 900, "light", 55),
+    ("dash_phone.jpg", "#/run/0%2Ffoggy", 390, 844, "dark", 60),
+)
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as place:
+        common = [
+            "--preset",
+            "demo",
+            "--budget.usd_per_hour",
+            "0.6",
+            "--eval.every_steps",
+            "10",
+            "--train.steps",
+            "240",
+        ]
+        for name, more in (("foggy", []), ("narrow", ["--model.width", "64", "--model.heads", "2"])):
+            subprocess.run(
+                [*LAMP, "train", "--run", name, *common, *more], cwd=place, check=True, stdout=subprocess.DEVNULL
+            )
+        log = Path(place) / "dash.txt"
+        with open(log, "w") as out:
+            server = subprocess.Popen([*LAMP, "dash", "--port", "0"], cwd=place, stdout=out, stderr=out)
+        try:
+            while not (found := re.search(r"open (http://\S+)", log.read_text())):
+                time.sleep(0.05)
+            with sync_playwright() as playwright:
+                _shoot(playwright, found[1])
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _shoot(playwright: Any, address: str) -> None:
+    browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+    for name, where, width, height, scheme, quality in SHOTS:
+        page = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme).new_page()
+        page.goto(address + where)
+        page.wait_for_selector(".plot canvas")
+        page.wait_for_timeout(1500)
+        page.screenshot(path=str(DOCS / name), type="jpeg", quality=quality)
+        print(f"{DOCS / name}: {(DOCS / name).stat().st_size / 1e3:.0f} kB")
+    browser.close()
+
+
+if __name__ == "__main__":
+    main()

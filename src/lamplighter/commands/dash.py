@@ -1,0 +1,63 @@
+"""lamp dash: the web page over all runs, live.
+
+In:  one or more folders of runs, an address to listen at.
+Out: the address, and the line for another machine; then a server until Ctrl+C.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+
+from lamplighter import first_words
+from lamplighter.commands import write
+from lamplighter.commands.arguments import many, parse
+from lamplighter.errors import DONE, InputMissing
+
+PORT = 8470
+
+
+def _dash_flags(*, port: int = PORT, host: str = "127.0.0.1", token: str = "", name: str | None = None) -> None:
+    """Where to listen."""
+
+
+def dash(words: list[str]) -> int:
+    """Serve until somebody ends it."""
+    rest, several = many(words, "runs-dir")
+    flags = parse("dash", _dash_flags, rest)
+    from lamplighter import web_access
+
+    sock = web_access.listen(flags["host"], flags["port"], next_free=flags["port"] == PORT)
+    port = sock.getsockname()[1]
+    names = frozenset([flags["name"]] if flags["name"] else [])
+    access = web_access.grant(flags["host"], port, flags["token"], names=names)
+    first_words.doing("loading the server")
+    try:
+        import uvicorn
+
+        from lamplighter.dash.facts import RunsDir
+        from lamplighter.dash.server import Dash
+    except ImportError as error:
+        raise InputMissing(
+            "lamp dash needs starlette and uvicorn", str(error), "pip install 'lamplighter[web]'"
+        ) from error
+    dirs = [RunsDir(place, Path(one)) for place, one in enumerate(several["runs-dir"] or ["runs"])]
+    for one in dirs:
+        if not one.path.is_dir():
+            write(1, f"note: there is no folder {one.path} yet; its runs are shown as soon as there are any\n")
+    first_words.end()
+    write(1, "\n".join([*web_access.how_to_open(access), "Ctrl+C ends the page; runs are not touched by it"]) + "\n")
+    config = uvicorn.Config(
+        web_access.guard(Dash(dirs).app(), access), log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+
+    def leave(_: int, __: FrameType | None) -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)
+    server.run(sockets=[sock])
+    write(1, "the page has ended\n")
+    return DONE

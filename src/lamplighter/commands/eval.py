@@ -1,0 +1,268 @@
+"""lamp eval: how good a model is, by tasks on local files.
+
+In:  a run, a model folder or a hub name; tasks and the folder with their data.
+Out: a table or JSON on stdout, and one file per task in the run's evaluations/. The model runs in a child, under watch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamplighter import report
+from lamplighter.commands.arguments import many, parse
+from lamplighter.commands.model_folder import folders_of, load_candidate, located, resolved_model
+from lamplighter.errors import DONE, InputMissing, LampError, UsageError
+from lamplighter.rundir import (
+    CACHE_NAME,
+    RunDir,
+    is_running,
+    read_record,
+)
+
+if TYPE_CHECKING:
+    from lamplighter.data.token_cache.reader import CachedStream, Tokens
+    from lamplighter.evaluate.evaluation import Candidate
+    from lamplighter.evaluate.items import Task
+
+SUITES = {
+    "quick": ("held-back", "hellaswag", "lambada", "arc_easy", "piqa"),
+    "comprehensive": (
+        "held-back",
+        "hellaswag",
+        "lambada",
+        "mmlu",
+        "arc_easy",
+        "arc_challenge",
+        "piqa",
+        "rouge",
+        "period",
+        "wikitext-2",
+    ),
+}  # fmt: skip  of these, what the run and --data have
+_QUICK_ITEMS = 200
+
+
+def _eval_flags(
+    model: str,
+    other: str = "",
+    /,
+    *,
+    suite: str = "",
+    checkpoint: str = "latest",
+    data: Path | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    window: int | None = None,
+    chat: bool = False,
+    human: bool = False,
+    prompts: Path | None = None,
+    page: bool = False,
+    json: bool = False,
+    threads: int | None = None,
+    model_family: str | None = None,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """How to evaluate."""
+
+
+def eval(words: list[str]) -> int:
+    """Tasks of our own on local files, lm-eval's by its adapter; or pairs for people."""
+    from lamplighter.commands.session import session
+
+    words = ["--model-family" + w[len("--model.family") :] if w.split("=")[0] == "--model.family" else w for w in words]
+    rest, lists = many(words, "tasks")
+    flags = parse("eval", _eval_flags, rest)
+    tasks = [one for word in lists["tasks"] for one in word.split(",") if one]
+    if "--tasks" in " ".join(words) and not tasks:
+        raise UsageError("--tasks names no task", "", "--tasks hellaswag,lambada --data DIR")
+    if flags["suite"] and (flags["suite"] not in SUITES or tasks):
+        raise UsageError(f"--suite {flags['suite']} cannot be used", f"there are {', '.join(SUITES)}, without --tasks", "lamp eval --help")  # fmt: skip
+    if flags["limit"] is not None and flags["limit"] < 1:
+        raise UsageError("--limit must be 1 or more", "", "leave it out for all items")
+    request = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
+    request |= {"tasks": tasks, "command": shlex.join(["lamp", "eval", *words])}
+    if flags["human"]:
+        from lamplighter.commands.human import compare
+
+        return compare(request)
+    if flags["other"]:
+        raise UsageError("two models are compared by people", "only --human takes two", "lamp eval A B --human")
+    request |= located(flags["model"], flags["runs_dir"])
+    return session("eval", request)
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def eval_child(_: RunDir, request: dict[str, Any]) -> int:
+    """Every task of every checkpoint that was asked for."""
+    from lamplighter.evaluate import tasks as all_tasks
+
+    names = request["tasks"]
+    data = Path(request["data"]) if request["data"] else None
+    with report.phase("tasks"):
+        opened = [_opened(name, data, request) for name in _names(request, names, data)]
+    place = Path(request["place"])
+    folders = folders_of(Path(resolved_model(request["model"])), request["checkpoint"])
+    _say_time(opened, len(folders))
+    beside = (place / "events.jsonl").exists() and is_running(RunDir(place))
+    if beside:
+        os.nice(10)
+        report.note("the run is going on: this yields to it (niceness 10)")
+    with report.phase("import"):
+        import torch
+
+        if request["threads"] or beside:
+            torch.set_num_threads(request["threads"] or max(1, torch.get_num_threads() // 2))
+    records = []
+    for folder in folders:
+        records += _evaluate_folder(folder, opened, request, all_tasks)
+    report.result(json.dumps(records, indent=1) + "\n" if request["json"] else _table(records))
+    report.note(
+        f"results are in {place / 'evaluations'}; next: lamp eval ... --json, or lamp generate to read its text"
+    )
+    return DONE
+
+
+def _names(request: Mapping[str, Any], names: list[str], data: Path | None) -> list[str]:
+    """The tasks that were asked for; without any: the run's own held-back text, and all that --data has."""
+    from lamplighter.evaluate import tasks as all_tasks
+
+    own = ["held-back"] if (Path(request["place"]) / "checkpoints").is_dir() else []
+    if request["suite"]:
+        known = {*own, *(all_tasks.find_tasks(data) if data else ())}
+        found = [one for one in SUITES[request["suite"]] if one in known]
+        if left := [one for one in SUITES[request["suite"]] if one not in known]:
+            report.note(f"of the suite {request['suite']} there is no data for: {', '.join(left)}")
+    else:
+        found = names or [*own, *(all_tasks.find_tasks(data) if data else ())]
+    if not found:
+        raise UsageError("there is nothing to evaluate on", "a model folder has no text of its own", "--data DIR --tasks NAME,...")  # fmt: skip
+    return found
+
+
+def _opened(name: str, data: Path | None, request: Mapping[str, Any]) -> Task | str:
+    """A task of ours with its items; tasks of lm-eval and the run's own text are opened with the model."""
+    from lamplighter.evaluate import tasks as all_tasks
+    from lamplighter.evaluate.period import LONDON, open_period
+
+    if name == "held-back" or name.startswith("lm-eval:"):
+        return name
+    limit = request["limit"] or (_QUICK_ITEMS if request["suite"] == "quick" else None)
+    if name == "period" and (data is None or name not in all_tasks.find_tasks(data)):
+        return all_tasks.limited(open_period("period", LONDON), limit)
+    return all_tasks.limited(all_tasks.open_task(name, data, all_tasks.Shots(request["num_fewshot"])), limit)
+
+
+def _say_time(opened: list[Task | str], models: int) -> None:
+    """What lies ahead, before the model is loaded; the rate says the time as soon as it is known."""
+    counts = [f"{task.name} {len(task.items):,}" for task in opened if not isinstance(task, str)]
+    whole = sum(len(item.context) + sum(map(len, item.answers)) for task in opened if not isinstance(task, str) for item in task.items)  # fmt: skip
+    if counts:
+        report.note(
+            f"items: {', '.join(counts)}; about {whole / 4 * models:,.0f} tokens to read:"
+            f" {_seconds(whole / 4 * models / 2000)} at 2,000 tokens/s, {_seconds(whole / 4 * models / 200)} at 200"
+        )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"  # fmt: skip
+
+
+def _evaluate_folder(folder: Path, opened: list[Task | str], request: dict[str, Any], all_tasks: Any) -> list[dict[str, Any]]:  # fmt: skip
+    from lamplighter.evaluate.evaluation import Manner, evaluate
+
+    candidate = load_candidate(folder, request)
+    tokens = training_tokens(folder, Path(request["place"]))
+    manner = Manner(Path(request["place"]) / "evaluations", request["window"], request["chat"], tokens.train if tokens else None)  # fmt: skip
+    records = []
+    for task in opened:
+        if task == "held-back":
+            task = held_back(candidate, folder, tokens)
+        if isinstance(task, str):
+            from lamplighter.evaluate.harness import run_harness
+
+            records += run_harness(candidate, task.removeprefix("lm-eval:"), manner, request)
+            continue
+        record = evaluate(candidate, task, manner)
+        records.append(record)
+        _say(record)
+    return records
+
+
+def training_tokens(folder: Path, place: Path) -> Tokens | None:
+    """The token cache that a checkpoint was trained from, where it still is."""
+    from lamplighter.data.token_cache.reader import open_tokens
+
+    name = read_record(folder / "training" / "state.json").get("cache")
+    cache = place.parent / CACHE_NAME / str(name)
+    if not isinstance(name, str) or Path(name).name != name or not cache.is_dir():
+        report.note("contamination is not measured: the token cache of this model is not here")
+        return None
+    try:
+        return open_tokens(cache)
+    except LampError as error:
+        report.note(f"contamination is not measured: {error.what}: {error.why}")
+        return None
+
+
+def held_back(candidate: Candidate, folder: Path, tokens: Tokens | None, most: int | None = None) -> Task:
+    """The run's own validation text as a task."""
+    from lamplighter.evaluate.items import Item, Task
+
+    if tokens is None or not len(tokens.val):
+        why = "its token cache is gone, or it was trained on rows or a stream"
+        raise InputMissing(f"the held-back text of {folder} is not here", why, "--tasks NAME --data DIR")
+    texts = _documents(tokens.val, candidate.tokenizer.end_of_text)[:most]
+    items = tuple(Item("", (candidate.tokenizer.decode(ids),)) for ids in texts)
+    return Task(
+        "held-back",
+        "text",
+        items,
+        tokens.folder,
+        tokens.folder.name,
+        "each held-back document by itself",
+        {"documents": len(texts)},
+    )
+
+
+def _documents(stream: CachedStream, end_of_text: int) -> list[list[int]]:
+    """The documents of a stream without the marks between them."""
+    ids = stream.read(0, len(stream)).tolist()
+    found, begin = [], 0
+    for at, token in enumerate([*ids, end_of_text]):
+        if token == end_of_text:
+            if at > begin:
+                found.append(ids[begin:at])
+            begin = at + 1
+    return found
+
+
+# ---------------------------------------------------------------- words
+
+
+def _say(record: Mapping[str, Any]) -> None:
+    from lamplighter.evaluate.scores import Score
+
+    scores = [Score(**one) for one in record["scores"]]
+    said = "; ".join(f"{one.name} {one.words()}" for one in scores[:3])
+    found = record["contamination"]
+    met = f"; {found['share']:.1%} of the items share {found['n']} words in a row with the training text" if found else ""  # fmt: skip
+    report.note(f"{record['checkpoint']} {record['task']}: {said}{met}")
+
+
+def _table(records: list[dict[str, Any]]) -> str:
+    from lamplighter.evaluate.scores import Score
+
+    lines = [f"{'checkpoint':<18} {'task':<14} {'score':<24} {'value':>9} {'stderr':>8} {'n':>7} {'chance':>7}"]
+    for record in records:
+        for one in (Score(**found) for found in record["scores"]):
+            error = "-" if one.stderr is None else f"{one.stderr:.4f}"
+            chance = "-" if one.chance is None else f"{one.chance:.4f}"
+            lines.append(f"{record['checkpoint']:<18} {record['task']:<14} {one.name:<24} {one.value:>9.4f} {error:>8} {one.n:>7,} {chance:>7}  {one.verdict}".rstrip())  # fmt: skip
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,141 @@
+"""Which model a verb is about: a run, a folder or a name on the hub; its checkpoints; is there memory for it.
+
+In:  what the user typed.
+Out: a folder of weights, or the model in it with its tokenizer and template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamplighter import report
+from lamplighter.commands.arguments import find_run
+from lamplighter.errors import InputMissing, NoCheckpoint, RefusedByPlan
+from lamplighter.rundir import checkpoint_name, human_bytes, newest_first, step_of
+
+if TYPE_CHECKING:
+    from lamplighter.evaluate.evaluation import Candidate
+
+_SPARE_BYTES = 400 << 20  # torch itself, the logits of a batch, its activations
+
+
+def located(name: str, runs_dir: Path) -> dict[str, Any]:
+    """Where a model is: a run, a folder, or a name on the hub; and where its evaluations go."""
+    folder = Path(name)
+    if (folder / "config.json").is_file():
+        return {"model": str(folder.resolve()), "place": str(_beside(runs_dir, folder.resolve().name))}
+    try:
+        run = find_run(name, runs_dir)
+    except InputMissing:
+        if name.count("/") == 1 and not folder.exists():
+            return {"model": f"hub:{name}", "place": str(_beside(runs_dir, name.replace("/", "--")))}
+        raise
+    return {"model": str(run.path.resolve()), "place": str(run.path.resolve())}
+
+
+def _beside(runs_dir: Path, name: str) -> Path:
+    """Results of a model that is no run of ours."""
+    return runs_dir.resolve() / ".evaluations" / name
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
+    """A model folder as it is; of a run the latest valid checkpoint, the best, or the named one."""
+    from lamplighter.data.chat import template as templates
+    from lamplighter.train import checkpoint
+
+    if (path / "config.json").is_file():
+        checkpoint.refuse_newer(path)
+        return path
+    root = path / "checkpoints"
+    if wanted == "best":
+        best = checkpoint.best_of(root)
+        if best is None:
+            raise NoCheckpoint(f"{path.name} has no best checkpoint", "no validation was made", "--checkpoint latest")
+        wanted = checkpoint_name(best[0])
+    asked = newest_first(root)[:1] if wanted == "latest" else [root / wanted]
+    for folder in asked if not raw else ():
+        templates.check_folder(folder)  # before its hashes: what differs in a template is said in words
+    found = checkpoint.find(root, "auto" if wanted == "latest" else wanted)
+    if found is None:
+        raise NoCheckpoint(
+            f"{path.name} has no checkpoint yet", "nothing was saved", "lamp save RUN, or wait for the first save"
+        )
+    return found
+
+
+def resolved_model(name: str) -> str:
+    """A folder as it is; a name on the hub from the local cache, else from the hub."""
+    if not name.startswith("hub:"):
+        return name
+    repo = name.removeprefix("hub:")
+    with report.phase("hub"):
+        try:
+            from huggingface_hub import snapshot_download
+            from huggingface_hub.errors import LocalEntryNotFoundError
+        except ImportError as error:
+            raise InputMissing(
+                "a hub name needs huggingface_hub", str(error), "pip install 'lamplighter[hf]'"
+            ) from error
+        patterns = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
+        try:
+            try:
+                return str(snapshot_download(repo, allow_patterns=patterns, local_files_only=True))
+            except LocalEntryNotFoundError:
+                report.note(f"{repo} is not in the local cache: asking the hub")
+                return str(snapshot_download(repo, allow_patterns=patterns))
+        except Exception as error:  # every library below has errors of its own
+            why = f"neither a run, a folder, nor on the hub: {str(error).splitlines()[0]}"
+            raise InputMissing(
+                f"there is no model {repo}", why, "check the name; offline: download it before"
+            ) from error
+
+
+def folders_of(path: Path, wanted: str) -> list[Path]:
+    """The folders of weights: one, or all checkpoints of a run."""
+    if (path / "config.json").is_file() or wanted != "all":
+        name = checkpoint_name(int(wanted)) if wanted.isdecimal() else wanted
+        return [choose_folder(path, name, raw=True)]
+    found = list(reversed(newest_first(path / "checkpoints")))
+    if not found:
+        raise NoCheckpoint(f"{path.name} has no checkpoint yet", "nothing was saved", "lamp save RUN")
+    return [choose_folder(path, one.name, raw=True) for one in found]
+
+
+def load_candidate(folder: Path, request: Mapping[str, Any]) -> Candidate:
+    """A model with its tokenizer and template, on the device; memory is looked at first."""
+    import torch
+
+    from lamplighter.data import tokenizer as tokenizers
+    from lamplighter.data.chat import template as templates
+    from lamplighter.evaluate.evaluation import Candidate
+    from lamplighter.evaluate.results import Subject, mark_of
+    from lamplighter.model.build import load_folder
+
+    refuse_without_memory(folder)
+    with report.phase("model"):
+        built = load_folder(folder, request["model_family"], request["command"])
+        tokenizer = tokenizers.load(folder)
+        template = templates.of_folder(folder, tokenizer) if request.get("chat") else None
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        built.model.to(device).eval()
+        step = step_of(folder)
+        name = folder.name if step >= 0 else Path(request["place"]).name
+        subject = Subject(folder, name, step if step >= 0 else None, mark_of(folder))
+    report.note(f"{folder}: {built.parameters:,} parameters, on {device.type}")
+    return Candidate(subject, built, tokenizer, template)
+
+
+def refuse_without_memory(folder: Path, more_bytes: int = 0) -> None:
+    """77 where the weights would not fit beside what runs already."""
+    from lamplighter.procs import cgroup, procfs
+
+    need = sum(path.stat().st_size for path in folder.glob("*.safetensors")) + _SPARE_BYTES + more_bytes
+    have = min([procfs.memory_available(), *(limit.left for limit in cgroup.memory_limits())])
+    if need > have:
+        why = f"it needs about {human_bytes(need)}, and {human_bytes(have)} are free"
+        raise RefusedByPlan(f"there is no memory for {folder.name}", why, "wait until other work has ended, or use another machine")  # fmt: skip

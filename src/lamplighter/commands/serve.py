@@ -1,0 +1,174 @@
+"""lamp serve: a model behind OpenAI's API, with a page to chat.
+
+In:  a run, a model folder or a hub name; where to listen.
+Out: an HTTP server until Ctrl+C. HTTP is answered by this process, which has no torch; the model runs in a child, under watch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamplighter import report, web_access
+from lamplighter.commands.arguments import parse
+from lamplighter.errors import DONE, STOPPED_EARLY, InputMissing, UsageError
+from lamplighter.rundir import RunDir, human_bytes, step_of
+
+if TYPE_CHECKING:
+    from lamplighter.serve.engine import Loaded
+
+_LENGTH = 2048
+
+
+def _serve_flags(
+    model: str,
+    /,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str = "",
+    max_batch: int = 8,
+    max_queue: int = 64,
+    context: int | None = None,
+    timeout_s: float = 600.0,
+    follow: bool = False,
+    checkpoint: str = "latest",
+    threads: int | None = None,
+    model_family: str | None = None,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """How to serve."""
+
+
+def serve(words: list[str]) -> int:
+    """Listen, start the child, answer until Ctrl+C."""
+    words = ["--model-family" + w[len("--model.family") :] if w.split("=")[0] == "--model.family" else w for w in words]
+    flags = parse("serve", _serve_flags, words)
+    for name, least in (("max_batch", 1), ("max_queue", 0), ("context", 2), ("timeout_s", 1)):
+        if flags[name] is not None and flags[name] < least:
+            raise UsageError(f"--{name.replace('_', '-')} must be {least} or more", "", "lamp serve --help")
+    try:
+        import uvicorn  # noqa: F401
+
+        from lamplighter.serve.app import make_app  # noqa: F401
+    except ImportError as error:
+        raise InputMissing(
+            "lamp serve needs starlette and uvicorn", str(error), "pip install 'lamplighter[web]'"
+        ) from error
+    from lamplighter.commands.model_folder import located
+
+    found = located(flags["model"], flags["runs_dir"])
+    if flags["follow"] and not (Path(found["model"]) / "checkpoints").is_dir():
+        raise UsageError("--follow needs a run", f"{flags['model']} is a model folder", "leave --follow out")
+    key = flags.pop("api_key") or os.environ.get("LAMP_API_KEY", "")
+    with web_access.listen(flags["host"], flags["port"]) as socket:
+        access = web_access.grant(flags["host"], socket.getsockname()[1], key)
+        request = {**flags, **found, "runs_dir": str(flags["runs_dir"]), "command": shlex.join(["lamp", "serve", flags["model"]])}  # fmt: skip
+        return _serve_on(socket, access, request)
+
+
+def _serve_on(socket: Any, access: web_access.Access, request: dict[str, Any]) -> int:
+    import uvicorn
+
+    from lamplighter.commands.session import piped_session
+    from lamplighter.serve.app import make_app
+    from lamplighter.serve.bridge import Bridge
+
+    to_child, (from_child, result_fd) = os.pipe(), os.pipe()
+    bridge = Bridge(to_child[1], request["max_batch"] + request["max_queue"])
+    app = web_access.guard(make_app(bridge, request["timeout_s"]), access)
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2, server_header=False)  # fmt: skip
+    server = uvicorn.Server(config)
+    threads = [
+        threading.Thread(target=bridge.listen, args=(from_child,), name="lamp-bridge", daemon=True),
+        threading.Thread(target=server.run, kwargs={"sockets": [socket]}, name="lamp-http", daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        code = piped_session("serve", request, to_child[0], result_fd, _opening_words(access, request))
+    finally:
+        server.should_exit = True
+        threads[1].join(5)
+    return DONE if code == STOPPED_EARLY else code
+
+
+def _opening_words(access: web_access.Access, request: dict[str, Any]) -> list[str]:
+    lines = [f"OpenAI's API is at {access.address.split('?')[0]}v1; a page to chat: {access.address}"]
+    if access.token:
+        lines.append("its key is the token in that address (Authorization: Bearer ...)")
+    return [*lines, *web_access.how_to_open(access)[1:], "Ctrl+C ends it"]
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def serve_child(_: RunDir, request: dict[str, Any]) -> int:
+    """Load, then write texts until the end."""
+    from lamplighter.commands.model_folder import choose_folder, refuse_without_memory, resolved_model
+
+    path = Path(resolved_model(request["model"]))
+    folder = choose_folder(path, request["checkpoint"])
+    with report.phase("import"):
+        import torch
+
+        from lamplighter.model.row_cache import cache_bytes
+        from lamplighter.model.transformer import Transformer
+        from lamplighter.serve.engine import Engine, serve_all
+    if request["threads"]:
+        torch.set_num_threads(request["threads"])
+    refuse_without_memory(folder)
+    loaded = _load(folder, request)
+    length = min(request["context"] or _LENGTH, loaded.built.positions)
+    cache = 0
+    if isinstance(loaded.built.model, Transformer):
+        cache = cache_bytes(loaded.built.model.shape, request["max_batch"], length)
+        refuse_without_memory(folder, cache)
+    report.note(f"{loaded.model}: {loaded.built.parameters:,} parameters; {request['max_batch']} texts at a time of {length:,} tokens, {human_bytes(cache)} of cache")  # fmt: skip
+
+    def send(message: dict[str, Any]) -> None:
+        report.result(json.dumps(message) + "\n", raw=True)
+
+    engine = Engine(loaded, request["max_batch"], length, send)
+    follower: Callable[[], None] | None = None
+    if request["follow"]:
+
+        def follower() -> None:
+            engine.follow(path / "checkpoints", lambda one: _load(one, request), lambda one: _has_room(one, cache))
+
+    report.when_asked(lambda: engine.inbox.put(None), None)
+    serve_all(engine, follower)
+    return DONE
+
+
+def _has_room(folder: Path, cache: int) -> bool:
+    from lamplighter.commands.model_folder import refuse_without_memory
+    from lamplighter.errors import RefusedByPlan
+
+    try:
+        refuse_without_memory(folder, cache)
+    except RefusedByPlan:  # then the old weights go first
+        return False
+    return True
+
+
+def _load(folder: Path, request: dict[str, Any]) -> Loaded:
+    import torch
+
+    from lamplighter.data import tokenizer as tokenizers
+    from lamplighter.data.chat import template as templates
+    from lamplighter.model.build import load_folder
+    from lamplighter.serve.engine import Loaded
+
+    built = load_folder(folder, request["model_family"], request["command"])
+    tokenizer = tokenizers.load(folder)
+    template = templates.of_folder(folder, tokenizer)
+    built.model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    step = step_of(folder)
+    name = Path(request["place"]).name
+    return Loaded(built, tokenizer, template, name, step if step >= 0 else None)

@@ -1,0 +1,1 @@
+"""The web page over run folders: `lamp dash`, and report.html of one run. Reads what the rooms below have written; no torch."""

@@ -1,0 +1,396 @@
+"""Two runs or more beside each other: their numbers, their settings, and what may be said of the difference.
+
+In:  run folders and the columns of their metrics.
+Out: a table, sentences on convergence, generalisation, efficiency, stability and what to take, each with its numbers. A difference
+     within the noise is called not distinguishable; losses of different tokenizers are never compared, only bits per byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lamplighter.dash import facts
+from lamplighter.dash.series import Floats, RunSeries, SeriesCache
+from lamplighter.rundir import RunDir, hash_file, newest_first, read_record, read_status
+from lamplighter.safe_text import clean, mask_record
+from lamplighter.watch import time_report
+from lamplighter.watch.status import duration, large
+
+_SURE = 2.0  # standard errors
+_SPIKE = 8.0  # median distances
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run comes to; nan where it is not known."""
+
+    name: str
+    train_loss: float = math.nan
+    train_error: float = math.nan  # standard error of it
+    val_loss: float = math.nan
+    val_error: float = math.nan
+    best_val: float = math.nan
+    best_step: int = 0
+    bpb: float = math.nan
+    mfu: float = math.nan
+    lr: float = math.nan
+    wall_s: float = math.nan
+    usd: float = math.nan
+    parameters: float = math.nan
+    tokens: float = math.nan
+    epochs: float = math.nan
+    tokens_per_s: float = math.nan
+    step: int = 0
+    spikes: int = 0
+    attempts: int = 0
+    flags: tuple[str, ...] = ()
+    rose: float = 0.0  # of validation, from its best to its end, as a share
+    tokenizer: str = ""
+    curve: tuple[Floats, Floats] = field(
+        default_factory=lambda: (np.empty(0), np.empty(0)), compare=False
+    )  # tokens, loss
+
+    @property
+    def gap(self) -> float:
+        return self.val_loss - self.train_loss
+
+
+def summarise(run: RunDir, series: RunSeries) -> Summary:
+    """From the folder alone."""
+    status, config = read_status(run), facts.read_config(run)[0]
+    plan = read_record(run.path / "plan.json")
+    loss = _finite(series, "train/loss")
+    tail = loss[-max(1, min(len(loss), max(20, len(loss) // 20))) :]
+    steps, losses = _scores(series, "eval/val_loss")
+    best = int(np.argmin(losses)) if len(losses) else 0
+    _, bits = _scores(series, "eval/val_bpb")
+    tokens = _last(series, "train/tokens")
+    wall_s = time_report.read_time_report(run).wall_s
+    price = facts.finite(config.get("budget", {}).get("usd_per_hour"))
+    falls = len(losses) > 2 and best < len(losses) - 1
+    return Summary(
+        clean(run.name),
+        train_loss=float(np.median(tail)) if len(tail) else math.nan,
+        train_error=float(1.2533 * np.std(tail) / math.sqrt(len(tail))) if len(tail) > 1 else math.nan,
+        val_loss=float(losses[-1]) if len(losses) else math.nan,
+        val_error=_noise(losses),
+        best_val=float(losses[best]) if len(losses) else math.nan,
+        best_step=int(steps[best]) if len(steps) else 0,
+        bpb=float(bits[-1]) if len(bits) else math.nan,
+        mfu=_median(series, "train/mfu"),
+        lr=_last(series, "train/lr"),
+        wall_s=wall_s or math.nan,
+        usd=wall_s / 3600 * price if price else math.nan,
+        parameters=facts.finite(plan.get("params")) or math.nan,
+        tokens=tokens,
+        epochs=_last(series, "train/epoch"),
+        tokens_per_s=_median(series, "train/tok_per_sec"),
+        step=int(series.steps[-1]) if series.steps else 0,
+        spikes=_spikes(loss),
+        attempts=int(status.get("attempt") or 0),
+        flags=tuple(clean(str(one["cause"])) for one in status.get("flags") or []),
+        rose=float(losses[-1] / losses[best] - 1) if falls else 0.0,
+        tokenizer=_tokenizer(run, config),
+        curve=_smooth(series),
+    )
+
+
+def _tokenizer(run: RunDir, config: Mapping[str, Any]) -> str:
+    """What makes losses comparable: the tokenizer that the newest checkpoint holds, else what the settings say of it."""
+    for path in newest_first(run.checkpoints)[:1]:
+        file = path / "tokenizer.json"
+        if file.is_file() and file.stat().st_size < 1 << 26:
+            return hash_file(file)
+    return repr(sorted(config.get("tokenizer", {}).items())) + repr(config.get("data", {}).get("paths"))
+
+
+def _finite(series: RunSeries, name: str) -> Floats:
+    values = np.array(series.columns.get(name, []), dtype=np.float64)
+    return values[np.isfinite(values)]
+
+
+def _scores(series: RunSeries, name: str) -> tuple[Floats, Floats]:
+    pairs = [(step, value) for step, value in sorted(series.scores.get(name, {}).items()) if math.isfinite(value)]
+    found = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+def _last(series: RunSeries, name: str) -> float:
+    values = _finite(series, name)
+    return float(values[-1]) if len(values) else math.nan
+
+
+def _median(series: RunSeries, name: str) -> float:
+    values = _finite(series, name)
+    return float(np.median(values)) if len(values) else math.nan
+
+
+def _noise(losses: Floats) -> float:
+    """How much a validation differs from the line through its neighbours: what is left when the trend is taken off."""
+    tail = losses[-12:]
+    if len(tail) < 4:
+        return math.nan
+    bends = tail[2:] - 2 * tail[1:-1] + tail[:-2]
+    return float(np.sqrt(np.mean(bends**2) / 6))
+
+
+def _spikes(loss: Floats) -> int:
+    if len(loss) < 50:
+        return 0
+    window = max(5, len(loss) // 100)
+    padded = np.convolve(loss, np.ones(window) / window, mode="valid")
+    away = loss[window - 1 :] - padded
+    spread = float(np.median(np.abs(away))) or 1e-12
+    high = away > _SPIKE * spread
+    return int(np.sum(high[1:] & ~high[:-1]))
+
+
+def _smooth(series: RunSeries) -> tuple[Floats, Floats]:
+    """Loss by tokens, averaged over a hundredth of the run."""
+    loss = np.array(series.columns.get("train/loss", []), dtype=np.float64)
+    tokens = np.array(series.columns.get("train/tokens", series.steps), dtype=np.float64)
+    known = np.isfinite(loss) & np.isfinite(tokens)
+    loss, tokens = loss[known], tokens[known]
+    width = max(1, len(loss) // 100)
+    if len(loss) < 2 * width:
+        return tokens, loss
+    return tokens[width - 1 :], np.convolve(loss, np.ones(width) / width, mode="valid")
+
+
+# ---------------------------------------------------------------- beside each other
+
+
+def compare(runs: Sequence[tuple[RunDir, SeriesCache]]) -> dict[str, Any]:
+    """The table, the differences, the sentences."""
+    found = [summarise(run, cache.of(run)) for run, cache in runs]
+    same = len({one.tokenizer for one in found}) == 1
+    folders = [run for run, _ in runs]
+    return {
+        "names": [one.name for one in found],
+        "same_tokenizer": same,
+        "rows": table(found, same),
+        "says": conclusions(found, same),
+        "config": _differences([facts.read_config(run)[0] for run in folders]),
+        "environment": _differences([_environment(run) for run in folders]),
+    }
+
+
+def _environment(run: RunDir) -> dict[str, Any]:
+    record = mask_record(read_record(run.path / "environment.json"))
+    attempts = record.get("attempts")
+    newest = attempts[-1] if isinstance(attempts, list) and attempts and isinstance(attempts[-1], dict) else {}
+    return {name: value for name, value in newest.items() if name not in ("t", "attempt", "diff")}
+
+
+def _differences(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each setting by its dotted name that is not the same in all."""
+    if not all(found):  # of one of them nothing is known
+        return []
+    flat = [dict(_flat(one)) for one in found]
+    names = sorted({name for one in flat for name in one})
+    rows = [{"name": clean(name), "values": [_shown(one.get(name)) for one in flat]} for name in names]
+    return [row for row in rows if len(set(row["values"])) > 1][:200]
+
+
+def _flat(value: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
+    for name, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flat(inner, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", inner
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else clean(str(value))[:200]
+
+
+_TABLE = (
+    ("train loss", "train_loss", "{:.4f}", "low"), ("validation loss", "val_loss", "{:.4f}", "low"), ("best validation", "best_val", "{:.4f}", "low"),
+    ("perplexity", "ppl", "{:.2f}", "low"), ("bits per byte", "bpb", "{:.4f}", "low"), ("MFU", "mfu", "{:.1%}", "high"),
+    ("final rate", "lr", "{:.2e}", ""), ("tokens/s", "tokens_per_s", "{:,.0f}", "high"), ("time", "wall_s", "time", "low"),
+    ("cost", "usd", "${:.4f}", "low"), ("parameters", "parameters", "large", ""), ("steps", "step", "{:,}", ""), ("tokens", "tokens", "large", ""),
+    ("epochs", "epochs", "{:.2f}", ""), ("loss spikes", "spikes", "{}", "low"), ("attempts", "attempts", "{}", ""),
+)  # fmt: skip
+_BY_TOKENIZER = ("train_loss", "val_loss", "best_val", "ppl")
+
+
+def table(found: Sequence[Summary], same: bool) -> list[dict[str, Any]]:
+    """Rows with words for each run and, of two, the difference; which one is better, where that can be said."""
+    rows = []
+    for title, name, form, better in _TABLE:
+        values = [math.exp(min(one.val_loss, 50)) if name == "ppl" else float(getattr(one, name)) for one in found]
+        if all(math.isnan(value) for value in values):
+            continue
+        comparable = same or name not in _BY_TOKENIZER
+        row: dict[str, Any] = {
+            "name": title,
+            "words": [_word(value, form) for value in values],
+            "best": None,
+            "difference": "",
+        }
+        known = [value for value in values if not math.isnan(value)]
+        if not comparable:
+            row["difference"] = "not comparable: other tokenizers"
+        elif len(known) == len(values) > 1:
+            row["difference"] = _difference(values, form)
+            if better and len(set(known)) > 1 and not _tie(found, name):
+                row["best"] = values.index(min(known) if better == "low" else max(known))
+            elif better and _tie(found, name) and len(set(known)) > 1:
+                row["difference"] += " (not distinguishable)"
+        rows.append(row)
+    return rows
+
+
+def _word(value: float, form: str) -> str:
+    if math.isnan(value):
+        return "-"
+    if form == "time":
+        return duration(value)
+    if form == "large":
+        return large(value)
+    return form.format(int(value) if form in ("{}", "{:,}") else value)
+
+
+def _difference(values: Sequence[float], form: str) -> str:
+    if len(values) != 2:
+        return f"{_word(min(values), form)} to {_word(max(values), form)}"
+    first, second = values
+    if math.isclose(first, second, rel_tol=1e-9):
+        return "the same"
+    share = f" ({second / first - 1:+.1%})" if first else ""
+    shown = _word(abs(second - first), form)
+    return f"{'+' if second >= first else '-'}{shown}{share}"
+
+
+def _tie(found: Sequence[Summary], name: str) -> bool:
+    """Whether the best two are closer than twice their common standard error; only losses have one."""
+    errors = {
+        "train_loss": "train_error",
+        "val_loss": "val_error",
+        "best_val": "val_error",
+        "ppl": "val_error",
+        "bpb": "val_error",
+    }
+    if name not in errors:
+        return False
+    value = "val_loss" if name == "ppl" else name
+    ranked = sorted(
+        (one for one in found if not math.isnan(getattr(one, value))), key=lambda one: float(getattr(one, value))
+    )
+    if len(ranked) < 2:
+        return True
+    first, second = ranked[0], ranked[1]
+    scale = first.bpb / first.val_loss if name == "bpb" and first.val_loss else 1.0
+    noise = math.hypot(getattr(first, errors[name]), getattr(second, errors[name])) * scale
+    return not abs(getattr(second, value) - getattr(first, value)) > _SURE * noise if not math.isnan(noise) else False
+
+
+# ---------------------------------------------------------------- what may be said
+
+
+def conclusions(found: Sequence[Summary], same: bool) -> list[dict[str, str]]:
+    """A sentence each, with its numbers."""
+    return [
+        {"name": "Convergence", "text": _convergence(found, same)},
+        {"name": "Generalisation", "text": _generalisation(found, same)},
+        {"name": "Efficiency", "text": _efficiency(found)},
+        {"name": "Stability", "text": _stability(found)},
+        {"name": "Recommendation", "text": _recommendation(found, same)},
+    ]
+
+
+def _convergence(found: Sequence[Summary], same: bool) -> str:
+    if not same:
+        return "The tokenizers differ, so a loss per token means something else in each run; only bits per byte are compared."
+    curves = [one for one in found if len(one.curve[1])]
+    if len(curves) < 2:
+        return "There are not two loss curves to compare."
+    target = max(float(np.min(one.curve[1])) for one in curves)
+    reached = []
+    for one in curves:
+        tokens, loss = one.curve
+        reached.append((float(tokens[int(np.argmax(loss <= target))]), one.name))
+    reached.sort()
+    words = ", ".join(f"{name} after {large(tokens)} tokens" for tokens, name in reached)
+    ratio = reached[-1][0] / reached[0][0] if reached[0][0] else math.inf
+    lead = f"{reached[0][1]} needs {ratio:.2f} times fewer" if ratio > 1.02 else "they need equally many"
+    return f"A training loss of {target:.3f}, which all of them reach, was reached by {words}: {lead}."
+
+
+def _generalisation(found: Sequence[Summary], same: bool) -> str:
+    sentences = []
+    for one in found:
+        if math.isnan(one.val_loss):
+            sentences.append(f"{one.name} has no validation.")
+            continue
+        gap = (
+            f"{one.name}: validation is {one.gap:+.3f} from training"
+            if not math.isnan(one.gap)
+            else f"{one.name}: validation {one.val_loss:.3f}"
+        )
+        if one.rose > 0.01:
+            gap += f", and rose by {one.rose:.1%} since step {one.best_step}: it learns the text by heart (overfitting); use checkpoint-{one.best_step}"
+        sentences.append(gap + ".")
+    sized = sorted(
+        (one for one in found if not math.isnan(one.parameters) and not math.isnan(one.val_loss)),
+        key=lambda one: one.parameters,
+    )
+    if same and len(sized) > 1 and sized[-1].parameters > 1.3 * sized[0].parameters:
+        small, big = sized[0], sized[-1]
+        times = big.parameters / small.parameters
+        if big.rose <= 0.01 and (_tie([small, big], "val_loss") or big.val_loss > small.val_loss):
+            per = big.tokens / big.parameters if big.parameters else math.nan
+            sentences.append(
+                f"{big.name} has {times:.1f} times the parameters of {small.name} and no better validation, without overfitting: it is larger"
+                f" than its {large(big.tokens)} tokens ({per:.1f} per parameter; about 20 are balanced) can fill."
+            )
+    return " ".join(sentences)
+
+
+def _efficiency(found: Sequence[Summary]) -> str:
+    parts = []
+    for one in found:
+        words = [f"{one.tokens_per_s:,.0f} tokens/s" if not math.isnan(one.tokens_per_s) else ""]
+        words.append(f"MFU {one.mfu:.0%}" if not math.isnan(one.mfu) else "")
+        words.append(f"{duration(one.wall_s)}" if not math.isnan(one.wall_s) else "")
+        words.append(f"${one.usd:.4f}" if not math.isnan(one.usd) else "")
+        parts.append(f"{one.name}: {', '.join(word for word in words if word) or 'not measured'}")
+    return "; ".join(parts) + "."
+
+
+def _stability(found: Sequence[Summary]) -> str:
+    parts = []
+    for one in found:
+        flags = f", red flags at the end: {', '.join(one.flags)}" if one.flags else ", no red flag at the end"
+        parts.append(
+            f"{one.name}: {one.spikes} loss spike{'s' * (one.spikes != 1)}, {one.attempts} attempt{'s' * (one.attempts != 1)}{flags}"
+        )
+    return "; ".join(parts) + "."
+
+
+def _recommendation(found: Sequence[Summary], same: bool) -> str:
+    measure = "best_val" if same else "bpb"
+    known = [one for one in found if not math.isnan(getattr(one, measure))]
+    if len(known) < 2:
+        return "There are not two validations to choose by: set eval.every_steps and data.val_fraction."
+    ranked = sorted(known, key=lambda one: float(getattr(one, measure)))
+    best, second = ranked[0], ranked[1]
+    words = "best validation loss" if same else "bits per byte"
+    if _tie([best, second], measure):
+        cheap = min([best, second], key=lambda one: one.wall_s if not math.isnan(one.wall_s) else math.inf)
+        return (
+            f"{best.name} and {second.name} are not distinguishable by {words} ({getattr(best, measure):.4f} and {getattr(second, measure):.4f}):"
+            f" take the cheaper one, {cheap.name}; or run both again with another train.seed."
+        )
+    unsure = (
+        " (the noise is not known: fewer than four validations)"
+        if math.isnan(best.val_error) or math.isnan(second.val_error)
+        else ""
+    )
+    where = f", checkpoint-{best.best_step}" if same and best.best_step else ""
+    return f"{best.name}{where}: {words} {getattr(best, measure):.4f} against {getattr(second, measure):.4f} of {second.name}{unsure}."

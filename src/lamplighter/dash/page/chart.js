@@ -1,0 +1,244 @@
+// A line chart on a canvas: gaps, log axis, smoothing, zoom, one crosshair over all charts of a page, keys.
+import { colours, duration, short } from "./format.js";
+
+const LEFT = 56, RIGHT = 12, TOP = 8, BOTTOM = 24;
+
+export class Chart {
+  constructor(host, shared, options = {}) {
+    this.host = host; this.shared = shared; this.options = options;
+    this.curves = []; this.marks = [];
+    this.base = document.createElement("canvas"); this.over = document.createElement("canvas");
+    this.over.tabIndex = 0; this.over.setAttribute("role", "img");
+    this.over.setAttribute("aria-label", options.title || "chart");
+    host.append(this.base, this.over);
+    this.resize = new ResizeObserver(() => this.draw());
+    this.resize.observe(host);
+    this.listen();
+    shared.charts.add(this);
+  }
+
+  close() { this.resize.disconnect(); this.shared.charts.delete(this); }
+
+  set(curves, marks = []) { this.curves = curves; this.marks = marks; this.smoothed = null; this.plan(); }
+
+  // Once in a frame, however often it is asked for.
+  plan() {
+    if (this.planned) return;
+    this.planned = true;
+    requestAnimationFrame(() => { this.planned = false; this.draw(); });
+  }
+
+  bounds() {
+    const { range } = this.shared;
+    let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
+    for (const { x, length = x.length } of this.curves) if (length) { x0 = Math.min(x0, x[0]); x1 = Math.max(x1, x[length - 1]); }
+    if (range) [x0, x1] = range;
+    const log = this.shared.log && this.options.log !== false, scale = this.options.scale || 1;
+    const shown = this.shared.smooth > 0 ? this.smooth() : this.curves;
+    for (const { x, y } of [...this.curves, ...shown]) {
+      const from = Math.max(0, lower(x, x0)), to = Math.min(x.length, lower(x, x1) + 1);
+      for (let i = from; i < to; i++) {
+        const v = y[i] * scale;
+        if (v === v && (!log || v > 0)) { if (v < y0) y0 = v; if (v > y1) y1 = v; }
+      }
+    }
+    for (const mark of this.marks) if (mark.y !== undefined && y1 > y0) { y0 = Math.min(y0, mark.y); }
+    if (!(x1 > x0)) { if (x0 === Infinity) return null; x0 -= 0.5; x1 += 0.5; }
+    if (y0 === Infinity) return null;
+    if (log) { if (y1 <= y0) { y1 = y0 * 1.1; y0 /= 1.1; } }
+    else { const room = (y1 - y0) * 0.06 || Math.abs(y1) * 0.05 || 1; y0 = y0 >= 0 && y0 - room < 0 ? Math.max(0, y0 - room) : y0 - room; y1 += room; }
+    return { x0, x1, y0, y1, log, scale };
+  }
+
+  smooth() {
+    if (this.smoothed && this.smoothedBy === this.shared.smooth) return this.smoothed;
+    this.smoothedBy = this.shared.smooth;
+    this.smoothed = this.curves.map((curve) => {
+      if (curve.sparse) return curve;
+      const keep = this.shared.smooth, out = new Float64Array(curve.y.length);
+      let mean = 0, weight = 0;
+      for (let i = 0; i < out.length; i++) {
+        const v = curve.y[i];
+        if (v === v) { mean = mean * keep + v * (1 - keep); weight = weight * keep + (1 - keep); }
+        out[i] = weight ? mean / weight : NaN;
+      }
+      return { ...curve, y: out };
+    });
+    return this.smoothed;
+  }
+
+  draw() {
+    const width = this.host.clientWidth, height = this.host.clientHeight, ratio = window.devicePixelRatio || 1;
+    if (!width || !height) return;
+    for (const canvas of [this.base, this.over]) {
+      if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+        canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);
+      }
+    }
+    const pen = this.base.getContext("2d");
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.clearRect(0, 0, width, height);
+    const style = getComputedStyle(document.documentElement), tone = (name) => style.getPropertyValue(name).trim();
+    pen.font = "11px system-ui, sans-serif"; pen.lineJoin = "round";
+    const at = this.at = this.bounds();
+    this.size = { width, height };
+    if (!at) {
+      pen.fillStyle = tone("--faint"); pen.textAlign = "center";
+      pen.fillText(this.options.empty || "no numbers yet", width / 2, height / 2);
+      this.overlay(); return;
+    }
+    this.axes(pen, tone);
+    pen.save(); pen.beginPath(); pen.rect(LEFT, TOP, width - LEFT - RIGHT, height - TOP - BOTTOM); pen.clip();
+    const palette = colours(), faint = this.shared.smooth > 0;
+    for (const mark of this.marks) this.mark(pen, mark, tone);
+    const draw = (list, alpha, thick) => list.forEach((curve, i) => {
+      pen.globalAlpha = curve.sparse ? 1 : alpha; pen.lineWidth = thick; pen.strokeStyle = pen.fillStyle = curve.colour || palette[i % palette.length];
+      pen.setLineDash(curve.dash || []);
+      this.line(pen, curve);
+      pen.setLineDash([]);
+    });
+    draw(this.curves, faint ? 0.25 : 1, faint ? 1 : 1.6);
+    if (faint) draw(this.smooth(), 1, 1.8);
+    pen.restore(); pen.globalAlpha = 1;
+    this.overlay();
+  }
+
+  px(x) { const { x0, x1 } = this.at; return LEFT + ((x - x0) / (x1 - x0)) * (this.size.width - LEFT - RIGHT); }
+  py(y) {
+    const { y0, y1, log } = this.at, span = this.size.height - TOP - BOTTOM;
+    const share = log ? Math.log(y / y0) / Math.log(y1 / y0) : (y - y0) / (y1 - y0);
+    return TOP + (1 - share) * span;
+  }
+
+  // Where there are more points than pixels, each column of pixels gets its lowest and highest.
+  line(pen, { x, y, sparse }) {
+    const { x0, x1, log, scale } = this.at;
+    const from = Math.max(0, lower(x, x0) - 1), to = Math.min(x.length, lower(x, x1) + 2);
+    const columns = this.size.width - LEFT - RIGHT, many = to - from > 3 * columns;
+    pen.beginPath();
+    let open = false, column = -1, low = 0, high = 0, last = 0;
+    const flush = () => { if (column >= 0) { const at = LEFT + column; if (!open) pen.moveTo(at, low); else pen.lineTo(at, low); pen.lineTo(at, high); pen.lineTo(at, last); open = true; column = -1; } };
+    for (let i = from; i < to; i++) {
+      const v = y[i] * scale;
+      if (v !== v || (log && v <= 0)) { if (many) flush(); open = false; continue; }
+      const a = this.px(x[i]), b = this.py(v);
+      if (!many) { if (open) pen.lineTo(a, b); else pen.moveTo(a, b); open = true; continue; }
+      const c = Math.round(a - LEFT);
+      if (c !== column) { flush(); column = c; low = high = b; }
+      low = Math.min(low, b); high = Math.max(high, b); last = b;
+    }
+    flush();
+    pen.stroke();
+    if (sparse || to - from < 40) for (let i = from; i < to; i++) { const v = y[i] * scale; if (v === v && !(log && v <= 0)) { pen.beginPath(); pen.arc(this.px(x[i]), this.py(v), 2.6, 0, 7); pen.fill(); } }
+  }
+
+  mark(pen, mark, tone) {
+    pen.strokeStyle = pen.fillStyle = tone("--faint"); pen.lineWidth = 1.2; pen.setLineDash([5, 4]); pen.beginPath();
+    if (mark.y !== undefined) { const y = this.py(mark.y); pen.moveTo(LEFT, y); pen.lineTo(this.size.width - RIGHT, y); }
+    if (mark.line) mark.line.forEach(([x, y], i) => (i ? pen.lineTo(this.px(x), this.py(y)) : pen.moveTo(this.px(x), this.py(y))));
+    pen.stroke(); pen.setLineDash([]);
+    pen.textAlign = "right";
+    const y = mark.y !== undefined ? mark.y : mark.line[mark.line.length - 1][1];
+    pen.fillText(mark.label, this.size.width - RIGHT - 4, this.py(y) - 5);
+  }
+
+  axes(pen, tone) {
+    const { x0, x1, y0, y1, log } = this.at, { width, height } = this.size;
+    pen.strokeStyle = tone("--line"); pen.fillStyle = tone("--soft"); pen.lineWidth = 1; pen.textAlign = "right"; pen.textBaseline = "middle";
+    for (const tick of log ? logTicks(y0, y1) : ticks(y0, y1, Math.max(2, Math.floor(height / 52)))) {
+      const y = Math.round(this.py(tick)) + 0.5;
+      pen.beginPath(); pen.moveTo(LEFT, y); pen.lineTo(width - RIGHT, y); pen.stroke();
+      pen.fillText(short(tick, 3), LEFT - 7, y);
+    }
+    pen.textAlign = "center"; pen.textBaseline = "alphabetic";
+    for (const tick of ticks(x0, x1, Math.max(2, Math.floor(width / 110)))) pen.fillText(this.xWords(tick), Math.min(this.px(tick), width - RIGHT - 12), height - 7);
+  }
+
+  xWords(x) { return this.shared.x === "time" ? duration(x * 3600) : this.shared.x === "usd" ? "$" + short(x, 3) : short(x, 3); }
+
+  overlay() {
+    const ratio = window.devicePixelRatio || 1, pen = this.over.getContext("2d");
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.clearRect(0, 0, this.size?.width || 0, this.size?.height || 0);
+    if (!this.at) return;
+    const style = getComputedStyle(document.documentElement), tone = (name) => style.getPropertyValue(name).trim();
+    if (this.drag && this.drag.to !== undefined) {
+      pen.fillStyle = tone("--accent"); pen.globalAlpha = 0.16;
+      pen.fillRect(Math.min(this.drag.from, this.drag.to), TOP, Math.abs(this.drag.to - this.drag.from), this.size.height - TOP - BOTTOM); pen.globalAlpha = 1;
+    }
+    const x = this.shared.hover;
+    if (x === null || x < this.at.x0 || x > this.at.x1) return;
+    const a = this.px(x), palette = colours(), told = [];
+    pen.strokeStyle = tone("--soft"); pen.lineWidth = 1; pen.beginPath(); pen.moveTo(a, TOP); pen.lineTo(a, this.size.height - BOTTOM); pen.stroke();
+    const shown = this.shared.smooth > 0 ? this.smooth() : this.curves;
+    shown.forEach((curve, i) => {
+      const at = nearest(curve.x, x);
+      if (at < 0) return;
+      const v = curve.y[at] * this.at.scale, colour = curve.colour || palette[i % palette.length];
+      if (v === v && !(this.at.log && v <= 0)) { pen.fillStyle = colour; pen.beginPath(); pen.arc(this.px(curve.x[at]), this.py(v), 3.4, 0, 7); pen.fill(); }
+      told.push([colour, `${curve.label}  ${v === v ? short(v, 5) : "not finite"}`]);
+    });
+    pen.font = "11.5px system-ui, sans-serif";
+    const lines = [[tone("--soft"), `${this.shared.x} ${this.xWords(x)}`], ...told.slice(0, 12)];
+    const wide = Math.max(...lines.map(([, text]) => pen.measureText(text).width)) + 20, tall = 16 * lines.length + 8;
+    const left = a + wide + 12 > this.size.width ? a - wide - 8 : a + 8;
+    pen.fillStyle = tone("--card"); pen.strokeStyle = tone("--line"); pen.beginPath(); pen.rect(left, TOP + 2, wide, tall); pen.fill(); pen.stroke();
+    pen.textAlign = "left"; pen.textBaseline = "middle";
+    lines.forEach(([colour, text], i) => { pen.fillStyle = i ? colour : tone("--soft"); pen.fillText(text, left + 9, TOP + 14 + 16 * i); });
+  }
+
+  listen() {
+    const at = (event) => { const box = this.over.getBoundingClientRect(); return Math.min(this.size.width - RIGHT, Math.max(LEFT, event.clientX - box.left)); };
+    const value = (px) => this.at.x0 + ((px - LEFT) / (this.size.width - LEFT - RIGHT)) * (this.at.x1 - this.at.x0);
+    const hover = (x) => { this.shared.hover = x; for (const chart of this.shared.charts) chart.overlay(); };
+    this.over.addEventListener("pointermove", (event) => { if (!this.at) return; if (this.drag) this.drag.to = at(event); hover(value(at(event))); });
+    this.over.addEventListener("pointerleave", () => hover(null));
+    this.over.addEventListener("pointerdown", (event) => { if (this.at && event.pointerType === "mouse") { this.drag = { from: at(event), pan: event.shiftKey }; this.over.setPointerCapture(event.pointerId); } });
+    this.over.addEventListener("pointerup", () => {
+      const drag = this.drag; this.drag = null;
+      if (!drag || drag.to === undefined || Math.abs(drag.to - drag.from) < 6) { this.overlay(); return; }
+      const ends = [value(drag.from), value(drag.to)];
+      if (drag.pan) { const by = ends[0] - ends[1]; this.shared.zoom([this.at.x0 + by, this.at.x1 + by]); }
+      else this.shared.zoom(ends.sort((a, b) => a - b));
+    });
+    this.over.addEventListener("dblclick", () => this.shared.zoom(null));
+    this.over.addEventListener("keydown", (event) => {
+      if (!this.at) return;
+      const { x0, x1 } = this.at, middle = this.shared.hover ?? (x0 + x1) / 2, span = x1 - x0;
+      const acts = {
+        ArrowLeft: () => hover(Math.max(x0, middle - span / 50)), ArrowRight: () => hover(Math.min(x1, middle + span / 50)),
+        "+": () => this.shared.zoom([middle - span / 4, middle + span / 4]), "=": () => this.shared.zoom([middle - span / 4, middle + span / 4]),
+        "-": () => this.shared.zoom([middle - span, middle + span]), Home: () => this.shared.zoom(null), Escape: () => this.shared.zoom(null),
+      };
+      if (acts[event.key]) { event.preventDefault(); acts[event.key](); }
+    });
+    this.over.addEventListener("blur", () => hover(null));
+  }
+}
+
+function lower(x, value) {
+  let low = 0, high = x.length;
+  while (low < high) { const middle = (low + high) >> 1; if (x[middle] < value) low = middle + 1; else high = middle; }
+  return low;
+}
+
+function nearest(x, value) {
+  if (!x.length) return -1;
+  const at = lower(x, value);
+  if (at === 0) return 0;
+  return at === x.length || value - x[at - 1] < x[at] - value ? at - 1 : at;
+}
+
+function ticks(low, high, count) {
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find((one) => one * power >= rough) * power, found = [];
+  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9 && found.length < 50; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : Number(at.toPrecision(12)));
+  return found;
+}
+
+function logTicks(low, high) {
+  const found = [], decades = Math.log10(high / low);
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
+    for (const one of decades > 3 ? [1] : decades > 1 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 6, 7, 8]) { const at = one * 10 ** power; if (at >= low && at <= high) found.push(at); }
+  return found;
+}

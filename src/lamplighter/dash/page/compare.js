@@ -1,0 +1,32 @@
+// Runs beside each other: curves, numbers, sentences, what differs in settings and environment.
+import { Chart } from "./chart.js";
+import { colours, el } from "./format.js";
+import { numbers } from "./runs.js";
+
+export function showCompare(main, source, ids) {
+  const shared = { charts: new Set(), hover: null, range: null, log: false, smooth: 0.6, x: "tokens", zoom: (range) => { shared.range = range; draw(); } };
+  const names = ["train/loss", "eval/val_loss", "eval/val_bpb"], titles = ["Training loss", "Validation loss", "Bits per byte"];
+  const plots = names.map((name, i) => ({ name, title: titles[i], host: el("div", { className: "plot" }) }));
+  const body = el("div", { className: "stack" }, el("p", { className: "empty" }, "Comparing …")), legend = el("div", { className: "legend" });
+  const stage = el("div", { className: "stack" }, el("div", { className: "bar" }, el("a", { href: "#/" }, "← Runs"), el("h1", {}, "Comparison"), legend), el("section", { className: "panels" }, plots.map(({ title, host }) => el("div", { className: "card panel" }, el("header", {}, el("h2", {}, title), el("span", { className: "unit" }, "by tokens")), host))), body);
+  for (const plot of plots) plot.chart = new Chart(plot.host, shared, { title: plot.title });
+
+  async function draw() {
+    const told = await source.series(ids, names, shared.x, shared.range), palette = colours();
+    for (const { name, chart } of plots) chart.set(ids.map((id, i) => ({ i, id, curve: told[id]?.curves[name] })).filter(({ curve }) => curve).map(({ i, id, curve }) => ({ ...numbers(curve), label: id.split("/").slice(1).join("/"), colour: palette[i % palette.length], sparse: name.startsWith("eval/") })));
+    legend.replaceChildren(...ids.map((id, i) => el("span", {}, el("i", { style: { "border-color": palette[i % palette.length] } }), id.split("/").slice(1).join("/"))));
+  }
+  const fail = (error) => main.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "These runs cannot be compared"), error.message));
+
+  Promise.all([source.compare(ids), draw()]).then(([told]) => {
+    const head = (words) => el("thead", {}, el("tr", {}, words.map((text, i) => el("th", { className: i ? "num" : "" }, text))));
+    const list = (title, rows) => rows.length > 0 && el("section", { className: "card" }, el("h2", {}, title), el("div", { className: "scroll" }, el("table", {}, head(["", ...told.names]), el("tbody", {}, rows.map((row) => el("tr", {}, el("td", {}, row.name), row.values.map((text) => el("td", { className: "num" }, text))))))));
+    body.replaceChildren(
+      ...(told.same_tokenizer ? [] : [el("div", { className: "card flag" }, el("strong", {}, "The tokenizers differ"), el("p", {}, "A loss per token is not the same thing in these runs. Compare bits per byte only."))]),
+      el("section", { className: "card" }, el("div", { className: "scroll" }, el("table", { id: "compared" }, head(["", ...told.names, "difference"]), el("tbody", {}, told.rows.map((row) => el("tr", {}, el("td", {}, row.name), row.words.map((text, i) => el("td", { className: "num" + (row.best === i ? " best" : "") }, text)), el("td", { className: "num soft" }, row.difference))))))),
+      el("section", { className: "card" }, told.says.map((one) => el("p", {}, el("strong", {}, one.name + ". "), one.text))),
+      ...[list("What differs in the settings", told.config), list("What differs in the environment", told.environment)].filter(Boolean));
+    main.replaceChildren(stage);
+  }).catch(fail);
+  return { close: () => { for (const { chart } of plots) chart.close(); }, redraw: draw, shared };
+}

@@ -1,0 +1,209 @@
+"""The numbers of a run as columns, read as they grow, and a bounded number of points of any stretch of them.
+
+In:  metrics.jsonl of a run folder, which may be damaged, huge or somebody else's.
+Out: numpy columns (the last value of each step and name); at most so many points with the highest and the lowest of each bucket kept.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamplighter import read_back
+from lamplighter.rundir import RunDir, parse_record
+
+MOST_POINTS = 4000  # of one panel
+_MOST_NAMES = 64  # of one run: a folder of somebody else must not fill the memory
+_MOST_ROWS = 5_000_000
+_MOST_STEP, _MOST_VALUE = 1 << 53, sys.float_info.max
+_READ_BYTES = 1 << 22
+_KEPT_VALUES = 12_000_000  # over all runs: 96 MB
+Floats = NDArray[np.float64]
+
+
+class RunSeries:
+    """The columns of one run, up to where its file has been read."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self._forget()
+
+    def _forget(self) -> None:
+        self.offset, self.part, self.place = 0, b"", (0, 0)
+        self.damaged = 0  # lines that are no records
+        self.steps, self.times, self.attempts = array("d"), array("d"), array("d")
+        self.columns: dict[str, array[float]] = {}
+        self.scores: dict[str, dict[int, float]] = {}  # of validations, by step
+        self.version = 0
+
+    @property
+    def values(self) -> int:
+        return len(self.steps) * (3 + len(self.columns))
+
+    @property
+    def newest_t(self) -> float:
+        return self.times[-1] if self.times else 0.0
+
+    def update(self) -> int:
+        """Read what is new; how many records that were."""
+        found = 0
+        try:
+            with read_back.open_file(self.run.metrics) as file:
+                facts = os.fstat(file.fileno())
+                if (facts.st_dev, facts.st_ino) != self.place or facts.st_size < self.offset:
+                    self._forget()  # another file: the run began anew
+                    self.place = (facts.st_dev, facts.st_ino)
+                file.seek(self.offset)
+                while data := file.read(_READ_BYTES):
+                    self.offset += len(data)
+                    *whole, self.part = (self.part + data).split(b"\n")
+                    if len(self.part) > read_back.LINE_BYTES:
+                        self.part = b""
+                    found += sum(map(self._take, whole))
+        except OSError:  # not there yet, or no file: no records
+            return 0
+        self.version += bool(found)
+        return found
+
+    def _take(self, line: bytes) -> bool:
+        if not line:
+            return False
+        record = parse_record(line)
+        values = _numbers(record) if record is not None else None
+        if record is None or values is None:
+            self.damaged += 1
+            return False
+        step = int(record["step"])
+        if "train/iter" in values or any(name.startswith("train/") for name in values):
+            self._add_row(step, record, values)
+        else:
+            for name, value in values.items():
+                if name in self.scores or len(self.scores) < _MOST_NAMES:
+                    self.scores.setdefault(name, {})[step] = value
+        return True
+
+    def _add_row(self, step: int, record: Mapping[str, Any], values: Mapping[str, float]) -> None:
+        if self.steps and step <= self.steps[-1]:
+            self._cut(step)
+        if len(self.steps) >= _MOST_ROWS:
+            return
+        t, attempt = record.get("t"), record.get("attempt")
+        self.steps.append(step)
+        self.times.append(t if t.__class__ is float and math.isfinite(t) else math.nan)
+        self.attempts.append(float(attempt) if isinstance(attempt, int) else 0.0)
+        if values.keys() - self.columns.keys():
+            for name in sorted(values.keys() - self.columns.keys())[: max(0, _MOST_NAMES - len(self.columns))]:
+                self.columns[name] = array("d", [math.nan]) * (len(self.steps) - 1)
+        for name, column in self.columns.items():
+            column.append(values.get(name, math.nan))
+
+    def _cut(self, step: int) -> None:
+        """Steps that are done again, and those after them, are as if they had not been."""
+        at = int(np.searchsorted(np.frombuffer(self.steps), step))
+        for column in (self.steps, self.times, self.attempts, *self.columns.values()):
+            del column[at:]
+
+    # ---------------------------------------------------------------- what is shown of it
+
+    def x_of(self, kind: str, usd_per_hour: float) -> Floats:
+        """The x of every row: step, tokens, hours of training (the time between attempts left out) or dollars."""
+        steps = np.array(self.steps)
+        if kind == "step":
+            return steps
+        if kind == "tokens":
+            return np.array(self.columns.get("train/tokens", self.steps))
+        seconds = np.array(self.columns.get("train/dt_ms", array("d"))) / 1000
+        passed = np.diff(np.array(self.times), prepend=self.times[0] if self.times else 0.0)
+        between = np.diff(np.array(self.attempts), prepend=self.attempts[0] if self.attempts else 0.0) != 0
+        if len(seconds) == len(passed):
+            passed = np.where(between | ~np.isfinite(passed) | (passed < 0), np.nan_to_num(seconds), passed)
+        hours = np.cumsum(np.nan_to_num(np.maximum(passed, 0.0))) / 3600
+        return hours if kind == "time" else hours * usd_per_hour
+
+    def points(self, name: str, x: Floats, low: float = -math.inf, high: float = math.inf, most: int = MOST_POINTS) -> tuple[Floats, Floats]:  # fmt: skip
+        """At most so many points of a stretch, the extremes kept."""
+        if name in self.scores and name not in self.columns:
+            return self._scored(name, x, low, high)
+        y = np.array(self.columns.get(name, array("d")))
+        if not len(y):
+            return np.empty(0), np.empty(0)
+        inside = (x >= low) & (x <= high)
+        if name != "train/loss":  # measured only now and then: no gap is meant; of a loss, it is
+            inside &= ~np.isnan(y)
+        return thin(x[inside], y[inside], most)
+
+    def _scored(self, name: str, x: Floats, low: float, high: float) -> tuple[Floats, Floats]:
+        """Validations have a step; where the x is another one, that of the nearest row."""
+        steps = sorted(self.scores[name])
+        at = np.array(steps, dtype=np.float64)
+        if len(self.steps) and len(x) == len(self.steps):
+            rows = np.array(self.steps)
+            at = x[np.clip(np.searchsorted(rows, at), 0, len(rows) - 1)]
+        y = np.array([self.scores[name][step] for step in steps])
+        inside = (at >= low) & (at <= high)
+        return thin(at[inside], y[inside], MOST_POINTS)
+
+    def rows_since(self, step: float, most: int) -> Iterator[dict[str, float]]:
+        """The newest rows after a step, for whoever looks on."""
+        at = int(np.searchsorted(np.frombuffer(self.steps), step, side="right")) if self.steps else 0
+        for row in range(max(at, len(self.steps) - most), len(self.steps)):
+            yield {"step": self.steps[row], **{name: column[row] for name, column in self.columns.items()}}
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float] | None:
+    """The numbers of a record, null as NaN; None where it is damaged. As read_back.is_metric has it, in a third of its time."""
+    step = record.get("step")
+    if step.__class__ is not int or not 0 <= step < _MOST_STEP:
+        return None
+    values: dict[str, float] = {}
+    for name, value in record.items():
+        if "/" in name:
+            if value.__class__ is float or value.__class__ is int:
+                if not -_MOST_VALUE <= value <= _MOST_VALUE:
+                    return None
+                values[name] = float(value)
+            elif value is None:
+                values[name] = math.nan
+            else:
+                return None
+    return values
+
+
+def thin(x: Floats, y: Floats, most: int) -> tuple[Floats, Floats]:
+    """The first, the lowest, the highest and the last point of each of most/4 buckets: no spike is ever lost."""
+    if len(x) <= most:
+        return x, y
+    buckets = max(1, most // 4)
+    edges = np.linspace(0, len(x), buckets + 1).astype(np.int64)
+    width = int(np.max(np.diff(edges)))
+    index = np.minimum(edges[:-1, None] + np.arange(width)[None, :], (edges[1:] - 1)[:, None])
+    values = y[index]
+    lowest = index[np.arange(buckets), np.argmin(np.where(np.isnan(values), np.inf, values), axis=1)]
+    highest = index[np.arange(buckets), np.argmax(np.where(np.isnan(values), -np.inf, values), axis=1)]
+    kept = np.unique(np.concatenate([edges[:-1], lowest, highest, edges[1:] - 1]))
+    return x[kept], y[kept]
+
+
+class SeriesCache:
+    """The columns of the runs that were looked at last; older ones are read again when they are wanted."""
+
+    def __init__(self, most_values: int = _KEPT_VALUES) -> None:
+        self.most_values = most_values
+        self.kept: OrderedDict[str, RunSeries] = OrderedDict()
+
+    def of(self, run: RunDir) -> RunSeries:
+        key = str(run.path)
+        series = self.kept.pop(key, None) or RunSeries(run)
+        series.update()
+        self.kept[key] = series
+        while len(self.kept) > 1 and sum(one.values for one in self.kept.values()) > self.most_values:
+            self.kept.popitem(last=False)
+        return series

@@ -1,0 +1,132 @@
+"""Period accuracy: does a model that writes of a time stay in it? Words and years that do not belong there, facts that do.
+
+In:  a folder with period.yaml (from, to, prompts), words.csv (word,from,to) and facts.jsonl (prompt, right, wrong).
+Out: a Task; and of each written text its anachronisms and its years. No torch.
+
+A small one of our own, for the invented London of 1837 that the demo learns, is in london/ beside this file.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lamplighter import read_back
+from lamplighter.errors import BadData, InputMissing
+from lamplighter.evaluate.generation import words_of
+from lamplighter.evaluate.items import Item, Task, sha256_of
+
+LONDON = Path(__file__).parent / "london"
+_YEAR = re.compile(r"(?<![\d.,£$])1[0-9]{3}(?![\d.,]\d|\d)|(?<![\d.,£$])20[0-9]{2}(?![\d.,]\d|\d)")
+
+
+@dataclass(frozen=True)
+class Period:
+    """The time that is written of, and what had no name yet or no longer in it."""
+
+    begin: int
+    end: int
+    words: dict[str, tuple[int | None, int | None]]  # a word or phrase: in use from, until
+
+    def looked_at(self, text: str) -> dict[str, Any]:
+        """What in a text does not belong: words not yet or no longer in use, years after the period."""
+        plain = f" {' '.join(words_of(text))} "
+        wrong = [
+            word for word, (since, until) in self.words.items() if f" {word} " in plain and self._outside(since, until)
+        ]
+        years = [int(year) for year in _YEAR.findall(text)]
+        return {
+            "anachronisms": wrong,
+            "words": len(plain.split()),
+            "years": years,
+            "years_that_fit": sum(self.begin <= year <= self.end for year in years),
+        }
+
+    def _outside(self, since: int | None, until: int | None) -> bool:
+        return (since is not None and since > self.end) or (until is not None and until < self.begin)
+
+
+def open_period(name: str, path: Path) -> Task:
+    """Prompts to be continued (reference: none) and facts to be chosen."""
+    description, facts = path / "period.yaml", path / "facts.jsonl"
+    read_period(path)
+    found = _yaml(description)
+    prompts = found.get("prompts")
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(one, str) for one in prompts):
+        raise BadData(f"{description} has no prompts", "a list of texts to be continued", "see docs/evaluation.md")
+    texts = int(found.get("texts", 4))
+    items = [Item(prompt, (), group="prompt") for prompt in prompts for _ in range(texts)]
+    items += _facts(facts) if facts.is_file() else []
+    files = [one for one in (description, path / "words.csv", facts) if one.is_file()]
+    settings = {"from": found["from"], "to": found["to"], "max_tokens": int(found.get("max_tokens", 80))}
+    return Task(name, "period", tuple(items), path, sha256_of(files), "{prompt}; facts: {prompt} | {answer}", settings)
+
+
+def read_period(path: Path) -> Period:
+    """The period and its word list."""
+    found = _yaml(path / "period.yaml")
+    begin, end = found.get("from"), found.get("to")
+    if type(begin) is not int or type(end) is not int or begin > end:
+        raise BadData(f"{path}/period.yaml names no period", "from and to are years", "from: 1830, to: 1837")
+    words = path / "words.csv"
+    try:
+        rows = list(csv.DictReader(io.StringIO(_text(words)), strict=True))
+        listed = {" ".join(words_of(row["word"])): (_year(row.get("from")), _year(row.get("to"))) for row in rows}
+    except (KeyError, ValueError, AttributeError, csv.Error) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise BadData(f"{words} is no word list", why, "its columns are word,from,to; years may be empty") from error
+    if not listed:
+        raise BadData(f"{words} is empty", "no word can be out of its time", "columns word,from,to")
+    return Period(begin, end, listed)
+
+
+def _facts(path: Path) -> list[Item]:
+    found = []
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            answers = [str(row["right"]), *map(str, row["wrong"])]
+            if len(answers) < 2:
+                raise ValueError("there is nothing wrong to choose")
+        except (ValueError, KeyError, TypeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise BadData(
+                f"{path}, line {number} is no fact", why, 'it needs "prompt", "right" and "wrong": [...]'
+            ) from error
+        lengths = tuple(map(len, answers))
+        prompt = str(row["prompt"])
+        between = "" if prompt[-1:].isspace() else " "
+        found.append(Item(prompt, tuple(between + one for one in answers), 0, "fact", lengths))
+    return found
+
+
+def _year(text: str | None) -> int | None:
+    return int(text) if text and text.strip() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_back.read_whole(path).decode("utf-8-sig")
+    except OSError as error:
+        raise InputMissing(f"cannot read {path}", error.strerror or str(error), "see docs/evaluation.md") from error
+    except UnicodeDecodeError as error:
+        raise BadData(f"{path} is not UTF-8", str(error), "save it as UTF-8") from error
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(_text(path))
+    except yaml.YAMLError as error:
+        raise BadData(f"{path} is no YAML", str(error)[:160], "see docs/evaluation.md") from error
+    if not isinstance(found, dict):
+        raise BadData(f"{path} describes no period", "it needs from, to and prompts", "see docs/evaluation.md")
+    return found

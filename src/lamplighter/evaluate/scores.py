@@ -1,0 +1,88 @@
+"""A score as it is kept: its value, its standard error, how many items, and what guessing would give.
+
+In:  numbers, one per item.
+Out: Score, and the words for it. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_ONE_SIDED_95 = 1.645
+_TWO_SIDED_95 = 1.96
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number about a model."""
+
+    name: str
+    value: float
+    stderr: float | None
+    n: int
+    chance: float | None = None
+    higher_is_better: bool = True
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def verdict(self) -> str:
+        """Against guessing, at 95 % (one-sided); empty where guessing has no level."""
+        if self.chance is None or self.stderr is None or not self.higher_is_better:
+            return ""
+        margin = _ONE_SIDED_95 * self.stderr
+        if self.value - margin > self.chance:
+            return "above chance"
+        return "below chance" if self.value + margin < self.chance else "not above chance"
+
+    def words(self) -> str:
+        error = "" if self.stderr is None else f" ± {self.stderr:.4f}"
+        chance = "" if self.chance is None else f", chance {self.chance:.4f}: {self.verdict}"
+        return f"{self.value:.4f}{error} (n {self.n:,}{chance})"
+
+
+def mean_score(name: str, values: Sequence[float], chance: float | None = None, higher_is_better: bool = True) -> Score:
+    """The mean of one number per item; the standard error is that of the sample."""
+    if not values:
+        raise ValueError(f"{name}: there is no item to average")
+    mean = math.fsum(values) / len(values)
+    return Score(name, mean, stderr_of(values, mean), len(values), chance, higher_is_better)
+
+
+def stderr_of(values: Sequence[float], mean: float) -> float | None:
+    """sqrt(sample variance / n); None for a single item, which says nothing about its spread."""
+    if len(values) < 2:
+        return None
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+
+
+def ratio_score(name: str, tops: Sequence[float], bottoms: Sequence[float], chance: float | None = None) -> Score:
+    """A sum over a sum (nats over tokens, bits over bytes); its standard error by the delta method over the items."""
+    total = math.fsum(bottoms)
+    value = math.fsum(tops) / total
+    if len(tops) < 2:
+        return Score(name, value, None, len(tops), chance, higher_is_better=False)
+    rests = [top - value * bottom for top, bottom in zip(tops, bottoms, strict=True)]
+    spread = math.fsum(rest * rest for rest in rests) * len(tops) / (len(tops) - 1)
+    return Score(name, value, math.sqrt(spread) / total, len(tops), chance, higher_is_better=False)
+
+
+def exponential(name: str, of: Score) -> Score:
+    """exp of a mean number of nats: a perplexity, its standard error by the delta method."""
+    value = math.exp(min(of.value, 700.0))
+    error = None if of.stderr is None else value * of.stderr
+    return Score(name, value, error, of.n, None, higher_is_better=False)
+
+
+def wilson(wins: float, n: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson's: it stays within 0 and 1, and holds for few)."""
+    if n == 0:
+        return 0.0, 1.0
+    z2, share = _TWO_SIDED_95**2, wins / n
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = _TWO_SIDED_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    return max(0.0, middle - half), min(1.0, middle + half)

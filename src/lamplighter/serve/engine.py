@@ -1,0 +1,267 @@
+"""The child's part of the server: texts are read, put into the batch, and sent back piece by piece; newer weights are followed.
+
+In:  lines of JSON on stdin (bridge.py), a model folder, a run to follow.
+Out: lines of JSON: pieces of text, ends, errors, and what is being served.
+
+A text ends on the weights that it began with: after a swap the old model goes on until its last text has ended. Where the
+memory does not hold both, no text is begun before the old ones have ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lamplighter import report
+from lamplighter.data.chat.template import ChatTemplate
+from lamplighter.data.pieces import Pieces
+from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.errors import LampError
+from lamplighter.model.batching import Batcher, Made, Wish
+from lamplighter.model.build import Built
+from lamplighter.model.generate import Choice
+from lamplighter.procs.procfs import pid_start
+from lamplighter.rundir import newest_first, step_of, verify_manifest
+
+_IDLE_S = 0.25
+_FOLLOW_S = 1.0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that can be served."""
+
+    built: Built
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    name: str  # the run or folder
+    step: int | None
+
+    @property
+    def model(self) -> str:
+        """As clients see it: the step of a checkpoint stands in the name."""
+        return self.name if self.step is None else f"{self.name}:checkpoint-{self.step}"
+
+
+@dataclass
+class _Text:
+    """A text under way."""
+
+    pieces: Pieces
+    prompt_tokens: int
+    said_prompt: bool = False
+
+
+@dataclass
+class _Serving:
+    """One set of weights, its batch, and the texts that began with it."""
+
+    loaded: Loaded
+    batcher: Batcher
+    texts: dict[int, _Text] = field(default_factory=dict)
+
+
+class Engine:
+    """The loop: take requests, step every batch, send what was made."""
+
+    def __init__(self, loaded: Loaded, rows: int, length: int, send: Callable[[dict[str, Any]], None]) -> None:
+        self.rows, self.length, self.send = rows, length, send
+        self.servings = [self._serving(loaded)]
+        self.waiting: deque[dict[str, Any]] = deque()
+        self.next: Loaded | None = None  # newer weights, to be swapped in
+        self.inbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.answered = 0
+
+    def _serving(self, loaded: Loaded) -> _Serving:
+        length = min(self.length, loaded.built.positions)
+        return _Serving(loaded, Batcher(loaded.built.model, self.rows, length, loaded.built.vocab_size))
+
+    @property
+    def current(self) -> _Serving:
+        return self.servings[-1]
+
+    def say_ready(self) -> None:
+        one = self.current.loaded
+        self.send({"ready": {
+            "model": one.model, "name": one.name, "step": one.step, "template": one.template is not None, "pid": os.getpid(),
+            "pid_start": pid_start(os.getpid()), "length": self.current.batcher.length, "vocab_size": one.built.vocab_size,
+        }})  # fmt: skip
+
+    # ---------------------------------------------------------------- the loop
+
+    def run(self, phase: report.Phase) -> None:
+        """Until stdin ends or a stop is asked for."""
+        while not report.stopping():
+            busy = any(serving.texts for serving in self.servings) or bool(self.waiting)
+            report.flag("prompting", not busy)
+            if not self._take_requests(0.0 if busy else _IDLE_S):
+                return
+            self._swap()
+            self._begin_texts()
+            for serving in list(self.servings):
+                if serving.texts:
+                    self._step(serving, phase)
+                elif serving is not self.current:
+                    self.servings.remove(serving)
+                    report.note(f"{serving.loaded.model} has written its last text and is let go")
+
+    def _take_requests(self, wait_s: float) -> bool:
+        """What has come in; False at the end of all."""
+        while True:
+            try:
+                message = self.inbox.get(timeout=wait_s) if wait_s else self.inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            wait_s = 0.0
+            if message.get("op") == "add":
+                self.waiting.append(message)
+            elif message.get("op") == "drop":
+                self._drop(message["key"])
+
+    def _drop(self, key: int) -> None:
+        self.waiting = deque(one for one in self.waiting if one["key"] != key)
+        for serving in self.servings:
+            if serving.texts.pop(key, None) is not None:
+                serving.batcher.drop(key)
+
+    def _begin_texts(self) -> None:
+        while self.waiting and self.current.batcher.free and self.next is None:
+            message = self.waiting.popleft()
+            try:
+                self._begin(message)
+            except (ValueError, LampError) as error:
+                words = error.what if isinstance(error, LampError) else str(error)
+                why = f": {error.why}" if isinstance(error, LampError) and error.why else ""
+                code = "context_length_exceeded" if "does not fit" in words else None
+                self.send({"key": message["key"], "error": words + why, "status": 400, "code": code})
+
+    def _begin(self, message: dict[str, Any]) -> None:
+        serving = self.current
+        loaded, length = serving.loaded, serving.batcher.length
+        ids = prompt_ids(loaded, message)
+        if len(ids) >= length:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, which does not fit the {length} that this server reads"
+            )
+        stops = {loaded.tokenizer.end_of_text, *([loaded.template.stop_id] if loaded.template else [])}
+        most = message.get("max_tokens") or length
+        choice = Choice(message["temperature"], message["top_k"], message["top_p"])
+        wish = Wish(
+            tuple(ids), min(most, length - len(ids)), choice, message["seed"], message["sample"], frozenset(stops),
+            message["repetition_penalty"], message["logprobs"],
+        )  # fmt: skip
+        serving.batcher.add(message["key"], wish)
+        serving.texts[message["key"]] = _Text(Pieces(loaded.tokenizer, message["stop"]), len(ids))
+
+    def _step(self, serving: _Serving, phase: report.Phase) -> None:
+        report.flag("printing", True)
+        for made in serving.batcher.step():
+            text = serving.texts.get(made.key)
+            if text is not None:
+                self._made(serving, text, made)
+                phase.tick(made.token is not None)
+        phase.tick(0)
+
+    def _made(self, serving: _Serving, text: _Text, made: Made) -> None:
+        """One more token of a text: what of it can be shown is sent; a stop ends it."""
+        tokenizer = serving.loaded.tokenizer
+        end: str = made.end
+        shown = text.pieces.add(made.token) if made.token is not None else ""
+        if text.pieces.stopped:
+            end = "stop"
+            serving.batcher.drop(made.key)
+        elif end:
+            shown += text.pieces.end()
+        said: dict[str, Any] = {"key": made.key, "text": shown, "tokens": int(made.token is not None), "end": end}
+        if not text.said_prompt:
+            text.said_prompt = True
+            said |= {"prompt_tokens": text.prompt_tokens, "model": serving.loaded.model}
+        if made.logprob is not None and made.token is not None:
+            top = [[tokenizer.decode([token]), value] for token, value in made.top]
+            said["logprobs"] = [{"token": tokenizer.decode([made.token]), "logprob": made.logprob, "top": top}]
+        self.send(said)
+        if end:
+            serving.texts.pop(made.key, None)
+            self.answered += 1
+            report.number(step=self.answered, durable_step=self.answered)
+
+    # ---------------------------------------------------------------- newer weights
+
+    def _swap(self) -> None:
+        """The newest weights for all texts that begin from now on."""
+        found = self.next
+        if found is None:
+            return
+        self.servings.append(self._serving(found))
+        self.next = None
+        report.note(f"serving {found.model} from now on; {sum(len(s.texts) for s in self.servings)} texts end on what they began with")  # fmt: skip
+        self.say_ready()
+
+    def read_requests(self) -> None:
+        """Lines of stdin, in a thread of its own."""
+        for line in sys.stdin.buffer:
+            try:
+                message = json.loads(line)
+            except ValueError:  # a line that a killed parent left half
+                continue
+            self.inbox.put(message)
+        self.inbox.put(None)
+
+    def follow(self, root: Path, load: Callable[[Path], Loaded], has_room: Callable[[Path], bool]) -> None:
+        """A thread: the newest valid checkpoint of a run is loaded beside the one that is served."""
+        known, refused = self.current.loaded.step or -1, -1
+        while not report.stopping():
+            time.sleep(_FOLLOW_S)
+            newest = next((path for path in newest_first(root) if step_of(path) > known), None)
+            if newest is None or step_of(newest) == refused:
+                continue
+            step = step_of(newest)
+            if reason := verify_manifest(newest):
+                refused = step
+                report.warn(f"{newest.name} is not served: {reason}")
+                continue
+            if not has_room(newest):
+                report.note(f"no memory for {newest.name} beside what is served: waiting until its texts have ended")
+                while any(serving.texts for serving in self.servings) and not report.stopping():
+                    time.sleep(_IDLE_S)
+            try:
+                self.next = load(newest)
+                known = step
+            except (LampError, OSError, ValueError) as error:  # pruned meanwhile, or damaged: the next one will do
+                refused = step
+                report.warn(f"{newest.name} could not be loaded: {error}")
+
+
+def prompt_ids(loaded: Loaded, message: dict[str, Any]) -> list[int]:
+    """What the model reads: ids as they are, a conversation by its template, a text after the mark between documents."""
+    if message.get("ids") is not None:
+        return list(message["ids"])
+    if message.get("messages") is not None:
+        if loaded.template is None:
+            raise ValueError("this model has no chat template")
+        return loaded.template.prompt_ids(message["messages"])
+    return [loaded.tokenizer.end_of_text, *loaded.tokenizer.encode(message["prompt"] or "").tolist()]
+
+
+def serve_all(engine: Engine, follower: Callable[[], None] | None) -> None:
+    """Start the threads, say that we are ready, and work."""
+    torch.set_grad_enabled(False)
+    threading.Thread(target=engine.read_requests, name="lamp-requests", daemon=True).start()
+    if follower is not None:
+        threading.Thread(target=follower, name="lamp-follow", daemon=True).start()
+    engine.say_ready()
+    with report.phase("serve", unit="tokens") as phase:
+        engine.run(phase)

@@ -1,0 +1,1 @@
+"""Experiment trackers: a process beside each run follows its folder and tells TensorBoard, W&B, trackio or a CSV file."""

@@ -1,0 +1,338 @@
+"""The four trackers, each behind the same few methods, written through its own library.
+
+In:  entries, alerts and texts of one tracker run (NAME, or NAME~2 after a roll-back).
+Out: TensorBoard event files, a W&B run, a trackio run, CSV files. `mark` says how far they are safe; `go_back` takes away what
+     was written after a mark by a follower that was killed, so that nothing stands there twice.
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from lamplighter.errors import InputMissing
+from lamplighter.watch.trackers.history import Entry
+
+TRACKERS = ("tensorboard", "wandb", "trackio", "csv")
+_FLUSH_S = 60.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One tracker run: where it goes and what it is called."""
+
+    run_name: str
+    folder: Path  # of this tracker in the run's folder: RUN/track/NAME
+    project: str = ""
+    name: str = ""
+    tags: tuple[str, ...] = ()
+    group: str = ""
+    offline: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+    branch: int = 1
+    from_step: int = 0
+    id: str = ""
+
+    @property
+    def title(self) -> str:
+        name = self.name or self.run_name
+        return name if self.branch == 1 else f"{name}~{self.branch}"
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The run's settings, and where this part of it begins."""
+        linked = {"continues": self._before, "from_step": self.from_step} if self.branch > 1 else {}
+        return {**self.config, "lamp": {"run": self.run_name, **linked}}
+
+    @property
+    def _before(self) -> str:
+        name = self.name or self.run_name
+        return name if self.branch == 2 else f"{name}~{self.branch - 1}"
+
+
+class Writer(Protocol):
+    """One open tracker run."""
+
+    def log(self, entry: Entry) -> None: ...
+    def tell(self, kind: str, step: int, title: str, text: str) -> None:
+        """A text: `alert` (a verdict), `sample`, `checkpoint`, `config`, `plan`, `report`."""
+        ...
+
+    def mark(self) -> dict[str, Any]:
+        """All that was given is safe now; what `go_back` needs."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_writer(to: str, setting: Setting, mark: Mapping[str, Any]) -> Writer:
+    """A tracker run, new or gone on with; InputMissing where its library is not installed."""
+    kinds: dict[str, type[Any]] = {
+        "tensorboard": TensorBoard,
+        "wandb": WeightsAndBiases,
+        "trackio": Trackio,
+        "csv": Csv,
+    }
+    try:
+        writer: Writer = kinds[to](setting, mark)
+    except ImportError as error:
+        raise InputMissing(
+            f"{to} is not installed here",
+            str(error),
+            f"pip install 'lamplighter[track]', then: lamp track RUN --to {to}",
+        ) from error
+    return writer
+
+
+# ---------------------------------------------------------------- CSV
+
+
+class Csv:
+    """metrics.csv in long form (step, name, value), so that no column is ever missing; texts.csv beside it."""
+
+    def __init__(self, setting: Setting, mark: Mapping[str, Any]) -> None:
+        folder = setting.folder / setting.title
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(setting.described, indent=1, default=str) + "\n")
+        self.metrics = _open_cut(folder / "metrics.csv", mark.get("metrics"), "step,t,name,value\n")
+        self.texts = _open_cut(folder / "texts.csv", mark.get("texts"), "step,kind,title,text\n")
+
+    def log(self, entry: Entry) -> None:
+        rows = [f"{entry.step},{entry.t!r},{name},{value!r}\n" for name, value in entry.values.items()]
+        self.metrics.write("".join(rows))
+
+    def tell(self, kind: str, step: int, title: str, text: str) -> None:
+        csv.writer(self.texts, lineterminator="\n").writerow([step, kind, title, text])
+
+    def mark(self) -> dict[str, Any]:
+        for file in (self.metrics, self.texts):
+            file.flush()
+            os.fsync(file.fileno())
+        return {"metrics": self.metrics.tell(), "texts": self.texts.tell()}
+
+    def close(self) -> None:
+        self.mark()
+        self.metrics.close()
+        self.texts.close()
+
+
+def _open_cut(path: Path, size: object, head: str) -> io.TextIOWrapper:
+    """Our own file, without what was written after the last mark."""
+    with open(path, "ab") as file:
+        if isinstance(size, int) and file.tell() > size:
+            file.truncate(size)
+        elif not isinstance(size, int):
+            file.truncate(0)
+    opened = open(path, "a", encoding="utf-8", errors="backslashreplace", newline="")
+    if opened.tell() == 0:
+        opened.write(head)
+    return opened
+
+
+# ---------------------------------------------------------------- TensorBoard
+
+
+class TensorBoard:
+    """Event files, by TensorBoard's own writer; torch's would load torch."""
+
+    def __init__(self, setting: Setting, mark: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.event, self.summary = Event, Summary
+        folder = setting.folder / setting.title
+        folder.mkdir(parents=True, exist_ok=True)
+        self.sizes = {str(name): int(size) for name, size in dict(mark.get("files") or {}).items()}
+        for path in folder.glob("events.out.tfevents.*"):
+            if (size := self.sizes.get(path.name, 0)) < path.stat().st_size:
+                if size:
+                    os.truncate(path, size)
+                else:
+                    path.unlink()
+        self.folder = folder
+        self.writer = EventFileWriter(str(folder), max_queue_size=1000, flush_secs=int(_FLUSH_S))
+
+    def log(self, entry: Entry) -> None:
+        values = [self.summary.Value(tag=name, simple_value=value) for name, value in entry.values.items()]
+        self.writer.add_event(self.event(wall_time=entry.t, step=entry.step, summary=self.summary(value=values)))
+
+    def tell(self, kind: str, step: int, title: str, text: str) -> None:
+        from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        body = f"**{title}**\n\n{_as_block(text)}".encode("utf-8", "replace")
+        value = self.summary.Value(
+            tag=f"text/{kind}",
+            metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+            tensor=TensorProto(dtype="DT_STRING", string_val=[body], tensor_shape=shape),
+        )
+        self.writer.add_event(self.event(wall_time=time.time(), step=step, summary=self.summary(value=[value])))
+
+    def mark(self) -> dict[str, Any]:
+        self.writer.flush()
+        return {"files": {path.name: path.stat().st_size for path in self.folder.glob("events.out.tfevents.*")}}
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def _as_block(text: str) -> str:
+    """Markdown that shows a text as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+# ---------------------------------------------------------------- Weights & Biases
+
+
+class WeightsAndBiases:
+    """A run of W&B; its own environment variables count wherever a setting is not given."""
+
+    def __init__(self, setting: Setting, mark: Mapping[str, Any]) -> None:
+        import wandb
+
+        self.wandb = wandb
+        quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True)
+        setting.folder.mkdir(parents=True, exist_ok=True)
+        named = setting.title if setting.branch > 1 or setting.name or "WANDB_NAME" not in os.environ else None
+        group = setting.group or os.environ.get("WANDB_RUN_GROUP") or (setting.run_name if setting.branch > 1 else None)
+        self.run = wandb.init(
+            project=setting.project or os.environ.get("WANDB_PROJECT") or "lamplighter",
+            name=named,
+            id=setting.id,
+            group=group,
+            tags=list(setting.tags) or None,
+            notes=f"continues {setting.described['lamp'].get('continues')} from step {setting.from_step}"
+            if setting.branch > 1
+            else None,
+            config=dict(setting.described),
+            allow_val_change=True,
+            dir=os.environ.get("WANDB_DIR") or str(setting.folder),
+            mode="offline" if setting.offline else None,
+            resume="allow",
+            settings=quiet,
+        )
+        self.run.define_metric("*", step_metric="train/iter")
+        self.run.define_metric("eval/*", step_metric="eval/iter")
+        self.rows = int(mark.get("rows") or 0)
+        self.checkpoints: list[str] = []
+
+    def log(self, entry: Entry) -> None:
+        x = "train/iter" if any(name.startswith("train/") for name in entry.values) else "eval/iter"
+        self._log({x: entry.step, **entry.values})
+
+    def _log(self, values: Mapping[str, Any]) -> None:
+        """W&B's own step never goes back, and a late evaluation does: so it counts rows, and the x of a panel is in the row.
+
+        A follower that is killed sends the same rows under the same numbers again, which W&B drops.
+        """
+        self.rows += 1
+        self.run.log(dict(values), step=self.rows)
+
+    def tell(self, kind: str, step: int, title: str, text: str) -> None:
+        if kind == "alert":
+            level = "WARN" if not title.startswith(("dead", "stuck", "diverged")) else "ERROR"
+            self.run.alert(title=title[:60], text=text, level=level)
+        elif kind == "checkpoint":
+            self.checkpoints.append(title)
+            self.run.summary["checkpoints"] = self.checkpoints[-100:]
+        elif kind == "sample":
+            self._log({"train/iter": step, "sample": self.wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)})
+        else:
+            self.run.summary[kind] = text[:20_000]
+
+    def mark(self) -> dict[str, Any]:
+        return {"url": str(self.run.url or ""), "rows": self.rows}
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+# ---------------------------------------------------------------- trackio
+
+
+class Trackio:
+    """A run of trackio, in its local database or where its environment variables say."""
+
+    def __init__(self, setting: Setting, mark: Mapping[str, Any]) -> None:
+        import trackio
+
+        self.trackio: Any = trackio
+        self.project = setting.project or os.environ.get("TRACKIO_PROJECT") or "lamplighter"
+        self.title = setting.title
+        group = setting.group or (setting.run_name if setting.branch > 1 else None)
+        self.run: Any = trackio.init(
+            project=self.project,
+            name=self.title,
+            group=group,
+            config=_plain({**setting.described, "tags": list(setting.tags)}),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        self.since = int(mark.get("step") or 0)
+        self.there = self._stored() if mark.get("open") else set()
+        self.sent: set[tuple[int, str]] = set()
+
+    def _stored(self) -> set[tuple[int, str]]:
+        """What its database has from the last mark on: of a follower that was killed after sending and before marking."""
+        import sqlite3
+
+        path = Path(self.trackio.TRACKIO_DIR) / f"{self.project}.db"
+        found: set[tuple[int, str]] = set()
+        try:
+            with sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5) as database:
+                query = "SELECT step, metrics FROM metrics WHERE run_name = ? AND step >= ?"
+                for step, metrics in database.execute(query, (self.title, self.since)):
+                    found |= {(step, name) for name in json.loads(metrics)}
+        except sqlite3.Error:  # a space of the hub has no database here: it drops what it has by its own log id
+            return set()
+        return found
+
+    def log(self, entry: Entry) -> None:
+        values = {name: value for name, value in entry.values.items() if (entry.step, name) not in self.there}
+        if values:
+            self.run.log(values, step=entry.step)
+            self.sent |= {(entry.step, name) for name in values}
+            self.since = max(self.since, entry.step)
+
+    def tell(self, kind: str, step: int, title: str, text: str) -> None:
+        if kind == "alert":
+            self.run.alert(title=title, text=text)
+        elif kind in ("sample", "plan", "report"):
+            self.run.log({kind: self.trackio.Markdown(f"### {title}\n\n{_as_block(text)}")}, step=max(step, 0))
+
+    def mark(self) -> dict[str, Any]:
+        """Its sender writes every half second: wait until the last of ours is there."""
+        deadline = time.monotonic() + 20.0
+        while self.sent and time.monotonic() < deadline:
+            oldest = min(step for step, _ in self.sent)
+            before, self.since = self.since, oldest
+            self.sent -= self._stored()
+            self.since = before
+            if self.sent:
+                time.sleep(0.1)
+        self.sent.clear()
+        return {"step": self.since, "open": True}
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """trackio keeps names that begin with an underscore for itself."""
+    plain: dict[str, Any] = json.loads(
+        json.dumps({name.lstrip("_"): value for name, value in config.items()}, default=str)
+    )
+    return plain

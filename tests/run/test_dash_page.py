@@ -1,0 +1,327 @@
+"""The page in a real browser: live steps, overlays, verdicts with stacks, stop by a button, damage, hostile words, foreign pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamplighter.dash import report_page
+from lamplighter.rundir import RunDir, read_last_lines, read_status
+from running import LAMP, clean_env, wait_for, write_model
+from tracked import write_killed_run
+
+CHROMIUM = Path("/usr/bin/chromium")
+HOSTILE = '<img src=x onerror="window.hacked=1">'
+WIDTHS = (390, 900, 1600)
+
+
+@dataclass
+class Look:
+    """A server over a folder of runs, and a browser's page that notes what should not be."""
+
+    address: str
+    folder: Path
+    page: Any = None
+    faults: list[str] = field(default_factory=list)
+
+    def open(self, where: str = "") -> Any:
+        self.page.goto("about:blank")
+        self.page.goto(self.address + where)
+        return self.page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if not CHROMIUM.exists():
+        if os.environ.get("CI") == "true":
+            pytest.fail("there is no chromium: the page is not tested")
+        pytest.skip("there is no chromium here")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(
+            executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-background-networking"]
+        )
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Look]:
+    """Finished, damaged and hostile runs, one with a verdict and its stacks, and a live one that takes its time."""
+    folder = tmp_path_factory.mktemp("dash")
+    runs = folder / "runs"
+    write_killed_run(runs / "first")
+    write_killed_run(runs / "second", steps=300, kills=2)
+    long = RunDir(runs / "long")
+    long.create()
+    long.events.touch()
+    with open(long.metrics, "w") as file:
+        for step in range(1, 20_001):
+            loss = 77.0 if step == 12_345 else 4.0 / (1 + step / 5000)
+            file.write(
+                f'{{"step": {step}, "attempt": 1, "t": {1.7e9 + step!r}, "train/loss": {loss}, "train/dt_ms": 9.5}}\n'
+            )
+    (runs / "broken").mkdir()
+    (runs / "broken" / "events.jsonl").write_text('{"type":"start","t":1}\n')
+    (runs / "broken" / "status.json").write_text('{"state": [1')
+    _write_hostile(runs)
+    slow = write_model(folder, "time.sleep(0.05)")
+    words = ["train", "--run", "live", "--model.family", slow, "--model.width", "8", "--model.heads", "2", "--data.embedded_documents", "300",
+             "--tokenizer.vocab_size", "300", "--data.seq_len", "16", "--train.batch_size", "2", "--train.steps", "5000", "--train.threads", "1",
+             "--eval.every_steps", "100", "--eval.sample_every_steps", "0", "--train.dtype", "fp32"]  # fmt: skip
+    with open(folder / "live.txt", "w") as out:
+        live = subprocess.Popen([*LAMP, *words], cwd=folder, stdout=out, stderr=out, env=clean_env())
+    log = folder / "dash.txt"
+    with open(log, "w") as out:
+        server = subprocess.Popen([*LAMP, "dash", "--port", "0"], cwd=folder, stdout=out, stderr=out, env=clean_env())
+    try:
+        found = wait_for(lambda: re.search(r"open (http://\S+)", log.read_text()), process=server)
+        assert "ssh -L" in log.read_text()
+        wait_for(lambda: (read_status(RunDir(runs / "live")).get("step") or 0) > 3, process=live)
+        yield Look(found[1], folder)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(15) == 0, "Ctrl+C ends the page"
+    finally:
+        for process in (server, live):
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+        for process in (server, live):
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _write_hostile(runs: Path) -> None:
+    run = write_killed_run(runs / HOSTILE.replace("/", ""), steps=30, kills=1)
+    name = "20260101-000000-why.txt"
+    (run.stacks / name).write_text(f"Thread 1 waits in lock.py:12 {HOSTILE}")
+    events = [
+        {"type": "verdict", "t": 1.7e9 + 20, "state": "stuck", "cause": "deadlock", "why": f"a waits for b {HOSTILE}", "next": "</script><script>window.hacked=2</script>", "kept": str(run.stacks / name)},
+        {"type": "sample", "t": 1.7e9 + 21, "step": 20, "text": f"{HOSTILE}\u202e\x1b[31m<svg onload=window.hacked=3>"},
+        {"type": "checkpoint", "t": 1.7e9 + 22, "step": 20, "path": "x", "bytes": 1, "seconds": 1},
+    ]  # fmt: skip
+    with open(run.events, "a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+    run.status.write_text(
+        json.dumps({"state": HOSTILE, "step": 30, "now": HOSTILE, "outcome": HOSTILE, "phase": HOSTILE, "format": 1})
+    )
+    (run.path / "plan.json").write_text(json.dumps({"params": 10, HOSTILE: HOSTILE}))
+
+
+@pytest.fixture
+def look(served: Look, browser: Any) -> Iterator[Look]:
+    """A fresh page; whatever it asks elsewhere, says on its console or shows as a dialog is a fault."""
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    page, faults = context.new_page(), []
+    page.on("console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("dialog", lambda dialog: faults.append(f"dialog: {dialog.message}"))
+    page.on(
+        "request",
+        lambda request: (
+            None if request.url.startswith((served.address, "about:", "data:")) else faults.append(request.url)
+        ),
+    )
+    yield Look(served.address, served.folder, page, faults)
+    assert not faults
+    assert page.evaluate("window.hacked") is None
+    context.close()
+
+
+def _until(page: Any, condition: str, timeout: float = 15_000) -> None:
+    """The page's policy forbids what playwright's own wait does (eval): so it is asked again and again from here."""
+    deadline = time.monotonic() + timeout / 1000
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, condition
+        page.wait_for_timeout(10)
+
+
+def _key(name: str) -> str:
+    from urllib.parse import quote
+
+    return quote(f"0/{name}", safe="")
+
+
+def _shown_step(look: Look) -> int:
+    text = look.page.locator("#step").inner_text().split("/")[0]
+    return int(re.sub(r"\D", "", text) or 0)
+
+
+def test_a_new_step_is_on_the_page_within_a_second(look: Look) -> None:
+    run = RunDir(look.folder / "runs" / "live")
+    look.open(f"#/run/{_key('live')}")
+    look.page.wait_for_selector("#step")
+    wait_for(lambda: _shown_step(look) > 0)
+    lags = []
+    for _ in range(4):
+        time.sleep(0.7)
+        step = max(one["step"] for one in read_last_lines(run.metrics, 1 << 14))
+        began = time.monotonic()
+        _until(
+            look.page,
+            f"Number(document.querySelector('#step').textContent.split('/')[0].replace(/\\D/g, '')) >= {step}",
+            timeout=5000,
+        )
+        lags.append(time.monotonic() - began)
+    assert min(lags) < 1.0, f"seconds until a step was on the page: {lags}"
+    assert look.page.locator(".badge").first.inner_text() == "live"
+    assert "newest point" in look.page.locator("#age").inner_text()
+
+
+def test_runs_are_listed_sorted_searched_and_drawn_over_each_other(look: Look) -> None:
+    page = look.open()
+    page.wait_for_selector("tbody tr:nth-child(5)")
+    names = page.locator("tbody a").all_inner_texts()
+    assert {"first", "second", "long", "broken", "live"} <= set(names)
+    _until(page, "[...window.lampView.shared.charts][0].curves.length >= 2")
+    page.get_by_label("Search runs").fill("seco")
+    assert page.locator("tbody a").all_inner_texts() == ["second"]
+    page.get_by_label("Search runs").fill("no such run")
+    assert "No run is like that" in page.locator("tbody").inner_text()
+    page.get_by_label("Search runs").fill("")
+    page.get_by_role("button", name=re.compile("^Run")).click()
+    ordered = page.locator("tbody a").all_inner_texts()
+    assert ordered == sorted(ordered)
+    page.goto(f"{look.address}#/compare/{_key('first')}|{_key('second')}")
+    page.wait_for_selector("#compared")
+    assert "Recommendation" in page.locator("main").inner_text()
+    _until(page, "[...window.lampView.shared.charts][0].curves.length === 2")
+
+
+def test_a_verdict_is_shown_with_its_stack_and_hostile_words_are_inert(look: Look) -> None:
+    page = look.open(f"#/run/{_key(HOSTILE.replace('/', ''))}")
+    page.wait_for_selector(".verdict")
+    assert "why: a waits for b <img" in page.locator(".verdict").first.inner_text()
+    page.locator(".verdict summary").first.click()
+    _until(page, "document.querySelector('.verdict pre')?.textContent.includes('lock.py:12')")
+    assert "<svg onload" in page.locator("#part-samples pre").inner_text()
+    assert page.locator("main img, main svg, main script, main iframe").count() == 0
+    html = report_page.build(RunDir(look.folder / "runs" / HOSTILE.replace("/", "")))
+    (look.folder / "report.html").write_text(html)
+    page.set_content("<p>")
+    page.goto("about:blank")
+
+
+def test_a_damaged_run_is_shown_as_such_and_a_missing_one_too(look: Look) -> None:
+    page = look.open()
+    page.wait_for_selector("tbody tr")
+    row = page.locator("tbody tr", has_text="broken")
+    assert "damaged" in row.inner_text() and "status.json is damaged" in row.inner_text()
+    row.locator("a").click()
+    page.wait_for_selector(".flag")
+    assert (
+        "This run is damaged" in page.locator("main").inner_text()
+        and "No numbers yet" in page.locator("main").inner_text()
+    )
+
+
+def test_at_most_4000_points_a_panel_and_a_zoom_keeps_the_extremes(look: Look) -> None:
+    page = look.open(f"#/run/{_key('long')}")
+    _until(page, "[...(window.lampView?.shared?.charts || [])][0]?.curves[0]?.x.length > 100")
+    chart = "[...window.lampView.shared.charts][0]"
+    assert page.evaluate(f"{chart}.curves[0].x.length") <= 4000
+    assert page.evaluate(f"Math.max(...{chart}.curves[0].y)") == 77
+    page.evaluate("window.lampView.shared.zoom([12000, 13000])")
+    _until(page, f"{chart}.curves[0].x.length === 1001")
+    assert page.evaluate(f"Math.max(...{chart}.curves[0].y)") == 77
+    box = page.locator(".plot canvas >> nth=1").bounding_box()
+    page.mouse.move(box["x"] + 200, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 400, box["y"] + 60)
+    page.mouse.up()
+    _until(page, "window.lampView.shared.range[1] - window.lampView.shared.range[0] < 900")
+    page.locator(".plot canvas >> nth=1").focus()
+    page.keyboard.press("Home")
+    _until(page, "window.lampView.shared.range === null")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_jumps_and_nothing_is_cut_off(look: Look, width: int) -> None:
+    page = look.page
+    page.set_viewport_size({"width": width, "height": 900})
+    page.add_init_script(
+        "window.shift = 0; new PerformanceObserver((list) => { for (const one of list.getEntries()) if (!one.hadRecentInput) window.shift += one.value; }).observe({ type: 'layout-shift', buffered: true });"
+    )
+    for where in ("", f"#/run/{_key('first')}", f"#/compare/{_key('first')}|{_key('second')}"):
+        look.open(where)
+        _until(page, "[...(window.lampView?.shared?.charts || [])][0]?.curves.length > 0")
+        page.wait_for_timeout(300)
+        assert page.evaluate("window.shift") < 0.1, where
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), where
+
+
+def test_report_html_opens_by_itself(look: Look, browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(report_page.build(RunDir(look.folder / "runs" / HOSTILE.replace("/", ""))))
+    page, faults = browser.new_page(), []
+    page.on("console", lambda message: faults.append(message.text))
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on(
+        "request",
+        lambda request: faults.append(request.url) if not request.url.startswith(("file://", "data:")) else None,
+    )
+    page.goto(f"file://{tmp_path / 'report.html'}")
+    _until(page, "[...window.lampView.shared.charts][0].curves[0].x.length === 30")
+    assert not faults and page.evaluate("window.hacked") is None
+    page.close()
+
+
+def _ask(look: Look, path: str, method: str = "GET", **headers: str) -> int:
+    request = urllib.request.Request(
+        look.address + path, method=method, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as refused:
+        return refused.code
+
+
+def test_foreign_hosts_and_pages_are_refused_and_nothing_is_done_by_get(served: Look) -> None:
+    assert _ask(served, "api/runs") == 200
+    assert _ask(served, "api/runs", Host="evil.example") == 421
+    assert _ask(served, "api/runs", Origin="http://evil.example") == 403
+    assert _ask(served, "api/ask?run=0/live&kind=stop") == 405
+    assert _ask(served, "api/ask", "POST", Origin="http://evil.example") == 403
+    assert _ask(served, "api/ask", "POST") == 400
+    for wrong in (
+        "api/run?run=0/../..",
+        "api/run?run=0/..%2F..",
+        "page/..%2Fserver.py",
+        "page/app.py",
+        "api/stacks?run=0/first&name=../status.json",
+    ):
+        assert _ask(served, wrong) == 404, wrong
+    assert _ask(served, "api/series?run=0/first&x=evil") == 400
+    assert _ask(served, "api/series?run=0/first&names=train/loss&low=nan&most=1e99") == 200
+
+
+def test_stop_by_the_button_ends_the_run_with_everything_saved(look: Look) -> None:
+    """The last of this file: the live run ends here."""
+    run = RunDir(look.folder / "runs" / "live")
+    page = look.open(f"#/run/{_key('live')}")
+    page.wait_for_selector("#do-stop")
+    page.locator("#do-why").click()
+    _until(page, "document.querySelector('#part-flags pre')?.textContent.length > 50", timeout=15_000)
+    page.locator("#do-stop").click()
+    page.get_by_role("button", name="Cancel").click()
+    page.locator("#do-stop").click()
+    page.get_by_role("button", name="Do it").click()
+    wait_for(lambda: read_status(run).get("state") == "stopped")
+    told = read_status(run)
+    assert told["durable_step"] == told["step"] > 0 and told["exit_code"] == 75
+    _until(page, "document.querySelector('.badge').textContent === 'stopped'")
+    wait_for(lambda: (run.path / "report.html").exists() and (run.path / "curves.svg").exists())
+    assert "curves.svg" in run.report.read_text()

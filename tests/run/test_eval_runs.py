@@ -1,0 +1,258 @@
+"""lamp eval: equal to lm-eval item by item, resumed after a kill, never a score without data, results as files."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eval_data
+from lamplighter.evaluate import tasks
+from lamplighter.evaluate.items import Task
+from lamplighter.rundir import RunDir, read_lines
+from running import TINY, Command, Finished, lamp, real, start_lamp, wait_for
+
+WORDS = [*TINY, "--train.steps", "3", "--data.seq_len", "512", "--model.family", "llama", "--save.every_steps", "2"]
+NEAR = 1e-3
+
+
+@pytest.fixture
+def run(finished: Finished) -> RunDir:
+    return finished(*WORDS)
+
+
+def results(run: RunDir, task: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((run.path / "evaluations").glob(f"{task}-*.json"))]
+
+
+def items_of(folder: Path, task: str) -> dict[int, dict[str, Any]]:
+    [path] = (folder / "evaluations" / "items").glob(f"{task}-*.jsonl")
+    return {line["item"]: line for line in read_lines(path) if "item" in line}
+
+
+def by_lm_eval(folder: Path, task: Task) -> Iterator[list[tuple[float, bool]]]:
+    """What lm-eval's hf backend says of the same items."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model = HFLM(pretrained=str(folder), dtype="float32", batch_size=8, device="cpu")
+    asked = [Instance("loglikelihood", {}, (item.context, one), 0) for item in task.items for one in item.answers]
+    found = iter(model.loglikelihood(asked, disable_tqdm=True))
+    for item in task.items:
+        yield [next(found) for _ in item.answers]
+
+
+def compare(folder: Path, place: Path, task: Task) -> int:
+    """Every likelihood within 1e-3, every choice the same but where the top two are that close; how many those are."""
+    ours, close = items_of(place, task.name), 0
+    for number, theirs in enumerate(by_lm_eval(folder, task)):
+        nats = ours[number]["nats"]
+        assert nats == pytest.approx([nat for nat, _ in theirs], abs=NEAR), (task.name, number)
+        best, second = sorted((nat for nat, _ in theirs), reverse=True)[:2] if len(theirs) > 1 else (0.0, -1.0)
+        close += best - second < NEAR
+        if best - second >= NEAR:
+            assert nats.index(max(nats)) == max(range(len(theirs)), key=lambda n: theirs[n][0])
+            assert ours[number]["greedy"] == [greedy for _, greedy in theirs]
+    assert len(ours) == len(task.items)
+    return close
+
+
+def test_every_task_is_equal_to_lm_eval_item_by_item(run: RunDir, here: Command, tmp_path: Path) -> None:
+    data = eval_data.make(tmp_path / "data")
+    names = ["hellaswag", "lambada", "mmlu", "arc_easy", "piqa", "boxes"]
+    done = here("eval", "r", "--data", str(data), "--tasks", ",".join(names), "--num-fewshot", "2", "--json", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    folder = run.checkpoint(3)
+    for name in names:
+        compare(folder, run.path, tasks.open_task(name, data, tasks.Shots(2)))
+    records = json.loads(done.stdout)
+    assert [record["task"] for record in records] == names
+    for record in records:
+        assert record == results(run, record["task"])[0]
+        assert record["format"] == 1 and record["step"] == 3 and record["data"]["sha256"] and record["prompt"]
+    scores = {one["name"]: one for one in records[2]["scores"]}
+    assert scores["acc"]["n"] == 8 and scores["acc"]["chance"] == 0.25
+    assert {"acc/fog_studies", "acc/geese"} < scores.keys()
+    assert {one["name"] for one in records[1]["scores"]} == {"acc", "perplexity"}
+    assert [one["chance"] for one in records[3]["scores"]] == [pytest.approx((4 / 2 + 4 / 3) / 8)] * 2
+
+
+def test_the_loss_on_a_text_is_lm_evals_rolling_one(run: RunDir, here: Command, tmp_path: Path) -> None:
+    data = eval_data.make(tmp_path / "data")
+    done = here("eval", "r", "--data", str(data), "--tasks", "notes", "--window", "512", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    text = (data / "notes" / "test.txt").read_text()
+    model = HFLM(pretrained=str(run.checkpoint(3)), dtype="float32", batch_size=4, device="cpu")
+    [theirs] = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], disable_tqdm=True)
+    rows = items_of(run.path, "notes").values()
+    assert sum(row["nats"][0] for row in rows) == pytest.approx(theirs, abs=NEAR * len(rows))
+    loss, perplexity, bits = json.loads(done.stdout)[0]["scores"]
+    assert bits["value"] == pytest.approx(-theirs / 0.6931471805599453 / len(text.encode()), rel=1e-6)
+    assert loss["n"] == len(rows) > 1 and perplexity["stderr"] > 0
+
+
+def test_the_shared_halves_are_equal_to_lm_eval_on_a_real_model(here: Command, tmp_path: Path) -> None:
+    folder, data = real("models", "stories260K_hf_llama"), real("eval")
+    done = here("eval", str(folder), "--data", str(data), "--tasks", "hellaswag,lambada", "--limit", "30", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("hellaswag", "lambada"):
+        task = tasks.limited(tasks.open_task(name, data, tasks.Shots()), 30)
+        compare(folder, tmp_path / "runs" / ".evaluations" / folder.name, task)
+
+
+def test_generation_pairs_period_and_the_runs_own_text(run: RunDir, here: Command, tmp_path: Path) -> None:
+    data = eval_data.make(tmp_path / "data")
+    done = here("eval", "r", "--data", str(data), "--tasks", "held-back,copying,rouge,period", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    held, copying, rouge, period = json.loads(done.stdout)
+    assert held["contamination"]["n"] == 13 and 0 <= held["contamination"]["share"] <= 1
+    names = {one["name"] for one in copying["scores"]}
+    assert {"rouge1", "rougeL", "exact_match", "repetition", "distinct_2"} <= names
+    assert len(copying["examples"]) == 4
+    assert {one["name"]: one["value"] for one in rouge["scores"]}["rouge1"] == pytest.approx((2 / 3 + 8 / 12) / 2)
+    assert {"texts_with_anachronisms", "facts"} <= {one["name"] for one in period["scores"]}
+    assert "not above chance" in here("eval", "r", "--tasks", "period", cwd=tmp_path).stdout
+
+
+def test_an_evaluation_that_was_killed_goes_on_where_it_was(run: RunDir, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    rows = [{"goal": f"Light the lamp number {n}" * 6, "sol1": "with a match", "sol2": "never", "label": 0} for n in range(1500)]  # fmt: skip
+    (data / "piqa").mkdir(parents=True)
+    (data / "piqa" / "valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("eval", "r", "--data", str(data), "--tasks", "piqa", "--threads", "1")
+    process = start_lamp(*words, cwd=tmp_path)
+
+    def done() -> list[Path]:
+        return [path for path in (run.path / "evaluations").glob("items/*") if path.read_bytes().count(b"\n") > 40]
+
+    [log] = wait_for(done, process=process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not results(run, "piqa")  # no file until it is whole
+    before = log.read_bytes().rpartition(b"\n")[0]
+    again = lamp(*words, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "items were done before, they are kept" in again.stderr
+    assert log.read_bytes().startswith(before)
+    numbers = [line["item"] for line in read_lines(log) if "item" in line]
+    assert sorted(numbers) == list(range(1500))  # none lost, none twice
+    [record] = results(run, "piqa")
+    assert record["scores"][0]["n"] == 1500
+
+
+def test_no_score_without_data(run: RunDir, here: Command, tmp_path: Path) -> None:
+    data = eval_data.make(tmp_path / "data")
+    for words, code, said in (
+        (["--tasks", "hellaswag"], 2, "needs data"),
+        (["--tasks", "hellaswag", "--data", "nowhere"], 66, "there is no folder"),
+        (["--tasks", "winogrande", "--data", str(data)], 66, "there is no task winogrande"),
+        (["--checkpoint", "17"], 74, "there is no checkpoint"),
+        (["--suite", "huge"], 2, "quick, comprehensive"),
+        (["--limit", "0"], 2, "--limit must be 1 or more"),
+    ):
+        done = here("eval", "r", *words, cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        assert said in done.stderr
+    (data / "hellaswag" / "val.jsonl").write_text("{torn")
+    done = here("eval", "r", "--data", str(data), "--tasks", "hellaswag", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (65, "")
+    assert not (run.path / "evaluations").exists()
+
+
+def test_all_checkpoints_and_a_suite(run: RunDir, here: Command, tmp_path: Path) -> None:
+    data = eval_data.make(tmp_path / "data")
+    done = here("eval", "r", "--checkpoint", "all", "--tasks", "piqa", "--data", str(data), "--json", cwd=tmp_path)
+    assert [record["step"] for record in json.loads(done.stdout)] == [2, 3]
+    done = here("eval", "r", "--suite", "quick", "--data", str(data), "--json", cwd=tmp_path)
+    assert [record["task"] for record in json.loads(done.stdout)] == ["held-back", "hellaswag", "lambada", "arc_easy", "piqa"]  # fmt: skip
+    assert "tokens to read" in done.stderr
+
+
+def test_a_task_of_lm_eval_runs_on_our_model(run: RunDir, here: Command, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    data = eval_data.make(tmp_path / "data")
+    (tmp_path / "yaml").mkdir()
+    (tmp_path / "yaml" / "lights.yaml").write_text(
+        f"task: lights\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}/piqa/valid.jsonl\n"
+        'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "Question: {{goal}}\\nAnswer:"\ndoc_to_target: label\n'
+        'doc_to_choice: "{{[sol1, sol2]}}"\nmetric_list:\n  - metric: acc\n  - metric: acc_norm\n'
+    )
+    done = here("eval", "r", "--tasks", "lm-eval:lights,piqa", "--data", str(tmp_path / "yaml"), "--json", cwd=tmp_path)
+    assert done.returncode == 66  # piqa is not in that folder: said before anything is computed
+    done = here("eval", "r", "--tasks", "lm-eval:lights", "--data", str(tmp_path / "yaml"), "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    theirs = {one["name"]: one for one in json.loads(done.stdout)[0]["scores"]}
+    ours = json.loads(here("eval", "r", "--tasks", "piqa", "--data", str(data), "--json", cwd=tmp_path).stdout)
+    for one in ours[0]["scores"]:
+        assert theirs[one["name"]]["value"] == pytest.approx(one["value"])
+        assert theirs[one["name"]]["stderr"] == pytest.approx(one["stderr"], abs=1e-9)
+
+
+def test_checkpoints_are_evaluated_after_the_training_by_eval_tasks(tmp_path: Path) -> None:
+    words = ["train", "--run", "r", *TINY, "--train.steps", "4", "--save.every_steps", "2", "--eval.tasks", "held-back"]
+    done = lamp(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    run = RunDir(tmp_path / "runs" / "r")
+    assert {record["step"] for record in results(run, "held-back")} == {2, 4}
+    assert done.stdout.count("evaluated checkpoint-") == 2
+
+
+def test_the_death_of_an_evaluation_leaves_the_run_alone(tmp_path: Path) -> None:
+    words = [
+        "train",
+        "--run",
+        "r",
+        *TINY,
+        "--train.steps",
+        "4",
+        "--eval.tasks",
+        "nothing-of-ours",
+        "--eval.data",
+        str(tmp_path),
+    ]
+    done = lamp(*words, "--eval.while_training", "true", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "WARNING  evaluation of checkpoint-4 ended with 66" in done.stdout
+    assert "finished r" in done.stdout
+
+
+def test_a_checkpoint_is_tested_against_what_was_to_be_expected(run: RunDir, here: Command, tmp_path: Path) -> None:
+    (tmp_path / "asked.txt").write_text("The fog\n")
+    done = here("checkpoints", "r", "test", "--prompts", "asked.txt", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["checkpoint"] for row in found["checkpoints"]] == ["checkpoint-2", "checkpoint-3"]
+    assert found["checkpoints"][0]["progress"] == pytest.approx(2 / 3)
+    assert found["texts"][0]["prompt"] == "The fog"
+    assert any("gibberish" in flag for flag in found["red_flags"])  # three steps teach nothing
+    assert "lamp" in found["next"]
+    assert results(run, "checkpoint-test")[0]["action"] == found["checkpoints"][-1]["action"]
+    table = here("checkpoints", "r", "test", "checkpoint-2", cwd=tmp_path).stdout
+    assert "In the year 1834" in table and "expected" in table and "next: lamp" in table
+
+
+def test_people_choose_blindly_and_go_on_where_they_were(run: RunDir, here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    import io
+
+    (tmp_path / "asked.txt").write_text("The fog\nMy dear Aunt\nAt dusk\n")
+    words = ("eval", "r", str(run.checkpoint(2)), "--human", "--prompts", "asked.txt", "--json")
+    monkeypatch.setattr("sys.stdin", io.StringIO("x\n1\nq\n"))
+    done = here(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("--- 1 ---")) == (75, 2), done.stderr
+    monkeypatch.setattr("sys.stdin", io.StringIO("2\n=\n"))
+    done = here(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("--- 1 ---")) == (0, 2), done.stderr
+    [score] = json.loads(done.stdout)["scores"]
+    assert (score["n"], score["chance"]) == (3, 0.5)
+    low, high = json.loads(done.stdout)["interval"]
+    assert low < score["value"] < high
+    assert len(results(run, "human-vs")) == 1

@@ -1,0 +1,247 @@
+"""What the page is told of a run: bounded points with their extremes, redone steps, damage, comparison, one file without a server."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lamplighter.dash import facts, report_page
+from lamplighter.dash.comparison import Summary, compare, conclusions, table
+from lamplighter.dash.facts import RunsDir
+from lamplighter.dash.panels import panels_of
+from lamplighter.dash.series import MOST_POINTS, RunSeries, SeriesCache, thin
+from lamplighter.dash.server_answers import points_of, rounded
+from lamplighter.rundir import RunDir
+from lamplighter.watch.curves import CurveSketch
+from lamplighter.watch.environment import changes, gather, record
+from tracked import expected, write_evaluation, write_killed_run
+from tracked import record as step_record
+
+WHOLE = (-math.inf, math.inf, MOST_POINTS)
+
+
+def _write_steps(run: RunDir, count: int, spikes: dict[int, float]) -> RunSeries:
+    run.create()
+    run.events.touch()
+    with open(run.metrics, "w") as file:
+        for step in range(1, count + 1):
+            loss = spikes.get(step, 3.0 / (1 + step / 1000))
+            file.write(f'{{"step": {step}, "attempt": 1, "t": {1.7e9 + step!r}, "train/loss": {loss}, "train/dt_ms": 1000.0, "train/tokens": {step * 10}}}\n')  # fmt: skip
+    series = RunSeries(run)
+    series.update()
+    return series
+
+
+def test_thinning_keeps_every_extreme_and_both_ends() -> None:
+    x, y = np.arange(100_000.0), np.random.default_rng(1).normal(size=100_000)
+    y[77_777], y[12_345], y[500] = 99.0, -99.0, math.nan
+    at, kept = thin(x, y, 4000)
+    assert len(at) <= 4000 and (at[0], at[-1]) == (0.0, 99_999.0) and np.all(np.diff(at) > 0)
+    assert kept[at == 77_777] == 99.0 and kept[at == 12_345] == -99.0
+
+
+def test_a_panel_gets_at_most_4000_points_and_a_zoom_gets_more_of_them(tmp_path: Path) -> None:
+    series = _write_steps(RunDir(tmp_path / "r"), 30_000, {20_001: 50.0, 20_500: 0.001})
+    whole = points_of(series, ["train/loss"], "step", 0.0, WHOLE)["curves"]["train/loss"]
+    assert len(whole["x"]) <= MOST_POINTS and 50 in whole["y"] and 0.001 in whole["y"]
+    near = points_of(series, ["train/loss"], "step", 0.0, (20_000, 22_000, MOST_POINTS))["curves"]["train/loss"]
+    assert near["x"] == list(range(20_000, 22_001)) and 50 in near["y"]
+
+
+def test_every_x_can_be_asked_for(tmp_path: Path) -> None:
+    series = _write_steps(RunDir(tmp_path / "r"), 3601, {})
+    assert series.x_of("tokens", 0)[-1] == 36_010
+    assert math.isclose(series.x_of("time", 0)[-1], 1.0, rel_tol=1e-3)
+    assert math.isclose(series.x_of("usd", 2.0)[-1], 2.0, rel_tol=1e-3)
+
+
+def test_redone_steps_are_shown_once_with_their_last_values(tmp_path: Path) -> None:
+    run = write_killed_run(tmp_path / "r")
+    series = RunSeries(run)
+    series.update()
+    wanted = {step: value for (name, step), value in expected(run).items() if name == "train/loss"}
+    assert list(series.steps) == sorted(wanted) and list(series.columns["train/loss"]) == [
+        wanted[step] for step in sorted(wanted)
+    ]
+    assert series.update() == 0
+    with open(run.metrics, "a") as file:
+        file.write("\n" + json.dumps(step_record(401, 30)) + "\n")
+    assert series.update() == 1 and series.steps[-1] == 401
+
+
+def test_a_damaged_run_is_shown_as_such_and_harms_no_other(tmp_path: Path) -> None:
+    good, bad = write_killed_run(tmp_path / "good", steps=40, kills=1), RunDir(tmp_path / "bad")
+    bad.create()
+    bad.events.write_text('[[[\n{"type": 3}\n' + "x" * 5000 + "\n")
+    bad.status.write_text('{"state": ["x"], "step": "many", "flags": {"a": 1}}')
+    bad.metrics.write_text(
+        '{"step": 1e400}\n{"step": 1, "train/loss": "x"}\n{"step": 2, "train/loss": 1.5}\n' + "[" * 5000 + "\n"
+    )
+    (bad.path / "plan.json").write_text('{"params": "x", "mfu": [1]}')
+    bad.config.write_text("train: [1")
+    (bad.checkpoint(5) / "training").mkdir(parents=True)
+    where = RunsDir(0, tmp_path)
+    rows = {row["name"]: row for row in facts.rows([where])}
+    assert rows["bad"]["state"] == "damaged" and rows["good"]["state"] == "finished"
+    series = RunSeries(bad)
+    series.update()
+    told = facts.describe(where, bad, series)
+    assert series.damaged == 3 and told["config_problem"] and not told["checkpoints"][0]["valid"]
+    assert panels_of(series, told)[0]["id"] == "loss"
+    assert "bad" in report_page.build(bad) and "good" in report_page.build(good)
+
+
+def test_nothing_outside_of_the_runs_dir_is_reached(tmp_path: Path) -> None:
+    inside, outside = (
+        write_killed_run(tmp_path / "runs" / "r", steps=20, kills=1),
+        write_killed_run(tmp_path / "else", steps=20, kills=1),
+    )
+    (tmp_path / "runs" / "link").symlink_to(outside.path)
+    (tmp_path / "secret.txt").write_text("secret")
+    (inside.stacks / "leads-out.txt").symlink_to(tmp_path / "secret.txt")
+    (inside.stacks / "fine.txt").write_text("a stack \x1b[31m token=abc")
+    dirs = [RunsDir(0, tmp_path / "runs")]
+    assert facts.find(dirs, "0/r") is not None
+    for key in ("0/..", "0/../else", "0/.", "0/", "1/r", "r", "0/link", "0/r/../../else", "0/r\0", "/etc", "0//etc"):
+        assert facts.find(dirs, key) is None, key
+    assert [row["name"] for row in facts.rows(dirs)] == ["r"]
+    assert facts.read_inside(inside, "stacks", "leads-out.txt") is None
+    for name in ("../status.json", "..", "", "nothing", "/etc/passwd"):
+        assert facts.read_inside(inside, "stacks", name) is None
+    assert "\x1b" not in (facts.read_inside(inside, "stacks", "fine.txt") or "\x1b")
+
+
+def test_the_memory_of_the_server_is_bounded(tmp_path: Path) -> None:
+    cache = SeriesCache(most_values=40_000)
+    for number in range(12):
+        series = _write_steps(RunDir(tmp_path / str(number)), 2000, {})
+        cache.of(series.run)
+        assert sum(one.values for one in cache.kept.values()) <= 40_000
+    assert len(cache.kept) == 3
+
+
+def test_numbers_are_as_short_as_a_picture_needs() -> None:
+    found = rounded(np.array([1.23456789, math.nan, 1e-7 / 3, 5.0, math.inf, 0.0, -123456.789]), 6)
+    assert found == [1.23457, None, 3.33333e-08, 5, None, 0, -123457]
+
+
+def test_report_html_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
+    run = write_killed_run(tmp_path / "</title><script>alert(1)", steps=60, kills=2)
+    html = report_page.build(run)
+    assert "<script>alert(1)" not in html and html.count("<script") == 2
+    assert "default-src 'none'" in html and not re.search(r'(src|href)="(?!data:|#)', html)
+    assert not re.search(r"^(import|export) ", html, re.MULTILINE)
+
+
+def test_report_html_of_100000_steps_is_small(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "r")
+    run.create()
+    run.events.touch()
+    with open(run.metrics, "w") as file:
+        line = json.dumps({**step_record(7, 1), "step": 10**9, "train/loss": 0.1234567})
+        for step in range(1, 100_001):
+            file.write(line.replace("1000000000", str(step), 1).replace("0.1234567", str(step % 97 + 0.5), 1) + "\n")
+    series = RunSeries(run)
+    assert series.update() == 100_000
+    assert len(report_page.build(run).encode()) < 2_000_000
+
+
+def test_the_picture_of_the_curves_is_bounded_and_valid(tmp_path: Path) -> None:
+    import xml.etree.ElementTree as ElementTree
+
+    run = write_killed_run(tmp_path / "<r>&")
+    sketch = CurveSketch(run)
+    sketch.write_all(floor=0.5)
+    text = (run.path / "curves.svg").read_text()
+    ElementTree.fromstring(text)
+    assert "entropy bound" in text and len(sketch.buckets["train/loss"]) <= 400 and sketch.last == 400
+    empty = CurveSketch(RunDir(tmp_path))
+    assert "no numbers yet" in empty.draw()
+    series = _write_steps(RunDir(tmp_path / "long"), 5000, {})
+    long = CurveSketch(series.run)
+    long.write_all()
+    assert len(long.buckets["train/loss"]) <= 400 and len((series.run.path / "curves.svg").read_text()) < 60_000
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def _summary(name: str, val: float, **more: object) -> Summary:
+    given: dict[str, object] = {"train_loss": val - 0.1, "train_error": 0.01, "val_loss": val, "val_error": 0.01, "best_val": val, "best_step": 90,
+                                "tokenizer": "t", "wall_s": 60.0, "tokens": 1e6, "parameters": 1e6}  # fmt: skip
+    return Summary(name, **{**given, **more})  # type: ignore[arg-type]
+
+
+def _says(*found: Summary, same: bool = True) -> dict[str, str]:
+    return {one["name"]: one["text"] for one in conclusions(found, same)}
+
+
+def test_within_the_noise_two_runs_are_not_distinguishable() -> None:
+    near, far = (_summary("a", 2.00), _summary("b", 2.01, wall_s=30.0)), (_summary("a", 2.0), _summary("b", 2.2))
+    assert (
+        "not distinguishable" in _says(*near)["Recommendation"] and "cheaper one, b" in _says(*near)["Recommendation"]
+    )
+    assert next(row for row in table(near, True) if row["name"] == "validation loss")["best"] is None
+    assert _says(*far)["Recommendation"].startswith("a, checkpoint-90")
+    assert next(row for row in table(far, True) if row["name"] == "validation loss")["best"] == 0
+
+
+def test_overfitting_is_told_from_a_model_that_is_too_large() -> None:
+    heart = _says(_summary("a", 2.0), _summary("b", 2.5, rose=0.2, parameters=3e6))["Generalisation"]
+    assert "by heart" in heart and "can fill" not in heart
+    large = _says(_summary("small", 2.0), _summary("big", 2.005, parameters=5e6))["Generalisation"]
+    assert "5.0 times the parameters" in large and "0.2 per parameter" in large and "by heart" not in large
+
+
+def test_losses_of_different_tokenizers_are_never_compared() -> None:
+    rows = {row["name"]: row for row in table((_summary("a", 2.0, bpb=0.9), _summary("b", 1.0, bpb=1.2)), False)}
+    assert "not comparable" in rows["validation loss"]["difference"] and rows["validation loss"]["best"] is None
+    assert rows["bits per byte"]["best"] == 0
+    assert _says(_summary("a", 2.0, bpb=0.9), _summary("b", 1.0, bpb=1.2), same=False)["Recommendation"].startswith(
+        "a: bits per byte"
+    )
+
+
+def test_two_folders_are_compared_as_they_are(tmp_path: Path) -> None:
+    first, second = write_killed_run(tmp_path / "a"), write_killed_run(tmp_path / "b", steps=200, kills=3)
+    write_evaluation(first, 50)
+    cache = SeriesCache()
+    told = compare([(first, cache), (second, cache)])
+    assert told["names"] == ["a", "b"] and {row["name"] for row in told["rows"]} >= {
+        "train loss",
+        "perplexity",
+        "MFU",
+        "steps",
+    }
+    assert all(one["text"] for one in told["says"])
+
+
+# ---------------------------------------------------------------- surroundings
+
+
+def test_the_environment_of_each_attempt_is_kept_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_geheim")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    run = RunDir(tmp_path / "r")
+    run.create()
+    monkeypatch.setattr(
+        "lamplighter.watch.environment._git", lambda _: {"commit": "a" * 40, "dirty": False, "diff": ""}
+    )
+    assert record(run, 1, tmp_path) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert record(run, 2, tmp_path) == ["CUDA_VISIBLE_DEVICES 0 -> 1"]
+    text = (run.path / "environment.json").read_text()
+    assert "geheim" not in text and (run.path / "environment.json").stat().st_mode & 0o777 == 0o600
+    entries = json.loads(text)["attempts"]
+    assert [one["attempt"] for one in entries] == [1, 2] and entries[0]["packages"]["numpy"] and entries[0]["python"]
+    now = {**gather(tmp_path), "packages": {"torch": "2"}}
+    assert changes({**now, "packages": {"torch": "1"}}, now) == ["torch 1 -> 2"]
+    (run.path / "environment.json").write_text('{"attempts": [3, {"packages": 7}]}')
+    assert any("numpy" in one for one in record(run, 3, tmp_path))

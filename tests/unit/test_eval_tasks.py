@@ -1,0 +1,188 @@
+"""Tasks from files: what is read, what is refused; scores with their errors and levels; period lists."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import eval_data
+from lamplighter.errors import BadData, InputMissing, UsageError
+from lamplighter.evaluate import generation, tasks
+from lamplighter.evaluate.evaluation import choice_scores
+from lamplighter.evaluate.items import Item, Task
+from lamplighter.evaluate.period import LONDON, Period, open_period, read_period
+from lamplighter.evaluate.scores import Score, exponential, mean_score, ratio_score, wilson
+from running import real
+
+NO_SHOTS = tasks.Shots(None)
+
+
+def opened(root: Path, name: str, shots: int | None = None) -> Task:
+    return tasks.open_task(name, root, tasks.Shots(shots))
+
+
+def test_every_kind_of_task_is_read_as_lm_eval_words_it(tmp_path: Path) -> None:
+    root = eval_data.make(tmp_path)
+    hella = opened(root, "hellaswag").items[0]
+    assert hella.context == "Minding a hat: A man has a hat . Then he"
+    assert (hella.answers[0], hella.gold, hella.lengths[0]) == (" puts the hat away .", 0, 19)
+    assert opened(root, "lambada").items[1].answers == (" lamp",)
+    arc = opened(root, "arc_easy").items
+    assert (arc[0].context, arc[1].answers) == (
+        "Question: Which one is a hat?\nAnswer:",
+        (" lamp", " the moon", " soup"),
+    )
+    assert opened(root, "piqa").items[1].gold == 1
+    boxes = opened(root, "boxes")
+    assert (boxes.items[0].context, boxes.items[0].gold, boxes.items[1].gold) == ("Q: where is the hat?\nA:", 0, 1)
+    assert opened(root, "notes").kind == "text"
+    assert opened(root, "copying").kind == "generate"
+    assert set(tasks.find_tasks(root)) == {"arc_easy", "boxes", "copying", "hellaswag", "lambada", "mmlu", "notes", "period", "piqa", "rouge"}  # fmt: skip
+
+
+def test_mmlu_shows_solved_examples_of_the_subject_in_either_form_of_the_files(tmp_path: Path) -> None:
+    root = eval_data.make(tmp_path)
+    item = opened(root, "mmlu", 2).items[0]
+    assert item.context == (
+        "The following are multiple choice questions (with answers) about fog studies.\n\n"
+        "What is 0 and 0, in fog_studies?\nA. one\nB. 0, surely\nC. none\nD. all\nAnswer: A\n\n"
+        "What is 1 and 1, in fog_studies?\nA. one\nB. 2, surely\nC. none\nD. all\nAnswer: B\n\n"
+        "What is 0 and 0, in fog_studies?\nA. one\nB. 0, surely\nC. none\nD. all\nAnswer:"
+    )
+    assert (item.answers, item.group) == ((" A", " B", " C", " D"), "fog_studies")
+    with pytest.raises(BadData, match="too few solved examples"):
+        opened(root, "mmlu", 6)
+    original = [opened(real("eval"), name).items for name in ("mmlu", "mmlu_hendrycks_format")]
+    assert original[0] == original[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("hellaswag/val.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 7}\n', "item 1 is not of this task"),
+        ("hellaswag/val.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 1}\n{"ctx"\n', "line 2 is not JSON"),
+        ("hellaswag/val.jsonl", "", "holds no items"),
+        ("lambada/test.jsonl", '{"text": "word"}\n', "item 1 is not of this task"),
+        ("mmlu/test/geese_test.csv", "q,a,b,c,d,F\n", "question 1 is damaged"),
+        ("mmlu/test/geese_test.csv", "", "holds no question"),
+        ("boxes/task.yaml", "prompt: [", "is no YAML"),
+        ("boxes/task.yaml", "colour: red", "describes no task"),
+        ("boxes/items.csv", "ask,first,second,right\na,b,c,9\n", "item 1 is not of this task"),
+        ("rouge/target.txt", "one line\n", "do not go together"),
+        ("notes/test.txt", " \n", "is empty"),
+        ("period/period.yaml", "from: 1840\nto: 1830\nprompts: [a]", "names no period"),
+        ("period/words.csv", "wort,seit\n", "is empty"),
+        ("period/facts.jsonl", '{"prompt": "a", "right": "b", "wrong": []}\n', "line 1 is no fact"),
+        ("arc_easy/test.jsonl", b"\xff\xfe\n", "is not UTF-8"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_an_error_and_never_a_score(
+    tmp_path: Path, file: str, content: str | bytes, said: str
+) -> None:
+    root = eval_data.make(tmp_path)
+    (root / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(BadData, match=said):
+        opened(root, file.split("/")[0])
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    root = eval_data.make(tmp_path)
+    with pytest.raises(InputMissing, match="there is no task helaswag"):
+        opened(root, "helaswag")
+    (root / "rouge" / "target.txt").unlink()
+    with pytest.raises(InputMissing, match="has not both sides"):
+        opened(root, "rouge")
+    with pytest.raises(InputMissing, match="there is no folder"):
+        tasks.find_tasks(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="needs data"):
+        tasks.open_task("hellaswag", None, NO_SHOTS)
+
+
+def test_a_description_cannot_reach_beyond_the_fields_of_a_row(tmp_path: Path) -> None:
+    root = eval_data.make(tmp_path)
+    (root / "boxes" / "task.yaml").write_text('prompt: "{ask.__class__} {0} {ask}"\nchoices: [first, second]\nanswer: right\nfirst_answer: 1\n')  # fmt: skip
+    with pytest.raises(BadData, match="item 1"):  # {0} is no field
+        opened(root, "boxes")
+
+
+def test_scores_have_the_error_of_the_sample_and_a_word_about_chance() -> None:
+    score = mean_score("acc", [1.0] * 30 + [0.0] * 70, 0.25)
+    assert score.value == 0.3
+    assert score.stderr == pytest.approx(math.sqrt(0.3 * 0.7 / 99))
+    assert score.verdict == "not above chance"
+    assert mean_score("acc", [1.0] * 50 + [0.0] * 50, 0.25).verdict == "above chance"
+    assert mean_score("acc", [1.0] * 5 + [0.0] * 95, 0.25).verdict == "below chance"
+    assert mean_score("acc", [1.0], 0.25).stderr is None
+    with pytest.raises(ValueError, match="no item"):
+        mean_score("acc", [], 0.25)
+    loss = ratio_score("loss", [2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    assert (loss.value, loss.stderr) == (2.0, 0.0)
+    assert exponential("perplexity", loss).value == pytest.approx(math.exp(2.0))
+
+
+def test_answers_of_several_lengths_are_ranked_by_both_measures() -> None:
+    items = (Item("a", (" b", " long one"), 1, "", (1, 8)), Item("a", (" b", " c"), 0, "", (1, 1)))
+    task = Task("t", "choice", items, Path("t"), "", "")
+    acc, norm = choice_scores(task, {0: {"nats": [-3.0, -8.0]}, 1: {"nats": [-1.0, -2.0]}})
+    assert (acc.value, norm.value, acc.chance) == (0.5, 1.0, 0.5)
+
+
+def test_the_interval_of_a_share_holds_for_few() -> None:
+    low, high = wilson(0, 5)
+    assert (low, round(high, 3)) == (0.0, 0.434)
+    assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson(50, 100)[0] == pytest.approx(0.404, abs=1e-3)
+
+
+def test_rouge_is_that_of_rouge_score_on_its_pairs() -> None:
+    folder = real("eval", "rouge")
+    from rouge_score.rouge_scorer import RougeScorer
+
+    theirs = RougeScorer(["rouge1", "rouge2", "rougeL"])
+    scorer = generation.rouge_scorer()
+    task = opened(folder.parent, "rouge")
+    assert len(task.items) == 500
+    for item in task.items[:100]:
+        expected = theirs.score(item.reference, item.given)
+        assert generation.rouge(scorer, item.reference, item.given) == {k: v.fmeasure for k, v in expected.items()}
+
+
+def test_repetition_and_diversity_are_counted_in_words() -> None:
+    assert generation.variety("One two three four five.")["repetition"] == 0.0
+    assert generation.variety("go on and on go on and on go on and on")["repetition"] == pytest.approx(5 / 9)
+    assert generation.variety("a a a a")["distinct_1"] == 0.25
+    assert generation.exact("Yes.", " yes")["exact_match_words"] == 1.0
+    assert generation.exact("Yes.", " yes")["exact_match"] == 0.0
+
+
+def test_words_and_years_out_of_their_time_are_found() -> None:
+    period = Period(1830, 1839, {"telephone": (1876, None), "x ray": (1896, None), "periwig maker": (None, 1790), "fog": (1100, None)})  # fmt: skip
+    seen = period.looked_at(
+        "The Telephone rang in 1837; the periwig-maker, in fog, paid £1900 and 1,840 pence in 1901."
+    )
+    assert seen["anachronisms"] == ["telephone", "periwig maker"]
+    assert (seen["years"], seen["years_that_fit"]) == ([1837, 1901], 1)
+    assert period.looked_at("An X-ray of telephones.")["anachronisms"] == ["x ray"]
+
+
+def test_our_own_list_fits_the_london_that_the_demo_learns() -> None:
+    """No text of the embedded corpus is out of its own time, and its facts are true in it."""
+    from lamplighter.data.corpus import entries
+
+    period, task = read_period(LONDON), open_period("period", LONDON)
+    texts = [entry.text for entry in entries(0, 3000)]
+    assert not [word for text in texts for word in period.looked_at(text)["anachronisms"]]
+    assert {year for text in texts for year in period.looked_at(text)["years"]} == {1837}
+    whole = "\n".join(texts)
+    for item in task.items:
+        if item.group == "fact":
+            assert item.context + item.answers[0] in whole, item
+            assert not [wrong for wrong in item.answers[1:] if item.context + wrong in whole]
+
+
+def test_a_score_is_kept_as_the_folder_promises() -> None:
+    record = Score("acc", 0.5, 0.1, 10, 0.25).record()
+    assert json.loads(json.dumps(record)) == {"name": "acc", "value": 0.5, "stderr": 0.1, "n": 10, "chance": 0.25, "higher_is_better": True}  # fmt: skip
