@@ -81,7 +81,7 @@ def test_out_of_memory_twice_at_one_step_stops_with_advice(tmp_path: Path) -> No
 def test_an_assert_twice_at_one_step_is_a_bug_and_the_first_exception_is_told(tmp_path: Path) -> None:
     """A second exception while the first is dealt with (here: a cleanup that meets the dead context) does not hide it."""
     body = (
-        EVER.format(before='open("steps", "w").write("1")', error=ASSERT).replace(
+        EVER.format(before='open("steps", "w").write("3")', error=ASSERT).replace(
             "        raise ", "        try: raise "
         )
         + '        finally: raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")\n'

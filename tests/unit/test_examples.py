@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,15 @@ from lamplighter.data.cache_location import locked
 from lamplighter.data.chat import example_cache, rows
 from lamplighter.data.chat.example_cache import LEARNED, ensure, open_examples
 from lamplighter.data.chat.packing import arrange
-from lamplighter.data.chat.rows import RowSource, SetAside, find_rows
+from lamplighter.data.chat.rows import (
+    NotAnExample,
+    RowSource,
+    SetAside,
+    complete,
+    conversations,
+    find_rows,
+    kind_of_row,
+)
 from lamplighter.data.chat.template import load_template
 from lamplighter.data.sources import Opened, open_data
 from lamplighter.data.tokenizer import byte_level, load
@@ -505,3 +514,62 @@ def test_weights_are_not_passed_over_in_silence(tmp_path: Path) -> None:
     run = resolve(None, None, {"data.paths": [str(path), str(path)], "data.weights": [1, 2]}).run
     with pytest.raises(BadConfig, match="instruction rows"):
         open_source(run, tmp_path / "cache")
+
+
+# ---------------------------------------------------------------- calls of tools, questions and answers
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}
+
+
+def test_tool_calls_become_text_and_the_answer_after_them_is_learned() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Łódź"}'}}
+    row = {"tools": [WEATHER], "messages": [
+        {"role": "user", "content": "Weather in Łódź?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"}, {"role": "assistant", "content": "It rains."}]}  # fmt: skip
+    (made,) = conversations(row, "messages")
+    assert [message["role"] for message in made] == ["system", "user", "assistant", "tool", "assistant"]
+    assert (
+        made[0]["content"].startswith("You may call these functions:\n<tools>\n")
+        and '"name": "weather"' in made[0]["content"]
+    )
+    assert made[2]["content"] == '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
+    assert complete(made) == made
+
+
+def test_the_roles_of_sharegpt_and_glaive_are_known() -> None:
+    row = {"system": "Be brief.", "tools": json.dumps([WEATHER]), "conversations": [
+        {"from": "human", "value": "Weather?"}, {"from": "function_call", "value": '{"name": "weather", "arguments": {}}'},
+        {"from": "observation", "value": "sun"}, {"from": "gpt", "value": "Sun."}]}  # fmt: skip
+    (made,) = conversations(row, "messages")
+    assert [message["role"] for message in made] == ["system", "user", "assistant", "tool", "assistant"]
+    assert made[0]["content"].startswith("Be brief.\n\nYou may call") and "<tool_call>" in made[2]["content"]
+
+
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "a tool call has no function name"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "the arguments of a tool call are not JSON",
+        ),
+        ({"role": "assistant", "tool_calls": "f()"}, "tool_calls is not a list of calls"),
+        ({"from": "function_call", "value": "f()"}, "a function_call is not JSON"),
+        ({"role": "narrator", "content": "x"}, "a message has the role 'narrator'"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(turn: dict[str, object], reason: str) -> None:
+    with pytest.raises(NotAnExample, match=re.escape(reason)):
+        conversations({"messages": [{"role": "user", "content": "?"}, turn]}, "messages")
+
+
+def test_question_and_answer_with_a_history_and_prompts_that_are_messages() -> None:
+    gsm8k = {"question": "2+2?", "answer": "2+2=<<2+2=4>>4\n#### 4"}
+    assert kind_of_row(gsm8k) == "question"
+    assert conversations(gsm8k, "question")[0][-1]["content"] == gsm8k["answer"]
+    (made,) = conversations({**gsm8k, "history": [["1+1?", "2"]], "system": "Sums."}, "question")
+    assert [message["role"] for message in made] == ["system", "user", "assistant", "user", "assistant"]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    (made,) = conversations({"prompt": turns, "completion": [{"role": "assistant", "content": "d"}]}, "prompt")
+    assert [message["content"] for message in made] == ["a", "b", "c", "d"]

@@ -331,3 +331,11 @@ def test_transformers_opens_what_was_saved(tmp_path: Path, trained: Tokenizer) -
         assert theirs(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text).tolist(), name
         assert theirs.eos_token_id == tokenizer.end_of_text
         assert len(theirs) == tokenizer.vocab_size
+
+
+@pytest.mark.parametrize(("name", "kind"), [("tokenizer.model", "sentencepiece"), ("qwen.tiktoken", "tiktoken")])
+def test_a_file_of_another_kind_says_how_to_convert_it(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(InputMissing, match=f"is a {kind} file") as error:
+        load(tmp_path)
+    assert f"pip install {kind}" in error.value.next and "save_pretrained" in error.value.next

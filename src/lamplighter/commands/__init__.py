@@ -33,6 +33,8 @@ VERBS = {
     "generate": "generate",
     "eval": "eval",
     "serve": "serve",
+    "export": "export",
+    "publish": "publish",
     "plan": "plan",
     "data": "data",
     "tokenizer": "tokenizer",
@@ -66,12 +68,10 @@ _MEANT = {
     "checkpoints RUN": "ckpt checkpoint",
     "serve RUN": "server api openai host",
     "eval RUN": "evaluate evaluation score benchmark lm-eval lm_eval",
+    "export RUN": "convert merge gguf quantize ollama",
+    "publish RUN --to org/name": "push upload hub",
 }  # fmt: skip  what other tools and habits call our verbs
-_NOT_THERE = {
-    "export": "a checkpoint opens with transformers as it is; lamp checkpoints RUN shows where it is",
-    "publish": "a checkpoint is a Hugging Face folder as it is: hf upload NAME FOLDER",
-    "push": "a checkpoint is a Hugging Face folder as it is: hf upload NAME FOLDER",
-}
+_NOT_THERE: dict[str, str] = {}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
 from lamplighter.commands.arguments import find_run, many, parse
-from lamplighter.commands.model_folder import choose_folder, located, resolved_model
+from lamplighter.commands.model_folder import choose_folder, is_model_folder, located, resolved_model
 from lamplighter.errors import DONE, UsageError
 from lamplighter.rundir import RunDir
 from lamplighter.safe_text import clean_text
@@ -52,6 +52,7 @@ def _generate_flags(
     threads: int | None = None,
     model_family: str | None = None,
     data_template: str | None = None,
+    model_init_from: str | None = None,
     runs_dir: Path = Path("runs"),
 ) -> None:
     """How to generate."""
@@ -62,8 +63,7 @@ def generate(words: list[str]) -> int:
     from lamplighter.commands.session import session
 
     rest, lists = many(words, "stop")
-    dashed = [re.sub(r"^--(model|data)\.(family|template)(?==|$)", r"--\1-\2", word) for word in rest]
-    flags = parse("generate", _generate_flags, dashed)
+    flags = parse("generate", _generate_flags, [_ours(word) for word in rest])
     flags["stop"] = lists["stop"]
     if flags["raw"] and flags["data_template"]:
         raise UsageError("--raw and --data.template", "one leaves the template out, one chooses it", "give one of them")
@@ -76,11 +76,13 @@ def generate(words: list[str]) -> int:
     for name in ("prompts", "out"):
         flags[name] = str(flags[name].resolve()) if flags[name] else None
     folder = Path(flags["model"])
-    is_folder = (folder / "config.json").is_file()
+    is_folder = is_model_folder(folder)
     if is_folder or not re.fullmatch(r"[\w.-]+/[\w.-]+", flags["model"]) or folder.exists():
         flags["model"] = str((folder if is_folder else find_run(flags["model"], runs_dir).path).resolve())
     else:
         flags["model"] = located(flags["model"], runs_dir)["model"]
+    if flags["model_init_from"]:
+        flags["model_init_from"] = str(Path(flags["model_init_from"]).resolve())
     flags["command"] = shlex.join(["lamp", "generate", *words])
     return session("generate", flags, interactive=flags["interactive"])
 
@@ -94,6 +96,12 @@ def _refuse_misfits(flags: dict[str, Any]) -> None:
         raise UsageError("--prompts goes with neither --prompt nor --interactive", "", "lamp generate --help")
     if flags["out"] and not flags["prompts"]:
         raise UsageError("--out needs --prompts", "one text goes to stdout", "lamp generate RUN > FILE")
+
+
+def _ours(word: str) -> str:
+    """Some fields of a run are flags of this verb as well."""
+    field = re.match(r"--(model\.family|model\.init_from|data\.template)(?==|$)", word)
+    return word if field is None else field[0].replace(".", "-").replace("_", "-") + word[field.end() :]
 
 
 # ---------------------------------------------------------------- in the child
@@ -112,7 +120,7 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
         other = request["data_template"]
         raw = request["raw"] or other is not None
         folder = choose_folder(Path(resolved_model(request["model"])), request["checkpoint"], raw=raw)
-        built = load_folder(folder, request["model_family"], request["command"])
+        built = load_folder(folder, request["model_family"], request["command"], base=request["model_init_from"])
         tokenizer = tokenizers.load(folder)
         if other is not None:
             template: ChatTemplate | None = templates.load_template(other, tokenizer)

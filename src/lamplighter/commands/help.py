@@ -21,6 +21,8 @@ usage: lamp VERB ...
   generate RUN|DIR        text from a model, a conversation, many prompts from a file
   eval RUN|DIR            how good it is: HellaSwag, LAMBADA, MMLU, ARC, your own tasks, with standard errors and chance
   serve RUN|DIR           the model behind OpenAI's API, with a page to chat
+  export RUN|DIR          a Hugging Face folder, a GGUF file, an Ollama model: opened again and compared, or not there
+  publish RUN             to the Hugging Face hub, with a model card written from the run
   plan [run.yaml]         parameters, FLOPs, memory, time, money, disk: go or no-go with the arithmetic
   doctor [run.yaml]       probes of the machine, the settings, the data and the model; each fault with its remedy
   data stats|clean|prepare   count and look at text; clean it; make the token cache
@@ -119,7 +121,7 @@ usage: lamp generate RUN|DIR|HUB-NAME [--prompt TEXT] [--num-samples N] [--max-t
                      [--top-p P] [--seed S] [--stop TEXT ...] [--repetition-penalty X] [--json]
                      [--checkpoint best|latest|checkpoint-N] [--interactive] [--prompts FILE [--out FILE]]
                      [--system TEXT] [--raw] [--data.template NAME|FILE] [--threads N] [--runs-dir DIR]
-                     [--model.family MODULE:NAME]
+                     [--model.family MODULE:NAME] [--model.init_from BASE]
 
   --prompts FILE    a prompt a line, or JSON lines with "prompt": answered several at a time, as JSON lines on stdout or in --out,
                     where the same command goes on after a kill
@@ -130,7 +132,30 @@ A model that was trained on instruction rows is asked by its own chat template a
 a system message before the question, --raw leaves the template out, --data.template takes another (chatml, alpaca, plain
 or a .jinja file). With --interactive it remembers the conversation; an empty line begins a new one. Text goes to stdout
 as it is; everything else to stderr. --temperature 0 is greedy.
-A model of your own is built by the code that --model.family names: a model folder never names code.
+A model of your own is built by the code that --model.family names: a model folder never names code. An adapter is read
+with its base, which is known by its hash; one that was moved is named by --model.init_from.
+""",
+    "export": """\
+usage: lamp export RUN|DIR [--to hf|gguf|ollama] [--quantize f32|f16|bf16|q8_0] [--merge] [--out PATH] [--name NAME] [--force]
+                   [--checkpoint best|latest|checkpoint-N] [--model.init_from BASE] [--runs-dir DIR]
+
+  --to hf           a folder that transformers opens (logits within 1e-4); of adapters a PEFT folder, or with --merge a model
+  --to gguf         a file that llama.cpp runs: the same token ids, and the same words (f32) or nearly the same probabilities
+  --to ollama       the file with its Modelfile; where Ollama answers, the model is created and asked a question
+  --quantize HOW    f32 (hf), f16 (gguf, ollama); bf16, q8_0; k-quants such as q4_k_m by your own llama-quantize
+  --out PATH        default: export/ in the run's folder; beside you for a model folder
+  --force           replace what is there
+
+Written under a temporary name, opened again by the other program and compared. What differs is refused, with both texts or
+figures, and nothing is left behind.
+""",
+    "publish": """\
+usage: lamp publish RUN --to ORG/NAME [--dry-run] [--private] [--merge] [--checkpoint best|latest|checkpoint-N]
+                    [--license ID] [--out DIR] [--model.init_from BASE] [--runs-dir DIR]
+
+Writes a model card from the run (data, tokens, parameters, curves, evaluations, settings, cost), and uploads the model
+with it: no optimizer, no secrets, no prompts. The token comes from HF_TOKEN or `hf auth login`. The same command again goes on
+where a broken upload stopped. --dry-run writes the folder that would be uploaded, and uploads nothing.
 """,
     "eval": """\
 usage: lamp eval RUN|DIR|HUB-NAME [--tasks NAME,...] [--data DIR] [--checkpoint best|latest|all|N] [--suite quick|comprehensive]

@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 _SPARE_BYTES = 400 << 20  # torch itself, the logits of a batch, its activations
 
 
+def is_model_folder(folder: Path) -> bool:
+    """A model, or an adapter of one."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
 def located(name: str, runs_dir: Path) -> dict[str, Any]:
     """Where a model is: a run, a folder, or a name on the hub; and where its evaluations go."""
     folder = Path(name)
-    if (folder / "config.json").is_file():
+    if is_model_folder(folder):
         return {"model": str(folder.resolve()), "place": str(_beside(runs_dir, folder.resolve().name))}
     try:
         run = find_run(name, runs_dir)
@@ -48,7 +53,7 @@ def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
     from lamplighter.data.chat import template as templates
     from lamplighter.train import checkpoint
 
-    if (path / "config.json").is_file():
+    if is_model_folder(path):
         checkpoint.refuse_newer(path)
         return path
     root = path / "checkpoints"
@@ -97,7 +102,7 @@ def resolved_model(name: str) -> str:
 
 def folders_of(path: Path, wanted: str) -> list[Path]:
     """The folders of weights: one, or all checkpoints of a run."""
-    if (path / "config.json").is_file() or wanted != "all":
+    if is_model_folder(path) or wanted != "all":
         name = checkpoint_name(int(wanted)) if wanted.isdecimal() else wanted
         return [choose_folder(path, name, raw=True)]
     found = list(reversed(newest_first(path / "checkpoints")))

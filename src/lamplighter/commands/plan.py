@@ -334,7 +334,7 @@ def _steps(request: dict[str, Any], say: Say) -> dict[str, Any]:
     if where.device.type == "cpu" and request.get("bytes"):
         limit_own_memory(int(request["bytes"]))
     say(doing="building the model")
-    built = build(run.model, request["vocab_size"], run.data.seq_len, 0, run.train.seed)
+    built = build(run.model, request["vocab_size"], run.data.seq_len, 0, run.train.seed, lora=run.lora)
     if run.train.recompute:
         recompute_blocks(built.model)
     model = built.model.to(where.device)

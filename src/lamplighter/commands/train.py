@@ -20,6 +20,7 @@ from lamplighter.commands import result
 from lamplighter.commands.arguments import parse, refuse_controls
 from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
 from lamplighter.errors import DONE, BadConfig, LampError, RefusedByPlan, UsageError
+from lamplighter.model.origin import with_local_model
 from lamplighter.rundir import (
     CACHE_NAME,
     EVENTS_BYTES,
@@ -143,6 +144,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         _refuse_spent_budget(run, resolved.run.budget, verb, words)
         unrecorded = _write_config(run, resolved, console)
         from lamplighter.commands.eval_of_run import Evaluations
+        from lamplighter.watch import keep_awake
         from lamplighter.watch.restart_policy import RestartPolicy  # after the first words: this takes a while
         from lamplighter.watch.supervisor import Supervisor
         from lamplighter.watch.trainer import ChildSpec, Trainer
@@ -163,12 +165,18 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         policy = RestartPolicy(care.on_stuck, care.patience_s)
         evaluations = Evaluations(run, resolved.run.eval, console.say)
         evaluations.begin()
+        awake, words_awake = keep_awake.begin()
+        if words_awake:
+            console.say(f"note  {words_awake}")
         try:
             trainer = Trainer(run, spec, console)
             code = Supervisor(run, trainer, policy, care.notify, resolved.run.track).supervise()
         except BaseException:
             evaluations.stop()
             raise
+        finally:
+            if awake is not None:
+                awake.end()
         if code == DONE:
             evaluations.finish()
         else:
@@ -397,8 +405,10 @@ def _write_page(run: RunDir, console: Console) -> None:
 
 
 def _say_next(run: RunDir, settings: Run, console: Console, step: int) -> None:
+    made = run.checkpoint(step)
     opens = "" if ":" in settings.model.family else " (opens with transformers as it is)"
-    console.say(f"made: {run.checkpoint(step)}{opens}, {run.report}")
+    opens = " (a PEFT adapter)" if (made / "adapter_config.json").exists() else opens
+    console.say(f"made: {made}{opens}, {run.report}")
     console.say(f"next: lamp generate {_to_generate(run, settings)}", "bold")
     console.say(f"  or: lamp checkpoints {run.address}", "bold")
 
@@ -451,6 +461,7 @@ def train_child(folder: RunDir, request: dict[str, Any]) -> int:
 def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunContext, TrainState]:
     """The start-up phases: data, tokenizer, cache, import (torch), plan, model, resume."""
     cache = folder.path.parent / CACHE_NAME
+    run = with_local_model(run, folder.path)
     source, tokenizer = open_text(run, cache)
     text = OpenedText(source, tokenizer, choose_template(run, source, tokenizer))
     lay_out = open_batches(run, folder.path, cache, text)
@@ -458,7 +469,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         from lamplighter.commands.plan import plan_run
         from lamplighter.model.recompute import recompute_blocks
         from lamplighter.plan.estimate import smaller_models
-        from lamplighter.plan.job import family_of, is_own, known_shape
+        from lamplighter.plan.job import family_of, is_built_first, known_shape
         from lamplighter.train import checkpoint, guard, hardware, loop, optimizers  # noqa: F401
         from lamplighter.train.pace import Smaller
         from lamplighter.train.state import RunContext, TrainState
@@ -469,9 +480,10 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         for reason in where.reasons:
             report.note(reason)
     own = None
-    if is_own(run):  # only its own code knows its size: built first, planned then
+    if is_built_first(run):  # only its own code knows its size, or whether it keeps examples apart: planned then
         with report.phase("model"):
             own = _build_model(run, tokenizer)
+            _say_packing(own, text.chat)
     batches = lay_out(own is None or own.takes_segments)
     data = batches.describe()
     steps = _count_steps(run, data)
@@ -493,6 +505,8 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
             report.note(f"activations of {recompute_blocks(built.model)} blocks are computed again (train.recompute)")
         batches.check_ids(built.vocab_size)
         built.model.to(where.device)
+        if built.adapter is not None:
+            built = _with_base(run, folder, built, where)
         optimizer = optimizers.make_optimizer(built.model, run.train)
     compiled, why = hardware.choose_compile(
         run.train,
@@ -503,6 +517,8 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         one_shape=not data.whole_batches,
         seq_len=run.data.seq_len,
     )
+    if compiled and built.adapter is not None and run.train.compile == "auto" and "compiled" not in before:
+        compiled, why = False, "adapters are compiled if you ask for it"
     if compiled and request.get("eager"):
         compiled, why = False, "compiling did not work out in an earlier attempt"
     report.note(f"{'compiled' if compiled else 'not compiled'}: {why}")
@@ -547,7 +563,41 @@ def _recorded(run: Run, where: Machine, data: DataFacts, steps: int, chat: ChatT
 def _build_model(run: Run, tokenizer: Tokenizer) -> Built:
     from lamplighter.model.build import build
 
-    return build(run.model, tokenizer.vocab_size, run.data.seq_len, tokenizer.end_of_text, run.train.seed)
+    sizes = (tokenizer.vocab_size, run.data.seq_len, tokenizer.end_of_text, run.train.seed)
+    return build(run.model, *sizes, lora=run.lora)
+
+
+def _say_packing(built: Built, chat: ChatTemplate | None) -> None:
+    """Of another family: whether examples may share a window, which was found by trying."""
+    why_not = getattr(built.model, "why_not", None)
+    if chat is None or why_not is None:
+        return
+    kind = built.config.get("model_type")
+    if built.takes_segments:
+        report.note(f"{kind} keeps packed examples apart: in a probe each had the logits that it has alone")
+    else:
+        report.note(f"{kind} is not packed, but grouped by length: {why_not}")
+
+
+def _with_base(run: Run, folder: RunDir, built: Built, where: Machine) -> Built:
+    """Adapters are in: everything is on the device, the base is known by its hash, and what is trained is said."""
+    from lamplighter.model import lora, origin
+
+    lora.check_places(built.model, where.device)
+    place = Path(str(run.model.init_from))
+    hub = origin.hub_name_of(folder.path) if "snapshots" in place.parts else {}
+    base = origin.identify(place, run.lora.base_dtype, hub)
+    layers = len(lora.adapters_of(built.model))
+    share = built.trained / built.parameters
+    report.note(
+        f"LoRA: {built.trained:,} of {built.parameters:,} parameters are trained ({share:.2%}), in {layers} layers of rank"
+        f" {run.lora.r}, scale {run.lora.scale:g}; the base is frozen, its matrices in {run.lora.base_dtype};"
+        f" every parameter and buffer is on {where.device.type}"
+    )
+    settings = {**(built.adapter or {}), "revision": base.commit}
+    if base.name:
+        settings["base_model_name_or_path"] = base.name
+    return replace(built, adapter=settings, base=base)
 
 
 def _state_of(found: Path | None) -> dict[str, Any]:
@@ -577,6 +627,7 @@ def _count_steps(run: Run, data: DataFacts) -> int:
 
 def _resume(context: RunContext, state: TrainState, found: Path) -> None:
     """Weights, optimizer and counters of the checkpoint; what differs from then is named."""
+    from lamplighter.model.origin import read_base, refuse_other_base
     from lamplighter.model.weights import load_weights
     from lamplighter.train import checkpoint
 
@@ -592,6 +643,8 @@ def _resume(context: RunContext, state: TrainState, found: Path) -> None:
         why = f"packing then {before.get('packing')}, now {now.get('packing')}"
         advice = "another version of numpy? use that of then, or begin anew with --resume never"
         raise BadConfig(f"examples are packed otherwise than in {found.name}", why, advice)
+    if context.built.base is not None and (base := read_base(found)) is not None:
+        refuse_other_base(base, context.built.base, found.name)
     load_weights(context.model, found)
     context.optimizer.load_state_tensors(tensors)
     best = checkpoint.best_of(root)

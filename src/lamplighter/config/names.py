@@ -38,7 +38,10 @@ _ELSEWHERE = {
     "chat_template": "data.template", "sequence_len": "data.seq_len", "base_model": "model.init_from",
     "sample_packing": "data.packing", "train_on_inputs": "data.loss_on", "val_set_size": "data.val_fraction",
     "gradient_checkpointing": "train.recompute", "activation_checkpointing": "train.recompute",
-    "optim": "train.optimizer",
+    "optim": "train.optimizer", "lora_r": "lora.r", "lora_rank": "lora.r", "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout", "target_modules": "lora.targets", "lora_target": "lora.targets",
+    "lora_target_modules": "lora.targets", "load_in_8bit": "lora.base_dtype", "load_in_4bit": "lora.base_dtype",
+    "use_lora": "lora.r", "adapter": "lora.r",
 }  # fmt: skip
 
 

@@ -134,8 +134,11 @@ def to_give_again(old: Run, resolved: Resolved) -> list[str]:
 def drift(old: Run, new: Run) -> list[str]:
     """What a resume may not change, as 'train.lr: 0.001 -> 0.002'."""
     before = flat(old)
+    moves = (
+        ("model.init_from", "model.revision") if old.lora.r else ()
+    )  # a base may lie elsewhere now: its hash is compared
     return [
         f"{name}: {before[name]} -> {value}"
         for name, value in flat(new).items()
-        if name.split(".")[0] not in MAY_CHANGE and name not in NO_MATTER and before[name] != value
+        if name.split(".")[0] not in MAY_CHANGE and name not in (*NO_MATTER, *moves) and before[name] != value
     ]

@@ -325,14 +325,13 @@ def _refuse_masked(name: str, value: object, where: str) -> None:
 
 
 def _refuse_hub_name(given: str | None, where: str) -> None:
-    """gpt2 or org/name where a folder is wanted: what other tools download by themselves."""
-    if given is None or Path(given).exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", given):
+    """A bare name such as gpt2: neither a folder here nor a name on the hub, which has an owner."""
+    if given is None or Path(given).exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", given):
         return
-    folder = given.rsplit("/", 1)[-1]
     raise InputMissing(
         f"model.init_from {given} is no folder here ({where})",
-        "it looks like a name on the Hugging Face hub, and nothing is downloaded unasked",
-        f"hf download {given} --local-dir {folder}, then --model.init_from ./{folder}",
+        "a name on the Hugging Face hub is written with its owner",
+        f"--model.init_from OWNER/{given} (openai-community/gpt2, say), or ./{given} for a folder",
     )
 
 

@@ -112,7 +112,33 @@ class Model:
         None, "hidden width of the MLP; none = 4 x width (gpt2), about 8/3 x width (llama)", ge=8
     )
     dropout: float = _value(0.0, "dropout rate", "0.1 is usual for small data", ge=0, lt=0.9)
-    init_from: str | None = _value(None, "start from the weights and shape of this Hugging Face folder")
+    init_from: str | None = _value(
+        None, "start from the weights and shape of this Hugging Face folder, or of org/name on the hub"
+    )
+    revision: str | None = _value(None, "of org/name on the hub: a branch, tag or commit; none = main as it is now")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters on a frozen model; off unless lora.r is given."""
+
+    r: int | None = _value(
+        None, "rank of the adapters; none = all weights are trained", "8 to 64 is usual", ge=1, le=4096
+    )
+    alpha: float | None = _value(None, "adapters are scaled by alpha / r; none = 2 x r", gt=0)
+    dropout: float = _value(0.0, "dropout rate of what an adapter reads", "0.05 for small data", ge=0, lt=1)
+    targets: list[str] = _value(  # noqa: RUF009
+        ["auto"],
+        "layers with an adapter: auto (those of attention), all-linear (all but the head), or names such as q_proj v_proj",
+    )
+    base_dtype: Literal["fp32", "bf16", "int8"] = _value(
+        "fp32", "how the frozen matrices of the layers are kept in memory"
+    )
+
+    @property
+    def scale(self) -> float:
+        assert self.r is not None
+        return (2.0 * self.r if self.alpha is None else self.alpha) / self.r
 
 
 WEIGHT_BYTES = GRADIENT_BYTES = 4  # of a parameter: both are float32, also where bf16 computes
@@ -291,6 +317,7 @@ class Run:
     data: Data = Data()
     tokenizer: TokenizerSection = TokenizerSection()
     model: Model = Model()
+    lora: Lora = Lora()
     train: Train = Train()
     save: Save = Save()
     eval: Eval = Eval()
@@ -317,6 +344,10 @@ class Run:
             near = difflib.get_close_matches(model.family, ["gpt2", "llama"], 1, 0.3)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f'model.family {model.family!r} is not gpt2, llama or "module:name"{hint}')
+        if self.lora.r is None and self.lora != Lora():
+            raise ValueError("the lora section is given without lora.r, which switches it on")
+        if self.lora.r is not None and model.init_from is None:
+            raise ValueError("lora.r needs model.init_from: adapters on a model that has learned nothing learn nothing")
         if data.stream and train.epochs is not None:
             raise ValueError(
                 "a stream has no known length: give train.steps or data.max_chunks instead of train.epochs"
@@ -337,6 +368,7 @@ SECTIONS: dict[str, Any] = {
     "data": Data,
     "tokenizer": TokenizerSection,
     "model": Model,
+    "lora": Lora,
     "train": Train,
     "save": Save,
     "eval": Eval,
@@ -379,12 +411,11 @@ def fields() -> dict[str, FieldInfo]:
 
 def validated(values: Mapping[str, Mapping[str, Any]]) -> Run:
     """A Run from values by section and name; text becomes numbers where a number is wanted."""
-    data = dict(values.get("data", {}))
-    if isinstance(data.get("paths"), str):
-        data["paths"] = [data["paths"]]  # one path may stand without brackets
-    track = dict(values.get("track", {}))
-    track |= {name: [track[name]] for name in ("to", "tags") if isinstance(track.get(name), str)}
-    checked: dict[str, dict[str, Any]] = _validator().validate_python({**values, "data": data, "track": track})
+    given = {section: dict(known) for section, known in values.items()}
+    for section, name in (("data", "paths"), ("lora", "targets"), ("track", "to"), ("track", "tags")):
+        if isinstance(given.get(section, {}).get(name), str):
+            given[section][name] = [given[section][name]]  # one may stand without brackets
+    checked: dict[str, dict[str, Any]] = _validator().validate_python(given)
     return Run(**{section: SECTIONS[section](**given) for section, given in checked.items()})
 
 

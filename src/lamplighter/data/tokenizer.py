@@ -227,6 +227,7 @@ def first_difference(text: str, other: str) -> int:
 
 
 _MOST_BYTES = 1 << 28
+_OTHER_KINDS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
 FILE_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -288,6 +289,20 @@ def _content(files: dict[str, bytes], path: Path) -> dict[str, Any]:
             return _byte_level_content(json.loads(files["vocab.json"]), merges)
     except (ValueError, RecursionError, TypeError, AttributeError, LookupError) as error:
         raise _damaged(path, error) from error
+    folder = path if path.is_dir() else path.parent
+    other = sorted(
+        one.name for one in folder.iterdir() if one.name in _OTHER_KINDS or one.suffix in (".tiktoken", ".spm")
+    )
+    if other:
+        kind = "tiktoken" if other[0].endswith("tiktoken") else "sentencepiece"
+        convert = (
+            f"from transformers import AutoTokenizer as A; A.from_pretrained('{folder}').save_pretrained('{folder}')"
+        )
+        raise InputMissing(
+            f"the tokenizer in {path} is a {kind} file ({other[0]})",
+            "tokenizers are read from tokenizer.json, which such a file can be converted to once",
+            f'pip install {kind} transformers, then: python -c "{convert}"',
+        )
     raise InputMissing(
         f"no tokenizer in {path}",
         "it has neither tokenizer.json nor vocab.json with merges.txt",

@@ -168,7 +168,7 @@ def _prepare(context: ProbeContext, quick_dtype: bool) -> ModelFixture:
     section = replace(run.train, dtype="fp32") if quick_dtype and run.train.dtype == "auto" else run.train
     machine = machines.detect(section, shape=known_shape(run))
     layers = _layers_that_fit(run, vocab_size, remarks)
-    built = build(layers, vocab_size, run.data.seq_len, end_of_text, run.train.seed)
+    built = build(layers, vocab_size, run.data.seq_len, end_of_text, run.train.seed, lora=run.lora)
     built.model.to(machine.device)
     built.model.train()
     if data is None:

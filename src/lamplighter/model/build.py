@@ -16,15 +16,27 @@ from typing import Any, Literal, cast
 import torch
 
 from lamplighter import own_code
-from lamplighter.config import Model
+from lamplighter.config import Lora, Model
 from lamplighter.errors import BadConfig, BadData, InputMissing
-from lamplighter.model.shape import Shape, count_parameters, flops_per_token, shape_from_hf, shape_to_hf
+from lamplighter.model import origin
+from lamplighter.model.families import (
+    FromTransformers,
+    check_adapters_are_used,
+    config_of,
+    open_family,
+    positions_of,
+    vocabulary_of,
+)
+from lamplighter.model.lora import SETTINGS, apply_lora, merge, section_of
+from lamplighter.model.shape import NotOurs, Shape, count_parameters, flops_per_token, shape_from_hf, shape_to_hf
+from lamplighter.model.stored import stored_numbers
 from lamplighter.model.transformer import Transformer
-from lamplighter.model.weights import init_weights, load_weights, stored_numbers
+from lamplighter.model.weights import init_weights, load_weights
 from lamplighter.rundir import read_json
 
 _OWN_TYPE = "lamplighter-own"
 _SMALL = 1 << 20
+_LARGE = 200_000_000  # parameters, that take longer to draw than a device without numbers to load
 _OWN_ROOM = 8  # an embedding of one's own may be smaller than vocab_size x width, but not by much more than this
 _OWN_SIZES = ("vocab_size", "positions", "layers", "width", "heads")  # what the user's own function is called with
 
@@ -37,27 +49,40 @@ class Built:
     config: dict[str, Any]  # config.json
     vocab_size: int
     positions: int
+    adapter: dict[str, Any] | None = None  # adapter_config.json, where adapters are trained and not the model
+    base: origin.Base | None = None  # what they are trained on
 
     @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
+    def trained(self) -> int:
+        """Parameters that training changes."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    @property
     def takes_segments(self) -> bool:
         """Whether it keeps packed examples apart: forward(ids, segments_BT=...)."""
+        if isinstance(self.model, FromTransformers):
+            return self.model.keeps_apart
         return "segments_BT" in inspect.signature(self.model.forward).parameters
 
     def flops_per_token(self, seq_len: int) -> float:
-        """6N + attention for the built-in families; 6N for a model of one's own."""
+        """6N + attention for the built-in families; 6N for others; 4N of what is frozen, which gets no gradient."""
+        frozen = self.parameters - self.trained if self.adapter is not None else 0
         if isinstance(self.model, Transformer):
-            return flops_per_token(self.model.shape, seq_len)
-        return 6.0 * self.parameters
+            return flops_per_token(self.model.shape, seq_len) - 2.0 * frozen + 6.0 * self.trained * bool(frozen)
+        return 6.0 * self.parameters - 2.0 * frozen
 
 
-def build(section: Model, vocab_size: int, positions: int, end_of_text: int, seed: int) -> Built:
-    """A new model, or the one in `model.init_from`."""
+def build(
+    section: Model, vocab_size: int, positions: int, end_of_text: int, seed: int, *, lora: Lora | None = None
+) -> Built:
+    """A new model, or the one in `model.init_from`, with adapters where the lora section asks for them."""
     if section.init_from is not None:
-        return _from_folder(Path(section.init_from), vocab_size, positions, section.dropout)
+        built = _from_folder(Path(section.init_from), vocab_size, positions, section.dropout)
+        return built if lora is None or lora.r is None else _adapted(built, Path(section.init_from), lora, seed)
     if ":" in section.family:
         arguments = {"vocab_size": vocab_size, "positions": positions, "layers": section.layers, "width": section.width,
                      "heads": section.heads, "dropout": section.dropout}  # fmt: skip
@@ -84,12 +109,25 @@ def build(section: Model, vocab_size: int, positions: int, end_of_text: int, see
     return Built(model, shape_to_hf(shape), vocab_size, positions)
 
 
-def load_folder(folder: Path, family: str | None = None, command: str = "") -> Built:
-    """The model of a checkpoint or of any Hugging Face folder of the two families, weights included.
+def _adapted(built: Built, folder: Path, lora: Lora, seed: int) -> Built:
+    """Freeze it and put the adapters in; which base it is, the caller finds out where it matters (origin.identify)."""
+    settings = {**apply_lora(built.model, lora, seed), "base_model_name_or_path": str(folder.resolve())}
+    if isinstance(built.model, FromTransformers):
+        check_adapters_are_used(built.model)
+    return replace(built, adapter=settings)
 
+
+def load_folder(
+    folder: Path, family: str | None = None, command: str = "", *, base: str | None = None, merged: bool = True
+) -> Built:
+    """The model of a checkpoint, of an adapter (merged into its base, unless told not to) or of any Hugging Face folder.
+
+    An adapter's base is where its base.json says, or where the user says (`base`); its hash must be the one of training.
     A folder never names code: a model of somebody's own is built by the `family` that the user gives. `command` is
     what the user typed, for the advice to type it again with the name.
     """
+    if (folder / SETTINGS).is_file():
+        return _load_adapter(folder, base, command, merged)
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise InputMissing(
@@ -99,7 +137,8 @@ def load_folder(folder: Path, family: str | None = None, command: str = "") -> B
         if family not in (None, config.get("model_type")):
             what = f"{folder} holds a {config.get('model_type')!r} model, not {family}"
             raise BadConfig(what, "its config.json says so", "leave --model.family out")
-        return _load(folder, _shape(folder, config))
+        shape = _shape(folder, config)
+        return _load(folder, shape) if shape is not None else _load_family(folder, config, None, None)
     if family is None or ":" not in family:
         raise _name_needed(folder, config.get("family"), command or f"lamp generate {shlex.quote(str(folder))}")
     arguments = _own_arguments(folder, config.get("arguments"))
@@ -112,6 +151,36 @@ def load_folder(folder: Path, family: str | None = None, command: str = "") -> B
         raise InputMissing(f"{folder} has no weights", str(error), "expected model.safetensors") from error
     except ValueError as error:
         raise BadData(f"the weights in {folder} do not fit {family}", str(error), "name the code of then") from error
+    return built
+
+
+def _load_adapter(folder: Path, base: str | None, command: str, merged: bool) -> Built:
+    settings, known = read_json(folder / SETTINGS), origin.read_base(folder)
+    if not isinstance(settings, dict):
+        raise BadData(f"{folder}/{SETTINGS} is damaged", "it is no JSON object", "use an intact copy")
+    named = base or (known.path if known else settings.get("base_model_name_or_path"))
+    place = Path(str(named)) if named else None
+    if place is None or not (place / "config.json").is_file():
+        said = f"it says {named!r}" if named else "it does not say where its base is"
+        hub = f", {known.name} at {known.commit} on the hub" if known and known.name else ""
+        advice = f"{command or 'the same command'} --model.init_from FOLDER"
+        raise InputMissing(
+            f"the base of the adapter {folder} is not there", f"{said}{hub}; an adapter is no model without it", advice
+        )
+    if known is not None:
+        origin.refuse_other_base(known, origin.identify(place, known.dtype), str(folder))
+    built = load_folder(place)
+    lora = section_of(settings, folder, known.dtype if known else "fp32")
+    apply_lora(built.model, lora, 0)
+    try:
+        load_weights(built.model, folder)
+    except FileNotFoundError as error:
+        raise InputMissing(f"{folder} has no weights", str(error), "expected adapter_model.safetensors") from error
+    except ValueError as error:
+        raise BadData(f"the adapter in {folder} does not fit {place}", str(error), "use the base of then") from error
+    if not merged:
+        return replace(built, adapter=settings, base=known)
+    merge(built.model)
     return built
 
 
@@ -150,25 +219,38 @@ def _from_folder(folder: Path, vocab_size: int, positions: int, dropout: float) 
         raise InputMissing(
             f"model.init_from {folder} is not a model folder", "no readable config.json", "check the path"
         )
-    shape = replace(_shape(folder, config), dropout=dropout)
-    if shape.vocab_size < vocab_size:
+    shape = _shape(folder, config)
+    knows = shape.vocab_size if shape else vocabulary_of(config)
+    room = shape.positions if shape else positions_of(config) or positions
+    if knows < vocab_size:
         raise BadConfig(
-            f"the tokenizer has {vocab_size:,} tokens, the model in {folder} knows {shape.vocab_size:,}",
+            f"the tokenizer has {vocab_size:,} tokens, the model in {folder} knows {knows:,}",
             "every id must be one that the model knows",
             f"use the model's own tokenizer: --tokenizer.path {shlex.quote(str(folder))}",
         )
-    if shape.positions < positions:
+    if room < positions:
         raise BadConfig(
-            f"data.seq_len {positions} is longer than the {shape.positions} positions of {folder}",
+            f"data.seq_len {positions} is longer than the {room} positions of {folder}",
             "the model has no positions beyond that",
-            f"--data.seq_len {shape.positions}",
+            f"--data.seq_len {room}",
         )
-    return _load(folder, shape)
+    if shape is None:
+        return _load_family(folder, config, dropout, positions)
+    return _load(folder, replace(shape, dropout=dropout))
 
 
-def _shape(folder: Path, config: dict[str, Any]) -> Shape:
+def _load_family(folder: Path, config: dict[str, Any], dropout: float | None, seq_len: int | None) -> Built:
+    """By transformers."""
+    model = open_family(folder, config, dropout, seq_len)
+    return Built(model, config_of(model), vocabulary_of(config), model.positions)
+
+
+def _shape(folder: Path, config: dict[str, Any]) -> Shape | None:
+    """None for a family that is not built here."""
     try:
         return shape_from_hf(config)
+    except NotOurs:
+        return None
     except (ValueError, KeyError) as error:
         raise BadConfig(
             f"{folder}/config.json is not that of a model which can be built here",
@@ -180,7 +262,12 @@ def _shape(folder: Path, config: dict[str, Any]) -> Shape:
 def _load(folder: Path, shape: Shape) -> Built:
     try:
         _refuse_more_than_stored(folder, count_parameters(shape))
-        model = Transformer(shape)
+        if count_parameters(shape) < _LARGE:
+            model = Transformer(shape)
+        else:  # numbers that nobody chose take a while, and would only be overwritten
+            with torch.device("meta"):  # which itself takes 2 s to load
+                model = Transformer(shape)
+            model.to_empty(device="cpu")
         load_weights(model, folder)
     except FileNotFoundError as error:
         raise InputMissing(f"{folder} has no weights", str(error), "expected model.safetensors") from error

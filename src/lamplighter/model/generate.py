@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lamplighter.model.cpu import decode_linear, decode_linear_t
+from lamplighter.model.families import FromTransformers
 from lamplighter.model.recompute import RecomputedForward
 from lamplighter.model.row_cache import RowCache
 from lamplighter.model.transformer import GPT2Layer, KVCache, LlamaLayer, Transformer, rotary_cos_sin
@@ -121,6 +122,8 @@ def run(
 @torch.no_grad()
 def _next_logits(model: nn.Module, cache: KVCache | None, visible_BT: Tensor) -> Tensor:
     """The logits after the last visible token. With a cache, only what it has not yet read is computed."""
+    if isinstance(model, FromTransformers):
+        return model.next_logits(visible_BT)
     if cache is None:
         logits_BTV: Tensor = model(visible_BT)
     else:

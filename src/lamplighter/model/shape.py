@@ -9,6 +9,11 @@ from typing import Any, Literal
 
 Family = Literal["gpt2", "llama"]
 
+
+class NotOurs(ValueError):
+    """A config.json that asks for something that the two families here do not compute; transformers may."""
+
+
 _LARGEST_SIZE = 1 << 40  # no size of a model; beyond it arithmetic itself gets slow
 _LLAMA_MLP_MULTIPLE = 64  # matrix units like round sizes; 8/3 of the width is rounded up to this
 
@@ -112,6 +117,61 @@ def matmul_parameters_per_layer(shape: Shape) -> int:
     return 2 * width * width + 2 * width * kv_width + 3 * width * mlp_width
 
 
+def block_linears(shape: Shape) -> dict[str, tuple[int, int]]:
+    """The linear layers of one block: their names within it, and how many numbers go in and come out."""
+    width, inner, kv = shape.width, shape.mlp_width, shape.kv_heads * shape.head_width
+    if shape.family == "gpt2":
+        return {
+            "attn.c_attn": (width, 3 * width),
+            "attn.c_proj": (width, width),
+            "mlp.c_fc": (width, inner),
+            "mlp.c_proj": (inner, width),
+        }
+    return {
+        "self_attn.q_proj": (width, width),
+        "self_attn.k_proj": (width, kv),
+        "self_attn.v_proj": (width, kv),
+        "self_attn.o_proj": (width, width),
+        "mlp.gate_proj": (width, inner),
+        "mlp.up_proj": (width, inner),
+        "mlp.down_proj": (inner, width),
+    }
+
+
+def wanted_layers(names: list[str], targets: list[str]) -> tuple[set[str], list[str]]:
+    """Which of these linear layers get an adapter, and the endings that say so to PEFT: as `attn.c_proj`, by PEFT's own rule."""
+    endings = sorted({_within_block(name) for name in names})
+    if targets == ["auto"]:
+        attention = [end for end in endings if "attn" in end.lower() or "attention" in end.lower()]
+        targets = attention or endings
+    elif targets == ["all-linear"]:
+        targets = endings
+    chosen = {name for name in names if any(name == end or name.endswith(f".{end}") for end in targets)}
+    return chosen, list(targets)
+
+
+def _within_block(name: str) -> str:
+    """The name of a layer after the number of its block."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[numbers[-1] + 1 :]) if numbers and numbers[-1] + 1 < len(parts) else name
+
+
+def lora_parameters(shape: Shape, r: int, targets: list[str]) -> int:
+    """The trained numbers of adapters on this model."""
+    layers = block_linears(shape)
+    chosen, _ = wanted_layers([f"layers.0.{name}" for name in layers], targets)
+    return shape.layers * sum(r * sum(size) for name, size in layers.items() if f"layers.0.{name}" in chosen)
+
+
+def frozen_bytes(shape: Shape, base_dtype: str) -> int:
+    """A frozen model in memory: matrices of the layers as base_dtype says, the rest in fp32."""
+    matrices, everything = shape.layers * matmul_parameters_per_layer(shape), count_parameters(shape)
+    each = {"fp32": 4, "bf16": 2, "int8": 1}[base_dtype]
+    scales = 4 * shape.layers * sum(out for _, out in block_linears(shape).values()) if base_dtype == "int8" else 0
+    return each * matrices + 4 * (everything - matrices) + scales
+
+
 def flops_per_token(shape: Shape, seq_len: int) -> float:
     """FLOPs to train on one token, in a sequence of seq_len tokens: 6 * N + 12 * layers * width * seq_len.
 
@@ -191,7 +251,37 @@ def shape_from_hf(config: dict[str, Any]) -> Shape:
             return _llama_from_hf(config)
     except (TypeError, AttributeError, OverflowError) as error:  # text, a list or null where a number belongs
         raise ValueError(f"config.json: a field holds the wrong kind of value: {error}") from error
-    raise ValueError(f"config.json: model_type {family!r} is not supported; gpt2 and llama are")
+    raise NotOurs(f"config.json: model_type {family!r} is not supported; gpt2 and llama are")
+
+
+def approximate_shape(config: dict[str, Any]) -> Shape:
+    """The sizes of another family in the words of ours, for a plan: near enough for memory and time, never for weights."""
+    inner = config.get("text_config")
+    known = {**config, **inner} if isinstance(inner, dict) else config
+
+    def first(*names: str, default: int = 0) -> int:
+        return next((known[name] for name in names if type(known.get(name)) is int and known[name] > 0), default)
+
+    width, heads = (
+        first("hidden_size", "n_embd", "d_model"),
+        first("num_attention_heads", "n_head", "num_heads", default=1),
+    )
+    layers = first("num_hidden_layers", "n_layer", "num_layers")
+    if not width or not layers or not first("vocab_size"):
+        raise ValueError("config.json says neither width, layers nor vocabulary in names that are known here")
+    heads = heads if width % heads == 0 and (width // heads) % 2 == 0 else 1
+    kv_heads = first("num_key_value_heads", default=heads)
+    return Shape(
+        "llama",
+        first("vocab_size"),
+        first("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", default=_LARGEST_SIZE),
+        layers,
+        width,
+        heads,
+        kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        mlp_width=first("intermediate_size", "n_inner", "ffn_dim", default=4 * width),
+        tie_embeddings=bool(known.get("tie_word_embeddings", True)),
+    )
 
 
 def _gpt2_from_hf(config: dict[str, Any]) -> Shape:
@@ -201,7 +291,7 @@ def _gpt2_from_hf(config: dict[str, Any]) -> Shape:
     _refuse_unless(config, "add_cross_attention", False)
     dropouts = {name: float(config.get(name, 0.1)) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
     if len(set(dropouts.values())) > 1:
-        raise ValueError(f"config.json: {dropouts}: one dropout for all three is supported; make them equal")
+        raise NotOurs(f"config.json: {dropouts}: one dropout for all three is supported; make them equal")
     return Shape(
         family="gpt2",
         vocab_size=required(config, "vocab_size"),
@@ -225,7 +315,7 @@ def _llama_from_hf(config: dict[str, Any]) -> Shape:
     width, heads = required(config, "hidden_size"), required(config, "num_attention_heads")
     head_width = config.get("head_dim")
     if head_width is not None and head_width * heads != width:
-        raise ValueError(f"config.json: head_dim {head_width} x {heads} heads is not hidden_size {width}: unsupported")
+        raise NotOurs(f"config.json: head_dim {head_width} x {heads} heads is not hidden_size {width}: unsupported")
     return Shape(
         family="llama",
         vocab_size=required(config, "vocab_size"),
@@ -251,9 +341,9 @@ def _rope_theta_of(config: dict[str, Any]) -> float:
         inner = config.get(name) or {}
         kind = inner.get("rope_type", inner.get("type", "default"))
         if kind != "default":
-            raise ValueError(f"config.json: {name} of type {kind!r} is not supported; only plain RoPE is")
+            raise NotOurs(f"config.json: {name} of type {kind!r} is not supported; only plain RoPE is")
         if inner.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"config.json: {name}.partial_rotary_factor is not supported; only the whole head turns")
+            raise NotOurs(f"config.json: {name}.partial_rotary_factor is not supported; only the whole head turns")
         theta = inner.get("rope_theta", theta)
     return float(theta)
 
@@ -271,14 +361,14 @@ def _refuse_unless(config: dict[str, Any], name: str, *allowed: object) -> None:
     """Absent is fine: Hugging Face's own default is the first of the allowed values."""
     value = config.get(name, allowed[0])
     if value not in allowed:
-        raise ValueError(f"config.json: {name} {value!r} is not supported; {' or '.join(map(repr, allowed))} is")
+        raise NotOurs(f"config.json: {name} {value!r} is not supported; {' or '.join(map(repr, allowed))} is")
 
 
 def _one_token_id(config: dict[str, Any], name: str) -> int | None:
     value = config.get(name)
     if isinstance(value, list):
         if len(value) != 1:
-            raise ValueError(
+            raise NotOurs(
                 f"config.json: {name} {value} holds several; keep one, and the rest in generation_config.json"
             )
         value = value[0]

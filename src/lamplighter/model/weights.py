@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from lamplighter.model import lora
+from lamplighter.model.families import FromTransformers
+from lamplighter.model.stored import open_safetensors, weight_files
 from lamplighter.model.transformer import INIT_STD, Transformer
-from lamplighter.rundir import read_record
 
 _RESIDUAL_PROJECTIONS = ("c_proj.weight", "o_proj.weight", "down_proj.weight")
 # Constants that older transformers stored beside the weights; they are computed, not trained.
@@ -47,8 +48,21 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Of a model with adapters, the adapters alone, under PEFT's names."""
+    if lora.is_adapted(model):
+        return lora.adapter_tensors(model)
+    if isinstance(model, FromTransformers):
+        model = model.inner
     first_names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     return {name: tensor for name, tensor in model.state_dict().items() if name in first_names}
+
+
+def stored_buffers(model: nn.Module) -> set[str]:
+    """Which of the stored tensors are no parameters: a forward pass may change them."""
+    if lora.is_adapted(model):
+        return set()
+    inner = model.inner if isinstance(model, FromTransformers) else model
+    return stored_tensors(model).keys() - {name for name, _ in inner.named_parameters()}
 
 
 @torch.no_grad()
@@ -60,8 +74,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     targets = stored_tensors(model)
     with ExitStack() as open_files:
         found: dict[str, tuple[Any, str]] = {}  # our name -> the open file, and the name in it
-        for path in _weight_files(folder):
-            file = open_files.enter_context(_open_safetensors(path))
+        for path in [folder / lora.WEIGHTS] if lora.is_adapted(model) else weight_files(folder):
+            if not path.is_file():
+                raise FileNotFoundError(f"no {path.name} in {folder}")
+            file = open_files.enter_context(open_safetensors(path))
             names = [name for name in sorted(file.keys()) if not _is_computed(model, name)]
             found |= {_own_name(model, name): (file, name) for name in names}
         problems = _tied_head_problems(model, found) + _misfits(targets, found)
@@ -73,51 +89,13 @@ def load_weights(model: nn.Module, folder: Path) -> None:
             target.copy_(file.get_tensor(stored))
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    paths = [folder / name for name in (_named_files(index) if index.exists() else ["model.safetensors"])]
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"no {path.name} in {folder}; weights are read from safetensors, never from pickles"
-            )
-    return paths
-
-
-def _named_files(index: Path) -> list[str]:
-    """The files that an index names: beside it, and nowhere else."""
-    found = read_record(index).get("weight_map")
-    names = (
-        set(found.values()) if isinstance(found, dict) and all(isinstance(n, str) for n in found.values()) else set()
-    )
-    if not names or any(Path(name).name != name for name in names):
-        raise ValueError(f"{index} is damaged, or names files outside its folder")
-    return sorted(names)
-
-
-def stored_numbers(folder: Path) -> int:
-    """How many numbers a folder's safetensors hold, by their headers: nothing else is read."""
-    total = 0
-    for path in _weight_files(folder):
-        with _open_safetensors(path) as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  not a dict
-    return total
-
-
-def _open_safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
-
-
 def _is_computed(model: nn.Module, stored: str) -> bool:
     return isinstance(model, Transformer) and stored.endswith(_COMPUTED)
 
 
 def _own_name(model: nn.Module, stored: str) -> str:
     """GPT-2's original files lack the "transformer." that came later."""
-    bare = not stored.startswith(("transformer.", "lm_head."))
+    bare = not stored.startswith(("transformer.", "lm_head.", "base_model."))
     is_gpt2 = isinstance(model, Transformer) and model.shape.family == "gpt2"
     return f"transformer.{stored}" if bare and is_gpt2 else stored
 

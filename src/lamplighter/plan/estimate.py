@@ -83,7 +83,7 @@ class Plan:
 
 
 def checkpoint_bytes(job: Job) -> int:
-    return job.optimizer.checkpoint_bytes * job.params
+    return job.optimizer.checkpoint_bytes * job.trained
 
 
 def cache_bytes(job: Job) -> int:
@@ -206,6 +206,8 @@ def _options(job: Job, device: Device) -> Iterator[_Option]:
     """Ordered by what they change: nothing of the result, then the length of the run, then the model."""
     for_memory = list(_for_memory(job, device))
     yield from for_memory
+    if not _fits(job, device):
+        yield from _adapters(job, device)
     for base in [_Option("", "", job), *for_memory[:1]]:
         for change in (_fewer_steps, _smaller_model, _shorter_window):
             for option in change(base.job, device):
@@ -256,6 +258,24 @@ def _for_memory(job: Job, device: Device) -> Iterator[_Option]:
         yield _Option(settings, f"{words}, micro-batch {size}", replace(again, micro_batch=size))
 
 
+_LORA_R = 16
+
+
+def _adapters(job: Job, device: Device) -> Iterator[_Option]:
+    """A model that exists may stay as it is, with adapters beside it; then its matrices may also take fewer bytes."""
+    if not job.pretrained or job.own_params:
+        return
+    given = job.lora.r is not None
+    for base_dtype in ("fp32", "bf16", "int8"):
+        lora = replace(job.lora, r=job.lora.r or _LORA_R, base_dtype=base_dtype)
+        if lora == job.lora or (given and base_dtype == "fp32"):
+            continue
+        settings = "" if given else f"--lora.r {lora.r}"
+        settings += "" if base_dtype == "fp32" else f" --lora.base_dtype {base_dtype}"
+        words = f"adapters of rank {lora.r} on the frozen model" + ("" if base_dtype == "fp32" else f" in {base_dtype}")
+        yield _Option(settings.strip(), words, replace(job, lora=lora))
+
+
 def _even(size: int, batch_size: int) -> int:
     """The smallest piece that needs no more pieces: 5 of 16 are four pieces, and so are 4."""
     return math.ceil(batch_size / math.ceil(batch_size / size))
@@ -278,7 +298,7 @@ def _shorter_window(job: Job, _: Device) -> Iterator[_Option]:
 
 
 def _smaller_model(job: Job, _: Device) -> Iterator[_Option]:
-    if job.own_params:
+    if job.own_params or job.pretrained:  # the size of a model that exists is what it is
         return
     shape = job.shape
     for layers in range(shape.layers - 1, 0, -1):
@@ -407,6 +427,8 @@ def _vocabulary(plan: Plan) -> Iterator[Check]:
 
 
 def _size(plan: Plan) -> Iterator[Check]:
+    if plan.job.pretrained:
+        return
     ratio = plan.job.tokens / plan.params
     words = f"{ratio:.1f} tokens per parameter; about {_TOKENS_PER_PARAMETER} is balanced (Hoffmann et al. 2022, arXiv:2203.15556)"
     few = ratio < _TOKENS_PER_PARAMETER / 10

@@ -11,10 +11,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lamplighter.config import OPTIMIZERS, Budget, Eval, OptimizerKind, Run, Save
+from lamplighter.config import OPTIMIZERS, WEIGHT_BYTES, Budget, Eval, Lora, OptimizerKind, Run, Save
 from lamplighter.errors import BadConfig
 from lamplighter.gpus import Device
-from lamplighter.model.shape import Shape, count_parameters, flops_per_token, shape_from_hf
+from lamplighter.model.shape import (
+    NotOurs,
+    Shape,
+    approximate_shape,
+    count_parameters,
+    flops_per_token,
+    frozen_bytes,
+    lora_parameters,
+    matmul_parameters_per_layer,
+    shape_from_hf,
+)
+from lamplighter.model.stored import stored_numbers
 from lamplighter.rundir import read_json
 from lamplighter.schedule import Schedule, schedule
 
@@ -78,6 +89,9 @@ class Job:
     row_tokens: float | None = None  # positions of a row on average, where they are fewer than seq_len
     own_params: int | None = None  # of a model of one's own: all that is known of it
     tokenizer_vocab: int | None = None
+    counted_params: int | None = None  # of another family: as its files hold them
+    pretrained: bool = False  # it begins from a model that exists
+    lora: Lora = field(default_factory=Lora)
     optimizer: OptimizerKind = OPTIMIZERS["adamw"]
     rate: Schedule | None = None
     save: Save = field(default_factory=Save)
@@ -86,12 +100,32 @@ class Job:
 
     @property
     def params(self) -> int:
-        return self.own_params or count_parameters(self.shape)
+        """Of the model; adapters are counted by `trained`."""
+        return self.own_params or self.counted_params or count_parameters(self.shape)
+
+    @property
+    def trained(self) -> int:
+        """What has gradients and optimizer state, and is saved."""
+        return self.params if self.lora.r is None else lora_parameters(self.shape, self.lora.r, self.lora.targets)
+
+    @property
+    def weight_bytes(self) -> int:
+        """In memory: all in fp32, or the frozen ones as lora.base_dtype says, with the adapters in fp32."""
+        if self.lora.r is None:
+            return WEIGHT_BYTES * self.params
+        share = self.params / count_parameters(self.shape)
+        return int(frozen_bytes(self.shape, self.lora.base_dtype) * share) + WEIGHT_BYTES * self.trained
 
     @property
     def flops_per_token(self) -> float:
-        """6N + attention; 6N of a model of one's own."""
-        return 6.0 * self.own_params if self.own_params else flops_per_token(self.shape, self.seq_len)
+        """6N + attention; 6N of a model of one's own; of frozen weights 4N, which get no gradient."""
+        full = 6.0 * self.own_params if self.own_params else flops_per_token(self.shape, self.seq_len)
+        if self.lora.r is None:
+            return full
+        matrices = (
+            self.shape.layers * matmul_parameters_per_layer(self.shape) + self.shape.vocab_size * self.shape.width
+        )
+        return full - 2.0 * matrices + 6.0 * self.trained
 
     @property
     def step_tokens(self) -> float:
@@ -132,6 +166,9 @@ def job_of(run: Run, shape: Shape, steps: int, dtype: str, text: Text | None = N
         whole_logits=train.loss == "whole" or bool(more.get("own_params")),
         text=text,
         optimizer=train.optimizer_kind,
+        pretrained=run.model.init_from is not None,
+        lora=run.lora,
+        counted_params=_counted(run),
         rate=schedule(train, steps),
         save=run.save,
         eval=run.eval,
@@ -162,7 +199,7 @@ def shape_of(run: Run, vocab_size: int | None = None) -> Shape:
         if not isinstance(config, dict):
             raise BadConfig(f"model.init_from {model.init_from}", "no readable config.json", "check the path")
         try:
-            return shape_from_hf(config)
+            return approximate_shape(config) if _is_other_family(config) else shape_from_hf(config)
         except (ValueError, KeyError) as error:
             raise BadConfig(
                 f"{model.init_from}/config.json", str(error), "use the whole folder of a GPT-2 or Llama model"
@@ -188,13 +225,46 @@ def is_own(run: Run) -> bool:
     return run.model.init_from is None and run.model.family not in ("gpt2", "llama")
 
 
+def _is_other_family(config: dict[str, Any]) -> bool:
+    """Neither of the two that are built here: by transformers."""
+    try:
+        shape_from_hf(config)
+    except NotOurs:
+        return True
+    except (ValueError, KeyError):  # ours and damaged: said where it is read
+        return False
+    return False
+
+
+def _other_family(run: Run) -> bool:
+    config = read_json(Path(run.model.init_from) / "config.json") if run.model.init_from else None
+    return isinstance(config, dict) and _is_other_family(config)
+
+
+def _counted(run: Run) -> int | None:
+    """The numbers in the files of another family, whose sizes are only nearly known."""
+    if not _other_family(run):
+        return None
+    try:
+        return stored_numbers(Path(str(run.model.init_from)))
+    except (OSError, ValueError):  # said where the weights are read
+        return None
+
+
+def is_built_first(run: Run) -> bool:
+    """Whether the data can only be laid out when the model is there."""
+    return is_own(run) or _other_family(run)
+
+
 def known_shape(run: Run) -> Shape | None:
     """None of a model of one's own."""
     return None if is_own(run) else shape_of(run)
 
 
 def family_of(run: Run) -> str:
-    """gpt2, llama, or the name of a model of one's own."""
+    """gpt2, llama, or the name of another family or of a model of one's own."""
+    if _other_family(run):
+        return str(read_json(Path(str(run.model.init_from)) / "config.json").get("model_type"))
     shape = known_shape(run)
     return shape.family if shape else run.model.family
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lamplighter.config import GRADIENT_BYTES, WEIGHT_BYTES
+from lamplighter.config import GRADIENT_BYTES
 from lamplighter.gpus import Device
 from lamplighter.model.shape import (
     BLOCK_ATTENTION_TOKENS,
@@ -125,20 +125,22 @@ def memory(job: Job, device: Device) -> Memory:
         ends += tokens * shape.width * (4 if on_cpu else 1)
     kept = shape.layers * (tokens * shape.width * 4 if job.recompute else each)
     head = 2 * shape.vocab_size * shape.width if job.dtype == "bf16" else 0
+    if job.lora.r is not None and job.lora.base_dtype != "fp32":
+        copies = 0  # widened or narrowed for each product, and not kept
     cast = head + (0 if job.recompute else shape.layers * copies)
     return Memory(
-        weights=WEIGHT_BYTES * job.params,
-        gradients=GRADIENT_BYTES * job.params,
-        optimizer=job.optimizer.state_bytes * job.params,
+        weights=job.weight_bytes,
+        gradients=GRADIENT_BYTES * job.trained,
+        optimizer=job.optimizer.state_bytes * job.trained,
         cast=cast,
         activations=0 if job.own_params else kept + ends,
         layer=each + copies if job.recompute else 0,
         logits=tokens * shape.vocab_size * LOGIT_BYTES,
         held=_held_logits(job, on_cpu),
         own=int((_HOST_OWN_GIB if on_cpu else _GPU_OWN_GIB) * GIB),
-        embedding=4 * shape.vocab_size * shape.width,
+        embedding=4 * shape.vocab_size * shape.width if job.lora.r is None else 0,
         gradients_meanwhile=job.accumulation > 1,
-        staging=job.optimizer.checkpoint_bytes * job.params,
+        staging=job.optimizer.checkpoint_bytes * job.trained,
         staging_here=on_cpu,
         holes=_HOLES[shape.family] if on_cpu else 1.0,
     )
@@ -151,11 +153,12 @@ def _held_logits(job: Job, on_cpu: bool) -> int:
         return tokens * shape.vocab_size * LOGIT_BYTES
     rows = min(tokens, block_rows(shape.vocab_size, "cpu" if on_cpu else "cuda"))
     number = 4 if job.dtype == "fp32" else 6
-    return rows * shape.vocab_size * number + 4 * shape.width * (shape.vocab_size + tokens)
+    head = shape.vocab_size if job.lora.r is None else 0  # a frozen one has no gradient
+    return rows * shape.vocab_size * number + 4 * shape.width * (head + tokens)
 
 
 def host_gib(job: Job, device: Device) -> float:
     """Memory of the machine around a GPU: the copy that a save stages, and Python. Mapped text is the kernel's to drop."""
     if device.is_cpu:
         return memory(job, device).peak_gib
-    return job.optimizer.checkpoint_bytes * job.params / GIB + _HOST_OWN_GIB * 4
+    return job.optimizer.checkpoint_bytes * job.trained / GIB + _HOST_OWN_GIB * 4

@@ -187,12 +187,17 @@ def _work(plan: Plan) -> list[str]:
     attention = 12 * shape.layers * shape.width * job.seq_len
     each = job.flops_per_token
     of = f"6 x {_large(matrices)} + attention {_large(attention)} = " if not job.own_params else "6 x parameters = "
+    if job.lora.r is not None:
+        of = f"4 x {_large(matrices)} + 6 x {_large(job.trained)} + attention {_large(attention)} = "
     rows = f"{job.steps:,} steps x {job.batch_size} x {job.row_tokens or job.seq_len:g} = {_large(job.tokens)}"
     lines = [
         _line("parameters", f"{plan.params:,} ({sizes if not job.own_params else 'a model of your own, counted'})"),
         _line("per token", f"{of}{_large(each)}FLOP"),
         _line("tokens", rows + (f" = {job.epochs:.1f} epochs of {_large(job.text.tokens)}" if job.text and job.epochs else "")),
     ]  # fmt: skip
+    if job.lora.r is not None:
+        part = f"{job.trained:,} ({job.trained / plan.params:.2%}): adapters of rank {job.lora.r} ({' '.join(job.lora.targets)})"
+        lines.insert(1, _line("trained", f"{part}; the base is frozen, its matrices in {job.lora.base_dtype}"))
     if job.text is not None:
         lines.append(_line("", f"data: {job.text.how}"))
     lines.append(_line("work", f"{_large(each)} x {_large(job.tokens)} = {_large(plan.flops)}FLOP"))
@@ -317,7 +322,8 @@ def short(plan: Plan) -> list[str]:
     cost = plan.between_saves_h
     crash = f"${cost * job.budget.usd_per_hour:,.2f}" if job.budget.usd_per_hour is not None else span(cost)
     return [
-        f"{plan.params:,} parameters ({'your own' if job.own_params else job.shape.family}); {_large(job.flops_per_token)}FLOP per token",
+        f"{plan.params:,} parameters ({'your own' if job.own_params else job.shape.family}); {_large(job.flops_per_token)}FLOP per token"
+        + (f"; {job.trained:,} are trained" if job.lora.r is not None else ""),
         f"{job.steps:,} steps of {job.step_tokens:,.0f} tokens{epochs}; {step}, {job.row_tokens or job.seq_len:g} tokens each",
         f"about {span(plan.hours)}{money}: {_time_words(plan)}",
         f"memory: at most {m.peak_gib:.2f} of {plan.device.memory_gib:.1f} GiB ({parts})",

@@ -76,13 +76,16 @@ def cpu_step_seconds(job: Job, rates: Rates) -> float:
     shape, T = job.shape, job.row_tokens or job.seq_len
     tokens = job.batch_size * T
     forwards = 4 / 3 if job.recompute else 1.0
-    products = (
-        6.0 * tokens * (shape.layers * matmul_parameters_per_layer(shape) * forwards + shape.vocab_size * shape.width)
-    )
+    passes = 6.0 if job.lora.r is None else 4.0  # frozen matrices get no gradient
+    matrices = shape.layers * matmul_parameters_per_layer(shape)
+    products = passes * tokens * (matrices * forwards + shape.vocab_size * shape.width)
+    products += 0.0 if job.lora.r is None else 6.0 * tokens * job.trained * forwards
     attention = 12.0 * tokens * shape.layers * shape.width * T / 2 * forwards  # the causal half is what is computed
     moved = tokens * shape.layers * layer_bytes(shape, "fp32", True, job.segments, int(T)) * _LAYER_PASSES * forwards
     moved += tokens * shape.vocab_size * _LOGIT_BYTES_MOVED["whole" if job.whole_logits else "blocks"]
-    moved += job.params * job.optimizer.moved_bytes
+    moved += job.trained * job.optimizer.moved_bytes
+    if job.lora.r is not None and job.lora.base_dtype != "fp32":  # each matrix is widened for each pass of each piece
+        moved += 8.0 * matrices * job.accumulation * (3 if job.recompute else 2)
     return (
         products / (rates.gemm_flops * _GEMM_SHARE)
         + attention / (rates.gemm_flops * _ATTENTION_SHARE)

@@ -23,6 +23,9 @@ from safetensors.torch import load_file
 
 from lamplighter import read_back, report
 from lamplighter.errors import CannotWrite, NoCheckpoint
+from lamplighter.model.lora import SETTINGS as ADAPTER_SETTINGS
+from lamplighter.model.lora import WEIGHTS as ADAPTER_WEIGHTS
+from lamplighter.model.origin import RECORD as BASE_RECORD
 from lamplighter.rundir import (
     FORMAT,
     VERSIONS,
@@ -85,6 +88,8 @@ class Contents:
     config: dict[str, Any]  # config.json
     save_tokenizer: Callable[[Path], None]
     facts: dict[str, Any]  # machine, versions, fingerprints
+    adapter: dict[str, Any] | None = None  # adapter_config.json: the tensors are adapters, and the folder is PEFT's
+    base: dict[str, Any] | None = None  # base.json: what they were trained on
 
     @property
     def bytes(self) -> int:
@@ -147,15 +152,20 @@ def _write(final: Path, progress: Progress, contents: Contents, phase: report.Ph
     try:
         temporary.mkdir()  # not its parents: a run whose folder was taken away must not make half of it again
         (temporary / "training").mkdir()
-        phase.set(0, "model.safetensors")
+        weights = "model.safetensors" if contents.adapter is None else ADAPTER_WEIGHTS
+        phase.set(0, weights)
         checksums = {}
         for name, tensors in (
-            ("model.safetensors", contents.model),
+            (weights, contents.model),
             ("training/optimizer.safetensors", contents.optimizer),
         ):
             checksums[name] = tensorfile.write(temporary / name, tensors, lambda n, name=name: phase.tick(n, name))  # type: ignore[misc]
         phase.tick(0, "flushing")
-        write_json(temporary / "config.json", contents.config)
+        if contents.adapter is None:
+            write_json(temporary / "config.json", contents.config)
+        else:
+            write_json(temporary / ADAPTER_SETTINGS, contents.adapter)
+            write_json(temporary / BASE_RECORD, contents.base)
         eos = contents.config.get("eos_token_id")
         write_json(temporary / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
         contents.save_tokenizer(temporary)

@@ -26,7 +26,7 @@ from lamplighter.data.chat.template import ChatTemplate
 from lamplighter.data.chat.template import keep as keep_template
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import STOPPED_EARLY, CannotWrite, LampError
-from lamplighter.model.weights import stored_tensors, weights
+from lamplighter.model.weights import stored_buffers, stored_tensors, weights
 from lamplighter.procs import procfs
 from lamplighter.train import async_save, checkpoint, guard
 from lamplighter.train.async_save import AsyncSaver, PendingSave, Tensors
@@ -237,22 +237,21 @@ class Checkpointer:
 
     def _copy_bytes(self) -> int:
         """What the copy of an asynchronous save takes, by the same table that the plan and the doctor read."""
-        parameters = sum(parameter.numel() for parameter in self.context.model.parameters())
-        return self.context.run.train.optimizer_kind.checkpoint_bytes * parameters
+        return self.context.run.train.optimizer_kind.checkpoint_bytes * self.context.built.trained
 
     def _start_async(self, save: PendingSave) -> None:
         """Copy and write beside the steps."""
         assert self.async_saver is not None
         save.is_async = True
         model, progress = stored_tensors(self.context.model), self._progress()
-        buffers = model.keys() - {name for name, _ in self.context.model.named_parameters()}
+        buffers = stored_buffers(self.context.model)
 
         def write(kept_model: Tensors, kept_optimizer: Tensors) -> None:
             with self._saving():
                 self._write(save, progress, self._contents(kept_model, kept_optimizer))
 
         self.pending = save
-        self.async_saver.begin(save, model, self.context.optimizer.state_tensors(), set(buffers), write)
+        self.async_saver.begin(save, model, self.context.optimizer.state_tensors(), buffers, write)
 
     def _write_now(self, save: PendingSave) -> None:
         """From the live tensors, while holding the lock: the steps wait."""
@@ -296,7 +295,11 @@ class Checkpointer:
 
     def _contents(self, model: Tensors, optimizer: Tensors) -> Contents:
         recorded = {**self.context.recorded, "compiled": self.state.compiled}
-        return Contents(model, optimizer, self.context.built.config, self.tokenizer_files.save, recorded)
+        built = self.context.built
+        base = built.base.record() if built.base is not None else None
+        return Contents(
+            model, optimizer, built.config, self.tokenizer_files.save, recorded, adapter=built.adapter, base=base
+        )
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:

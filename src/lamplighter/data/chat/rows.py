@@ -3,8 +3,8 @@
 In:  the entries of data.paths: files here or elsewhere (JSON, CSV, Parquet; packed or not) and datasets.
 Out: a RowSource: conversations to learn from, each with its place; as a Source, their texts (to train a tokenizer on).
 
-Kinds of rows, known by their keys: `messages` (or `conversations` with from and value), prompt with completion, instruction
-with output (and input, system, history), instruction with instances.
+Kinds of rows, known by their keys: `messages` (or `conversations` with from and value), prompt with completion, question with
+answer, instruction with output (and input, system, history), instruction with instances. Calls of tools become text.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from lamplighter.rundir import hash_file, human_bytes
 if TYPE_CHECKING:
     from lamplighter.config import Data
 
-_RULES = 1  # changes when the same rows give other conversations
+_RULES = 2  # changes when the same rows give other conversations
 _EVENTS = 100  # for single rows
 _LOOK_ROWS = 20
 _SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 _SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
             "model": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "function": "tool",
-            "observation": "tool"}  # fmt: skip
+            "observation": "tool", "function_response": "tool", "function-response": "tool", "developer": "system",
+            "ipython": "tool", "function_call": "assistant", "function-call": "assistant"}  # fmt: skip
+_CALLERS = ("function_call", "function-call")  # who speaks is the model, and what it says is a call
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant" | "tool", "content": text}"""
 Row = dict[str, Any]
@@ -57,6 +59,8 @@ def kind_of_row(row: Row) -> str | None:
         return "instruction"
     if "prompt" in row and _answer_key(row):
         return "prompt"
+    if "question" in row and "answer" in row:
+        return "question"
     return None
 
 
@@ -69,6 +73,7 @@ KIND_WORDS = {
     "instances": "instruction with instances",
     "instruction": "instruction, input, output",
     "prompt": "prompt, completion",
+    "question": "question, answer",
 }
 
 
@@ -91,12 +96,23 @@ def conversations(row: Row, kind: str, between: str = "\n\n") -> list[list[Messa
     """The conversations in a row (one, but for instances); `between` stands between instruction and input."""
     if kind == "messages":
         return [_from_messages(row)]
+    if kind == "prompt" and isinstance(row.get("prompt"), list):  # both are messages
+        rest = row.get(_answer_key(row) or "")
+        return [
+            _from_messages({**row, "messages": [*row["prompt"], *(rest if isinstance(rest, list) else [_said(rest)])]})
+        ]
+    if kind == "question":
+        return [_pair(row, {"prompt": row["question"], "completion": row["answer"]}, between)]
     if kind == "instances":
         instances = row["instances"]
         if not isinstance(instances, list) or not all(isinstance(one, dict) for one in instances) or not instances:
             raise NotAnExample("instances is not a list of inputs and outputs")
         return [_pair(row, {**row, **one}, between) for one in instances]
     return [_pair(row, row, between)]
+
+
+def _said(answer: object) -> Row:
+    return {"role": "assistant", "content": answer}
 
 
 def _pair(row: Row, turn: Row, between: str) -> list[Message]:
@@ -129,6 +145,7 @@ def _from_messages(row: Row) -> list[Message]:
     system = row.get("system")
     if isinstance(system, str) and system.strip():
         messages.append({"role": "system", "content": system})
+    tools = _tools(row.get("tools"))
     for turn in value:
         if not isinstance(turn, dict):
             raise NotAnExample("a message is not an object")
@@ -136,8 +153,72 @@ def _from_messages(row: Row) -> list[Message]:
         role = _SPEAKERS.get(who) if isinstance(who, str) else None
         if role is None:
             raise NotAnExample(f"a message has the role {who!r}" if who is not None else "a message has no role")
-        messages.append({"role": role, "content": _text(turn.get("content", turn.get("value")), "message")})
+        content = _text(turn.get("content", turn.get("value")), "message")
+        if who in _CALLERS:
+            content = _call_text(content)
+        if role == "assistant" and (calls := _calls(turn)):
+            content = "\n".join([*([content] if content.strip() else []), *calls])
+        messages.append({"role": role, "content": content})
+    if tools and messages and messages[0]["role"] == "system":
+        messages[0] = {"role": "system", "content": f"{messages[0]['content']}\n\n{tools}"}
+    elif tools:
+        messages.insert(0, {"role": "system", "content": tools})
     return messages
+
+
+# ---------------------------------------------------------------- calls of tools, as text
+
+
+def _tools(found: object) -> str:
+    """The functions that a row offers, for its system message."""
+    if isinstance(found, str) and found.strip():
+        try:
+            found = json.loads(found)
+        except ValueError:
+            raise NotAnExample("tools is not JSON") from None
+    if not found:
+        return ""
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise NotAnExample("tools is not a list of functions")
+    lines = [json.dumps(one.get("function", one), ensure_ascii=False) for one in found]
+    return "\n".join(["You may call these functions:", "<tools>", *lines, "</tools>"])
+
+
+def _calls(turn: Row) -> list[str]:
+    """OpenAI's tool_calls (and its older function_call) of one message."""
+    found = turn.get("tool_calls")
+    if found is None and turn.get("function_call") is not None:
+        found = [{"function": turn["function_call"]}]
+    if found in (None, []):
+        return []
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise NotAnExample("tool_calls is not a list of calls")
+    return [_one_call(one.get("function", one)) for one in found]
+
+
+def _one_call(call: object) -> str:
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+        raise NotAnExample("a tool call has no function name")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            raise NotAnExample("the arguments of a tool call are not JSON") from None
+    return _in_marks(json.dumps({"name": call["name"], "arguments": arguments}, ensure_ascii=False))
+
+
+def _call_text(content: str) -> str:
+    """What a speaker named function_call says: JSON, one call or a list of them."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        raise NotAnExample("a function_call is not JSON") from None
+    return "\n".join(_one_call(one) for one in (found if isinstance(found, list) else [found]))
+
+
+def _in_marks(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def _text(value: object, what: str) -> str:

@@ -1,0 +1,271 @@
+"""lamp export: a checkpoint becomes a Hugging Face folder, a GGUF file or an Ollama model; opened again and compared, or not there.
+
+In:  a run or a model folder, what to make of it.
+Out: the path on stdout; what was compared in notes. Nothing is left behind by a failure.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamplighter import report
+from lamplighter.commands.arguments import find_run, parse
+from lamplighter.commands.model_folder import is_model_folder
+from lamplighter.errors import DONE, BadConfig, UsageError
+from lamplighter.rundir import RunDir, human_bytes, write_atomic
+
+if TYPE_CHECKING:
+    from lamplighter.export.opened import Opened
+    from lamplighter.export.reference import Reference
+
+_KINDS = ("hf", "gguf", "ollama")
+_LIMITS = {"f16": (0.005, 0.95), "bf16": (0.005, 0.95), "q8_0": (0.01, 0.95)}
+_K_LIMITS = (0.10, 0.75)  # of what llama-quantize makes: coarser, and measured all the same
+_K_QUANTS = r"(q[2-6]_(0|1|k(_[sml])?)|iq[1-4]_\w+)"
+_QUESTION = "Who lights the lamps?"
+
+
+def _export_flags(
+    model: str,
+    /,
+    *,
+    to: str = "hf",
+    quantize: str | None = None,
+    merge: bool = False,
+    out: Path | None = None,
+    name: str | None = None,
+    force: bool = False,
+    checkpoint: str = "latest",
+    model_init_from: str | None = None,
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """What to make, and where."""
+
+
+def export(words: list[str]) -> int:
+    """The request is checked here, the rest happens in a child under watch."""
+    from lamplighter.commands.session import session
+
+    flags = parse(
+        "export", _export_flags, [re.sub(r"^--model\.init_from(?==|$)", "--model-init-from", w) for w in words]
+    )
+    runs_dir, given = flags.pop("runs_dir"), flags["model"]
+    _check(flags)
+    folder = Path(given)
+    is_folder = is_model_folder(folder)
+    place = (folder if is_folder else find_run(given, runs_dir).path).resolve()
+    flags["model"], flags["name"] = str(place), flags["name"] or place.name
+    if is_folder and place.parent.name == "checkpoints":
+        flags["name"] = flags["name"] if flags["name"] != place.name else place.parent.parent.name
+    out = flags["out"]
+    flags["out"] = str(Path(out).resolve()) if out else ""
+    flags["is_folder"], flags["here"] = is_folder, str(Path.cwd())
+    if flags["model_init_from"]:
+        flags["model_init_from"] = str(Path(flags["model_init_from"]).resolve())
+    return session("export", flags)
+
+
+def _check(flags: dict[str, Any]) -> None:
+    to, quantize = flags["to"], flags["quantize"]
+    if to not in _KINDS:
+        raise UsageError(f"--to {to} is not known", "what other programs run", f"one of: {', '.join(_KINDS)}")
+    if quantize is None:
+        quantize = flags["quantize"] = "f32" if to == "hf" else "f16"
+    quantize = flags["quantize"] = quantize.lower()
+    known = ("f32", "f16", "bf16") if to == "hf" else ("f32", "f16", "bf16", "q8_0")
+    if quantize not in known and not (to != "hf" and re.fullmatch(_K_QUANTS, quantize)):
+        more = "" if to == "hf" else ", or a k-quant such as q4_k_m where llama-quantize is installed"
+        raise UsageError(
+            f"--quantize {quantize} is not known for {to}", f"known: {', '.join(known)}{more}", f"--quantize {known[1]}"
+        )
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def export_child(_: RunDir, request: dict[str, Any]) -> int:
+    """Open, write under a temporary name, open again by the other program, compare; only then is it there."""
+    with report.phase("import"):
+        from lamplighter.commands.model_folder import choose_folder
+        from lamplighter.data.chat import template as templates
+        from lamplighter.export.opened import open_model
+
+    root = Path(request["model"])
+    with report.phase("checkpoint"):
+        folder = choose_folder(root, request["checkpoint"])
+        templates.check_folder(folder)
+    is_adapter = (folder / "adapter_config.json").is_file()
+    merged = not is_adapter or request["merge"] or request["to"] != "hf"
+    if request["merge"] and not is_adapter:
+        report.note("--merge: there is no adapter to merge")
+    if is_adapter and merged:
+        report.note("the adapter is merged into its base, in fp32")
+    opened = open_model(folder, request["name"], request["model_init_from"])
+    made = {"hf": _to_hf, "gguf": _to_gguf, "ollama": _to_ollama}[request["to"]](opened, request, merged)
+    report.result(f"{made}\n")
+    return DONE
+
+
+def _place(request: dict[str, Any], ending: str) -> Path:
+    if request["out"]:
+        return Path(request["out"])
+    where = Path(request["here"]) if request["is_folder"] else Path(request["model"]) / "export"
+    return where / f"{request['name']}{ending}"
+
+
+def _to_hf(opened: Opened, request: dict[str, Any], merged: bool) -> Path:
+    from lamplighter.export import hugging_face
+    from lamplighter.export.opened import written
+    from lamplighter.export.reference import make_reference
+
+    quantize = request["quantize"]
+    if not merged and quantize != "f32":
+        raise UsageError(
+            f"--quantize {quantize} is for a merged model", "an adapter is small and stays in fp32", "--merge"
+        )
+    place = _place(request, "-hf" if merged else "-adapter")
+    need = int(opened.built.parameters * {"f32": 4, "f16": 2, "bf16": 2}[quantize] * 1.02) if merged else 64 << 20
+    with written(place, need, request["force"]) as temporary:
+        if merged:
+            reference = make_reference(opened, greedy=False, scored=True) if quantize != "f32" else None
+            hugging_face.write_model(temporary, opened, quantize)
+            report.note(hugging_face.check_model(temporary, opened, quantize, reference))
+        else:
+            hugging_face.write_adapter(temporary, opened)
+            report.note(hugging_face.check_adapter(temporary, opened))
+    how = "AutoModelForCausalLM.from_pretrained" if merged else "peft.AutoPeftModelForCausalLM.from_pretrained"
+    report.note(f"made: {place}; opens with {how}; next: lamp generate {place}")
+    return place
+
+
+def _to_gguf(opened: Opened, request: dict[str, Any], _: bool) -> Path:
+    place = _place(request, f"-{request['quantize']}.gguf")
+    _make_gguf(opened, request, place)
+    size = human_bytes(place.stat().st_size)
+    report.note(f"made: {place} ({size}); next: llama-cli -m {place}, or lamp export {opened.name} --to ollama")
+    return place
+
+
+def _make_gguf(opened: Opened, request: dict[str, Any], place: Path) -> None:
+    from lamplighter.export import gguf_file, llama_cpp
+    from lamplighter.export.opened import written
+    from lamplighter.export.pre_tokenizer import choose_pre_tokenizer
+    from lamplighter.export.reference import DIRTY, make_reference
+    from lamplighter.export.vocabulary import vocabulary_of
+
+    quantize = request["quantize"]
+    tool = None if quantize in gguf_file.QUANTS else _llama_quantize(quantize)
+    llama_cpp.require()
+    gguf_file.refuse_family(opened.built.config)
+    vocabulary = vocabulary_of(opened.tokenizer, opened.built.vocab_size)
+    need = gguf_file.needed_bytes(opened, "f32" if tool else quantize) * (2 if tool else 1)
+    with written(place, need, request["force"]) as temporary:
+        ids = [opened.tokenizer.encode(text).tolist() for text in DIRTY]
+        vocabulary = choose_pre_tokenizer(vocabulary, DIRTY, ids, temporary)
+        gguf_file.write_gguf(temporary, opened, vocabulary, "f32" if tool else quantize)
+        if tool:
+            _by_llama_quantize(tool, temporary, quantize)
+        reference = make_reference(opened, greedy=quantize == "f32", scored=quantize != "f32")
+        _compare(temporary, opened, reference, quantize)
+
+
+def _compare(path: Path, opened: Opened, reference: Reference, quantize: str) -> None:
+    from lamplighter.export import llama_cpp
+    from lamplighter.export.opened import ExportFailed
+    from lamplighter.export.reference import compare_greedy, compare_ids, compare_scores, stops_of
+
+    chats = [
+        [{"role": "user", "content": _QUESTION}],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": _QUESTION}],
+    ]
+    template, ours = opened.template, []
+    for chat in chats if template else []:
+        try:
+            ours.append(template.prompt_ids(chat))  # type: ignore[union-attr]
+        except BadConfig:  # a template without a system message
+            break
+    longest = max((len(one.prompt) + len(one.answer) for one in reference.greedy), default=0)
+    longest = max([longest, *(len(one.ids) for one in reference.scored), *(len(one) for one in ours)])
+    answers = llama_cpp.ask(
+        path,
+        texts=reference.texts,
+        chats=chats[: len(ours)],
+        greedy=reference.greedy,
+        scored=reference.scored,
+        context=min(opened.built.positions, longest + 64),
+        stops=stops_of(opened),
+    )
+    compare_ids(reference, answers.ids)
+    for one, other in zip(ours, answers.prompts, strict=True):
+        if one != other:
+            then, now = (opened.tokenizer.decode(ids)[:120] for ids in (one, other))
+            raise ExportFailed(
+                "llama.cpp renders the chat template otherwise",
+                f"in training {then!r}, there {now!r}",
+                "--data.template chatml",
+                cause="template_differs",
+            )
+    report.note(
+        f"llama.cpp gives the same token ids on {len(answers.ids)} dirty texts"
+        + (f" and {len(ours)} chat prompts" if ours else "")
+    )
+    if reference.greedy:
+        report.note(f"llama.cpp says {compare_greedy(reference, answers.greedy)}")
+    if reference.scored:
+        most, least = _LIMITS.get(quantize, _K_LIMITS)
+        report.note(f"{quantize}: {compare_scores(reference, answers.scored, most, least)}")
+
+
+def _llama_quantize(quantize: str) -> str:
+    tool = shutil.which("llama-quantize")
+    if tool is None:
+        why = "k-quants are made by llama.cpp's own llama-quantize, which is not installed here"
+        raise BadConfig(
+            f"--quantize {quantize} needs llama-quantize", why, "--quantize q8_0, or put llama-quantize on the PATH"
+        )
+    return tool
+
+
+def _by_llama_quantize(tool: str, path: Path, quantize: str) -> None:
+    from lamplighter.export.opened import ExportFailed
+
+    target = path.with_name(f"{path.name}.quantized")
+    try:
+        with report.phase("llama-quantize"):
+            done = subprocess.run(
+                [tool, str(path), str(target), quantize.upper()], capture_output=True, text=True, check=False
+            )
+        if done.returncode or not target.is_file():
+            last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
+            raise ExportFailed(f"llama-quantize ended with {done.returncode}", last[0][:300], "--quantize q8_0")
+        target.replace(path)
+    finally:
+        target.unlink(missing_ok=True)
+
+
+def _to_ollama(opened: Opened, request: dict[str, Any], _: bool) -> Path:
+    """A folder with the file and its Modelfile; created in Ollama too, where one answers."""
+    from lamplighter.export import modelfile, ollama
+    from lamplighter.export.opened import written
+
+    place = _place(request, "-ollama")
+    name = re.sub(r"[^a-z0-9._-]+", "-", request["name"].lower()).strip("-.") or "model"
+    file_name = f"{name}-{request['quantize']}.gguf"
+    text = modelfile.modelfile(file_name, opened.template)  # before anything is written: it may not be possible
+    with written(place, 1 << 20, request["force"]) as temporary:
+        temporary.mkdir()
+        _make_gguf(opened, {**request, "force": True}, temporary / file_name)
+        write_atomic(temporary / "Modelfile", text)
+    if not ollama.is_there():
+        report.note(
+            f"made: {place}; no Ollama answers at {ollama.address()}; next: cd {place} && ollama create {name} -f Modelfile && ollama run {name}"
+        )
+        return place
+    said = ollama.create(name, place / file_name, opened.template, _QUESTION)
+    report.note(f"Ollama has {name}; asked {_QUESTION!r} it says {said.strip()[:200]!r}")
+    report.note(f"made: {place}; next: ollama run {name}")
+    return place
