@@ -69,6 +69,10 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def system(self) -> Path:
+        return self.path / "system.jsonl"
+
+    @property
     def output(self) -> Path:
         return self.path / "output.log"
 

@@ -21,6 +21,7 @@ LAYER0 = {
     "own_code",
     "safe_text",
     "gpus",
+    "device_faults",
     "schedule",
     "first_words",
     "web_access",
@@ -38,6 +39,7 @@ ALLOWED = {
     "slot": set(),
     "own_stacks": {"slot"},
     "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share
+    "device_faults": set(),
     "schedule": {"config"},
     "procs": {"errors", "read_back"},
     "readers": LAYER0,

@@ -18,7 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lamplighter import report
+from lamplighter import device_faults, report
+from lamplighter.device_faults import Fault
 from lamplighter.errors import CRASHED, CannotWrite, LampError, StoppedEarly
 from lamplighter.procs import prctl
 from lamplighter.rundir import RunDir, cannot_write
@@ -49,8 +50,9 @@ def main() -> int:
             code = _last_words(cannot_write(folder.path, crash))
         else:
             traceback.print_exc()
-            report.number(passing=int(_may_pass(crash)))
-            report.last_words(_lines_of(crash), CRASHED)
+            fault = device_faults.of_error(crash)
+            report.number(passing=int(_may_pass(crash) or (fault is not None and fault.action == "restart")))
+            report.last_words(_lines_of(device_faults.first_error(crash), fault), CRASHED)
             code = CRASHED
     if (pools := sys.modules.get("lamplighter.procs.pool")) is not None:  # not loaded for this: most have none
         pools.Apart.close_all()
@@ -110,10 +112,17 @@ def _may_pass(crash: BaseException) -> bool:
     return isinstance(crash, OSError) and not isinstance(crash, lasting)
 
 
-def _lines_of(crash: BaseException) -> list[str]:
+def _lines_of(crash: BaseException, fault: Fault | None = None) -> list[str]:
     if isinstance(crash, MemoryError):
         return ["error: out of memory", "next:  a smaller train.micro_batch, data.seq_len or model"]
     where = traceback.extract_tb(crash.__traceback__)[-1]
+    if fault is not None:  # torch adds lines of general advice to its sentence: they are in the traceback
+        said = str(crash).splitlines()[0] if str(crash) else ""
+        return [
+            f"error: {type(crash).__name__}: {said}",
+            f"why:   {fault.why}; raised at {where.filename}:{where.lineno} in {where.name}",
+            f"next:  {fault.advice}",
+        ]
     return [
         f"error: {type(crash).__name__}: {crash}",
         f"why:   raised at {where.filename}:{where.lineno} in {where.name}",

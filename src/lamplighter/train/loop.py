@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lamplighter import read_back, report
+from lamplighter import device_faults, read_back, report
 from lamplighter.data.batches import Batch
 from lamplighter.errors import BadData, Diverged, StoppedEarly
 from lamplighter.model.generate import stream as sample_stream
@@ -65,6 +65,10 @@ def training(context: RunContext, state: TrainState) -> Iterator[Iterator[StepRe
             yield _Loop(context, state, checkpointer).steps()
     except Diverged:
         good = False
+        raise
+    except Exception as error:
+        fault = device_faults.of_error(error)
+        good = fault is None or not fault.dead  # out of a dead context nothing can be read, and the attempt may hang
         raise
     finally:
         context.source.close()

@@ -75,9 +75,8 @@ class RestartPolicy:
         if durable > self.durable:
             self.since_progress, self.durable = 0, durable
         if (key, step) in self.tried:
-            return Decision(
-                "stop", f"the same at step {step} for the second time ({key}): a bug in code or data, not chance"
-            )
+            what = "it does not fit" if key.startswith("out_of_memory") else "a bug in code or data, not chance"
+            return Decision("stop", f"the same at step {step} for the second time ({key}): {what}")
         if self.since_progress >= _WITHOUT_PROGRESS:
             return Decision("stop", f"{_WITHOUT_PROGRESS} restarts without progress beyond step {durable}")
         self.tried.add((key, step))

@@ -31,10 +31,11 @@ from lamplighter.rundir import VERSIONS, LineFile, RunDir, cannot_write, identit
 from lamplighter.safe_text import mask_record
 from lamplighter.slot import read_slot
 from lamplighter.watch import end_diagnosis
+from lamplighter.watch.gpu_watch import GpuWatch
 from lamplighter.watch.notify import Notifier
 from lamplighter.watch.process_tree import ProcessTree, Snapshot, open_pidfd, read_slots
 from lamplighter.watch.resources import ResourceWatch
-from lamplighter.watch.restart_policy import RestartPolicy
+from lamplighter.watch.restart_policy import Decision, RestartPolicy
 from lamplighter.watch.stall import CLOSE_LOOK_S, LOOK_EVERY_S, STALL_S, StallDetector, explain, keep_text, take_all
 from lamplighter.watch.status import standing_flags, tell, tell_flags
 
@@ -122,6 +123,7 @@ class Death:
     how: str  # the same twice at the same step is a bug
     verdict: Verdict  # what is done about it is not decided yet
     compiling: bool
+    advice: str = ""  # for the second time, when another attempt is of no use
 
 
 class Target(Protocol):
@@ -187,6 +189,7 @@ class Supervisor:
         self.killed = False
         self.code = 0
         self.resources = ResourceWatch()
+        self.gpus = GpuWatch(run)
         self.warned: set[str] = set()
         self.oom_kills = procfs.oom_kills()
         self.largest_bytes = 0
@@ -290,6 +293,9 @@ class Supervisor:
         self._act()
         for verdict in self.resources.look(self.tree, self.snapshot, self.target.state().may_grow, self.run.path):
             self._say_verdict(verdict)
+        pids = frozenset(process.pid for process in self.snapshot.processes)
+        for verdict in self.gpus.look(pids, state.step, self.attempt):
+            self._say_verdict(verdict)
         self._enforce_stop()
 
     def _has_folder(self) -> bool:
@@ -340,7 +346,11 @@ class Supervisor:
             return False
         state = self.target.state()
         decision = self.policy.dead(death.how, state.step, state.durable_step, death.compiling)
+        if broken := self.gpus.hopeless():  # another attempt would meet the same card
+            decision = Decision("stop", f"{broken.why}; {broken.advice}")
         advice = decision.why or "run the same command again"
+        if decision.action == "stop" and death.advice:
+            advice = f"{decision.why}; {death.advice}"
         self._say_verdict(replace(death.verdict, next=advice, action=decision.action))
         return decision.action in ("restart", "fallback")
 
@@ -364,6 +374,7 @@ class Supervisor:
         self.died, self.exits_heard, self.snapshot = False, 0, None
         self.stall.begin_again()
         self.resources.begin_again()
+        self.gpus.begin_again()
         self.warned.clear()
 
     # ---------------------------------------------------------------- events and verdicts
@@ -557,6 +568,7 @@ class Supervisor:
             "state": state,
             "verb": self.facts.verb,
             **self.target.status_fields(),
+            **self.gpus.fields(),
             "last_progress_s": round(self.snapshot.stalled_s, 2) if self.snapshot else 0.0,
             "attempt": self.attempt,
             "stall": f"{finding.verdict.state}: {finding.verdict.why}" if finding else "",
@@ -575,6 +587,7 @@ class Supervisor:
 
     def _close(self) -> int:
         """What became of it: the last status and event, the report, the last words."""
+        self.gpus.close()
         lost = self.facts.ours and not self._has_folder()
         ending = Ending(
             self.code, self.stop_reason, self.planned, self.planned_why, killed=self.killed, folder_lost=lost

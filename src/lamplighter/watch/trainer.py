@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lamplighter import read_back
+from lamplighter import device_faults, read_back
 from lamplighter.config import Budget
+from lamplighter.device_faults import Fault
 from lamplighter.errors import (
     CHILD_LOST,
     CRASHED,
@@ -52,6 +53,7 @@ _OUTPUT_LINES = 40
 _LEDGER_NAMES = 5  # on the screen, where the last validation and sample must stay in sight; report.md has all
 _BUDGET_BACKSTOP_S = 5.0
 _SPIN = "3000"  # turns of waiting before a thread sleeps: chosen by measurement, decision 005
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _NO_WORD = "it did not say that it was done; your code or a library may have called os._exit"
 _STATES = {
     DONE: "finished",
@@ -112,6 +114,7 @@ class Trainer:
         self.foretold_s = 0.0  # what the whole run will have taken, as it was last known
         self.stopped_by: dict[str, Any] = {}  # the verdict by which the child stopped itself
         self.ended = False  # from then on the disk is asked too: a slot may have been deleted under the run
+        self.fault: Fault | None = None  # of a GPU, by which the last attempt ended
         self.stop_heard = ""  # why it stops, in its own words: a signal that reached it and not us
 
     @property
@@ -181,6 +184,7 @@ class Trainer:
         return {
             **os.environ,
             **threads_wait(os.environ),
+            **self._against_fault(),
             "PYTHONUNBUFFERED": "1",
             "LAMP_RANK": str(rank),
             "LAMP_ATTEMPT": str(attempt),
@@ -188,6 +192,11 @@ class Trainer:
             "LAMP_SPENT_S": str(self.spent_before_s),
             "LAMP_STARTED_MONOTONIC": str(self.began),
         }
+
+    def _against_fault(self) -> dict[str, str]:
+        """What the next attempt does otherwise; it changes where tensors lie and no number in them."""
+        pieces = self.fault is not None and self.fault.cause == "out_of_memory_fragmented"
+        return {} if not pieces or _ALLOCATOR in os.environ else {_ALLOCATOR: "expandable_segments:True"}
 
     # ---------------------------------------------------------------- signals and stopping
 
@@ -355,6 +364,7 @@ class Trainer:
     def death(self, code: int) -> Death | None:
         """A process that is gone without having ended, or by an error that may pass: another attempt may outlive that."""
         slot, (step, _) = self.slot, self._standing()
+        culprit: dict[str, object]
         passing = code == CRASHED and slot is not None and bool(slot.passing)
         if (
             not (self._lost(code) or passing)
@@ -362,6 +372,13 @@ class Trainer:
             or self.interrupts > 1
         ):
             return None
+        fault = _fault_of(slot.error) if slot is not None and passing else None
+        if slot is not None and fault is not None:
+            self.fault = fault
+            why = f"at step {step}: {slot.error.replace('error: ', '', 1).splitlines()[0]}"
+            culprit = {"pid": slot.pid, "rank": slot.rank if fault.rank is None else fault.rank, "step": step}
+            verdict = Verdict("dead", fault.cause, f"{fault.why}; {why}", "", culprit=culprit)
+            return Death(fault.cause, verdict, compiling=False, advice=fault.advice)
         if slot is not None and passing:
             said = slot.error.replace("error: ", "", 1).replace("\nwhy:   ", ", ")
             why = f"the process ended at step {step} by an error that a second try may not meet: {said}"
@@ -378,7 +395,7 @@ class Trainer:
             why = f"the process {how} at step {step}, in the middle of its work: {_NO_WORD}"
         cause = "rss_oom" if memory else "killed" if code < 0 else "exit"
         failed = self._rank_that_left(code)
-        culprit: dict[str, object] = {"pid": self.processes[failed].pid, "rank": failed, "step": step}
+        culprit = {"pid": self.processes[failed].pid, "rank": failed, "step": step}
         return Death(how, Verdict("dead", cause, why, "", evidence=evidence, culprit=culprit), compiling)
 
     def _lost(self, code: int) -> bool:
@@ -521,6 +538,12 @@ class Trainer:
             self.say(f"next: {with_settings(self.spec.resume_command, more)}", "bold")
             if self.spec.left_out:
                 self.say(self.spec.left_out)
+
+
+def _fault_of(last_words: str) -> Fault | None:
+    """By the error itself, "error: AcceleratorError: CUDA error: ...", without the words that the child has put below it."""
+    kind, _, said = last_words.split("\nwhy:", 1)[0].removeprefix("error: ").partition(": ")
+    return device_faults.from_text(said, kind)
 
 
 def with_settings(command: str, settings: str) -> str:

@@ -1,0 +1,193 @@
+"""The state of the GPUs by NVML, said by a small process of its own: a call into a driver that is stuck never returns.
+
+In:  libnvidia-ml.so.1 by the package nvidia-ml-py (the extra `gpu`); without that package, the command nvidia-smi.
+Out: one JSON line for every look on standard output: {"gpus": [...], "xids": [...]} or {"error": "..."}; GpuLook for readers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lamplighter.procs import prctl
+
+EVERY_S = 2.0
+_LIBRARY = "libnvidia-ml.so.1"
+_SMI_DEADLINE_S = 10.0
+_SMI_FIELDS = ("index", "name", "utilization.gpu", "memory.used", "memory.total", "clocks.sm", "clocks.max.sm",
+               "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")  # fmt: skip
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class GpuLook:
+    """One card at one moment; what it does not tell is 0 or empty."""
+
+    index: int
+    name: str = ""
+    util: float = 0.0  # share of the time in which any kernel ran
+    memory_used: int = 0
+    memory_total: int = 0
+    clock_mhz: float = 0.0
+    most_mhz: float = 0.0
+    temperature_c: float = 0.0
+    power_w: float = 0.0
+    reasons: int = 0  # why the clock is not at its highest, NVML's bits
+    processes: tuple[tuple[int, int], ...] = ()  # (pid, bytes)
+    ecc: int = 0  # errors since the driver was loaded that could not be corrected
+
+
+def read_look(fields: dict[str, Any]) -> GpuLook:
+    """From a line that the process has said."""
+    held = tuple((int(pid), int(size)) for pid, size in fields.get("processes", ()))
+    return GpuLook(**{**fields, "processes": held})
+
+
+def is_there() -> bool:
+    """Whether anything of a driver is to be found; asks no driver."""
+    paths = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    found = any(Path(folder, _LIBRARY).exists() for folder in paths if folder)
+    return (
+        found or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or shutil.which("nvidia-smi") is not None
+    )
+
+
+# ---------------------------------------------------------------- inside the process
+
+
+def main() -> None:
+    """Called as `python -m lamplighter.procs.nvml PARENT`; ends with its parent, or when nobody reads it any more."""
+    prctl.belong_to(int(sys.argv[1]))
+    try:
+        _by_library()
+    except ImportError:  # the extra `gpu` is not installed: the driver's own command tells most of it
+        _by_command()
+
+
+def _say(**record: Any) -> None:
+    os.write(1, json.dumps(record).encode() + b"\n")
+
+
+def _by_library() -> None:
+    import pynvml as nvml
+
+    try:
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError as error:
+        _say(error=f"NVML: {error}")
+        return
+    events = _register(nvml, handles)
+    while True:
+        lost = ""
+        gpus = []
+        for index, handle in enumerate(handles):
+            try:
+                nvml.nvmlDeviceGetUtilizationRates(handle)
+            except nvml.NVMLError as error:
+                lost = f"GPU {index}: {error}" if error.value == nvml.NVML_ERROR_GPU_IS_LOST else lost
+            gpus.append(asdict(_look(nvml, index, handle)))
+        xids = _wait(nvml, events)
+        _say(gpus=gpus, xids=xids, **({"error": lost} if lost else {}))
+
+
+def _look(nvml: Any, index: int, handle: Any) -> GpuLook:
+    def ask(function: str, *more: Any) -> Any:
+        """What this card or this driver does not tell is None."""
+        try:
+            return getattr(nvml, function)(handle, *more)
+        except nvml.NVMLError:  # not supported here
+            return None
+
+    util, memory, name = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetName")
+    processes = ask("nvmlDeviceGetComputeRunningProcesses") or []
+    return GpuLook(
+        index,
+        name=str(name or ""),
+        util=util.gpu / 100 if util else 0.0,
+        memory_used=int(memory.used) if memory else 0,
+        memory_total=int(memory.total) if memory else 0,
+        clock_mhz=float(ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM) or 0),
+        most_mhz=float(ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM) or 0),
+        temperature_c=float(ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU) or 0),
+        power_w=float(ask("nvmlDeviceGetPowerUsage") or 0) / 1000,
+        reasons=int(ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0),
+        processes=tuple((int(one.pid), int(one.usedGpuMemory or 0)) for one in processes),
+        ecc=int(
+            ask("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC) or 0
+        ),
+    )
+
+
+def _register(nvml: Any, handles: list[Any]) -> Any:
+    """For Xids; None where the driver has no events."""
+    try:
+        events = nvml.nvmlEventSetCreate()
+        for handle in handles:
+            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+    except nvml.NVMLError:  # not supported here: Xids are then in the kernel's log alone
+        return None
+    return events
+
+
+def _wait(nvml: Any, events: Any) -> list[int]:
+    """Until the next look is due; an Xid ends the wait."""
+    if events is None:
+        time.sleep(EVERY_S)
+        return []
+    try:
+        return [int(nvml.nvmlEventSetWait(events, int(EVERY_S * 1000)).eventData)]
+    except nvml.NVMLError as error:
+        if error.value != nvml.NVML_ERROR_TIMEOUT:
+            time.sleep(EVERY_S)
+        return []
+
+
+def _by_command() -> None:
+    words = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    while True:
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_SMI_DEADLINE_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            _say(error=f"nvidia-smi: {error}")
+            return
+        if done.returncode:
+            _say(error=(done.stdout + done.stderr).strip()[:500])
+            return
+        _say(gpus=[asdict(_of_row(row)) for row in done.stdout.strip().splitlines()], xids=[])
+        time.sleep(EVERY_S)
+
+
+def _of_row(row: str) -> GpuLook:
+    index, name, util, used, total, clock, most, temperature, power, reasons = (cell.strip() for cell in row.split(","))
+
+    def number(text: str, read: Callable[[str], float] = float) -> float:
+        try:
+            return read(text)
+        except ValueError:  # "[N/A]": this card does not tell it
+            return 0.0
+
+    return GpuLook(
+        int(index),
+        name=name,
+        util=number(util) / 100,
+        memory_used=int(number(used) * _MIB),
+        memory_total=int(number(total) * _MIB),
+        clock_mhz=number(clock),
+        most_mhz=number(most),
+        temperature_c=number(temperature),
+        power_w=number(power),
+        reasons=int(number(reasons, lambda text: int(text, 16))),
+    )
+
+
+if __name__ == "__main__":
+    main()
