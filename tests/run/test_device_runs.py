@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lamplighter.rundir import RunDir, read_lines
-from running import TINY, events_of, lamp, losses_of, verdicts_of, write_model
+from running import LONG, TINY, events_of, lamp, losses_of, verdicts_of, write_model
 
 TRAIN = ["train", "--run", "r", *TINY, "--train.steps", "8", "--save.every_steps", "3", "--save.staged", "false"]
 MEMORY = (
@@ -54,6 +54,7 @@ def test_a_dead_context_is_restarted_from_the_durable_step(tmp_path: Path, calm:
     assert losses_of(run) == calm
 
 
+@LONG  # a dead context and a fault that needs a person stay in make test
 def test_out_of_memory_in_pieces_saves_and_goes_on_with_another_allocator(tmp_path: Path, calm: dict[int, str]) -> None:
     family = write_model(
         tmp_path, ONCE.format(error=f'torch.OutOfMemoryError("{MEMORY.format(used="19.00", spare="3.50")}")')
@@ -67,6 +68,7 @@ def test_out_of_memory_in_pieces_saves_and_goes_on_with_another_allocator(tmp_pa
     assert losses_of(run) == calm
 
 
+@LONG  # a dead context and a fault that needs a person stay in make test
 def test_out_of_memory_twice_at_one_step_stops_with_advice(tmp_path: Path) -> None:
     error = f'torch.OutOfMemoryError("{MEMORY.format(used="22.00", spare="0.50")}")'
     body = EVER.format(before='open("steps", "w").write("4")', error=error)
@@ -78,6 +80,7 @@ def test_out_of_memory_twice_at_one_step_stops_with_advice(tmp_path: Path) -> No
     assert len(events_of(RunDir(tmp_path / "runs" / "r"), "start")) == 2
 
 
+@LONG  # a dead context and a fault that needs a person stay in make test
 def test_an_assert_twice_at_one_step_is_a_bug_and_the_first_exception_is_told(tmp_path: Path) -> None:
     """A second exception while the first is dealt with (here: a cleanup that meets the dead context) does not hide it."""
     body = (
