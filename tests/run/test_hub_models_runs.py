@@ -27,6 +27,7 @@ def use(hub: Hub | None, monkeypatch: pytest.MonkeyPatch, cwd: Path) -> None:
     """The real client speaks to this server alone."""
     monkeypatch.setenv("HF_ENDPOINT", hub.address if hub else "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HOME", str(cwd / "hf"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # of other tests of this process
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecretsecret")
     monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")

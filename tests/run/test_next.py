@@ -100,5 +100,7 @@ def test_a_config_json_that_will_not_do_ends_with_something_to_do(
     found = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**found, "model_type": "bert"}))
     done = here("generate", str(folder), cwd=tmp_path)
-    assert done.returncode == 78 and "bert" in done.stderr
-    assert "use the whole folder of a GPT-2 or Llama model" in said_after(done.stderr, "next:")
+    assert done.returncode == 65 and "not those of its config.json" in done.stderr, (
+        "never random weights in their place"
+    )
+    assert "use the whole folder of one model" in said_after(done.stderr, "next:")

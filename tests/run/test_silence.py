@@ -157,6 +157,7 @@ MISTAKES = {
     "stop": ["nothing"], "save": ["nothing"], "runs": [], "checkpoints": ["nothing"], "generate": ["nothing"],
     "plan": ["--preset", "nothing"], "data": ["nothing"], "tokenizer": ["nothing"], "doctor": ["--nothing"],
     "track": ["nothing", "--to", "csv"], "dash": ["--nothing"], "compare": ["nothing"], "report": ["nothing"],
+    "eval": ["nothing"], "serve": ["nothing"], "export": ["nothing"], "publish": ["nothing", "--to", "a/b"],
 }  # fmt: skip
 
 

@@ -96,4 +96,4 @@ def _success_is_true(
     elif verb == "generate":
         assert said.stdout == before["generate"] or "passed over" in said.stderr, told
     elif verb == "runs":
-        assert said.stdout.count("\n") == 3, told
+        assert said.stdout.count("\n") == 4, told

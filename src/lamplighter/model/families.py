@@ -80,8 +80,9 @@ def open_family(
         read = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if dropout is not None:
             _set_dropout(read, dropout)
-        inner = AutoModelForCausalLM.from_pretrained(
+        inner, told = AutoModelForCausalLM.from_pretrained(
             folder,
+            output_loading_info=True,
             config=read,
             dtype=torch.float32,
             local_files_only=True,
@@ -91,7 +92,7 @@ def open_family(
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, StrictDataclassError) as error:
         why = " ".join(str(error).split())[:300]
         raise BadConfig(
-            f"{folder} is of no family known here",
+            f"{folder}/config.json is of no family known here",
             f"transformers cannot build {kind!r}: {why}",
             "gpt2, llama and what transformers knows by itself",
         ) from error
@@ -99,18 +100,21 @@ def open_family(
         why = " ".join(str(error).split())[:300]
         raise InputMissing(f"{folder} has no usable weights", why, "safetensors are wanted, never pickles") from error
     model = FromTransformers(inner, positions_of(config) or seq_len or 1024)
-    _refuse_new_weights(folder, inner)
+    _refuse_new_weights(folder, told)
     if seq_len is not None:
         model.keeps_apart, model.why_not = keeps_examples_apart(model, vocabulary_of(config), seq_len, config)
     return model
 
 
-def _refuse_new_weights(folder: Path, inner: Any) -> None:
+def _refuse_new_weights(folder: Path, told: dict[str, Any]) -> None:
     """transformers fills in what a file lacks with random numbers; that is no model."""
-    bad = [name for name, tensor in inner.state_dict().items() if tensor.is_meta]
-    if bad:
+    missing, other = sorted(told.get("missing_keys") or ()), list(told.get("mismatched_keys") or ())
+    if missing or other:
+        shapes = f"; of another shape: {', '.join(str(one[0]) for one in other[:3])}" if other else ""
         raise BadData(
-            f"the weights in {folder} are not complete", f"missing: {', '.join(bad[:3])}", "use an intact folder"
+            f"the weights in {folder} are not those of its config.json",
+            f"missing: {', '.join(missing[:3]) or 'none'}{shapes}",
+            "use the whole folder of one model, with its own config.json",
         )
 
 
