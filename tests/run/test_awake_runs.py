@@ -62,10 +62,12 @@ def test_a_refusal_is_said_and_nothing_is_said_where_nothing_is_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "systemd-inhibit"
-    tool.write_text("#!/bin/sh\necho 'Failed to connect to bus' >&2; exit 1\n")
+    tool.write_text("#!/bin/sh\necho 'Access denied' >&2; exit 1\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     awake, words = keep_awake.begin()
-    assert awake is None and "may fall asleep" in words and "Failed to connect to bus" in words
+    assert awake is None and "may fall asleep" in words and "Access denied" in words
+    tool.write_text("#!/bin/sh\necho 'Failed to connect to bus: No such file' >&2; exit 1\n")
+    assert keep_awake.begin() == (None, ""), "nothing puts a container to sleep"
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     assert keep_awake.begin() == (None, "")
