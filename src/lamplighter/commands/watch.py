@@ -69,7 +69,7 @@ def _watch_command(words: list[str], command: list[str]) -> int:
 
 def _write_page(run: RunDir) -> None:
     """report.html where steps were counted; nothing of ours may spoil the end of somebody's command."""
-    with contextlib.suppress(Exception):  # `lamp report RUN` says what is wrong
+    with contextlib.suppress(OSError, ValueError):  # no metrics, a full disk, a damaged line: `lamp report RUN` says it
         if run.metrics.stat().st_size:
             from lamplighter.dash import report_page
 
