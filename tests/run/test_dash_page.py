@@ -314,7 +314,7 @@ def test_stop_by_the_button_ends_the_run_with_everything_saved(look: Look) -> No
     page = look.open(f"#/run/{_key('live')}")
     page.wait_for_selector("#do-stop")
     page.locator("#do-why").click()
-    _until(page, "document.querySelector('#part-flags pre')?.textContent.length > 50", timeout=15_000)
+    _until(page, "document.querySelector('#part-flags pre')?.textContent.length > 50", timeout=40_000)
     page.locator("#do-stop").click()
     page.get_by_role("button", name="Cancel").click()
     page.locator("#do-stop").click()

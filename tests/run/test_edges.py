@@ -62,7 +62,7 @@ def test_an_error_inside_the_optimizer_saves_nothing_half_done(
     def adamw(*given: Any, **named: Any) -> None:
         real(*given, **named)
         if next(calls) == 11:  # the first of the two groups of step 6
-            raise RuntimeError("out of memory in the optimizer")
+            raise RuntimeError("a fault in the optimizer")
 
     monkeypatch.setattr(optimizers, "fused_adamw", adamw)
     code, said = train("--save.every_steps", "4")

@@ -153,7 +153,7 @@ class Trainer:
         from lamplighter.watch import environment
 
         changed = environment.record(self.run, attempt, Path.cwd())
-        if changed:
+        if changed and not self.ended:  # the last words of a short run come last
             more = f" and {len(changed) - 8} more, in environment.json" if len(changed) > 8 else ""
             self.say(f"note  changed since the attempt before: {'; '.join(changed[:8])}{more}")
 
