@@ -80,7 +80,7 @@ def open_family(
         read = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if dropout is not None:
             _set_dropout(read, dropout)
-        inner, told = AutoModelForCausalLM.from_pretrained(
+        opened: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             output_loading_info=True,
             config=read,
@@ -99,6 +99,7 @@ def open_family(
     except OSError as error:
         why = " ".join(str(error).split())[:300]
         raise InputMissing(f"{folder} has no usable weights", why, "safetensors are wanted, never pickles") from error
+    inner, told = opened  # what was filled in comes with it
     model = FromTransformers(inner, positions_of(config) or seq_len or 1024)
     _refuse_new_weights(folder, told)
     if seq_len is not None:
