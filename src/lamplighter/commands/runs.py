@@ -50,7 +50,7 @@ def _watch(runs_dir: Path) -> int:
                 write(1, "\x1b[H\x1b[2J")
             result(text)
             time.sleep(1.0 if sys.stdout.isatty() else 1.8)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # the person has seen enough
         return DONE
 
 

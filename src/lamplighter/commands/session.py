@@ -80,7 +80,7 @@ def _typed_lines(run: RunDir) -> Iterator[str]:
             time.sleep(0.02)
         try:
             yield input("\n> ") + "\n"
-        except EOFError:
+        except EOFError:  # Ctrl+D ends a conversation
             return
         time.sleep(0.05)  # the child takes the line
 

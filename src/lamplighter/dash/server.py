@@ -204,7 +204,7 @@ class Dash:
 def _number(text: str | None, default: float) -> float:
     try:
         found = float(text) if text else default
-    except ValueError:
+    except ValueError:  # an address that somebody typed: shown as without it
         return default
     return default if math.isnan(found) else found
 

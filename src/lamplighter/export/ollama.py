@@ -35,7 +35,7 @@ def is_there() -> bool:
     try:
         with _opener().open(f"{address()}/api/version", timeout=_LOOK_S) as answered:
             return bool(answered.status == 200)
-    except (OSError, ValueError, http.client.HTTPException):
+    except (OSError, ValueError, http.client.HTTPException):  # nobody answers there: that is the answer
         return False
 
 

@@ -249,7 +249,7 @@ def _shape(folder: Path, config: dict[str, Any]) -> Shape | None:
     """None for a family that is not built here."""
     try:
         return shape_from_hf(config)
-    except NotOurs:
+    except NotOurs:  # transformers builds it
         return None
     except (ValueError, KeyError) as error:
         raise BadConfig(

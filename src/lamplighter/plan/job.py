@@ -229,7 +229,7 @@ def _is_other_family(config: dict[str, Any]) -> bool:
     """Neither of the two that are built here: by transformers."""
     try:
         shape_from_hf(config)
-    except NotOurs:
+    except NotOurs:  # that is the answer
         return True
     except (ValueError, KeyError):  # ours and damaged: said where it is read
         return False

@@ -121,7 +121,7 @@ class Engine:
         while True:
             try:
                 message = self.inbox.get(timeout=wait_s) if wait_s else self.inbox.get_nowait()
-            except queue.Empty:
+            except queue.Empty:  # nothing new: the batch goes on
                 return True
             if message is None:
                 return False

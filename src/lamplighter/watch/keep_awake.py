@@ -26,7 +26,7 @@ class KeptAwake:
         """Let the machine sleep again."""
         with contextlib.suppress(OSError):  # it has ended by itself
             os.killpg(self.process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it goes when this process does
             self.process.wait(1.0)
 
 
