@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lamplighter.rundir import RunDir, read_status
-from running import LAMP, clean_env, lamp, processes_of, start_lamp, wait_for
+from running import LAMP, LONG, clean_env, lamp, processes_of, start_lamp, wait_for
 from tracked import assert_same, merge, read_csv, read_tensorboard, read_trackio, read_wandb, write_killed_run
 
 SMALL = ("--data.embedded_documents", "300", "--tokenizer.vocab_size", "300", "--model.width", "32", "--model.layers", "1", "--model.heads", "2",
@@ -45,9 +45,10 @@ def test_all_four_read_back_as_the_run_was(tmp_path: Path, monkeypatch: pytest.M
     assert_same(merge([read_csv(folder / "csv" / name) for name in names]), run), "nothing twice"
 
 
+@LONG  # the kill must meet a run that goes on: it does not always; kills on a written run stay in make test
 def test_a_run_that_is_killed_and_sent_back_is_followed_in_one_piece(tmp_path: Path) -> None:
     """Everything by kill -9, parent and followers too; then --resume to an earlier checkpoint with other data ahead."""
-    words = ("train", "--run", "r", "--preset", "demo", *SMALL, "--train.steps", "4000", "--save.every_steps", "40", "--save.keep", "50",
+    words = ("train", "--run", "r", "--preset", "demo", *SMALL, "--train.steps", "40000", "--save.every_steps", "40", "--save.keep", "50",
              "--eval.every_steps", "40", "--eval.sample_every_steps", "0", "--track.to", "csv", "tensorboard")  # fmt: skip
     run = RunDir(tmp_path / "runs" / "r")
     for reached in (90, 200):
