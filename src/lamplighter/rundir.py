@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import sys
 import time
@@ -193,6 +194,14 @@ def free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def dollars(amount: float) -> str:
+    """$1,234.50, and of cents as many digits as say something: $0.042, $0.00018."""
+    if abs(amount) >= 1:
+        return f"${amount:,.2f}"
+    digits = 2 if amount == 0 else max(2, 1 - math.floor(math.log10(abs(amount))))
+    return f"${amount:.{min(digits, 9)}f}"
+
+
 def human_bytes(count: float) -> str:
     """1536 -> '1.5 KB'."""
     for unit in ("B", "KB", "MB", "GB"):
@@ -225,7 +234,11 @@ def write_atomic(path: Path, data: bytes | str, durable: bool = True, mode: int 
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            temporary.replace(path)
+        except IsADirectoryError:  # somebody has put a folder there: kept, under another name
+            move_aside(path)
+            temporary.replace(path)
         if durable:
             fsync_folder(path.parent)
     except OSError:

@@ -96,6 +96,25 @@ def test_a_generous_bound_is_kept_for_refusals() -> None:
     assert [reason.split(":")[0] for reason in sure_reasons(make(far, device))] == ["time"]
 
 
+def test_a_small_budget_is_said_in_figures_that_say_something() -> None:
+    """It was "$0.00 (0.0 h), the budget is $0.00; the budget allows 0.00 h", with steps for money that was spent."""
+    device = find("a100-80gb")
+    small = replace(SLM, steps=2000, budget=Budget(usd=0.012, usd_per_hour=1.0))
+    fresh, begun, late = (completed(make(replace(small, spent_s=spent), device)) for spent in (0.0, 20.0, 61.0))
+    assert all("0.00 h" not in reason and "$0.00 " not in reason for plan in (fresh, begun) for reason in plan.reasons)
+    assert "the budget is $0.012" in fresh.reasons[0] and "$0.0056 are spent" in begun.reasons[0]
+
+    def steps(plan: Plan) -> list[int]:
+        return [
+            int(change.settings.split()[1]) for change in plan.changes if change.settings.startswith("--train.steps")
+        ]
+
+    assert steps(begun)[0] < steps(fresh)[0], "what is spent cannot be spent again"
+    again = replace(begun.job, steps=steps(begun)[0])
+    assert make(again, device).go and make(again, device).hours * 3600 + 20 <= 0.012 * 3600
+    assert not steps(late) and "the budget is spent: 1 min" in late.reasons[1]
+
+
 def test_measured_steps_are_believed_over_paper() -> None:
     measured = Measured(2.0, 3.3, 18, 5, "bf16")
     plan = make(SLM, replace(find("l4"), memory_gib=5.0), measured=measured)

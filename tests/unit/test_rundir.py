@@ -30,6 +30,27 @@ def test_a_live_heartbeat_from_another_host_counts_and_an_old_one_does_not(tmp_p
     assert rundir.take_lock(run) > 0
 
 
+def test_a_folder_in_the_place_of_a_file_is_kept_and_the_file_is_written(tmp_path: Path) -> None:
+    (tmp_path / "latest.json").mkdir()
+    (tmp_path / "latest.json" / "mine").write_text("kept")
+    rundir.write_json(tmp_path / "latest.json", {"step": 1})
+    assert rundir.read_json(tmp_path / "latest.json") == {"step": 1}
+    assert (tmp_path / "latest.json.1" / "mine").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "latest.json.1"]
+
+
+def test_dollars_have_as_many_digits_as_say_something() -> None:
+    amounts = {
+        1234.5: "$1,234.50",
+        0.42: "$0.42",
+        0.042: "$0.042",
+        0.00018: "$0.00018",
+        0.0: "$0.00",
+        1e-12: "$0.000000000",
+    }
+    assert {amount: rundir.dollars(amount) for amount in amounts} == amounts
+
+
 def test_a_manifest_of_an_earlier_version_still_finds_damage(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"weights")
     entry = {"bytes": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}

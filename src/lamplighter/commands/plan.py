@@ -219,6 +219,7 @@ def _job(run: Run, where: Machine, data: DataFacts, *, vocab_size: int, steps: i
         tokenizer_vocab=vocab_size,
         segments=bool(data.fingerprint) and not data.whole_batches and run.data.packing != "windows",
         row_tokens=None if round(rows) == run.data.seq_len else rows,
+        spent_s=report.spent_s(),
     )
 
 

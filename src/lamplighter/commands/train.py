@@ -28,6 +28,7 @@ from lamplighter.rundir import (
     NUMERICS,
     RunDir,
     cannot_write,
+    dollars,
     is_running,
     move_aside,
     newest_first,
@@ -227,6 +228,7 @@ def _write_config(run: RunDir, resolved: Resolved, console: Console) -> bool:
 
 def _refuse_spent_budget(run: RunDir, budget: Budget, verb: str, words: list[str]) -> None:
     """A run that has spent its budget would load everything, and stop at its first step."""
+    from lamplighter.watch.status import duration
     from lamplighter.watch.trainer import with_settings
 
     status = read_status(run)
@@ -234,8 +236,8 @@ def _refuse_spent_budget(run: RunDir, budget: Budget, verb: str, words: list[str
     stopped_by_it = "budget_spent" in status and limit_s <= number(status.get("budget_spent"))
     if spent_s < limit_s and not stopped_by_it:
         return
-    usd = f", ${budget.spent_usd(spent_s):.4f} of ${budget.usd:.4f}" if budget.usd is not None else ""
-    hours = f"{spent_s / 3600:.3f} of {limit_s / 3600:.3f} hours"
+    usd = f", {dollars(budget.spent_usd(spent_s))} of {dollars(budget.usd)}" if budget.usd is not None else ""
+    hours = f"{duration(spent_s)} of {duration(limit_s)}"
     end_s = number(status.get("end_hours_told")) * 3600 or 2 * spent_s
     left_out = f"; {words_left}" if (words_left := _left_out(words)) else ""
     raise RefusedByPlan(

@@ -25,10 +25,10 @@ from lamplighter.doctor.runner import patience
 from lamplighter.doctor.system import memory_left, oversubscribed
 from lamplighter.errors import BadConfig, LampError, RefusedByPlan
 from lamplighter.plan.memory import GIB
-from lamplighter.plan.render import span
+from lamplighter.plan.speed import span
 from lamplighter.procs import cgroup
 from lamplighter.procs.pool import usable_cores
-from lamplighter.rundir import NETWORK_FILE_SYSTEMS, file_system, free_bytes, human_bytes, write_atomic
+from lamplighter.rundir import NETWORK_FILE_SYSTEMS, dollars, file_system, free_bytes, human_bytes, write_atomic
 
 _PLAN_S = 45.0
 _NOT_PLANNED = "the data must be counted for it, and that takes longer than a probe may (lamp plan, lamp data stats)"
@@ -116,10 +116,10 @@ def planned(context: ProbeContext) -> Iterator[Finding]:
     if budget.usd_per_hour is not None and budget.usd is None and budget.hours is None:
         what = f"the machine costs ${budget.usd_per_hour}/h, and nothing stops this run before the credit ends"
         advice = f"--budget.usd {max(1.0, 1.2 * usd):.0f} stops it, saved, before more is spent"
-        yield warn(what, f"it is expected to cost ${usd:,.2f}", advice, "budget")
+        yield warn(what, f"it is expected to cost {dollars(usd)}", advice, "budget")
     if device == "cpu":
         yield from judge_memory(float(memory), *memory_left())
-    money = f", ${usd:,.2f}" if usd is not None else ""
+    money = f", {dollars(usd)}" if usd is not None else ""
     sums = f"{figures['params']:,} parameters, {figures['tokens']:,} tokens, {memory:.1f} GiB"
     told = {"hours": float(hours), "memory_gib": float(memory)}
     yield ok(f"{sums}, about {span(float(hours))}{money} on {device}", figures=told)

@@ -15,7 +15,8 @@ from lamplighter.gpus import Device
 from lamplighter.model.shape import count_parameters
 from lamplighter.plan.job import Job, Measured
 from lamplighter.plan.memory import GIB, Memory, host_gib, memory
-from lamplighter.plan.speed import least_hours, step_seconds, total_flops
+from lamplighter.plan.speed import as_hours, least_hours, step_seconds, total_flops
+from lamplighter.rundir import dollars
 
 _SPARE = 0.92  # of the memory that may be planned for
 _TOKEN_BYTES = 2
@@ -153,14 +154,21 @@ def _of_logits(plan: Plan) -> str:
 
 def _time_against(plan: Plan, hours: float) -> Iterator[str]:
     job, device = plan.job, plan.device
-    usd = hours * (job.budget.usd_per_hour or 0.0)
-    if job.budget.usd is not None and usd > job.budget.usd:
-        yield f"money: ${usd:,.2f} ({hours:,.1f} h x ${job.budget.usd_per_hour}/h), the budget is ${job.budget.usd:,.2f}"
-    limit = job.limit_hours
-    if hours > limit:
-        wanted = plan.flops / (limit * 3600)
+    usd, spent = hours * (job.budget.usd_per_hour or 0.0), job.budget.spent_usd(job.spent_s)
+    if job.budget.usd is not None and usd + spent > job.budget.usd:
+        before = f", and {dollars(spent)} are spent" if spent else ""
         yield (
-            f"time: {hours:,.1f} h, the budget allows {limit:,.2f} h; that would take {wanted / 1e12:,.2f} TFLOP/s,"
+            f"money: {dollars(usd)} ({as_hours(hours)} x ${job.budget.usd_per_hour:g}/h){before};"
+            f" the budget is {dollars(job.budget.usd)}"
+        )
+    limit = job.limit_hours
+    if limit <= 0:
+        yield f"time: {as_hours(hours)}, and the budget is spent: {as_hours(job.spent_s / 3600)} went by before the first step"
+    elif hours > limit:
+        wanted = plan.flops / (limit * 3600)
+        left = "leaves" if job.spent_s else "allows"
+        yield (
+            f"time: {as_hours(hours)}, the budget {left} {as_hours(limit)}; that would take {wanted / 1e12:,.2f} TFLOP/s,"
             f" {wanted / device.peak(job.dtype):.1f} times the peak of {device}"
         )
 
@@ -373,7 +381,7 @@ def _saves(plan: Plan) -> Iterator[Check]:
     due = [f"every {job.save.every_steps:,} steps"] if job.save.every_steps else []
     due += [f"every {job.save.every_s:g} s"] if job.save.every_s else []
     lost = f"{hours * 60:,.1f} min" if hours < 2 else f"{hours:,.1f} h"
-    cost = f"${hours * job.budget.usd_per_hour:,.2f}" if job.budget.usd_per_hour is not None else lost
+    cost = dollars(hours * job.budget.usd_per_hour) if job.budget.usd_per_hour is not None else lost
     none = hours >= plan.hours and plan.hours > 1 / 6
     words = f"{' or '.join(due) or 'only at the end'}: a crash can cost {cost}"
     dear = none or (hours > _DEAR_CRASH * plan.hours and plan.hours > 2)

@@ -97,6 +97,7 @@ class Job:
     save: Save = field(default_factory=Save)
     eval: Eval = field(default_factory=Eval)
     budget: Budget = field(default_factory=Budget)
+    spent_s: float = 0.0  # of it, by what has gone before
 
     @property
     def params(self) -> int:
@@ -148,8 +149,8 @@ class Job:
 
     @property
     def limit_hours(self) -> float:
-        """Of the budget; infinite without one."""
-        return self.budget.left_s(0) / 3600
+        """What the budget leaves; infinite without one."""
+        return self.budget.left_s(self.spent_s) / 3600
 
 
 def job_of(run: Run, shape: Shape, steps: int, dtype: str, text: Text | None = None, **more: Any) -> Job:

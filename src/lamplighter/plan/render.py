@@ -21,7 +21,8 @@ from lamplighter.plan import devices
 from lamplighter.plan.estimate import Plan, cache_bytes, check, checkpoint_bytes, completed, make, warnings
 from lamplighter.plan.job import Known, job_on
 from lamplighter.plan.memory import GIB, LOGIT_BYTES, host_gib
-from lamplighter.plan.speed import is_launch_bound, recompute_flops
+from lamplighter.plan.speed import as_hours, is_launch_bound, recompute_flops, span
+from lamplighter.rundir import dollars
 
 _WHAT_IF = ("t4", "l4", "a10", "rtx3090", "rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100-80gb")
 _PRESETS_ON = "a100-80gb"
@@ -66,7 +67,7 @@ def estimate_of(run: Run, runs_dir: str) -> str:
     """Time and money of a run on this machine, in a few words; BadConfig where paper does not say."""
     device = devices.choose(None, None, run.train.threads, run.train.device)
     found = _plan_of(run, device, devices.free_disk(Path(runs_dir)), Known())
-    money = f", ${found.usd:,.2f}" if found.usd is not None else ""
+    money = f", {dollars(found.usd)}" if found.usd is not None else ""
     verdict = "" if found.go else f"; the plan says no: {'; '.join(found.reasons)}"
     return f"about {span(found.hours)}{money} on {found.device} by the plan{verdict}"
 
@@ -157,12 +158,6 @@ def _large(number: float) -> str:
     return f"{number:.3g}"
 
 
-def span(hours: float) -> str:
-    if hours < 1 / 60:
-        return f"{hours * 3600:.2g} s"
-    return f"{hours * 60:.0f} min" if hours < 2 else f"{hours:,.1f} h" if hours < 72 else f"{hours / 24:,.1f} days"
-
-
 def tell(plan: Plan) -> list[str]:
     """The whole plan."""
     return [
@@ -224,8 +219,10 @@ def _time_words(plan: Plan) -> str:
 def _time(plan: Plan) -> list[str]:
     job, lines = plan.job, [_line("time", _time_words(plan))]
     if plan.usd is not None:
-        of = f" of ${job.budget.usd:,.2f}" if job.budget.usd is not None else ""
-        lines.append(_line("money", f"{plan.hours:,.2f} h x ${job.budget.usd_per_hour}/h = ${plan.usd:,.2f}{of}"))
+        of = f" of {dollars(job.budget.usd)}" if job.budget.usd is not None else ""
+        lines.append(
+            _line("money", f"{as_hours(plan.hours)} x ${job.budget.usd_per_hour:g}/h = {dollars(plan.usd)}{of}")
+        )
     return lines
 
 
@@ -304,7 +301,7 @@ def _verdict(plan: Plan) -> list[str]:
     if plan.changes:
         lines.append("what would go:")
     for change in plan.changes:
-        money = f", ${change.usd:,.2f}" if change.usd is not None else ""
+        money = f", {dollars(change.usd)}" if change.usd is not None else ""
         lines.append(_line("", f"{change.settings}"))
         lines.append(_line("", f"   {change.what}: {span(change.hours)}{money}, {change.memory_gib:.1f} GiB"))
     if plan.changes:
@@ -318,9 +315,9 @@ def short(plan: Plan) -> list[str]:
     epochs = f" = {job.epochs:.1f} epochs" if job.epochs is not None else ""
     step = f"batch {job.batch_size} = {job.accumulation} x micro-batch {job.micro_batch}"
     parts = f"activations {m.activations / GIB:.2f}, logits {m.held / GIB:.2f}, copy for a save {m.staging / GIB:.2f}"
-    money = f", ${plan.usd:,.2f}" if plan.usd is not None else ""
+    money = f", {dollars(plan.usd)}" if plan.usd is not None else ""
     cost = plan.between_saves_h
-    crash = f"${cost * job.budget.usd_per_hour:,.2f}" if job.budget.usd_per_hour is not None else span(cost)
+    crash = dollars(cost * job.budget.usd_per_hour) if job.budget.usd_per_hour is not None else span(cost)
     return [
         f"{plan.params:,} parameters ({'your own' if job.own_params else job.shape.family}); {_large(job.flops_per_token)}FLOP per token"
         + (f"; {job.trained:,} are trained" if job.lora.r is not None else ""),
@@ -337,7 +334,7 @@ def table(plans: list[tuple[str, Plan]]) -> list[str]:
         f"{'':<14}{'device':<16}{'parameters':>14}{'memory GiB':>12}{'of':>7}{'logits':>8}{'time':>12}{'usd':>10}  verdict"
     ]
     for name, plan in plans:
-        usd = "-" if plan.usd is None else f"{plan.usd:,.2f}"
+        usd = "-" if plan.usd is None else dollars(plan.usd)[1:]
         why = "go" if plan.go else "no: " + ", ".join(r.split(":")[0] for r in plan.reasons)
         lines.append(
             f"{name:<14}{plan.device!s:<16}{plan.params:>14,}{plan.memory.peak_gib:>12.1f}{plan.device.memory_gib:>7.1f}"
@@ -376,7 +373,7 @@ def draw(plan: Plan) -> list[str]:
     if job.budget.usd_per_hour is not None and plan.usd:
         price = plan.usd / job.steps
         top = max(plan.usd, job.budget.usd or 0.0)
-        lines += _picture("spending", _sampled(lambda step: price * step, job.steps), top, f"${top:,.2f}", job.steps)
+        lines += _picture("spending", _sampled(lambda step: price * step, job.steps), top, dollars(top), job.steps)
         if job.budget.usd is not None:
             lines.append(f"{'':<14}{_budget_words(job.budget.usd, plan.usd, job.steps)}")
     return lines
@@ -397,5 +394,5 @@ def _picture(name: str, values: list[float], top: float, most: str, steps: int) 
 
 def _budget_words(budget: float, usd: float, steps: int) -> str:
     if usd <= budget:
-        return f"the budget of ${budget:,.2f} is not reached; ${budget - usd:,.2f} are left"
-    return f"the budget of ${budget:,.2f} ends at step {int(steps * budget / usd):,}, {budget / usd:.0%} of the run"
+        return f"the budget of {dollars(budget)} is not reached; {dollars(budget - usd)} are left"
+    return f"the budget of {dollars(budget)} ends at step {int(steps * budget / usd):,}, {budget / usd:.0%} of the run"

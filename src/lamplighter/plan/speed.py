@@ -1,7 +1,7 @@
 """How long a step takes: work over peak x MFU on a GPU; on a processor summed up from its two measured rates. No torch.
 
 In:  a Job, a Device.
-Out: FLOPs, seconds of a step, and the least that can be hoped for.
+Out: FLOPs, seconds of a step, the least that can be hoped for, and hours in words.
 """
 
 from __future__ import annotations
@@ -92,3 +92,14 @@ def cpu_step_seconds(job: Job, rates: Rates) -> float:
         + moved / rates.bytes_per_s
         + job.accumulation * shape.layers * _LAYER_S
     )
+
+
+def as_hours(hours: float) -> str:
+    """For arithmetic: 261.2 h, and of less than one as minutes or seconds."""
+    return span(hours) if hours < 1 else f"{hours:,.2f} h" if hours < 100 else f"{hours:,.1f} h"
+
+
+def span(hours: float) -> str:
+    if hours < 1 / 60:
+        return f"{hours * 3600:.2g} s"
+    return f"{hours * 60:.0f} min" if hours < 2 else f"{hours:,.1f} h" if hours < 72 else f"{hours / 24:,.1f} days"

@@ -12,6 +12,7 @@ from lamplighter import report
 from lamplighter.config import Budget, Save
 from lamplighter.errors import BadConfig
 from lamplighter.report import Verdict
+from lamplighter.rundir import dollars
 from lamplighter.schedule import Schedule
 
 _LONG_RUN_S = 2 * 3600
@@ -94,11 +95,11 @@ def budget_reached(budget: Budget, spent_s: float, save_s: float, step_s: float)
     left_s = budget.left_s(spent_s)
     if left_s > reserve_s:
         return None
-    usd = f", ${budget.spent_usd(spent_s):.4f} of ${budget.usd:.4f}" if budget.usd is not None else ""
+    usd = f", {dollars(budget.spent_usd(spent_s))} of {dollars(budget.usd)}" if budget.usd is not None else ""
     return Verdict(
         "waste",
         "budget",
-        f"the budget is nearly spent ({spent_s / 3600:.3f} hours{usd}); {left_s:.1f} s left, a save takes {save_s:.1f} s",
+        f"the budget is nearly spent ({spent_s:,.0f} s{usd}); {left_s:.1f} s left, a save takes {save_s:.1f} s",
         "raise budget.usd or budget.hours and run the same command again to go on",
         "stop",
     )

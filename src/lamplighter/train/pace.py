@@ -17,6 +17,7 @@ from typing import Any, Literal
 from lamplighter import report
 from lamplighter.config import Budget, Eval, Save
 from lamplighter.report import Verdict
+from lamplighter.rundir import dollars
 from lamplighter.slot import SURE_STEPS
 
 Kind = Literal["save", "validation", "sample"]
@@ -162,7 +163,7 @@ class Pace:
 
     def _shortfall(self, step: int, spent_s: float, end_s: float) -> Verdict:
         limit_s, budget = self.budget.left_s(0.0), self.budget
-        of = f"{_usd(budget.usd)}, " if budget.usd is not None else ""
+        of = f"{dollars(budget.usd)}, " if budget.usd is not None else ""
         why = (
             f"at the pace of {self.measured} measured steps the run needs {_cost(budget, end_s)};"
             f" the budget is {of}{_hours(limit_s)}: {_cost(budget, end_s - limit_s)} short"
@@ -188,7 +189,7 @@ class Pace:
 
 
 def _cost(budget: Budget, seconds: float) -> str:
-    price = f" and {_usd(budget.spent_usd(seconds))}" if budget.usd_per_hour is not None else ""
+    price = f" and {dollars(budget.spent_usd(seconds))}" if budget.usd_per_hour is not None else ""
     return f"{_hours(seconds)}{price}"
 
 
@@ -200,7 +201,3 @@ def _hours(seconds: float) -> str:
         if seconds >= 60
         else f"{seconds:.1f} s"
     )
-
-
-def _usd(amount: float) -> str:
-    return f"${amount:,.2f}" if amount >= 0.1 else f"${amount:.4f}"

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
+from lamplighter.rundir import dollars
+
 _SIGNS = {
     "finished": "✅",
     "stopped": "⏸",
@@ -49,7 +51,8 @@ def words(message: Mapping[str, Any]) -> tuple[str, list[str]]:
         lines.append(f"next: {message['next']}")
     if message.get("step"):
         lines.append(
-            f"at step {message['step']}" + (f", ${message['end_usd']:.2f} at the end" if message.get("end_usd") else "")
+            f"at step {message['step']}"
+            + (f", {dollars(message['end_usd'])} at the end" if message.get("end_usd") else "")
         )
     return f"{message.get('run', 'a run')} {kind}{cause}", lines
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import read_back
 from lamplighter.procs.procfs import ProcessLook
-from lamplighter.rundir import RunDir, human_bytes, parse_record, read_last_lines
+from lamplighter.rundir import RunDir, dollars, human_bytes, parse_record, read_last_lines
 from lamplighter.safe_text import clean
 from lamplighter.slot import SURE_STEPS, Slot
 
@@ -322,8 +322,8 @@ def _money_words(status: Status) -> list[str]:
     """Spent, of how much, and how much it will be at the end."""
     budget, end_s = status.budget, status.end_s
     if budget.usd_per_hour is not None:
-        limit = f" of ${budget.usd:.2f}" if budget.usd else ""
-        end = f", ${budget.spent_usd(end_s):,.2f} at the end" if end_s is not None else ""
+        limit = f" of {dollars(budget.usd)}" if budget.usd else ""
+        end = f", {dollars(budget.spent_usd(end_s))} at the end" if end_s is not None else ""
         return [f"${budget.spent_usd(status.spent_s):.4f}{limit}{end}"]
     if budget.hours is not None:
         end = f", {end_s / 3600:.2f} h at the end" if end_s is not None else ""
