@@ -60,7 +60,7 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
     import numpy as np
     from safetensors.torch import save_file
 
-    from lamplighter.commands.train import prepare
+    from lamplighter.commands.start_up import prepare
     from lamplighter.config import dump, resolve
     from lamplighter.rundir import RunDir
 

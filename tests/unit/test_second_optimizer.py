@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lamplighter.commands.train import prepare
+from lamplighter.commands.start_up import prepare
 from lamplighter.config import (
     OPTIMIZERS,
     OptimizerKind,
