@@ -17,7 +17,7 @@ from lamplighter.watch.evidence import GroupSample
 from lamplighter.watch.process_tree import Process, counts
 from lamplighter.watch.rank_diagnosis import OPEN_S, late_rank, meeting, outlier_rank
 from lamplighter.watch.status import duration
-from lamplighter.watch.wait_chain import WaitChain, chain_words, closed, follow
+from lamplighter.watch.wait_chain import WaitChain, chain_words, closed, follow, inside_call
 
 _ASLEEP_S = 0.9  # two looks at least so far apart
 _STARVED_SHARE, _STARVED_TIMES = 0.45, 1.5  # of the time, and as long as it ran
@@ -268,7 +268,8 @@ def _asleep_somewhere(sample: GroupSample) -> Diagnosis | None:
     main = next((thread for thread in process.look.each if thread.tid == process.pid), None)
     sleeps = main is not None and main.syscall in NANOSLEEP
     behind = f", waiting for {process.look.waits_on}" if process.look.waits_on else ""
-    why = f"{'sleeping' if sleeps else 'asleep'}{sample.at(process)}{behind}, {sample.words()}{_usually(sample)}"
+    call = inside_call(sample.main_stack(process))
+    why = f"{'sleeping' if sleeps else 'asleep'}{sample.at(process)}{call}{behind}, {sample.words()}{_usually(sample)}"
     return finding(sample, process, "waiting", "sleep" if sleeps else "waiting", why, next="look at that line")
 
 

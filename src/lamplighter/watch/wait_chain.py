@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lamplighter.procs.stacks import is_users, users_frame
+from lamplighter.procs.stacks import ThreadStack, is_users, users_frame
 from lamplighter.procs.waits import BETWEEN_PROCESSES, FileLock, ThreadWait
 from lamplighter.watch import source_lines
 from lamplighter.watch.status import duration
@@ -96,7 +96,7 @@ def _in_and_out(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread
         return Link(thread, "socket", f"{thread.wait.on}, trying again and again", timed=True)
     if thread.wait.kind == "poll" or thread.wait.timed:
         what = "something that it looks for again and again, sleeping in between"
-        return Link(thread, "polling", what + _inside_call(thread), _ended_lately(graph), timed=True)
+        return Link(thread, "polling", what + inside_call(thread.stack), _ended_lately(graph), timed=True)
     return Link(thread, "running", "nothing: it runs")
 
 
@@ -112,9 +112,9 @@ def _lock_of_others(thread: WaitingThread, path: str = "") -> FileLock | None:
     return wanted[0] if wanted else None
 
 
-def _inside_call(thread: WaitingThread) -> str:
+def inside_call(stack: ThreadStack | None) -> str:
     """The call of the user's line that has not returned, where it is C code that sleeps: no Python is below that line."""
-    innermost = thread.stack.frames[0] if thread.stack and thread.stack.frames else None
+    innermost = stack.frames[0] if stack and stack.frames else None
     if innermost is None or not is_users(innermost.file):
         return ""
     call = source_lines.call_at(innermost.file, innermost.line)
@@ -309,12 +309,12 @@ def _for_lock(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) 
         holder, following = _whoever_may(graph, process, thread)
         named = f" ({thread.wait.on})" if thread.wait.on else ""
         taken = _named_at(thread)
-        lock = f"the lock `{taken}`" if taken else f"a lock{_inside_call(thread)}"
+        lock = f"the lock `{taken}`" if taken else f"a lock{inside_call(thread.stack)}"
         lock = f"a lock between processes{named}" if shared else lock
         if process.unnumbered:
             other = process.unnumbered[0]
             return Link(thread, "lock", lock, f"a thread of that library{_at(other)}", next=(process.pid, other.tid))
-        if process.is_forked and not shared and _inside_call(thread) and holder.startswith("nobody"):
+        if process.is_forked and not shared and inside_call(thread.stack) and holder.startswith("nobody"):
             holder = "threads that do not exist here: it was forked, and a fork copies no threads"
         return Link(thread, "lock", lock, holder, next=following, timed=thread.wait.timed)
     if wanted["name"] == "self":  # seen inside of the lock's own method: the user's line has a better name for it
@@ -437,7 +437,7 @@ def _for_file_lock(graph: WaitGraph, thread: WaitingThread, path: str) -> Link:
 def _by_kernel(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread) -> Link | None:
     wait = thread.wait
     if wait.kind == "timer":
-        return Link(thread, "timer", f"a timer: it sleeps{_inside_call(thread)}", timed=True)
+        return Link(thread, "timer", f"a timer: it sleeps{inside_call(thread.stack)}", timed=True)
     if wait.kind == "child":
         return _for_process(graph, thread, wait.pid, "")
     if wait.kind == "file lock":
@@ -457,7 +457,7 @@ def _by_kernel(graph: WaitGraph, process: WaitingProcess, thread: WaitingThread)
         "fifo": f"the other end of the FIFO {wait.on}"
         if wait.syscall.startswith("open")
         else f"{'room in' if wait.writes else 'data from'} the FIFO {wait.on}",
-        "socket": f"an answer from {wait.on}{_inside_call(thread)}",
+        "socket": f"an answer from {wait.on}{inside_call(thread.stack)}",
         "listen": wait.on,
         "datagram": wait.on,
         "connect": f"a connection to {wait.on}",
@@ -599,7 +599,7 @@ def chain_words(chain: WaitChain) -> str:
         frame = link.thread.frame
         where = f" at {frame.short}" if frame else ""
         lead = "" if number == 0 else "which "
-        call = _inside_call(link.thread)
+        call = inside_call(link.thread.stack)
         if link.kind == "timer":
             parts.append(f"{lead}sleeps{where}{call}")
         elif link.kind == "polling":
