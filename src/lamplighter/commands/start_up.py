@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lamplighter.data.chat.template import ChatTemplate
     from lamplighter.data.tokenizer import Tokenizer
     from lamplighter.model.build import Built
+    from lamplighter.plan.estimate import Plan
+    from lamplighter.train.exactness import Probe
     from lamplighter.train.hardware import Machine
     from lamplighter.train.state import RunContext, TrainState
     from lamplighter.train.validation import EntropyBound
@@ -42,13 +44,18 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         from lamplighter.model.recompute import recompute_blocks
         from lamplighter.plan.estimate import smaller_models
         from lamplighter.plan.job import family_of, is_built_first, known_shape
-        from lamplighter.train import checkpoint, guard, hardware, loop, optimizers  # noqa: F401
+        from lamplighter.train import checkpoint, exactness, guard, hardware, loop, optimizers  # noqa: F401
         from lamplighter.train.pace import Smaller
         from lamplighter.train.state import RunContext, TrainState
     with report.phase("machine"):
         found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
         before = _state_of(found)
         where = hardware.detect(run.train, dict(before.get("machine", {})), known_shape(run))
+        exact, why = exactness.choose(run.train, where.device, where.name, cache, family_of(run))
+        exactness.require(exact, where.device)
+        where = replace(where, exact=exact)
+        if where.device.type == "cuda":
+            report.note(f"{'exact' if exact else 'fastest'} kernels: {why}")
         for reason in where.reasons:
             report.note(reason)
     own = None
@@ -80,6 +87,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         if built.adapter is not None:
             built = _with_base(run, folder, built, where)
         optimizer = optimizers.make_optimizer(built.model, run.train)
+    probe = _probe_exactness(run, built, where, planned, data=data, before=before.get("exact"), cache=cache)
     compiled, why = hardware.choose_compile(
         run.train,
         where,
@@ -105,21 +113,67 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         source=batches,
         tokenizer=tokenizer,
         chat=text.chat,
-        recorded=_recorded(run, where, data, steps, text.chat),
+        recorded=_recorded(run, where, data, steps, text.chat) | _of_probe(probe, before),
         planned_step_s=planned.step_s,
         smaller=tuple(Smaller(*one) for one in smaller_models(planned)) if math.isfinite(run.budget.left_s(0)) else (),
     )
-    state = TrainState(steps, compiled)
+    state = TrainState(steps, compiled, probe=probe)
     guard.explain_schedule(schedule)
     if found is not None:
         with report.phase("resume"):
             _resume(context, state, found)
             if (asked := request.get("resume", "auto")) != "auto":
                 report.event("went back", to=asked, step=state.progress.step)
+    exactness.say(exactness.words(probe, state.redone, where), probe, state.redone)
     if run.data.source is None and not run.data.paths:
         with report.phase("floor"):
             context = replace(context, entropy_bound=_entropy_bound(context))
     return context, state
+
+
+def _probe_exactness(
+    run: Run,
+    built: Built,
+    where: Machine,
+    planned: Plan,
+    *,
+    data: DataFacts,
+    before: dict[str, Any] | None,
+    cache: Path,
+) -> Probe | None:
+    """On the first weights, before a checkpoint is loaded: the same for every start of this run."""
+    from lamplighter.train import exactness, hardware
+    from lamplighter.train.loop import batch_loss
+
+    if ":" in run.model.family and run.model.init_from is None:
+        return None  # code of one's own may count its calls: it is called for steps alone
+    packed = bool(data.fingerprint) and not data.whole_batches and built.takes_segments
+    rows = run.train.micro_batch or run.train.batch_size
+    size = exactness.Size(rows, run.data.seq_len, built.vocab_size, packed)
+    size = exactness.affordable(size, planned.step_s * rows / run.train.batch_size, planned.hours * 3600)
+    if before is not None and {"rows", "tokens"} <= before.keys():
+        size = replace(size, rows=before["rows"], tokens=before["tokens"])
+    settings = {"model": built.config, "train": [run.train.seed, run.train.loss, run.train.recompute, repr(run.lora)]}
+    place = exactness.Place(cache, {**where.facts(), **settings, "size": asdict(size), "numerics": NUMERICS})
+    with report.phase("exactness", total=exactness.PASSES, unit="passes") as phase:
+        gradients = exactness.Gradients(
+            built.model,
+            size,
+            lambda batch: batch_loss(
+                built.model, batch, where, whole=run.train.loss == "whole", scale=1 / batch.real_tokens
+            ),
+            lambda: hardware.seed_step(run.train.seed, 0, 0),
+        )
+        return exactness.probe(gradients, before, place, phase)
+
+
+def _of_probe(found: Probe | None, before: dict[str, Any]) -> dict[str, Any]:
+    """What every checkpoint keeps of it: that of the run's first start."""
+    if "exact" in before:
+        return {"exact": before["exact"]}
+    if found is None or found.differs:
+        return {}
+    return {"exact": {"hash": found.hash, "rows": found.rows, "tokens": found.tokens}}
 
 
 def _recorded(run: Run, where: Machine, data: DataFacts, steps: int, chat: ChatTemplate | None) -> dict[str, Any]:
@@ -202,6 +256,7 @@ def _resume(context: RunContext, state: TrainState, found: Path) -> None:
     from lamplighter.model.origin import read_base, refuse_other_base
     from lamplighter.model.weights import load_weights
     from lamplighter.train import checkpoint
+    from lamplighter.train.exactness import Redone
 
     progress, tensors, before = checkpoint.load_state(found)
     now, root = context.recorded, context.folder.checkpoints
@@ -243,7 +298,8 @@ def _resume(context: RunContext, state: TrainState, found: Path) -> None:
     if moved:
         report.note(f"set aside (not deleted): {', '.join(moved)}")
     report.note(f"resumed from {found.name}: step {progress.step + 1} is next")
-    records = read_last_lines(context.folder.metrics)
+    records = list(read_last_lines(context.folder.metrics))
+    state.redone = Redone.of(records, progress.step)
     reached = max((r["step"] for r in records if "train/loss" in r and isinstance(r.get("step"), int)), default=0)
     report.event("resumed", step=progress.step, path=str(found), redone_steps=max(0, reached - progress.step))
 

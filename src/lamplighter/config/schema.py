@@ -194,6 +194,10 @@ class Train:
     seed: int = _value(1, "of the order, the weights and dropout", ge=0, lt=2**31)
     device: Literal["auto", "cpu", "cuda"] = _value("auto", "where to compute")
     dtype: Literal["auto", "fp32", "bf16"] = _value("auto", "bf16 means autocast; weights stay fp32")
+    exact: bool | Literal["auto"] = _value(
+        "auto",
+        "on a GPU, kernels that give the same bits each time; auto: unless lamp selftest measured over 15 % for it",
+    )
     threads: int | None = _value(None, "CPU threads; none = the cores this process may use", ge=1, le=1024)
     on_nonfinite: Literal["skip", "stop"] = _value(
         "skip", "a batch with non-finite numbers: skip it (at most 3 within 100 steps), or stop"
@@ -378,7 +382,7 @@ SECTIONS: dict[str, Any] = {
 }
 MAY_CHANGE = ("save", "eval", "watch", "budget", "track")  # at resume; train.steps too, with a warning
 LENGTH = ("train.steps", "train.epochs")
-NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "train.recompute", *LENGTH)
+NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "train.recompute", "train.exact", *LENGTH)
 
 # What became of the fields of older runs, so that their config.yaml is understood: whoever renames, removes or adds a
 # field of a run puts a line here (and a test beside it).

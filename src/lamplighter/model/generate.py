@@ -138,12 +138,17 @@ def _choose(logits_BV: Tensor, choice: Choice, generators: list[torch.Generator]
         raise ValueError("the model's logits are not finite: its weights are damaged, or its training diverged")
     if choice.temperature == 0.0:
         return likeliest_B1.squeeze(-1)
+    device = logits_BV.device
+    logits_BV, best_B1 = (
+        logits_BV.cpu(),
+        best_B1.cpu(),
+    )  # a GPU's running sums are refused where exact kernels are asked for
     odds_BK, ids_BK = _candidates((logits_BV - best_B1) / choice.temperature, choice)
     if choice.top_p < 1.0:
         before_BK = odds_BK.cumsum(-1) - odds_BK
         odds_BK = odds_BK * (before_BK < choice.top_p)
     picked_B1 = _pick(odds_BK, generators)
-    return (picked_B1 if ids_BK is None else ids_BK.gather(-1, picked_B1)).squeeze(-1)
+    return (picked_B1 if ids_BK is None else ids_BK.gather(-1, picked_B1)).squeeze(-1).to(device)
 
 
 def _candidates(scaled_BV: Tensor, choice: Choice) -> tuple[Tensor, Tensor | None]:

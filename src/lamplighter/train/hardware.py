@@ -10,10 +10,12 @@ import contextlib
 import ctypes
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ class Machine:
     name: str
     peak_flops: float
     reasons: tuple[str, ...]
+    exact: bool = True  # kernels that give the same bits each time are asked for
 
     @property
     def dtype_name(self) -> str:
@@ -69,7 +72,30 @@ class Machine:
             "cpu": platform.machine(),
             "processor": bf16.processor(),
             "isa_limit": os.environ.get(bf16.ISA_LIMIT, ""),
+            **(_card_facts(self.device, self.exact) if self.device.type == "cuda" else {}),
         }
+
+
+def _card_facts(device: torch.device, exact: bool) -> dict[str, Any]:
+    card = torch.cuda.get_device_properties(device)
+    return {
+        "capability": f"{card.major}.{card.minor}",
+        "multiprocessors": card.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "driver": _driver_version(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "exact": exact,
+    }
+
+
+def _driver_version() -> str:
+    """Of the kernel's part; empty where the system does not say it."""
+    try:
+        found = re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:  # Windows' Linux, or another maker's card
+        return ""
+    return found[1] if found else ""
 
 
 def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | None = None) -> Machine:

@@ -21,7 +21,7 @@ from lamplighter.model.generate import stream as sample_stream
 from lamplighter.model.transformer import token_loss
 from lamplighter.model.weights import load_weights, weights
 from lamplighter.rundir import CACHE_NAME, free_bytes, read_last_lines
-from lamplighter.train import checkpoint, guard, hardware
+from lamplighter.train import checkpoint, exactness, guard, hardware
 from lamplighter.train.anomalies.detector import announce, recall
 from lamplighter.train.anomalies.history import Facts, repeat_share
 from lamplighter.train.checkpointer import Checkpointer
@@ -231,12 +231,23 @@ class _Loop:
             values |= hardware.memory_gb(context.machine.device)
             values["sys/disk_free_gb"] = free_bytes(context.folder.path) / 1e9
         report.metric(record.step, values)
+        self._compare_redone(record)
         self._count(record)
         self._announce_epoch(batch.step)
         if self.state.anomalies is not None:
             announce(self.state.anomalies.step(record.step, values))
         if self.state.compiler and (verdict := self.state.compiler.check_recompiles(record.step)):
             report.verdict(verdict)
+
+    def _compare_redone(self, record: StepRecord) -> None:
+        """A step that an earlier attempt had done already must be the same, bit for bit."""
+        redone = self.state.redone
+        if not redone.before:
+            return
+        if other := redone.compare(record.step, record.loss, record.grad_norm):
+            report.verdict(exactness.verdict(other, record.step), step=record.step)
+        if not redone.before:
+            exactness.say(exactness.words(self.state.probe, redone, self.context.machine), self.state.probe, redone)
 
     def _count(self, record: StepRecord) -> None:
         """What the whole run adds up to, for whoever looks."""
@@ -343,6 +354,7 @@ class _Loop:
                 self.checkpointer.rolled_back()
                 self._init_anomalies()
         context.source.start(progress.step + 1, progress.stream)
+        state.redone.forget_from(first_bad)
         if moved:
             report.note(f"set aside (not deleted): {', '.join(moved)}")
         report.event("rolled back", step=progress.step, passed_from=first_bad, passed_to=last_bad)

@@ -53,6 +53,7 @@ class Status:
     val_loss: float | None = None
     val_step: int = 0
     floor: float | None = None  # nats per token that no model can beat
+    exact: str = ""  # whether steps give the same bits here, in words
     lr: float = 0.0
     data_wait: float = 0.0  # share of the step
     spent_s: float = 0.0
@@ -191,6 +192,8 @@ class Observer:
         hear_flag(self.status.flags, event)
         if event.get("type") == "floor":
             self.status.floor = event["nats_per_token"]
+        if event.get("type") == "exact":
+            self.status.exact = event["text"]
 
 
 def _phase_history(run: RunDir) -> dict[str, float]:

@@ -184,6 +184,9 @@ class Trainer:
         return {
             **os.environ,
             **threads_wait(os.environ),
+            "CUBLAS_WORKSPACE_CONFIG": os.environ.get(
+                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+            ),  # read once, by CUDA's products
             **self._against_fault(),
             "PYTHONUNBUFFERED": "1",
             "LAMP_RANK": str(rank),
@@ -312,6 +315,7 @@ class Trainer:
             "durable_step": durable,
             "spent_s": round(self.spent_s, 2),
             "flags": list(self.status.flags.values()),
+            **({"exact": self.status.exact} if self.status.exact else {}),
             **({"ended_early": self.ended_early} if self.ended_early else {}),
             **self._budget_spent(),
         }
@@ -498,6 +502,8 @@ class Trainer:
     def _report_times(self, outcome: RunOutcome) -> None:
         times = time_report.read_time_report(self.run)
         facts = {**self._statistics(), "attempts": str(times.attempts)}
+        if self.status.exact:
+            facts["the same bits each time"] = self.status.exact
         if self.status.flags:
             facts["red flags at the end"] = named = ", ".join(self.status.flags)
             self.say(f"red flags at the end: {named} (numbers in {self.run.report})", "bold yellow")
