@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -101,6 +102,9 @@ def test_many_kills_change_nothing(unbroken: RunDir, tmp_path: Path) -> None:
     attempts = {record["attempt"] for record in read_lines(run.metrics)}
     assert len(attempts) >= KILLS // 2
     assert not processes_of(run.path)
+    said = [event for event in read_lines(run.rank_events(0)) if event.get("type") == "exact"]
+    assert {event["first_other"] for event in said} == {0}
+    assert all(event["text"].startswith("exact: proved here (probe") for event in said)
 
 
 def write_latest(run: RunDir) -> None:
@@ -133,9 +137,10 @@ def test_a_stop_saves_the_last_completed_step_and_the_rest_is_the_same(
 
 @LONG
 def test_a_lost_piece_of_state_is_caught(unbroken: RunDir, tmp_path: Path) -> None:
-    """The control: with one moment of Adam zeroed, the comparison above must fail."""
-    run = stop_at(tmp_path, "control", 60)
-    newest = max(run.checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    """The control: with one moment of Adam zeroed, the comparison above must fail, and the run must notice it by itself."""
+    run = stop_at(tmp_path, "control", 65)
+    newest, last = sorted(run.checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))[-2:]
+    shutil.rmtree(last)  # so that there are steps to do again
     path = newest / "training" / "optimizer.safetensors"
     tensors = load_file(path)
     name = next(key for key in tensors if key.startswith("exp_avg_sq"))
@@ -145,6 +150,10 @@ def test_a_lost_piece_of_state_is_caught(unbroken: RunDir, tmp_path: Path) -> No
     assert lamp(*words_for("control"), cwd=tmp_path, timeout=300).returncode == 0
     with pytest.raises(AssertionError):
         compare(run, unbroken)
+    told = [event for event in read_lines(run.rank_events(0)) if event.get("cause") == "not_exact"]
+    assert len(told) == 1 and "the same step has given other bits" in told[0]["why"], "said once"
+    assert read_json(run.status)["exact"].startswith("close, not bit-identical: step")
+    assert "close, not bit-identical" in run.report.read_text()
 
 
 @LONG

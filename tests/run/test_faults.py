@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lamplighter.rundir import RunDir, read_status
+from lamplighter.rundir import RunDir, read_json, read_status
 from lamplighter.train import checkpoint
 from lamplighter.watch import notify
 from lamplighter.watch.notify import Notifier
@@ -77,6 +77,8 @@ def test_a_run_with_strange_company(tmp_path: Path) -> None:
         assert "restarting from step 4" in done.stdout
         run = RunDir(tmp_path / "runs" / "r")
         assert sorted(losses_of(run)) == list(range(1, 13))
+        assert read_json(run.status)["exact"] == "exact: 3 redone steps equal", "steps 5 to 7, bit for bit"
+        assert "exact: 3 redone steps equal" in run.report.read_text()
         os.kill(int((tmp_path / "daemon.pid").read_text()), 0)  # it is still there
         again = lamp(*TRAIN, *TWELVE, "--model.family", family, cwd=tmp_path)
         assert again.returncode == 0, again.stdout + again.stderr

@@ -150,6 +150,8 @@ def probe(gradients: Gradients, before: dict[str, Any] | None, place: Place, pha
             passes += 1
             phase.tick()
             differs = next((name for name in first if first[name] != again[name]), "")
+    else:
+        passes += _count(known.get("passes"))
     changed = bool(before) and expected is not None and expected != whole and not differs
     seconds = time.perf_counter() - started
     found = Probe(whole, size.rows, size.tokens, passes, differs, other_than_then=changed, seconds=seconds)
@@ -157,6 +159,10 @@ def probe(gradients: Gradients, before: dict[str, Any] | None, place: Place, pha
         place.file.parent.mkdir(parents=True, exist_ok=True)
         write_json(place.file, asdict(found), durable=False)
     return found
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and 0 <= value <= PASSES else 0
 
 
 def _together(hashes: dict[str, str]) -> str:
@@ -245,7 +251,7 @@ def words(found: Probe | None, redone: Redone, machine: Machine) -> str:
     elif found is None:
         return f"exact: {done or 'not tried, as code of your own is called for steps alone; steps done again are compared'}"
     else:
-        times = f"probe {found.passes} of {found.passes}" if found.passes > 1 else "probe as before"
+        times = f"probe {found.passes} of {found.passes}" if found.passes > 1 else "probe as at the first start"
         return f"exact: proved here ({', '.join(filter(None, (times, done)))})"
     advice = (
         "" if machine.exact else "; --train.exact true asks for exact kernels (lamp selftest --gpu measures their cost)"

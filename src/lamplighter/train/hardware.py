@@ -10,12 +10,10 @@ import contextlib
 import ctypes
 import os
 import platform
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,19 +81,10 @@ def _card_facts(device: torch.device, exact: bool) -> dict[str, Any]:
         "multiprocessors": card.multi_processor_count,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        "driver": _driver_version(),
+        "driver": procfs.nvidia_driver(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         "exact": exact,
     }
-
-
-def _driver_version() -> str:
-    """Of the kernel's part; empty where the system does not say it."""
-    try:
-        found = re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:  # Windows' Linux, or another maker's card
-        return ""
-    return found[1] if found else ""
 
 
 def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | None = None) -> Machine:
