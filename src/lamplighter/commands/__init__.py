@@ -39,6 +39,7 @@ VERBS = {
     "data": "data",
     "tokenizer": "tokenizer",
     "doctor": "doctor",
+    "selftest": "selftest",
 }  # the file of this folder that holds the verb, as a function of its name
 _TALK_ON_STDOUT = (
     "demo",

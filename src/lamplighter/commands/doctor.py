@@ -80,7 +80,7 @@ def doctor_child(folder: RunDir, request: dict[str, Any]) -> int:
     probes = probe.choose(request["only"], readable=not request["unread"])
     config = runner.ProbeConfig(folder.config, request["preset"], Path(request["runs_dir"]), folder.path / "scratch")
     prctl.adopt_orphans()
-    report.when_asked(_stop, None)
+    report.when_asked(end_probes, None)
     results = [_unread(request["unread"])] if request["unread"] else []
     with report.phase("doctor", total=len(probes), unit="probes") as phase:
         for number, one in enumerate(probes):
@@ -106,7 +106,7 @@ def _unread(error: dict[str, str]) -> Any:
     return ProbeResult(Probe("settings / readable", "", 0.0), (fault, rest), 0.0)
 
 
-def _stop() -> None:
+def end_probes() -> None:
     """Asked to stop: the probe that is going on, and what it started, end before us."""
     for pid in procfs.tree(os.getpid())[1:]:
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile

@@ -25,6 +25,7 @@ usage: lamp VERB ...
   publish RUN             to the Hugging Face hub, with a model card written from the run
   plan [run.yaml]         parameters, FLOPs, memory, time, money, disk: go or no-go with the arithmetic
   doctor [run.yaml]       probes of the machine, the settings, the data and the model; each fault with its remedy
+  selftest [--gpu]        the promises tried on this machine in three minutes: kill and resume, saves, faults; a table to send
   data stats|clean|prepare   count and look at text; clean it; make the token cache
   tokenizer train|show    train a tokenizer; look at one
 
@@ -212,6 +213,17 @@ Nothing of yours is changed or killed. Exit 0: no fault; 1: a fault, with verdic
   --only NAME...    the probes whose name holds one of the words, such as environment, disk, collectives
   --json            ok, seconds, probes, findings, advice
   --print-config    the run.yaml with the advice applied, each change with its reason
+""",
+    "selftest": """\
+usage: lamp selftest [--gpu] [--test] [--json] [--out FILE] [--runs-dir DIR]
+
+Tries the promises on this very machine, in about three minutes: a run that is killed and resumed against one that is not,
+saves beside the steps, the same words as transformers, attention against float64, speed, memory against the plan, planted
+faults of a device. Nothing of yours is touched. Exit 0: nothing failed; 1: something did, with verdict, why and next.
+
+  --gpu             on the GPU (else on the CPU); also what exact kernels cost there, which train.exact auto goes by
+  --test            the quick form: half a minute on a CPU
+  --out FILE        the table as a text file without paths, names and secrets (default: lamplighter-selftest.txt)
 """,
     "data": """\
 usage: lamp data stats   [run.yaml|CACHE] [--preset NAME] [--json] [--out DIR] [--val PATH ...] [--sample-mb MB]

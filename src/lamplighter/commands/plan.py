@@ -328,10 +328,11 @@ def _steps(request: dict[str, Any], say: Say) -> dict[str, Any]:
     from lamplighter.model.recompute import recompute_blocks
     from lamplighter.plan.job import known_shape
     from lamplighter.procs.child import limit_own_memory
-    from lamplighter.train import hardware, optimizers
+    from lamplighter.train import exactness, hardware, optimizers
 
     run = validated(request["run"])
     where = hardware.detect(run.train, shape=known_shape(run))
+    exactness.require(run.train.exact is not False, where.device)
     if where.device.type == "cpu" and request.get("bytes"):
         limit_own_memory(int(request["bytes"]))
     say(doing="building the model")
@@ -374,6 +375,7 @@ def _steps(request: dict[str, Any], say: Say) -> dict[str, Any]:
         "device": where.name,
         "on_cpu": where.device.type == "cpu",
         "peak_flops": where.peak_flops,
+        "flops_per_token": built.flops_per_token(run.data.seq_len),
         "memory_bytes": None
         if where.device.type == "cpu"
         else torch.cuda.get_device_properties(where.device).total_memory,

@@ -163,6 +163,16 @@ _RANKS = (
     _probe("collectives / two ranks", "collectives:two_ranks", 90),
 )
 _ALL = (*_MACHINE, *_RUN, *_RANKS)
+SELF_TESTS = (
+    _probe("the machine", "system:torch_and_driver", 90),
+    _probe("kill and resume", "self_tests:kill_and_resume", 600),
+    _probe("generation", "self_tests:generation", 240),
+    _probe("attention", "self_tests:attention", 120),
+    _probe("speed", "self_tests:speed", 240),
+    _probe("memory", "model_cost:memory", 240),
+    _probe("planted faults", "self_tests:planted_faults", 480),
+    _probe("heat and power", "self_tests:cards", 60),
+)  # of lamp selftest, in this order: a later one may use the run of an earlier one
 
 
 def choose(only: list[str], readable: bool) -> tuple[Probe, ...]:
