@@ -39,7 +39,7 @@ FAULTS = {
     for fault in (
         Fault("out_of_memory", "restart", "the GPU's memory is full", _SMALLER),
         Fault("out_of_memory_fragmented", "restart", "the GPU's memory is in pieces: enough is reserved and none of it in one piece",
-              "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (set by itself for the next attempt); then a smaller train.micro_batch"),
+              "a smaller train.micro_batch; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set unless you have set that variable"),
         Fault("out_of_memory_shared", "restart", "the GPU's memory is full, and others hold much of it",
               "look who they are (nvidia-smi) and end them, or choose another card (CUDA_VISIBLE_DEVICES)"),
         Fault("device_assert", "restart", "a check inside a GPU kernel has failed: mostly an index out of range, such as a token id beyond the vocabulary",

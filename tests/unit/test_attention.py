@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lamplighter.model import cpu, shape
+from lamplighter.model import cpu, shape, transformer
 
 Way = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -89,3 +89,16 @@ def test_each_kernel_has_a_switch() -> None:
     assert cpu.chosen_kernels("-attention") == set(cpu.KERNELS) - {"attention"}
     with pytest.raises(ValueError, match="warp is no kernel"):
         cpu.chosen_kernels("warp")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_that_is_added_is_the_same_mask(dtype: torch.dtype) -> None:
+    """Made once for all layers of a GPU, in the type that is computed in."""
+    inputs, mask = layer_output(3, 2, 40, 16), documents(3, 40)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        added = transformer.as_added(mask)
+    assert added.dtype == dtype and torch.equal(added == 0, mask) and torch.isinf(added[~mask]).all()
+    for one, other in zip(
+        there_and_back(plain, inputs, mask, dtype), there_and_back(plain, inputs, added, dtype), strict=True
+    ):
+        torch.testing.assert_close(one, other)

@@ -13,24 +13,31 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lamplighter.errors import BadConfig
+from lamplighter.model.transformer import Transformer
 
 
 class RecomputedForward:
     """The forward of one block, run again when its gradient is wanted. `forward` may be the compiled one, `plain` is not."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], is_random: bool) -> None:
         self.forward = self.plain = forward
+        self.is_random = is_random  # then the random state is kept and restored, for which a GPU is waited for
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **named)
-        return checkpoint(self.forward, *args, use_reentrant=False, **named)
+        return checkpoint(self.forward, *args, use_reentrant=False, preserve_rng_state=self.is_random, **named)
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The longest list of modules; none where the model has no such list."""
     lists = [list(module) for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return max(lists, key=len, default=[])
+
+
+def _is_random(model: torch.nn.Module) -> bool:
+    """Whether a forward pass may draw random numbers; of code that is not ours, always."""
+    return not isinstance(model, Transformer) or any(getattr(module, "dropout", 0.0) for module in model.modules())
 
 
 def recompute_blocks(model: torch.nn.Module) -> int:
@@ -44,5 +51,5 @@ def recompute_blocks(model: torch.nn.Module) -> int:
         )
     for block in blocks:
         if not isinstance(block.forward, RecomputedForward):
-            block.forward = RecomputedForward(block.forward)
+            block.forward = RecomputedForward(block.forward, _is_random(model))
     return len(blocks)

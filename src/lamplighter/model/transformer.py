@@ -64,7 +64,9 @@ class AttentionContext(NamedTuple):
     """Where the new tokens stand, and what each may attend to."""
 
     positions: Tensor  # T, or BT when segments restart the count
-    mask: Tensor | None  # true where a token may attend; None: every token to all before it
+    mask: (
+        Tensor | None
+    )  # true where a token may attend, or what is added to the scores; None: every token to all before it
     cache: KVCache | None
 
 
@@ -74,7 +76,10 @@ def attention_context(ids_BT: Tensor, cache: KVCache | None, segments_BT: Tensor
     if segments_BT is not None:
         causal_TT = torch.ones(T, T, dtype=torch.bool, device=ids_BT.device).tril()
         visible_BTT = causal_TT & (segments_BT[:, :, None] == segments_BT[:, None, :])
-        return AttentionContext(visible_BTT.sum(-1) - 1, visible_BTT[:, None], None)  # position = how many come before
+        mask_B1TT = visible_BTT[:, None]
+        if ids_BT.device.type != "cpu":
+            mask_B1TT = as_added(mask_B1TT)
+        return AttentionContext(visible_BTT.sum(-1) - 1, mask_B1TT, None)  # position = how many come before
     positions_T = torch.arange(start, start + T, device=ids_BT.device)
     if start == 0 or T == 1:
         return AttentionContext(positions_T, None, cache)
@@ -82,21 +87,32 @@ def attention_context(ids_BT: Tensor, cache: KVCache | None, segments_BT: Tensor
     return AttentionContext(positions_T, mask_TS, cache)
 
 
+def as_added(mask: Tensor) -> Tensor:
+    """The mask as what is added to the scores, in the type that is computed in: a GPU's kernels turn a mask of booleans into
+    this in every layer, and each layer keeps its own until the backward pass."""
+    kind = mask.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
+
+
 def attend(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """Causal attention; keys and values shared by a group of heads are repeated for each.
 
-    Repeated by hand rather than by enable_gqa: with a mask, CUDA's fused kernels refuse the latter and fall back to a
-    slow one that stores all scores.
+    Repeated by hand where there is a mask: with one, CUDA's fused kernels refuse enable_gqa and fall back to a slow one that
+    stores all scores. Without one a GPU shares them by itself.
     """
     groups = q_BHTD.shape[1] // k_BHSD.shape[1]
-    if groups > 1:
+    shares = mask is None and q_BHTD.device.type == "cuda"
+    if groups > 1 and not shares:
         k_BHSD = k_BHSD.repeat_interleave(groups, dim=1)
         v_BHSD = v_BHSD.repeat_interleave(groups, dim=1)
     if cpu.suits_attention(q_BHTD, k_BHSD.shape[2], dropout):  # a kernel of our own, the same arithmetic
         mixed_BHTD = cpu.block_attention(q_BHTD, k_BHSD, v_BHSD, mask)
     else:
         is_causal = mask is None and q_BHTD.shape[2] > 1
-        mixed_BHTD = functional.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, mask, dropout, is_causal=is_causal)
+        mixed_BHTD = functional.scaled_dot_product_attention(
+            q_BHTD, k_BHSD, v_BHSD, mask, dropout, is_causal=is_causal, enable_gqa=shares and groups > 1
+        )
     return mixed_BHTD.transpose(1, 2).flatten(2)
 
 

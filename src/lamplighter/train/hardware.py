@@ -151,7 +151,8 @@ def _choose_device(section: Train, reasons: list[str]) -> torch.device:
             "train.device is cuda, but torch sees no GPU", f"torch {torch.__version__}", "--train.device auto"
         )
     if section.device == "cpu" or not count:
-        reasons.append("on the CPU: " + ("train.device" if section.device == "cpu" else "no GPU found"))
+        why = "the Apple GPU is not supported yet" if torch.backends.mps.is_available() else "no GPU found"
+        reasons.append("on the CPU: " + ("train.device" if section.device == "cpu" else why))
         return torch.device("cpu")
     torch.backends.cuda.matmul.allow_tf32 = True
     reasons.append(f"{count} GPU{'s' if count > 1 else ''} found, using 1: {torch.cuda.get_device_name(0)}")
@@ -215,7 +216,9 @@ def memory_gb(device: torch.device) -> dict[str, float]:
     """Resident memory now, by the field's names."""
     found = {"sys/ram_gb": procfs.own_memory()[0] / 1e9}
     if device.type == "cuda":
+        found["sys/gpu_peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9  # since the start
         found["sys/gpu_mem_gb"] = torch.cuda.memory_allocated(device) / 1e9
+        found["sys/gpu_reserved_gb"] = torch.cuda.memory_reserved(device) / 1e9
     return found
 
 

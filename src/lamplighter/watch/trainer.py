@@ -53,7 +53,7 @@ _OUTPUT_LINES = 40
 _LEDGER_NAMES = 5  # on the screen, where the last validation and sample must stay in sight; report.md has all
 _BUDGET_BACKSTOP_S = 5.0
 _SPIN = "3000"  # turns of waiting before a thread sleeps: chosen by measurement, decision 005
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_ALLOCATOR, _PRODUCTS = "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"
 _NO_WORD = "it did not say that it was done; your code or a library may have called os._exit"
 _STATES = {
     DONE: "finished",
@@ -184,10 +184,8 @@ class Trainer:
         return {
             **os.environ,
             **threads_wait(os.environ),
-            "CUBLAS_WORKSPACE_CONFIG": os.environ.get(
-                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-            ),  # read once, by CUDA's products
-            **self._against_fault(),
+            _PRODUCTS: os.environ.get(_PRODUCTS, ":4096:8"),  # read once, before the first product; exact ones need it
+            _ALLOCATOR: os.environ.get(_ALLOCATOR, "expandable_segments:True"),  # fewer holes; changes no number
             "PYTHONUNBUFFERED": "1",
             "LAMP_RANK": str(rank),
             "LAMP_ATTEMPT": str(attempt),
@@ -195,11 +193,6 @@ class Trainer:
             "LAMP_SPENT_S": str(self.spent_before_s),
             "LAMP_STARTED_MONOTONIC": str(self.began),
         }
-
-    def _against_fault(self) -> dict[str, str]:
-        """What the next attempt does otherwise; it changes where tensors lie and no number in them."""
-        pieces = self.fault is not None and self.fault.cause == "out_of_memory_fragmented"
-        return {} if not pieces or _ALLOCATOR in os.environ else {_ALLOCATOR: "expandable_segments:True"}
 
     # ---------------------------------------------------------------- signals and stopping
 
