@@ -23,7 +23,7 @@ def test_strips_and_blocks_change_no_bit_of_a_row(dtype: torch.dtype, monkeypatc
         monkeypatch.setattr(shape, "BLOCK_ROWS", rows)
         a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss = chunked_loss(a[None], w, targets[None], 0.3, LossBuffers())
+            loss = chunked_loss(a[None], w, targets[None], 0.3, buffers=LossBuffers())
         loss.backward()  # type: ignore[no-untyped-call]
         found.append((loss.detach(), a.grad, w.grad))
     for other in found[1:]:  # one block each: only the strips differ

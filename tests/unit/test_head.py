@@ -60,8 +60,10 @@ def test_blocks_give_the_plain_loss_and_its_gradients(
 def test_an_upstream_factor_reaches_both_gradients() -> None:
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     targets = torch.arange(6)
-    once = torch.autograd.grad(chunked_loss(x[None], weight, targets[None], 1.0, LossBuffers()), (x, weight))
-    thrice = torch.autograd.grad(3 * chunked_loss(x[None], weight, targets[None], 1.0, LossBuffers()), (x, weight))
+    once = torch.autograd.grad(chunked_loss(x[None], weight, targets[None], 1.0, buffers=LossBuffers()), (x, weight))
+    thrice = torch.autograd.grad(
+        3 * chunked_loss(x[None], weight, targets[None], 1.0, buffers=LossBuffers()), (x, weight)
+    )
     for one, three in zip(once, thrice, strict=True):
         torch.testing.assert_close(3 * one, three)
 
@@ -84,7 +86,7 @@ def test_bf16_is_as_near_to_fp32_as_plain_bf16(monkeypatch: pytest.MonkeyPatch) 
         # oneDNN is off: virtual machines exist that announce AMX and then die of SIGILL in its bfloat16 kernels.
         with torch.backends.mkldnn.flags(enabled=False), torch.autocast("cpu", dtype=torch.bfloat16):
             if loss_of == "blocks":
-                loss = chunked_loss(x, weight, targets, 1.0, LossBuffers())
+                loss = chunked_loss(x, weight, targets, 1.0, buffers=LossBuffers())
             else:
                 loss = next_token_loss(torch.nn.functional.linear(x, weight), targets)
             return torch.autograd.grad(loss, (x, weight))

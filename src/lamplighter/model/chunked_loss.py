@@ -47,19 +47,37 @@ class _Settings(NamedTuple):
     buffers: LossBuffers
 
 
-def chunked_loss(x_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, scale: float, buffers: LossBuffers) -> Tensor:
+class Counted(NamedTuple):
+    """The places of the targets >= 0 among all of a batch, known beforehand: looking for them, a GPU would be waited for."""
+
+    places: Tensor | None  # None: all of them
+
+
+def chunked_loss(
+    x_BTC: Tensor,
+    weight_VC: Tensor,
+    targets_BT: Tensor,
+    scale: float,
+    *,
+    buffers: LossBuffers,
+    counted: Counted | None = None,
+) -> Tensor:
     """`scale` times the sum of cross entropy (nats) over targets >= 0, in float32."""
     x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
-    counted_N = targets_N >= 0
-    if not bool(counted_N.all()):
-        kept = counted_N.nonzero().squeeze(1)
-        x_NC, targets_N = x_NC.index_select(0, kept), targets_N.index_select(0, kept)
+    places = _places(targets_N) if counted is None else counted.places
+    if places is not None:
+        x_NC, targets_N = x_NC.index_select(0, places), targets_N.index_select(0, places)
     device = x_NC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_NC.dtype
     settings = _Settings(scale, dtype, buffers)
     with torch.autocast(device, enabled=False):
         loss: Tensor = _ChunkedLoss.apply(x_NC, weight_VC, targets_N, settings)  # type: ignore[no-untyped-call]
     return loss
+
+
+def _places(targets_N: Tensor) -> Tensor | None:
+    counted_N = targets_N >= 0
+    return None if bool(counted_N.all()) else counted_N.nonzero().squeeze(1)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -96,7 +114,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         dx_NC, dweight_VC = ctx.saved_tensors
-        if upstream.device.type != "cpu" or float(upstream) != 1.0:
+        if upstream.device.type != "cpu":  # not asked whether it is 1: that would be waited for
+            dx_NC, dweight_VC = (None if part is None else part.mul_(upstream) for part in (dx_NC, dweight_VC))
+        elif float(upstream) != 1.0:
             dx_NC, dweight_VC = (None if part is None else part * upstream for part in (dx_NC, dweight_VC))
         return dx_NC, dweight_VC, None, None
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lamplighter.model import cpu
-from lamplighter.model.chunked_loss import LossBuffers, chunked_loss
+from lamplighter.model.chunked_loss import Counted, LossBuffers, chunked_loss
 from lamplighter.model.shape import Shape
 
 INIT_STD = 0.02
@@ -320,6 +320,7 @@ class Transformer(nn.Module):
         segments_BT: Tensor | None = None,
         targets_BT: Tensor | None = None,
         scale: float = 1.0,
+        counted: Counted | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or [B, 1, V] with last_only; with targets_BT their loss instead: scale x the sum of nats.
 
@@ -333,7 +334,8 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.position += ids_BT.shape[1]
         if targets_BT is not None:
-            return chunked_loss(x_BTC, self.head_weight(), targets_BT, scale, self.loss_buffers)
+            head = self.head_weight()
+            return chunked_loss(x_BTC, head, targets_BT, scale, buffers=self.loss_buffers, counted=counted)
         return functional.linear(x_BTC[:, -1:] if last_only else x_BTC, self.head_weight())
 
     def head_weight(self) -> Tensor:
@@ -368,13 +370,14 @@ def token_loss(
     *,
     whole: bool = False,
     scale: float = 1.0,
+    counted: Counted | None = None,
 ) -> Tensor:
     """`scale` times that sum: a chunk of rows of logits at a time, or from all logits as a whole.
 
     With segments, packed examples do not see each other. A model of one's own always gives its logits as a whole.
     """
     if isinstance(model, Transformer) and not whole:
-        loss: Tensor = model(ids_BT, segments_BT=segments_BT, targets_BT=targets_BT, scale=scale)
+        loss: Tensor = model(ids_BT, segments_BT=segments_BT, targets_BT=targets_BT, scale=scale, counted=counted)
         return loss
     logits_BTV = model(ids_BT) if segments_BT is None else model(ids_BT, segments_BT=segments_BT)
     return next_token_loss(logits_BTV, targets_BT) * scale

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lamplighter import gpus
@@ -58,6 +60,11 @@ class Machine:
                 yield
         else:
             yield
+
+    def copied(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+        """On the device. From pinned memory, so that the copy is waited for by no one but the kernels that need it."""
+        held = torch.from_numpy(numbers)
+        return held if self.device.type == "cpu" else held.pin_memory().to(self.device, non_blocking=True)
 
     def facts(self) -> dict[str, Any]:
         """What bit-identity depends on: recorded with each checkpoint, compared at resume."""

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from lamplighter import device_faults, read_back, report
 from lamplighter.data.batches import Batch
 from lamplighter.errors import BadData, Diverged, StoppedEarly
+from lamplighter.model.chunked_loss import Counted
 from lamplighter.model.generate import stream as sample_stream
 from lamplighter.model.transformer import token_loss
 from lamplighter.model.weights import load_weights, weights
@@ -94,12 +96,12 @@ def batch_loss(
     rows: slice = slice(None),
 ) -> torch.Tensor:
     """`scale` times the summed loss of some rows of a batch, on the run's device and in its precision."""
-    device = machine.device
-    ids = torch.from_numpy(batch.inputs[rows]).to(device, non_blocking=True)
-    targets = torch.from_numpy(batch.targets[rows]).to(device, non_blocking=True)
-    segments = None if batch.segments is None else torch.from_numpy(batch.segments[rows]).to(device)
+    places = np.flatnonzero(batch.targets[rows] >= 0)
+    ids, targets = machine.copied(batch.inputs[rows]), machine.copied(batch.targets[rows])
+    segments = None if batch.segments is None else machine.copied(batch.segments[rows])
+    counted = Counted(None if len(places) == targets.numel() else machine.copied(places))
     with machine.precision():
-        return token_loss(model, ids, targets, segments, whole=whole, scale=scale)
+        return token_loss(model, ids, targets, segments, whole=whole, scale=scale, counted=counted)
 
 
 def micro_loss(context: RunContext, batch: Batch, rows: slice) -> torch.Tensor:

@@ -1,0 +1,87 @@
+"""What a micro-batch does, op by op: nothing that makes a GPU wait, and nothing that strict deterministic mode refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lamplighter.data.batches import Batch
+from lamplighter.model.chunked_loss import LossBuffers, chunked_loss
+from lamplighter.model.generate import stream
+from lamplighter.model.shape import Shape
+from lamplighter.model.transformer import Transformer
+from lamplighter.model.weights import init_weights
+from lamplighter.train.hardware import Machine
+from lamplighter.train.loop import batch_loss
+
+CPU = Machine(torch.device("cpu"), torch.float32, 1, "a CPU", peak_flops=1e9, reasons=())
+WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "masked_select", "unique"}
+# Of torch.use_deterministic_algorithms' list: what raises on a GPU and a language model could come to.
+REFUSED = {"cumsum", "put_", "histc", "bincount", "kthvalue", "median", "scatter_reduce", "_ctc_loss", "grid_sampler_2d_backward",
+           "max_unpool2d", "nll_loss2d_forward", "_embedding_bag_max_backward", "resize_"}  # fmt: skip
+
+
+class Ops(TorchDispatchMode):
+    """The names of all ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _model(family: str) -> Transformer:
+    model = Transformer(Shape(family, 61, 32, 2, 32, 4, kv_heads=2 if family == "llama" else 4, dropout=0.0))  # type: ignore[arg-type]
+    init_weights(model, 1)
+    return model
+
+
+def _batch(packed: bool) -> Batch:
+    ids = (np.arange(2 * 24, dtype=np.int64) * 7 % 61).reshape(2, 24)
+    targets = ids.copy()
+    if packed:
+        targets[:, ::3] = -1  # questions are not learned
+    segments = (np.arange(24, dtype=np.int64) // 9)[None].repeat(2, 0) if packed else None
+    return Batch(1, ids, targets, segments, np.arange(2), epoch=0.0, real_tokens=int((targets >= 0).sum()))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_micro_batch_waits_for_nothing(family: str, packed: bool) -> None:
+    model, batch = _model(family), _batch(packed)
+    with Ops() as ops:
+        loss = batch_loss(model, batch, CPU, scale=1 / batch.real_tokens)
+    assert "mm" in ops.seen or "addmm" in ops.seen, "it was seen"
+    assert not ops.seen & WAITS
+    with Ops() as back:
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert not (back.seen - {"_local_scalar_dense"}) & WAITS, (
+        "on a CPU the factor of the loss is looked at; on a GPU it is multiplied"
+    )
+    assert not (ops.seen | back.seen) & REFUSED
+
+
+def test_places_that_are_known_give_the_bits_of_places_that_are_looked_for() -> None:
+    model, batch = _model("gpt2"), _batch(packed=True)
+    known = batch_loss(model, batch, CPU)
+    x, weight = torch.randn(2, 24, 8), torch.randn(61, 8)
+    targets = torch.from_numpy(batch.targets)
+    looked_for = model(torch.from_numpy(batch.inputs), segments_BT=torch.from_numpy(batch.segments), targets_BT=targets)  # type: ignore[arg-type]
+    assert known.item().hex() == looked_for.item().hex()
+    with Ops() as ops:
+        chunked_loss(x, weight, targets, 1.0, buffers=LossBuffers())
+    assert ops.seen & WAITS, "the control: without them it is waited for"
+
+
+def test_a_sample_draws_on_the_cpu() -> None:
+    """Its running sums are refused on a GPU: the logits are copied first."""
+    with Ops() as ops:
+        drawn = list(stream(_model("gpt2"), [1, 2, 3], max_tokens=3, temperature=0.8, top_p=0.9, seed=1))
+    assert len(drawn) == 3 and "cumsum" in ops.seen, "the control: that is what is copied for"
