@@ -313,8 +313,18 @@ def test_stop_by_the_button_ends_the_run_with_everything_saved(look: Look) -> No
     run = RunDir(look.folder / "runs" / "live")
     page = look.open(f"#/run/{_key('live')}")
     page.wait_for_selector("#do-stop")
+    described: list[str] = []
+    page.on("requestfinished", lambda one: described.append(one.url) if "/api/run?" in one.url else None)
     page.locator("#do-why").click()
-    _until(page, "document.querySelector('#part-flags pre')?.textContent.length > 50", timeout=40_000)
+    said = page.locator("#part-why pre")
+    wait_for(lambda: "loop.py" in said.inner_text())
+    page.locator("#part-settings summary").first.click()
+    before = len(described)
+    wait_for(lambda: page.wait_for_timeout(50) or len(described) >= before + 2)
+    assert "loop.py" in said.inner_text(), "the answer stays when the page is drawn anew"
+    assert page.locator("#part-settings details[open]").count() == 1, "and so does what somebody opened"
+    page.locator("#part-why button").click()
+    assert said.count() == 0
     page.locator("#do-stop").click()
     page.get_by_role("button", name="Cancel").click()
     page.locator("#do-stop").click()
