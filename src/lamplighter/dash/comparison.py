@@ -329,7 +329,7 @@ def _generalisation(found: Sequence[Summary], same: bool) -> str:
             sentences.append(f"{one.name} has no validation.")
             continue
         gap = (
-            f"{one.name}: validation is {one.gap:+.3f} from training"
+            f"{one.name}: validation is {abs(one.gap):.3f} {'above' if one.gap >= 0 else 'below'} training"
             if not math.isnan(one.gap)
             else f"{one.name}: validation {one.val_loss:.3f}"
         )

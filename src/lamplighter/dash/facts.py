@@ -82,7 +82,7 @@ def row(where: RunsDir, run: RunDir) -> dict[str, Any]:
     if status["damage"]:
         state = "damaged"
     numbers = ("step", "steps", "tokens", "tokens_per_s", "loss", "val_loss", "best_val_loss", "usd", "durable_step", "spent_s", "eta_s",
-               "attempt", "mirrored_step", "end_usd")  # fmt: skip
+               "attempt", "end_usd")  # fmt: skip
     return {
         "id": f"{where.number}/{run.name}",
         "name": clean(run.name),
@@ -280,7 +280,7 @@ def _plan(plan: Mapping[str, Any], told: Mapping[str, Any], times: time_report.T
     found: list[tuple[str, float | None, float | None, str]] = [
         ("time of a step", _times(plan.get("step_s"), 1000), seen_ms, "ms"),
         ("MFU", _times(plan.get("mfu"), 100), _times(seen_mfu, 100), "%"),
-        ("whole run", _times(hours, 60), times.wall_s / 60 if told["state"] == "finished" else None, "min"),
+        ("whole run", _times(hours, 3600), times.wall_s if told["state"] == "finished" else None, "s"),
         ("cost", finite(plan.get("usd")), finite(told.get("usd")) if told["state"] == "finished" else None, "$"),
         ("memory", finite(plan.get("memory_gib")), _times(ram, 1e9 / 2**30), "GiB"),
         ("tokens", finite(plan.get("tokens")), finite(told.get("tokens")) if told["state"] == "finished" else None, ""),

@@ -9,7 +9,10 @@ export function showRun(main, source, id, go, confirm, toast) {
   parts.tiles.className = "card tiles"; parts.panels.className = "panels"; parts.controls.className = "bar";
   parts.panels.style.minHeight = "760px"; parts.tiles.style.minHeight = "82px"; parts.head.style.minHeight = "40px";
   const reset = el("button", { type: "button", disabled: true, onclick: () => shared.zoom(null) }, "Reset zoom");
-  const stage = el("div", { className: "stack" }, Object.values(parts));
+  const pair = (...names) => el("div", { className: "two" }, names.map((name) => parts[name]));
+  const stage = el("div", { className: "stack" },
+    ["head", "tiles", "flags", "why", "controls", "panels"].map((name) => parts[name]),
+    pair("time", "samples"), parts.ledger, pair("plan", "checkpoints"), parts.scores, parts.settings);
   controls();
 
   function controls() {
@@ -56,7 +59,7 @@ export function showRun(main, source, id, go, confirm, toast) {
     const run = state.told, phases = run.phases, since = phases.since && run.live ? Date.now() / 1000 + source.skew - phases.since : null;
     const tile = (name, value, more = "") => el("div", { className: "tile" }, el("span", {}, name), el("b", { title: String(value) }, value), el("span", { title: String(more) }, more || " "));
     const bar = run.steps ? el("progress", { max: run.steps, value: run.step || 0 }) : null;
-    const safe = run.mirrored_step ? `mirrored to step ${short(run.mirrored_step)}` : run.step ? `${short(Math.max(0, run.step - (run.durable_step || 0)))} steps not saved yet` : "";
+    const open = Math.max(0, (run.step || 0) - (run.durable_step || 0)), safe = !run.step ? "" : open ? `${short(open)} steps not saved yet` : "all is saved";
     const of = run.budget?.usd ? ` of ${money(run.budget.usd)}` : "";
     parts.tiles.replaceChildren(
       tile("Now", run.live ? phases.current || run.phase || "starting" : run.state, run.live ? `for ${duration(since)}${phases.usual_s ? `, last time ${duration(phases.usual_s)}` : ""}` : run.outcome),
@@ -140,7 +143,7 @@ export function showRun(main, source, id, go, confirm, toast) {
   }
 
   const folded = (title, ...body) => el("details", {}, el("summary", {}, title), ...body);
-  const unit = (value, name) => (value === null ? "–" : name === "$" ? money(value) : `${short(value)} ${name}`);
+  const unit = (value, name) => (value === null ? "–" : name === "$" ? money(value) : name === "s" ? duration(value) : `${short(value)} ${name}`);
   const difference = ({ seen, planned }) => (seen !== null && planned ? `${seen >= planned ? "+" : ""}${((100 * seen) / planned - 100).toFixed(0)} %` : "");
   const planned = (one) => [one.name, unit(one.planned, one.unit), unit(one.seen, one.unit), difference(one)];
   const checkpoint = (one) => [one.name + (one.best ? " ★ best" : ""), short(one.loss), short(one.val_loss), bytes(one.bytes), clock(one.t), one.valid ? "valid" : "invalid: " + one.reason];
@@ -182,10 +185,10 @@ export function showRun(main, source, id, go, confirm, toast) {
 
   function ledger({ wall_s, parts: spent, unexplained_s }, price) {
     const palette = colours(), sum = (list) => list.reduce((all, one) => all + one.seconds, 0), all = Math.max(wall_s, sum(spent)) || 1;
-    const rows = spent.slice(0, 9);
-    if (spent.length > 9) rows.push({ name: `${spent.length - 9} more`, seconds: sum(spent.slice(9)) });
+    const rows = spent.slice(0, palette.length), rest = spent.slice(palette.length); // no colour twice
+    if (rest.length) rows.push({ name: `${rest.length} more`, seconds: sum(rest) });
     if (unexplained_s > 0.05) rows.push({ name: "unexplained", seconds: unexplained_s });
-    const tone = (i) => (rows[i].name === "unexplained" ? "var(--faint)" : palette[i % palette.length]);
+    const tone = (i) => (rows[i].name === "unexplained" ? "var(--faint)" : palette[i] || "var(--line)");
     const share = (one) => (100 * one.seconds) / all, words = (one) => `${one.name} ${duration(one.seconds)}`;
     return [
       el("h2", {}, `Where the time went: ${duration(all)}${price ? `, ${money((all / 3600) * price)}` : ""}`),

@@ -121,7 +121,7 @@ export function showRuns(main, source, go) {
   }
 
   const fail = (error) => state.closed || main.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "The runs cannot be read"), error.message));
-  source.runs().then(({ runs }) => take(runs)).catch(fail);
+  source.runs().then(({ runs, dirs }) => { if (!state.closed) { document.getElementById("where").textContent = dirs.join(" · "); take(runs); } }).catch(fail);
   const stop = source.follow([], { runs: take });
   const close = () => { state.closed = true; stop(); for (const { chart } of plots) chart.close(); };
   return { close, redraw: () => { fill(); redraw(); }, shared };
