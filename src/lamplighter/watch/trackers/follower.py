@@ -33,8 +33,8 @@ from lamplighter.watch.trackers.writers import Setting, Writer, open_writer
 
 _EVERY_S = 1.0
 _PAUSES_S = (5.0, 20.0, 60.0, 300.0)  # before a tracker that failed is tried again
-_LINES_AT_ONCE = 10_000
-_BATCH_S = 0.7
+_LINES_AT_ONCE = 20_000
+_BATCH_S = 3.0  # then what was sent is marked as safe, for which some trackers take a second
 _ORPHAN_S = 60.0  # for what is left to be sent when the run's parent was killed
 _MOST_TEXT = 20_000
 _KEPT = 3  # marks of tracker runs that are kept in the state: only the newest can be gone on with
