@@ -92,7 +92,7 @@ class _Gated:
             told = read_status(self.run)
             return (told.get("durable_step") or 0) >= step and (told.get("attempt") or 0) >= attempt
 
-        wait_for(safe, process=process, deadline_s=60)
+        wait_for(safe, process=process, deadline_s=200)
 
     def kill_all(self, process: subprocess.Popen[bytes]) -> None:
         for pid in [process.pid, *processes_of(self.run.path)]:

@@ -19,7 +19,7 @@ export function showRun(main, source, id, go, confirm, toast) {
     const axis = choice("x axis", AXES, (value) => { shared.x = value; shared.range = null; reset.disabled = true; load(); });
     const smooth = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, "aria-label": "Smoothing", oninput: () => { shared.smooth = Number(smooth.value); for (const chart of shared.charts) { chart.smoothed = null; chart.plan(); } } });
     const log = el("input", { type: "checkbox", onchange: () => { shared.log = log.checked; for (const chart of shared.charts) chart.plan(); } });
-    parts.controls.replaceChildren(axis, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), reset, el("span", { className: "soft small" }, "Drag to zoom, shift-drag to move, double-click to see all"));
+    parts.controls.replaceChildren(axis, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), reset, el("span", { className: "soft small hint" }, "Drag to zoom, shift-drag to move, double-click to see all"));
   }
 
   // ---- now
@@ -41,6 +41,7 @@ export function showRun(main, source, id, go, confirm, toast) {
         el("h1", {}, run.name), badge(run), el("span", { id: "age", className: "soft small" }), el("span", { className: "grow" }),
         source.live && buttons));
     }
+    for (const button of buttons) button.hidden = !run.live;
     for (const button of buttons) button.disabled = !run.live || (button.id === "do-why" && state.asking);
     tick();
   }
@@ -66,9 +67,9 @@ export function showRun(main, source, id, go, confirm, toast) {
       el("div", { className: "tile" }, el("span", {}, "Step"), el("b", { id: "step" }, short(run.step) + (run.steps ? ` / ${short(run.steps)}` : "")), bar || el("span", {}, " ")),
       tile("Time left", run.live ? duration(run.eta_s) : "–", `spent ${duration(run.spent_s)}`),
       tile("Loss", short(run.loss), "of the last step"), tile("Validation", short(run.val_loss), run.best_val_loss !== null ? `best ${short(run.best_val_loss)}` : ""),
-      tile("Tokens/s", short(run.tokens_per_s), `${short(run.tokens)} tokens`), tile("Cost", run.usd_per_hour ? money(run.usd) + of : "–", run.end_usd ? `${money(run.end_usd)} at the end` : run.usd_per_hour ? "" : "set budget.usd_per_hour"),
+      tile("Tokens/s", short(run.tokens_per_s), `${short(run.tokens)} tokens`), tile("Cost", run.usd_per_hour ? money(run.usd) + of : "–", !run.usd_per_hour ? "no price is set" : run.live && run.end_usd ? `${money(run.end_usd)} at the end` : `${money(run.usd_per_hour)} an hour`),
       tile("Safe to step", short(run.durable_step), safe), ...run.track.map((one) => tile(one.to, `${short(one.lag)} behind`, one.problem || `at step ${short(one.step)}`)),
-      tile("Attempt", short(run.attempt), `${short(run.ledger.redone_steps)} steps done twice`));
+      tile("Attempt", short(run.attempt), run.ledger.redone_steps ? `${short(run.ledger.redone_steps)} redone` : "no step twice"));
   }
 
   function flags() {
