@@ -167,7 +167,8 @@ def _smooth(series: RunSeries) -> tuple[Floats, Floats]:
 
 def compare(runs: Sequence[tuple[RunDir, SeriesCache]]) -> dict[str, Any]:
     """The table, the differences, the sentences."""
-    found = [summarise(run, cache.of(run)) for run, cache in runs]
+    with np.errstate(over="ignore", invalid="ignore"):  # of a damaged run, numbers that no double can square
+        found = [summarise(run, cache.of(run)) for run, cache in runs]
     same = len({one.tokenizer for one in found}) == 1
     folders = [run for run, _ in runs]
     return {

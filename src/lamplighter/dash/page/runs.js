@@ -69,19 +69,20 @@ export function showRuns(main, source, go) {
     let made = state.lines.get(run.id);
     if (!made) {
       const box = el("input", { type: "checkbox", "aria-label": "Choose " + run.name, onchange: () => choose(run.id, box.checked) });
-      const swatch = el("span", { className: "swatch" }), flags = el("span", { className: "soft small" }), damage = el("div", { className: "soft small" });
-      const name = el("td", { className: "name wide" }, swatch, el("a", { href: "#/run/" + encodeURIComponent(run.id) }, run.name), flags, damage);
+      const swatch = el("span", { className: "swatch" }), flags = el("span", { className: "soft small" }), place = el("span", { className: "soft small" }), damage = el("div", { className: "soft small" });
+      const name = el("td", { className: "name wide" }, swatch, el("a", { href: "#/run/" + encodeURIComponent(run.id) }, run.name), place, flags, damage);
       const cells = ["step", "loss", "val", "tok/s", "cost", "age"].map((label) => el("td", { className: "num", "data-l": label }));
       const mark = el("td");
-      made = { box, swatch, flags, damage, cells, mark, whole: el("tr", {}, el("td", {}, box), name, mark, cells) };
+      made = { box, swatch, place, flags, damage, cells, mark, whole: el("tr", {}, el("td", {}, box), name, mark, cells) };
       state.lines.set(run.id, made);
     }
-    const place = [...state.chosen].indexOf(run.id), palette = colours(), of = run.steps ? ` / ${short(run.steps)}` : "";
-    made.box.checked = place >= 0;
-    made.swatch.hidden = place < 0;
-    if (place >= 0) made.swatch.style.setProperty("background", palette[place % palette.length]);
+    const rank = [...state.chosen].indexOf(run.id), palette = colours(), of = run.steps ? ` / ${short(run.steps)}` : "";
+    made.box.checked = rank >= 0;
+    made.swatch.hidden = rank < 0;
+    if (rank >= 0) made.swatch.style.setProperty("background", palette[rank % palette.length]);
     say(made.flags, run.flags.length ? "  ⚑ " + run.flags.join(", ") : "");
     say(made.damage, run.damage);
+    say(made.place, state.rows.some((one) => one.dir !== run.dir) ? `  ${run.dir}` : ""); // of several folders, which one
     const fresh = badge(run);
     if (!made.mark.firstChild?.isEqualNode(fresh)) made.mark.replaceChildren(fresh);
     const texts = [short(run.step) + of, short(run.loss), short(run.val_loss), short(run.tokens_per_s), run.usd ? money(run.usd) : "–", duration(run.age_s)];
