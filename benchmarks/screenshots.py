@@ -1,9 +1,9 @@
 """The pictures of docs/dash.md and of the README, from real runs, in a real browser.
 
-In:  nothing: two demo runs are trained.
+In:  a folder with the runs `foggy` and `narrow`; without one they are trained, which takes some minutes.
 Out: docs/dash.jpg, docs/compare.jpg, docs/dash_phone.jpg.
 
-    python benchmarks/screenshots.py
+    python benchmarks/screenshots.py [FOLDER]
 """
 
 from __future__ import annotations
@@ -18,42 +18,40 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
 LAMP = [sys.executable, "-m", "lamplighter"]
+RUNS = {"foggy": "", "narrow": "--model.width 64 --model.heads 2"}
+COMMON = "--preset demo --budget.usd_per_hour 0.6 --eval.every_steps 10 --train.steps 240"
 SHOTS = (
-    ("dash.jpg", "#/run/0%2Ffoggy", 1280, 830, "light", 62),
-    ("compare.jpg", "#/compare/0%2Ffoggy|0%2Fnarrow", 1280, 900, "light", 55),
-    ("dash_phone.jpg", "#/run/0%2Ffoggy", 390, 844, "dark", 60),
+    ("dash.jpg", "#/run/0%2Ffoggy", 1280, 900, "dark", 72),
+    ("compare.jpg", "#/compare/0%2Ffoggy|0%2Fnarrow", 1280, 900, "light", 70),
+    ("dash_phone.jpg", "#/run/0%2Ffoggy", 390, 844, "light", 72),
 )
 
 
 def main() -> None:
+    if sys.argv[1:]:
+        _serve(Path(sys.argv[1]))
+        return
+    with tempfile.TemporaryDirectory() as place:
+        for name, more in RUNS.items():
+            words = [*LAMP, "train", "--run", name, *COMMON.split(), *more.split()]
+            subprocess.run(words, cwd=place, check=True, stdout=subprocess.DEVNULL)
+        _serve(Path(place))
+
+
+def _serve(folder: Path) -> None:
     from playwright.sync_api import sync_playwright
 
-    with tempfile.TemporaryDirectory() as place:
-        common = [
-            "--preset",
-            "demo",
-            "--budget.usd_per_hour",
-            "0.6",
-            "--eval.every_steps",
-            "10",
-            "--train.steps",
-            "240",
-        ]
-        for name, more in (("foggy", []), ("narrow", ["--model.width", "64", "--model.heads", "2"])):
-            subprocess.run(
-                [*LAMP, "train", "--run", name, *common, *more], cwd=place, check=True, stdout=subprocess.DEVNULL
-            )
-        log = Path(place) / "dash.txt"
-        with open(log, "w") as out:
-            server = subprocess.Popen([*LAMP, "dash", "--port", "0"], cwd=place, stdout=out, stderr=out)
-        try:
-            while not (found := re.search(r"open (http://\S+)", log.read_text())):
-                time.sleep(0.05)
-            with sync_playwright() as playwright:
-                _shoot(playwright, found[1])
-        finally:
-            server.terminate()
-            server.wait()
+    log = folder / "dash.txt"
+    with open(log, "w") as out:
+        server = subprocess.Popen([*LAMP, "dash", "--port", "0"], cwd=folder, stdout=out, stderr=out)
+    try:
+        while not (found := re.search(r"open (http://\S+)", log.read_text())):
+            time.sleep(0.05)
+        with sync_playwright() as playwright:
+            _shoot(playwright, found[1])
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def _shoot(playwright: Any, address: str) -> None:

@@ -1,7 +1,7 @@
-"""A learning rate that is a pure function of the step. No torch: plans draw it as well.
+"""What is expected of a run: a learning rate that is a pure function of the step, and the loss of models of its size. No torch.
 
-In:  the train section, the number of steps.
-Out: `lr_at(step)`, in optimizer steps, everywhere.
+In:  the train section, the number of steps; parameters and vocabulary.
+Out: `lr_at(step)`, in optimizer steps, everywhere; a loss at some shares of the run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,18 @@ import math
 from dataclasses import dataclass
 
 from lamplighter.config import Train
+
+# Training loss by progress, published for models of 108M and 334M with 30,000 tokens; as shares of ln(30,000).
+_BAND = ((0.25, 6.0 / 10.309), (0.50, 5.0 / 10.309), (0.75, 4.0 / 10.309), (0.90, 3.5 / 10.309))
+BAND_PARAMETERS, BAND_VOCABULARY = 80e6, (20_000, 130_000)
+
+
+def expected_losses(parameters: float, vocabulary: float) -> list[tuple[float, float]]:
+    """Shares of a run from scratch and the loss there; none where no table for the size is known."""
+    low, high = BAND_VOCABULARY
+    if parameters < BAND_PARAMETERS or not low <= vocabulary <= high:
+        return []
+    return [(share, part * math.log(vocabulary)) for share, part in _BAND]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,9 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from lamplighter.rundir import RunDir, read_status
-from running import LAMP, LONG, clean_env, lamp, processes_of, start_lamp, wait_for
-from tracked import assert_same, merge, read_csv, read_tensorboard, read_trackio, read_wandb, write_killed_run
+from lamplighter.rundir import RunDir, read_status, write_atomic
+from running import LAMP, LONG, clean_env, events_of, lamp, processes_of, start_lamp, wait_for, write_model
+from tracked import (
+    assert_same,
+    merge,
+    read_csv,
+    read_tensorboard,
+    read_trackio,
+    read_wandb,
+    write_evaluation,
+    write_killed_run,
+)
 
 SMALL = ("--data.embedded_documents", "300", "--tokenizer.vocab_size", "300", "--model.width", "32", "--model.layers", "1", "--model.heads", "2",
          "--data.seq_len", "32", "--train.batch_size", "4", "--train.threads", "1", "--train.dtype", "fp32")  # fmt: skip
@@ -45,37 +55,108 @@ def test_all_four_read_back_as_the_run_was(tmp_path: Path, monkeypatch: pytest.M
     assert_same(merge([read_csv(folder / "csv" / name) for name in names]), run), "nothing twice"
 
 
-@LONG  # the kill must meet a run that goes on: it does not always; kills on a written run stay in make test
-def test_a_run_that_is_killed_and_sent_back_is_followed_in_one_piece(tmp_path: Path) -> None:
-    """Everything by kill -9, parent and followers too; then --resume to an earlier checkpoint with other data ahead."""
-    words = ("train", "--run", "r", "--preset", "demo", *SMALL, "--train.steps", "40000", "--save.every_steps", "40", "--save.keep", "50",
-             "--eval.every_steps", "40", "--eval.sample_every_steps", "0", "--track.to", "csv", "tensorboard")  # fmt: skip
-    run = RunDir(tmp_path / "runs" / "r")
-    for reached in (90, 200):
-        process = start_lamp(*words, cwd=tmp_path)
-        wait_for(lambda wanted=reached: (read_status(run).get("durable_step") or 0) >= wanted, process=process)
-        for pid in [process.pid, *processes_of(run.path)]:
-            try:
+BAD = (450, 451, 452, 453)  # by their steps, so that they are bad in every attempt
+# It goes as far as the file says and waits there: whoever kills it, or looks at it, cannot come too late.
+WAITS = f"""
+def before(model):
+    frame = sys._getframe()
+    while "batch" not in frame.f_locals:
+        frame = frame.f_back
+    while model.training and model.calls > int(pathlib.Path("go").read_text()):
+        time.sleep(0.01)
+    bad = model.training and frame.f_locals["batch"].step in {BAD}
+    model.head.forward = lambda x: torch.nn.functional.linear(x, model.head.weight, model.head.bias) * (float("nan") if bad else 1.0)
+"""
+
+
+class _Gated:
+    """A run that goes so many steps further in each attempt, and is killed there with all that belongs to it."""
+
+    def __init__(self, folder: Path, *trackers: str) -> None:
+        self.folder, self.run = folder, RunDir(folder / "runs" / "r")
+        family = write_model(folder, WAITS)
+        self.words = ("train", "--run", "r", "--model.family", family, "--model.width", "8", "--model.heads", "2", "--data.embedded_documents", "300",
+                      "--tokenizer.vocab_size", "300", "--data.seq_len", "16", "--train.batch_size", "2", "--train.steps", "5000", "--train.threads", "1",
+                      "--train.dtype", "fp32", "--save.every_steps", "20", "--save.keep", "50", "--eval.every_steps", "20", "--eval.sample_every_steps", "0",
+                      "--track.to", *trackers)  # fmt: skip
+
+    def start(self, *more: str, calls: int) -> subprocess.Popen[bytes]:
+        self.let_go(calls)
+        return start_lamp(*self.words, *more, cwd=self.folder)
+
+    def let_go(self, calls: int) -> None:
+        write_atomic(self.folder / "go", str(calls), durable=False)
+
+    def wait_until_safe(self, step: int, attempt: int, process: subprocess.Popen[bytes]) -> None:
+        def safe() -> bool:
+            told = read_status(self.run)
+            return (told.get("durable_step") or 0) >= step and (told.get("attempt") or 0) >= attempt
+
+        wait_for(safe, process=process, deadline_s=200)
+
+    def kill_all(self, process: subprocess.Popen[bytes]) -> None:
+        for pid in [process.pid, *processes_of(self.run.path)]:
+            with contextlib.suppress(ProcessLookupError):  # it went with its parent
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         process.wait()
-        wait_for(lambda: not processes_of(run.path))
-    process = start_lamp(*words, "--resume", "checkpoint-120", cwd=tmp_path)
+        wait_for(lambda: not processes_of(self.run.path))
+
+    def folders(self, tracker: str) -> list[Path]:
+        """r, r~2, r~3 ... in the order in which they were begun."""
+        found = (self.run.path / "track" / tracker).glob("r*")
+        return sorted(found, key=lambda path: int(path.name.partition("~")[2] or 1))
+
+
+def test_a_run_that_is_killed_and_sent_back_is_followed_in_one_piece(tmp_path: Path) -> None:
+    """Everything by kill -9, parent and followers too; then --resume to an earlier checkpoint."""
+    gated = _Gated(tmp_path, "csv", "tensorboard")
+    process = gated.start(calls=70)
+    gated.wait_until_safe(60, 1, process)
+    gated.kill_all(process)
+    process = gated.start("--resume", "checkpoint-40", calls=70)
+    gated.wait_until_safe(100, 2, process)
     wait_for(
-        lambda: (read_status(run).get("durable_step") or 0) >= 280 and (read_status(run).get("attempt") or 0) >= 3,
-        process=process,
+        lambda: all(one["step"] >= 100 for one in read_status(gated.run).get("track") or [{"step": 0}]), process=process
     )
-    told = read_status(run)["track"]
-    assert {one["to"] for one in told} == {"csv", "tensorboard"} and all("lag" in one for one in told)
+    told = read_status(gated.run)["track"]
+    assert {one["to"] for one in told} == {"csv", "tensorboard"} and all(one["lag"] <= 10 for one in told)
+    gated.let_go(10_000)
     stopped = lamp("stop", "r", cwd=tmp_path)
     assert stopped.returncode == 0 and process.wait(40) == 75
-    folders = sorted((run.path / "track" / "csv").glob("r*"))
-    assert len(folders) == 1, "the same machine does the same steps: redone ones are equal"
-    assert_same(merge([read_csv(folder) for folder in folders]), run)
-    assert_same(read_tensorboard(run.path / "track" / "tensorboard" / "r")[0], run, digits=6)
-    assert json.loads((run.path / "track" / "csv.json").read_text())["done"]
-    assert not processes_of(run.path)
+    (csv,), (board,) = gated.folders("csv"), gated.folders("tensorboard")  # redone steps are equal: one run each
+    assert_same(read_csv(csv), gated.run)
+    assert_same(read_tensorboard(board)[0], gated.run, digits=6)
+    assert json.loads((gated.run.path / "track" / "csv.json").read_text())["done"]
+    assert not processes_of(gated.run.path)
+
+
+@LONG  # 22 starts of a trainer
+def test_twenty_kills_a_roll_back_a_resume_and_a_late_evaluation_read_back_from_all_four(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real runs throughout: the evaluation alone is a file as lamp eval leaves it."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    gated = _Gated(tmp_path, "csv", "tensorboard", "trackio", "wandb")
+    for attempt in range(1, 21):
+        process = gated.start(calls=30)
+        gated.wait_until_safe(20 * attempt, attempt, process)
+        gated.kill_all(process)
+    process = gated.start("--resume", "checkpoint-60", calls=10_000)
+    gated.wait_until_safe(500, 21, process)
+    write_evaluation(gated.run, 60)
+    assert lamp("stop", "r", cwd=tmp_path).returncode == 0 and process.wait(60) == 75
+    (back,) = events_of(gated.run, "rolled back")
+    done = lamp("track", "r", "--to", "csv", "tensorboard", "trackio", "wandb", "--offline", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    names = [path.name for path in gated.folders("csv")]
+    assert_same(merge([read_csv(path) for path in gated.folders("csv")]), gated.run)
+    assert_same(merge([read_tensorboard(path)[0] for path in gated.folders("tensorboard")]), gated.run, digits=6)
+    stored = [read_trackio(tmp_path / "trackio" / "lamplighter.db", name)[0] for name in names]
+    assert_same(merge(stored), gated.run)
+    points, _ = read_wandb(gated.run.path / "track" / "wandb")
+    assert_same(merge([points[name] for name in names]), gated.run)
+    assert (back["passed_from"], back["passed_to"]) == (BAD[0], BAD[-1])
 
 
 HANGING = """

@@ -74,6 +74,29 @@ def test_redone_steps_are_shown_once_with_their_last_values(tmp_path: Path) -> N
     assert series.update() == 1 and series.steps[-1] == 401
 
 
+def test_lines_taken_together_are_as_lines_taken_one_by_one(tmp_path: Path) -> None:
+    """Odd ones at random places: nulls, other names, steps that go back, torn and foreign lines."""
+    odd = ['{"step": 7, "train/lo', "[1, 2]", '{"step": 1.5, "train/loss": 1.0}', '{"step": 9, "train/loss": NaN}', '{"step": 9, "train/loss": 1e999}',
+           '{"step": 5, "attempt": 2, "t": 3, "train/loss": null, "train/lr": 1}', '{"step": 90, "eval/val_loss": 2.5}', "", '{"step": true, "train/loss": 1}',
+           '{"step": 3, "attempt": "x", "t": "y", "train/loss": 1.25}', f'{{"step": 4, "train/loss": {"9" * 400}}}', '{"step": 1}', "{}", "nonsense"]  # fmt: skip
+    choose = np.random.default_rng(3)
+    for number in range(30):
+        run = RunDir(tmp_path / str(number))
+        run.create()
+        lines = [json.dumps(step_record(step, 1)) for step in range(1, 200)]
+        for _ in range(number % 6):
+            lines.insert(int(choose.integers(len(lines))), odd[int(choose.integers(len(odd)))])
+        run.metrics.write_text("\n".join(lines) + "\n")
+        together, single = RunSeries(run), RunSeries(run)
+        single._take_many = lambda lines, one=single: sum(map(one._take, lines))  # type: ignore[method-assign, misc]
+        assert together.update() == single.update() and together.damaged == single.damaged
+        assert together.scores == single.scores and together.columns.keys() == single.columns.keys()
+        for name in ("steps", "times", "attempts"):
+            np.testing.assert_array_equal(getattr(together, name), getattr(single, name))
+        for name, column in together.columns.items():
+            np.testing.assert_array_equal(column, single.columns[name])
+
+
 def test_a_damaged_run_is_shown_as_such_and_harms_no_other(tmp_path: Path) -> None:
     good, bad = write_killed_run(tmp_path / "good", steps=40, kills=1), RunDir(tmp_path / "bad")
     bad.create()

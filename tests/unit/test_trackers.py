@@ -11,9 +11,9 @@ import pytest
 from lamplighter.config import Track
 from lamplighter.errors import InputMissing
 from lamplighter.watch.trackers import follower as follower_module
-from lamplighter.watch.trackers.follower import Follower, read_evaluation, read_progress
+from lamplighter.watch.trackers.follower import Follower, read_evaluation, read_state
 from lamplighter.watch.trackers.following import SILENT_S, _silence, setting_of
-from lamplighter.watch.trackers.history import Branch, Entry, History
+from lamplighter.watch.trackers.history import Branch, RunHistory, TrackerEntry
 from lamplighter.watch.trackers.writers import Setting
 from tracked import assert_same, merge, read_csv, read_tensorboard, record, validation, write_killed_run
 
@@ -33,35 +33,35 @@ def _send_all(one: Follower) -> Follower:
 
 
 def test_steps_that_were_redone_alike_are_sent_once_and_others_begin_a_linked_run() -> None:
-    history = History()
-    sent: list[Branch | Entry] = []
+    history = RunHistory()
+    sent: list[Branch | TrackerEntry] = []
     for line in (record(1, 1), record(2, 1), validation(2, 1), record(2, 2), validation(2, 2), record(3, 2), record(3, 3, seed=9), record(4, 3)):  # fmt: skip
         sent += history.take(line)
-    steps = [(one.branch, one.step) for one in sent if isinstance(one, Entry)]
+    steps = [(one.branch, one.step) for one in sent if isinstance(one, TrackerEntry)]
     assert steps == [(1, 1), (1, 2), (1, 2), (1, 3), (2, 3), (2, 4)]
     assert [(one.number, one.from_step) for one in sent if isinstance(one, Branch)] == [(2, 3)]
 
 
 def test_a_loss_that_is_not_finite_is_a_result_like_any_other() -> None:
-    history = History()
+    history = RunHistory()
     lost = {**record(1, 1), "train/loss": None}
     (first,) = history.take(lost)
-    assert isinstance(first, Entry) and math.isnan(first.values["train/loss"])
+    assert isinstance(first, TrackerEntry) and math.isnan(first.values["train/loss"])
     assert history.take({**lost, "attempt": 2, "train/dt_ms": 1.0}) == []
     assert isinstance(history.take(record(1, 3))[0], Branch)
 
 
 def test_an_evaluation_of_an_earlier_step_is_late() -> None:
-    history = History()
+    history = RunHistory()
     for step in range(1, 6):
         history.take(record(step, 1))
     (late,) = history.take(validation(2, 1))
     (now,) = history.take(validation(5, 1))
-    assert isinstance(late, Entry) and late.late and isinstance(now, Entry) and not now.late
+    assert isinstance(late, TrackerEntry) and late.late and isinstance(now, TrackerEntry) and not now.late
 
 
 def test_lines_that_are_no_records_are_passed_over() -> None:
-    history = History()
+    history = RunHistory()
     for wrong in (
         {},
         {"step": -1, "train/loss": 1.0},
@@ -107,7 +107,7 @@ def test_a_follower_that_is_killed_leaves_nothing_twice(
             one._send_metrics()
             if one.writer is not None:
                 one.writer.mark()
-        assert read_progress(run, tracker).lines <= one.sent.lines
+        assert read_state(run, tracker).lines <= one.sent.lines
     _send_all(_follower(run.path, tracker))
     folder = run.path / "track" / tracker
     read = [read_csv(path) if tracker == "csv" else read_tensorboard(path)[0] for path in sorted(folder.glob("r*"))]
@@ -130,7 +130,7 @@ def test_a_tracker_that_fails_is_tried_again_and_loses_nothing(tmp_path: Path, m
 
     failures, log = [1], Csv.log
 
-    def sometimes(self: Csv, entry: Entry) -> None:
+    def sometimes(self: Csv, entry: TrackerEntry) -> None:
         if entry.step == 30 and failures:
             raise ConnectionError(f"refused {failures.pop()}")
         log(self, entry)
@@ -143,6 +143,31 @@ def test_a_tracker_that_fails_is_tried_again_and_loses_nothing(tmp_path: Path, m
     assert_same(merge([read_csv(path) for path in sorted((run.path / "track" / "csv").glob("r*"))]), run)
 
 
+def test_an_evaluation_that_was_given_and_not_marked_is_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_killed_run(tmp_path / "r", steps=60, kills=2)
+    from lamplighter.watch.trackers.writers import Csv
+
+    failures, given, mark, log = [1], [], Csv.mark, Csv.log
+
+    def note(self: Csv, entry: TrackerEntry) -> None:
+        given.extend(name for name in entry.values if "hellaswag" in name)
+        log(self, entry)
+
+    def sometimes(self: Csv) -> dict[str, object]:
+        if given and failures:
+            raise ConnectionError(f"refused {failures.pop()}")
+        return mark(self)
+
+    monkeypatch.setattr(Csv, "log", note)
+    monkeypatch.setattr(Csv, "mark", sometimes)
+    _send_all(_follower(run.path))
+    read = merge([read_csv(path) for path in sorted((run.path / "track" / "csv").glob("r*"))])
+    assert_same(read, run)
+    assert ("eval/hellaswag/acc_norm", 15) in read and not failures
+
+
 def test_a_library_that_is_not_installed_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_killed_run(tmp_path / "r", steps=20, kills=1)
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
@@ -150,7 +175,7 @@ def test_a_library_that_is_not_installed_is_said_once(tmp_path: Path, monkeypatc
     one = Follower(run, "wandb", Setting("r", run.path / "track" / "wandb"), said.append)
     assert not list(one.follow(until_end=False)) and not one.complete
     assert len(said) == 1 and "pip install" in said[0]
-    assert "not installed" in read_progress(run, "wandb").problem
+    assert "not installed" in read_state(run, "wandb").problem
     from lamplighter.watch.trackers.writers import open_writer
 
     with pytest.raises(InputMissing):
@@ -165,16 +190,18 @@ def test_a_damaged_state_or_evaluation_harms_nobody(tmp_path: Path) -> None:
         (run.path / "evaluations" / f"{name}.json").write_text(text)
         assert read_evaluation(run.path / "evaluations" / f"{name}.json") is None
     _send_all(_follower(run.path))
-    assert read_progress(run, "csv").done
+    assert read_state(run, "csv").done
 
 
 def test_silence_is_told_after_a_while_and_secrets_stay_here(tmp_path: Path) -> None:
     import time
 
-    from lamplighter.watch.trackers.follower import Progress
+    from lamplighter.watch.trackers.follower import TrackerState
 
-    assert not _silence(Progress("wandb", doing="opening wandb", since=time.time()))
-    assert "opening wandb for" in _silence(Progress("wandb", doing="opening wandb", since=time.time() - SILENT_S - 1))
+    assert not _silence(TrackerState("wandb", doing="opening wandb", since=time.time()))
+    assert "opening wandb for" in _silence(
+        TrackerState("wandb", doing="opening wandb", since=time.time() - SILENT_S - 1)
+    )
     run = write_killed_run(tmp_path / "r", steps=20, kills=1)
     from lamplighter.config import dump, resolve
 

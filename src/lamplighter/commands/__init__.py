@@ -158,8 +158,12 @@ def result(text: str) -> int:
     """What was asked for, on stdout, without control characters and secrets; 0 for the exit code."""
     from lamplighter.safe_text import safe
 
+    return _to_stdout(safe(text))
+
+
+def _to_stdout(text: str) -> int:
     first_words.end()
-    data = safe(text).encode("utf-8", "replace")
+    data = text.encode("utf-8", "replace")
     try:
         while data:
             data = data[os.write(1, data) :]
@@ -191,4 +195,4 @@ def _verb_help(verb: str) -> int:
         text = text.format(presets=", ".join(preset_names()))
         rows = [f"  --{name:<26} {info.description} (default: {info.default})" for name, info in fields().items()]
         text += "\n".join(rows) + "\n"
-    return result(text)
+    return _to_stdout(text)  # words of ours alone: the one after --token is no secret

@@ -167,7 +167,8 @@ def _smooth(series: RunSeries) -> tuple[Floats, Floats]:
 
 def compare(runs: Sequence[tuple[RunDir, SeriesCache]]) -> dict[str, Any]:
     """The table, the differences, the sentences."""
-    found = [summarise(run, cache.of(run)) for run, cache in runs]
+    with np.errstate(over="ignore", invalid="ignore"):  # of a damaged run, numbers that no double can square
+        found = [summarise(run, cache.of(run)) for run, cache in runs]
     same = len({one.tokenizer for one in found}) == 1
     folders = [run for run, _ in runs]
     return {
@@ -329,7 +330,7 @@ def _generalisation(found: Sequence[Summary], same: bool) -> str:
             sentences.append(f"{one.name} has no validation.")
             continue
         gap = (
-            f"{one.name}: validation is {one.gap:+.3f} from training"
+            f"{one.name}: validation is {abs(one.gap):.3f} {'above' if one.gap >= 0 else 'below'} training"
             if not math.isnan(one.gap)
             else f"{one.name}: validation {one.val_loss:.3f}"
         )

@@ -23,7 +23,6 @@ from lamplighter.rundir import (
     newest_first,
     number,
     read_events,
-    read_last_lines,
     read_record,
     read_status,
     step_of,
@@ -31,6 +30,7 @@ from lamplighter.rundir import (
     version_of,
 )
 from lamplighter.safe_text import clean, clean_text, mask, mask_record
+from lamplighter.schedule import expected_losses
 from lamplighter.watch import time_report
 from lamplighter.watch.status import standing_flags
 from lamplighter.watch.trackers.follower import read_evaluation
@@ -40,8 +40,6 @@ _MOST_EVENTS = 400
 _MOST_SAMPLES = 60
 _MOST_TEXT = 20_000
 _TIMELINE = ("verdict", "well again", "start", "resumed", "went back", "rolled back", "warning", "error", "stop", "ended early", "asked")  # fmt: skip
-# loss that a model of 80 to 800 million parameters has at a share of its run, as a share of ln(vocabulary)
-_BAND = ((0.25, 0.582), (0.50, 0.485), (0.75, 0.388), (0.90, 0.340))
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def row(where: RunsDir, run: RunDir) -> dict[str, Any]:
     if status["damage"]:
         state = "damaged"
     numbers = ("step", "steps", "tokens", "tokens_per_s", "loss", "val_loss", "best_val_loss", "usd", "durable_step", "spent_s", "eta_s",
-               "attempt", "mirrored_step", "end_usd")  # fmt: skip
+               "attempt", "end_usd")  # fmt: skip
     return {
         "id": f"{where.number}/{run.name}",
         "name": clean(run.name),
@@ -144,7 +142,7 @@ def describe(where: RunsDir, run: RunDir, series: RunSeries) -> dict[str, Any]:
         "phases": _phases(events),
         "timeline": timeline(events),
         "samples": _samples(events),
-        "checkpoints": checkpoints(run),
+        "checkpoints": checkpoints(run, series),
         "ledger": _ledger(times),
         "plan": _plan(plan, told, times, series),
         "floor": floor,
@@ -242,13 +240,9 @@ def _samples(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found[-_MOST_SAMPLES:]
 
 
-def checkpoints(run: RunDir) -> list[dict[str, Any]]:
+def checkpoints(run: RunDir, series: RunSeries) -> list[dict[str, Any]]:
     """Each with its losses; whether its files are those of its manifest, by their sizes (lamp checkpoints reads them all)."""
-    scored = {
-        r["step"]: r["eval/val_loss"]
-        for r in read_last_lines(run.metrics)
-        if "eval/val_loss" in r and read_back.is_metric(r)
-    }
+    scored = series.scores.get("eval/val_loss", {})
     best = read_back.read_object(run.checkpoints / "best.json", read_back.BEST)[0].get("step")
     found = []
     for path in newest_first(run.checkpoints)[:100]:
@@ -286,7 +280,7 @@ def _plan(plan: Mapping[str, Any], told: Mapping[str, Any], times: time_report.T
     found: list[tuple[str, float | None, float | None, str]] = [
         ("time of a step", _times(plan.get("step_s"), 1000), seen_ms, "ms"),
         ("MFU", _times(plan.get("mfu"), 100), _times(seen_mfu, 100), "%"),
-        ("whole run", _times(hours, 60), times.wall_s / 60 if told["state"] == "finished" else None, "min"),
+        ("whole run", _times(hours, 3600), times.wall_s if told["state"] == "finished" else None, "s"),
         ("cost", finite(plan.get("usd")), finite(told.get("usd")) if told["state"] == "finished" else None, "$"),
         ("memory", finite(plan.get("memory_gib")), _times(ram, 1e9 / 2**30), "GiB"),
         ("tokens", finite(plan.get("tokens")), finite(told.get("tokens")) if told["state"] == "finished" else None, ""),
@@ -324,10 +318,10 @@ def _largest(series: RunSeries, names: tuple[str, ...]) -> float | None:
 
 def band(plan: Mapping[str, Any], config: Mapping[str, Any], steps: float | None) -> list[list[float]]:
     """The loss that is expected at shares of the run, where the sizes are those that it was measured for (docs/redflags.md)."""
-    vocabulary = finite(config.get("tokenizer", {}).get("vocab_size")) or 0.0
-    if (finite(plan.get("params")) or 0) < 80e6 or not 20_000 <= vocabulary <= 130_000 or not steps:
+    if not steps or config.get("model", {}).get("init_from") or config.get("data", {}).get("format") == "chat":
         return []
-    return [[share * steps, part * math.log(vocabulary)] for share, part in _BAND]
+    vocabulary = finite(config.get("tokenizer", {}).get("vocab_size")) or 0.0
+    return [[share * steps, loss] for share, loss in expected_losses(finite(plan.get("params")) or 0.0, vocabulary)]
 
 
 def _evaluations(run: RunDir) -> list[dict[str, Any]]:

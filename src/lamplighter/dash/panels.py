@@ -41,11 +41,16 @@ PANELS = (
     Panel("wait", "Data wait", ("train/data_wait_ms",), "ms a step", ("data_wait",)),
     Panel("pad", "Padding", ("train/pad_frac",), "% of the positions", ("padding",), 100.0),
     Panel("bpb", "Bits per byte", ("eval/val_bpb",), "validation", ()),
+    Panel("cost", "Cost", ("cost/usd",), "$", ()),
+    Panel("repeat", "Repetition in samples", ("eval/sample_repeat",), "% of the tokens", ("sample_degenerate",), 100.0),
 )  # fmt: skip
 
 
+_TWICE = ("eval/iter", "eval/val_ppl", "eval/train_loss")  # in the panels above already, in another form
+
+
 def panels_of(series: RunSeries, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those that have numbers; evaluations, ranks and whatever else the run reports get panels of their own."""
+    """Those that have numbers; evaluations, costs and times that the run reports get panels of their own."""
     known = {*series.columns, *series.scores}
     found = []
     for panel in PANELS:
@@ -53,14 +58,10 @@ def panels_of(series: RunSeries, facts: Mapping[str, Any]) -> list[dict[str, Any
         if curves:
             found.append({**vars(panel), "curves": curves, "flags": list(panel.flags), **explain(panel, series, facts)})
     named = {name for panel in PANELS for name in panel.curves}
-    ranks = sorted(name for name in known if name.startswith("rank"))
     for name in sorted(known - named):
-        if name.startswith(("eval/", "cost/", "time/")) and name not in ("eval/iter", "eval/val_ppl"):
-            told = explain(Panel(name, name, (name,)), series, facts)
-            found.append({**vars(Panel(name, name, (name,))), "curves": [name], "flags": [], **told})
-    if ranks:
-        found.append({**vars(Panel("ranks", "Per rank", tuple(ranks))), "curves": ranks, "flags": [], "normal": "All ranks alike.",
-                      "seen": f"{len(ranks)} curves."})  # fmt: skip
+        if name.startswith(("eval/", "cost/", "time/")) and name not in _TWICE:
+            panel = Panel(name, name, (name,))
+            found.append({**vars(panel), "curves": [name], "flags": [], **explain(panel, series, facts)})
     return found
 
 
@@ -126,6 +127,8 @@ def _normal(panel: str, facts: Mapping[str, Any], y: Floats) -> str:
         "memory": "Flat after the first steps. A slope that does not end is a leak.",
         "wait": "Near zero: the next batch is ready before it is wanted.",
         "pad": "Zero for text; under 10 % for packed instruction rows.",
+        "cost": "A straight line, at the price of budget.usd_per_hour; steeper is not possible, a step upwards is a pause that was paid for.",
+        "repeat": "Under 50 %: the share of a sample that is one token, or a cycle of up to 8, again and again.",
         "bpb": "As the validation loss, but the same for every tokenizer: this is what may be compared between runs.",
     }
     return texts.get(panel, "")

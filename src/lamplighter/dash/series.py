@@ -6,6 +6,7 @@ Out: numpy columns (the last value of each step and name); at most so many point
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -24,7 +25,7 @@ MOST_POINTS = 4000  # of one panel
 _MOST_NAMES = 64  # of one run: a folder of somebody else must not fill the memory
 _MOST_ROWS = 5_000_000
 _MOST_STEP, _MOST_VALUE = 1 << 53, sys.float_info.max
-_READ_BYTES = 1 << 22
+_READ_BYTES = 1 << 18  # at once: what fits the cache of a processor is parsed quickest
 _KEPT_VALUES = 12_000_000  # over all runs: 96 MB
 Floats = NDArray[np.float64]
 
@@ -67,22 +68,68 @@ class RunSeries:
                     *whole, self.part = (self.part + data).split(b"\n")
                     if len(self.part) > read_back.LINE_BYTES:
                         self.part = b""
-                    found += sum(map(self._take, whole))
+                    found += self._take_many(whole)
         except OSError:  # not there yet, or no file: no records
             return 0
         self.version += bool(found)
         return found
 
-    def _take(self, line: bytes) -> bool:
-        if not line:
+    def _take_many(self, lines: list[bytes]) -> int:
+        """As _take does one by one, in a quarter of the time: lines in a row that are alike are parsed and kept as columns."""
+        try:
+            records = json.loads(b"[" + b",".join(filter(None, lines)) + b"]")
+        except (ValueError, RecursionError):  # one of them is damaged: which one is found below
+            records = []
+        if len(records) != sum(map(bool, lines)):
+            return sum(map(self._take, lines))
+        found, at = 0, 0
+        while at < len(records):
+            end, names = at + 1, records[at].keys() if isinstance(records[at], dict) else ()
+            while end < len(records) and isinstance(records[end], dict) and records[end].keys() == names:
+                end += 1
+            block = records[at:end]
+            found += len(block) if self._add_block(block) else sum(map(self._take_record, block))
+            at = end
+        return found
+
+    def _add_block(self, records: list[dict[str, Any]]) -> bool:
+        """Rows with the same names, each after the one before; False, with nothing changed, for all that is not so plain."""
+        first = records[0]
+        if len(records) < 4 or "step" not in first or not any(name.startswith("train/") for name in first):
             return False
-        record = parse_record(line)
-        values = _numbers(record) if record is not None else None
-        if record is None or values is None:
+        columns = {name: _plain_numbers([one[name] for one in records]) for name in first if "/" in name}
+        steps = [one["step"] for one in records]
+        times = _plain_numbers([one.get("t") for one in records])
+        attempts = _plain_numbers([one.get("attempt") for one in records])
+        if set(map(type, steps)) != {int} or min(steps) < 0 or max(steps) >= _MOST_STEP:
+            return False
+        at = np.array(steps, dtype=np.float64)
+        before = self.steps[-1] if self.steps else -1.0
+        if at[0] <= before or np.any(np.diff(at) <= 0) or len(self.steps) + len(at) > _MOST_ROWS:
+            return False
+        if times is None or attempts is None or any(one is None for one in columns.values()):
+            return False
+        if len(self.columns.keys() | columns.keys()) > _MOST_NAMES:
+            return False
+        for name in columns.keys() - self.columns.keys():
+            self.columns[name] = array("d", [math.nan]) * len(self.steps)
+        for column, values in ((self.steps, at), (self.times, times), (self.attempts, np.nan_to_num(attempts))):
+            column.frombytes(values.tobytes())
+        for name, column in self.columns.items():
+            found = columns.get(name)
+            column.frombytes((np.full(len(at), math.nan) if found is None else found).tobytes())
+        return True
+
+    def _take(self, line: bytes) -> bool:
+        return bool(line) and self._take_record(parse_record(line))
+
+    def _take_record(self, record: object) -> bool:
+        values = _numbers(record) if isinstance(record, dict) else None
+        if not isinstance(record, dict) or values is None:
             self.damaged += 1
             return False
         step = int(record["step"])
-        if "train/iter" in values or any(name.startswith("train/") for name in values):
+        if any(name.startswith("train/") for name in values):
             self._add_row(step, record, values)
         else:
             for name, value in values.items():
@@ -97,7 +144,7 @@ class RunSeries:
             return
         t, attempt = record.get("t"), record.get("attempt")
         self.steps.append(step)
-        self.times.append(t if t.__class__ is float and math.isfinite(t) else math.nan)
+        self.times.append(t if isinstance(t, int | float) and math.isfinite(t) else math.nan)
         self.attempts.append(float(attempt) if isinstance(attempt, int) else 0.0)
         if values.keys() - self.columns.keys():
             for name in sorted(values.keys() - self.columns.keys())[: max(0, _MOST_NAMES - len(self.columns))]:
@@ -156,6 +203,18 @@ class RunSeries:
         at = int(np.searchsorted(np.frombuffer(self.steps), step, side="right")) if self.steps else 0
         for row in range(max(at, len(self.steps) - most), len(self.steps)):
             yield {"step": self.steps[row], **{name: column[row] for name, column in self.columns.items()}}
+
+
+def _plain_numbers(values: list[Any]) -> Floats | None:
+    """As an array, null as NaN; None where one is no finite number."""
+    kinds = set(map(type, values))
+    if not kinds <= {float, int, type(None)}:
+        return None
+    try:
+        found = np.array(values, dtype=np.float64)
+    except OverflowError:  # a whole number of 400 digits
+        return None
+    return found if np.isfinite(found).sum() == len(values) - values.count(None) else None
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float] | None:

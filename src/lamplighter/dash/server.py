@@ -34,7 +34,9 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none';"
     " form-action 'none'; frame-ancestors 'none'"
 )
-_LOOK_S = 0.4
+_LOOK_S = 0.4  # between two looks at a run
+_LIST_S = 1.0  # and at all of them, of which there may be hundreds
+_ANSWER_S = 20.0  # for the stacks of all processes on a busy machine; the page says that it waits
 _MOST_RUNS = 12  # in one picture
 _MOST_ROWS = 300  # sent at once to who looks on
 
@@ -148,7 +150,7 @@ class Dash:
         try:
             from lamplighter.watch.supervisor import ask
 
-            answer = await asyncio.to_thread(ask, found[1], kind)
+            answer = await asyncio.to_thread(ask, found[1], kind, _ANSWER_S)
         except LampError as error:
             return _no(error.what, 500)
         if answer is None:
@@ -160,7 +162,7 @@ class Dash:
     # ---------------------------------------------------------------- what is new
 
     async def events(self, request: Request) -> Response:
-        """How the runs stand every second, and the new rows of those that are looked at (?run=..)."""
+        """How the runs stand (those of ?run=.., else all), and the new rows of those that are named."""
         keys = request.query_params.getlist("run")[:_MOST_RUNS]
         return StreamingResponse(
             self._news(request, keys), media_type="text/event-stream", headers={"cache-control": "no-store"}
@@ -182,12 +184,11 @@ class Dash:
                         fresh = await asyncio.to_thread(self._fresh, at[1], key, seen)
                     if fresh:
                         yield f"event: rows\ndata: {fresh}\n\n"
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_LOOK_S if keys else _LIST_S)
 
     def _overview(self, keys: list[str]) -> str:
-        rows = facts.rows(self.dirs)
-        wanted = [one for one in rows if one["id"] in keys] if keys else rows
-        return _dumps([{**one, "age_s": round(one["age_s"])} for one in wanted])
+        rows = [facts.row(*at) for key in keys if (at := self._find(key))] if keys else facts.rows(self.dirs)
+        return _dumps([{**one, "age_s": round(one["age_s"])} for one in rows])
 
     def _fresh(self, run: RunDir, key: str, seen: dict[str, float]) -> str:
         series = self.cache.of(run)

@@ -28,6 +28,8 @@ function confirm(text) {
 
 function route() {
   view?.close();
+  const before = main.firstChild; // where the answer takes long, what was there must not stand under another address
+  setTimeout(() => { if (before && main.firstChild === before) main.replaceChildren(el("p", { className: "empty" }, "Reading the run folders …")); }, 250);
   const [, kind, rest = ""] = location.hash.match(/^#\/(\w*)\/?(.*)$/) || [];
   document.getElementById("where").textContent = "";
   try {

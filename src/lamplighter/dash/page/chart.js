@@ -94,7 +94,7 @@ export class Chart {
     const draw = (list, alpha, thick) => list.forEach((curve, i) => {
       pen.globalAlpha = curve.sparse ? 1 : alpha; pen.lineWidth = thick; pen.strokeStyle = pen.fillStyle = curve.colour || palette[i % palette.length];
       pen.setLineDash(curve.dash || []);
-      this.line(pen, curve);
+      this.line(pen, curve, list.length === 1 && thick > 1);
       pen.setLineDash([]);
     });
     draw(this.curves, faint ? 0.25 : 1, faint ? 1 : 1.6);
@@ -111,7 +111,7 @@ export class Chart {
   }
 
   // Where there are more points than pixels, each column of pixels gets its lowest and highest.
-  line(pen, { x, y, sparse }) {
+  line(pen, { x, y, sparse }, shaded = false) {
     const { x0, x1, log, scale } = this.at;
     const from = Math.max(0, lower(x, x0) - 1), to = Math.min(x.length, lower(x, x1) + 2);
     const columns = this.size.width - LEFT - RIGHT, many = to - from > 3 * columns;
@@ -129,7 +129,23 @@ export class Chart {
     }
     flush();
     pen.stroke();
+    if (shaded) this.shade(pen, x, y, from, to);
     if (sparse || to - from < 40) for (let i = from; i < to; i++) { const v = y[i] * scale; if (v === v && !(log && v <= 0)) { pen.beginPath(); pen.arc(this.px(x[i]), this.py(v), 2.6, 0, 7); pen.fill(); } }
+  }
+
+  // A breath of colour under a curve that is alone; gaps stay gaps.
+  shade(pen, x, y, from, to) {
+    const { log, scale } = this.at, every = Math.max(1, Math.floor((to - from) / (2 * this.size.width))), base = this.size.height - BOTTOM;
+    pen.save(); pen.globalAlpha = 0.07; pen.beginPath();
+    let begun = null, last = 0;
+    const close = () => { if (begun !== null) { pen.lineTo(last, base); pen.lineTo(begun, base); begun = null; } };
+    for (let i = from; i < to; i += every) {
+      const v = y[i] * scale;
+      if (v !== v || (log && v <= 0)) { close(); continue; }
+      last = this.px(x[i]);
+      if (begun === null) { begun = last; pen.moveTo(last, this.py(v)); } else pen.lineTo(last, this.py(v));
+    }
+    close(); pen.fill(); pen.restore();
   }
 
   mark(pen, mark, tone) {
@@ -137,9 +153,9 @@ export class Chart {
     if (mark.y !== undefined) { const y = this.py(mark.y); pen.moveTo(LEFT, y); pen.lineTo(this.size.width - RIGHT, y); }
     if (mark.line) mark.line.forEach(([x, y], i) => (i ? pen.lineTo(this.px(x), this.py(y)) : pen.moveTo(this.px(x), this.py(y))));
     pen.stroke(); pen.setLineDash([]);
-    pen.textAlign = "right";
-    const y = mark.y !== undefined ? mark.y : mark.line[mark.line.length - 1][1];
-    pen.fillText(mark.label, this.size.width - RIGHT - 4, this.py(y) - 5);
+    const [x, y] = mark.y !== undefined ? [this.at.x0, mark.y] : mark.line[0]; // on the left, where a curve that falls leaves room
+    pen.textAlign = "left";
+    pen.fillText(mark.label, this.px(x) + 6, this.py(y) - 5);
   }
 
   axes(pen, tone) {

@@ -1,7 +1,6 @@
 // Runs beside each other: curves, numbers, sentences, what differs in settings and environment.
 import { Chart } from "./chart.js";
-import { colours, el } from "./format.js";
-import { numbers } from "./runs.js";
+import { colours, el, numbers } from "./format.js";
 
 export function showCompare(main, source, ids) {
   const shared = { charts: new Set(), hover: null, range: null, log: false, smooth: 0.6, x: "tokens", zoom: (range) => { shared.range = range; draw(); } };
@@ -16,7 +15,8 @@ export function showCompare(main, source, ids) {
     for (const { name, chart } of plots) chart.set(ids.map((id, i) => ({ i, id, curve: told[id]?.curves[name] })).filter(({ curve }) => curve).map(({ i, id, curve }) => ({ ...numbers(curve), label: id.split("/").slice(1).join("/"), colour: palette[i % palette.length], sparse: name.startsWith("eval/") })));
     legend.replaceChildren(...ids.map((id, i) => el("span", {}, el("i", { style: { "border-color": palette[i % palette.length] } }), id.split("/").slice(1).join("/"))));
   }
-  const fail = (error) => main.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "These runs cannot be compared"), error.message));
+  let closed = false;
+  const fail = (error) => closed || main.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "These runs cannot be compared"), error.message));
 
   Promise.all([source.compare(ids), draw()]).then(([told]) => {
     const head = (words) => el("thead", {}, el("tr", {}, words.map((text, i) => el("th", { className: i ? "num" : "" }, text))));
@@ -26,7 +26,7 @@ export function showCompare(main, source, ids) {
       el("section", { className: "card" }, el("div", { className: "scroll" }, el("table", { id: "compared" }, head(["", ...told.names, "difference"]), el("tbody", {}, told.rows.map((row) => el("tr", {}, el("td", {}, row.name), row.words.map((text, i) => el("td", { className: "num" + (row.best === i ? " best" : "") }, text)), el("td", { className: "num soft" }, row.difference))))))),
       el("section", { className: "card" }, told.says.map((one) => el("p", {}, el("strong", {}, one.name + ". "), one.text))),
       ...[list("What differs in the settings", told.config), list("What differs in the environment", told.environment)].filter(Boolean));
-    main.replaceChildren(stage);
+    if (!closed) main.replaceChildren(stage);
   }).catch(fail);
-  return { close: () => { for (const { chart } of plots) chart.close(); }, redraw: draw, shared };
+  return { close: () => { closed = true; for (const { chart } of plots) chart.close(); }, redraw: draw, shared };
 }

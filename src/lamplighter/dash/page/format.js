@@ -58,3 +58,14 @@ export function colours() {
     ? ["#56b4e9", "#f0b040", "#2fc49a", "#ff8f5a", "#e0a0c4", "#f0e442", "#9db7ff", "#c9ccd1"]
     : ["#0072b2", "#d98200", "#009e73", "#d55e00", "#b05a8a", "#7a6a00", "#4a5fc1", "#555b63"];
 }
+
+export const AXES = [["step", "by step"], ["tokens", "by tokens"], ["time", "by time"], ["usd", "by dollars"]];
+
+export function choice(title, options, chosen) {
+  const made = el("select", { "aria-label": title, onchange: () => chosen(made.value) }, options.map(([value, text]) => el("option", { value }, text)));
+  return made;
+}
+
+export function numbers({ x, y }) {
+  return { x: Float64Array.from(x), y: Float64Array.from(y, (value) => (value === null ? NaN : value)) };
+}

@@ -1,31 +1,48 @@
 // One run: what it does now, its panels, its verdicts, samples, checkpoints, where the time went.
 import { Chart } from "./chart.js";
-import { badge, bytes, clock, colours, day, duration, el, money, short } from "./format.js";
-import { numbers } from "./runs.js";
+import { AXES, badge, bytes, choice, clock, colours, day, duration, el, money, numbers, short } from "./format.js";
 
 export function showRun(main, source, id, go, confirm, toast) {
   const shared = { charts: new Set(), hover: null, range: null, log: false, smooth: 0, x: "step", zoom: (range) => { shared.range = range; reset.disabled = !range; load(); } };
-  const state = { told: null, panels: [], curves: {}, newest: 0, lost: false, asked: 0 };
-  const parts = Object.fromEntries(["head", "tiles", "flags", "controls", "panels", "time", "ledger", "plan", "checkpoints", "samples", "scores", "settings"].map((name) => [name, el("section", { id: "part-" + name })]));
+  const state = { told: null, panels: [], curves: {}, newest: 0, lost: false, asked: 0, asking: false, filled: {}, events: new Map(), loads: 0, refreshing: false, again: false, closed: false };
+  const parts = Object.fromEntries(["head", "tiles", "flags", "why", "controls", "panels", "time", "ledger", "plan", "checkpoints", "samples", "scores", "settings"].map((name) => [name, el("section", { id: "part-" + name })]));
   parts.tiles.className = "card tiles"; parts.panels.className = "panels"; parts.controls.className = "bar";
   parts.panels.style.minHeight = "760px"; parts.tiles.style.minHeight = "82px"; parts.head.style.minHeight = "40px";
   const reset = el("button", { type: "button", disabled: true, onclick: () => shared.zoom(null) }, "Reset zoom");
-  const stage = el("div", { className: "stack" }, Object.values(parts));
+  const pair = (...names) => el("div", { className: "two" }, names.map((name) => parts[name]));
+  const stage = el("div", { className: "stack" },
+    ["head", "tiles", "flags", "why", "controls", "panels"].map((name) => parts[name]),
+    pair("time", "samples"), parts.ledger, pair("plan", "checkpoints"), parts.scores, parts.settings);
   controls();
 
   function controls() {
-    const axis = el("select", { "aria-label": "x axis", onchange: () => { shared.x = axis.value; shared.range = null; reset.disabled = true; load(); } }, ...[["step", "by step"], ["tokens", "by tokens"], ["time", "by time"], ["usd", "by dollars"]].map(([value, text]) => el("option", { value }, text)));
+    const axis = choice("x axis", AXES, (value) => { shared.x = value; shared.range = null; reset.disabled = true; load(); });
     const smooth = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, "aria-label": "Smoothing", oninput: () => { shared.smooth = Number(smooth.value); for (const chart of shared.charts) { chart.smoothed = null; chart.plan(); } } });
     const log = el("input", { type: "checkbox", onchange: () => { shared.log = log.checked; for (const chart of shared.charts) chart.plan(); } });
-    parts.controls.replaceChildren(axis, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), reset, el("span", { className: "soft small" }, "Drag to zoom, shift-drag to move, double-click to see all"));
+    parts.controls.replaceChildren(axis, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), reset, el("span", { className: "soft small hint" }, "Drag to zoom, shift-drag to move, double-click to see all"));
   }
 
   // ---- now
+  // Made once: a button that were replaced between press and release would never hear of its click.
+  const buttons = [
+    ["why", "Why?", () => ""],
+    ["save", "Save now", (name) => `Save a checkpoint of ${name} now? The run goes on.`],
+    ["stop", "Stop", (name) => `Stop ${name}? Everything is saved first; the same command resumes it.`],
+  ].map(([kind, text, words]) => el("button", {
+    type: "button", id: "do-" + kind, className: kind === "stop" ? "danger" : "",
+    onclick: async () => { const question = words(state.told.name); if (!question || (await confirm(question))) act(kind); },
+  }, text));
+
   function head() {
     const run = state.told;
-    const button = (kind, text, words, danger) => el("button", { type: "button", id: "do-" + kind, className: danger ? "danger" : "", disabled: !run.live, onclick: async () => { if (!words || (await confirm(words))) act(kind); } }, text);
-    const age = el("span", { id: "age", className: "soft small" });
-    parts.head.replaceChildren(el("div", { className: "bar" }, source.live && el("a", { href: "#/", "aria-label": "All runs" }, "← Runs"), el("h1", {}, run.name), badge(run), age, el("span", { className: "grow" }), source.live && [button("why", "Why?"), button("save", "Save now", `Save a checkpoint of ${run.name} now? The run goes on.`), button("stop", "Stop", `Stop ${run.name}? Everything is saved first; the same command resumes it.`, true)]));
+    if (!parts.head.childElementCount) {
+      parts.head.append(el("div", { className: "bar" },
+        source.live && el("a", { href: "#/", "aria-label": "All runs" }, "← Runs"),
+        el("h1", {}, run.name), badge(run), el("span", { id: "age", className: "soft small" }), el("span", { className: "grow" }),
+        source.live && buttons));
+    }
+    for (const button of buttons) button.hidden = !run.live;
+    for (const button of buttons) button.disabled = !run.live || (button.id === "do-why" && state.asking);
     tick();
   }
 
@@ -35,23 +52,24 @@ export function showRun(main, source, id, go, confirm, toast) {
     const seconds = Math.max(0, Date.now() / 1000 + source.skew - (state.newest || run.newest_t)), stale = run.live && seconds > 10;
     age.textContent = state.lost ? "the page has lost its server: what you see is old" : run.newest_t ? `newest point ${seconds < 2 && run.live ? "just now" : duration(seconds) + " old"}${stale ? " · stale" : ""}` : "no points yet";
     const mark = parts.head.querySelector(".badge");
-    if (mark && run.live) mark.replaceWith(badge({ ...run, stale: stale || run.stale || state.lost }));
+    const fresh = badge({ ...run, stale: run.live && (stale || run.stale || state.lost) });
+    if (mark && !mark.isEqualNode(fresh)) mark.replaceWith(fresh);
   }
 
   function tiles() {
     const run = state.told, phases = run.phases, since = phases.since && run.live ? Date.now() / 1000 + source.skew - phases.since : null;
     const tile = (name, value, more = "") => el("div", { className: "tile" }, el("span", {}, name), el("b", { title: String(value) }, value), el("span", { title: String(more) }, more || " "));
     const bar = run.steps ? el("progress", { max: run.steps, value: run.step || 0 }) : null;
-    const safe = run.mirrored_step ? `mirrored to step ${short(run.mirrored_step)}` : run.step ? `${short(Math.max(0, run.step - (run.durable_step || 0)))} steps not saved yet` : "";
+    const open = Math.max(0, (run.step || 0) - (run.durable_step || 0)), safe = !run.step ? "" : open ? `${short(open)} steps not saved yet` : "all is saved";
     const of = run.budget?.usd ? ` of ${money(run.budget.usd)}` : "";
     parts.tiles.replaceChildren(
       tile("Now", run.live ? phases.current || run.phase || "starting" : run.state, run.live ? `for ${duration(since)}${phases.usual_s ? `, last time ${duration(phases.usual_s)}` : ""}` : run.outcome),
       el("div", { className: "tile" }, el("span", {}, "Step"), el("b", { id: "step" }, short(run.step) + (run.steps ? ` / ${short(run.steps)}` : "")), bar || el("span", {}, " ")),
       tile("Time left", run.live ? duration(run.eta_s) : "–", `spent ${duration(run.spent_s)}`),
       tile("Loss", short(run.loss), "of the last step"), tile("Validation", short(run.val_loss), run.best_val_loss !== null ? `best ${short(run.best_val_loss)}` : ""),
-      tile("Tokens/s", short(run.tokens_per_s), `${short(run.tokens)} tokens`), tile("Cost", run.usd_per_hour ? money(run.usd) + of : "–", run.end_usd ? `${money(run.end_usd)} at the end` : run.usd_per_hour ? "" : "set budget.usd_per_hour"),
+      tile("Tokens/s", short(run.tokens_per_s), `${short(run.tokens)} tokens`), tile("Cost", run.usd_per_hour ? money(run.usd) + of : "–", !run.usd_per_hour ? "no price is set" : run.live && run.end_usd ? `${money(run.end_usd)} at the end` : `${money(run.usd_per_hour)} an hour`),
       tile("Safe to step", short(run.durable_step), safe), ...run.track.map((one) => tile(one.to, `${short(one.lag)} behind`, one.problem || `at step ${short(one.step)}`)),
-      tile("Attempt", short(run.attempt), `${short(run.ledger.redone_steps)} steps done twice`));
+      tile("Attempt", short(run.attempt), run.ledger.redone_steps ? `${short(run.ledger.redone_steps)} redone` : "no step twice"));
   }
 
   function flags() {
@@ -102,59 +120,126 @@ export function showRun(main, source, id, go, confirm, toast) {
   const label = (name) => ({ "train/loss": "training", "eval/val_loss": "validation" }[name] || name.replace(/^(train|sys|eval)\//, ""));
 
   // ---- below
-  function below() {
-    const run = state.told, palette = colours();
-    parts.time.className = "card";
-    parts.time.replaceChildren(el("h2", {}, "What happened"), run.timeline.length ? el("ol", { className: "time" }, [...run.timeline].reverse().slice(0, 120).map((one) => el("li", {}, el("div", { className: "when" }, clock(one.t), el("br"), one.step !== null ? "step " + short(one.step) : day(one.t)), one.kind === "verdict" ? verdict(one) : el("div", {}, el("p", {}, one.why))))) : el("p", { className: "soft" }, "Nothing worth a word yet."));
-    const { wall_s, parts: spent, unexplained_s } = run.ledger, all = Math.max(wall_s, spent.reduce((sum, one) => sum + one.seconds, 0)) || 1;
-    const rows = [...spent.slice(0, 9), ...(spent.length > 9 ? [{ name: `${spent.length - 9} more`, seconds: spent.slice(9).reduce((sum, one) => sum + one.seconds, 0) }] : []), ...(unexplained_s > 0.05 ? [{ name: "unexplained", seconds: unexplained_s }] : [])];
-    const tone = (i) => (rows[i].name === "unexplained" ? "var(--faint)" : palette[i % palette.length]);
-    parts.ledger.className = "card";
-    parts.ledger.replaceChildren(el("h2", {}, `Where the time went: ${duration(all)}${run.usd_per_hour ? `, ${money((all / 3600) * run.usd_per_hour)}` : ""}`), el("div", { className: "ledger", role: "img", "aria-label": rows.map((one) => `${one.name} ${duration(one.seconds)}`).join(", ") }, rows.map((one, i) => el("span", { title: `${one.name}: ${duration(one.seconds)}`, style: { width: (100 * one.seconds) / all + "%", background: tone(i) } }))), el("div", { className: "keys" }, rows.map((one, i) => el("span", {}, el("i", { style: { background: tone(i) } }), `${one.name} ${duration(one.seconds)} `, el("span", { className: "soft" }, `${((100 * one.seconds) / all).toFixed(1)} %`)))));
-    card(parts.plan, "The plan, and what came true", run.plan.length && grid(["", "planned", "seen", ""], run.plan.map((one) => [one.name, unit(one.planned, one.unit), unit(one.seen, one.unit), one.seen !== null && one.planned ? `${one.seen >= one.planned ? "+" : ""}${((100 * one.seen) / one.planned - 100).toFixed(0)} %` : ""])));
-    card(parts.checkpoints, "Checkpoints", run.checkpoints.length && grid(["checkpoint", "loss", "validation", "size", "saved", ""], run.checkpoints.map((one) => [one.name + (one.best ? " ★ best" : ""), short(one.loss), short(one.val_loss), bytes(one.bytes), clock(one.t), one.valid ? "valid" : "invalid: " + one.reason])));
-    samples();
-    card(parts.scores, "Evaluations", run.evaluations.length && grid(["task", "score", "step", "value", "chance"], run.evaluations.map((one) => [one.task, one.name, short(one.step), short(one.value) + (one.stderr ? ` ± ${short(one.stderr, 2)}` : ""), short(one.chance)])));
-    parts.settings.className = "card";
-    parts.settings.replaceChildren(el("details", {}, el("summary", {}, "Settings"), el("pre", {}, JSON.stringify(run.config, null, 1))), el("details", {}, el("summary", {}, "Environment of each attempt"), el("pre", {}, JSON.stringify(run.environment, null, 1))));
+  // A part is made anew only when what it shows has changed: what somebody opened or scrolled to stays as it is.
+  function fill(name, value, make) {
+    const key = JSON.stringify([value, colours()[0]]);
+    if (state.filled[name] === key) return;
+    state.filled[name] = key;
+    const made = make();
+    parts[name].className = made.length ? "card" : "";
+    parts[name].replaceChildren(...made);
   }
-  const unit = (value, name) => (value === null ? "–" : name === "$" ? money(value) : `${short(value)} ${name}`);
-  const card = (part, title, body) => { part.className = body ? "card" : ""; part.replaceChildren(...(body ? [el("h2", {}, title), body] : [])); };
-  const grid = (heads, rows) => el("div", { className: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, heads.map((text, i) => el("th", { className: i ? "num" : "" }, text)))), el("tbody", {}, rows.map((row) => el("tr", {}, row.map((text, i) => el("td", { className: i ? "num" : "name" }, text)))))));
+
+  function below() {
+    const run = state.told;
+    fill("time", run.timeline, () => timeline(run.timeline));
+    fill("ledger", [run.ledger, run.usd_per_hour], () => ledger(run.ledger, run.usd_per_hour));
+    fill("plan", run.plan, () => table("The plan, and what came true", ["", "planned", "seen", ""], run.plan.map(planned)));
+    fill("checkpoints", run.checkpoints, () => table("Checkpoints", ["checkpoint", "loss", "validation", "size", "saved", ""], run.checkpoints.map(checkpoint)));
+    fill("samples", run.samples, () => samples(run.samples));
+    fill("scores", run.evaluations, () => table("Evaluations", ["task", "score", "step", "value", "chance"], run.evaluations.map(evaluation)));
+    fill("settings", [run.config, run.environment], () => [
+      folded("Settings", el("pre", {}, JSON.stringify(run.config, null, 1))),
+      folded("Environment of each attempt", el("pre", {}, JSON.stringify(run.environment, null, 1)))]);
+  }
+
+  const folded = (title, ...body) => el("details", {}, el("summary", {}, title), ...body);
+  const unit = (value, name) => (value === null ? "–" : name === "$" ? money(value) : name === "s" ? duration(value) : `${short(value)} ${name}`);
+  const difference = ({ seen, planned }) => (seen !== null && planned ? `${seen >= planned ? "+" : ""}${((100 * seen) / planned - 100).toFixed(0)} %` : "");
+  const planned = (one) => [one.name, unit(one.planned, one.unit), unit(one.seen, one.unit), difference(one)];
+  const checkpoint = (one) => [one.name + (one.best ? " ★ best" : ""), short(one.loss), short(one.val_loss), bytes(one.bytes), clock(one.t), one.valid ? "valid" : "invalid: " + one.reason];
+  const evaluation = (one) => [one.task, one.name, short(one.step), short(one.value) + (one.stderr ? ` ± ${short(one.stderr, 2)}` : ""), short(one.chance)];
+
+  function table(title, heads, rows) {
+    if (!rows.length) return [];
+    const line = (tag, texts) => el("tr", {}, texts.map((text, i) => el(tag, { className: i ? "num" : tag === "td" ? "name" : "" }, text)));
+    return [el("h2", {}, title), el("div", { className: "scroll" }, el("table", {}, el("thead", {}, line("th", heads)), el("tbody", {}, rows.map((row) => line("td", row)))))];
+  }
+
+  // An event that is still there keeps its element, and with it the stacks that somebody reads.
+  function timeline(events) {
+    if (!events.length) return [el("h2", {}, "What happened"), el("p", { className: "soft" }, "Nothing worth a word yet.")];
+    const before = state.events;
+    state.events = new Map();
+    const items = [...events].reverse().slice(0, 120).map((one) => {
+      const key = JSON.stringify(one), item = before.get(key) || event(one);
+      state.events.set(key, item);
+      return item;
+    });
+    return [el("h2", {}, "What happened"), el("ol", { className: "time" }, items)];
+  }
+
+  const event = (one) => el("li", {},
+    el("div", { className: "when" }, clock(one.t), el("br"), one.step !== null ? "step " + short(one.step) : day(one.t)),
+    one.kind === "verdict" ? verdict(one) : el("div", {}, el("p", {}, one.why)));
 
   function verdict(one) {
     const body = el("pre", {}, "…");
-    const more = one.stacks && el("details", { ontoggle: async (event) => { if (event.target.open && body.textContent === "…") body.textContent = await source.stacks(id, one.stacks).catch((error) => error.message); } }, el("summary", {}, "Stacks"), body);
-    return el("div", { className: "verdict" }, el("p", {}, `${one.state}: ${one.cause}`), el("p", {}, "why: " + one.why), one.next && el("p", { className: "soft" }, "next: " + one.next), one.evidence?.length > 0 && el("p", { className: "soft small" }, one.evidence.join(" · ")), more);
+    const opened = async ({ target }) => {
+      if (target.open && body.textContent === "…") body.textContent = await source.stacks(id, one.stacks).catch((error) => error.message);
+    };
+    return el("div", { className: "verdict" },
+      el("p", {}, `${one.state}: ${one.cause}`), el("p", {}, "why: " + one.why), one.next && el("p", { className: "soft" }, "next: " + one.next),
+      one.evidence?.length > 0 && el("p", { className: "soft small" }, one.evidence.join(" · ")),
+      one.stacks && el("details", { ontoggle: opened }, el("summary", {}, "Stacks"), body));
   }
 
-  function samples() {
-    const found = state.told.samples;
-    if (!found.length) { parts.samples.className = ""; parts.samples.replaceChildren(); return; }
-    if (state.samples === found.length) return;
-    state.samples = found.length;
-    const text = el("pre"), title = el("span", { className: "soft small" });
-    const slide = el("input", { type: "range", min: 0, max: found.length - 1, value: found.length - 1, "aria-label": "Sample through time", oninput: () => show(Number(slide.value)) });
+  function ledger({ wall_s, parts: spent, unexplained_s }, price) {
+    const palette = colours(), sum = (list) => list.reduce((all, one) => all + one.seconds, 0), all = Math.max(wall_s, sum(spent)) || 1;
+    const rows = spent.slice(0, palette.length), rest = spent.slice(palette.length); // no colour twice
+    if (rest.length) rows.push({ name: `${rest.length} more`, seconds: sum(rest) });
+    if (unexplained_s > 0.05) rows.push({ name: "unexplained", seconds: unexplained_s });
+    const tone = (i) => (rows[i].name === "unexplained" ? "var(--faint)" : palette[i] || "var(--line)");
+    const share = (one) => (100 * one.seconds) / all, words = (one) => `${one.name} ${duration(one.seconds)}`;
+    return [
+      el("h2", {}, `Where the time went: ${duration(all)}${price ? `, ${money((all / 3600) * price)}` : ""}`),
+      el("div", { className: "ledger", role: "img", "aria-label": rows.map(words).join(", ") },
+        rows.map((one, i) => el("span", { title: words(one), style: { width: share(one) + "%", background: tone(i) } }))),
+      el("div", { className: "keys" }, rows.map((one, i) => el("span", {}, el("i", { style: { background: tone(i) } }), words(one) + " ",
+        el("span", { className: "soft" }, `${share(one).toFixed(1)} %`))))];
+  }
+
+  function samples(found) {
+    if (!found.length) return [];
+    const text = el("pre"), title = el("span", { className: "soft small" }), last = found.length - 1;
     const show = (at) => { text.textContent = found[at].text; title.textContent = `step ${short(found[at].step)}`; };
-    show(found.length - 1);
-    parts.samples.className = "card";
-    parts.samples.replaceChildren(el("div", { className: "bar" }, el("h2", {}, "Samples through time"), slide, title), text);
+    const slide = el("input", { type: "range", min: 0, max: last, value: last, "aria-label": "Sample through time", oninput: () => show(Number(slide.value)) });
+    show(last);
+    return [el("div", { className: "bar" }, el("h2", {}, "Samples through time"), slide, title), text];
   }
 
   // ---- life
   async function load() {
-    const names = [...new Set(state.told.panels.flatMap((panel) => panel.curves))], told = (await source.series([id], names, shared.x, shared.range))[id];
+    const turn = ++state.loads, names = [...new Set(state.told.panels.flatMap((panel) => panel.curves))];
+    const told = (await source.series([id], names, shared.x, shared.range))[id];
+    if (turn !== state.loads || state.closed) return; // another zoom was asked for meanwhile
     state.curves = Object.fromEntries(Object.entries(told?.curves || {}).map(([name, curve]) => [name, numbers(curve)]));
     draw();
   }
 
+  // One question at a time: on a busy machine an answer may take longer than the pause between two.
   async function refresh() {
+    if (state.refreshing) { state.again = true; return; }
+    state.refreshing = true;
     try {
-      state.told = await source.run(id);
+      do { state.again = false; await refreshOnce(); } while (state.again && !state.closed);
+    } finally {
+      state.refreshing = false; state.asked = Date.now();
+    }
+  }
+
+  async function refreshOnce() {
+    let told;
+    try {
+      told = await source.run(id);
     } catch (error) {
+      if (state.closed) return;
+      if (state.told && !error.status) { state.lost = true; tick(); return; } // the server is away: what is there stays, marked as old
       main.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "This run cannot be shown"), error.message, el("br"), el("a", { href: "#/" }, "All runs")));
       return;
     }
+    if (state.closed) return; // somebody looks at something else by now
+    state.told = told;
     head(); tiles(); flags(); panels(); below();
     if (!stage.isConnected) main.replaceChildren(stage); // as a whole: nothing moves when a part of it comes later
     await load();
@@ -169,7 +254,7 @@ export function showRun(main, source, id, go, confirm, toast) {
       tiles();
     }
     if (shared.x === "step" && !shared.range) { append(told.rows); draw(); }
-    if (Date.now() - state.asked > 3000) { state.asked = Date.now(); refresh(); }
+    if (!state.refreshing && Date.now() - state.asked > 3000) refresh();
     tick();
   }
 
@@ -185,18 +270,42 @@ export function showRun(main, source, id, go, confirm, toast) {
   }
 
   async function act(kind) {
+    if (kind === "why") { await why(); return; }
     try {
       const answer = await source.ask(id, kind);
-      if (kind === "why") { const text = el("pre", {}, answer.text); parts.flags.prepend(el("div", { className: "card" }, el("div", { className: "bar" }, el("h2", {}, "Why?"), el("span", { className: "grow" }), el("button", { type: "button", onclick: (event) => event.target.closest(".card").remove() }, "Close")), text)); }
-      else toast(kind === "save" ? (answer.step ? `Saving step ${answer.step}` : "There is no step to save yet") : "Stopping: the last step is saved first");
+      toast(kind === "save" ? (answer.step ? `Saving step ${answer.step}` : "There is no step to save yet") : "Stopping: the last step is saved first");
     } catch (error) { toast(error.message); }
+  }
+
+  // In a place of its own: it stays until it is closed, whatever else is drawn anew.
+  async function why() {
+    const text = el("pre", { "aria-live": "polite" }, "Asking the run for its stacks …");
+    const close = el("button", { type: "button", onclick: () => parts.why.replaceChildren() }, "Close");
+    parts.why.replaceChildren(el("div", { className: "card" },
+      el("div", { className: "bar" }, el("h2", {}, "Why? Asked at " + clock(Date.now() / 1000)), el("span", { className: "grow" }), close), text));
+    state.asking = true; head();
+    try {
+      text.textContent = (await source.ask(id, "why")).text || "It has nothing to say.";
+    } catch (error) {
+      text.textContent = error.message;
+    } finally {
+      state.asking = false; head();
+    }
   }
 
   refresh();
   const stop = source.follow([id], {
-    runs: ([run]) => { if (!run || !state.told) return; const ended = state.told.live !== run.live || state.told.state !== run.state; Object.assign(state.told, run); if (ended) refresh(); else { tiles(); tick(); } },
-    rows: (told) => state.told && rows(told), lost: () => { state.lost = true; tick(); }, back: () => { state.lost = false; },
+    runs: ([run]) => {
+      if (!run || !state.told) return;
+      const changed = state.told.live !== run.live || state.told.state !== run.state;
+      Object.assign(state.told, run);
+      if (changed) refresh(); else { tiles(); tick(); }
+    },
+    rows: (told) => { if (state.told) rows(told); },
+    lost: () => { state.lost = true; tick(); },
+    back: () => { if (state.lost) { state.lost = false; refresh(); } },
   });
-  const timer = source.live ? setInterval(() => { if (state.told) { tick(); if (state.told.live) tiles(); } }, 1000) : 0;
-  return { close: () => { stop(); clearInterval(timer); for (const { chart } of state.panels) chart.close(); }, redraw: () => { draw(); if (state.told) below(); }, shared };
+  const timer = source.live ? setInterval(() => { tick(); if (state.told?.live) tiles(); }, 1000) : 0;
+  const close = () => { state.closed = true; stop(); clearInterval(timer); for (const { chart } of state.panels) chart.close(); };
+  return { close, redraw: () => { if (state.told) { draw(); below(); } }, shared };
 }

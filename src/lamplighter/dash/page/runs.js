@@ -1,78 +1,129 @@
 // All runs: a table to sort, filter and search, and the curves of those that are chosen, over each other.
 import { Chart } from "./chart.js";
-import { badge, colours, duration, el, money, short } from "./format.js";
+import { AXES, badge, choice, colours, duration, el, money, numbers, short } from "./format.js";
 
 const COLUMNS = [
-  ["name", "Run", (run) => run.name], ["state", "State", (run) => run.state], ["step", "Step", (run) => run.step], ["loss", "Loss", (run) => run.loss],
-  ["val_loss", "Validation", (run) => run.val_loss], ["tokens_per_s", "Tokens/s", (run) => run.tokens_per_s], ["usd", "Cost", (run) => run.usd], ["age_s", "Age", (run) => run.age_s],
+  ["name", "Run"], ["state", "State"], ["step", "Step"], ["loss", "Loss"], ["val_loss", "Validation"],
+  ["tokens_per_s", "Tokens/s"], ["usd", "Cost"], ["age_s", "Age"],
 ];
+const WHICH = [["", "All runs"], ["live", "Live"], ["finished", "Finished"], ["rest", "Needs a look"]];
+const FIRST_CHOSEN = 5;
 
 export function showRuns(main, source, go) {
-  const state = { rows: [], sort: "age_s", down: false, text: "", only: "", chosen: new Set(), drawn: "" };
+  const state = { rows: [], sort: "age_s", down: false, text: "", only: "", chosen: new Set(), drawn: "", lines: new Map(), turn: 0, closed: false };
   const shared = { charts: new Set(), hover: null, range: null, log: false, smooth: 0.6, x: "step", zoom: (range) => { shared.range = range; redraw(); } };
-  const search = el("input", { type: "search", placeholder: "Search by name, state, phase", "aria-label": "Search runs", oninput: () => { state.text = search.value.toLowerCase(); fill(); } });
-  const only = el("select", { "aria-label": "Which runs", onchange: () => { state.only = only.value; fill(); } }, ...[["", "All runs"], ["live", "Live"], ["finished", "Finished"], ["rest", "Needs a look"]].map(([value, text]) => el("option", { value }, text)));
-  const axis = el("select", { "aria-label": "x axis", onchange: () => { shared.x = axis.value; shared.range = null; redraw(); } }, ...[["step", "by step"], ["tokens", "by tokens"], ["time", "by time"], ["usd", "by dollars"]].map(([value, text]) => el("option", { value }, text)));
-  const compare = el("button", { type: "button", disabled: true, onclick: () => go("#/compare/" + [...state.chosen].map(encodeURIComponent).join("|")) }, "Compare");
-  const body = el("tbody"), head = el("tr");
-  const table = el("table", { className: "runs" }, el("thead", {}, head), body);
-  const plots = ["train/loss", "eval/val_loss"].map((name) => ({ name, host: el("div", { className: "plot" }) }));
-  const overlay = el("section", { className: "panels", "aria-label": "Curves of the chosen runs" }, plots.map(({ name, host }) => el("div", { className: "card panel" }, el("header", {}, el("h2", {}, name === "train/loss" ? "Training loss" : "Validation loss"), el("span", { className: "unit" }, "nats per token")), host)));
-  const legend = el("div", { className: "legend" });
-  const stage = el("div", { className: "stack" }, el("div", { className: "bar" }, el("h1", {}, "Runs"), el("span", { className: "grow" }), search, only, axis, compare), el("div", { className: "card scroll" }, table), overlay, legend);
-  for (const plot of plots) plot.chart = new Chart(plot.host, shared, { title: plot.name, empty: "choose runs above" });
 
-  function shown() {
-    const value = COLUMNS.find(([name]) => name === state.sort)[2];
-    return state.rows
-      .filter((run) => !state.text || [run.name, run.state, run.phase, run.dir].join(" ").toLowerCase().includes(state.text))
-      .filter((run) => !state.only || (state.only === "live" ? run.live : state.only === "finished" ? run.state === "finished" : !run.live && run.state !== "finished" || run.stale || run.flags.length))
-      .sort((a, b) => {
-        const x = value(a), y = value(b), order = x === null || x === undefined ? 1 : y === null || y === undefined ? -1 : x < y ? -1 : x > y ? 1 : 0;
-        return state.down ? -order : order;
-      });
+  const search = el("input", { type: "search", placeholder: "Search by name, state, phase", "aria-label": "Search runs", oninput: () => { state.text = search.value.toLowerCase(); fill(); } });
+  const only = choice("Which runs", WHICH, (value) => { state.only = value; fill(); });
+  const axis = choice("x axis", AXES, (value) => { shared.x = value; shared.range = null; redraw(); });
+  const compare = el("button", { type: "button", disabled: true, onclick: () => go("#/compare/" + [...state.chosen].map(encodeURIComponent).join("|")) }, "Compare");
+  // Made once, as the lines below are: what is replaced under somebody's finger or focus does not hear the key or the click.
+  const heads = COLUMNS.map(([name, title], i) => {
+    const button = el("button", { type: "button", onclick: () => { state.down = state.sort === name && !state.down; state.sort = name; fill(); } }, title);
+    return { name, title, button, cell: el("th", { className: i > 1 ? "num" : "" }, button) };
+  });
+  const body = el("tbody");
+  const table = el("table", { className: "runs" }, el("thead", {}, el("tr", {}, el("th"), heads.map(({ cell }) => cell))), body);
+  const plots = [["train/loss", "Training loss"], ["eval/val_loss", "Validation loss"]].map(([name, title]) => {
+    const host = el("div", { className: "plot" });
+    const card = el("div", { className: "card panel" }, el("header", {}, el("h2", {}, title), el("span", { className: "unit" }, "nats per token")), host);
+    return { name, card, chart: new Chart(host, shared, { title, empty: "choose runs above" }) };
+  });
+  const legend = el("div", { className: "legend" });
+  const stage = el("div", { className: "stack" },
+    el("div", { className: "bar" }, el("h1", {}, "Runs"), el("span", { className: "grow" }), search, only, axis, compare),
+    el("div", { className: "card scroll" }, table),
+    el("section", { className: "panels", "aria-label": "Curves of the chosen runs" }, plots.map(({ card }) => card)), legend);
+
+  function matches(run) {
+    if (state.text && ![run.name, run.state, run.phase, run.dir].join(" ").toLowerCase().includes(state.text)) return false;
+    if (state.only === "live") return run.live;
+    if (state.only === "finished") return run.state === "finished";
+    return !state.only || (!run.live && run.state !== "finished") || run.stale || run.flags.length > 0;
+  }
+
+  function shown() { // what has no number stands last, in either direction
+    const none = (value) => value === null || value === undefined, way = state.down ? -1 : 1;
+    return state.rows.filter(matches).sort((one, other) => {
+      const a = one[state.sort], b = other[state.sort];
+      return none(a) || none(b) ? none(a) - none(b) : (a < b ? -1 : a > b ? 1 : 0) * way;
+    });
   }
 
   function fill() {
-    head.replaceChildren(el("th", {}, el("span", { className: "small" }, "")), ...COLUMNS.map(([name, title], i) => el("th", { className: i > 1 ? "num" : "", "aria-sort": state.sort === name ? (state.down ? "descending" : "ascending") : "none" }, el("button", { type: "button", onclick: () => { state.down = state.sort === name ? !state.down : false; state.sort = name; fill(); } }, title + (state.sort === name ? (state.down ? " ↓" : " ↑") : "")))));
-    const rows = shown(), palette = colours(), chosen = [...state.chosen];
-    if (!rows.length) {
-      body.replaceChildren(el("tr", {}, el("td", { colSpan: COLUMNS.length + 1 }, el("p", { className: "empty" }, el("strong", {}, state.rows.length ? "No run is like that" : "No runs here yet"), state.rows.length ? "Another word, or all runs." : "Start one in a terminal:  lamp demo"))));
-      return;
+    for (const { name, title, button, cell } of heads) {
+      const sorted = state.sort === name;
+      button.textContent = title + (sorted ? (state.down ? " ↓" : " ↑") : "");
+      cell.setAttribute("aria-sort", sorted ? (state.down ? "descending" : "ascending") : "none");
     }
-    body.replaceChildren(...rows.map((run) => {
-      const box = el("input", { type: "checkbox", checked: state.chosen.has(run.id), "aria-label": "Choose " + run.name, onchange: () => { if (box.checked) state.chosen.add(run.id); else state.chosen.delete(run.id); compare.disabled = state.chosen.size < 2; fill(); redraw(); } });
-      const at = chosen.indexOf(run.id), of = run.steps ? ` / ${short(run.steps)}` : "";
-      return el("tr", {}, el("td", {}, box),
-        el("td", { className: "name wide" }, at >= 0 && el("span", { className: "swatch", style: { background: palette[at % palette.length] } }), el("a", { href: "#/run/" + encodeURIComponent(run.id) }, run.name), run.flags.length > 0 && el("span", { className: "soft small" }, "  ⚑ " + run.flags.join(", ")), run.damage && el("div", { className: "soft small" }, run.damage)),
-        el("td", {}, badge(run)), cell("step", short(run.step) + of), cell("loss", short(run.loss)), cell("val", short(run.val_loss)), cell("tok/s", short(run.tokens_per_s)), cell("cost", run.usd ? money(run.usd) : "–"), cell("age", duration(run.age_s)));
-    }));
+    const rows = shown(), lines = rows.map(line);
+    if (!rows.length) {
+      const [title, words] = state.rows.length ? ["No run is like that", "Another word, or all runs."] : ["No runs here yet", "Start one in a terminal:  lamp demo"];
+      lines.push(el("tr", {}, el("td", { colSpan: COLUMNS.length + 1 }, el("p", { className: "empty" }, el("strong", {}, title), words))));
+    }
+    if (lines.length !== body.children.length || lines.some((one, i) => one !== body.children[i])) body.replaceChildren(...lines);
   }
-  const cell = (label, text) => el("td", { className: "num", "data-l": label }, text);
+
+  // The element of a run, with its cells as they are now.
+  function line(run) {
+    let made = state.lines.get(run.id);
+    if (!made) {
+      const box = el("input", { type: "checkbox", "aria-label": "Choose " + run.name, onchange: () => choose(run.id, box.checked) });
+      const swatch = el("span", { className: "swatch" }), flags = el("span", { className: "soft small" }), place = el("span", { className: "soft small" }), damage = el("div", { className: "soft small" });
+      const name = el("td", { className: "name wide" }, swatch, el("a", { href: "#/run/" + encodeURIComponent(run.id) }, run.name), place, flags, damage);
+      const cells = ["step", "loss", "val", "tok/s", "cost", "age"].map((label) => el("td", { className: "num", "data-l": label }));
+      const mark = el("td");
+      made = { box, swatch, place, flags, damage, cells, mark, whole: el("tr", {}, el("td", {}, box), name, mark, cells) };
+      state.lines.set(run.id, made);
+    }
+    const rank = [...state.chosen].indexOf(run.id), palette = colours(), of = run.steps ? ` / ${short(run.steps)}` : "";
+    made.box.checked = rank >= 0;
+    made.swatch.hidden = rank < 0;
+    if (rank >= 0) made.swatch.style.setProperty("background", palette[rank % palette.length]);
+    say(made.flags, run.flags.length ? "  ⚑ " + run.flags.join(", ") : "");
+    say(made.damage, run.damage);
+    say(made.place, state.rows.some((one) => one.dir !== run.dir) ? `  ${run.dir}` : ""); // of several folders, which one
+    const fresh = badge(run);
+    if (!made.mark.firstChild?.isEqualNode(fresh)) made.mark.replaceChildren(fresh);
+    const texts = [short(run.step) + of, short(run.loss), short(run.val_loss), short(run.tokens_per_s), run.usd ? money(run.usd) : "–", duration(run.age_s)];
+    texts.forEach((text, i) => say(made.cells[i], text));
+    return made.whole;
+  }
+  const say = (element, text) => { if (element.textContent !== text) element.textContent = text; };
+
+  function choose(id, wanted) {
+    if (wanted) state.chosen.add(id); else state.chosen.delete(id);
+    compare.disabled = state.chosen.size < 2;
+    fill(); redraw();
+  }
 
   async function redraw() {
-    const ids = [...state.chosen].filter((id) => state.rows.some((run) => run.id === id));
-    const palette = colours(), told = ids.length ? await source.series(ids, plots.map(({ name }) => name), shared.x, shared.range) : {};
-    for (const { name, chart } of plots) chart.set(ids.map((id, i) => ({ id, i, curve: told[id]?.curves[name] })).filter(({ curve }) => curve).map(({ id, i, curve }) => ({ ...numbers(curve), label: nameOf(id), colour: palette[i % palette.length], sparse: name.startsWith("eval/") })));
-    legend.replaceChildren(...ids.map((id, i) => el("span", {}, el("i", { style: { "border-color": palette[i % palette.length] } }), nameOf(id))));
+    const turn = ++state.turn, ids = [...state.chosen].filter((id) => state.rows.some((run) => run.id === id));
+    const told = ids.length ? await source.series(ids, plots.map(({ name }) => name), shared.x, shared.range) : {};
+    if (turn !== state.turn || state.closed) return; // asked again meanwhile
+    const palette = colours(), named = ids.map((id, i) => ({ id, colour: palette[i % palette.length], label: state.rows.find((run) => run.id === id)?.name || id }));
+    for (const { name, chart } of plots) {
+      const drawn = named.filter(({ id }) => told[id]?.curves[name]);
+      chart.set(drawn.map(({ id, label, colour }) => ({ ...numbers(told[id].curves[name]), label, colour, sparse: name.startsWith("eval/") })));
+    }
+    legend.replaceChildren(...named.map(({ label, colour }) => el("span", {}, el("i", { style: { "border-color": colour } }), label)));
   }
-  const nameOf = (id) => state.rows.find((run) => run.id === id)?.name || id;
 
   function take(rows) {
+    if (state.closed) return; // somebody looks at something else by now
     const first = !state.rows.length;
     state.rows = rows;
-    if (first) for (const run of rows.filter((run) => !run.damage && run.step).slice(0, 5)) state.chosen.add(run.id);
+    if (first) for (const run of rows.filter((one) => !one.damage && one.step).slice(0, FIRST_CHOSEN)) state.chosen.add(run.id);
     compare.disabled = state.chosen.size < 2;
     fill();
-    const key = JSON.stringify([...state.chosen].map((id) => { const run = rows.find((one) => one.id === id); return [id, run?.step]; }));
+    const key = JSON.stringify([...state.chosen].map((id) => [id, rows.find((one) => one.id === id)?.step]));
     if (key !== state.drawn) { state.drawn = key; redraw(); }
     if (!stage.isConnected) main.replaceChildren(stage); // as a whole: nothing moves when a part of it comes later
   }
-  source.runs().then(({ runs }) => take(runs)).catch((error) => main.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "The runs cannot be read"), error.message)));
-  const stop = source.follow([], { runs: take });
-  return { close: () => { stop(); for (const { chart } of plots) chart.close(); }, redraw: () => { fill(); redraw(); }, shared };
-}
 
-export function numbers({ x, y }) {
-  return { x: Float64Array.from(x), y: Float64Array.from(y, (value) => (value === null ? NaN : value)) };
+  const fail = (error) => state.closed || main.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "The runs cannot be read"), error.message));
+  source.runs().then(({ runs, dirs }) => { if (!state.closed) { document.getElementById("where").textContent = dirs.join(" · "); take(runs); } }).catch(fail);
+  const stop = source.follow([], { runs: take });
+  const close = () => { state.closed = true; stop(); for (const { chart } of plots) chart.close(); };
+  return { close, redraw: () => { fill(); redraw(); }, shared };
 }

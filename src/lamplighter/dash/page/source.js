@@ -5,7 +5,10 @@ export class LiveSource {
   async get(path, parameters = []) {
     const query = new URLSearchParams(parameters).toString();
     const answer = await fetch(path + (query ? "?" + query : ""), { credentials: "same-origin" });
-    if (!answer.ok) throw new Error((await answer.json().catch(() => ({})))?.error?.message || `the server says ${answer.status}`);
+    if (!answer.ok) {
+      const words = (await answer.json().catch(() => ({})))?.error?.message || `the server says ${answer.status}`;
+      throw Object.assign(new Error(words), { status: answer.status });
+    }
     return (answer.headers.get("content-type") || "").startsWith("application/json") ? answer.json() : answer.text();
   }
 

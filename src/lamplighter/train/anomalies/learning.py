@@ -13,6 +13,7 @@ import math
 from statistics import median
 
 from lamplighter.report import Verdict
+from lamplighter.schedule import expected_losses
 from lamplighter.train.anomalies.history import LR_NEAR_ZERO, Block, History, Validation, spread_of
 
 _NOT_LEARNING = 0.97  # of ln(vocabulary)
@@ -30,9 +31,6 @@ _PLATEAU_GAIN = 0.005  # of the loss
 _PLATEAU_LR = 0.3  # of the peak
 EXPLODES, VANISHES = 10.0, 1e-3  # against the usual gradient norm of this run
 _HARD_CLIP_SHARE = 0.95
-# Expected training loss by progress, published for models of 108M and 334M with 30,000 tokens; as shares of ln(30,000).
-_BAND = ((0.25, 6.0 / 10.309), (0.50, 5.0 / 10.309), (0.75, 4.0 / 10.309), (0.90, 3.5 / 10.309))
-BAND_PARAMETERS, BAND_VOCABULARY = 80e6, (20_000, 130_000)
 _BAND_SLACK = 1.1
 RISING, WORSE = 3, 0.01  # so many validations in a row above the best, by so much of it
 NEW_RISING, NEW_WORSE = 5, 0.05  # the same while no text was seen twice, which is no learning by heart
@@ -85,20 +83,14 @@ def no_context(history: History) -> Verdict | None:
 def above_band(history: History) -> Verdict | None:
     """Higher than models of this size are at this share of a run: only where a table for the size is known."""
     facts, blocks = history.facts, history.last(200)
-    low, high = BAND_VOCABULARY
-    if (
-        facts.parameters < BAND_PARAMETERS
-        or not low <= facts.vocab_size <= high
-        or not facts.from_scratch
-        or facts.chat
-    ):
+    if not facts.from_scratch or facts.chat:
         return None
     share = history.step / facts.steps
-    passed = [(at, part) for at, part in _BAND if share >= at]
+    passed = [one for one in expected_losses(facts.parameters, facts.vocab_size) if share >= one[0]]
     if not blocks or not passed:
         return None
-    at, part = passed[-1]
-    loss, limit = _mean_loss(blocks), part * facts.chance
+    at, limit = passed[-1]
+    loss = _mean_loss(blocks)
     if loss <= _BAND_SLACK * limit:
         return None
     return Verdict(

@@ -10,6 +10,7 @@ sends what is there and leaves. Whatever was not sent is sent by the next follow
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import secrets
@@ -27,13 +28,13 @@ from lamplighter.errors import InputMissing, LampError
 from lamplighter.procs.lock import hold
 from lamplighter.rundir import RunDir, is_running, parse_record, write_atomic
 from lamplighter.safe_text import clean, mask, mask_record
-from lamplighter.watch.trackers.history import Branch, Entry, History
+from lamplighter.watch.trackers.history import Branch, RunHistory, TrackerEntry
 from lamplighter.watch.trackers.writers import Setting, Writer, open_writer
 
 _EVERY_S = 1.0
 _PAUSES_S = (5.0, 20.0, 60.0, 300.0)  # before a tracker that failed is tried again
-_LINES_AT_ONCE = 10_000
-_BATCH_S = 0.7
+_LINES_AT_ONCE = 20_000
+_BATCH_S = 3.0  # then what was sent is marked as safe, for which some trackers take a second
 _ORPHAN_S = 60.0  # for what is left to be sent when the run's parent was killed
 _MOST_TEXT = 20_000
 _KEPT = 3  # marks of tracker runs that are kept in the state: only the newest can be gone on with
@@ -48,7 +49,7 @@ STATE: read_back.Fields = {
 
 
 @dataclass
-class Progress:
+class TrackerState:
     """How far a follower has come: what is in RUN/track/NAME.json."""
 
     tracker: str
@@ -73,14 +74,14 @@ def state_path(run: RunDir, tracker: str) -> Path:
     return run.path / "track" / f"{tracker}.json"
 
 
-def read_progress(run: RunDir, tracker: str) -> Progress:
+def read_state(run: RunDir, tracker: str) -> TrackerState:
     """As the last follower left it; from the beginning where it is damaged."""
     found, _ = read_back.read_object(state_path(run, tracker), STATE)
     known = {
-        name: value for name, value in found.items() if name in Progress.__dataclass_fields__ and value is not None
+        name: value for name, value in found.items() if name in TrackerState.__dataclass_fields__ and value is not None
     }
     known |= {"tracker": tracker}
-    return Progress(**known)
+    return TrackerState(**known)
 
 
 class Follower:
@@ -90,7 +91,7 @@ class Follower:
         self.run, self.tracker, self.setting, self.say = run, tracker, setting, say
         self.path = state_path(run, tracker)
         self.path.parent.mkdir(exist_ok=True)
-        self.now = replace(read_progress(run, tracker), problem="", done=False)
+        self.now = replace(read_state(run, tracker), problem="", done=False)
         self.asked_to_end = threading.Event()
         self.writing = threading.Lock()
         self.complete = False  # everything was sent
@@ -99,8 +100,8 @@ class Follower:
 
     def _forget(self) -> None:
         """Begin from what the tracker has for sure."""
-        self.history = History()
-        self.sent = replace(self.now)
+        self.history = RunHistory()
+        self.sent = copy.deepcopy(self.now)
         self.writer: Writer | None = None
         self.metrics = _LineReader(self.run.metrics, 0)
         for _ in range(self.now.lines):  # as it was: nothing of it is sent again
@@ -108,14 +109,17 @@ class Follower:
             if line is None:
                 break
             self._fold(line[0])
+        for name in self.now.evaluations:
+            if (told := read_evaluation(self.run.path / "evaluations" / name)) is not None:
+                self.history.scored.add(told[0])
 
-    def _fold(self, line: bytes) -> list[Branch | Entry]:
+    def _fold(self, line: bytes) -> list[Branch | TrackerEntry]:
         record = parse_record(line)
         return self.history.take(record) if record is not None else []
 
     # ---------------------------------------------------------------- life
 
-    def follow(self, until_end: bool) -> Iterator[Progress]:
+    def follow(self, until_end: bool) -> Iterator[TrackerState]:
         """Until the run has ended (or only what is there now) and all is sent, or cannot be; yields after each batch."""
         failures = 0
         while True:
@@ -175,13 +179,14 @@ class Follower:
     def _opened(self) -> Writer:
         if self.writer is None:
             branch = str(self.sent.branch)
+            mark = self.now.marks.get(branch) or {"open": branch in self.sent.ids}  # opened, and killed before a mark
             number = self.sent.ids.setdefault(branch, self._new_id())
             setting = replace(
                 self.setting, branch=self.sent.branch, from_step=int(self.sent.from_steps.get(branch, 0)), id=number
             )
             self._doing(f"opening {self.tracker}")
             self._save(self.sent.ids)
-            self.writer = open_writer(self.tracker, setting, dict(self.now.marks.get(branch) or {}))
+            self.writer = open_writer(self.tracker, setting, mark)
             self._doing("")
             if not self.now.marks.get(branch):
                 self._describe(self.writer)
@@ -239,7 +244,7 @@ class Follower:
                 step, t, scores = values
                 late = step < self.history.newest
                 named = {} if step in self.history.scored else {"eval/iter": float(step)}
-                self._opened().log(Entry(self.sent.branch, step, t, {**scores, **named}, late))
+                self._opened().log(TrackerEntry(self.sent.branch, step, t, {**scores, **named}, late))
                 self.history.scored.add(step)
                 count += 1
             self.sent.evaluations.append(path.name)
@@ -255,7 +260,7 @@ class Follower:
                 del self.sent.marks[str(old)]
         if self.now.problem:
             self.say(f"{self.tracker} works again")
-        self.now = replace(self.sent, problem="", doing="", since=0.0)
+        self.now = replace(copy.deepcopy(self.sent), problem="", doing="", since=0.0)
         self._write()
 
     def _finish(self) -> None:
@@ -271,7 +276,7 @@ class Follower:
             self.sent.marks[str(self.sent.branch)] = _sizes(
                 self.path.parent / "tensorboard", self.setting, self.sent.branch
             )
-        self.now = replace(self.sent, problem="", doing="", done=True)
+        self.now = replace(copy.deepcopy(self.sent), problem="", doing="", done=True)
         self._write()
 
     def _drop_writer(self) -> None:

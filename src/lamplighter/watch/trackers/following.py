@@ -18,7 +18,7 @@ from typing import Any
 
 from lamplighter.config import Track
 from lamplighter.rundir import RunDir
-from lamplighter.watch.trackers.follower import Progress, read_progress
+from lamplighter.watch.trackers.follower import TrackerState, read_state
 from lamplighter.watch.trackers.writers import Setting
 
 SILENT_S = 20.0  # so long may a tracker take for one answer before that is said
@@ -35,7 +35,7 @@ class Following:
         self.setting = setting_of(run, track)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.said: dict[str, str] = {}
-        self.progress: dict[str, Progress] = {}
+        self.progress: dict[str, TrackerState] = {}
         self.looked_at = 0.0
         for tracker in dict.fromkeys(track.to):
             self._start(tracker)
@@ -77,7 +77,7 @@ class Following:
             return
         self.looked_at = time.monotonic()
         for tracker, process in self.processes.items():
-            now = self.progress[tracker] = read_progress(self.run, tracker)
+            now = self.progress[tracker] = read_state(self.run, tracker)
             problem = now.problem or _silence(now)
             if not problem and process.poll() not in (None, 0):
                 problem = f"its process ended with {process.returncode}; see {self.run.path / 'track' / tracker}.log"
@@ -116,26 +116,26 @@ class Following:
                 break
             if waiting and time.monotonic() - said > 1.5:
                 said = time.monotonic()
-                left = ", ".join(f"{one} at step {read_progress(self.run, one).step} of {step}" for one in waiting)
+                left = ", ".join(f"{one} at step {read_state(self.run, one).step} of {step}" for one in waiting)
                 self.say(f"sending the last records: {left}; at most {deadline - said:.0f} s more", "dim")
         for process in waiting.values():
             with contextlib.suppress(OSError):  # it has just ended
                 process.kill()
             process.wait()
-        late = [tracker for tracker in self.processes if not read_progress(self.run, tracker).done]
+        late = [tracker for tracker in self.processes if not read_state(self.run, tracker).done]
         for tracker in late:
-            now = read_progress(self.run, tracker)
+            now = read_state(self.run, tracker)
             self.say(
                 f"{tracker} has what was up to step {now.step} of {step}; the rest: lamp track {self.run.address} --to {tracker}",
                 "bold yellow",
             )
 
     def _is_hung(self, tracker: str) -> bool:
-        now = read_progress(self.run, tracker)
+        now = read_state(self.run, tracker)
         return bool(now.doing) and time.time() - now.since > _HUNG_S
 
 
-def _silence(now: Progress) -> str:
+def _silence(now: TrackerState) -> str:
     waited_s = time.time() - now.since if now.doing else 0.0
     return f"{now.doing} for {waited_s:.0f} s without an answer" if waited_s > SILENT_S else ""
 

@@ -22,7 +22,7 @@ _MEASURED = ("sys/", "cost/", "time/")
 
 
 @dataclass(frozen=True)
-class Entry:
+class TrackerEntry:
     """The numbers of one line; null in the file is NaN here. `late`: of an earlier step than the newest, with an x of its own."""
 
     branch: int
@@ -42,7 +42,7 @@ class Branch:
     t: float = 0.0
 
 
-class History:
+class RunHistory:
     """Remembers a hash of every result that was sent."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class History:
         self.seen: dict[tuple[int, str], int] = {}  # step and kind -> hash of its results
         self.scored: set[int] = set()
 
-    def take(self, record: Mapping[str, Any]) -> list[Branch | Entry]:
+    def take(self, record: Mapping[str, Any]) -> list[Branch | TrackerEntry]:
         """What a line means; nothing where it is damaged, empty, or known already."""
         if not read_back.is_metric(record):
             return []
@@ -64,7 +64,7 @@ class History:
         before = self.seen.get(key)
         if before == found:
             return []
-        told: list[Branch | Entry] = []
+        told: list[Branch | TrackerEntry] = []
         if before is not None:
             told.append(replace(self._begin_branch(step, kind), t=float(record.get("t") or 0.0)))
         self.seen[key] = found
@@ -75,7 +75,7 @@ class History:
         late = step < self.newest
         if kind == "train":
             self.newest = max(self.newest, step)
-        told.append(Entry(self.branch, step, float(record.get("t") or 0.0), values, late))
+        told.append(TrackerEntry(self.branch, step, float(record.get("t") or 0.0), values, late))
         return told
 
     def _begin_branch(self, step: int, kind: str) -> Branch:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lamplighter.errors import InputMissing
-from lamplighter.watch.trackers.history import Entry
+from lamplighter.watch.trackers.history import TrackerEntry
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "csv")
 _FLUSH_S = 60.0
@@ -61,7 +61,7 @@ class Setting:
 class Writer(Protocol):
     """One open tracker run."""
 
-    def log(self, entry: Entry) -> None: ...
+    def log(self, entry: TrackerEntry) -> None: ...
     def tell(self, kind: str, step: int, title: str, text: str) -> None:
         """A text: `alert` (a verdict), `sample`, `checkpoint`, `config`, `plan`, `report`."""
         ...
@@ -105,7 +105,7 @@ class Csv:
         self.metrics = _open_cut(folder / "metrics.csv", mark.get("metrics"), "step,t,name,value\n")
         self.texts = _open_cut(folder / "texts.csv", mark.get("texts"), "step,kind,title,text\n")
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: TrackerEntry) -> None:
         rows = [f"{entry.step},{entry.t!r},{name},{value!r}\n" for name, value in entry.values.items()]
         self.metrics.write("".join(rows))
 
@@ -161,7 +161,7 @@ class TensorBoard:
         self.folder = folder
         self.writer = EventFileWriter(str(folder), max_queue_size=1000, flush_secs=int(_FLUSH_S))
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: TrackerEntry) -> None:
         values = [self.summary.Value(tag=name, simple_value=value) for name, value in entry.values.items()]
         self.writer.add_event(self.event(wall_time=entry.t, step=entry.step, summary=self.summary(value=values)))
 
@@ -227,7 +227,7 @@ class WeightsAndBiases:
         self.rows = int(mark.get("rows") or 0)
         self.checkpoints: list[str] = []
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: TrackerEntry) -> None:
         x = "train/iter" if any(name.startswith("train/") for name in entry.values) else "eval/iter"
         self._log({x: entry.step, **entry.values})
 
@@ -300,7 +300,7 @@ class Trackio:
             return set()
         return found
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: TrackerEntry) -> None:
         values = {name: value for name, value in entry.values.items() if (entry.step, name) not in self.there}
         if values:
             self.run.log(values, step=entry.step)
