@@ -11,7 +11,8 @@ import pytest
 from lamplighter.clean import dedup, quality, worker
 from lamplighter.clean import normalise as characters
 from lamplighter.clean.normalise import join
-from lamplighter.clean.quality import language_of, word_key, words_of
+from lamplighter.clean.quality import language_of, words_of
+from lamplighter.data.ngrams import word_key
 from lamplighter.clean.raw_documents import decode
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules
 from lamplighter.clean.worker import Clean, clean_document, clean_text

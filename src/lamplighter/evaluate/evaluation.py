@@ -15,7 +15,7 @@ from typing import Any
 
 from lamplighter import report
 from lamplighter.data.chat.template import ChatTemplate
-from lamplighter.data.stats.minhash import Grams, normalised
+from lamplighter.data.ngrams import NgramIndex
 from lamplighter.data.token_cache.reader import CachedStream
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
@@ -311,15 +311,14 @@ def _contamination(candidate: Candidate, task: Task, manner: Manner) -> dict[str
     """The share of items of which any run of 13 words stands in the training text; None where that is not at hand."""
     if manner.trained_on is None or task.kind in ("pairs", "period"):
         return None
-    texts = [normalised(_own_words(item)) for item in task.items]
-    grams, stream = Grams(texts, _GRAM_WORDS), manner.trained_on
+    index, stream = NgramIndex([_own_words(item) for item in task.items], _GRAM_WORDS), manner.trained_on
     end = candidate.tokenizer.end_name
     with report.phase("contamination", total=len(stream), unit="tokens") as phase:
         for begin in range(0, len(stream), _BLOCK):
             text = candidate.tokenizer.decode(stream.read(begin, min(begin + _BLOCK + _OVERLAP, len(stream))))
-            grams.meet([normalised(part) for part in text.split(end)])
+            index.meet(text.split(end))
             phase.tick(min(_BLOCK, len(stream) - begin))
-    shares = [float(one) for one in grams.shares() if not math.isnan(float(one))]
+    shares = [float(one) for one in index.shares() if not math.isnan(float(one))]
     met = sum(one > 0 for one in shares) / len(shares) if shares else 0.0
     return {"share": met, "n": _GRAM_WORDS, "items": len(shares), "grams": math.fsum(shares) / max(1, len(shares))}
 
