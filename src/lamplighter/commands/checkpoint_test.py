@@ -148,7 +148,7 @@ def _texts(candidate: Candidate, tokens: Tokens | None, prompts: list[str]) -> l
     import torch
 
     from lamplighter.evaluate import checkpoint_test as testing
-    from lamplighter.model.batching import Batcher, Wish
+    from lamplighter.model.batching import Batcher, TextRequest
     from lamplighter.model.generate import Choice
 
     tokenizer, built = candidate.tokenizer, candidate.built
@@ -160,7 +160,7 @@ def _texts(candidate: Candidate, tokens: Tokens | None, prompts: list[str]) -> l
         batcher = Batcher(built.model, 1, built.positions, built.vocab_size)
         for n, prompt in enumerate(prompts):
             ids = [tokenizer.end_of_text, *tokenizer.encode(prompt).tolist()][-(built.positions - most - 1) :]
-            batcher.add(n, Wish(tuple(ids), most, Choice(0.8, 0, 0.95), 1, n, frozenset([tokenizer.end_of_text]), logprobs=0))  # fmt: skip
+            batcher.add(n, TextRequest(tuple(ids), most, Choice(0.8, 0, 0.95), 1, n, frozenset([tokenizer.end_of_text]), logprobs=0))  # fmt: skip
             made, end = [], ""
             while batcher.texts:
                 for one in batcher.step():
@@ -188,13 +188,13 @@ def _next(address: str, last: Mapping[str, Any], flags: list[str]) -> str:
 
 
 def _keep(run: RunDir, candidate: Candidate, last: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-    from lamplighter.evaluate.items import Item, Task
+    from lamplighter.evaluate.items import Task, TaskItem
     from lamplighter.evaluate.results import log_name, write_result
-    from lamplighter.evaluate.scores import Score
+    from lamplighter.evaluate.scores import TaskScore
 
-    items = tuple(Item(one["prompt"], ()) for one in record["texts"])
+    items = tuple(TaskItem(one["prompt"], ()) for one in record["texts"])
     task = Task("checkpoint-test", "generate", items, run.path, "", "{prompt}")
-    score = Score("loss", last["loss"], last["stderr"], _DOCUMENTS, None, higher_is_better=False)
+    score = TaskScore("loss", last["loss"], last["stderr"], _DOCUMENTS, None, higher_is_better=False)
     more = {"action": last["action"], "why": last["why"], "red_flags": list(record["red_flags"]), "examples": record["texts"]}  # fmt: skip
     name = log_name(task.name, candidate.subject, {})
     write_result(run.path / "evaluations", name, candidate.subject, task, [score], seconds=0.0, **more)

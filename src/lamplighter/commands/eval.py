@@ -213,13 +213,13 @@ def training_tokens(folder: Path, place: Path) -> Tokens | None:
 
 def held_back(candidate: Candidate, folder: Path, tokens: Tokens | None, most: int | None = None) -> Task:
     """The run's own validation text as a task."""
-    from lamplighter.evaluate.items import Item, Task
+    from lamplighter.evaluate.items import Task, TaskItem
 
     if tokens is None or not len(tokens.val):
         why = "its token cache is gone, or it was trained on rows or a stream"
         raise InputMissing(f"the held-back text of {folder} is not here", why, "--tasks NAME --data DIR")
     texts = _documents(tokens.val, candidate.tokenizer.end_of_text)[:most]
-    items = tuple(Item("", (candidate.tokenizer.decode(ids),)) for ids in texts)
+    items = tuple(TaskItem("", (candidate.tokenizer.decode(ids),)) for ids in texts)
     return Task(
         "held-back",
         "text",
@@ -247,9 +247,9 @@ def _documents(stream: CachedStream, end_of_text: int) -> list[list[int]]:
 
 
 def _say(record: Mapping[str, Any]) -> None:
-    from lamplighter.evaluate.scores import Score
+    from lamplighter.evaluate.scores import TaskScore
 
-    scores = [Score(**one) for one in record["scores"]]
+    scores = [TaskScore.of(one) for one in record["scores"]]
     said = "; ".join(f"{one.name} {one.words()}" for one in scores[:3])
     found = record["contamination"]
     met = f"; {found['share']:.1%} of the items share {found['n']} words in a row with the training text" if found else ""  # fmt: skip
@@ -257,11 +257,11 @@ def _say(record: Mapping[str, Any]) -> None:
 
 
 def _table(records: list[dict[str, Any]]) -> str:
-    from lamplighter.evaluate.scores import Score
+    from lamplighter.evaluate.scores import TaskScore
 
     lines = [f"{'checkpoint':<18} {'task':<14} {'score':<24} {'value':>9} {'stderr':>8} {'n':>7} {'chance':>7}"]
     for record in records:
-        for one in (Score(**found) for found in record["scores"]):
+        for one in (TaskScore.of(found) for found in record["scores"]):
             error = "-" if one.stderr is None else f"{one.stderr:.4f}"
             chance = "-" if one.chance is None else f"{one.chance:.4f}"
             lines.append(f"{record['checkpoint']:<18} {record['task']:<14} {one.name:<24} {one.value:>9.4f} {error:>8} {one.n:>7,} {chance:>7}  {one.verdict}".rstrip())  # fmt: skip

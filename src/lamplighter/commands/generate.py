@@ -268,7 +268,7 @@ class _Talk:
 
     def _penalised(self, ids: list[int], number: int) -> Iterator[list[int | None]]:
         """The same by the batch, which knows what was said before."""
-        from lamplighter.model.batching import Batcher, Wish
+        from lamplighter.model.batching import Batcher, TextRequest
         from lamplighter.model.generate import Choice
 
         request, built = self.request, self.built
@@ -281,7 +281,7 @@ class _Talk:
         length = min(built.positions, len(ids) + request["max_tokens"] + 1)
         batcher = Batcher(built.model, samples, length, built.vocab_size)
         wishes = [
-            Wish(tuple(ids), request["max_tokens"], choice, request["seed"] + number, n, repetition_penalty=request["repetition_penalty"])
+            TextRequest(tuple(ids), request["max_tokens"], choice, request["seed"] + number, n, repetition_penalty=request["repetition_penalty"])
             for n in range(samples)
         ]  # fmt: skip
         for n, wish in enumerate(wishes):
@@ -323,10 +323,10 @@ def _stream_one(
     stops: list[str],
 ) -> list[int]:
     """Each piece as it comes, the prompt first: some tokenizers decode a token by the one before it."""
-    from lamplighter.data.pieces import Pieces
+    from lamplighter.data.pieces import TextPieces
 
     made: list[int] = []
-    pieces = Pieces(tokenizer, stops, prompt)
+    pieces = TextPieces(tokenizer, stops, prompt)
 
     def ids() -> Iterator[int]:
         yield from prompt

@@ -29,14 +29,6 @@ next();</script></html>"""
 _RULES = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
 
 
-class Pair(Protocol):
-    @property
-    def number(self) -> int: ...
-    @property
-    def prompt(self) -> str: ...
-    def shown(self) -> tuple[str, str]: ...
-
-
 class Pairs(Protocol):
     """What the page needs of a comparison."""
 

@@ -114,7 +114,7 @@ export function showRun(main, source, id, go, confirm, toast) {
     card(parts.plan, "The plan, and what came true", run.plan.length && grid(["", "planned", "seen", ""], run.plan.map((one) => [one.name, unit(one.planned, one.unit), unit(one.seen, one.unit), one.seen !== null && one.planned ? `${one.seen >= one.planned ? "+" : ""}${((100 * one.seen) / one.planned - 100).toFixed(0)} %` : ""])));
     card(parts.checkpoints, "Checkpoints", run.checkpoints.length && grid(["checkpoint", "loss", "validation", "size", "saved", ""], run.checkpoints.map((one) => [one.name + (one.best ? " ★ best" : ""), short(one.loss), short(one.val_loss), bytes(one.bytes), clock(one.t), one.valid ? "valid" : "invalid: " + one.reason])));
     samples();
-    card(parts.scores, "Evaluations", run.evaluations.length && grid(["task", "score", "step", "value", "chance"], run.evaluations.map((one) => [one.task, one.name, short(one.step), short(one.value) + (one.stderr ? ` ± ${short(one.stderr, 2)}` : ""), short(one.chance)])));
+    card(parts.scores, "Evaluations", run.evaluations.length && grid(["task", "score", "step", "value", "chance", ""], run.evaluations.map((one) => [one.task, one.name, short(one.step), short(one.value) + (one.stderr ? ` ± ${short(one.stderr, 2)}` : ""), short(one.chance), one.interval ? `95 %: ${short(one.interval[0])} to ${short(one.interval[1])}` : one.verdict])));
     parts.settings.className = "card";
     parts.settings.replaceChildren(el("details", {}, el("summary", {}, "Settings"), el("pre", {}, JSON.stringify(run.config, null, 1))), el("details", {}, el("summary", {}, "Environment of each attempt"), el("pre", {}, JSON.stringify(run.environment, null, 1))));
   }
