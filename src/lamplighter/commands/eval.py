@@ -101,8 +101,6 @@ def eval(words: list[str]) -> int:
 
 def eval_child(_: RunDir, request: dict[str, Any]) -> int:
     """Every task of every checkpoint that was asked for."""
-    from lamplighter.evaluate import tasks as all_tasks
-
     names = request["tasks"]
     data = Path(request["data"]) if request["data"] else None
     with report.phase("tasks"):
@@ -110,10 +108,10 @@ def eval_child(_: RunDir, request: dict[str, Any]) -> int:
     place = Path(request["place"])
     folders = folders_of(Path(resolved_model(request["model"])), request["checkpoint"])
     _say_time(opened, len(folders))
-    beside = (place / "events.jsonl").exists() and is_running(RunDir(place))
+    beside = _training_beside(place)
     if beside:
         os.nice(10)
-        report.note("the run is going on: this yields to it (niceness 10)")
+        report.note(f"{beside} is being trained: this yields to it (niceness 10, half of the threads)")
     with report.phase("import"):
         import torch
 
@@ -121,12 +119,24 @@ def eval_child(_: RunDir, request: dict[str, Any]) -> int:
             torch.set_num_threads(request["threads"] or max(1, torch.get_num_threads() // 2))
     records = []
     for folder in folders:
-        records += _evaluate_folder(folder, opened, request, all_tasks)
+        if not folder.is_dir():
+            report.warn(f"{folder.name} is left out: the run has pruned it meanwhile (save.keep keeps more)")
+            continue
+        records += _evaluate_folder(folder, opened, request)
     report.result(json.dumps(records, indent=1) + "\n" if request["json"] else _table(records))
     report.note(
         f"results are in {place / 'evaluations'}; next: lamp eval ... --json, or lamp generate to read its text"
     )
     return DONE
+
+
+def _training_beside(place: Path) -> str:
+    """The run of the same folder of runs that is being trained right now; '' where there is none."""
+    folder = place.parent if (place / "checkpoints").is_dir() else place.parent.parent
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if (path / "events.jsonl").exists() and is_running(RunDir(path)):
+            return path.name
+    return ""
 
 
 def _names(request: Mapping[str, Any], names: list[str], data: Path | None) -> list[str]:
@@ -174,16 +184,18 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"  # fmt: skip
 
 
-def _evaluate_folder(folder: Path, opened: list[Task | str], request: dict[str, Any], all_tasks: Any) -> list[dict[str, Any]]:  # fmt: skip
+def _evaluate_folder(folder: Path, opened: list[Task | str], request: dict[str, Any]) -> list[dict[str, Any]]:
+    from lamplighter.evaluate import contamination
     from lamplighter.evaluate.evaluation import Manner, evaluate
 
     candidate = load_candidate(folder, request)
-    tokens = training_tokens(folder, Path(request["place"]))
-    manner = Manner(Path(request["place"]) / "evaluations", request["window"], request["chat"], tokens.train if tokens else None)  # fmt: skip
+    tokens, kept = training_tokens(folder, Path(request["place"])), Path(request["place"]) / "evaluations"
+    tasks = [held_back(candidate, folder, tokens) if one == "held-back" else one for one in opened]
+    ours = [one for one in tasks if not isinstance(one, str)]
+    met = contamination.measure(ours, tokens, candidate.tokenizer, kept / "items") if tokens is not None else {}
+    manner = Manner(kept, request["window"], request["chat"], met)
     records = []
-    for task in opened:
-        if task == "held-back":
-            task = held_back(candidate, folder, tokens)
+    for task in tasks:
         if isinstance(task, str):
             from lamplighter.evaluate.harness import run_harness
 

@@ -1,7 +1,7 @@
 """One model through one task, to the file with its scores: items that are done are kept, and left out at the next start.
 
 In:  a loaded model, a Task, the folder for evaluations.
-Out: evaluations/NAME.json (results.py); what was met of the task in the training text.
+Out: evaluations/NAME.json (results.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 
 from lamplighter import report
 from lamplighter.data.chat.template import ChatTemplate
-from lamplighter.data.ngrams import NgramIndex
-from lamplighter.data.token_cache.reader import CachedStream
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
 from lamplighter.evaluate import generation
@@ -33,8 +31,6 @@ from lamplighter.model.generate import Choice
 TEXT_WINDOW = 1024  # tokens of context at most for the loss on a text, unless told otherwise
 _ROWS = 8  # texts that are written together
 _SEED = 1
-_GRAM_WORDS = 13  # in a row, as the field looks for contamination
-_BLOCK, _OVERLAP = 1 << 18, 512  # tokens of the training text at a time; 13 words are fewer than the overlap
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,9 @@ class Manner:
     folder: Path  # for evaluations
     window: int | None = None
     chat: bool = False  # questions of generation tasks by the model's own template
-    trained_on: CachedStream | None = None  # where the training text is at hand
+    contamination: Mapping[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # by task, where the training text is at hand
     pause: Callable[[], None] = field(default=lambda: None)  # between batches
 
 
@@ -72,9 +70,8 @@ def evaluate(candidate: Candidate, task: Task, manner: Manner) -> dict[str, Any]
     conclude = {"choice": choice_scores, "last_word": _last_words, "text": _losses, "generate": _averages, "pairs": _averages, "period": _period_scores}  # fmt: skip
     scores = conclude[task.kind](task, log.done)
     more = _examples(task, log.done)
-    found = _contamination(candidate, task, manner)
     return write_result(
-        manner.folder, name, candidate.subject, task, scores, contamination=found, settings=settings,
+        manner.folder, name, candidate.subject, task, scores, contamination=manner.contamination.get(task.name), settings=settings,
         seconds=round(time.monotonic() - began, 3), template=_template_words(candidate, task, manner), **more,
     )  # fmt: skip
 
@@ -302,28 +299,3 @@ def _examples(task: Task, done: Mapping[int, Mapping[str, Any]]) -> dict[str, An
     ranked = sorted(texts, key=lambda pair: (not pair[1].get("seen", {}).get("anachronisms"), pair[0]))
     shown = [{"prompt": task.items[n].context, "text": one["text"], **one.get("seen", {})} for n, one in ranked[:8]]
     return {"examples": shown}
-
-
-# ---------------------------------------------------------------- contamination
-
-
-def _contamination(candidate: Candidate, task: Task, manner: Manner) -> dict[str, Any] | None:
-    """The share of items of which any run of 13 words stands in the training text; None where that is not at hand."""
-    if manner.trained_on is None or task.kind in ("pairs", "period"):
-        return None
-    index, stream = NgramIndex([_own_words(item) for item in task.items], _GRAM_WORDS), manner.trained_on
-    end = candidate.tokenizer.end_name
-    with report.phase("contamination", total=len(stream), unit="tokens") as phase:
-        for begin in range(0, len(stream), _BLOCK):
-            text = candidate.tokenizer.decode(stream.read(begin, min(begin + _BLOCK + _OVERLAP, len(stream))))
-            index.meet(text.split(end))
-            phase.tick(min(_BLOCK, len(stream) - begin))
-    shares = [float(one) for one in index.shares() if not math.isnan(float(one))]
-    met = sum(one > 0 for one in shares) / len(shares) if shares else 0.0
-    return {"share": met, "n": _GRAM_WORDS, "items": len(shares), "grams": math.fsum(shares) / max(1, len(shares))}
-
-
-def _own_words(item: TaskItem) -> str:
-    """The question itself, without the solved examples before it, and its answer."""
-    question = item.context.rsplit("\n\n", 1)[-1] if item.group else item.context
-    return question + (item.answers[item.gold] if item.answers else f" {item.reference}")

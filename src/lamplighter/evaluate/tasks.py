@@ -279,10 +279,7 @@ def _described(name: str, path: Path, description: Path, shots: Shots) -> Task:
         raise BadData(f"{description} describes no task", why, "see docs/evaluation.md")
     prompt = str(found["prompt"])
     if "reference" in found:
-        make: Callable[[Row], TaskItem] = lambda row: TaskItem(
-            _filled(prompt, row), (), reference=str(row[found["reference"]])
-        )
-        items, digest = _items(path, make)
+        items, digest = _items(path, lambda row: TaskItem(_filled(prompt, row), (), reference=str(row[found["reference"]])))  # fmt: skip
         return Task(name, "generate", items, path, digest, prompt, {"max_tokens": int(found.get("max_tokens", 64))})
 
     def item(row: Row) -> TaskItem:
