@@ -50,7 +50,7 @@ def make_app(bridge: Bridge, timeout_s: float) -> Starlette:
 
     async def health(_: Request) -> Response:
         state, facts = bridge.state(), bridge.facts
-        body = {"status": state, "model": facts.get("model"), "step": facts.get("step"), "texts": len(bridge.waiting), "most": bridge.most}  # fmt: skip
+        body = {"status": state, "model": facts.get("model"), "step": facts.get("step"), "template": facts.get("template"), "texts": len(bridge.waiting), "most": bridge.most}  # fmt: skip
         return JSONResponse(body, 200 if state == "ok" else 503, {} if state == "ok" else {"retry-after": "2"})
 
     async def metrics(_: Request) -> Response:
