@@ -17,6 +17,7 @@ from lamplighter.evaluate import tasks
 from lamplighter.evaluate.items import Task
 from lamplighter.rundir import RunDir, read_lines
 from running import LONG, TINY, Command, Finished, lamp, real, shared, start_lamp, wait_for
+from serving import ask, serving
 
 WORDS = [*TINY, "--train.steps", "3", "--data.seq_len", "512", "--model.family", "llama", "--save.every_steps", "2"]
 NEAR = 1e-3
@@ -326,7 +327,6 @@ def test_people_choose_on_the_page(run: RunDir, tmp_path: Path) -> None:
 @LONG
 def test_a_model_of_the_hub_is_fetched_once_for_eval_generate_and_serve(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     from test_hub_models_runs import use
-    from test_serve_runs import ask, serving
 
     from hub_server import hub_server
 

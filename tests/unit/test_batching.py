@@ -5,7 +5,7 @@ import torch
 from test_sample import GPT2, LLAMA, Uncached, a_model, both_families
 
 from lamplighter.model.batching import PREFILL_TOKENS, Batcher, Made, TextRequest, write_all
-from lamplighter.model.generate import Choice, stream
+from lamplighter.model.generate import Choice, Decoder, lay_out, stream
 from lamplighter.model.shape import Shape
 
 
@@ -122,3 +122,18 @@ def test_log_probabilities_are_those_of_the_logits() -> None:
     assert made.token == int(logs.argmax())
     assert made.logprob == pytest.approx(float(logs.max()), abs=1e-5)
     assert [token for token, _ in made.top] == logs.topk(3).indices.tolist()
+
+
+def test_weights_that_are_laid_out_for_decoding_are_the_same_model_in_no_more_memory() -> None:
+    model = a_model(longer(LLAMA))
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    texts = [alone(model, prompt, 9) for prompt in PROMPTS]
+    assert len(Decoder(model, Batcher(model, 1, 40, 40).cache).llama[0].qkv) == 3
+    lay_out(model)
+    assert len(Decoder(model, Batcher(model, 1, 40, 40).cache).llama[0].qkv) == 1
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert [alone(model, prompt, 9) for prompt in PROMPTS] == texts
+    attn = model.model.layers[0].self_attn
+    assert attn.q_proj.weight.untyped_storage().data_ptr() == attn.v_proj.weight.untyped_storage().data_ptr()
+    sizes = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.parameters()}
+    assert sum(sizes.values()) == sum(one.nbytes for one in model.parameters())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.commands.arguments import many, parse
+from lamplighter.commands.arguments import many, parse, with_own_fields
 from lamplighter.commands.model_folder import folders_of, load_candidate, located, resolved_model
 from lamplighter.errors import DONE, InputMissing, LampError, UsageError
 from lamplighter.rundir import (
@@ -74,8 +74,7 @@ def eval(words: list[str]) -> int:
     """Tasks of our own on local files, lm-eval's by its adapter; or pairs for people."""
     from lamplighter.commands.session import session
 
-    words = ["--model-family" + w[len("--model.family") :] if w.split("=")[0] == "--model.family" else w for w in words]
-    rest, lists = many(words, "tasks")
+    rest, lists = many(with_own_fields(words), "tasks")
     flags = parse("eval", _eval_flags, rest)
     tasks = [one for word in lists["tasks"] for one in word.split(",") if one]
     if "--tasks" in " ".join(words) and not tasks:

@@ -6,6 +6,7 @@ Out: a folder of weights, or the model in it with its tokenizer and template.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import report
 from lamplighter.commands.arguments import find_run
 from lamplighter.errors import InputMissing, NoCheckpoint, RefusedByPlan
-from lamplighter.rundir import checkpoint_name, human_bytes, newest_first, step_of
+from lamplighter.rundir import checkpoint_name, human_bytes, newest_first, read_record, step_of
 
 if TYPE_CHECKING:
     from lamplighter.evaluate.evaluation import Candidate
@@ -38,6 +39,16 @@ def located(name: str, runs_dir: Path) -> dict[str, Any]:
             return {"model": f"hub:{name}", "place": str(_beside(runs_dir, name.replace("/", "--")))}
         raise
     return {"model": str(run.path.resolve()), "place": str(run.path.resolve())}
+
+
+def own_family(folder: Path) -> list[str]:
+    """The words to name a model of one's own again; what its config.json says is only repeated, and only a plain name."""
+    from lamplighter.model.shape import OWN_TYPE
+
+    config = read_record(folder / "config.json")
+    named = config.get("family") if config.get("model_type") == OWN_TYPE else None
+    plain = isinstance(named, str) and re.fullmatch(r"[\w.]+:\w+", named, re.ASCII) is not None
+    return ["--model.family", str(named) if plain else "module:name"] if named is not None else []
 
 
 def _beside(runs_dir: Path, name: str) -> Path:
@@ -134,6 +145,7 @@ def load_candidate(folder: Path, request: Mapping[str, Any]) -> Candidate:
     from lamplighter.evaluate.evaluation import Candidate
     from lamplighter.evaluate.results import Subject, mark_of
     from lamplighter.model.build import load_folder
+    from lamplighter.model.generate import lay_out
 
     refuse_without_memory(folder)
     with report.phase("model"):
@@ -142,6 +154,7 @@ def load_candidate(folder: Path, request: Mapping[str, Any]) -> Candidate:
         template = templates.of_folder(folder, tokenizer) if request.get("chat") else None
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         built.model.to(device).eval()
+        lay_out(built.model)
         step = step_of(folder)
         name = folder.name if step >= 0 else Path(request["place"]).name
         subject = Subject(folder, name, step if step >= 0 else None, mark_of(folder))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report, web_access
-from lamplighter.commands.arguments import parse
+from lamplighter.commands.arguments import parse, with_own_fields
 from lamplighter.errors import DONE, STOPPED_EARLY, InputMissing, UsageError
 from lamplighter.rundir import RunDir, human_bytes, step_of
 
@@ -47,8 +47,7 @@ def _serve_flags(
 
 def serve(words: list[str]) -> int:
     """Listen, start the child, answer until Ctrl+C."""
-    words = ["--model-family" + w[len("--model.family") :] if w.split("=")[0] == "--model.family" else w for w in words]
-    flags = parse("serve", _serve_flags, words)
+    flags = parse("serve", _serve_flags, with_own_fields(words))
     for name, least in (("max_batch", 1), ("max_queue", 0), ("context", 2), ("timeout_s", 1)):
         if flags[name] is not None and flags[name] < least:
             raise UsageError(f"--{name.replace('_', '-')} must be {least} or more", "", "lamp serve --help")
@@ -171,12 +170,14 @@ def _load(folder: Path, request: dict[str, Any]) -> Loaded:
     from lamplighter.data import tokenizer as tokenizers
     from lamplighter.data.chat import template as templates
     from lamplighter.model.build import load_folder
+    from lamplighter.model.generate import lay_out
     from lamplighter.serve.engine import Loaded
 
     built = load_folder(folder, request["model_family"], request["command"])
     tokenizer = tokenizers.load(folder)
     template = templates.of_folder(folder, tokenizer)
     built.model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    lay_out(built.model)
     step = step_of(folder)
     name = Path(request["place"]).name
     return Loaded(built, tokenizer, template, name, step if step >= 0 else None, folder)
