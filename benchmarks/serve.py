@@ -177,7 +177,9 @@ def _race_of(count: int, ports: dict[str, int], body: dict[str, Any], wanted: An
     def rate(name: str) -> float:
         with concurrent.futures.ThreadPoolExecutor(count) as pool:
             began = time.perf_counter()
-            done = list(pool.map(lambda _: stream(ports[name], _to(name, body)), range(count)))
+            turn = len(firsts[name])  # every prompt is a new one, the same for all: nobody answers from what it kept
+            asked = [{**_to(name, body), "messages": [{"role": "user", "content": f"({count}.{turn}.{n}) {PROMPT}"}]} for n in range(count)]  # fmt: skip
+            done = list(pool.map(lambda one: stream(ports[name], one), asked))
             took = time.perf_counter() - began
         firsts[name].append(sum(first for first, _, _ in done) / count)
         texts[name] |= {text for _, _, text in done}

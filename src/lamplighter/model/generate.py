@@ -378,7 +378,7 @@ def _used_together(layer: LlamaLayer) -> tuple[tuple[nn.Linear, ...], tuple[nn.L
 
 def _side_by_side(x_BI: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
     made = [decode_linear(x_BI, weight_OI) for weight_OI in weights]
-    return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+    return made[0].contiguous() if len(made) == 1 else torch.cat(made, dim=-1)
 
 
 def _joined(weights: list[Tensor]) -> tuple[Tensor, ...]:
@@ -402,6 +402,7 @@ def lay_out(model: nn.Module) -> None:
     if not isinstance(model, Transformer) or not can_decode(model) or model.shape.family != "llama":
         return
     for layer in model.model.layers:
+        assert isinstance(layer, LlamaLayer)
         for parts in _used_together(layer):
             whole, at = torch.cat([part.weight for part in parts]), 0
             for part in parts:
