@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
 from lamplighter.commands.arguments import many, parse, with_own_fields
-from lamplighter.commands.model_folder import folders_of, load_candidate, located, resolved_model
+from lamplighter.commands.model_folder import folders_of, load_candidate, located, own_family, resolved_model
 from lamplighter.errors import DONE, InputMissing, LampError, UsageError
 from lamplighter.rundir import (
     CACHE_NAME,
@@ -84,7 +84,7 @@ def eval(words: list[str]) -> int:
     if flags["limit"] is not None and flags["limit"] < 1:
         raise UsageError("--limit must be 1 or more", "", "leave it out for all items")
     request = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
-    request |= {"tasks": tasks, "command": shlex.join(["lamp", "eval", *words])}
+    request |= {"tasks": tasks, "typed": flags["model"], "command": shlex.join(["lamp", "eval", *words])}
     if flags["human"]:
         from lamplighter.commands.human import compare
 
@@ -123,9 +123,8 @@ def eval_child(_: RunDir, request: dict[str, Any]) -> int:
             continue
         records += _evaluate_folder(folder, opened, request)
     report.result(json.dumps(records, indent=1) + "\n" if request["json"] else _table(records))
-    report.note(
-        f"results are in {place / 'evaluations'}; next: lamp eval ... --json, or lamp generate to read its text"
-    )
+    again = shlex.join(["lamp", "generate", request["typed"], "--interactive", *own_family(folders[-1])])
+    report.note(f"results are in {place / 'evaluations'}; next: {again}")
     return DONE
 
 
@@ -150,6 +149,8 @@ def _names(request: Mapping[str, Any], names: list[str], data: Path | None) -> l
             report.note(f"of the suite {request['suite']} there is no data for: {', '.join(left)}")
     else:
         found = names or [*own, *(all_tasks.find_tasks(data) if data else ())]
+    if not found and request["suite"]:
+        raise InputMissing(f"there is no data for any task of the suite {request['suite']}", f"--data is {data or 'not given'}", f"a folder or file for each: {', '.join(SUITES[request['suite']])}")  # fmt: skip
     if not found:
         raise UsageError("there is nothing to evaluate on", "a model folder has no text of its own", "--data DIR --tasks NAME,...")  # fmt: skip
     return found

@@ -47,7 +47,8 @@ class TaskScore:
 
     def words(self) -> str:
         error = "" if self.stderr is None else f" ± {self.stderr:.4f}"
-        chance = "" if self.chance is None else f", chance {self.chance:.4f}: {self.verdict}"
+        chance = "" if self.chance is None else f", chance {self.chance:.4f}"
+        chance += f": {self.verdict}" if self.verdict else ""
         return f"{self.value:.4f}{error} (n {self.n:,}{chance})"
 
 
