@@ -34,7 +34,7 @@ def main() -> None:
     from lm_eval.models.huggingface import HFLM
 
     built = load_folder(wanted.folder)
-    encoder = encoding.Encoder(tokenizers.load(wanted.folder))
+    encoder = encoding.QuestionEncoder(tokenizers.load(wanted.folder))
     theirs = HFLM(pretrained=str(wanted.folder), dtype="float32", batch_size=8, device="cpu")
     for name in wanted.tasks:
         task = tasks.open_task(name, wanted.data, tasks.Shots())

@@ -28,6 +28,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 GROUPS: dict[str, tuple[list[str], bool]] = {
     "hf": (["torch", "transformers", "accelerate", "datasets", "tokenizers", "tiktoken", "psutil"], True),
     "lightning": (["torch", "lightning", "transformers"], True),
+    "serving": (["torch", "transformers[serving]", "accelerate"], True),
     "litgpt": (["torch", "litgpt", "requests"], False),  # it asks for older versions of what is pinned
     "litdata": (["torch", "litdata"], False),  # apart: the torchvision that it brings stops litgpt from starting
 }

@@ -1,7 +1,7 @@
 """Tokens a second and time to the first token of lamp serve, beside transformers serve and llama.cpp's server; and a soak.
 
 In:  a model folder, the GGUF with the same weights (for llama.cpp, by xllamacpp; it is written out as F32 first).
-Out: a table for 1, 4 and 16 clients at a time. Every server has the machine for itself in its turn.
+Out: tables for 1, 4 and 16 clients at a time. All servers are up; in each round each has the machine for itself in its turn.
 
     python benchmarks/serve.py --folder DIR [--gguf FILE] [--clients 1 4 16] [--tokens 32] [--threads 1] [--without NAME ...]
     python benchmarks/serve.py --folder DIR --soak 60
@@ -13,6 +13,7 @@ connections than are taken: the server must not die, every healthy request must 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import os
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import measured
+import peers
 
 PROMPT = "The lamplighter went from street to street in the fog, and at every corner he thought of the letter in his coat. " * 2  # fmt: skip
 LLAMA_CPP = """
@@ -52,12 +54,12 @@ def start(name: str, wanted: Any, port: int, work: Path) -> subprocess.Popen[byt
     ours = [sys.executable, "-m", "lamplighter", "serve", str(wanted.folder), "--port", str(port), "--max-batch", "16", "--context", "512", "--threads", threads]  # fmt: skip
     commands = {
         "ours": ours,
-        "transformers serve": [str(Path(sys.executable).parent / "transformers"), "serve", str(wanted.folder), "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32"],
+        "transformers serve": [str(peers.python("serving").parent / "transformers"), "serve", str(wanted.folder), "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32"],
         "llama.cpp F32": [sys.executable, "-c", LLAMA_CPP, str(work / "f32.gguf"), str(port), threads],
     }  # fmt: skip
-    path = {"PYTHONPATH": str(measured.ROOT / "src"), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    path = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     with open(work / f"{name.split()[0]}.log", "wb") as log:
-        return subprocess.Popen(commands[name], stdout=log, stderr=log, env={**os.environ, **path}, start_new_session=True)  # fmt: skip
+        return subprocess.Popen(commands[name], stdout=log, stderr=log, env={**os.environ, **path, **({"PYTHONPATH": str(measured.ROOT / "src")} if name == "ours" else {})}, start_new_session=True)  # fmt: skip
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -71,25 +73,31 @@ def end(process: subprocess.Popen[bytes]) -> None:
                 continue
 
 
-def request(port: int, body: dict[str, Any] | bytes, timeout: float = 600) -> http.client.HTTPResponse:
+def request(port: int, body: dict[str, Any] | bytes, timeout: float = 600, path: str = "/v1/completions") -> http.client.HTTPResponse:  # fmt: skip
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", "/v1/completions", data, {"content-type": "application/json"})
+    connection.request("POST", path, data, {"content-type": "application/json"})
     return connection.getresponse()
 
 
-def stream(port: int, body: dict[str, Any]) -> tuple[float, float, int]:
-    """Seconds to the first piece, seconds in all, pieces with text."""
-    began, first, count = time.perf_counter(), 0.0, 0
-    reply = request(port, {**body, "stream": True})
-    assert reply.status == 200, reply.read()
+CHAT = "/v1/chat/completions"
+
+
+def stream(port: int, body: dict[str, Any]) -> tuple[float, int, str]:
+    """Seconds to the first piece, tokens, the text."""
+    began, first, pieces, usage = time.perf_counter(), 0.0, [], 0
+    reply = request(port, {**body, "stream": True, "stream_options": {"include_usage": True}}, path=CHAT)
+    if reply.status != 200:
+        raise RuntimeError(reply.read()[:300])
     for line in reply:
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
-            if event.get("choices") and event["choices"][0].get("text"):
+            usage = (event.get("usage") or {}).get("completion_tokens") or usage
+            piece = event["choices"][0]["delta"].get("content") if event.get("choices") else None
+            if piece:
                 first = first or time.perf_counter() - began
-                count += 1
-    return first, time.perf_counter() - began, count
+                pieces.append(piece)
+    return first, usage or len(pieces), "".join(pieces)
 
 
 def wait_ready(port: int, body: dict[str, Any], process: subprocess.Popen[bytes], deadline_s: float = 300) -> None:
@@ -98,7 +106,7 @@ def wait_ready(port: int, body: dict[str, Any], process: subprocess.Popen[bytes]
         if process.poll() is not None:
             raise RuntimeError(f"it ended with {process.returncode}")
         try:
-            reply = request(port, {**body, "max_tokens": 1}, 120)
+            reply = request(port, {**body, "max_tokens": 1}, 120, CHAT if "messages" in body else "/v1/completions")
             reply.read()
             if reply.status == 200:
                 return
@@ -137,36 +145,52 @@ def race(wanted: Any) -> None:
     names = [name for name in ("ours", "transformers serve", "llama.cpp F32") if name.split()[0] not in wanted.without]
     if wanted.gguf is None:
         names = [name for name in names if not name.startswith("llama")]
-    body = {"model": str(wanted.folder), "prompt": PROMPT, "max_tokens": wanted.tokens, "temperature": 0}
-    found: dict[int, dict[str, tuple[float, float]]] = {count: {} for count in wanted.clients}
-    with tempfile.TemporaryDirectory() as folder:
+    body = {"model": str(wanted.folder), "messages": [{"role": "user", "content": PROMPT}], "max_tokens": wanted.tokens, "temperature": 0}  # fmt: skip
+    ports: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         work = Path(folder)
         if wanted.gguf is not None:
             f32_gguf(wanted.gguf, work / "f32.gguf")
         for name in names:
             port = free_port()
             process = start(name, wanted, port, work)
-            mine = {**body, "model": "default"} if name == "ours" else body
+            running.callback(end, process)
             try:
-                wait_ready(port, mine, process)
-                for count in wanted.clients:
-                    with concurrent.futures.ThreadPoolExecutor(count) as pool:
-                        began = time.perf_counter()
-                        done = list(pool.map(lambda _, port=port, mine=mine: stream(port, mine), range(count)))
-                        took = time.perf_counter() - began
-                    made = sum(pieces for _, _, pieces in done)
-                    found[count][name] = (made / took, sum(first for first, _, _ in done) / count)
-                    print(f"{name}, {count} clients: {made / took:.1f} tokens/s, first after {found[count][name][1]:.2f} s", flush=True)  # fmt: skip
-            except (RuntimeError, OSError, AssertionError) as error:
+                wait_ready(port, _to(name, body), process)
+                ports[name] = port
+            except (RuntimeError, OSError) as error:
                 log = (work / f"{name.split()[0]}.log").read_text(errors="replace")
                 print(f"{name}: left out, {error}\n{log[-600:]}", flush=True)
-            finally:
-                end(process)
-    for count, rows in found.items():
-        if len(rows) > 1:
-            against = "transformers serve" if "transformers serve" in rows else list(rows)[-1]
-            measured.show(f"{count} clients, {wanted.tokens} tokens each, {wanted.threads} thread(s)", "tokens/s", [measured.Row(who, [rate]) for who, (rate, _) in rows.items()], against=against)  # fmt: skip
-            measured.show(f"{count} clients: time to the first token", "seconds", [measured.Row(who, [first], more_is_better=False) for who, (_, first) in rows.items()], against=against)  # fmt: skip
+        for count in wanted.clients:
+            _race_of(count, ports, body, wanted)
+
+
+def _to(name: str, body: dict[str, Any]) -> dict[str, Any]:
+    return {**body, "model": "default"} if name == "ours" else body
+
+
+def _race_of(count: int, ports: dict[str, int], body: dict[str, Any], wanted: Any) -> None:
+    """So many clients at once, each server in its turn, so many rounds."""
+    firsts: dict[str, list[float]] = {name: [] for name in ports}
+    texts: dict[str, set[str]] = {name: set() for name in ports}
+
+    def rate(name: str) -> float:
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            began = time.perf_counter()
+            turn = len(firsts[name])  # every prompt is a new one, the same for all: nobody answers from what it kept
+            asked = [{**_to(name, body), "messages": [{"role": "user", "content": f"({count}.{turn}.{n}) {PROMPT}"}]} for n in range(count)]  # fmt: skip
+            done = list(pool.map(lambda one: stream(ports[name], one), asked))
+            took = time.perf_counter() - began
+        firsts[name].append(sum(first for first, _, _ in done) / count)
+        texts[name] |= {text for _, _, text in done}
+        return sum(tokens for _, tokens, _ in done) / took
+
+    rates = measured.in_turn({name: lambda name=name: rate(name) for name in ports}, wanted.rounds)  # type: ignore[misc]
+    title = f"{count} client(s), up to {wanted.tokens} tokens each, {wanted.threads} thread(s)"
+    for against in [name for name in ports if name != "ours"] or ["ours"]:
+        measured.show(title, "tokens/s", [measured.Row(who, all_) for who, all_ in rates.items()], against=against)
+        measured.show(f"{title}: first token", "seconds", [measured.Row(who, all_[1:], more_is_better=False) for who, all_ in firsts.items()], against=against)  # fmt: skip
+    print("different texts: " + ", ".join(f"{who} {len(all_)}" for who, all_ in texts.items()), flush=True)
 
 
 def soak(wanted: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,8 @@ import eval_data
 from lamplighter.evaluate import tasks
 from lamplighter.evaluate.items import Task
 from lamplighter.rundir import RunDir, read_lines
-from running import TINY, Command, Finished, lamp, real, start_lamp, wait_for
+from running import LONG, TINY, Command, Finished, lamp, real, shared, start_lamp, wait_for
+from serving import ask, serving
 
 WORDS = [*TINY, "--train.steps", "3", "--data.seq_len", "512", "--model.family", "llama", "--save.every_steps", "2"]
 NEAR = 1e-3
@@ -114,7 +117,7 @@ def test_generation_pairs_period_and_the_runs_own_text(run: RunDir, here: Comman
     done = here("eval", "r", "--data", str(data), "--tasks", "held-back,copying,rouge,period", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     held, copying, rouge, period = json.loads(done.stdout)
-    assert held["contamination"]["n"] == 13 and 0 <= held["contamination"]["share"] <= 1
+    assert held["contamination"]["n"] == 13
     names = {one["name"] for one in copying["scores"]}
     assert {"rouge1", "rougeL", "exact_match", "repetition", "distinct_2"} <= names
     assert len(copying["examples"]) == 4
@@ -177,6 +180,7 @@ def test_all_checkpoints_and_a_suite(run: RunDir, here: Command, tmp_path: Path)
     assert "tokens to read" in done.stderr
 
 
+@LONG
 def test_a_task_of_lm_eval_runs_on_our_model(run: RunDir, here: Command, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     data = eval_data.make(tmp_path / "data")
@@ -198,12 +202,12 @@ def test_a_task_of_lm_eval_runs_on_our_model(run: RunDir, here: Command, tmp_pat
 
 
 def test_checkpoints_are_evaluated_after_the_training_by_eval_tasks(tmp_path: Path) -> None:
-    words = ["train", "--run", "r", *TINY, "--train.steps", "4", "--save.every_steps", "2", "--eval.tasks", "held-back"]
+    words = ["train", "--run", "r", *TINY, "--train.steps", "3", "--eval.tasks", "held-back"]
     done = lamp(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     run = RunDir(tmp_path / "runs" / "r")
-    assert {record["step"] for record in results(run, "held-back")} == {2, 4}
-    assert done.stdout.count("evaluated checkpoint-") == 2
+    assert {record["step"] for record in results(run, "held-back")} == {3}
+    assert done.stdout.count("evaluated checkpoint-") == 1
 
 
 def test_the_death_of_an_evaluation_leaves_the_run_alone(tmp_path: Path) -> None:
@@ -240,6 +244,34 @@ def test_a_checkpoint_is_tested_against_what_was_to_be_expected(run: RunDir, her
     assert "In the year 1834" in table and "expected" in table and "next: lamp" in table
 
 
+def test_what_stands_in_the_training_text_is_counted_once(run: RunDir, here: Command, tmp_path: Path) -> None:
+    from lamplighter.commands.eval import training_tokens
+    from lamplighter.data import tokenizer as tokenizers
+
+    tokens = training_tokens(run.checkpoint(3), run.path)
+    assert tokens is not None
+    whole = tokenizers.load(run.checkpoint(3)).decode(tokens.train.read(1, 2000))
+    seen = " ".join(max(whole.split("<|endoftext|>"), key=len).split()[:30])
+    rows = [
+        {"goal": text, "sol1": "yes", "sol2": "no", "label": 0} for text in (seen, seen.upper(), "new " * 20, "short")
+    ]
+    (tmp_path / "data" / "piqa").mkdir(parents=True)
+    (tmp_path / "data" / "piqa" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("eval", "r", "--data", "data", "--tasks", "piqa", "--checkpoint", "all", "--json")
+    done = here(*words, cwd=tmp_path)
+    records = json.loads(done.stdout)
+    assert [one["contamination"]["items"] for one in records] == [3, 3]  # the fourth has no 13 words
+    assert [one["contamination"]["share"] for one in records] == [pytest.approx(2 / 3)] * 2
+    assert len(list((run.path / "evaluations" / "items").glob("contamination-*.json"))) == 1
+
+
+def test_without_memory_it_is_refused_in_words(run: RunDir, here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr("lamplighter.procs.procfs.memory_available", lambda: 100 << 20)
+    done = here("eval", "r", "--tasks", "held-back", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (77, "")
+    assert "there is no memory for checkpoint-3" in done.stderr and "are free" in done.stderr
+
+
 def test_people_choose_blindly_and_go_on_where_they_were(run: RunDir, here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     import io
 
@@ -256,3 +288,61 @@ def test_people_choose_blindly_and_go_on_where_they_were(run: RunDir, here: Comm
     low, high = json.loads(done.stdout)["interval"]
     assert low < score["value"] < high
     assert len(results(run, "human-vs")) == 1
+    told = here("compare", "r", "r", cwd=tmp_path)
+    assert "human-vs-checkpoint-2 win_rate" in told.stdout, told.stdout + told.stderr
+    assert f"({low:.3f} to {high:.3f})" in told.stdout
+    from lamplighter.export import model_card
+
+    assert f"(95 %: {low:.3f} to {high:.3f})" in model_card._evaluation(run, 3)
+
+
+def test_people_choose_on_the_page(run: RunDir, tmp_path: Path) -> None:
+    if not Path("/usr/bin/chromium").exists():
+        assert os.environ.get("CI") != "true", "CI must have Chromium"
+        pytest.skip("there is no Chromium here")
+    from playwright.sync_api import sync_playwright
+
+    (tmp_path / "asked.txt").write_text("The <b>fog</b>\nMy dear Aunt\n")
+    words = ("eval", "r", str(run.checkpoint(2)), "--human", "--page", "--prompts", "asked.txt")
+    process = start_lamp(*words, cwd=tmp_path)
+    wait_for(lambda: "http://127.0.0.1:" in (tmp_path / "out.txt").read_text(), 60, process)
+    [address] = re.findall(r"http://127\.0\.0\.1:\S+", (tmp_path / "out.txt").read_text())[:1]
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-background-networking"])  # fmt: skip
+        page = browser.new_page()
+        page.goto(address)
+        page.locator("#place", has_text="1 of 2").wait_for()
+        page.keyboard.press("1")
+        page.locator("#place", has_text="2 of 2").wait_for()
+        assert page.locator("#prompt b").count() == 0  # shown, not obeyed
+        page.get_by_role("button", name="Alike").click()
+        page.locator("#place", has_text="Done").wait_for()
+        browser.close()
+    assert process.wait(20) == 0, (tmp_path / "out.txt").read_text()
+    assert "95 % interval" in (tmp_path / "out.txt").read_text()
+    [record] = results(run, "human-vs")
+    assert record["scores"][0]["n"] == 2 and record["scores"][0]["value"] in (0.25, 0.75)
+
+
+@LONG
+def test_a_model_of_the_hub_is_fetched_once_for_eval_generate_and_serve(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    from test_hub_models_runs import use
+
+    from hub_server import hub_server
+
+    data = eval_data.make(tmp_path / "data")
+    with hub_server(tiny__stories=shared("models", "stories260K_hf_llama")) as hub:
+        use(hub, monkeypatch, tmp_path)
+        done = lamp("eval", "tiny/stories", "--data", str(data), "--tasks", "piqa", "--json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        asked = len(hub.asked)
+    assert asked and json.loads(done.stdout)[0]["checkpoint"] == "tiny--stories"
+    assert list((tmp_path / "runs" / ".evaluations" / "tiny--stories" / "evaluations").glob("piqa-*.json"))
+    use(None, monkeypatch, tmp_path)  # the hub is gone, its cache is here
+    done = lamp("generate", "tiny/stories", "--prompt", "Once", "--max-tokens", "3", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("Once"), done.stderr
+    with serving(tmp_path, "tiny/stories") as (port, _):
+        status, reply = ask(port, "/v1/completions", {"prompt": "Once", "max_tokens": 3})
+        assert (status, reply["model"]) == (200, "tiny--stories")
+    done = lamp("eval", "tiny/nothing", "--data", str(data), "--tasks", "piqa", cwd=tmp_path)
+    assert done.returncode in (66, 67) and done.stdout == "", done.stderr

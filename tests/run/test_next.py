@@ -72,6 +72,11 @@ def test_a_model_of_one_s_own_is_named_again_and_not_called_one_of_transformers(
         told = said_after(done.stdout, "  next: ")
         assert told == f"lamp generate x --runs-dir RO --model.family {family}"
         assert here(*shlex.split(told)[1:], "--max-tokens", "2", "--threads", "1", cwd=tmp_path).returncode == 0
+    told = said_after(here("checkpoints", "x", "--runs-dir", "RO", cwd=tmp_path).stdout, "next: ")
+    assert told == f"lamp generate x --runs-dir {tmp_path}/RO --checkpoint checkpoint-2 --model.family {family}"
+    assert here(*shlex.split(told)[1:], "--max-tokens", "2", "--threads", "1", cwd=tmp_path).returncode == 0
+    told = here("checkpoints", "x", "test", "--runs-dir", "RO", "--model.family", family, cwd=tmp_path)
+    assert told.returncode == 0 and said_after(told.stdout, "next: ").endswith(f"--model.family {family}"), told.stderr
     unnamed = here(*words[:-2], "--train.steps", "3", cwd=tmp_path)
     assert unnamed.returncode == 78 and "run x needs model.family given again" in unnamed.stderr
     assert f"--model.family {family}" in said_after(unnamed.stderr, "next:")

@@ -44,7 +44,7 @@ ALLOWED = {
     "procs": {"errors", "read_back"},
     "readers": LAYER0,
     "data": LAYER0 | {"procs", "readers"},
-    "clean": LAYER0 | {"procs", "readers"},
+    "clean": LAYER0 | {"procs", "readers", "data.ngrams"},  # one index of runs of words for all
     "model": LAYER0,
     "train": LAYER0 | {"procs", "readers", "data", "model"},
     "plan": LAYER0 | {"procs", "model.shape", "model.stored"},

@@ -3,63 +3,23 @@
 from __future__ import annotations
 
 import concurrent.futures
-import http.client
 import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lamplighter.rundir import RunDir
-from running import TINY, Finished, lamp, start_lamp, wait_for
+from running import TINY, Command, Finished, start_lamp, wait_for
+from serving import ask, free_port, serving
 
 WORDS = [*TINY, "--train.steps", "3", "--data.seq_len", "256", "--model.family", "llama", "--save.every_steps", "2"]
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def ask(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("GET" if body is None else "POST", path, data, headers)
-    reply = connection.getresponse()
-    text = reply.read()
-    connection.close()
-    try:
-        return reply.status, json.loads(text)
-    except ValueError:
-        return reply.status, text.decode()
-
-
-@contextmanager
-def serving(cwd: Path, *words: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    port = free_port()
-    process = start_lamp("serve", *words, "--port", str(port), "--threads", "1", cwd=cwd)
-
-    def ready() -> bool:
-        try:
-            return ask(port, "/health")[0] == 200
-        except OSError:
-            return False
-
-    wait_for(ready, 60, process)
-    try:
-        yield port, process
-    finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0, (cwd / "out.txt").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +50,7 @@ def test_the_openai_client_gets_models_texts_streams_and_errors(served: tuple[in
     again = client.completions.create(model="r", prompt=["a", "b"], max_tokens=4, n=2, seed=5)
     assert [one.text for one in two.choices] == [one.text for one in again.choices]
     assert [one.index for one in two.choices] == [0, 1, 2, 3]
+    assert two.usage.prompt_tokens == 4  # each of two prompts (a mark and a byte) once
     text = made.choices[0].text
     stopped = client.completions.create(model="r", prompt="The fog", max_tokens=20, temperature=0, stop=text[3:5])
     assert stopped.choices[0].finish_reason == "stop"
@@ -103,13 +64,13 @@ def test_the_openai_client_gets_models_texts_streams_and_errors(served: tuple[in
     assert found.value.code == "context_length_exceeded"
 
 
-def test_greedy_texts_are_those_of_generate_alone_and_in_a_full_batch(served: tuple[int, Path]) -> None:
+def test_greedy_texts_are_those_of_generate_alone_and_in_a_full_batch(served: tuple[int, Path], here: Command) -> None:
     port, cwd = served
     prompts = ["The fog", "My dear Aunt", "At dusk", "Coal is up"]
     alone = []
     for prompt in prompts:
         words = ("generate", "r", "--prompt", prompt, "--max-tokens", "24", "--temperature", "0", "--threads", "1")
-        alone.append(lamp(*words, cwd=cwd).stdout.removeprefix(prompt).removesuffix("\n"))
+        alone.append(here(*words, cwd=cwd).stdout.removeprefix(prompt).removesuffix("\n"))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         bodies = [{"prompt": prompt, "max_tokens": 24, "temperature": 0} for prompt in prompts]
         made = list(pool.map(lambda body: ask(port, "/v1/completions", body), bodies))
@@ -185,16 +146,22 @@ def test_a_full_queue_says_429_and_strangers_stay_outside(served: tuple[int, Pat
 
 def test_work_ends_when_the_client_is_gone(served: tuple[int, Path]) -> None:
     port, _ = served
+    before = _counter(port, "tokens")
     for stream in (True, False):
-        one = socket.create_connection(("127.0.0.1", port))
-        body = json.dumps({"prompt": "The fog", "max_tokens": 240, "stream": stream}).encode()
-        one.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-        )
-        if stream:
-            one.recv(100)
-        one.close()
+        with socket.create_connection(("127.0.0.1", port)) as one:
+            body = json.dumps(
+                {"prompt": "The fog", "max_tokens": 250, "n": 2, "stream": stream, "logprobs": 20}
+            ).encode()
+            one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
+            if stream:
+                one.recv(100)
     wait_for(lambda: ask(port, "/health")[1]["texts"] == 0)
+    assert _counter(port, "tokens") - before < 1000  # of 4 x 250
+
+
+def _counter(port: int, name: str) -> int:
+    found = [line.split()[1] for line in ask(port, "/metrics")[1].splitlines() if line.startswith(f"lamp_serve_{name}_total")]  # fmt: skip
+    return int(found[0])
 
 
 def test_the_page_chats_in_chromium(served: tuple[int, Path]) -> None:
@@ -213,41 +180,34 @@ def test_the_page_chats_in_chromium(served: tuple[int, Path]) -> None:
         page.on("request", lambda request: asked.append(request.url))
         page.goto(f"http://127.0.0.1:{port}/")
         page.locator("#model", has_text="checkpoint-3").wait_for()
+        page.get_by_text("This model has no chat template").wait_for()
+        page.click("#tune")
         page.fill("#most", "20")
+        page.click("#tune")
         page.fill("#text", "<b>The fog</b>")
         page.press("#text", "Enter")
-        page.locator("#rate", has_text="per second").wait_for(timeout=60000)
-        page.locator("#send", has_text="send").wait_for(timeout=60000)
-        assert page.text_content(".assistant")
-        assert page.text_content(".user") == "<b>The fog</b>"  # shown, not obeyed
-        assert "per second" in (page.text_content("#rate") or "")
+        page.locator(".facts", has_text="20 tokens, ").wait_for(timeout=60000)
+        assert page.text_content(".prompt") == "<b>The fog</b>"  # shown, not obeyed
+        assert "tokens/s" in (page.text_content(".facts") or "")
+        page.fill("#text", "At dusk")
+        page.evaluate("for (let n = 0; n < 2; n++) document.getElementById('form').requestSubmit()")  # send, stop
+        page.locator("#send", has_text="Send").wait_for()
+        assert page.locator(".error").count() == 0 and page.locator(".going").count() == 0
+        wait_for(lambda: ask(port, "/health")[1]["texts"] == 0)  # nobody writes for nobody
+        page.click("#fresh")
+        assert page.locator(".assistant").count() == 0
         browser.close()
     assert not wrong
     assert all(url.startswith(f"http://127.0.0.1:{port}/") for url in asked)
-
-
-def test_a_child_that_dies_is_started_again_and_health_answers_meanwhile(finished: Finished, tmp_path: Path) -> None:
-    finished(*WORDS)
-    with serving(tmp_path, "r", "--max-batch", "2") as (port, process):
-        [child] = _children(process.pid)
-        os.kill(child, signal.SIGKILL)
-        states = set()
-
-        def again() -> bool:
-            status, body = ask(port, "/health")
-            states.add(body["status"])
-            return status == 200 and _children(process.pid) not in ([], [child])
-
-        wait_for(again, 60, process)
-        assert "restarting" in states
-        assert ask(port, "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
 def _children(pid: int) -> list[int]:
     return [int(one) for path in Path(f"/proc/{pid}/task").iterdir() for one in (path / "children").read_text().split()]
 
 
-def test_newer_checkpoints_are_followed_and_damaged_ones_are_not(finished: Finished, tmp_path: Path) -> None:
+def test_newer_checkpoints_are_followed_damaged_ones_are_not_and_a_dead_child_is_started_again(
+    finished: Finished, tmp_path: Path
+) -> None:
     run = finished(*WORDS)
     _hide(run, 3)
     with serving(tmp_path, "r", "--follow") as (port, process):
@@ -261,6 +221,18 @@ def test_newer_checkpoints_are_followed_and_damaged_ones_are_not(finished: Finis
         wait_for(lambda: ask(port, "/health")[1]["step"] == 3, 30, process)
         status, reply = ask(port, "/v1/completions", {"model": "r", "prompt": "x", "max_tokens": 2})
         assert (status, reply["model"]) == (200, "r:checkpoint-3")
+        [child] = _children(process.pid)
+        os.kill(child, signal.SIGKILL)
+        states = set()
+
+        def again() -> bool:
+            status, body = ask(port, "/health")
+            states.add(body["status"])
+            return status == 200 and _children(process.pid) not in ([], [child])
+
+        wait_for(again, 60, process)
+        assert "restarting" in states
+        assert ask(port, "/v1/completions", {"prompt": "x", "max_tokens": 2})[1]["model"] == "r:checkpoint-3"
 
 
 def _hide(run: RunDir, step: int) -> None:
@@ -281,7 +253,6 @@ def test_a_key_is_needed_where_one_is_set(finished: Finished, tmp_path: Path) ->
     wait_for(up, 30, process)
     assert ask(port, "/health", None, Authorization="Bearer wrong-key-1")[0] == 401
     assert ask(port, "/health", None, Authorization="Bearer secret-key-1")[0] in (200, 503)
-    time.sleep(0)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     assert b"secret-key-1" not in (tmp_path / "out.txt").read_bytes().replace(b"?token=secret-key-1", b"")

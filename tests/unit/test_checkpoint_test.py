@@ -7,7 +7,7 @@ import math
 import pytest
 
 from lamplighter.commands.chat import Chat
-from lamplighter.data.pieces import Pieces
+from lamplighter.data.pieces import TextPieces
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.evaluate import checkpoint_test as testing
 
@@ -64,14 +64,14 @@ def test_red_flags_are_raised_by_what_they_name() -> None:
 def test_pieces_add_up_and_stop_where_they_should() -> None:
     tokenizer = byte_level()
     text = "café and £5 STOP no more"
-    pieces = Pieces(tokenizer)
+    pieces = TextPieces(tokenizer)
     shown = [pieces.add(token) for token in tokenizer.encode(text).tolist()]
     assert "".join(shown) + pieces.end() == text
     assert "" in shown  # half a character waited
-    pieces = Pieces(tokenizer, ["STOP", "§"])
+    pieces = TextPieces(tokenizer, ["STOP", "§"])
     shown = [pieces.add(token) for token in tokenizer.encode(text).tolist()]
     assert ("".join(shown) + pieces.end(), pieces.stopped) == ("café and £5 ", True)
-    pieces = Pieces(tokenizer, ["STOP"])
+    pieces = TextPieces(tokenizer, ["STOP"])
     assert "".join(pieces.add(token) for token in tokenizer.encode("a STO").tolist()) == "a "
     assert pieces.end() == "STO"
 

@@ -11,10 +11,11 @@ import pytest
 from lamplighter.clean import dedup, quality, worker
 from lamplighter.clean import normalise as characters
 from lamplighter.clean.normalise import join
-from lamplighter.clean.quality import language_of, word_key, words_of
+from lamplighter.clean.quality import language_of, words_of
 from lamplighter.clean.raw_documents import decode
 from lamplighter.clean.rules import Ledger, Raw, Rejected, Rules
 from lamplighter.clean.worker import Clean, clean_document, clean_text
+from lamplighter.data.ngrams import word_key
 
 GOOD = [
     "\u201cNo,\u201d she said \u2014 \u2018never\u2019 \u2014 and the \ufb01sh\u2026 stayed; caf\u00e9, na\u00efve, \u0153uvre, \u00a310, 3\u00bd, \u00bfqu\u00e9?",

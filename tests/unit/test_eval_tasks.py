@@ -12,9 +12,9 @@ import eval_data
 from lamplighter.errors import BadData, InputMissing, UsageError
 from lamplighter.evaluate import generation, tasks
 from lamplighter.evaluate.evaluation import choice_scores
-from lamplighter.evaluate.items import Item, Task
+from lamplighter.evaluate.items import Task, TaskItem
 from lamplighter.evaluate.period import LONDON, Period, open_period, read_period
-from lamplighter.evaluate.scores import Score, exponential, mean_score, ratio_score, wilson
+from lamplighter.evaluate.scores import TaskScore, exponential, mean_score, ratio_score, wilson
 from running import real
 
 NO_SHOTS = tasks.Shots(None)
@@ -124,7 +124,7 @@ def test_scores_have_the_error_of_the_sample_and_a_word_about_chance() -> None:
 
 
 def test_answers_of_several_lengths_are_ranked_by_both_measures() -> None:
-    items = (Item("a", (" b", " long one"), 1, "", (1, 8)), Item("a", (" b", " c"), 0, "", (1, 1)))
+    items = (TaskItem("a", (" b", " long one"), 1, "", (1, 8)), TaskItem("a", (" b", " c"), 0, "", (1, 1)))
     task = Task("t", "choice", items, Path("t"), "", "")
     acc, norm = choice_scores(task, {0: {"nats": [-3.0, -8.0]}, 1: {"nats": [-1.0, -2.0]}})
     assert (acc.value, norm.value, acc.chance) == (0.5, 1.0, 0.5)
@@ -184,5 +184,7 @@ def test_our_own_list_fits_the_london_that_the_demo_learns() -> None:
 
 
 def test_a_score_is_kept_as_the_folder_promises() -> None:
-    record = Score("acc", 0.5, 0.1, 10, 0.25).record()
-    assert json.loads(json.dumps(record)) == {"name": "acc", "value": 0.5, "stderr": 0.1, "n": 10, "chance": 0.25, "higher_is_better": True}  # fmt: skip
+    score = TaskScore("acc", 0.5, 0.1, 10, 0.25)
+    record = score.record()
+    assert TaskScore.of(record) == score
+    assert json.loads(json.dumps(record)) == {"name": "acc", "value": 0.5, "stderr": 0.1, "n": 10, "chance": 0.25, "higher_is_better": True, "verdict": "above chance"}  # fmt: skip

@@ -22,7 +22,7 @@ from lamplighter.data.sources.file_source import FileSource
 from lamplighter.data.split import CacheSettings
 from lamplighter.data.stats import Request, Stats, collect, count_cache, count_text, minhash
 from lamplighter.data.stats.chat_stats import Inspector, Row, count_rows, ends_mid_sentence
-from lamplighter.data.stats.minhash import Grams, Signer, near_pairs, normalised, signatures, word_grams
+from lamplighter.data.stats.minhash import Signer, near_pairs, normalised, signatures
 from lamplighter.data.stats.overlap import TestGrams as HeldBack
 from lamplighter.data.stats.summary import told
 from lamplighter.data.token_cache import reader
@@ -138,28 +138,6 @@ def test_the_line_of_a_text_is_read_off_the_cursors(name: str, before: Any, afte
 # ---------------------------------------------------------------- duplicates
 
 
-def test_word_runs_are_exact() -> None:
-    texts = [normalised(words(n, 5 + n % 40)) for n in range(200)] + ["too short", "", "ünï cödé and fünf wörter more"]
-    hashes, owners = word_grams(texts)
-    numbers: dict[str, int] = {}
-    for number, text in enumerate(texts):
-        split = text.split()
-        runs = [" ".join(split[n : n + 5]) for n in range(len(split) - 4)]
-        mine = hashes[owners == number].tolist()
-        assert len(mine) == len(runs)
-        for run, value in zip(runs, mine, strict=True):
-            assert numbers.setdefault(run, value) == value
-    assert len(set(numbers.values())) == len(numbers), "different runs, different numbers"
-
-
-def test_runs_of_a_text_over_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = normalised(words(3, 3000))
-    whole = set(word_grams([text])[0].tolist())
-    monkeypatch.setattr(minhash, "BLOCK_BYTES", 4096)
-    cut = set(word_grams([text, "a b c d e f"])[0].tolist())
-    assert len(cut - whole) <= 2 and len(whole - cut) < 0.02 * len(whole)
-
-
 def test_near_duplicates_are_found_and_others_are_not(tmp_path: Path) -> None:
     texts = [words(n, 150) for n in range(120)]
     changed = texts[7].split()
@@ -258,14 +236,6 @@ def test_a_test_set_of_rows_is_held_against_rows(tmp_path: Path) -> None:
     found = count_rows(sources[0], load_template("chatml", byte_level()), "", Request(512, 8, 0.1), held).test_set
     assert found is not None and (found.documents, found.exact) == (2, 1)
     assert found.exact_examples[0].first == f"{train}:5" and found.exact_examples[0].second == f"{test}:2"
-
-
-def test_grams_of_a_set_are_met_or_not() -> None:
-    texts = [normalised(words(n, 30)) for n in range(3)]
-    grams = Grams([*texts, "short"], 8)
-    grams.meet([texts[1], " ".join(texts[2].split()[:15])])
-    shares = grams.shares()
-    assert shares[0] == 0 and shares[1] == 1 and shares[2] == pytest.approx(8 / 23) and np.isnan(shares[3])
 
 
 # ---------------------------------------------------------------- samples and sources

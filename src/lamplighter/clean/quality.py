@@ -16,29 +16,17 @@ from functools import cached_property
 import numpy as np
 
 from lamplighter.clean.rules import py3langid
+from lamplighter.data.ngrams import MIX, plain_words, runs, word_key, word_keys, word_spans
 
-_ALNUM = bytes(byte if byte >= 128 else ord(chr(byte).lower()) if chr(byte).isalnum() else 0 for byte in range(256))
 _KINDS = bytes(
     1 if byte >= 128 or chr(byte).isalpha() else 2 if chr(byte).isdigit() else 3 if chr(byte).isspace()
     else 4 if chr(byte) in ".,;:!?'\"()-&/" else 5
     for byte in range(256)
 )  # fmt: skip
 LETTER, DIGIT, BLANK, STOP, ODD = 1, 2, 3, 4, 5
-_MASKS = np.array([(1 << (8 * size)) - 1 for size in range(8)] + [(1 << 64) - 1], dtype=np.uint64)
-_SIZES = np.arange(256, dtype=np.uint64) << np.uint64(56)
-_MIX = np.uint64(0x9E3779B97F4A7C15)
 STRETCHES, STRETCH = 16, 16_384
 _WORDS_LOOKED_AT = 2_000
-_SHIFT = np.uint64(29)
 _Array = np.ndarray
-
-
-def word_key(word: str) -> int:
-    """The number that stands for a word."""
-    data = word.encode()
-    with np.errstate(over="ignore"):
-        first = np.uint64(int.from_bytes(data[:8], "little"))
-        return int((first ^ (np.uint64(len(data)) << np.uint64(56))) * _MIX)
 
 
 ENGLISH = ["the", "of", "and", "to", "a", "in", "that", "is", "was", "he", "his", "for", "it", "with", "as", "i", "be", "not", "by", "which", "had", "this", "or", "on", "but", "from", "at", "have", "my", "her", "an", "they", "we", "you", "are", "were", "all", "him", "no", "so", "said", "their", "who", "been", "them", "if", "me", "when", "there", "more", "would", "will", "our", "one", "out", "she", "your", "up", "what", "has", "do", "than", "could", "can"]  # fmt: skip
@@ -56,21 +44,12 @@ class Words:
     @cached_property
     def spans(self) -> tuple[_Array, _Array]:
         """(where each word begins, how long it is), in bytes."""
-        inside = np.frombuffer(b"\0" + self.plain + b"\0", dtype=np.uint8) != 0
-        edges = np.flatnonzero(inside[1:] != inside[:-1])
-        return edges[::2], edges[1::2] - edges[::2]
+        return word_spans(self.plain)
 
     @cached_property
     def keys(self) -> _Array:
         """One number for each word."""
-        starts, sizes = self.spans
-        padded = self.plain + b"\0" * 8
-        eight = np.ndarray(shape=(len(self.plain) + 1,), dtype="<u8", buffer=padded, strides=(1,))
-        keys: _Array = eight[starts]
-        keys &= _MASKS.take(sizes, mode="clip")
-        keys ^= _SIZES.take(sizes, mode="wrap")
-        keys *= _MIX
-        return keys
+        return word_keys(self.plain, self.spans)
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -84,17 +63,7 @@ class Words:
     @cached_property
     def fives(self) -> _Array:
         """One number for each run of five words; of a shorter text, one for all of it."""
-        keys = self.keys
-        size = min(5, len(keys))
-        if not size:
-            return keys
-        count = len(keys) - size + 1
-        out = keys[:count].copy()
-        for place in range(1, size):
-            out ^= out >> _SHIFT
-            out *= _MIX
-            out += keys[place : place + count]
-        return out
+        return runs(self.keys, min(5, len(self.keys)) or 1)
 
     @cached_property
     def small(self) -> tuple[float, float]:
@@ -119,7 +88,7 @@ def _distinct(keys: _Array) -> float:
 
 def words_of(text: str) -> Words:
     data = text.encode()
-    return Words(data, data.translate(_ALNUM))
+    return Words(data, plain_words(data))
 
 
 def sample(text: str, size: int, pieces: int = 4) -> str:
@@ -232,7 +201,7 @@ def _repeated_words(words: Words) -> float:
     fives = words.fives[:_WORDS_LOOKED_AT]
     if len(fives) < 25:
         return 0.0
-    tens = fives[:-5] * _MIX + fives[5:]
+    tens = fives[:-5] * MIX + fives[5:]
     return 1.0 - _distinct(tens)
 
 

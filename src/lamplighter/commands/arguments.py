@@ -201,3 +201,14 @@ def find_run(name: str, runs_dir: Path) -> RunDir:
     near = difflib.get_close_matches(name, known, 1, 0.4)
     why = f"did you mean {near[0]}?" if near else f"runs in {runs_dir}: {', '.join(sorted(known)) or 'none'}"
     raise InputMissing(f"there is no run {name}", why, "lamp runs lists them; --runs-dir looks elsewhere")
+
+
+def with_own_fields(words: list[str]) -> list[str]:
+    """Some fields of a run are flags of verbs that open a model: --model.family is its --model-family."""
+    return [
+        re.sub(r"^--(model)\.(family|init_from)(?==|$)|^--(data)\.(template)(?==|$)", _as_flag, word) for word in words
+    ]
+
+
+def _as_flag(found: re.Match[str]) -> str:
+    return found[0].replace(".", "-").replace("_", "-")

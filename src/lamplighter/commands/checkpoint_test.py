@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import read_back, report
-from lamplighter.commands.arguments import find_run, parse
+from lamplighter.commands.arguments import find_run, parse, with_own_fields
 from lamplighter.errors import DONE, NoCheckpoint, UsageError
 from lamplighter.rundir import RunDir, newest_first, number, read_lines, read_record, step_of
 
@@ -45,12 +45,13 @@ def test(words: list[str]) -> int:
     """`words` without the word test: the run, perhaps a checkpoint, flags."""
     from lamplighter.commands.session import session
 
-    flags = parse("checkpoints", _test_flags, words)
+    flags = parse("checkpoints", _test_flags, with_own_fields(words))
     run = find_run(flags["run"], flags["runs_dir"])
     if flags["interactive"]:
         from lamplighter.commands.generate import generate
 
         chosen = ["--checkpoint", flags["checkpoint"]] if flags["checkpoint"] else []
+        chosen += ["--model.family", flags["model_family"]] if flags["model_family"] else []
         return generate([flags["run"], "--interactive", *chosen, "--runs-dir", str(flags["runs_dir"])])
     request = {
         "place": str(run.path.resolve()), "address": run.address, "checkpoint": flags["checkpoint"], "json": flags["json"],
@@ -92,7 +93,7 @@ def checkpoint_test_child(_: RunDir, request: dict[str, Any]) -> int:
     last = rows[-1]
     if flags and last["action"] == "ready":
         last |= {"action": "check convergence", "why": f"{last['why']}, but its texts have red flags"}
-    record = {"checkpoints": rows, "texts": texts, "red_flags": flags, "next": _next(request["address"], last, flags)}
+    record = {"checkpoints": rows, "texts": texts, "red_flags": flags, "next": _next(request, last, flags)}
     _keep(run, candidate, last, record)
     report.result(json.dumps(record, indent=1) + "\n" if request["json"] else _words(record))
     return DONE
@@ -148,7 +149,7 @@ def _texts(candidate: Candidate, tokens: Tokens | None, prompts: list[str]) -> l
     import torch
 
     from lamplighter.evaluate import checkpoint_test as testing
-    from lamplighter.model.batching import Batcher, Wish
+    from lamplighter.model.batching import Batcher, TextRequest
     from lamplighter.model.generate import Choice
 
     tokenizer, built = candidate.tokenizer, candidate.built
@@ -160,7 +161,7 @@ def _texts(candidate: Candidate, tokens: Tokens | None, prompts: list[str]) -> l
         batcher = Batcher(built.model, 1, built.positions, built.vocab_size)
         for n, prompt in enumerate(prompts):
             ids = [tokenizer.end_of_text, *tokenizer.encode(prompt).tolist()][-(built.positions - most - 1) :]
-            batcher.add(n, Wish(tuple(ids), most, Choice(0.8, 0, 0.95), 1, n, frozenset([tokenizer.end_of_text]), logprobs=0))  # fmt: skip
+            batcher.add(n, TextRequest(tuple(ids), most, Choice(0.8, 0, 0.95), 1, n, frozenset([tokenizer.end_of_text]), logprobs=0))  # fmt: skip
             made, end = [], ""
             while batcher.texts:
                 for one in batcher.step():
@@ -178,23 +179,27 @@ def _texts(candidate: Candidate, tokens: Tokens | None, prompts: list[str]) -> l
     return found
 
 
-def _next(address: str, last: Mapping[str, Any], flags: list[str]) -> str:
+def _next(request: Mapping[str, Any], last: Mapping[str, Any], flags: list[str]) -> str:
     """One command that can be pasted."""
+    address, family = request["address"], request["model_family"]
+    named = f" --model.family {shlex.quote(family)}" if family else ""
     if last["action"] in ("broken", "overfitting"):
-        return f"lamp eval {address} --checkpoint best"
+        return f"lamp eval {address} --checkpoint best{named}"
     if last["action"] == "ready" and not flags:
-        return f"lamp eval {address} --suite comprehensive"
-    return f"lamp generate {address} --checkpoint {last['checkpoint']} --interactive" if last["progress"] >= 1 else f"lamp watch {address}"  # fmt: skip
+        return f"lamp eval {address} --suite comprehensive{named}"
+    if last["progress"] < 1:
+        return f"lamp watch {address}"
+    return f"lamp generate {address} --checkpoint {last['checkpoint']} --interactive{named}"
 
 
 def _keep(run: RunDir, candidate: Candidate, last: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-    from lamplighter.evaluate.items import Item, Task
+    from lamplighter.evaluate.items import Task, TaskItem
     from lamplighter.evaluate.results import log_name, write_result
-    from lamplighter.evaluate.scores import Score
+    from lamplighter.evaluate.scores import TaskScore
 
-    items = tuple(Item(one["prompt"], ()) for one in record["texts"])
+    items = tuple(TaskItem(one["prompt"], ()) for one in record["texts"])
     task = Task("checkpoint-test", "generate", items, run.path, "", "{prompt}")
-    score = Score("loss", last["loss"], last["stderr"], _DOCUMENTS, None, higher_is_better=False)
+    score = TaskScore("loss", last["loss"], last["stderr"], _DOCUMENTS, None, higher_is_better=False)
     more = {"action": last["action"], "why": last["why"], "red_flags": list(record["red_flags"]), "examples": record["texts"]}  # fmt: skip
     name = log_name(task.name, candidate.subject, {})
     write_result(run.path / "evaluations", name, candidate.subject, task, [score], seconds=0.0, **more)
@@ -218,6 +223,9 @@ def _words(record: Mapping[str, Any]) -> str:
         ended = "ended by itself" if shown["ended"] else "cut at the limit"
         lines += ["", f"> {one['prompt']}", one["text"].strip()[:600]]
         lines.append(f"  ({shown['words']} words, {ended}; repetition {shown['repetition']:.0%}, known words {shown['known_words']:.0%}, entropy {shown['entropy']:.0%})")  # fmt: skip
-    flags = record["red_flags"]
+    figures, flags = [one["figures"] for one in record["texts"]], record["red_flags"]
+    ended, open_ = sum(one["ended"] for one in figures), sum(one["unfinished"] for one in figures)
+    mean = sum(one["words"] for one in figures) / max(1, len(figures))
+    lines += ["", f"{ended} of {len(figures)} texts were ended by the model, {open_} stop within a sentence, {mean:.0f} words on average"]  # fmt: skip
     lines += ["", *(f"red flag  {flag}" for flag in flags)] if flags else ["", "no red flag in these texts"]
     return "\n".join([*lines, f"next: {record['next']}", ""])

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 from lamplighter import read_back, report
 from lamplighter.commands.arguments import find_run, parse
+from lamplighter.commands.model_folder import own_family
 from lamplighter.errors import DONE
 from lamplighter.rundir import (
     RunDir,
@@ -80,7 +82,16 @@ def _table(run: RunDir, rows: list[dict[str, Any]]) -> str:
         lines.append(f"{row['checkpoint']:<20} {loss:>8} {val:>8} {size:>10} {age:>9}  {state}")
     newest = next((row["checkpoint"] for row in reversed(rows) if row["valid"]), None)
     advice = (
-        f"lamp generate {run.address} --checkpoint {newest}"
+        shlex.join(
+            [
+                "lamp",
+                "generate",
+                *shlex.split(run.address),
+                "--checkpoint",
+                newest,
+                *own_family(run.checkpoints / newest),
+            ]
+        )
         if newest
         else "none of them is valid: begin anew with --resume never"
     )

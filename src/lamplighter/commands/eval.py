@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.commands.arguments import many, parse
-from lamplighter.commands.model_folder import folders_of, load_candidate, located, resolved_model
+from lamplighter.commands.arguments import many, parse, with_own_fields
+from lamplighter.commands.model_folder import folders_of, load_candidate, located, own_family, resolved_model
 from lamplighter.errors import DONE, InputMissing, LampError, UsageError
 from lamplighter.rundir import (
     CACHE_NAME,
@@ -74,8 +74,7 @@ def eval(words: list[str]) -> int:
     """Tasks of our own on local files, lm-eval's by its adapter; or pairs for people."""
     from lamplighter.commands.session import session
 
-    words = ["--model-family" + w[len("--model.family") :] if w.split("=")[0] == "--model.family" else w for w in words]
-    rest, lists = many(words, "tasks")
+    rest, lists = many(with_own_fields(words), "tasks")
     flags = parse("eval", _eval_flags, rest)
     tasks = [one for word in lists["tasks"] for one in word.split(",") if one]
     if "--tasks" in " ".join(words) and not tasks:
@@ -85,7 +84,7 @@ def eval(words: list[str]) -> int:
     if flags["limit"] is not None and flags["limit"] < 1:
         raise UsageError("--limit must be 1 or more", "", "leave it out for all items")
     request = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
-    request |= {"tasks": tasks, "command": shlex.join(["lamp", "eval", *words])}
+    request |= {"tasks": tasks, "typed": flags["model"], "command": shlex.join(["lamp", "eval", *words])}
     if flags["human"]:
         from lamplighter.commands.human import compare
 
@@ -101,8 +100,6 @@ def eval(words: list[str]) -> int:
 
 def eval_child(_: RunDir, request: dict[str, Any]) -> int:
     """Every task of every checkpoint that was asked for."""
-    from lamplighter.evaluate import tasks as all_tasks
-
     names = request["tasks"]
     data = Path(request["data"]) if request["data"] else None
     with report.phase("tasks"):
@@ -110,10 +107,10 @@ def eval_child(_: RunDir, request: dict[str, Any]) -> int:
     place = Path(request["place"])
     folders = folders_of(Path(resolved_model(request["model"])), request["checkpoint"])
     _say_time(opened, len(folders))
-    beside = (place / "events.jsonl").exists() and is_running(RunDir(place))
+    beside = _training_beside(place)
     if beside:
         os.nice(10)
-        report.note("the run is going on: this yields to it (niceness 10)")
+        report.note(f"{beside} is being trained: this yields to it (niceness 10, half of the threads)")
     with report.phase("import"):
         import torch
 
@@ -121,12 +118,23 @@ def eval_child(_: RunDir, request: dict[str, Any]) -> int:
             torch.set_num_threads(request["threads"] or max(1, torch.get_num_threads() // 2))
     records = []
     for folder in folders:
-        records += _evaluate_folder(folder, opened, request, all_tasks)
+        if not folder.is_dir():
+            report.warn(f"{folder.name} is left out: the run has pruned it meanwhile (save.keep keeps more)")
+            continue
+        records += _evaluate_folder(folder, opened, request)
     report.result(json.dumps(records, indent=1) + "\n" if request["json"] else _table(records))
-    report.note(
-        f"results are in {place / 'evaluations'}; next: lamp eval ... --json, or lamp generate to read its text"
-    )
+    again = shlex.join(["lamp", "generate", request["typed"], "--interactive", *own_family(folders[-1])])
+    report.note(f"results are in {place / 'evaluations'}; next: {again}")
     return DONE
+
+
+def _training_beside(place: Path) -> str:
+    """The run of the same folder of runs that is being trained right now; '' where there is none."""
+    folder = place.parent if (place / "checkpoints").is_dir() else place.parent.parent
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if (path / "events.jsonl").exists() and is_running(RunDir(path)):
+            return path.name
+    return ""
 
 
 def _names(request: Mapping[str, Any], names: list[str], data: Path | None) -> list[str]:
@@ -141,6 +149,8 @@ def _names(request: Mapping[str, Any], names: list[str], data: Path | None) -> l
             report.note(f"of the suite {request['suite']} there is no data for: {', '.join(left)}")
     else:
         found = names or [*own, *(all_tasks.find_tasks(data) if data else ())]
+    if not found and request["suite"]:
+        raise InputMissing(f"there is no data for any task of the suite {request['suite']}", f"--data is {data or 'not given'}", f"a folder or file for each: {', '.join(SUITES[request['suite']])}")  # fmt: skip
     if not found:
         raise UsageError("there is nothing to evaluate on", "a model folder has no text of its own", "--data DIR --tasks NAME,...")  # fmt: skip
     return found
@@ -174,16 +184,18 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"  # fmt: skip
 
 
-def _evaluate_folder(folder: Path, opened: list[Task | str], request: dict[str, Any], all_tasks: Any) -> list[dict[str, Any]]:  # fmt: skip
+def _evaluate_folder(folder: Path, opened: list[Task | str], request: dict[str, Any]) -> list[dict[str, Any]]:
+    from lamplighter.evaluate import contamination
     from lamplighter.evaluate.evaluation import Manner, evaluate
 
     candidate = load_candidate(folder, request)
-    tokens = training_tokens(folder, Path(request["place"]))
-    manner = Manner(Path(request["place"]) / "evaluations", request["window"], request["chat"], tokens.train if tokens else None)  # fmt: skip
+    tokens, kept = training_tokens(folder, Path(request["place"])), Path(request["place"]) / "evaluations"
+    tasks = [held_back(candidate, folder, tokens) if one == "held-back" else one for one in opened]
+    ours = [one for one in tasks if not isinstance(one, str)]
+    met = contamination.measure(ours, tokens, candidate.tokenizer, kept / "items") if tokens is not None else {}
+    manner = Manner(kept, request["window"], request["chat"], met)
     records = []
-    for task in opened:
-        if task == "held-back":
-            task = held_back(candidate, folder, tokens)
+    for task in tasks:
         if isinstance(task, str):
             from lamplighter.evaluate.harness import run_harness
 
@@ -213,13 +225,13 @@ def training_tokens(folder: Path, place: Path) -> Tokens | None:
 
 def held_back(candidate: Candidate, folder: Path, tokens: Tokens | None, most: int | None = None) -> Task:
     """The run's own validation text as a task."""
-    from lamplighter.evaluate.items import Item, Task
+    from lamplighter.evaluate.items import Task, TaskItem
 
     if tokens is None or not len(tokens.val):
         why = "its token cache is gone, or it was trained on rows or a stream"
         raise InputMissing(f"the held-back text of {folder} is not here", why, "--tasks NAME --data DIR")
     texts = _documents(tokens.val, candidate.tokenizer.end_of_text)[:most]
-    items = tuple(Item("", (candidate.tokenizer.decode(ids),)) for ids in texts)
+    items = tuple(TaskItem("", (candidate.tokenizer.decode(ids),)) for ids in texts)
     return Task(
         "held-back",
         "text",
@@ -247,9 +259,9 @@ def _documents(stream: CachedStream, end_of_text: int) -> list[list[int]]:
 
 
 def _say(record: Mapping[str, Any]) -> None:
-    from lamplighter.evaluate.scores import Score
+    from lamplighter.evaluate.scores import TaskScore
 
-    scores = [Score(**one) for one in record["scores"]]
+    scores = [TaskScore.of(one) for one in record["scores"]]
     said = "; ".join(f"{one.name} {one.words()}" for one in scores[:3])
     found = record["contamination"]
     met = f"; {found['share']:.1%} of the items share {found['n']} words in a row with the training text" if found else ""  # fmt: skip
@@ -257,11 +269,11 @@ def _say(record: Mapping[str, Any]) -> None:
 
 
 def _table(records: list[dict[str, Any]]) -> str:
-    from lamplighter.evaluate.scores import Score
+    from lamplighter.evaluate.scores import TaskScore
 
     lines = [f"{'checkpoint':<18} {'task':<14} {'score':<24} {'value':>9} {'stderr':>8} {'n':>7} {'chance':>7}"]
     for record in records:
-        for one in (Score(**found) for found in record["scores"]):
+        for one in (TaskScore.of(found) for found in record["scores"]):
             error = "-" if one.stderr is None else f"{one.stderr:.4f}"
             chance = "-" if one.chance is None else f"{one.chance:.4f}"
             lines.append(f"{record['checkpoint']:<18} {record['task']:<14} {one.name:<24} {one.value:>9.4f} {error:>8} {one.n:>7,} {chance:>7}  {one.verdict}".rstrip())  # fmt: skip

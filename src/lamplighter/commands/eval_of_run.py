@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
+from lamplighter.commands.model_folder import own_family
 from lamplighter.rundir import RunDir, cannot_write, newest_first, number, open_lines, read_lines
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Evaluations:
         self.done.add(name)
         folder = self.run.path / "evaluations"
         words = ["eval", str(self.run.path.resolve()), "--checkpoint", name, "--tasks", str(self.section.tasks), "--runs-dir", str(self.run.path.parent.resolve())]  # fmt: skip
+        words += own_family(self.run.checkpoints / name)
         words += ["--data", self.section.data] if self.section.data else []
         words += ["--limit", str(self.section.limit)] if self.section.limit else []
         began = time.monotonic()

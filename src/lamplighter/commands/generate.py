@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.commands.arguments import find_run, many, parse
+from lamplighter.commands.arguments import find_run, many, parse, with_own_fields
 from lamplighter.commands.model_folder import choose_folder, is_model_folder, located, resolved_model
 from lamplighter.errors import DONE, UsageError
 from lamplighter.rundir import RunDir
@@ -63,7 +63,7 @@ def generate(words: list[str]) -> int:
     from lamplighter.commands.session import session
 
     rest, lists = many(words, "stop")
-    flags = parse("generate", _generate_flags, [_ours(word) for word in rest])
+    flags = parse("generate", _generate_flags, with_own_fields(rest))
     flags["stop"] = lists["stop"]
     if flags["raw"] and flags["data_template"]:
         raise UsageError("--raw and --data.template", "one leaves the template out, one chooses it", "give one of them")
@@ -98,12 +98,6 @@ def _refuse_misfits(flags: dict[str, Any]) -> None:
         raise UsageError("--out needs --prompts", "one text goes to stdout", "lamp generate RUN > FILE")
 
 
-def _ours(word: str) -> str:
-    """Some fields of a run are flags of this verb as well."""
-    field = re.match(r"--(model\.family|model\.init_from|data\.template)(?==|$)", word)
-    return word if field is None else field[0].replace(".", "-").replace("_", "-") + word[field.end() :]
-
-
 # ---------------------------------------------------------------- in the child
 
 
@@ -115,6 +109,7 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
         from lamplighter.data import tokenizer as tokenizers
         from lamplighter.data.chat import template as templates
         from lamplighter.model.build import load_folder
+        from lamplighter.model.generate import lay_out
     torch.set_num_threads(request["threads"] or torch.get_num_threads())
     with report.phase("model"):
         other = request["data_template"]
@@ -129,6 +124,7 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
             template = None if request["raw"] else templates.of_folder(folder, tokenizer)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         built.model.to(device).eval()
+        lay_out(built.model)
     report.note(f"{folder}: {built.parameters:,} parameters, on {device.type}")
     if template is not None:
         report.note(f"asked by its {template.describe()}; --raw leaves the template out")
@@ -268,7 +264,7 @@ class _Talk:
 
     def _penalised(self, ids: list[int], number: int) -> Iterator[list[int | None]]:
         """The same by the batch, which knows what was said before."""
-        from lamplighter.model.batching import Batcher, Wish
+        from lamplighter.model.batching import Batcher, TextRequest
         from lamplighter.model.generate import Choice
 
         request, built = self.request, self.built
@@ -281,7 +277,7 @@ class _Talk:
         length = min(built.positions, len(ids) + request["max_tokens"] + 1)
         batcher = Batcher(built.model, samples, length, built.vocab_size)
         wishes = [
-            Wish(tuple(ids), request["max_tokens"], choice, request["seed"] + number, n, repetition_penalty=request["repetition_penalty"])
+            TextRequest(tuple(ids), request["max_tokens"], choice, request["seed"] + number, n, repetition_penalty=request["repetition_penalty"])
             for n in range(samples)
         ]  # fmt: skip
         for n, wish in enumerate(wishes):
@@ -323,10 +319,10 @@ def _stream_one(
     stops: list[str],
 ) -> list[int]:
     """Each piece as it comes, the prompt first: some tokenizers decode a token by the one before it."""
-    from lamplighter.data.pieces import Pieces
+    from lamplighter.data.pieces import TextPieces
 
     made: list[int] = []
-    pieces = Pieces(tokenizer, stops, prompt)
+    pieces = TextPieces(tokenizer, stops, prompt)
 
     def ids() -> Iterator[int]:
         yield from prompt

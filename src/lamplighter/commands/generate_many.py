@@ -44,8 +44,8 @@ def read_prompts(path: Path) -> list[str]:
 
 def answer_all(built: Built, tokenizer: Tokenizer, template: ChatTemplate | None, request: dict[str, Any]) -> int:
     """Every prompt that has no answer in --out yet."""
-    from lamplighter.data.pieces import Pieces
-    from lamplighter.model.batching import Batcher, Wish
+    from lamplighter.data.pieces import TextPieces
+    from lamplighter.model.batching import Batcher, TextRequest
     from lamplighter.model.generate import Choice
 
     prompts = read_prompts(Path(request["prompts"]))
@@ -60,10 +60,10 @@ def answer_all(built: Built, tokenizer: Tokenizer, template: ChatTemplate | None
     for n, prompt in enumerate(prompts):
         ids = _ids(prompt, tokenizer, template, request["system"])[-max(1, built.positions - most) :]
         for sample in range(request["num_samples"]) if (n not in done) else ():
-            wishes[n * request["num_samples"] + sample] = Wish(tuple(ids), most, choice, request["seed"] + n, sample, stops, request["repetition_penalty"])  # fmt: skip
+            wishes[n * request["num_samples"] + sample] = TextRequest(tuple(ids), most, choice, request["seed"] + n, sample, stops, request["repetition_penalty"])  # fmt: skip
     length = min(built.positions, max((len(one.prompt) for one in wishes.values()), default=1) + most + 1)
     batcher = Batcher(built.model, _ROWS, length, built.vocab_size)
-    waiting, pieces, texts = sorted(wishes, reverse=True), dict[int, Pieces](), dict[int, str]()
+    waiting, pieces, texts = sorted(wishes, reverse=True), dict[int, TextPieces](), dict[int, str]()
     answered: dict[int, dict[int, dict[str, Any]]] = {}
     began, count = time.monotonic(), 0
     with report.phase("generate", total=len(wishes), unit="texts") as phase:
@@ -71,7 +71,7 @@ def answer_all(built: Built, tokenizer: Tokenizer, template: ChatTemplate | None
             while waiting and batcher.free:
                 key = waiting.pop()
                 batcher.add(key, wishes[key])
-                pieces[key], texts[key] = Pieces(tokenizer, request["stop"]), ""
+                pieces[key], texts[key] = TextPieces(tokenizer, request["stop"]), ""
             for made in batcher.step():
                 if made.key not in pieces:  # it met a stop in this very step
                     continue

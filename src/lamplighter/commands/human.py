@@ -27,7 +27,7 @@ _TOKENS = 120
 
 
 @dataclass(frozen=True)
-class Pair:
+class BlindPair:
     """One prompt and both answers; `order` says which model's stands first."""
 
     number: int
@@ -45,13 +45,13 @@ class Comparison:
 
     folder: Path
     names: tuple[str, str]
-    pairs: list[Pair]
+    pairs: list[BlindPair]
     chosen: dict[int, int]  # pair -> 0, 1 or 2 (neither), by model
 
-    def left(self) -> Iterator[Pair]:
+    def left(self) -> Iterator[BlindPair]:
         return (pair for pair in self.pairs if pair.number not in self.chosen)
 
-    def choose(self, pair: Pair, answer: int) -> None:
+    def choose(self, pair: BlindPair, answer: int) -> None:
         """Kept at once: 0 and 1 are what was shown first and second."""
         winner = answer if answer == 2 else pair.order[answer]
         if not LineFile(self.folder / "choices.jsonl").write(json.dumps({"pair": pair.number, "winner": winner, "t": time.time()})):  # fmt: skip
@@ -111,7 +111,7 @@ def opened(folder: Path, names: tuple[str, str]) -> Comparison:
     pairs = []
     for number, row in enumerate(rows):
         order = (0, 1) if draw.random() < 0.5 else (1, 0)
-        pairs.append(Pair(number, str(row["prompt"]), (str(row["texts"][0]), str(row["texts"][1])), order))
+        pairs.append(BlindPair(number, str(row["prompt"]), (str(row["texts"][0]), str(row["texts"][1])), order))
     draw.shuffle(pairs)
     chosen = {line["pair"]: line["winner"] for line in read_lines(folder / "choices.jsonl") if line.get("winner") in (0, 1, 2)}  # fmt: skip
     return Comparison(folder, names, pairs, {n: w for n, w in chosen.items() if 0 <= n < len(pairs)})
@@ -137,9 +137,9 @@ def _choose_by_terminal(comparison: Comparison) -> None:
 
 def conclude(comparison: Comparison, both: list[dict[str, Any]]) -> dict[str, Any]:
     """The share of wins of the first model (a draw counts half), written as a result of each."""
-    from lamplighter.evaluate.items import Item, Task
+    from lamplighter.evaluate.items import Task, TaskItem
     from lamplighter.evaluate.results import Subject, write_result
-    from lamplighter.evaluate.scores import Score, mean_score, wilson
+    from lamplighter.evaluate.scores import TaskScore, mean_score, wilson
 
     wins = [{0: 1.0, 1: 0.0, 2: 0.5}[winner] for winner in comparison.chosen.values()]
     if not wins:
@@ -147,9 +147,9 @@ def conclude(comparison: Comparison, both: list[dict[str, Any]]) -> dict[str, An
     records = []
     for side in (0, 1):
         mine = wins if side == 0 else [1.0 - one for one in wins]
-        score: Score = mean_score("win_rate", mine, 0.5)
+        score: TaskScore = mean_score("win_rate", mine, 0.5)
         other = comparison.names[1 - side]
-        task = Task(f"human-vs-{Path(other).name}", "generate", tuple(Item(p.prompt, ()) for p in comparison.pairs), comparison.folder, comparison.folder.name, "{prompt}")  # fmt: skip
+        task = Task(f"human-vs-{Path(other).name}", "generate", tuple(TaskItem(p.prompt, ()) for p in comparison.pairs), comparison.folder, comparison.folder.name, "{prompt}")  # fmt: skip
         subject = Subject(Path(both[side]["model"]), Path(comparison.names[side]).name, None, "")
         low, high = wilson(sum(mine), len(mine))
         records.append(write_result(

@@ -6,6 +6,7 @@ Out: a folder of weights, or the model in it with its tokenizer and template.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import report
 from lamplighter.commands.arguments import find_run
 from lamplighter.errors import InputMissing, NoCheckpoint, RefusedByPlan
-from lamplighter.rundir import checkpoint_name, human_bytes, newest_first, step_of
+from lamplighter.rundir import checkpoint_name, human_bytes, newest_first, read_record, step_of
 
 if TYPE_CHECKING:
     from lamplighter.evaluate.evaluation import Candidate
@@ -40,6 +41,16 @@ def located(name: str, runs_dir: Path) -> dict[str, Any]:
     return {"model": str(run.path.resolve()), "place": str(run.path.resolve())}
 
 
+def own_family(folder: Path) -> list[str]:
+    """The words to name a model of one's own again; what its config.json says is only repeated, and only a plain name."""
+    from lamplighter.model.shape import OWN_TYPE
+
+    config = read_record(folder / "config.json")
+    named = config.get("family") if config.get("model_type") == OWN_TYPE else None
+    plain = isinstance(named, str) and re.fullmatch(r"[\w.]+:\w+", named, re.ASCII) is not None
+    return ["--model.family", str(named) if plain else "module:name"] if named is not None else []
+
+
 def _beside(runs_dir: Path, name: str) -> Path:
     """Results of a model that is no run of ours."""
     return runs_dir.resolve() / ".evaluations" / name
@@ -49,12 +60,17 @@ def _beside(runs_dir: Path, name: str) -> Path:
 
 
 def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
-    """A model folder as it is; of a run the latest valid checkpoint, the best, or the named one."""
+    """A model folder as it is; of a run the latest valid checkpoint, the best, or the named one.
+
+    A checkpoint is held from then on: the run that goes on does not prune it while this process reads it.
+    """
     from lamplighter.data.chat import template as templates
-    from lamplighter.train import checkpoint
+    from lamplighter.train import checkpoint, held
 
     if is_model_folder(path):
         checkpoint.refuse_newer(path)
+        if step_of(path) >= 0:
+            held.hold(path)
         return path
     root = path / "checkpoints"
     if wanted == "best":
@@ -62,10 +78,19 @@ def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
         if best is None:
             raise NoCheckpoint(f"{path.name} has no best checkpoint", "no validation was made", "--checkpoint latest")
         wanted = checkpoint_name(best[0])
-    asked = newest_first(root)[:1] if wanted == "latest" else [root / wanted]
-    for folder in asked if not raw else ():
-        templates.check_folder(folder)  # before its hashes: what differs in a template is said in words
-    found = checkpoint.find(root, "auto" if wanted == "latest" else wanted)
+    for folder in newest_first(root)[:1] if wanted == "latest" else [root / wanted]:
+        if not raw:
+            templates.check_folder(folder)  # before its hashes: what differs in a template is said in words
+    found = None
+    meanwhile = [folder for folder in newest_first(root) if not held.is_ours(folder) and held.hold(folder)]
+    try:
+        found = checkpoint.find(root, "auto" if wanted == "latest" else wanted)
+        if found is not None:
+            held.hold(found)
+    finally:
+        for folder in meanwhile:
+            if folder != found:
+                held.let_go(folder)
     if found is None:
         raise NoCheckpoint(
             f"{path.name} has no checkpoint yet", "nothing was saved", "lamp save RUN, or wait for the first save"
@@ -120,6 +145,7 @@ def load_candidate(folder: Path, request: Mapping[str, Any]) -> Candidate:
     from lamplighter.evaluate.evaluation import Candidate
     from lamplighter.evaluate.results import Subject, mark_of
     from lamplighter.model.build import load_folder
+    from lamplighter.model.generate import lay_out
 
     refuse_without_memory(folder)
     with report.phase("model"):
@@ -128,6 +154,7 @@ def load_candidate(folder: Path, request: Mapping[str, Any]) -> Candidate:
         template = templates.of_folder(folder, tokenizer) if request.get("chat") else None
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         built.model.to(device).eval()
+        lay_out(built.model)
         step = step_of(folder)
         name = folder.name if step >= 0 else Path(request["place"]).name
         subject = Subject(folder, name, step if step >= 0 else None, mark_of(folder))
@@ -135,11 +162,12 @@ def load_candidate(folder: Path, request: Mapping[str, Any]) -> Candidate:
     return Candidate(subject, built, tokenizer, template)
 
 
-def refuse_without_memory(folder: Path, more_bytes: int = 0) -> None:
-    """77 where the weights would not fit beside what runs already."""
+def refuse_without_memory(folder: Path, more_bytes: int = 0, is_loaded: bool = False) -> None:
+    """77 where the weights (unless they are there already) and so much more would not fit beside what runs already."""
     from lamplighter.procs import cgroup, procfs
 
-    need = sum(path.stat().st_size for path in folder.glob("*.safetensors")) + _SPARE_BYTES + more_bytes
+    weights = 0 if is_loaded else sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    need = weights + _SPARE_BYTES + more_bytes
     have = min([procfs.memory_available(), *(limit.left for limit in cgroup.memory_limits())])
     if need > have:
         why = f"it needs about {human_bytes(need)}, and {human_bytes(have)} are free"

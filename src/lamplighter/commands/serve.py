@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report, web_access
-from lamplighter.commands.arguments import parse
+from lamplighter.commands.arguments import parse, with_own_fields
 from lamplighter.errors import DONE, STOPPED_EARLY, InputMissing, UsageError
 from lamplighter.rundir import RunDir, human_bytes, step_of
 
@@ -47,8 +47,7 @@ def _serve_flags(
 
 def serve(words: list[str]) -> int:
     """Listen, start the child, answer until Ctrl+C."""
-    words = ["--model-family" + w[len("--model.family") :] if w.split("=")[0] == "--model.family" else w for w in words]
-    flags = parse("serve", _serve_flags, words)
+    flags = parse("serve", _serve_flags, with_own_fields(words))
     for name, least in (("max_batch", 1), ("max_queue", 0), ("context", 2), ("timeout_s", 1)):
         if flags[name] is not None and flags[name] < least:
             raise UsageError(f"--{name.replace('_', '-')} must be {least} or more", "", "lamp serve --help")
@@ -86,6 +85,7 @@ def _serve_on(socket: Any, access: web_access.Access, request: dict[str, Any]) -
     server = uvicorn.Server(config)
     threads = [
         threading.Thread(target=bridge.listen, args=(from_child,), name="lamp-bridge", daemon=True),
+        threading.Thread(target=bridge.write, name="lamp-outbox", daemon=True),
         threading.Thread(target=server.run, kwargs={"sockets": [socket]}, name="lamp-http", daemon=True),
     ]
     for thread in threads:
@@ -94,7 +94,7 @@ def _serve_on(socket: Any, access: web_access.Access, request: dict[str, Any]) -
         code = piped_session("serve", request, to_child[0], result_fd, _opening_words(access, request))
     finally:
         server.should_exit = True
-        threads[1].join(5)
+        threads[-1].join(5)
     return DONE if code == STOPPED_EARLY else code
 
 
@@ -110,31 +110,22 @@ def _opening_words(access: web_access.Access, request: dict[str, Any]) -> list[s
 
 def serve_child(_: RunDir, request: dict[str, Any]) -> int:
     """Load, then write texts until the end."""
-    from lamplighter.commands.model_folder import choose_folder, refuse_without_memory, resolved_model
+    from lamplighter.commands.model_folder import choose_folder, resolved_model
 
     path = Path(resolved_model(request["model"]))
     folder = choose_folder(path, request["checkpoint"])
     with report.phase("import"):
         import torch
 
-        from lamplighter.model.row_cache import cache_bytes
-        from lamplighter.model.transformer import Transformer
         from lamplighter.serve.engine import Engine, serve_all
     if request["threads"]:
         torch.set_num_threads(request["threads"])
-    refuse_without_memory(folder)
-    loaded = _load(folder, request)
-    length = min(request["context"] or _LENGTH, loaded.built.positions)
-    cache = 0
-    if isinstance(loaded.built.model, Transformer):
-        cache = cache_bytes(loaded.built.model.shape, request["max_batch"], length)
-        refuse_without_memory(folder, cache)
-    report.note(f"{loaded.model}: {loaded.built.parameters:,} parameters; {request['max_batch']} texts at a time of {length:,} tokens, {human_bytes(cache)} of cache")  # fmt: skip
 
     def send(message: dict[str, Any]) -> None:
         report.result(json.dumps(message) + "\n", raw=True)
 
-    engine = Engine(loaded, request["max_batch"], length, send)
+    engine = Engine(_first_weights(folder, request), request["max_batch"], request["context"] or _LENGTH, send)
+    cache = engine.current.batcher.cache_bytes
     follower: Callable[[], None] | None = None
     if request["follow"]:
 
@@ -144,6 +135,22 @@ def serve_child(_: RunDir, request: dict[str, Any]) -> int:
     report.when_asked(lambda: engine.inbox.put(None), None)
     serve_all(engine, follower)
     return DONE
+
+
+def _first_weights(folder: Path, request: dict[str, Any]) -> Loaded:
+    """Loaded, with room for the cache besides. (Here, so that no name keeps them when newer weights take their place.)"""
+    from lamplighter.commands.model_folder import refuse_without_memory
+    from lamplighter.model.row_cache import cache_bytes
+    from lamplighter.model.transformer import Transformer
+
+    refuse_without_memory(folder)
+    loaded = _load(folder, request)
+    length, cache = min(request["context"] or _LENGTH, loaded.built.positions), 0
+    if isinstance(loaded.built.model, Transformer):
+        cache = cache_bytes(loaded.built.model.shape, request["max_batch"], length)
+        refuse_without_memory(folder, cache, is_loaded=True)
+    report.note(f"{loaded.model}: {loaded.built.parameters:,} parameters; {request['max_batch']} texts at a time of {length:,} tokens, {human_bytes(cache)} of cache")  # fmt: skip
+    return loaded
 
 
 def _has_room(folder: Path, cache: int) -> bool:
@@ -163,12 +170,14 @@ def _load(folder: Path, request: dict[str, Any]) -> Loaded:
     from lamplighter.data import tokenizer as tokenizers
     from lamplighter.data.chat import template as templates
     from lamplighter.model.build import load_folder
+    from lamplighter.model.generate import lay_out
     from lamplighter.serve.engine import Loaded
 
     built = load_folder(folder, request["model_family"], request["command"])
     tokenizer = tokenizers.load(folder)
     template = templates.of_folder(folder, tokenizer)
     built.model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    lay_out(built.model)
     step = step_of(folder)
     name = Path(request["place"]).name
-    return Loaded(built, tokenizer, template, name, step if step >= 0 else None)
+    return Loaded(built, tokenizer, template, name, step if step >= 0 else None, folder)

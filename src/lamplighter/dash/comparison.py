@@ -174,7 +174,7 @@ def compare(runs: Sequence[tuple[RunDir, SeriesCache]]) -> dict[str, Any]:
     return {
         "names": [one.name for one in found],
         "same_tokenizer": same,
-        "rows": table(found, same),
+        "rows": [*table(found, same), *evaluation_rows(folders)],
         "says": conclusions(found, same),
         "config": _differences([facts.read_config(run)[0] for run in folders]),
         "environment": _differences([_environment(run) for run in folders]),
@@ -245,6 +245,43 @@ def table(found: Sequence[Summary], same: bool) -> list[dict[str, Any]]:
                 row["difference"] += " (not distinguishable)"
         rows.append(row)
     return rows
+
+
+_MOST_SCORES = 60  # MMLU alone has 57 subjects
+_TWO_SIDED_95 = 1.96
+
+
+def evaluation_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
+    """The newest value of every score that one of the runs has; the better one where the difference is beyond chance."""
+    newest: list[dict[tuple[str, str], dict[str, Any]]] = []
+    for run in runs:
+        ordered = sorted(facts.evaluations(run), key=lambda one: (one["step"] or 0.0, one["t"]))
+        newest.append({(one["task"], one["name"]): one for one in ordered})
+    names = list(dict.fromkeys(name for one in newest for name in one))
+    rows = []
+    for task, name in [one for one in names if "/" not in one[1]][:_MOST_SCORES]:  # not by subject
+        mine = [one.get((task, name)) for one in newest]
+        row: dict[str, Any] = {"name": f"{task} {name}", "words": [_score_words(one) for one in mine], "best": None, "difference": ""}  # fmt: skip
+        known = [one for one in mine if one is not None]
+        if len(known) == len(mine) == 2:
+            first, second = known
+            row["difference"] = f"{second['value'] - first['value']:+.4f}"
+            margin = _TWO_SIDED_95 * math.hypot(first["stderr"] or 0.0, second["stderr"] or 0.0)
+            if first["stderr"] is not None and abs(second["value"] - first["value"]) > margin:
+                row["best"] = int((second["value"] > first["value"]) == first["higher_is_better"])
+            else:
+                row["difference"] += " (not distinguishable)"
+        rows.append(row)
+    return rows
+
+
+def _score_words(one: Mapping[str, Any] | None) -> str:
+    if one is None:
+        return "-"
+    if one["interval"]:
+        return f"{one['value']:.3f} ({one['interval'][0]:.3f} to {one['interval'][1]:.3f})"
+    error = "" if one["stderr"] is None else f" ± {one['stderr']:.4f}"
+    return f"{one['value']:.4f}{error}"
 
 
 def _word(value: float, form: str) -> str:

@@ -147,7 +147,7 @@ def describe(where: RunsDir, run: RunDir, series: RunSeries) -> dict[str, Any]:
         "plan": _plan(plan, told, times, series),
         "floor": floor,
         "band": band(plan, config, told["steps"]),
-        "evaluations": _evaluations(run),
+        "evaluations": evaluations(run),
         "environment": mask_record(read_record(run.path / "environment.json")),
         "metrics": sorted([*series.columns, *series.scores]),
         "parameters": finite(plan.get("params")),
@@ -324,7 +324,8 @@ def band(plan: Mapping[str, Any], config: Mapping[str, Any], steps: float | None
     return [[share * steps, loss] for share, loss in expected_losses(finite(plan.get("params")) or 0.0, vocabulary)]
 
 
-def _evaluations(run: RunDir) -> list[dict[str, Any]]:
+def evaluations(run: RunDir) -> list[dict[str, Any]]:
+    """Every score of every evaluation that is whole; what is not a number is left out."""
     folder = run.path / "evaluations"
     found = []
     for path in sorted(folder.glob("*.json"))[:500] if folder.is_dir() else ():
@@ -333,8 +334,17 @@ def _evaluations(run: RunDir) -> list[dict[str, Any]]:
         for one in record.get("scores", []):
             if isinstance(one, dict) and finite(one.get("value")) is not None:
                 found.append({"task": clean(str(record.get("task")))[:80], "step": finite(record.get("step")), "name": clean(str(one.get("name")))[:80],
+                              "verdict": clean(str(one.get("verdict") or ""))[:40], "t": finite(record.get("t")) or 0.0,
+                              "higher_is_better": one.get("higher_is_better") is not False, "interval": _interval(record.get("interval")),
                               **{name: finite(one.get(name)) for name in ("value", "stderr", "n", "chance")}})  # fmt: skip
     return found
+
+
+def _interval(found: object) -> list[float] | None:
+    """Two numbers, where a result has them: of people's choices."""
+    ends = [finite(one) for one in found] if isinstance(found, list) and len(found) == 2 else []
+    known = [one for one in ends if one is not None]
+    return known if len(known) == 2 else None
 
 
 def read_inside(run: RunDir, folder: str, name: str) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from lamplighter.data.tokenizer import Tokenizer
 
 
-class Pieces:
+class TextPieces:
     """One growing text. `shown` after a context: some tokenizers decode a token by the one before it."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:

@@ -29,7 +29,7 @@ class Question:
         return len(self.context) + sum(len(one) - 1 for one in self.answers)
 
 
-class Encoder:
+class QuestionEncoder:
     """A tokenizer, with what it puts before a text, and the token that stands where there is no context."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

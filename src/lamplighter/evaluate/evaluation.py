@@ -1,7 +1,7 @@
 """One model through one task, to the file with its scores: items that are done are kept, and left out at the next start.
 
 In:  a loaded model, a Task, the folder for evaluations.
-Out: evaluations/NAME.json (results.py); what was met of the task in the training text.
+Out: evaluations/NAME.json (results.py).
 """
 
 from __future__ import annotations
@@ -15,26 +15,22 @@ from typing import Any
 
 from lamplighter import report
 from lamplighter.data.chat.template import ChatTemplate
-from lamplighter.data.stats.minhash import Grams, normalised
-from lamplighter.data.token_cache.reader import CachedStream
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import BadData
 from lamplighter.evaluate import generation
-from lamplighter.evaluate.encoding import Encoder
-from lamplighter.evaluate.items import Item, Task
+from lamplighter.evaluate.encoding import QuestionEncoder
+from lamplighter.evaluate.items import Task, TaskItem
 from lamplighter.evaluate.likelihood import answer_all
 from lamplighter.evaluate.period import read_period
 from lamplighter.evaluate.results import ItemLog, Subject, log_name, write_result
-from lamplighter.evaluate.scores import Score, exponential, mean_score, ratio_score
-from lamplighter.model.batching import Batcher, Wish
+from lamplighter.evaluate.scores import TaskScore, exponential, mean_score, ratio_score
+from lamplighter.model.batching import Batcher, TextRequest
 from lamplighter.model.build import Built
 from lamplighter.model.generate import Choice
 
 TEXT_WINDOW = 1024  # tokens of context at most for the loss on a text, unless told otherwise
 _ROWS = 8  # texts that are written together
 _SEED = 1
-_GRAM_WORDS = 13  # in a row, as the field looks for contamination
-_BLOCK, _OVERLAP = 1 << 18, 512  # tokens of the training text at a time; 13 words are fewer than the overlap
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,9 @@ class Manner:
     folder: Path  # for evaluations
     window: int | None = None
     chat: bool = False  # questions of generation tasks by the model's own template
-    trained_on: CachedStream | None = None  # where the training text is at hand
+    contamination: Mapping[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # by task, where the training text is at hand
     pause: Callable[[], None] = field(default=lambda: None)  # between batches
 
 
@@ -72,9 +70,8 @@ def evaluate(candidate: Candidate, task: Task, manner: Manner) -> dict[str, Any]
     conclude = {"choice": choice_scores, "last_word": _last_words, "text": _losses, "generate": _averages, "pairs": _averages, "period": _period_scores}  # fmt: skip
     scores = conclude[task.kind](task, log.done)
     more = _examples(task, log.done)
-    found = _contamination(candidate, task, manner)
     return write_result(
-        manner.folder, name, candidate.subject, task, scores, contamination=found, settings=settings,
+        manner.folder, name, candidate.subject, task, scores, contamination=manner.contamination.get(task.name), settings=settings,
         seconds=round(time.monotonic() - began, 3), template=_template_words(candidate, task, manner), **more,
     )  # fmt: skip
 
@@ -105,7 +102,7 @@ def _window(candidate: Candidate, manner: Manner) -> int:
 
 def _likelihoods(candidate: Candidate, task: Task, manner: Manner, log: ItemLog, only: str | None = None) -> None:
     """The log-probability of every answer of every item that is not done yet."""
-    encoder = Encoder(candidate.tokenizer)
+    encoder = QuestionEncoder(candidate.tokenizer)
     todo = [n for n, item in enumerate(task.items) if n not in log.done and only in (None, item.group)]
     with report.phase(task.name, total=len(todo), unit="items") as phase:
         try:
@@ -124,7 +121,7 @@ def _likelihoods(candidate: Candidate, task: Task, manner: Manner, log: ItemLog,
 
 def _texts(candidate: Candidate, task: Task, manner: Manner, log: ItemLog) -> None:
     """Every token of every document once; an item of the log is a window."""
-    encoder, most = Encoder(candidate.tokenizer), _window(candidate, manner)
+    encoder, most = QuestionEncoder(candidate.tokenizer), _window(candidate, manner)
     windows = [one for n, item in enumerate(task.items) for one in encoder.windows(n, item.answers[0], most)]
     todo = [replace(one, number=n) for n, one in enumerate(windows) if n not in log.done]
     total = sum(len(one.answers[0]) for one in todo)
@@ -147,7 +144,7 @@ def _texts(candidate: Candidate, task: Task, manner: Manner, log: ItemLog) -> No
             log.done[n] = {**log.done[n], "bytes": log.done[n]["bytes"] * exact / max(1, decoded)}
 
 
-def choice_scores(task: Task, done: Mapping[int, Mapping[str, Any]], group: str | None = None) -> list[Score]:
+def choice_scores(task: Task, done: Mapping[int, Mapping[str, Any]], group: str | None = None) -> list[TaskScore]:
     """acc and acc_norm (by characters, as lm-eval), over all and by subject; the chance level of each."""
     numbers = [n for n, item in enumerate(task.items) if group in (None, item.group)]
     chance = sum(1 / len(task.items[n].answers) for n in numbers) / len(numbers)
@@ -164,20 +161,20 @@ def choice_scores(task: Task, done: Mapping[int, Mapping[str, Any]], group: str 
     return scores
 
 
-def _right(item: Item, nats: Sequence[float]) -> tuple[float, float]:
+def _right(item: TaskItem, nats: Sequence[float]) -> tuple[float, float]:
     plain = max(range(len(nats)), key=lambda k: nats[k])
     norm = max(range(len(nats)), key=lambda k: nats[k] / max(1, item.lengths[k]))
     return float(plain == item.gold), float(norm == item.gold)
 
 
-def _last_words(task: Task, done: Mapping[int, Mapping[str, Any]]) -> list[Score]:
+def _last_words(task: Task, done: Mapping[int, Mapping[str, Any]]) -> list[TaskScore]:
     """LAMBADA: is the last word what the model would have written, and its perplexity."""
     order = range(len(task.items))
     nats = mean_score("nats", [-done[n]["nats"][0] for n in order], higher_is_better=False)
     return [mean_score("acc", [float(done[n]["greedy"][0]) for n in order]), exponential("perplexity", nats)]
 
 
-def _losses(_: Task, done: Mapping[int, Mapping[str, Any]]) -> list[Score]:
+def _losses(_: Task, done: Mapping[int, Mapping[str, Any]]) -> list[TaskScore]:
     """Nats per token, perplexity, bits per byte; the standard error is over windows."""
     rows = [done[n] for n in sorted(done)]
     nats, tokens = [-row["nats"][0] for row in rows], [float(row["tokens"]) for row in rows]
@@ -225,14 +222,14 @@ def stream_texts(
     """The same as they end: (number, text)."""
     tokenizer, template, built = candidate.tokenizer, candidate.template, candidate.built
     stops = frozenset({tokenizer.end_of_text, *([template.stop_id] if template is not None else [])})
-    encoder, wishes = Encoder(tokenizer), {}
+    encoder, wishes = QuestionEncoder(tokenizer), {}
     for n, prompt in prompts:
         if template is not None and _by_template(candidate, manner):
             ids = template.prompt_ids([{"role": "user", "content": prompt}])
         else:
             ids = encoder.ids(prompt) or [encoder.first]
         ids = ids[-max(1, built.positions - how.max_tokens) :]
-        wishes[n] = Wish(tuple(ids), how.max_tokens, how.choice, seed=_SEED, sample=n, stop_ids=stops)
+        wishes[n] = TextRequest(tuple(ids), how.max_tokens, how.choice, seed=_SEED, sample=n, stop_ids=stops)
     longest = max((len(one.prompt) for one in wishes.values()), default=1) + how.max_tokens
     batcher = Batcher(built.model, min(_ROWS, max(1, len(wishes))), min(built.positions, longest), built.vocab_size)
     waiting, made = sorted(wishes, reverse=True), {n: list[int]() for n in wishes}
@@ -262,7 +259,7 @@ def _pairs(_: Candidate, task: Task, __: Manner, log: ItemLog) -> None:
             phase.tick()
 
 
-def _averages(task: Task, done: Mapping[int, Mapping[str, Any]]) -> list[Score]:
+def _averages(task: Task, done: Mapping[int, Mapping[str, Any]]) -> list[TaskScore]:
     return generation.average([done[n]["found"] for n in range(len(task.items))])
 
 
@@ -279,7 +276,7 @@ def _period_items(candidate: Candidate, task: Task, manner: Manner, log: ItemLog
         log.add(n, text=text, seen=period.looked_at(text))
 
 
-def _period_scores(task: Task, done: Mapping[int, Mapping[str, Any]]) -> list[Score]:
+def _period_scores(task: Task, done: Mapping[int, Mapping[str, Any]]) -> list[TaskScore]:
     seen = [done[n]["seen"] for n, item in enumerate(task.items) if item.group == "prompt"]
     wrong = [float(bool(one["anachronisms"])) for one in seen]
     scores = [mean_score("texts_with_anachronisms", wrong, higher_is_better=False)]
@@ -290,7 +287,7 @@ def _period_scores(task: Task, done: Mapping[int, Mapping[str, Any]]) -> list[Sc
     scores += generation.average([generation.variety(text) for text in texts])
     if any(item.group == "fact" for item in task.items):
         [facts, *_] = choice_scores(task, done, "fact")
-        scores.append(Score("facts", facts.value, facts.stderr, facts.n, facts.chance))
+        scores.append(TaskScore("facts", facts.value, facts.stderr, facts.n, facts.chance))
     return scores
 
 
@@ -302,29 +299,3 @@ def _examples(task: Task, done: Mapping[int, Mapping[str, Any]]) -> dict[str, An
     ranked = sorted(texts, key=lambda pair: (not pair[1].get("seen", {}).get("anachronisms"), pair[0]))
     shown = [{"prompt": task.items[n].context, "text": one["text"], **one.get("seen", {})} for n, one in ranked[:8]]
     return {"examples": shown}
-
-
-# ---------------------------------------------------------------- contamination
-
-
-def _contamination(candidate: Candidate, task: Task, manner: Manner) -> dict[str, Any] | None:
-    """The share of items of which any run of 13 words stands in the training text; None where that is not at hand."""
-    if manner.trained_on is None or task.kind in ("pairs", "period"):
-        return None
-    texts = [normalised(_own_words(item)) for item in task.items]
-    grams, stream = Grams(texts, _GRAM_WORDS), manner.trained_on
-    end = candidate.tokenizer.end_name
-    with report.phase("contamination", total=len(stream), unit="tokens") as phase:
-        for begin in range(0, len(stream), _BLOCK):
-            text = candidate.tokenizer.decode(stream.read(begin, min(begin + _BLOCK + _OVERLAP, len(stream))))
-            grams.meet([normalised(part) for part in text.split(end)])
-            phase.tick(min(_BLOCK, len(stream) - begin))
-    shares = [float(one) for one in grams.shares() if not math.isnan(float(one))]
-    met = sum(one > 0 for one in shares) / len(shares) if shares else 0.0
-    return {"share": met, "n": _GRAM_WORDS, "items": len(shares), "grams": math.fsum(shares) / max(1, len(shares))}
-
-
-def _own_words(item: Item) -> str:
-    """The question itself, without the solved examples before it, and its answer."""
-    question = item.context.rsplit("\n\n", 1)[-1] if item.group else item.context
-    return question + (item.answers[item.gold] if item.answers else f" {item.reference}")

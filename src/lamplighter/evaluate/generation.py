@@ -1,7 +1,7 @@
 """Scores of written text: ROUGE, exact match, repetition and diversity.
 
 In:  texts, and where there are any, what should have been written.
-Out: Score. ROUGE is rouge-score's own arithmetic. No torch.
+Out: TaskScore. ROUGE is rouge-score's own arithmetic. No torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lamplighter.errors import InputMissing
-from lamplighter.evaluate.scores import Score, mean_score
+from lamplighter.evaluate.scores import TaskScore, mean_score
 
 _ROUGE = ("rouge1", "rouge2", "rougeL")
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
@@ -66,7 +66,7 @@ def _distinct(words: Sequence[str], n: int) -> float:
 _LOWER_IS_BETTER = ("repetition",)
 
 
-def average(found: Sequence[dict[str, float]]) -> list[Score]:
+def average(found: Sequence[dict[str, float]]) -> list[TaskScore]:
     """The mean of each figure over the items."""
     return [
         mean_score(name, [one[name] for one in found], higher_is_better=name not in _LOWER_IS_BETTER)

@@ -14,12 +14,12 @@ from typing import Any
 
 from lamplighter import report
 from lamplighter.errors import BadData, InputMissing
-from lamplighter.evaluate.encoding import Encoder, Question
+from lamplighter.evaluate.encoding import Question, QuestionEncoder
 from lamplighter.evaluate.evaluation import Candidate, HowLong, Manner, stream_texts
-from lamplighter.evaluate.items import Item, Task
+from lamplighter.evaluate.items import Task, TaskItem
 from lamplighter.evaluate.likelihood import answer_all
 from lamplighter.evaluate.results import log_name, write_result
-from lamplighter.evaluate.scores import Score
+from lamplighter.evaluate.scores import TaskScore
 from lamplighter.model.generate import Choice
 
 
@@ -69,9 +69,9 @@ def _record(
         error = figures.get(f"{metric}_stderr,{filtered}")
         spread = float(error) if isinstance(error, int | float) and math.isfinite(error) else None
         shown = metric if filtered in ("", "none") else f"{metric}/{filtered}"
-        scores.append(Score(shown, float(value), spread, count, None, better.get(metric) is not False))  # fmt: skip
+        scores.append(TaskScore(shown, float(value), spread, count, None, better.get(metric) is not False))  # fmt: skip
     config = found.get("configs", {}).get(name, {})
-    task = Task(f"lm-eval:{name}", "choice", tuple(Item("", ()) for _ in range(count)), Path(str(config.get("dataset_path", ""))), "", str(config.get("doc_to_text", "")), {"num_fewshot": found.get("n-shot", {}).get(name), "lm_eval": version})  # fmt: skip
+    task = Task(f"lm-eval:{name}", "choice", tuple(TaskItem("", ()) for _ in range(count)), Path(str(config.get("dataset_path", ""))), "", str(config.get("doc_to_text", "")), {"num_fewshot": found.get("n-shot", {}).get(name), "lm_eval": version})  # fmt: skip
     label = log_name(task.name, candidate.subject, dict(task.settings))
     return write_result(manner.folder, label, candidate.subject, task, scores, seconds=seconds)
 
@@ -80,7 +80,7 @@ def _adapter(candidate: Candidate, manner: Manner, phase: report.Phase) -> Any:
     """lm-eval's interface to a model, filled by our scoring and our generation."""
     from lm_eval.api.model import LM
 
-    encoder = Encoder(candidate.tokenizer)
+    encoder = QuestionEncoder(candidate.tokenizer)
 
     class Adapter(LM):  # type: ignore[misc]  # lm-eval asks for a class of its own
         def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

@@ -1,7 +1,7 @@
 """The items of a task: what the model reads, the answers it is offered or must write, and which of them is right.
 
 In:  nothing; tasks.py fills them from files.
-Out: Item and Task. No torch.
+Out: TaskItem and Task. No torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind = Literal["choice", "last_word", "text", "generate", "pairs", "period"]
 
 
 @dataclass(frozen=True)
-class Item:
+class TaskItem:
     """One question. `answers` are scored as continuations of `context`; `gold` is the number of the right one."""
 
     context: str
@@ -37,7 +37,7 @@ class Task:
 
     name: str
     kind: Kind
-    items: tuple[Item, ...]
+    items: tuple[TaskItem, ...]
     path: Path
     sha256: str
     prompt: str  # in words: how an item becomes what the model reads

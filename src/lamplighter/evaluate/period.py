@@ -21,7 +21,7 @@ import yaml
 from lamplighter import read_back
 from lamplighter.errors import BadData, InputMissing
 from lamplighter.evaluate.generation import words_of
-from lamplighter.evaluate.items import Item, Task, sha256_of
+from lamplighter.evaluate.items import Task, TaskItem, sha256_of
 
 LONDON = Path(__file__).parent / "london"
 _YEAR = re.compile(r"(?<![\d.,£$])1[0-9]{3}(?![\d.,]\d|\d)|(?<![\d.,£$])20[0-9]{2}(?![\d.,]\d|\d)")
@@ -62,7 +62,7 @@ def open_period(name: str, path: Path) -> Task:
     if not isinstance(prompts, list) or not prompts or not all(isinstance(one, str) for one in prompts):
         raise BadData(f"{description} has no prompts", "a list of texts to be continued", "see docs/evaluation.md")
     texts = int(found.get("texts", 4))
-    items = [Item(prompt, (), group="prompt") for prompt in prompts for _ in range(texts)]
+    items = [TaskItem(prompt, (), group="prompt") for prompt in prompts for _ in range(texts)]
     items += _facts(facts) if facts.is_file() else []
     files = [one for one in (description, path / "words.csv", facts) if one.is_file()]
     settings = {"from": found["from"], "to": found["to"], "max_tokens": int(found.get("max_tokens", 80))}
@@ -87,7 +87,7 @@ def read_period(path: Path) -> Period:
     return Period(begin, end, listed)
 
 
-def _facts(path: Path) -> list[Item]:
+def _facts(path: Path) -> list[TaskItem]:
     found = []
     for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
@@ -105,7 +105,7 @@ def _facts(path: Path) -> list[Item]:
         lengths = tuple(map(len, answers))
         prompt = str(row["prompt"])
         between = "" if prompt[-1:].isspace() else " "
-        found.append(Item(prompt, tuple(between + one for one in answers), 0, "fact", lengths))
+        found.append(TaskItem(prompt, tuple(between + one for one in answers), 0, "fact", lengths))
     return found
 
 

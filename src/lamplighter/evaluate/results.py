@@ -17,7 +17,7 @@ import xxhash
 
 from lamplighter.errors import CannotWrite
 from lamplighter.evaluate.items import Task
-from lamplighter.evaluate.scores import Score
+from lamplighter.evaluate.scores import TaskScore
 from lamplighter.rundir import LineFile, cannot_write, hash_file, read_lines, read_record, write_json
 
 FORMAT = 1
@@ -89,7 +89,7 @@ def log_name(task: str, subject: Subject, asked: Mapping[str, Any]) -> str:
 
 
 def write_result(
-    folder: Path, name: str, subject: Subject, task: Task, scores: Sequence[Score], **more: Any
+    folder: Path, name: str, subject: Subject, task: Task, scores: Sequence[TaskScore], **more: Any
 ) -> dict[str, Any]:
     """The result of a task, as a file that is there whole or not at all."""
     record = {

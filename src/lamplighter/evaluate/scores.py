@@ -1,13 +1,13 @@
 """A score as it is kept: its value, its standard error, how many items, and what guessing would give.
 
 In:  numbers, one per item.
-Out: Score, and the words for it. No torch.
+Out: TaskScore, and the words for it. No torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ _TWO_SIDED_95 = 1.96
 
 
 @dataclass(frozen=True)
-class Score:
+class TaskScore:
     """One number about a model."""
 
     name: str
@@ -27,7 +27,13 @@ class Score:
     higher_is_better: bool = True
 
     def record(self) -> dict[str, Any]:
-        return asdict(self)
+        """As it is kept: the verdict is for readers of the file."""
+        return {**asdict(self), "verdict": self.verdict}
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> TaskScore:
+        """As it was kept."""
+        return TaskScore(**{name: record[name] for name in TaskScore.__dataclass_fields__})
 
     @property
     def verdict(self) -> str:
@@ -41,16 +47,19 @@ class Score:
 
     def words(self) -> str:
         error = "" if self.stderr is None else f" ± {self.stderr:.4f}"
-        chance = "" if self.chance is None else f", chance {self.chance:.4f}: {self.verdict}"
+        chance = "" if self.chance is None else f", chance {self.chance:.4f}"
+        chance += f": {self.verdict}" if self.verdict else ""
         return f"{self.value:.4f}{error} (n {self.n:,}{chance})"
 
 
-def mean_score(name: str, values: Sequence[float], chance: float | None = None, higher_is_better: bool = True) -> Score:
+def mean_score(
+    name: str, values: Sequence[float], chance: float | None = None, higher_is_better: bool = True
+) -> TaskScore:
     """The mean of one number per item; the standard error is that of the sample."""
     if not values:
         raise ValueError(f"{name}: there is no item to average")
     mean = math.fsum(values) / len(values)
-    return Score(name, mean, stderr_of(values, mean), len(values), chance, higher_is_better)
+    return TaskScore(name, mean, stderr_of(values, mean), len(values), chance, higher_is_better)
 
 
 def stderr_of(values: Sequence[float], mean: float) -> float | None:
@@ -60,22 +69,22 @@ def stderr_of(values: Sequence[float], mean: float) -> float | None:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
-def ratio_score(name: str, tops: Sequence[float], bottoms: Sequence[float], chance: float | None = None) -> Score:
+def ratio_score(name: str, tops: Sequence[float], bottoms: Sequence[float], chance: float | None = None) -> TaskScore:
     """A sum over a sum (nats over tokens, bits over bytes); its standard error by the delta method over the items."""
     total = math.fsum(bottoms)
     value = math.fsum(tops) / total
     if len(tops) < 2:
-        return Score(name, value, None, len(tops), chance, higher_is_better=False)
+        return TaskScore(name, value, None, len(tops), chance, higher_is_better=False)
     rests = [top - value * bottom for top, bottom in zip(tops, bottoms, strict=True)]
     spread = math.fsum(rest * rest for rest in rests) * len(tops) / (len(tops) - 1)
-    return Score(name, value, math.sqrt(spread) / total, len(tops), chance, higher_is_better=False)
+    return TaskScore(name, value, math.sqrt(spread) / total, len(tops), chance, higher_is_better=False)
 
 
-def exponential(name: str, of: Score) -> Score:
+def exponential(name: str, of: TaskScore) -> TaskScore:
     """exp of a mean number of nats: a perplexity, its standard error by the delta method."""
     value = math.exp(min(of.value, 700.0))
     error = None if of.stderr is None else value * of.stderr
-    return Score(name, value, error, of.n, None, higher_is_better=False)
+    return TaskScore(name, value, error, of.n, None, higher_is_better=False)
 
 
 def wilson(wins: float, n: int) -> tuple[float, float]:

@@ -22,7 +22,7 @@ import yaml
 
 from lamplighter import read_back
 from lamplighter.errors import BadData, InputMissing, UsageError
-from lamplighter.evaluate.items import MOST_BYTES, Item, Task, sha256_of
+from lamplighter.evaluate.items import MOST_BYTES, Task, TaskItem, sha256_of
 
 Row = Mapping[str, Any]
 _LETTERS = string.ascii_uppercase
@@ -129,7 +129,7 @@ def _json_of(text: str, path: Path, line: int) -> Any:
         raise BadData(f"{path}, line {line} is not JSON", str(error)[:120], "mend or remove that line") from error
 
 
-def _items(path: Path, make: Callable[[Row], Item], *endings: str) -> tuple[tuple[Item, ...], str]:
+def _items(path: Path, make: Callable[[Row], TaskItem], *endings: str) -> tuple[tuple[TaskItem, ...], str]:
     """Every record of every file as an item; a record that does not fit is named."""
     files, found = _files(path, *endings), []
     for file in files:
@@ -142,11 +142,11 @@ def _items(path: Path, make: Callable[[Row], Item], *endings: str) -> tuple[tupl
     return tuple(found), sha256_of(files)
 
 
-def _choice(context: str, choices: Sequence[str], gold: int, group: str = "") -> Item:
+def _choice(context: str, choices: Sequence[str], gold: int, group: str = "") -> TaskItem:
     """An item whose answers follow the context after one space, as lm-eval's do."""
     if len(choices) < 2 or not 0 <= gold < len(choices):
         raise ValueError(f"answer {gold} of {len(choices)} choices")
-    return Item(context, tuple(f" {one}" for one in choices), gold, group, tuple(len(one) for one in choices))
+    return TaskItem(context, tuple(f" {one}" for one in choices), gold, group, tuple(len(one) for one in choices))
 
 
 # ---------------------------------------------------------------- the known tasks
@@ -163,7 +163,7 @@ def _in_one(row: Row) -> str:
 
 
 def _hellaswag(name: str, path: Path, shots: Shots) -> Task:
-    def item(row: Row) -> Item:
+    def item(row: Row) -> TaskItem:
         whole = row["ctx"] if "ctx_a" not in row else _in_one(row)
         return _choice(_plain_wikihow(whole), [_plain_wikihow(one) for one in row["endings"]], int(row["label"]))
 
@@ -172,18 +172,18 @@ def _hellaswag(name: str, path: Path, shots: Shots) -> Task:
 
 
 def _lambada(name: str, path: Path, shots: Shots) -> Task:
-    def item(row: Row) -> Item:
+    def item(row: Row) -> TaskItem:
         words = row["text"].split(" ")
         if len(words) < 2:
             raise ValueError("a text of one word has no last word to guess")
-        return Item(" ".join(words[:-1]), (f" {words[-1]}",))
+        return TaskItem(" ".join(words[:-1]), (f" {words[-1]}",))
 
     items, digest = _items(path, item, ".jsonl", ".json")
     return Task(name, "last_word", items, path, digest, "{text without its last word} | {last word}")
 
 
 def _arc(name: str, path: Path, shots: Shots) -> Task:
-    def item(row: Row) -> Item:
+    def item(row: Row) -> TaskItem:
         question, choices = row["question"], row["choices"]
         if isinstance(question, Mapping):  # as AllenAI's own files have it
             question, choices = question["stem"], question["choices"]
@@ -198,7 +198,7 @@ def _arc(name: str, path: Path, shots: Shots) -> Task:
 
 
 def _piqa(name: str, path: Path, shots: Shots) -> Task:
-    def item(row: Row) -> Item:
+    def item(row: Row) -> TaskItem:
         return _choice(f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], int(row["label"]))
 
     items, digest = _items(path, item, ".jsonl", ".json", ".csv")
@@ -279,11 +279,10 @@ def _described(name: str, path: Path, description: Path, shots: Shots) -> Task:
         raise BadData(f"{description} describes no task", why, "see docs/evaluation.md")
     prompt = str(found["prompt"])
     if "reference" in found:
-        make: Callable[[Row], Item] = lambda row: Item(_filled(prompt, row), (), reference=str(row[found["reference"]]))  # noqa: E731
-        items, digest = _items(path, make)
+        items, digest = _items(path, lambda row: TaskItem(_filled(prompt, row), (), reference=str(row[found["reference"]])))  # fmt: skip
         return Task(name, "generate", items, path, digest, prompt, {"max_tokens": int(found.get("max_tokens", 64))})
 
-    def item(row: Row) -> Item:
+    def item(row: Row) -> TaskItem:
         choices = _choices_of(row, found.get("choices", "choices"))
         gold = _gold(row[found.get("answer", "answer")], choices, int(found.get("first_answer", 0)))
         return _choice(_filled(prompt, row), choices, gold, str(row.get(found.get("group", ""), "")))
@@ -329,7 +328,7 @@ def _guessed(name: str, path: Path, shots: Shots) -> Task:
     for question in ("question", "query", "prompt"):
         if {question, "choices", "answer"} <= fields:
 
-            def item(row: Row, question: str = question) -> Item:
+            def item(row: Row, question: str = question) -> TaskItem:
                 choices = _choices_of(row, "choices")
                 return _choice(f"Question: {row[question]}\nAnswer:", choices, _gold(row["answer"], choices, 0))
 
@@ -343,7 +342,7 @@ def _guessed(name: str, path: Path, shots: Shots) -> Task:
 
 
 def _written(name: str, path: Path, reference: str) -> Task:
-    items, digest = _items(path, lambda row: Item(str(row["prompt"]), (), reference=str(row[reference])))
+    items, digest = _items(path, lambda row: TaskItem(str(row["prompt"]), (), reference=str(row[reference])))
     return Task(name, "generate", items, path, digest, "{prompt}", {"max_tokens": 64})
 
 
@@ -358,7 +357,7 @@ def _text(name: str, path: Path, shots: Shots) -> Task:
     for file, text in zip(files, texts, strict=True):
         if not text.strip():
             raise BadData(f"{file} is empty", "there is nothing to predict", "check --data")
-    items = tuple(Item("", (text,)) for text in texts)
+    items = tuple(TaskItem("", (text,)) for text in texts)
     names = ", ".join(file.name for file in files)
     return Task(name, "text", items, path, sha256_of(files), f"{names}, each as one document")
 
@@ -380,7 +379,7 @@ def _rouge(name: str, path: Path, shots: Shots) -> Task:
             why = f"{len(ours)} lines and {len(theirs)} lines"
             raise BadData(f"{prediction.name} and {target.name} do not go together", why, "one line is one pair")
         pairs += zip(ours, theirs, strict=True)
-    items = tuple(Item("", (), reference=theirs, given=ours) for ours, theirs in pairs)
+    items = tuple(TaskItem("", (), reference=theirs, given=ours) for ours, theirs in pairs)
     return Task(name, "pairs", items, path, sha256_of([*predictions, *targets]), "given pairs: no model is asked")
 
 
@@ -408,7 +407,7 @@ def limited(task: Task, limit: int | None) -> Task:
     return replace(task, items=tuple(_first_of_each(task.items, limit)), settings={**task.settings, "limit": limit})
 
 
-def _first_of_each(items: Sequence[Item], limit: int) -> Iterator[Item]:
+def _first_of_each(items: Sequence[TaskItem], limit: int) -> Iterator[TaskItem]:
     seen: dict[str, int] = {}
     for item in items:
         seen[item.group] = seen.get(item.group, 0) + 1

@@ -191,6 +191,11 @@ def _evaluation(run: RunDir, step: int) -> str:
         for score in one["scores"]:
             error = f"± {score['stderr']:.4f}" if isinstance(score.get("stderr"), int | float) else ""
             chance = f"chance {score['chance']:.3f}" if isinstance(score.get("chance"), int | float) else ""
+            ends = one.get("interval")
+            if isinstance(ends, list) and len(ends) == 2 and all(isinstance(end, int | float) for end in ends):
+                error = f"(95 %: {ends[0]:.3f} to {ends[1]:.3f})"
+            elif chance and isinstance(score.get("verdict"), str):
+                chance += f": {safe(score['verdict'])}"
             count = f"{score['n']:,} items" if isinstance(score.get("n"), int) else ""
             about = ", ".join(part for part in (count, chance) if part)
             rows.append(

@@ -28,7 +28,7 @@ End = Literal["", "stop", "length"]
 
 
 @dataclass(frozen=True)
-class Wish:
+class TextRequest:
     """What is to be written."""
 
     prompt: tuple[int, ...]
@@ -55,7 +55,7 @@ class Made:
 @dataclass
 class _Text:
     key: int
-    wish: Wish
+    wish: TextRequest
     generator: torch.Generator
     read: int = 0  # tokens of the prompt that are in the cache
     last: int = 0  # the token that goes in next
@@ -77,10 +77,14 @@ class Batcher:
             self.decoder = Decoder(model, self.cache) if can_decode(model) else None
 
     @property
+    def cache_bytes(self) -> int:
+        return self.cache.stored.nbytes if self.cache is not None else 0
+
+    @property
     def free(self) -> int:
         return self.rows - len(self.texts)
 
-    def add(self, key: int, wish: Wish) -> None:
+    def add(self, key: int, wish: TextRequest) -> None:
         """One more text; ValueError where it cannot be begun."""
         if not self.free:
             raise ValueError("every row is in use")
@@ -235,7 +239,7 @@ def _penalised(logits_1V: Tensor, seen: Sequence[int], penalty: float) -> Tensor
     return changed
 
 
-def write_all(batcher: Batcher, wishes: Sequence[Wish]) -> list[tuple[list[int], End]]:
+def write_all(batcher: Batcher, wishes: Sequence[TextRequest]) -> list[tuple[list[int], End]]:
     """Every wish to its end, in the order given; for callers that want no stream."""
     waiting = list(enumerate(wishes))[::-1]
     texts: list[list[int]] = [[] for _ in wishes]

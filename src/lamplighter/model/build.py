@@ -28,13 +28,20 @@ from lamplighter.model.families import (
     vocabulary_of,
 )
 from lamplighter.model.lora import SETTINGS, apply_lora, merge, section_of
-from lamplighter.model.shape import NotOurs, Shape, count_parameters, flops_per_token, shape_from_hf, shape_to_hf
+from lamplighter.model.shape import (
+    OWN_TYPE,
+    NotOurs,
+    Shape,
+    count_parameters,
+    flops_per_token,
+    shape_from_hf,
+    shape_to_hf,
+)
 from lamplighter.model.stored import stored_numbers
 from lamplighter.model.transformer import Transformer
 from lamplighter.model.weights import init_weights, load_weights
 from lamplighter.rundir import read_json
 
-_OWN_TYPE = "lamplighter-own"
 _SMALL = 1 << 20
 _LARGE = 200_000_000  # parameters, that take longer to draw than a device without numbers to load
 _OWN_ROOM = 8  # an embedding of one's own may be smaller than vocab_size x width, but not by much more than this
@@ -133,7 +140,7 @@ def load_folder(
         raise InputMissing(
             f"{folder} is not a model folder", "it has no readable config.json", "give a run, or a folder"
         )
-    if config.get("model_type") != _OWN_TYPE:
+    if config.get("model_type") != OWN_TYPE:
         if family not in (None, config.get("model_type")):
             what = f"{folder} holds a {config.get('model_type')!r} model, not {family}"
             raise BadConfig(what, "its config.json says so", "leave --model.family out")
@@ -292,5 +299,5 @@ def _own(name: str, arguments: dict[str, Any]) -> Built:
         raise BadConfig(
             f"{name} did not return a torch.nn.Module", f"it returned {type(model).__name__}", "see docs/MAP.md"
         )
-    config = {"model_type": _OWN_TYPE, "family": name, "arguments": arguments}
+    config = {"model_type": OWN_TYPE, "family": name, "arguments": arguments}
     return Built(model, config, arguments["vocab_size"], arguments["positions"])

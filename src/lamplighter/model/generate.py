@@ -249,13 +249,10 @@ class LlamaWeights(NamedTuple):
     """Of one layer, in the order of use; every weight [O, I]."""
 
     norm_1: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    qkv: tuple[Tensor, ...]  # one, where they lie one behind the other (lay_out), else three
     o: Tensor
     norm_2: Tensor
-    gate: Tensor
-    up: Tensor
+    gate_up: tuple[Tensor, ...]  # the same, one or two
     down: Tensor
 
 
@@ -324,21 +321,20 @@ class Decoder:
         cos_D, sin_D = self.cos_SD[self.cache.position], self.sin_SD[self.cache.position]
         if isinstance(self.cache, RowCache):  # each row at a place of its own
             cos_D, sin_D = cos_D[:, None], sin_D[:, None]
-        heads, kv_heads = (B, shape.heads, shape.head_width), (B, shape.kv_heads, shape.head_width)
+        heads, turned = (B, -1, shape.head_width), shape.heads + shape.kv_heads
         x_BC = self.embedding[ids_B]
         for layer, part in enumerate(self.llama):
             normed_BC = rms_norm(x_BC, part.norm_1, shape.norm_eps)
-            q_BHD, k_BKD = decode_linear(normed_BC, part.q).view(heads), decode_linear(normed_BC, part.k).view(kv_heads)
-            qk = torch.cat((q_BHD, k_BKD), dim=1)  # rotated together
+            qkv = _side_by_side(normed_BC, part.qkv).view(heads)
+            qk = qkv[:, :turned]  # rotated together
             first, second = qk.chunk(2, dim=-1)
             qk = (qk * cos_D + torch.cat((second, first), dim=-1) * sin_D).type_as(x_BC)
-            v_BKD = decode_linear(normed_BC, part.v).view(kv_heads)
-            kv_B2KD = torch.stack((qk[:, shape.heads :], v_BKD), dim=1)
+            kv_B2KD = torch.stack((qk[:, shape.heads :], qkv[:, turned:]), dim=1)
             mixed_BC = self.attend(layer, qk[:, : shape.heads], kv_B2KD).reshape(B, -1)
             x_BC = x_BC + decode_linear(mixed_BC, part.o)
             normed_BC = rms_norm(x_BC, part.norm_2, shape.norm_eps)
-            inner_BM = functional.silu(decode_linear(normed_BC, part.gate)) * decode_linear(normed_BC, part.up)
-            x_BC = x_BC + decode_linear(inner_BM, part.down)
+            gate_BM, up_BM = _side_by_side(normed_BC, part.gate_up).chunk(2, dim=-1)
+            x_BC = x_BC + decode_linear(functional.silu(gate_BM) * up_BM, part.down)
         return rms_norm(x_BC, self.end_norm, shape.norm_eps)
 
     def attend(self, layer: int, q_BHD: Tensor, kv_B2KD: Tensor) -> Tensor:
@@ -372,6 +368,48 @@ def _gpt2_weights(layer: nn.Module) -> GPT2Weights:
 
 def _llama_weights(layer: nn.Module) -> LlamaWeights:
     assert isinstance(layer, LlamaLayer)
+    qkv, gate_up = (_joined([part.weight.detach() for part in parts]) for parts in _used_together(layer))
+    return LlamaWeights(
+        layer.input_layernorm.weight.detach(), qkv, layer.self_attn.o_proj.weight.detach(),
+        layer.post_attention_layernorm.weight.detach(), gate_up, layer.mlp.down_proj.weight.detach(),
+    )  # fmt: skip
+
+
+def _used_together(layer: LlamaLayer) -> tuple[tuple[nn.Linear, ...], tuple[nn.Linear, ...]]:
+    """The products of one layer that have their input in common."""
     attn, mlp = layer.self_attn, layer.mlp
-    parts = (layer.input_layernorm, attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, layer.post_attention_layernorm)
-    return LlamaWeights(*(part.weight.detach() for part in (*parts, mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
+    return (attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)
+
+
+def _side_by_side(x_BI: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+    made = [decode_linear(x_BI, weight_OI) for weight_OI in weights]
+    return made[0].contiguous() if len(made) == 1 else torch.cat(made, dim=-1)
+
+
+def _joined(weights: list[Tensor]) -> tuple[Tensor, ...]:
+    """One weight, where these are the parts of one, in order; else as they are."""
+    first, at = weights[0], weights[0].data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != at or not weight.is_contiguous():
+            return tuple(weights)
+        at += weight.nbytes
+    if first.untyped_storage().data_ptr() != weights[-1].untyped_storage().data_ptr():
+        return tuple(weights)
+    return (first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride(), first.storage_offset()),)
+
+
+@torch.no_grad()
+def lay_out(model: nn.Module) -> None:
+    """For a model that is only read: weights with one input lie one behind the other, as parts of one, in no more memory.
+
+    A step is then fewer and larger products. Not for a model that is trained: its optimizer knows where its weights are.
+    """
+    if not isinstance(model, Transformer) or not can_decode(model) or model.shape.family != "llama":
+        return
+    for layer in model.model.layers:
+        assert isinstance(layer, LlamaLayer)
+        for parts in _used_together(layer):
+            whole, at = torch.cat([part.weight for part in parts]), 0
+            for part in parts:
+                part.weight.data = whole[at : at + len(part.weight)]
+                at += len(part.weight)

@@ -8,6 +8,7 @@ Tensors carry their axes as a suffix: B rows in use, K key heads, S time, D head
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ class RowCache:
 
     def __init__(self, shape: Shape, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
         size = (shape.layers, rows, 2, shape.kv_heads, length, shape.head_width)  # 2: keys, values
-        self.stored = torch.zeros(size, device=device, dtype=dtype)
+        self.stored = _zeros(size, device, dtype)
         self.rows, self.length = rows, length
         self.lengths: list[int] = []
         self.ready = 0  # rows that have read their prompt: the first ones
@@ -83,6 +84,13 @@ class RowCache:
     def advance(self) -> None:
         for row in range(self.ready):
             self.lengths[row] += 1
+
+
+def _zeros(size: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros (what is masked must not be NaN); on a CPU by pages that the system clears when they are first used."""
+    if device.type == "cpu" and dtype == torch.float32:
+        return torch.from_numpy(np.zeros(size, np.float32))
+    return torch.zeros(size, device=device, dtype=dtype)
 
 
 class OneRow:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 Family = Literal["gpt2", "llama"]
 
+OWN_TYPE = "lamplighter-own"  # model_type in the config.json of a model by the user's own code
+
 
 class NotOurs(ValueError):
     """A config.json that asks for something that the two families here do not compute; transformers may."""

@@ -50,7 +50,7 @@ def make_app(bridge: Bridge, timeout_s: float) -> Starlette:
 
     async def health(_: Request) -> Response:
         state, facts = bridge.state(), bridge.facts
-        body = {"status": state, "model": facts.get("model"), "step": facts.get("step"), "texts": len(bridge.waiting), "most": bridge.most}  # fmt: skip
+        body = {"status": state, "model": facts.get("model"), "step": facts.get("step"), "template": facts.get("template"), "texts": len(bridge.waiting), "most": bridge.most}  # fmt: skip
         return JSONResponse(body, 200 if state == "ok" else 503, {} if state == "ok" else {"retry-after": "2"})
 
     async def metrics(_: Request) -> Response:
@@ -133,6 +133,7 @@ class _Texts:
     def __init__(self, bridge: Bridge, wanted: Wanted, timeout_s: float) -> None:
         self.bridge, self.wanted, self.name = bridge, wanted, protocol.new_id(wanted.chat)
         self.deadline = time.monotonic() + timeout_s
+        self.looked = time.monotonic()
         self.numbers, self.queue = bridge.add(wanted.texts)
         self.written = [Written(model=bridge.facts["model"]) for _ in self.numbers]
 
@@ -143,16 +144,19 @@ class _Texts:
     async def next(self, request: Request | None) -> tuple[int, str, list[dict[str, Any]]]:
         """A piece of one of them; an ApiError where it is refused, lost, late, or nobody waits any more."""
         while True:
-            left = self.deadline - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= self.deadline:
                 raise ApiError(408, "this took longer than the server allows", "server_error", "timeout")
-            try:
-                said = await asyncio.wait_for(self.queue.get(), min(_LOOK_S, left))
-                break
-            except TimeoutError:
-                if request is not None and await request.is_disconnected():
+            if request is not None and now - self.looked >= _LOOK_S:
+                self.looked = now
+                if await request.is_disconnected():
                     self.bridge.counts["gone"] += 1
-                    raise ApiError(499, "the client is gone", "server_error", "gone") from None
+                    raise ApiError(499, "the client is gone", "server_error", "gone")
+            try:
+                said = await asyncio.wait_for(self.queue.get(), min(_LOOK_S, self.deadline - now))
+                break
+            except TimeoutError:  # look again whether anybody waits
+                continue
         if "error" in said:
             status = int(said.get("status", 400))
             kind = "invalid_request_error" if status < 500 else "server_error"

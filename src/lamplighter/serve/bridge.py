@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
 import threading
 import time
 from collections import Counter
@@ -40,6 +41,7 @@ class Bridge:
     ended: bool = False
     began: float = field(default_factory=time.time)
     _number: int = 0
+    _outbox: queue.SimpleQueue[bytes] = field(default_factory=queue.SimpleQueue)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     # -- for the HTTP server, in its loop
@@ -126,10 +128,14 @@ class Bridge:
                 self._send({"op": "add", "key": number, **known.asked.record()})
 
     def _send(self, message: dict[str, Any]) -> None:
-        data = (json.dumps(message) + "\n").encode()
-        with self._lock:
+        self._outbox.put((json.dumps(message) + "\n").encode())
+
+    def write(self) -> None:
+        """What was sent, into the pipe: in a thread of its own, since a pipe is full while no child reads it."""
+        while True:
+            data = self._outbox.get()
             try:
                 while data:
                     data = data[os.write(self.to_child, data) :]
-            except OSError:  # the child is gone; what it was asked is asked again, or the server ends
+            except OSError:  # the server ends
                 return

@@ -4,7 +4,7 @@ In:  lines of JSON on stdin (bridge.py), a model folder, a run to follow.
 Out: lines of JSON: pieces of text, ends, errors, and what is being served.
 
 A text ends on the weights that it began with: after a swap the old model goes on until its last text has ended. Where the
-memory does not hold both, no text is begun before the old ones have ended.
+memory does not hold both, no text is begun, the old ones end, the old weights go, and then the new ones are loaded.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ import torch
 
 from lamplighter import report
 from lamplighter.data.chat.template import ChatTemplate
-from lamplighter.data.pieces import Pieces
+from lamplighter.data.pieces import TextPieces
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import LampError
-from lamplighter.model.batching import Batcher, Made, Wish
+from lamplighter.model.batching import Batcher, Made, TextRequest
 from lamplighter.model.build import Built
 from lamplighter.model.generate import Choice
 from lamplighter.procs.procfs import pid_start
 from lamplighter.rundir import newest_first, step_of, verify_manifest
+from lamplighter.train import held
 
 _IDLE_S = 0.25
+_LOOK_S = 0.05
 _FOLLOW_S = 1.0
 
 
@@ -47,6 +49,7 @@ class Loaded:
     template: ChatTemplate | None
     name: str  # the run or folder
     step: int | None
+    folder: Path  # where its weights are
 
     @property
     def model(self) -> str:
@@ -58,7 +61,7 @@ class Loaded:
 class _Text:
     """A text under way."""
 
-    pieces: Pieces
+    pieces: TextPieces
     prompt_tokens: int
     said_prompt: bool = False
 
@@ -80,6 +83,7 @@ class Engine:
         self.servings = [self._serving(loaded)]
         self.waiting: deque[dict[str, Any]] = deque()
         self.next: Loaded | None = None  # newer weights, to be swapped in
+        self.draining = False  # no text is begun; when the last has ended, the weights go
         self.inbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.answered = 0
 
@@ -103,18 +107,24 @@ class Engine:
     def run(self, phase: report.Phase) -> None:
         """Until stdin ends or a stop is asked for."""
         while not report.stopping():
-            busy = any(serving.texts for serving in self.servings) or bool(self.waiting)
+            busy = any(serving.texts for serving in self.servings) or self._can_begin()
             report.flag("prompting", not busy)
             if not self._take_requests(0.0 if busy else _IDLE_S):
                 return
             self._swap()
             self._begin_texts()
-            for serving in list(self.servings):
+            self._let_go()
+            for serving in self.servings:
                 if serving.texts:
                     self._step(serving, phase)
-                elif serving is not self.current:
-                    self.servings.remove(serving)
-                    report.note(f"{serving.loaded.model} has written its last text and is let go")
+
+    def _let_go(self) -> None:
+        """Weights that have written their last text."""
+        for serving in list(self.servings):
+            if not serving.texts and (self.draining or serving is not self.current):
+                self.servings.remove(serving)
+                held.let_go(serving.loaded.folder)
+                report.note(f"{serving.loaded.model} has written its last text and is let go")
 
     def _take_requests(self, wait_s: float) -> bool:
         """What has come in; False at the end of all."""
@@ -126,10 +136,14 @@ class Engine:
             if message is None:
                 return False
             wait_s = 0.0
-            if message.get("op") == "add":
+            if message.get("op") == "add" and not self._knows(message["key"]):
                 self.waiting.append(message)
             elif message.get("op") == "drop":
                 self._drop(message["key"])
+
+    def _knows(self, key: int) -> bool:
+        """What was still in the pipe when a process died before us is sent once more to us."""
+        return any(one["key"] == key for one in self.waiting) or any(key in one.texts for one in self.servings)
 
     def _drop(self, key: int) -> None:
         self.waiting = deque(one for one in self.waiting if one["key"] != key)
@@ -137,8 +151,11 @@ class Engine:
             if serving.texts.pop(key, None) is not None:
                 serving.batcher.drop(key)
 
+    def _can_begin(self) -> bool:
+        return bool(self.waiting and self.servings and not self.draining and self.current.batcher.free)
+
     def _begin_texts(self) -> None:
-        while self.waiting and self.current.batcher.free and self.next is None:
+        while self._can_begin():
             message = self.waiting.popleft()
             try:
                 self._begin(message)
@@ -159,12 +176,12 @@ class Engine:
         stops = {loaded.tokenizer.end_of_text, *([loaded.template.stop_id] if loaded.template else [])}
         most = message.get("max_tokens") or length
         choice = Choice(message["temperature"], message["top_k"], message["top_p"])
-        wish = Wish(
+        wish = TextRequest(
             tuple(ids), min(most, length - len(ids)), choice, message["seed"], message["sample"], frozenset(stops),
             message["repetition_penalty"], message["logprobs"],
         )  # fmt: skip
         serving.batcher.add(message["key"], wish)
-        serving.texts[message["key"]] = _Text(Pieces(loaded.tokenizer, message["stop"]), len(ids))
+        serving.texts[message["key"]] = _Text(TextPieces(loaded.tokenizer, message["stop"]), len(ids))
 
     def _step(self, serving: _Serving, phase: report.Phase) -> None:
         report.flag("printing", True)
@@ -206,8 +223,9 @@ class Engine:
         if found is None:
             return
         self.servings.append(self._serving(found))
-        self.next = None
-        report.note(f"serving {found.model} from now on; {sum(len(s.texts) for s in self.servings)} texts end on what they began with")  # fmt: skip
+        self.next, self.draining = None, False
+        count = sum(len(one.texts) for one in self.servings)
+        report.note(f"serving {found.model} from now on; {count} texts end on what they began with")
         self.say_ready()
 
     def read_requests(self) -> None:
@@ -222,27 +240,38 @@ class Engine:
 
     def follow(self, root: Path, load: Callable[[Path], Loaded], has_room: Callable[[Path], bool]) -> None:
         """A thread: the newest valid checkpoint of a run is loaded beside the one that is served."""
-        known, refused = self.current.loaded.step or -1, -1
+        served = self.current.loaded.folder
+        known, refused = step_of(served), -1
         while not report.stopping():
             time.sleep(_FOLLOW_S)
             newest = next((path for path in newest_first(root) if step_of(path) > known), None)
-            if newest is None or step_of(newest) == refused:
+            if newest is None or step_of(newest) == refused or self.next is not None or not held.hold(newest):
                 continue
-            step = step_of(newest)
             if reason := verify_manifest(newest):
-                refused = step
+                refused = step_of(newest)
                 report.warn(f"{newest.name} is not served: {reason}")
+                held.let_go(newest)
                 continue
             if not has_room(newest):
-                report.note(f"no memory for {newest.name} beside what is served: waiting until its texts have ended")
-                while any(serving.texts for serving in self.servings) and not report.stopping():
-                    time.sleep(_IDLE_S)
+                self._drain(newest)
             try:
-                self.next = load(newest)
-                known = step
-            except (LampError, OSError, ValueError) as error:  # pruned meanwhile, or damaged: the next one will do
-                refused = step
+                found = load(newest)
+            except (LampError, OSError, ValueError) as error:  # damaged in a way that hashes do not show
+                refused = step_of(newest)
                 report.warn(f"{newest.name} could not be loaded: {error}")
+                held.let_go(newest)
+                if self.draining:
+                    self.next = load(served)
+                continue
+            known, served = step_of(newest), newest
+            self.next = found
+
+    def _drain(self, newest: Path) -> None:
+        """Wait until nothing is written any more and the old weights are gone."""
+        report.note(f"no memory for {newest.name} beside what is served: its texts end first, new ones wait")
+        self.draining = True
+        while self.servings and not report.stopping():
+            time.sleep(_LOOK_S)
 
 
 def prompt_ids(loaded: Loaded, message: dict[str, Any]) -> list[int]:

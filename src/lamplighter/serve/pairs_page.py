@@ -8,33 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 from lamplighter import web_access
 
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Lamplighter: which is better?</title>
-<style>:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:1rem auto;padding:0 1rem}
-.two{display:grid;grid-template-columns:1fr 1fr;gap:1rem}.two div{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid #8884;border-radius:.5rem;padding:.75rem}
-button{font:inherit;padding:.4rem 1.2rem;margin:1rem .5rem 0 0}</style>
-<h1 id="place">…</h1><p id="prompt"></p><div class="two"><div id="first"></div><div id="second"></div></div>
-<p><button data-answer="0">1 is better</button><button data-answer="1">2 is better</button><button data-answer="2">alike</button></p>
-<script>"use strict";let number=null;const at=(id)=>document.getElementById(id);
-async function next(){const p=await(await fetch("pair")).json();number=p.number;
-at("place").textContent=p.number===null?"Done: thank you. You can close this page.":(p.done+1)+" of "+p.all;
-for(const k of ["prompt","first","second"])at(k).textContent=p[k]||"";
-for(const b of document.querySelectorAll("button"))b.disabled=p.number===null;}
-for(const b of document.querySelectorAll("button"))b.addEventListener("click",async()=>{if(number===null)return;
-await fetch("choose",{method:"POST",headers:{"content-type":"application/json"},body:JSON.stringify({number,answer:Number(b.dataset.answer)})});next();});
-next();</script></html>"""
+_PAGE = Path(__file__).parent / "pairs.html"
 _RULES = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
-
-
-class Pair(Protocol):
-    @property
-    def number(self) -> int: ...
-    @property
-    def prompt(self) -> str: ...
-    def shown(self) -> tuple[str, str]: ...
 
 
 class Pairs(Protocol):
@@ -55,7 +35,7 @@ def make_pairs_app(pairs: Pairs, done: list[bool]) -> Any:
     from starlette.routing import Route
 
     async def page(_: Request) -> Response:
-        return HTMLResponse(_PAGE, headers={"content-security-policy": _RULES})
+        return HTMLResponse(_PAGE.read_text(), headers={"content-security-policy": _RULES})
 
     async def pair(_: Request) -> Response:
         found = next(pairs.left(), None)

@@ -211,8 +211,10 @@ def new_id(chat: bool) -> str:
     return ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
 
 
-def usage_of(texts: list[Written]) -> dict[str, int]:
-    read, made = texts[0].prompt_tokens if texts else 0, sum(one.tokens for one in texts)
+def usage_of(wanted: Wanted, texts: list[Written]) -> dict[str, int]:
+    """Each prompt counts once, however many texts were written to it."""
+    read = sum(one.prompt_tokens for asked, one in zip(wanted.texts, texts, strict=True) if asked.sample == 0)
+    made = sum(one.tokens for one in texts)
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
@@ -221,7 +223,7 @@ def reply(name: str, wanted: Wanted, texts: list[Written]) -> dict[str, Any]:
     choices = [_choice(number, one, wanted.chat) for number, one in enumerate(texts)]
     kind = "chat.completion" if wanted.chat else "text_completion"
     model = texts[0].model if texts else ""
-    return {"id": name, "object": kind, "created": int(time.time()), "model": model, "choices": choices, "usage": usage_of(texts)}  # fmt: skip
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model, "choices": choices, "usage": usage_of(wanted, texts)}  # fmt: skip
 
 
 def _choice(number: int, one: Written, chat: bool) -> dict[str, Any]:
@@ -231,22 +233,24 @@ def _choice(number: int, one: Written, chat: bool) -> dict[str, Any]:
     return {**ended, "text": one.text}
 
 
-def logprobs_of(found: list[dict[str, Any]], chat: bool) -> dict[str, Any] | None:
+def logprobs_of(found: list[dict[str, Any]], chat: bool, before: int = 0) -> dict[str, Any] | None:
+    """In OpenAI's form; `before`: characters of the text in front of these tokens."""
     if not found:
         return None
     if chat:
         return {"content": [{"token": one["token"], "logprob": one["logprob"], "bytes": list(one["token"].encode()), "top_logprobs": [{"token": t, "logprob": p, "bytes": list(t.encode())} for t, p in one["top"]]} for one in found], "refusal": None}  # fmt: skip
+    tokens = [one["token"] for one in found]
     return {
-        "tokens": [one["token"] for one in found],
+        "tokens": tokens,
         "token_logprobs": [one["logprob"] for one in found],
         "top_logprobs": [dict(one["top"]) for one in found],
-        "text_offset": [],
+        "text_offset": [before + sum(map(len, tokens[:n])) for n in range(len(tokens))],
     }
 
 
 def chunk(name: str, wanted: Wanted, number: int, piece: str, part: Written, found: list[dict[str, Any]]) -> dict[str, Any]:  # fmt: skip
     """One event of a stream: a piece of a text, or its end."""
-    logprobs = logprobs_of(found, wanted.chat)
+    logprobs = logprobs_of(found, wanted.chat, len(part.text) - len(piece))
     if wanted.chat:
         delta: dict[str, Any] = {"content": piece} if piece or part.end is None else {}
         choice = {"index": number, "delta": delta, "finish_reason": part.end, "logprobs": logprobs}
@@ -261,7 +265,7 @@ def first_chunk(name: str, wanted: Wanted, number: int, model: str) -> dict[str,
 
 
 def usage_chunk(name: str, wanted: Wanted, texts: list[Written]) -> dict[str, Any]:
-    return {**_event(name, wanted, texts[0].model if texts else "", []), "usage": usage_of(texts)}
+    return {**_event(name, wanted, texts[0].model if texts else "", []), "usage": usage_of(wanted, texts)}
 
 
 def _event(name: str, wanted: Wanted, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -43,7 +43,9 @@ from lamplighter.rundir import (
     write_manifest,
 )
 from lamplighter.train import tensorfile
+from lamplighter.train.held import remove_unless_read
 
+MOST_READ = 2  # checkpoints that stay beyond save.keep because somebody reads them
 SPARE = 1.05  # a save needs its tensors and a little more
 
 
@@ -119,7 +121,7 @@ def _save_with_room(
     root = final.parent
     need = int(contents.bytes * SPARE)
     if free_bytes(root) < need:
-        prune(root, 1, protect)
+        prune(root, 1, protect, most_read=0)
     try:
         require_room(root, need)
         _write(final, progress, contents, phase)
@@ -129,7 +131,7 @@ def _save_with_room(
         report.warn(
             f"the disk filled up while saving step {progress.step}; pruning old checkpoints and trying once more"
         )
-        prune(root, 1, protect)
+        prune(root, 1, protect, most_read=0)
         require_room(root, need)
         _write(final, progress, contents, phase)
 
@@ -208,13 +210,21 @@ def best_of(root: Path) -> tuple[int, float] | None:
     return (found["step"], found["val_loss"]) if found and not damage else None
 
 
-def prune(root: Path, keep: int, protect: set[int]) -> None:
-    """Never the best, never the newest, never the one that this attempt resumed from; and what a dead save left."""
+def prune(root: Path, keep: int, protect: set[int], most_read: int = MOST_READ) -> None:
+    """Never the best, never the newest, never the one that this attempt resumed from; and what a dead save left.
+
+    Those that somebody reads stay as well, the newest `most_read` of them.
+    """
     best = best_of(root)
     protect = protect | ({best[0]} if best else set())
     for path in newest_first(root)[max(1, keep) :]:
-        if step_of(path) not in protect:
-            _remove(path)
+        if step_of(path) in protect or remove_unless_read(path, _remove):
+            continue
+        if most_read > 0:
+            most_read -= 1
+            continue
+        report.note(f"{path.name} is removed while another process reads it: newer ones that are read take its room")
+        _remove(path)
     for path in _set_aside(root)[max(1, keep) :]:
         if _step_aside(path) not in protect:
             _remove(path)

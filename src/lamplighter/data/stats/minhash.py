@@ -1,7 +1,7 @@
-"""Which texts are alike: n-grams of words as 64-bit numbers, MinHash signatures of them, and who shares bands of those.
+"""Which texts are alike: MinHash signatures of their runs of words, and who shares bands of those.
 
 In:  normalised texts.
-Out: n-gram hashes (numpy, no Python object per word), signatures (by rensa), pairs of near duplicates, overlap with a set.
+Out: signatures (by rensa), pairs of near duplicates.
 
 Two texts are near duplicates where the estimated Jaccard similarity of their 5-word sets is 0.8 or more. The estimate is
 the share of 126 equal minima (standard error 0.036 at 0.8); a pair at 0.8 is found with 99.8 % probability.
@@ -13,12 +13,11 @@ import hashlib
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from lamplighter.data.batches import mix
+from lamplighter.data.ngrams import Ints, runs_of
 
 WORDS = 5
 _ALIKE = 0.8
@@ -27,10 +26,8 @@ SIGNATURE = BANDS * ROWS
 _SEED = 20
 MOST_BYTES = 1 << 16  # of a text that count for its signature
 BLOCK_BYTES = 1 << 20  # hashed at once
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so it has an inverse
-_Hashes = np.ndarray[Any, np.dtype[np.uint64]]
+_FACTOR = 0x9E3779B97F4A7C15
 Signatures = np.ndarray[Any, np.dtype[np.uint32]]
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def normalised(text: str) -> str:
@@ -49,82 +46,13 @@ def text_hash(normal: str) -> int:
     return int.from_bytes(found.digest(), "little")
 
 
-# ---------------------------------------------------------------- n-grams of words, as numbers
-
-
-@cache
-def _powers() -> tuple[_Hashes, _Hashes]:
-    """FACTOR**n and its inverse**n, modulo 2**64."""
-    inverse = pow(_FACTOR, -1, 1 << 64)
-    made = []
-    for base in (_FACTOR, inverse):
-        steps = np.full(BLOCK_BYTES + 1, base, np.uint64)
-        steps[0] = 1
-        made.append(np.cumprod(steps, dtype=np.uint64))
-    return made[0], made[1]
-
-
-def word_grams(texts: Sequence[str], words: int = WORDS) -> tuple[_Hashes, Ints]:
-    """The hashes of all runs of so many words, and for each the number of its text. Texts are normalised.
-
-    A prefix sum of bytes times powers gives the hash of any stretch in two look-ups; equal stretches, equal hashes.
-    """
-    blocks = [*_blocks(texts)]
-    found = [_grams(data, first, words) for data, first in blocks]
-    if not found:
-        return np.zeros(0, np.uint64), np.zeros(0, np.int64)
-    return np.concatenate([hashes for hashes, _ in found]), np.concatenate([owners for _, owners in found])
-
-
-def _blocks(texts: Sequence[str]) -> list[tuple[bytes, Ints]]:
-    """Texts joined by newlines up to BLOCK_BYTES, with their numbers; a longer one is cut between words."""
-    made: list[tuple[bytes, Ints]] = []
-    held: list[bytes] = []
-    numbers: list[int] = []
-    size = 0
-    for number, text in enumerate(texts):
-        data = text.encode()
-        while len(data) > BLOCK_BYTES // 2:
-            cut = data.rfind(b" ", 0, BLOCK_BYTES // 2)
-            cut = cut if cut > 0 else BLOCK_BYTES // 2
-            made.append((data[:cut], np.array([number])))
-            data = data[cut + 1 :]
-        if size + len(data) + 1 > BLOCK_BYTES:
-            made.append((b"\n".join(held), np.array(numbers)))
-            held, numbers, size = [], [], 0
-        held.append(data)
-        numbers.append(number)
-        size += len(data) + 1
-    return [*made, (b"\n".join(held), np.array(numbers))] if held else made
-
-
-def _grams(data: bytes, numbers: Ints, words: int) -> tuple[_Hashes, Ints]:
-    raw = np.frombuffer(data, np.uint8)
-    up, down = _powers()
-    sums = np.zeros(len(raw) + 1, np.uint64)
-    np.cumsum(raw * up[: len(raw)], dtype=np.uint64, out=sums[1:])
-    lines = raw == ord("\n")
-    breaks = np.flatnonzero(lines | (raw == ord(" ")))
-    starts = np.concatenate([[0], breaks + 1])
-    ends = np.concatenate([breaks, [len(raw)]])
-    owner = np.concatenate([[0], np.cumsum(lines)])[starts] if len(raw) else np.zeros(1, np.int64)
-    last = len(starts) - words + 1
-    if last <= 0:
-        return np.zeros(0, np.uint64), np.zeros(0, np.int64)
-    begin, end = starts[:last], ends[words - 1 :]
-    inside = (owner[:last] == owner[words - 1 :]) & (end > begin)
-    begin, end = begin[inside], end[inside]
-    hashes = (sums[end] - sums[begin]) * down[begin]  # mixed below: the sums of a polynomial have weak low bits
-    return mix(hashes), numbers[owner[:last][inside]]
-
-
 # ---------------------------------------------------------------- signatures and pairs
 
 
 def signatures(texts: Sequence[str]) -> tuple[Signatures, np.ndarray[Any, np.dtype[np.bool_]]]:
     """uint32 [texts, SIGNATURE], and which of them have one (shorter ones have not enough words)."""
     rensa: Any = importlib.import_module("rensa")
-    hashes, owners = word_grams([text[:MOST_BYTES] for text in texts])  # too short to be cut: owners are in order
+    hashes, owners = runs_of([text[:MOST_BYTES] for text in texts], WORDS)
     counts = np.bincount(owners, minlength=len(texts))
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64)
     matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, SIGNATURE, _SEED)
@@ -221,32 +149,3 @@ def _scattered(number: int) -> int:
     """A number that has nothing to do with its neighbours'."""
     number = (number * _FACTOR) & ((1 << 64) - 1)
     return (number ^ (number >> 29)) >> 8
-
-
-# ---------------------------------------------------------------- how much of some texts stands in others
-
-
-class Grams:
-    """The n-grams of a (small) set of texts, and which of them were met elsewhere."""
-
-    def __init__(self, texts: Sequence[str], words: int) -> None:
-        self.words, self.count = words, len(texts)
-        hashes, self._owners = word_grams(texts, words)
-        self._known, self._which = np.unique(hashes, return_inverse=True)
-        self._met = np.zeros(len(self._known), np.bool_)
-
-    def meet(self, texts: Sequence[str]) -> None:
-        """Mark those that occur in these texts."""
-        if not len(self._known):
-            return
-        hashes, _ = word_grams(texts, self.words)
-        at = np.searchsorted(self._known, hashes)
-        at[at == len(self._known)] = 0
-        self._met[at[self._known[at] == hashes]] = True
-
-    def shares(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Of each text, the share of its n-grams that were met; NaN for one that is too short to have any."""
-        totals = np.bincount(self._owners, minlength=self.count)
-        met = np.bincount(self._owners, weights=self._met[self._which], minlength=self.count)
-        with np.errstate(invalid="ignore"):
-            return np.asarray(np.where(totals > 0, met / totals, np.nan))

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from lamplighter import report
+from lamplighter.data.ngrams import Ints, NgramIndex
 from lamplighter.data.sources import Source, watched
 from lamplighter.data.split import Split
 from lamplighter.data.stats import minhash
 from lamplighter.data.stats.collect import HEAD_CHARS, SHOWN, Places, Tally, line_of
-from lamplighter.data.stats.minhash import Grams, Ints, Signatures, normalised, text_hash
+from lamplighter.data.stats.minhash import Signatures, normalised, text_hash
 from lamplighter.errors import BadData
 from lamplighter.readers.records import Part
 from lamplighter.rundir import human_bytes
@@ -108,7 +109,7 @@ class TestGrams:
         self.heads: list[str] = []
         self._read(source)
         self.hashes = [text_hash(normal) for normal in self.normals]
-        self.grams = Grams(self.normals, GRAM_WORDS)
+        self.grams = NgramIndex(self.normals, GRAM_WORDS)
         self._waiting: list[str] = []
         self._size = 0
 

@@ -1,0 +1,126 @@
+"""The engine of the server: newer weights while texts are written, with room for both and without; nothing is kept that is let go."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_sample import LLAMA, a_model
+
+from lamplighter import report
+from lamplighter.data.tokenizer import byte_level
+from lamplighter.model.build import Built
+from lamplighter.rundir import write_manifest
+from lamplighter.serve import engine as engines
+from lamplighter.serve.engine import Engine, Loaded
+from lamplighter.serve.protocol import Asked
+
+
+def loaded(folder: Path) -> Loaded:
+    tokenizer = byte_level()
+    shape = replace(LLAMA, vocab_size=tokenizer.vocab_size, positions=64, dropout=0.0)
+    built = Built(a_model(shape), {}, shape.vocab_size, 64)
+    return Loaded(built, tokenizer, None, "r", int(folder.name.split("-")[1]), folder)
+
+
+class Running:
+    """An engine in a thread, and what it sends."""
+
+    def __init__(self, root: Path, has_room: bool, load: Callable[[Path], Loaded] = loaded) -> None:
+        self.root, self.sent = root, list[dict[str, Any]]()
+        self.save(1)
+        self.engine = Engine(load(root / "checkpoint-1"), 2, 64, self.sent.append)
+        self.phase = report.Phase("serve", None, "tokens")
+        follow = (root, load, lambda _: has_room)
+        self.threads = [
+            threading.Thread(target=self.engine.run, args=(self.phase,), daemon=True),
+            threading.Thread(target=self.engine.follow, args=follow, daemon=True),
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def save(self, step: int) -> None:
+        folder = self.root / f".writing-{step}"
+        folder.mkdir()
+        (folder / "weights").write_text(str(step))
+        write_manifest(folder, {}, step=step)
+        folder.rename(self.root / f"checkpoint-{step}")
+
+    def ask(self, key: int, most: int) -> None:
+        record = Asked(prompt="The", max_tokens=most, temperature=0.0).record()
+        self.engine.inbox.put({"op": "add", "key": key, **record})
+
+    def wait(self, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline and self.threads[0].is_alive(), self.sent[-5:]
+            time.sleep(0.01)
+
+    def ended(self, key: int) -> bool:
+        return any(one.get("key") == key and one.get("end") for one in self.sent)
+
+    def model_of(self, key: int) -> str:
+        return str(next(one["model"] for one in self.sent if one.get("key") == key and "model" in one))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_FOLLOW_S", 0.02)
+    monkeypatch.setattr(report, "stopping", lambda: False)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("has_room", [True, False])
+def test_texts_end_on_the_weights_that_they_began_with(tmp_path: Path, has_room: bool) -> None:
+    going = Running(tmp_path, has_room)
+    old = weakref.ref(going.engine.current.loaded.built.model)
+    going.ask(1, 50)
+    going.wait(lambda: any(one.get("key") == 1 for one in going.sent))
+    going.save(2)
+    going.ask(2, 3)
+    going.wait(lambda: any("ready" in one for one in going.sent) and going.ended(1) and going.ended(2))
+    going.ask(3, 3)
+    going.wait(lambda: going.ended(3))
+    assert going.model_of(1) == "r:checkpoint-1" and going.model_of(3) == "r:checkpoint-2"
+    going.wait(lambda: len(going.engine.servings) == 1)
+    going.engine.inbox.put(None)
+    going.threads[0].join(10)
+    gc.collect()
+    assert old() is None, "the old weights are still in memory"
+    assert not engines.held.is_ours(tmp_path / "checkpoint-1") and engines.held.is_ours(tmp_path / "checkpoint-2")
+    engines.held.let_go(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.usefixtures("quick")
+def test_weights_that_cannot_be_loaded_leave_the_old_ones(tmp_path: Path) -> None:
+    def load(folder: Path) -> Loaded:
+        if folder.name == "checkpoint-2":
+            raise ValueError("not for us")
+        return loaded(folder)
+
+    going = Running(tmp_path, False, load)
+    going.save(2)
+    going.wait(lambda: any("ready" in one for one in going.sent))  # drained, tried, and back again
+    going.ask(1, 3)
+    going.wait(lambda: going.ended(1))
+    assert going.model_of(1) == "r:checkpoint-1"
+    going.engine.inbox.put(None)
+    going.threads[0].join(10)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_text_that_is_asked_for_twice_is_written_once(tmp_path: Path) -> None:
+    going = Running(tmp_path, True)
+    going.ask(1, 30)
+    going.ask(1, 30)
+    going.wait(lambda: going.ended(1))
+    assert sum(one.get("tokens", 0) for one in going.sent) <= 30
+    going.engine.inbox.put(None)
+    going.threads[0].join(10)
