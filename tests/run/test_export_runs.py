@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_chat import change
 
-from lamplighter.export import gguf_file, hugging_face, llama_cpp, opened, reference
+from lamplighter.export import gguf_file, hugging_face, llama_cpp, place, reference
 from lamplighter.rundir import RunDir
 from running import LONG, Command, copy_run, lamp, shared
 
@@ -150,7 +150,7 @@ def test_a_full_disk_and_a_family_that_gguf_cannot_hold_are_refused(
     done = here("export", str(folder), "--to", "gguf", cwd=tmp_path)
     assert done.returncode == 78 and "the family 'gpt_neox' is not written here" in done.stderr
     assert not list(tmp_path.glob("*.gguf"))
-    monkeypatch.setattr(opened, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(place, "free_bytes", lambda _: 1000)
     done = here("export", "r", "--to", "gguf", cwd=tmp_path)
     assert done.returncode == 73 and "are free" in done.stderr and nothing_left(run.path / "export")
 
