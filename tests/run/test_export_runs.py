@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import pytest
 import torch
 from test_chat import change
 
-from lamplighter.export import gguf_file, hugging_face, llama_cpp, place, reference
+from lamplighter.export import gguf_file, hugging_face, llama_cpp, reference
 from lamplighter.rundir import RunDir
 from running import LONG, Command, copy_run, lamp, shared
 
@@ -127,32 +126,6 @@ def test_a_template_that_is_not_the_one_of_training_is_refused_with_both_texts(r
         done = here("export", "r", "--to", to, cwd=run.path.parent.parent)
         assert done.returncode == 78 and "is not the one that this model was trained with" in done.stderr
         assert "in training" in done.stderr and "other" in done.stderr and nothing_left(run.path / "export")
-
-
-def test_a_full_disk_and_a_family_that_gguf_cannot_hold_are_refused(
-    run: RunDir, here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    folder = tmp_path / "neox"
-    GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=512,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=128,
-        )
-    ).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(shared("models", "stories260K_hf_llama", name), folder / name)
-    done = here("export", str(folder), "--to", "gguf", cwd=tmp_path)
-    assert done.returncode == 78 and "the family 'gpt_neox' is not written here" in done.stderr
-    assert not list(tmp_path.glob("*.gguf"))
-    monkeypatch.setattr(place, "free_bytes", lambda _: 1000)
-    done = here("export", "r", "--to", "gguf", cwd=tmp_path)
-    assert done.returncode == 73 and "are free" in done.stderr and nothing_left(run.path / "export")
 
 
 def test_usage(command: Command, tmp_path: Path) -> None:
