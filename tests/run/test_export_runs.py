@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from test_chat import change
 
 from lamplighter.export import gguf_file, hugging_face, llama_cpp, reference
 from lamplighter.rundir import RunDir
-from running import LONG, Command, copy_run, lamp, shared
+from running import LONG, Command, copy_run, lamp, shared, start_lamp, wait_for
 
 ROWS = [{"question": f"Add {a} and {b}.", "answer": f"{a} and {b} is {a + b}."} for a in range(12) for b in range(12)]
 QUICK = [
@@ -94,6 +95,15 @@ def test_a_gguf_is_run_by_llama_cpp_and_says_the_same(run: RunDir, here: Command
     assert "the same token ids on 17 dirty texts and 2 chat prompts" in done.stderr
     assert ("the same words to 20 prompts" if quantize == "f32" else "q8_0: perplexity") in done.stderr
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_killed_in_mid_export_it_leaves_nothing(run: RunDir) -> None:
+    export = run.path / "export"
+    process = start_lamp("export", "r", "--to", "gguf", cwd=run.path.parent.parent)
+    wait_for(lambda: export.is_dir() and any(export.glob(".writing-*")), process=process)
+    (found, *_) = export.glob(".writing-*")
+    os.kill(int(found.name.split("-")[1]), signal.SIGKILL)
+    assert process.wait(60) == 71 and nothing_left(export)
 
 
 @LONG
@@ -229,6 +239,7 @@ def test_ollama_gets_the_file_the_template_and_the_stops(
         assert refused.returncode == 67 and "unsupported architecture" in refused.stderr
 
 
+@LONG
 def test_without_ollama_the_folder_is_made_and_the_next_line_says_what_to_do(run: RunDir, here: Command) -> None:
     done = here("export", "r", "--to", "ollama", cwd=run.path.parent.parent)
     assert done.returncode == 0 and "ollama create r -f Modelfile" in done.stderr

@@ -391,7 +391,7 @@ def test_a_file_that_cannot_be_converted_is_refused_in_the_right_words(
     with pytest.raises(InputMissing, match="is a tiktoken file"):
         load(tmp_path / "b")
     other = a_sentencepiece_file(tmp_path / "c", normalization_rule_name="nmt_nfkc")
-    with pytest.raises(BadData, match="would have other ids|cannot be converted"):
+    with pytest.raises(BadData, match="cannot be converted"):
         load(other)
     words = a_sentencepiece_file(tmp_path / "d", model_type="char", vocab_size=300)
     with pytest.raises(BadData, match="of another kind"):

@@ -31,7 +31,7 @@ from lamplighter.model.lora import SETTINGS, apply_lora, merge, section_of
 from lamplighter.model.shape import NotOurs, Shape, count_parameters, flops_per_token, shape_from_hf, shape_to_hf
 from lamplighter.model.stored import stored_numbers
 from lamplighter.model.transformer import Transformer
-from lamplighter.model.weights import init_weights, load_weights
+from lamplighter.model.weights import init_weights, load_narrow, load_weights
 from lamplighter.rundir import read_json
 
 _OWN_TYPE = "lamplighter-own"
@@ -81,8 +81,9 @@ def build(
 ) -> Built:
     """A new model, or the one in `model.init_from`, with adapters where the lora section asks for them."""
     if section.init_from is not None:
-        built = _from_folder(Path(section.init_from), vocab_size, positions, section.dropout)
-        return built if lora is None or lora.r is None else _adapted(built, Path(section.init_from), lora, seed)
+        folder, lora = Path(section.init_from), lora if lora is not None and lora.r is not None else None
+        built = _from_folder(folder, vocab_size, positions, section.dropout, lora)
+        return built if lora is None else _adapted(built, folder, lora, seed)
     if ":" in section.family:
         arguments = {"vocab_size": vocab_size, "positions": positions, "layers": section.layers, "width": section.width,
                      "heads": section.heads, "dropout": section.dropout}  # fmt: skip
@@ -224,7 +225,7 @@ def _own_arguments(folder: Path, found: object) -> dict[str, Any]:
     return dict(known)
 
 
-def _from_folder(folder: Path, vocab_size: int, positions: int, dropout: float) -> Built:
+def _from_folder(folder: Path, vocab_size: int, positions: int, dropout: float, lora: Lora | None) -> Built:
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise InputMissing(
@@ -247,7 +248,7 @@ def _from_folder(folder: Path, vocab_size: int, positions: int, dropout: float) 
         )
     if shape is None:
         return _load_family(folder, config, dropout, positions)
-    return _load(folder, replace(shape, dropout=dropout))
+    return _load(folder, replace(shape, dropout=dropout), lora.base_dtype if lora else "fp32")
 
 
 def _load_family(folder: Path, config: dict[str, Any], dropout: float | None, seq_len: int | None) -> Built:
@@ -270,9 +271,14 @@ def _shape(folder: Path, config: dict[str, Any]) -> Shape | None:
         ) from error
 
 
-def _load(folder: Path, shape: Shape) -> Built:
+def _load(folder: Path, shape: Shape, dtype: str = "fp32") -> Built:
     try:
         _refuse_more_than_stored(folder, count_parameters(shape))
+        if dtype != "fp32":
+            with torch.device("meta"):
+                model = Transformer(shape)
+            load_narrow(model, folder, dtype)
+            return Built(model, shape_to_hf(shape), shape.vocab_size, shape.positions)
         if count_parameters(shape) < _LARGE:
             model = Transformer(shape)
         else:  # numbers that nobody chose take a while, and would only be overwritten
