@@ -27,6 +27,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 # What to install, and whether all of constraints.txt holds for it or only the line of torch.
 GROUPS: dict[str, tuple[list[str], bool]] = {
     "hf": (["torch", "transformers", "accelerate", "datasets", "tokenizers", "tiktoken", "psutil"], True),
+    "trl": (["torch", "transformers", "accelerate", "datasets", "peft", "trl==1.16.0", "psutil"], True),
     "lightning": (["torch", "lightning", "transformers"], True),
     "serving": (["torch", "transformers[serving]", "accelerate"], True),
     "litgpt": (["torch", "litgpt", "requests"], False),  # it asks for older versions of what is pinned

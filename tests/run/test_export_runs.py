@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ import pytest
 import torch
 from test_chat import change
 
-from lamplighter.export import gguf_file, hugging_face, llama_cpp, opened, reference
+from lamplighter.export import gguf_file, hugging_face, llama_cpp, reference
 from lamplighter.rundir import RunDir
-from running import LONG, Command, copy_run, lamp, shared
+from running import LONG, Command, copy_run, lamp, shared, start_lamp, wait_for
 
 ROWS = [{"question": f"Add {a} and {b}.", "answer": f"{a} and {b} is {a + b}."} for a in range(12) for b in range(12)]
 QUICK = [
@@ -97,6 +97,15 @@ def test_a_gguf_is_run_by_llama_cpp_and_says_the_same(run: RunDir, here: Command
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
+def test_killed_in_mid_export_it_leaves_nothing(run: RunDir) -> None:
+    export = run.path / "export"
+    process = start_lamp("export", "r", "--to", "gguf", cwd=run.path.parent.parent)
+    wait_for(lambda: export.is_dir() and any(export.glob(".writing-*")), process=process)
+    (found, *_) = export.glob(".writing-*")
+    os.kill(int(found.name.split("-")[1]), signal.SIGKILL)
+    assert process.wait(60) == 71 and nothing_left(export)
+
+
 @LONG
 def test_what_differs_is_not_there(run: RunDir, here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every check is made to fire: wrong numbers, a wrong template, wrong ids, a file that llama.cpp cannot read."""
@@ -127,32 +136,6 @@ def test_a_template_that_is_not_the_one_of_training_is_refused_with_both_texts(r
         done = here("export", "r", "--to", to, cwd=run.path.parent.parent)
         assert done.returncode == 78 and "is not the one that this model was trained with" in done.stderr
         assert "in training" in done.stderr and "other" in done.stderr and nothing_left(run.path / "export")
-
-
-def test_a_full_disk_and_a_family_that_gguf_cannot_hold_are_refused(
-    run: RunDir, here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    folder = tmp_path / "neox"
-    GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=512,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=128,
-        )
-    ).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(shared("models", "stories260K_hf_llama", name), folder / name)
-    done = here("export", str(folder), "--to", "gguf", cwd=tmp_path)
-    assert done.returncode == 78 and "the family 'gpt_neox' is not written here" in done.stderr
-    assert not list(tmp_path.glob("*.gguf"))
-    monkeypatch.setattr(opened, "free_bytes", lambda _: 1000)
-    done = here("export", "r", "--to", "gguf", cwd=tmp_path)
-    assert done.returncode == 73 and "are free" in done.stderr and nothing_left(run.path / "export")
 
 
 def test_usage(command: Command, tmp_path: Path) -> None:
@@ -256,6 +239,7 @@ def test_ollama_gets_the_file_the_template_and_the_stops(
         assert refused.returncode == 67 and "unsupported architecture" in refused.stderr
 
 
+@LONG
 def test_without_ollama_the_folder_is_made_and_the_next_line_says_what_to_do(run: RunDir, here: Command) -> None:
     done = here("export", "r", "--to", "ollama", cwd=run.path.parent.parent)
     assert done.returncode == 0 and "ollama create r -f Modelfile" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 
 from hub_server import COMMIT, Hub, hub_server
 from lamplighter.rundir import RunDir
-from running import lamp, shared
+from running import LONG, lamp, shared
 
 ROWS = [
     {"question": f"Add {a} and {b}.", "answer": f"{a} and {b} is {a + b}.", "license": "cc-by-4.0"}
@@ -63,6 +64,29 @@ def test_a_hub_name_is_resolved_once_and_then_needs_no_hub(tuned: Path, monkeypa
     assert lamp("generate", "r", "--prompt", "Hi", "--max-tokens", "3", cwd=tuned).returncode == 0
 
 
+def test_plan_stats_and_doctor_know_a_hub_name_as_train_does(
+    tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copyfile(tuned / "rows.jsonl", tmp_path / "rows.jsonl")
+    words = ["--model.init_from", "tiny/stories", "--data.paths", "rows.jsonl", "--data.template", "chatml"]
+    with hub_server(tiny__stories=shared("models", "stories260K_hf_llama")) as hub:
+        use(hub, monkeypatch, tmp_path)
+        plan = lamp("plan", *words, "--train.steps", "4", "--lora.r", "2", cwd=tmp_path)
+        assert plan.returncode == 0 and "trained" in plan.stdout and "tiny/stories at commit" in plan.stderr, (
+            plan.stderr
+        )
+        stats = lamp("data", "stats", *words, cwd=tmp_path)
+        assert stats.returncode == 0 and "examples    100" in stats.stdout, stats.stderr
+        assert not any(one.startswith("GET") and one.endswith(".safetensors") for one in hub.asked), (
+            "the small files alone"
+        )
+        doctor = lamp("doctor", *words, "--only", "tokenizer", cwd=tmp_path)
+        assert "no readable config.json" not in doctor.stdout + doctor.stderr and doctor.returncode == 0, doctor.stdout
+        assert any(one.startswith("GET") and one.endswith(".safetensors") for one in hub.asked)
+        doctor = lamp("doctor", *words[2:], "--model.init_from", "tiny/storeys", "--only", "tokenizer", cwd=tmp_path)
+        assert doctor.returncode == 1 and "there is no tiny/storeys on the hub" in doctor.stdout
+
+
 def test_offline_or_wrong_it_is_said_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     use(None, monkeypatch, tmp_path)
@@ -74,6 +98,13 @@ def test_offline_or_wrong_it_is_said_in_seconds(tmp_path: Path, monkeypatch: pyt
         use(hub, monkeypatch, tmp_path)
         done = lamp("train", "--run", "x", *QUICK, "--model.init_from", "tiny/storeys", cwd=tmp_path)
         assert done.returncode == 66 and "there is no tiny/storeys on the hub" in done.stdout + done.stderr
+
+
+@LONG
+def test_a_download_that_breaks_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with hub_server(tiny__stories=shared("models", "stories260K_hf_llama")) as hub:
+        use(hub, monkeypatch, tmp_path)
         hub.cut_download = 300_000  # the weights break off, again and again
         done = lamp("train", "--run", "x", *QUICK, "--model.init_from", "tiny/stories", cwd=tmp_path)
         assert done.returncode == 67 and "the same command goes on where it stopped" in done.stdout + done.stderr

@@ -103,6 +103,18 @@ def test_a_window_that_is_shorter_than_a_row_is_not_packed(tmp_path: Path) -> No
     assert not built.takes_segments and "attention window of 8" in built.model.why_not  # type: ignore[operator]
 
 
+def test_a_model_that_sees_ahead_is_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertLMHeadModel
+
+    small = {name: value for name, value in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
+    BertLMHeadModel(BertConfig(**small, is_decoder=True)).save_pretrained(tmp_path / "bert")
+    assert a_built(tmp_path / "bert").parameters > 0
+    config = json.loads((tmp_path / "bert" / "config.json").read_text())
+    write_json(tmp_path / "bert" / "config.json", {**config, "is_decoder": False})
+    with pytest.raises(BadConfig, match="sees the tokens that it shall predict"):
+        a_built(tmp_path / "bert")
+
+
 def test_no_code_is_taken_from_a_folder(tmp_path: Path) -> None:
     folder = folder_of("qwen2", tmp_path / "base")
     config = json.loads((folder / "config.json").read_text())

@@ -166,6 +166,24 @@ def test_a_narrow_base_is_near_learns_and_merges_as_it_acts(
         assert torch.allclose(again.model(IDS), built.model(IDS), atol=2e-4), "what was validated is what is merged"
 
 
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_base_that_is_narrowed_as_it_is_read_has_the_same_bits(tmp_path: Path, family: str) -> None:
+    base = folder_of(family, tmp_path / "base")
+    wide = load_folder(base).model
+    apply_lora(wide, Lora(r=4, base_dtype="int8"), 1)
+    mine, others = (
+        dict(a_built(base, Lora(r=4, base_dtype="int8")).model.named_parameters()),
+        dict(wide.named_parameters()),
+    )
+    assert mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+    assert {name for name in mine if mine[name].requires_grad} == {
+        name for name in others if others[name].requires_grad
+    }
+    (base / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(LampError):
+        a_built(base, Lora(r=4, base_dtype="int8"))
+
+
 def test_gradients_through_a_narrow_base_are_those_of_the_wide_one() -> None:
     torch.manual_seed(0)
     layer = adapters.FrozenLinear(torch.randn(8, 6), torch.randn(8), "int8")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 import pytest
 
+from lamplighter.errors import CannotWrite, UsageError
+from lamplighter.export import place
 from lamplighter.export.opened import ExportFailed
 from lamplighter.export.reference import Greedy, Reference, Scored, compare_greedy, compare_ids, compare_scores
 
@@ -33,3 +37,24 @@ def test_other_ids_are_refused_with_both() -> None:
     with pytest.raises(ExportFailed) as error:
         compare_ids(Reference(["ab"], [[1, 2]]), [[3]])
     assert "here [1, 2], there [3]" in error.value.why
+
+
+def test_what_a_killed_export_left_is_swept_and_one_that_goes_on_keeps_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), place.written(tmp_path / "a.gguf", 0, False) as temporary:
+        temporary.write_bytes(b"x")
+        place.sweep(tmp_path)
+        assert temporary.exists(), "we are alive"
+        1 / 0  # noqa: B018
+    assert not any(tmp_path.iterdir())
+    dead = tmp_path / temporary.name.replace(f"-{os.getpid()}-", "-999999999-")
+    elsewhere = tmp_path / ".writing-999999999-anotherhost-a.gguf"
+    dead.mkdir()
+    (dead / "model.safetensors").write_bytes(b"x")
+    elsewhere.write_bytes(b"x")
+    with place.written(tmp_path / "a.gguf", 0, False) as temporary:
+        temporary.write_bytes(b"whole")
+    assert not dead.exists() and elsewhere.exists() and (tmp_path / "a.gguf").read_bytes() == b"whole"
+    with pytest.raises(UsageError), place.written(tmp_path / "a.gguf", 0, False):
+        pass
+    with pytest.raises(CannotWrite, match="no room"), place.written(tmp_path / "b.gguf", 1 << 60, False):
+        pass

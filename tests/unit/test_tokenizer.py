@@ -333,9 +333,71 @@ def test_transformers_opens_what_was_saved(tmp_path: Path, trained: Tokenizer) -
         assert len(theirs) == tokenizer.vocab_size
 
 
-@pytest.mark.parametrize(("name", "kind"), [("tokenizer.model", "sentencepiece"), ("qwen.tiktoken", "tiktoken")])
-def test_a_file_of_another_kind_says_how_to_convert_it(tmp_path: Path, name: str, kind: str) -> None:
-    (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(InputMissing, match=f"is a {kind} file") as error:
-        load(tmp_path)
-    assert f"pip install {kind}" in error.value.next and "save_pretrained" in error.value.next
+def a_sentencepiece_file(folder: Path, **more: Any) -> Path:
+    """A real one, trained here."""
+    import io
+
+    import sentencepiece
+
+    made, texts = (
+        io.BytesIO(),
+        [f"The lamp-lighter lights lamp {n}, and {n % 7} more in the street." for n in range(300)],
+    )
+    settings = {"model_type": "bpe", "vocab_size": 320, "byte_fallback": True, "normalization_rule_name": "identity",
+                "remove_extra_whitespaces": False, "character_coverage": 1.0, "minloglevel": 2, **more}  # fmt: skip
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=made, **settings)
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.model").write_bytes(made.getvalue())
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}')
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_sentencepiece_file_is_converted_to_the_very_same_ids(tmp_path: Path, kind: str) -> None:
+    import sentencepiece
+    from transformers import AutoTokenizer
+
+    known = "<>usnk/"  # the characters of its control tokens
+    folder = a_sentencepiece_file(tmp_path / kind, model_type=kind, required_chars=known)
+    original = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokenizer = load(folder)
+    for text in ("The lamp  lights\n naïve 日本 🙂 </s> <s>\t£5 ", " x", "", "lamplighter's"):
+        assert tokenizer.encode(text).tolist() == original.encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.end_name == "</s>" and tokenizer.vocab_size == 320
+    tokenizer.save(tmp_path / "saved")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert theirs("The lamp  lights\n naïve", add_special_tokens=False)["input_ids"] == original.encode(
+        "The lamp  lights\n naïve"
+    )
+    assert load(tmp_path / "saved").fingerprint() == tokenizer.fingerprint()
+
+
+def test_a_file_that_cannot_be_converted_is_refused_in_the_right_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = a_sentencepiece_file(tmp_path / "a")
+    whole = (folder / "tokenizer.model").read_bytes()
+    for data in (whole[: len(whole) // 2], b"", b"x", bytes(100)):
+        (folder / "tokenizer.model").write_bytes(data)
+        with pytest.raises(BadData, match="is no whole sentencepiece file"):
+            load(folder)
+    (folder / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # as Llama 3 has it
+    with pytest.raises(InputMissing, match="is a tiktoken file") as error:
+        load(folder)
+    assert "stands in the code of its model" in error.value.why
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "qwen.tiktoken").write_bytes(b"IQ== 0\n")
+    with pytest.raises(InputMissing, match="is a tiktoken file"):
+        load(tmp_path / "b")
+    other = a_sentencepiece_file(tmp_path / "c", normalization_rule_name="nmt_nfkc")
+    with pytest.raises(BadData, match="cannot be converted"):
+        load(other)
+    words = a_sentencepiece_file(tmp_path / "d", model_type="char", vocab_size=300)
+    with pytest.raises(BadData, match="of another kind"):
+        load(words)
+    (folder / "tokenizer.model").write_bytes(whole)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(InputMissing, match="is a sentencepiece file") as error:
+        load(folder)
+    assert error.value.next == "pip install sentencepiece"

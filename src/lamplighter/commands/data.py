@@ -19,6 +19,7 @@ from lamplighter import own_code, report
 from lamplighter.commands.arguments import many, one_of, parse
 from lamplighter.data.setup import choose_template, obtain_tokens, open_rows, open_source, open_text
 from lamplighter.errors import DONE, BadConfig, UsageError
+from lamplighter.model.origin import with_local_model
 from lamplighter.rundir import CACHE_NAME, RunDir, human_bytes
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def stats_child(folder: RunDir, request: dict[str, Any]) -> int:
         from lamplighter.config import load_dump
         from lamplighter.data import stats, tokenizer_training
         from lamplighter.data.stats import chat_stats, overlap
-    run, cache = load_dump(folder.config), Path(request["runs_dir"]) / CACHE_NAME
+    run = with_local_model(load_dump(folder.config), weights=False)
+    cache = Path(request["runs_dir"]) / CACHE_NAME
     wanted = stats.Request(
         run.data.seq_len,
         run.train.batch_size,
@@ -242,7 +244,7 @@ def prepare_child(folder: RunDir, request: dict[str, Any]) -> int:
     started = time.monotonic()
     with report.phase("import"):
         from lamplighter.config import load_dump
-    run, cache = load_dump(folder.config), Path(request["cache"])
+    run, cache = with_local_model(load_dump(folder.config), weights=False), Path(request["cache"])
     if run.data.stream:
         why = "data.stream trains while documents arrive, without a cache of all tokens"
         raise BadConfig("there is nothing to prepare", why, "leave data.stream out, or start the training")

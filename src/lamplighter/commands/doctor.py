@@ -16,9 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import own_code, report
 from lamplighter.commands.arguments import many, parse
-from lamplighter.errors import CRASHED, DONE, FAULTS_FOUND, STOPPED_EARLY, BadConfig, InputMissing, UsageError
+from lamplighter.errors import (
+    CRASHED,
+    DONE,
+    FAULTS_FOUND,
+    STOPPED_EARLY,
+    BadConfig,
+    InputMissing,
+    LampError,
+    UsageError,
+)
 from lamplighter.procs import prctl, procfs
-from lamplighter.rundir import RunDir
+from lamplighter.rundir import RunDir, write_atomic
 
 if TYPE_CHECKING:
     from lamplighter.doctor.findings import Report
@@ -77,10 +86,11 @@ def doctor_child(folder: RunDir, request: dict[str, Any]) -> int:
     began = time.monotonic()
     with report.phase("import"):
         from lamplighter.doctor import findings, probe, runner
-    probes = probe.choose(request["only"], readable=not request["unread"])
-    config = runner.ProbeConfig(folder.config, request["preset"], Path(request["runs_dir"]), folder.path / "scratch")
     prctl.adopt_orphans()
     report.when_asked(end_probes, None)
+    settings = _with_local_model(folder, request)
+    probes = probe.choose(request["only"], readable=not request["unread"])
+    config = runner.ProbeConfig(settings, request["preset"], Path(request["runs_dir"]), folder.path / "scratch")
     results = [_unread(request["unread"])] if request["unread"] else []
     with report.phase("doctor", total=len(probes), unit="probes") as phase:
         for number, one in enumerate(probes):
@@ -94,6 +104,24 @@ def doctor_child(folder: RunDir, request: dict[str, Any]) -> int:
     else:
         report.result(findings.as_json(whole) if request["json"] else findings.table(whole))
     return DONE if whole.ok else FAULTS_FOUND
+
+
+def _with_local_model(folder: RunDir, request: dict[str, Any]) -> Path:
+    """The settings for the probes, with a model of the hub as a folder of this machine; that it cannot be had is a finding."""
+    from lamplighter.config import Resolved, dump, load_dump
+    from lamplighter.model.origin import is_hub_name, with_local_model
+
+    run = load_dump(folder.config)
+    if request["unread"] or not is_hub_name(run.model.init_from or ""):
+        return folder.config
+    try:
+        local = with_local_model(run, folder.path)
+    except LampError as error:
+        request["unread"] = {"what": error.what, "why": error.why, "next": error.next}
+        return folder.config
+    place = folder.path / "probed.yaml"
+    write_atomic(place, dump(Resolved(local, request["origin"], request["preset"])), mode=0o600)
+    return place
 
 
 def _unread(error: dict[str, str]) -> Any:

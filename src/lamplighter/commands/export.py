@@ -7,6 +7,7 @@ Out: the path on stdout; what was compared in notes. Nothing is left behind by a
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
 from lamplighter.commands.arguments import find_run, parse
-from lamplighter.commands.model_folder import is_model_folder
+from lamplighter.commands.model_folder import base_given, is_model_folder
 from lamplighter.errors import DONE, BadConfig, UsageError
+from lamplighter.export.place import sweep, written
 from lamplighter.rundir import RunDir, human_bytes, write_atomic
 
 if TYPE_CHECKING:
@@ -63,10 +65,12 @@ def export(words: list[str]) -> int:
         flags["name"] = flags["name"] if flags["name"] != place.name else place.parent.parent.name
     out = flags["out"]
     flags["out"] = str(Path(out).resolve()) if out else ""
-    flags["is_folder"], flags["here"] = is_folder, str(Path.cwd())
-    if flags["model_init_from"]:
-        flags["model_init_from"] = str(Path(flags["model_init_from"]).resolve())
-    return session("export", flags)
+    flags["is_folder"], flags["here"], flags["given"] = is_folder, str(Path.cwd()), given
+    flags["model_init_from"] = base_given(flags["model_init_from"])
+    try:
+        return session("export", flags)
+    finally:  # a child that was killed could not clear up
+        sweep(_place(flags, "").parent)
 
 
 def _check(flags: dict[str, Any]) -> None:
@@ -119,7 +123,6 @@ def _place(request: dict[str, Any], ending: str) -> Path:
 
 def _to_hf(opened: Opened, request: dict[str, Any], merged: bool) -> Path:
     from lamplighter.export import hugging_face
-    from lamplighter.export.opened import written
     from lamplighter.export.reference import make_reference
 
     quantize = request["quantize"]
@@ -138,7 +141,7 @@ def _to_hf(opened: Opened, request: dict[str, Any], merged: bool) -> Path:
             hugging_face.write_adapter(temporary, opened)
             report.note(hugging_face.check_adapter(temporary, opened))
     how = "AutoModelForCausalLM.from_pretrained" if merged else "peft.AutoPeftModelForCausalLM.from_pretrained"
-    report.note(f"made: {place}; opens with {how}; next: lamp generate {place}")
+    report.note(f"made: {place}; opens with {how}; next: lamp generate {shlex.quote(str(place))}")
     return place
 
 
@@ -146,13 +149,13 @@ def _to_gguf(opened: Opened, request: dict[str, Any], _: bool) -> Path:
     place = _place(request, f"-{request['quantize']}.gguf")
     _make_gguf(opened, request, place)
     size = human_bytes(place.stat().st_size)
-    report.note(f"made: {place} ({size}); next: llama-cli -m {place}, or lamp export {opened.name} --to ollama")
+    here, again = shlex.quote(str(place)), shlex.join(["lamp", "export", request["given"], "--to", "ollama"])
+    report.note(f"made: {place} ({size}); next: llama-cli -m {here}, or {again}")
     return place
 
 
 def _make_gguf(opened: Opened, request: dict[str, Any], place: Path) -> None:
     from lamplighter.export import gguf_file, llama_cpp
-    from lamplighter.export.opened import written
     from lamplighter.export.pre_tokenizer import choose_pre_tokenizer
     from lamplighter.export.reference import DIRTY, make_reference
     from lamplighter.export.vocabulary import vocabulary_of
@@ -250,7 +253,6 @@ def _by_llama_quantize(tool: str, path: Path, quantize: str) -> None:
 def _to_ollama(opened: Opened, request: dict[str, Any], _: bool) -> Path:
     """A folder with the file and its Modelfile; created in Ollama too, where one answers."""
     from lamplighter.export import modelfile, ollama
-    from lamplighter.export.opened import written
 
     place = _place(request, "-ollama")
     name = re.sub(r"[^a-z0-9._-]+", "-", request["name"].lower()).strip("-.") or "model"
@@ -262,7 +264,7 @@ def _to_ollama(opened: Opened, request: dict[str, Any], _: bool) -> Path:
         write_atomic(temporary / "Modelfile", text)
     if not ollama.is_there():
         report.note(
-            f"made: {place}; no Ollama answers at {ollama.address()}; next: cd {place} && ollama create {name} -f Modelfile && ollama run {name}"
+            f"made: {place}; no Ollama answers at {ollama.address()}; next: cd {shlex.quote(str(place))} && ollama create {name} -f Modelfile && ollama run {name}"
         )
         return place
     said = ollama.create(name, place / file_name, opened.template, _QUESTION)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
 from lamplighter.commands.arguments import find_run, many, parse, with_own_fields
-from lamplighter.commands.model_folder import choose_folder, is_model_folder, located, resolved_model
+from lamplighter.commands.model_folder import base_given, choose_folder, is_model_folder, located, resolved_model
 from lamplighter.errors import DONE, UsageError
 from lamplighter.rundir import RunDir
 from lamplighter.safe_text import clean_text
@@ -81,8 +81,7 @@ def generate(words: list[str]) -> int:
         flags["model"] = str((folder if is_folder else find_run(flags["model"], runs_dir).path).resolve())
     else:
         flags["model"] = located(flags["model"], runs_dir)["model"]
-    if flags["model_init_from"]:
-        flags["model_init_from"] = str(Path(flags["model_init_from"]).resolve())
+    flags["model_init_from"] = base_given(flags["model_init_from"])
     flags["command"] = shlex.join(["lamp", "generate", *words])
     return session("generate", flags, interactive=flags["interactive"])
 

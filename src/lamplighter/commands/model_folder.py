@@ -99,30 +99,24 @@ def choose_folder(path: Path, wanted: str, raw: bool = False) -> Path:
 
 
 def resolved_model(name: str) -> str:
-    """A folder as it is; a name on the hub from the local cache, else from the hub."""
+    """A folder as it is; a name on the hub from its cache, else from the hub."""
     if not name.startswith("hub:"):
         return name
+    from lamplighter.model import origin
+
     repo = name.removeprefix("hub:")
+    if (there := origin.cached(repo, None)) is not None:
+        return str(there)
     with report.phase("hub"):
-        try:
-            from huggingface_hub import snapshot_download
-            from huggingface_hub.errors import LocalEntryNotFoundError
-        except ImportError as error:
-            raise InputMissing(
-                "a hub name needs huggingface_hub", str(error), "pip install 'lamplighter[hf]'"
-            ) from error
-        patterns = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
-        try:
-            try:
-                return str(snapshot_download(repo, allow_patterns=patterns, local_files_only=True))
-            except LocalEntryNotFoundError:
-                report.note(f"{repo} is not in the local cache: asking the hub")
-                return str(snapshot_download(repo, allow_patterns=patterns))
-        except Exception as error:  # every library below has errors of its own
-            why = f"neither a run, a folder, nor on the hub: {str(error).splitlines()[0]}"
-            raise InputMissing(
-                f"there is no model {repo}", why, "check the name; offline: download it before"
-            ) from error
+        report.note(f"{repo} is neither a run, a folder, nor in the local cache: asking the hub")
+        return str(origin.download(repo, None)[0])
+
+
+def base_given(words: str | None) -> str | None:
+    """What the user says of an adapter's base: a folder, made absolute, or a name on the hub."""
+    from lamplighter.model.origin import is_hub_name
+
+    return words if words is None or is_hub_name(words) else str(Path(words).resolve())
 
 
 def folders_of(path: Path, wanted: str) -> list[Path]:

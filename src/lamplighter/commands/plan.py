@@ -19,6 +19,7 @@ from lamplighter import own_code, report
 from lamplighter.commands import result
 from lamplighter.commands.arguments import parse
 from lamplighter.errors import RefusedByPlan, UsageError
+from lamplighter.model.origin import is_hub_name, with_local_model
 from lamplighter.procs import procfs
 from lamplighter.rundir import CACHE_NAME, RunDir, cannot_write, free_bytes, human_bytes, write_atomic
 from lamplighter.safe_text import mask_record, safe
@@ -78,7 +79,8 @@ def plan(words: list[str]) -> int:
         why = "a few real steps can only be made on this machine"
         raise UsageError("--measure and --fit do not go with --on", why, "leave one of them out")
     data = resolved.run.data
-    if tries or data.paths or data.source or is_own(resolved.run):
+    of_hub = is_hub_name(resolved.run.model.init_from or "")
+    if tries or data.paths or data.source or is_own(resolved.run) or of_hub:
         from lamplighter.commands.session import session
 
         request = {"wanted": asdict(wanted), "measure": flags["measure"], "fit": flags["fit"]}
@@ -98,6 +100,7 @@ def plan_child(folder: RunDir, request: dict[str, Any]) -> int:
         from lamplighter.plan import render
         from lamplighter.plan.job import Known
     run, wanted = load_dump(folder.config), render.PlanRequest(**request["wanted"])
+    run = with_local_model(run, weights=request["measure"] or request["fit"])
     known = Known()
     if (run.data.paths or run.data.source) and not run.data.stream:
         known = _look_at_text(run, Path(wanted.runs_dir) / CACHE_NAME, folder.path)

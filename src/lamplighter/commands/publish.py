@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from lamplighter import report
 from lamplighter.commands.arguments import find_run, parse
+from lamplighter.commands.model_folder import base_given
 from lamplighter.errors import DONE, BadConfig, InputMissing, Unreachable, UsageError
+from lamplighter.export.place import sweep, written
 from lamplighter.rundir import RunDir, human_bytes, write_atomic
 
 _ALLOWED = {
@@ -54,9 +55,11 @@ def publish(words: list[str]) -> int:
     run = find_run(flags["run"], flags.pop("runs_dir"))
     flags["run"] = str(run.path.resolve())
     flags["out"] = str(Path(flags["out"]).resolve()) if flags["out"] else ""
-    if flags["model_init_from"]:
-        flags["model_init_from"] = str(Path(flags["model_init_from"]).resolve())
-    return session("publish", flags)
+    flags["model_init_from"] = base_given(flags["model_init_from"])
+    try:
+        return session("publish", flags)
+    finally:  # a child that was killed could not clear up
+        sweep(Path(flags["out"]).parent if flags["out"] else run.path / "export")
 
 
 # ---------------------------------------------------------------- in the child
@@ -77,35 +80,24 @@ def publish_child(_: RunDir, request: dict[str, Any]) -> int:
     if is_adapter and base is None:
         why = "an adapter without its base is no model, and this base has no name on the hub"
         raise BadConfig("the base of this adapter cannot be found by others", why, "--merge publishes the whole model")
-    place = Path(request["out"]) if request["out"] else Path(tempfile.mkdtemp(prefix="lamp-publish-")) / "model"
+    place = Path(request["out"]) if request["out"] else run.path / "export" / "publish"
+    _make(run, folder, place, is_adapter, request)
+    files = sorted(path for path in place.iterdir() if path.name in _ALLOWED)
+    strange = sorted(path.name for path in place.iterdir() if path.name not in _ALLOWED)
+    if strange:
+        report.warn(f"not uploaded: {', '.join(strange)}")
+    for path in files:
+        report.note(f"{path.name}  {human_bytes(path.stat().st_size)}")
+    if request["dry_run"]:
+        report.note(f"--dry-run: nothing was uploaded; {place} is what would be, {len(files)} files")
+        report.result(f"{place}\n")
+        return DONE
     try:
-        _make(run, folder, place, is_adapter, request)
-        files = sorted(path for path in place.iterdir() if path.name in _ALLOWED)
-        strange = sorted(path.name for path in place.iterdir() if path.name not in _ALLOWED)
-        if strange:
-            report.warn(f"not uploaded: {', '.join(strange)}")
-        for path in files:
-            report.note(f"{path.name}  {human_bytes(path.stat().st_size)}")
-        if request["dry_run"]:
-            kept = _kept(place, run, request)
-            report.note(f"--dry-run: nothing was uploaded; {kept} is what would be, {len(files)} files")
-            report.result(f"{kept}\n")
-            return DONE
         report.result(f"{_upload(files, request, str(token))}\n")
     finally:
         if not request["out"]:
-            shutil.rmtree(place.parent, ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
     return DONE
-
-
-def _kept(place: Path, run: RunDir, request: dict[str, Any]) -> Path:
-    if request["out"]:
-        return place
-    kept = run.path / "export" / "publish"
-    shutil.rmtree(kept, ignore_errors=True)
-    kept.parent.mkdir(exist_ok=True)
-    shutil.move(place, kept)
-    return kept
 
 
 def _token() -> str:
@@ -127,14 +119,14 @@ def _make(run: RunDir, folder: Path, place: Path, is_adapter: bool, request: dic
     """The checked folder of an export, the card and the picture."""
     from lamplighter.config import Resolved, load_dump, shown
     from lamplighter.export import hugging_face, model_card
-    from lamplighter.export.opened import open_model, written
+    from lamplighter.export.opened import open_model
 
     settings = load_dump(run.config)
     opened = open_model(folder, run.name, request["model_init_from"])
     trained = _trained(folder) or opened.built.parameters
     base = model_card.hub_base(folder)
     need = opened.built.parameters * 4 if not is_adapter else 64 << 20
-    facts = model_card.Facts(
+    facts = model_card.Published(
         to=request["to"],
         checkpoint=folder,
         parameters=opened.built.parameters,

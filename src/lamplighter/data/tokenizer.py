@@ -1,6 +1,6 @@
 """Text becomes token ids and back: train, load, encode, decode, save; the only home of the over-length policy.
 
-In:  texts to train on, or a tokenizer on disk (tokenizer.json, or GPT-2's vocab.json and merges.txt).
+In:  texts to train on, or a tokenizer on disk (tokenizer.json, GPT-2's vocab.json and merges.txt, or a sentencepiece file).
 Out: a Tokenizer: exact ids, fast; files that transformers opens as they are.
 
 Over-length policy: a text is never truncated here, whatever its file says; long documents are cut into windows later
@@ -26,6 +26,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lamplighter import read_back, report
+from lamplighter.data import sentencepiece_file
 from lamplighter.data.token_cache.encoder import Encoder, Recipe
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from lamplighter.rundir import human_bytes, write_atomic
@@ -227,7 +228,6 @@ def first_difference(text: str, other: str) -> int:
 
 
 _MOST_BYTES = 1 << 28
-_OTHER_KINDS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
 FILE_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -239,7 +239,7 @@ FILE_NAMES = (
 
 
 def load(path: Path) -> Tokenizer:
-    """A tokenizer.json, a folder that holds one, or a folder with GPT-2's vocab.json and merges.txt."""
+    """A tokenizer.json, a folder that holds one, or one with GPT-2's vocab.json and merges.txt, or a sentencepiece file."""
     folder = path if path.is_dir() else path.parent
     if not path.exists():
         raise InputMissing(f"no tokenizer at {path}", "no such file or folder", "check tokenizer.path")
@@ -250,7 +250,7 @@ def load(path: Path) -> Tokenizer:
                 p.tick(0, str(folder / name))
                 files[name] = _read(folder / name)
                 p.tick(len(files[name]))
-        if path.is_file() and path.name not in FILE_NAMES:  # a tokenizer.json under another name
+        if path.is_file() and path.name not in (*FILE_NAMES, *sentencepiece_file.NAMES):  # a tokenizer.json, renamed
             files["tokenizer.json"] = _read(path)
         content = _content(files, path)
         try:
@@ -290,24 +290,28 @@ def _content(files: dict[str, bytes], path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, TypeError, AttributeError, LookupError) as error:
         raise _damaged(path, error) from error
     folder = path if path.is_dir() else path.parent
-    other = sorted(
-        one.name for one in folder.iterdir() if one.name in _OTHER_KINDS or one.suffix in (".tiktoken", ".spm")
-    )
-    if other:
-        kind = "tiktoken" if other[0].endswith("tiktoken") else "sentencepiece"
-        convert = (
-            f"from transformers import AutoTokenizer as A; A.from_pretrained('{folder}').save_pretrained('{folder}')"
-        )
-        raise InputMissing(
-            f"the tokenizer in {path} is a {kind} file ({other[0]})",
-            "tokenizers are read from tokenizer.json, which such a file can be converted to once",
-            f'pip install {kind} transformers, then: python -c "{convert}"',
-        )
+    for one in sorted(folder.iterdir()):
+        if one.suffix == ".tiktoken":
+            raise sentencepiece_file.tiktoken_refused(str(path))
+        if one.name in sentencepiece_file.NAMES or one.suffix == ".spm":
+            return _converted(one, files)
     raise InputMissing(
         f"no tokenizer in {path}",
-        "it has neither tokenizer.json nor vocab.json with merges.txt",
+        "it has neither tokenizer.json, vocab.json with merges.txt, nor a sentencepiece file",
         "name the folder that the tokenizer was saved in",
     )
+
+
+def _converted(path: Path, files: dict[str, bytes]) -> dict[str, Any]:
+    """Of a sentencepiece file; `files` get what it has become, and no class that would read the file by itself again."""
+    content = sentencepiece_file.convert(_read(path), str(path))
+    report.note(f"{path.name} was converted to a tokenizer.json: the same ids as by sentencepiece on dirty text")
+    files["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
+    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    files["tokenizer_config.json"] = json.dumps(
+        {**config, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=1
+    ).encode()
+    return content
 
 
 def _find_end(content: dict[str, Any], files: dict[str, bytes], path: Path) -> str:

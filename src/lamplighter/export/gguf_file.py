@@ -1,12 +1,15 @@
 """A GGUF file, written by the library `gguf`: sizes, tokenizer, template, tensors in f32, f16, bf16 or q8_0.
 
 In:  an Opened whose family llama.cpp knows, a Vocabulary, how to quantise.
-Out: the file. Whether it is right is found by llama.cpp (llama_cpp.py, reference.py), not here.
+Out: the file, one tensor after the other, so that no second copy of the model is held. Whether it is right is found by
+     llama.cpp (llama_cpp.py, reference.py), not here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +20,58 @@ from torch import Tensor
 from lamplighter import report
 from lamplighter.errors import BadConfig
 from lamplighter.export.opened import Opened
-from lamplighter.export.vocabulary import Vocabulary, as_fields
+from lamplighter.export.vocabulary import Vocabulary, as_fields, no_way
 from lamplighter.model.weights import stored_tensors
 
 QUANTS = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
-# model_type -> (architecture of llama.cpp, whether its rotation wants the rows of q and k in another order)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How llama.cpp calls a model_type, and in what its numbers differ from those of Hugging Face."""
+
+    architecture: str
+    rotates_neighbours: bool = False  # the rows of q and k are wanted in another order
+    norms_from_one: bool = False  # a norm is stored as its distance from one
+    activations: tuple[str, ...] = ("silu", "swish")
+
+
+_GELU = ("gelu_pytorch_tanh", "gelu_new")
 _FAMILIES = {
-    "llama": ("llama", True),
-    "mistral": ("llama", True),
-    "gpt2": ("gpt2", False),
-    "qwen2": ("qwen2", False),
-    "qwen3": ("qwen3", False),
+    "llama": _Family("llama", rotates_neighbours=True),
+    "mistral": _Family("llama", rotates_neighbours=True),
+    "gpt2": _Family("gpt2", activations=_GELU),
+    "qwen2": _Family("qwen2"),
+    "qwen3": _Family("qwen3"),
+    "phi3": _Family("phi3"),
+    "gemma": _Family("gemma", norms_from_one=True, activations=(*_GELU, "gelu")),  # its "gelu" is the tanh one, too
+    "gemma2": _Family("gemma2", norms_from_one=True, activations=_GELU),
+    "gemma3_text": _Family("gemma3", norms_from_one=True, activations=_GELU),
 }
+_ROPES = ("default", "linear", "llama3")
+_GEMMA3_LOCAL_THETA = 10_000.0  # llama.cpp has it as a constant
 
 
 def refuse_family(config: dict[str, Any]) -> None:
     """What llama.cpp, or this writer, cannot hold."""
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in _FAMILIES:
-        why = f"the family {kind!r} is not written here ({', '.join(_FAMILIES)} are)"
-        raise BadConfig(
-            "this model cannot be a GGUF file", why, "lamp export RUN --to hf, then llama.cpp's convert_hf_to_gguf.py"
-        )
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
-    if rope_type not in (None, "default"):
-        why = f"rope scaling of type {rope_type!r} is not written here"
-        raise BadConfig(
-            "this model cannot be a GGUF file", why, "lamp export RUN --to hf, then llama.cpp's convert_hf_to_gguf.py"
-        )
+        known = set(library().MODEL_ARCH_NAMES.values())
+        names = {kind.lower(), kind.lower().replace("_", ""), kind.lower().replace("_", "-")}
+        told = "llama.cpp has it, but this writer does not" if names & known else "llama.cpp has no such architecture"
+        raise no_way(f"its family is {kind!r}: {told} ({', '.join(_FAMILIES)} are written)")
+    activation = config.get("hidden_activation") or config.get("hidden_act") or config.get("activation_function")
+    if activation is not None and activation not in _FAMILIES[kind].activations:
+        raise no_way(f"llama.cpp's {kind} does not compute the activation {activation!r}")
+    if (rope := _rope(config)["rope_type"]) not in _ROPES:
+        raise no_way(f"rope scaling of type {rope!r} is not written ({', '.join(_ROPES)} are)")
     if config.get("attention_bias") or config.get("mlp_bias"):
-        raise BadConfig(
-            "this model cannot be a GGUF file",
-            "biases of attention or MLP are not written for llama",
-            "lamp export RUN --to hf",
-        )
+        raise no_way(f"biases of attention or MLP are not written for {kind}")
+    if kind == "gemma3_text" and _local_theta(config) != _GEMMA3_LOCAL_THETA:
+        raise no_way(f"llama.cpp has {_GEMMA3_LOCAL_THETA:g} as rope_theta of its local layers, and it {_local_theta(config):g}")  # fmt: skip
+    if kind in ("mistral", "qwen2", "qwen3", "phi3") and _window(config) < _positions(config):
+        report.note(f"its attention window of {_window(config):,} tokens is shorter than its {_positions(config):,} positions, and llama.cpp's {kind} has none: the file is for {_window(config):,} tokens")  # fmt: skip
 
 
 def needed_bytes(opened: Opened, quantize: str) -> int:
@@ -62,39 +81,40 @@ def needed_bytes(opened: Opened, quantize: str) -> int:
 def write_gguf(path: Path, opened: Opened, vocabulary: Vocabulary, quantize: str) -> None:
     """The whole model."""
     gguf = library()
-    config = opened.built.config
-    architecture, permutes = _FAMILIES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, architecture)
+    config, template = opened.built.config, opened.template
+    family = _FAMILIES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, family.architecture)
     writer.add_name(opened.name)
     _add_sizes(writer, config)
     writer.add_file_type(gguf.LlamaFileType[QUANTS[quantize]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    template = opened.template
     _add(writer, as_fields(vocabulary, template.stop_id if template else None, template.text if template else None))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], _layers(config))
-    tensors = dict(_tensors(opened, permutes, _heads(config)))
-    with report.phase("write", total=sum(tensor.numel() for tensor in tensors.values()), unit="numbers") as phase:
-        for name, tensor in tensors.items():
-            ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            if ours is None:
-                raise BadConfig(
-                    "this model cannot be a GGUF file",
-                    f"llama.cpp's {architecture} has no {name}",
-                    "lamp export RUN --to hf",
-                )
-            kind = "f32" if tensor.ndim == 1 else _kind_of(quantize, tensor)
-            data, raw = _converted(gguf, tensor, kind)
-            writer.add_tensor(ours, data, raw_dtype=raw)
-            phase.tick(tensor.numel(), ours)
-        phase.tick(0, "writing the file")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.architecture.upper()], _layers(config))
+    sizes = {}
+    for name, tensor in _tensors(opened, family):
+        ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if ours is None:
+            raise no_way(f"llama.cpp's {family.architecture} has no {name}")
+        kind = _kind_of(quantize, tensor)
+        sizes[name] = (ours, kind, round(tensor.numel() * BYTES[kind]))
+        raw = gguf.GGMLQuantizationType[kind.upper()]
+        writer.add_tensor_info(ours, list(tensor.shape), np.dtype(np.float32), sizes[name][2], raw)
+    with report.phase("write", total=sum(size for _, _, size in sizes.values()), unit="B") as phase:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+        writer.write_ti_data_to_file()
+        for name, tensor in _tensors(opened, family):
+            ours, kind, size = sizes[name]
+            phase.tick(0, ours)
+            writer.write_tensor_data(_converted(gguf, tensor, kind))
+            phase.tick(size)
     writer.close()
 
 
 def _kind_of(quantize: str, tensor: Tensor) -> str:
-    """A row that is no multiple of 32 cannot be q8_0."""
+    """Vectors stay as they are; a row that is no multiple of 32 cannot be q8_0."""
+    if tensor.ndim == 1:
+        return "f32"
     return "f16" if quantize == "q8_0" and tensor.shape[-1] % 32 else quantize
 
 
@@ -108,8 +128,21 @@ def library() -> Any:
     return gguf
 
 
+# ---------------------------------------------------------------- sizes
+
+
 def _layers(config: dict[str, Any]) -> int:
     return int(config.get("num_hidden_layers", config.get("n_layer", 0)))
+
+
+def _positions(config: dict[str, Any]) -> int:
+    return int(config.get("max_position_embeddings", config.get("n_positions", 0)))
+
+
+def _window(config: dict[str, Any]) -> int:
+    """Of attention; without one, all positions."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    return int(window or _positions(config))
 
 
 def _heads(config: dict[str, Any]) -> tuple[int, int]:
@@ -117,26 +150,51 @@ def _heads(config: dict[str, Any]) -> tuple[int, int]:
     return heads, int(config.get("num_key_value_heads") or heads)
 
 
+def _head_width(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or int(config["hidden_size"]) // _heads(config)[0])
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """rope_type, rope_theta and what goes with them; of a family with two rotations, the one of its global layers."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = found.get("full_attention", found) if isinstance(found, dict) else {}
+    theta = found.get("rope_theta", config.get("rope_theta", 10_000.0))
+    return {**found, "rope_theta": float(theta), "rope_type": found.get("rope_type", found.get("type")) or "default"}
+
+
+def _local_theta(config: dict[str, Any]) -> float:
+    nested = config.get("rope_parameters") or {}
+    return float(nested.get("sliding_attention", {}).get("rope_theta", config.get("rope_local_base_freq", 1e4)))
+
+
 def _add_sizes(writer: Any, config: dict[str, Any]) -> None:
     heads, kv_heads = _heads(config)
-    width = int(config.get("hidden_size", config.get("n_embd", 0)))
+    kind, width = config["model_type"], int(config.get("hidden_size", config.get("n_embd", 0)))
+    is_gemma = kind in ("gemma2", "gemma3_text")
     writer.add_vocab_size(int(config["vocab_size"]))
     writer.add_block_count(_layers(config))
-    writer.add_context_length(int(config.get("max_position_embeddings", config.get("n_positions", 0))))
+    writer.add_context_length(_positions(config) if is_gemma else _window(config))
     writer.add_embedding_length(width)
     writer.add_feed_forward_length(int(config.get("intermediate_size") or config.get("n_inner") or 4 * width))
     writer.add_head_count(heads)
-    if config["model_type"] == "gpt2":
+    if kind == "gpt2":
         writer.add_layer_norm_eps(float(config["layer_norm_epsilon"]))
         return
-    rope = config.get("rope_parameters") or {}
-    head_width = int(config.get("head_dim") or width // heads)
+    head_width, rope = _head_width(config), _rope(config)
     writer.add_head_count_kv(kv_heads)
-    writer.add_rope_dimension_count(head_width)
+    writer.add_rope_dimension_count(int(head_width * float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))))  # fmt: skip
     writer.add_key_length(head_width)
     writer.add_value_length(head_width)
-    writer.add_rope_freq_base(float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))))
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(library().RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    if is_gemma:
+        writer.add_sliding_window(_window(config))
+    for name, add in (("attn_logit_softcapping", writer.add_attn_logit_softcapping), ("final_logit_softcapping", writer.add_final_logit_softcapping)):  # fmt: skip
+        if config.get(name):
+            add(float(config[name]))
 
 
 def _add(writer: Any, fields: dict[str, Any]) -> None:
@@ -144,18 +202,24 @@ def _add(writer: Any, fields: dict[str, Any]) -> None:
         getattr(writer, f"add_{name}")(value)
 
 
-def _tensors(opened: Opened, permutes: bool, heads: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
-    """Under Hugging Face's names, as llama.cpp wants their numbers."""
+# ---------------------------------------------------------------- tensors
+
+
+def _tensors(opened: Opened, family: _Family) -> Iterator[tuple[str, Tensor]]:
+    """Under Hugging Face's names, as llama.cpp wants their numbers; made one by one."""
+    config = opened.built.config
+    if _rope(config)["rope_type"] == "llama3":
+        yield "rope_freqs.weight", _llama3_factors(config)
     for name, tensor in stored_tensors(opened.built.model).items():
         if name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
             continue  # computed, not learned
         found = tensor.detach().float()
-        if opened.built.config["model_type"] == "gpt2" and name.endswith(
-            ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-        ):
+        if family.architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             found = found.t()
-        if permutes and name.endswith(("q_proj.weight", "k_proj.weight")):
-            found = _interleaved(found, heads[0] if "q_proj" in name else heads[1])
+        if family.rotates_neighbours and name.endswith(("q_proj.weight", "k_proj.weight")):
+            found = _interleaved(found, _heads(config)["k_proj" in name])
+        if family.norms_from_one and name.endswith("norm.weight"):
+            found = found + 1
         yield name, found
 
 
@@ -165,16 +229,33 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, 2, rows // heads // 2, width).transpose(1, 2).reshape(rows, width)
 
 
-def _converted(gguf: Any, tensor: Tensor, kind: str) -> tuple[np.ndarray, Any]:
+def _llama3_factors(config: dict[str, Any]) -> Tensor:
+    """By what each frequency is divided: the fast ones by 1, the slow ones by `factor`, smoothly between."""
+    rope, width = _rope(config), _head_width(config)
+    factor, low, high, before = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))  # fmt: skip
+    found = []
+    for frequency in (rope["rope_theta"] ** (-n / width) for n in range(0, width, 2)):
+        turns = before * frequency / (2 * math.pi)  # within the length that it was first trained on
+        smooth = (turns - low) / (high - low)
+        found.append(factor if turns < low else 1.0 if turns > high else 1 / ((1 - smooth) / factor + smooth))
+    return torch.tensor(found, dtype=torch.float32)
+
+
+def _converted(gguf: Any, tensor: Tensor, kind: str) -> np.ndarray:
     if kind == "f32":
-        return tensor.contiguous().numpy(), None
+        return tensor.contiguous().numpy()
+    if kind == "bf16":
+        return tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy()
     if kind == "f16":
         largest = float(tensor.abs().max())
         if largest > torch.finfo(torch.float16).max:
             raise BadConfig("this model does not fit into f16", f"it has a weight of {largest:.3g}", "--quantize bf16")
-        return tensor.to(torch.float16).contiguous().numpy(), None
-    wanted = gguf.GGMLQuantizationType.BF16 if kind == "bf16" else gguf.GGMLQuantizationType.Q8_0
-    return gguf.quants.quantize(tensor.contiguous().numpy(), wanted), wanted
+        return tensor.to(torch.float16).contiguous().numpy()
+    found: np.ndarray = gguf.quants.quantize(tensor.contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
+    return found
+
+
+# ---------------------------------------------------------------- a vocabulary alone
 
 
 def write_probe(path: Path, vocabulary: Vocabulary) -> None:

@@ -7,7 +7,6 @@ Out: Answers. The library (xllamacpp) is loaded in a process of its own: a file 
 from __future__ import annotations
 
 import json
-import math
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
@@ -25,6 +24,8 @@ from lamplighter.procs.child import Say
 _DEADLINE_S = 3 * 3600.0
 _SILENT_S = 900.0
 _LIKELIEST = 400  # of which a token of a sampled text is nearly always one
+_ONE_THREAD_BYTES = 2 << 30  # its threads wait for each other by spinning: 20 times slower where a core is taken away
+_FORCED = 1e4  # added to a logit: no other token is chosen
 
 
 @dataclass
@@ -96,6 +97,8 @@ def answer(request: dict[str, Any], say: Say) -> None:
     params.model.path = request["path"]
     params.n_ctx, params.n_parallel, params.n_gpu_layers = request["context"], 1, 0
     params.warmup, params.verbosity = False, -1
+    if Path(request["path"]).stat().st_size < _ONE_THREAD_BYTES:
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     server = _Server(xllamacpp.Server(params))
@@ -120,6 +123,7 @@ class _Server:
 
     def __init__(self, server: Any) -> None:
         self.server, self.address = server, server.listening_address
+        self.harmless = self.tokens("a", False)[-1]
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
@@ -137,29 +141,28 @@ class _Server:
         return list(self.post("/tokenize", body)["tokens"])
 
     def greedy(self, prompt: list[int], count: int, stops: set[int]) -> list[int]:
-        """Token by token through its probabilities, so that the stop token itself is seen."""
-        made: list[int] = []
-        while len(made) < count:
-            made.append(self._best([*prompt, *made], 1)[0][0])
-            if made[-1] in stops:
-                break
-        return made
-
-    def _best(self, ids: list[int], count: int) -> list[tuple[int, float]]:
-        """The likeliest tokens; of a token that is half a character the server says no probability, only which one it is."""
-        body = {"prompt": ids, "n_predict": 1, "temperature": 0, "n_probs": count, "cache_prompt": True}
-        said = self.post("/completion", {**body, "samplers": ["temperature"], "return_tokens": True})
-        if found := said.get("completion_probabilities"):
-            return [(one["id"], one["logprob"]) for one in found[0]["top_logprobs"]]
-        if tokens := said.get("tokens"):
-            return [(int(tokens[0]), math.nan)]
-        raise ValueError(f"no token came after {len(ids)} others")
+        """What it writes by itself, up to and with the token that it stops at."""
+        body = {
+            "prompt": prompt,
+            "n_predict": count,
+            "temperature": 0,
+            "samplers": ["temperature"],
+            "return_tokens": True,
+        }
+        made = list(self.post("/completion", body)["tokens"])
+        end = next((n + 1 for n, token in enumerate(made) if token in stops), len(made))
+        return made[:end]
 
     def score(self, ids: list[int], token: int) -> tuple[float, int]:
+        """How likely a token is after others, and which one is the likeliest.
+
+        The token that is really written is the letter a: of one that is half a character the server says no probability. What
+        it does say is of the model's own logits, before anything is forced.
+        """
+        body = {"prompt": ids, "n_predict": 1, "temperature": 0, "samplers": ["temperature"], "cache_prompt": True}
         for count in (_LIKELIEST, 1 << 20):
-            found = self._best(ids, count)
-            if math.isnan(found[0][1]):
-                return math.nan, found[0][0]
+            said = self.post("/completion", {**body, "n_probs": count, "logit_bias": [[self.harmless, _FORCED]]})
+            found = [(one["id"], one["logprob"]) for one in said["completion_probabilities"][0]["top_logprobs"]]
             if token in (known := dict(found)):
                 return known[token], found[0][0]
         raise ValueError(f"token {token} has no probability")

@@ -23,7 +23,7 @@ _POINTS = 300
 
 
 @dataclass(frozen=True)
-class Facts:
+class Published:
     """What is published."""
 
     to: str
@@ -36,7 +36,7 @@ class Facts:
     template: str | None
 
 
-def write_card(run: RunDir, settings: Run, config_text: str, facts: Facts) -> str:
+def write_card(run: RunDir, settings: Run, config_text: str, facts: Published) -> str:
     status, step = read_status(run), step_of(facts.checkpoint)
     parts = [
         _front_matter(run, settings, facts),
@@ -59,7 +59,7 @@ def write_card(run: RunDir, settings: Run, config_text: str, facts: Facts) -> st
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _front_matter(run: RunDir, settings: Run, facts: Facts) -> str:
+def _front_matter(run: RunDir, settings: Run, facts: Published) -> str:
     import yaml
 
     found: dict[str, Any] = {
@@ -117,7 +117,7 @@ def _results(run: RunDir) -> list[dict[str, Any]]:
     ]
 
 
-def _about(settings: Run, facts: Facts, step: int) -> str:
+def _about(settings: Run, facts: Published, step: int) -> str:
     origin = f"[{facts.base}](https://huggingface.co/{facts.base})" if facts.base else "a model folder of its author's"
     if settings.model.init_from is None:
         return f"A language model of {facts.parameters:,} parameters, trained from scratch; this is step {step:,}."
@@ -129,7 +129,7 @@ def _about(settings: Run, facts: Facts, step: int) -> str:
     )
 
 
-def _usage(facts: Facts) -> str:
+def _usage(facts: Published) -> str:
     kind = (
         "from peft import AutoPeftModelForCausalLM as Model"
         if facts.is_adapter
@@ -151,7 +151,7 @@ def _usage(facts: Facts) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
-def _training(run: RunDir, settings: Run, status: dict[str, Any], facts: Facts, step: int) -> str:
+def _training(run: RunDir, settings: Run, status: dict[str, Any], facts: Published, step: int) -> str:
     state = read_record(facts.checkpoint / "training" / "state.json")
     train, machine = settings.train, state.get("machine") if isinstance(state.get("machine"), dict) else {}
     rows = [
@@ -247,7 +247,7 @@ def licences_of(path: str) -> list[str]:
     return list(found)[:10]
 
 
-def _limits(facts: Facts) -> str:
+def _limits(facts: Published) -> str:
     size = "Small models state falsehoods with confidence. " if facts.parameters < 3_000_000_000 else ""
     return f"{size}It was evaluated on what the table above names and on nothing else. Its data was not checked for bias or for personal details by this tool."
 

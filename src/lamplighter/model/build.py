@@ -39,7 +39,7 @@ from lamplighter.model.shape import (
 )
 from lamplighter.model.stored import stored_numbers
 from lamplighter.model.transformer import Transformer
-from lamplighter.model.weights import init_weights, load_weights
+from lamplighter.model.weights import init_weights, load_narrow, load_weights
 from lamplighter.rundir import read_json
 
 _SMALL = 1 << 20
@@ -88,8 +88,9 @@ def build(
 ) -> Built:
     """A new model, or the one in `model.init_from`, with adapters where the lora section asks for them."""
     if section.init_from is not None:
-        built = _from_folder(Path(section.init_from), vocab_size, positions, section.dropout)
-        return built if lora is None or lora.r is None else _adapted(built, Path(section.init_from), lora, seed)
+        folder, lora = Path(section.init_from), lora if lora is not None and lora.r is not None else None
+        built = _from_folder(folder, vocab_size, positions, section.dropout, lora)
+        return built if lora is None else _adapted(built, folder, lora, seed)
     if ":" in section.family:
         arguments = {"vocab_size": vocab_size, "positions": positions, "layers": section.layers, "width": section.width,
                      "heads": section.heads, "dropout": section.dropout}  # fmt: skip
@@ -124,17 +125,16 @@ def _adapted(built: Built, folder: Path, lora: Lora, seed: int) -> Built:
     return replace(built, adapter=settings)
 
 
-def load_folder(
-    folder: Path, family: str | None = None, command: str = "", *, base: str | None = None, merged: bool = True
-) -> Built:
-    """The model of a checkpoint, of an adapter (merged into its base, unless told not to) or of any Hugging Face folder.
+def load_folder(folder: Path, family: str | None = None, command: str = "", *, base: str | None = None) -> Built:
+    """The model of a checkpoint, of an adapter (merged into its base) or of any Hugging Face folder.
 
-    An adapter's base is where its base.json says, or where the user says (`base`); its hash must be the one of training.
+    An adapter's base is where its base.json says, or where the user says (`base`: a folder, or a name on the hub); its
+    hash must be the one of training.
     A folder never names code: a model of somebody's own is built by the `family` that the user gives. `command` is
     what the user typed, for the advice to type it again with the name.
     """
     if (folder / SETTINGS).is_file():
-        return _load_adapter(folder, base, command, merged)
+        return _load_adapter(folder, base, command)
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise InputMissing(
@@ -161,34 +161,46 @@ def load_folder(
     return built
 
 
-def _load_adapter(folder: Path, base: str | None, command: str, merged: bool) -> Built:
+def _load_adapter(folder: Path, base: str | None, command: str) -> Built:
     settings, known = read_json(folder / SETTINGS), origin.read_base(folder)
     if not isinstance(settings, dict):
         raise BadData(f"{folder}/{SETTINGS} is damaged", "it is no JSON object", "use an intact copy")
-    named = base or (known.path if known else settings.get("base_model_name_or_path"))
-    place = Path(str(named)) if named else None
-    if place is None or not (place / "config.json").is_file():
-        said = f"it says {named!r}" if named else "it does not say where its base is"
-        hub = f", {known.name} at {known.commit} on the hub" if known and known.name else ""
-        advice = f"{command or 'the same command'} --model.init_from FOLDER"
-        raise InputMissing(
-            f"the base of the adapter {folder} is not there", f"{said}{hub}; an adapter is no model without it", advice
-        )
+    place = _base_of(folder, settings, known, base=base, command=command)
     if known is not None:
         origin.refuse_other_base(known, origin.identify(place, known.dtype), str(folder))
     built = load_folder(place)
-    lora = section_of(settings, folder, known.dtype if known else "fp32")
-    apply_lora(built.model, lora, 0)
+    apply_lora(built.model, section_of(settings, folder, known.dtype if known else "fp32"), 0)
     try:
         load_weights(built.model, folder)
     except FileNotFoundError as error:
         raise InputMissing(f"{folder} has no weights", str(error), "expected adapter_model.safetensors") from error
     except ValueError as error:
         raise BadData(f"the adapter in {folder} does not fit {place}", str(error), "use the base of then") from error
-    if not merged:
-        return replace(built, adapter=settings, base=known)
     merge(built.model)
     return built
+
+
+def _base_of(
+    folder: Path, settings: dict[str, Any], known: origin.Base | None, *, base: str | None, command: str
+) -> Path:
+    """Where the base of an adapter is. Only a name that the user gives is fetched; one of the folder is looked for here."""
+    if base is not None and origin.is_hub_name(base):
+        return origin.download(base, known.commit if known else settings.get("revision"))[0]
+    said = base or (known.path if known else settings.get("base_model_name_or_path"))
+    if said and (Path(str(said)) / "config.json").is_file():
+        return Path(str(said))
+    name = known.name if known else said if isinstance(said, str) and origin.is_hub_name(said) else None
+    commit = known.commit if known else settings.get("revision")
+    if base is None and name and (cached := origin.cached(name, commit if isinstance(commit, str) else None)):
+        return cached
+    at = f" at {str(commit)[:12]}" if commit else ""
+    why = f"it says {str(said)[:200]!r}" if said else "it does not say where its base is"
+    advice = f"{command or 'the same command'} --model.init_from {name or 'FOLDER'}"
+    raise InputMissing(
+        f"the base of the adapter {folder} is not there",
+        f"{why}{f' ({name}{at} on the hub, which is not in the cache)' if name else ''}; an adapter is no model without it",
+        advice,
+    )
 
 
 def _refuse_more_than_stored(folder: Path, wanted: int) -> None:
@@ -220,7 +232,7 @@ def _own_arguments(folder: Path, found: object) -> dict[str, Any]:
     return dict(known)
 
 
-def _from_folder(folder: Path, vocab_size: int, positions: int, dropout: float) -> Built:
+def _from_folder(folder: Path, vocab_size: int, positions: int, dropout: float, lora: Lora | None) -> Built:
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise InputMissing(
@@ -243,7 +255,7 @@ def _from_folder(folder: Path, vocab_size: int, positions: int, dropout: float) 
         )
     if shape is None:
         return _load_family(folder, config, dropout, positions)
-    return _load(folder, replace(shape, dropout=dropout))
+    return _load(folder, replace(shape, dropout=dropout), lora.base_dtype if lora else "fp32")
 
 
 def _load_family(folder: Path, config: dict[str, Any], dropout: float | None, seq_len: int | None) -> Built:
@@ -266,9 +278,14 @@ def _shape(folder: Path, config: dict[str, Any]) -> Shape | None:
         ) from error
 
 
-def _load(folder: Path, shape: Shape) -> Built:
+def _load(folder: Path, shape: Shape, dtype: str = "fp32") -> Built:
     try:
         _refuse_more_than_stored(folder, count_parameters(shape))
+        if dtype != "fp32":
+            with torch.device("meta"):
+                model = Transformer(shape)
+            load_narrow(model, folder, dtype)
+            return Built(model, shape_to_hf(shape), shape.vocab_size, shape.positions)
         if count_parameters(shape) < _LARGE:
             model = Transformer(shape)
         else:  # numbers that nobody chose take a while, and would only be overwritten

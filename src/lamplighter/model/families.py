@@ -102,6 +102,7 @@ def open_family(
     inner, told = opened  # what was filled in comes with it
     model = FromTransformers(inner, positions_of(config) or seq_len or 1024)
     _refuse_new_weights(folder, told)
+    _refuse_if_it_sees_ahead(folder, model, vocabulary_of(config))
     if seq_len is not None:
         model.keeps_apart, model.why_not = keeps_examples_apart(model, vocabulary_of(config), seq_len, config)
     return model
@@ -117,6 +118,24 @@ def _refuse_new_weights(folder: Path, told: dict[str, Any]) -> None:
             f"missing: {', '.join(missing[:3]) or 'none'}{shapes}",
             "use the whole folder of one model, with its own config.json",
         )
+
+
+@torch.no_grad()
+def _refuse_if_it_sees_ahead(folder: Path, model: FromTransformers, vocab_size: int) -> None:
+    """A model that reads the token which it shall predict learns nothing, with a fine loss: BERT without is_decoder, say."""
+    ids = torch.arange(8)[None] % vocab_size
+    other = ids.clone()
+    other[0, -1] = (ids[0, -1] + 1) % vocab_size
+    model.eval()
+    try:
+        one, two = model(ids)[0, :-1], model(other)[0, :-1]
+    except _PROBE_ERRORS as error:
+        why = f"a row of 8 tokens: {' '.join(str(error).split())[:200] or type(error).__name__}"
+        raise BadConfig(f"the model in {folder} cannot be asked for the next token", why, "choose another") from error
+    if float((one - two).abs().max()) > _CLOSE * float(one.abs().max().clamp_min(1e-6)):
+        kind = type(model.inner).__name__
+        why = "in a probe the last token changed the logits before it"
+        raise BadConfig(f"{kind} sees the tokens that it shall predict", why, "a causal decoder, or is_decoder in config.json")  # fmt: skip
 
 
 def _set_dropout(config: Any, rate: float) -> None:

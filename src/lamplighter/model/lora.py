@@ -97,19 +97,19 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
-def _is_conv(layer: nn.Module) -> bool:
+def is_conv(layer: nn.Module) -> bool:
     """GPT-2's layer, ours or that of transformers: its matrix is stored [in, out]."""
     return type(layer).__name__ == "Conv1D"
 
 
 def is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear | FrozenLinear) or _is_conv(layer)
+    return isinstance(layer, nn.Linear | FrozenLinear) or is_conv(layer)
 
 
 def matrix_of(layer: nn.Module) -> Tensor:
     """[out, in], whatever the layer stores."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
-    return weight.t() if _is_conv(layer) else weight
+    return weight.t() if is_conv(layer) else weight
 
 
 # ---------------------------------------------------------------- putting adapters in
@@ -120,17 +120,17 @@ def apply_lora(model: nn.Module, section: Lora, seed: int) -> dict[str, Any]:
     assert section.r is not None
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    linear = _linear_names(model)
+    linear = linear_names(model)
     chosen, suffixes = wanted_layers([name.removeprefix(_WRAPPED) for name in linear], section.targets)
     if not chosen:
         shown = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear})[:12])
         what = f"lora.targets {' '.join(section.targets)} names no linear layer of this model"
         raise BadConfig(what, f"it has: {shown or 'none'}", "--lora.targets auto, all-linear, or some of these names")
-    is_conv = any(_is_conv(model.get_submodule(name)) for name in linear if name.removeprefix(_WRAPPED) in chosen)
+    fan_in_fan_out = any(is_conv(model.get_submodule(name)) for name in linear if name.removeprefix(_WRAPPED) in chosen)
     generator = torch.Generator().manual_seed(seed)
     for name in linear:
         layer = model.get_submodule(name)
-        if section.base_dtype != "fp32":
+        if section.base_dtype != "fp32" and not isinstance(layer, FrozenLinear):  # it may have been read as one
             bias = getattr(layer, "bias", None)
             layer = FrozenLinear(matrix_of(layer), bias, section.base_dtype)
         if name.removeprefix(_WRAPPED) in chosen:
@@ -149,14 +149,14 @@ def apply_lora(model: nn.Module, section: Lora, seed: int) -> dict[str, Any]:
         "lora_alpha": section.scale * section.r,
         "lora_dropout": section.dropout,
         "target_modules": suffixes,
-        "fan_in_fan_out": is_conv,
+        "fan_in_fan_out": fan_in_fan_out,
         "bias": "none",
         "inference_mode": True,
         "init_lora_weights": True,
     }
 
 
-def _linear_names(model: nn.Module) -> list[str]:
+def linear_names(model: nn.Module) -> list[str]:
     """Every linear layer but the head, by its name."""
     return [name for name, layer in model.named_modules() if is_linear(layer) and not _is_head(model, name, layer)]
 

@@ -24,7 +24,8 @@ from lamplighter.rundir import hash_file, human_bytes, read_record, write_json
 RECORD = "base.json"
 _KEPT = "model_source.json"
 _HUB_NAME = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
-_WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_WEIGHTS = "*.safetensors"
+_WANTED = ("*.json", _WEIGHTS, "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _UNWANTED = ("original/*", "onnx/*", "*/*")
 _ANSWER_S = 10.0  # for the hub's first answer: offline is known in seconds
 
@@ -33,8 +34,11 @@ def is_hub_name(given: str) -> bool:
     return not Path(given).exists() and re.fullmatch(_HUB_NAME, given) is not None
 
 
-def with_local_model(run: Run, keep: Path | None) -> Run:
-    """The run with a folder of this machine in model.init_from, downloaded if need be; `keep`: the run's own folder."""
+def with_local_model(run: Run, keep: Path | None = None, *, weights: bool = True) -> Run:
+    """The run with a folder of this machine in model.init_from, downloaded if need be; `keep`: the run's own folder.
+
+    Without `weights` their files are left out: a plan on paper and figures of the rows need the small ones alone.
+    """
     given = run.model.init_from
     if given is None:
         return run
@@ -45,15 +49,15 @@ def with_local_model(run: Run, keep: Path | None) -> Run:
             raise InputMissing(f"model.init_from {given} is not there", "no such folder", advice)
         return run
     with report.phase("model of the hub"):
-        folder = _from_hub(run.model, keep)
+        folder = _from_hub(run.model, keep, weights)
     return replace(run, model=replace(run.model, init_from=str(folder)))
 
 
-def _from_hub(section: Model, keep: Path | None) -> Path:
+def _from_hub(section: Model, keep: Path | None, weights: bool) -> Path:
     """A snapshot in the hub's own cache. The commit is resolved once, at a run's first start."""
     name, kept = str(section.init_from), read_record(keep / _KEPT) if keep is not None else {}
     commit = kept.get("commit") if kept.get("name") == name and kept.get("revision") == section.revision else None
-    found, commit = download(name, str(commit) if commit else section.revision)
+    found, commit = download(name, str(commit) if commit else section.revision, weights=weights)
     if keep is not None:
         write_json(keep / _KEPT, {"name": name, "revision": section.revision, "commit": commit, "path": str(found)})
     report.note(f"{name} at commit {commit[:12]}: {found}")
@@ -66,7 +70,7 @@ def hub_name_of(keep: Path | None) -> dict[str, Any]:
     return {key: kept[key] for key in ("name", "commit") if isinstance(kept.get(key), str)}
 
 
-def download(name: str, revision: str | None) -> tuple[Path, str]:
+def download(name: str, revision: str | None, *, weights: bool = True) -> tuple[Path, str]:
     """The snapshot folder of a hub name, and its commit; what is in the cache is not fetched again."""
     try:
         import huggingface_hub
@@ -81,9 +85,9 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
         raise BadConfig(
             f"{name} is a name on the hub", f"huggingface_hub is missing ({error})", "pip install 'lamplighter[hf]'"
         ) from error
-    cached = _cached(huggingface_hub, name, revision)
-    if cached is not None and revision is not None and cached.name == revision:
-        return cached, revision  # a commit never changes
+    there = cached(name, revision, weights=weights)
+    if there is not None and revision is not None and there.name == revision:
+        return there, revision  # a commit never changes
     broken: tuple[type[Exception], ...] = (HfHubHTTPError, LocalEntryNotFoundError, *network_errors())
     try:
         info = huggingface_hub.HfApi().model_info(name, revision=revision, timeout=_ANSWER_S, files_metadata=True)
@@ -97,11 +101,11 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
             f"{name} has no revision {revision}", "the hub does not know it", "--model.revision main"
         ) from error
     except broken as error:
-        if cached is not None:
+        if there is not None:
             report.warn(
-                f"the hub cannot be reached ({_short(error)}): {name} is taken from the cache, commit {cached.name[:12]}"
+                f"the hub cannot be reached ({_short(error)}): {name} is taken from the cache, commit {there.name[:12]}"
             )
-            return cached, cached.name
+            return there, there.name
         what = f"{name} cannot be fetched: the hub cannot be reached, and it is not in the cache"
         advice = f"go online; or fetch it elsewhere (hf download {shlex.quote(name)} --local-dir DIR) and --model.init_from DIR"
         raise Unreachable(what, _short(error), advice) from error
@@ -111,6 +115,8 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
         raise InputMissing(
             f"{name} has no safetensors on the hub", "weights are never read from pickles", "choose another"
         )
+    wanted = [pattern for pattern in _WANTED if weights or pattern != _WEIGHTS]
+    files = [one for one in files if weights or not one.rfilename.endswith(_WEIGHTS[1:])]
     total = sum(one.size or 0 for one in files)
     with report.phase("download", total=total, unit="B") as phase:
         stop = threading.Event()
@@ -120,7 +126,7 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
             path = huggingface_hub.snapshot_download(
                 name,
                 revision=commit,
-                allow_patterns=list(_WANTED),
+                allow_patterns=wanted,
                 ignore_patterns=list(_UNWANTED),
                 etag_timeout=_ANSWER_S,
             )
@@ -149,11 +155,17 @@ def _is_wanted(name: str) -> bool:
     return "/" not in name and name.endswith(tuple(pattern[1:] for pattern in _WANTED))
 
 
-def _cached(hub: Any, name: str, revision: str | None) -> Path | None:
+def cached(name: str, revision: str | None, *, weights: bool = True) -> Path | None:
+    """The snapshot in the hub's own cache, asked without a network; None where it is not there, or not whole."""
     try:
-        return Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
-    except (OSError, ValueError):  # not there, or not whole
+        import huggingface_hub
+
+        folder = Path(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
+        if weights:
+            weight_files(folder)
+    except (ImportError, OSError, ValueError):  # a FileNotFoundError of a file that has not come yet is one, too
         return None
+    return folder if (folder / "config.json").is_file() else None
 
 
 def _show_progress(phase: report.Phase, name: str, stop: threading.Event) -> None:

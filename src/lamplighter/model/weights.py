@@ -5,7 +5,8 @@ Out: initial weights, the tensors to store, weights loaded in place.
 """
 
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +72,51 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
     A missing file is a FileNotFoundError; a damaged file, or tensors that do not fit, a ValueError that names them.
     """
-    targets = stored_tensors(model)
+    with _fitting(model, folder) as found:
+        for name, target in stored_tensors(model).items():
+            file, stored, _ = found[name]
+            target.copy_(file.get_tensor(stored))
+
+
+@torch.no_grad()
+def load_narrow(model: Transformer, folder: Path, dtype: str) -> None:
+    """The same for a model on the meta device, whose layers become frozen ones in bf16 or int8: one at a time is ever wide."""
+    with _fitting(model, folder) as found:
+        places = {name: (path, stored) for name, (_, stored, path) in found.items()}
+
+    def read(name: str) -> Tensor:
+        path, stored = places[name]
+        with open_safetensors(path) as file:  # and closed again: what is mapped counts as memory of this process
+            tensor: Tensor = file.get_tensor(stored)
+        return tensor.float()
+
+    for name in lora.linear_names(model):
+        layer = model.get_submodule(name)
+        bias = None if getattr(layer, "bias", None) is None else read(f"{name}.bias")
+        weight = read(f"{name}.weight")
+        model.set_submodule(name, lora.FrozenLinear(weight.t() if lora.is_conv(layer) else weight, bias, dtype))
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, nn.Parameter(read(name)))
+
+
+@contextmanager
+def _fitting(model: nn.Module, folder: Path) -> Iterator[dict[str, tuple[Any, str, Path]]]:
+    """Our name of each tensor -> the open file, the name in it, its path; all of them fit, or a ValueError says which do not."""
     with ExitStack() as open_files:
-        found: dict[str, tuple[Any, str]] = {}  # our name -> the open file, and the name in it
+        found: dict[str, tuple[Any, str, Path]] = {}
         for path in [folder / lora.WEIGHTS] if lora.is_adapted(model) else weight_files(folder):
             if not path.is_file():
                 raise FileNotFoundError(f"no {path.name} in {folder}")
             file = open_files.enter_context(open_safetensors(path))
             names = [name for name in sorted(file.keys()) if not _is_computed(model, name)]
-            found |= {_own_name(model, name): (file, name) for name in names}
-        problems = _tied_head_problems(model, found) + _misfits(targets, found)
+            found |= {_own_name(model, name): (file, name, path) for name in names}
+        problems = _tied_head_problems(model, found) + _misfits(stored_tensors(model), found)
         if problems:
             more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise ValueError(f"the weights in {folder} do not fit this model:\n  " + "\n  ".join(problems[:5]) + more)
-        for name, target in targets.items():
-            file, stored = found[name]
-            target.copy_(file.get_tensor(stored))
+        yield found
 
 
 def _is_computed(model: nn.Module, stored: str) -> bool:
@@ -100,26 +130,26 @@ def _own_name(model: nn.Module, stored: str) -> str:
     return f"transformer.{stored}" if bare and is_gpt2 else stored
 
 
-def _tied_head_problems(model: nn.Module, found: dict[str, tuple[Any, str]]) -> list[str]:
+def _tied_head_problems(model: nn.Module, found: dict[str, tuple[Any, str, Path]]) -> list[str]:
     """A tied head may be stored as well; then it must be the embedding. It is taken out of what was found."""
     if not (isinstance(model, Transformer) and model.shape.tie_embeddings and "lm_head.weight" in found):
         return []
     embedding = "transformer.wte.weight" if model.shape.family == "gpt2" else "model.embed_tokens.weight"
-    head_file, head_name = found.pop("lm_head.weight")
+    head_file, head_name, _ = found.pop("lm_head.weight")
     if embedding not in found:
         return []  # reported as missing
-    file, name = found[embedding]
+    file, name, _ = found[embedding]
     if torch.equal(head_file.get_tensor(head_name), file.get_tensor(name)):
         return []
     return [f"lm_head.weight differs from {embedding}, although the config ties them"]
 
 
-def _misfits(targets: dict[str, Tensor], found: dict[str, tuple[Any, str]]) -> list[str]:
+def _misfits(targets: dict[str, Tensor], found: dict[str, tuple[Any, str, Path]]) -> list[str]:
     missing = [f"{name} is missing" for name in targets if name not in found]
     unexpected = [f"{name} is unexpected" for name in found if name not in targets]
     misshapen = []
     for name in targets.keys() & found.keys():
-        file, stored = found[name]
+        file, stored, _ = found[name]
         here, there = list(targets[name].shape), list(file.get_slice(stored).get_shape())
         if here != there:
             misshapen.append(f"{name} is {there} in the file, {here} in the model")

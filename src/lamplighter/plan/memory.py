@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lamplighter.config import GRADIENT_BYTES
+from lamplighter.config import GRADIENT_BYTES, WEIGHT_BYTES
 from lamplighter.gpus import Device
 from lamplighter.model.shape import (
     BLOCK_ATTENTION_TOKENS,
@@ -52,6 +52,7 @@ class Memory:
     staging: int
     staging_here: bool  # on a CPU the copy lies in the same memory
     holes: float = 1.0
+    loading: int = 0  # while it is opened: other families are wide before their frozen matrices are narrowed
 
     @property
     def fixed(self) -> int:
@@ -72,7 +73,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        return self._peak(self.holes)
+        return max(self._peak(self.holes), self.loading)
 
     @property
     def training(self) -> int:
@@ -127,6 +128,10 @@ def memory(job: Job, device: Device) -> Memory:
     head = 2 * shape.vocab_size * shape.width if job.dtype == "bf16" else 0
     if job.lora.r is not None and job.lora.base_dtype != "fp32":
         copies = 0  # widened or narrowed for each product, and not kept
+        loading = WEIGHT_BYTES * job.params if job.counted_params else 0  # ours are narrowed as they are read
+    else:
+        loading = 0
+    own = int((_HOST_OWN_GIB if on_cpu else _GPU_OWN_GIB) * GIB)
     cast = head + (0 if job.recompute else shape.layers * copies)
     return Memory(
         weights=job.weight_bytes,
@@ -137,12 +142,13 @@ def memory(job: Job, device: Device) -> Memory:
         layer=each + copies if job.recompute else 0,
         logits=tokens * shape.vocab_size * LOGIT_BYTES,
         held=_held_logits(job, on_cpu),
-        own=int((_HOST_OWN_GIB if on_cpu else _GPU_OWN_GIB) * GIB),
+        own=own,
         embedding=4 * shape.vocab_size * shape.width if job.lora.r is None else 0,
         gradients_meanwhile=job.accumulation > 1,
         staging=job.optimizer.checkpoint_bytes * job.trained,
         staging_here=on_cpu,
         holes=_HOLES[shape.family] if on_cpu else 1.0,
+        loading=loading + own if loading and on_cpu else 0,
     )
 
 

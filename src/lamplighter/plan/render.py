@@ -237,6 +237,8 @@ def _memory(plan: Plan) -> list[str]:
     sums = " + ".join(f"{name} {size / GIB:.2f}" for name, size in named if size)
     note = "" if m.gradients_meanwhile else "; gradients and activations are not at their largest together"
     holes = f"; {m.holes - 1:.0%} of activations and logits added for the allocator's holes" if m.holes > 1 else ""
+    if m.loading == m.peak:
+        note, holes = "; while the model is opened, in fp32", ""
     tokens = job.micro_batch * job.seq_len
     held = "" if job.whole_logits else f"; in blocks, with the head's gradients, {m.held / GIB:.2f} (train.loss)"
     lines = [

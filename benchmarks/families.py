@@ -1,0 +1,220 @@
+"""Every causal language model of transformers, in a tiny config: does it train here packed, grouped by length, or not at all, and why?
+
+In:  the installed transformers; a tiny config with random weights of each of its causal families.
+Out: a table (docs/families.md) of what `lamp train` makes of each: built from its folder, packing tried, adapters put in, one
+     loss and its gradients, exported to GGUF or not.
+
+    python benchmarks/families.py [--only qwen2 mamba] [--write docs/families.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+_SECONDS = 60
+_MOST = 60_000_000
+_LENGTH, _VOCABULARY = 16, 128
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "embed_dim", "dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "n_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "decoder_attention_heads", "n_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "ffn_hidden_size", "encoder_ffn_dim", "shared_expert_intermediate_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", "block_ff_dim"), 32),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 128),
+    **dict.fromkeys(("head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank", "global_head_dim"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "n_group", "topk_group"), 8),
+    "vocab_size": _VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "first_k_dense_replace": 1, "is_decoder": True,
+    "rotary_dim": 8, "n_group": 1, "topk_group": 1, "mamba_num_heads": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "n_groups": 1, "mamba_n_groups": 1, "state_size": 8,
+    "vocab_size_per_layer_input": _VOCABULARY, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0, "pad_token": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one family."""
+
+    kind: str
+    how: str  # packed, grouped, refused
+    why: str = ""
+    gguf: bool = False
+
+
+class _TooLong(Exception):
+    pass
+
+
+def tiny(kind: str, place: Path) -> str | None:
+    """A folder with random weights of this family; the reason where transformers itself does not build one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind)
+    _shrink(config)
+    for inner in ("text_config", "decoder"):
+        if getattr(config, inner, None) is not None and not isinstance(getattr(config, inner), dict):
+            _shrink(getattr(config, inner))
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > _MOST:
+        return f"its smallest config here has {size / 1e6:,.0f} M parameters"
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.mul_(3)
+    ids = torch.arange(3, 3 + _LENGTH)[None]
+    model.eval()(input_ids=ids, use_cache=False)  # what fails here is the tiny config, not a family
+    model.save_pretrained(place)
+    AutoModelForCausalLM.from_pretrained(place)(input_ids=ids, use_cache=False)
+    return None
+
+
+def _shrink(config: Any) -> None:
+    known = config.to_dict()
+    for name, value in _SIZES.items():
+        may_be_none = known.get(name) is None and (name.endswith("_id") or name in ("head_dim", "num_key_value_heads"))
+        if name in known and (isinstance(known[name], int | float | bool) or may_be_none):
+            setattr(config, name, value)
+    if "qk_rope_head_dim" in known and "head_dim" in known:  # there it is the part of a head that is rotated
+        config.head_dim = _SIZES["qk_rope_head_dim"]
+    for name, value in known.items():  # one entry for each layer, whatever it is called
+        if isinstance(value, list) and len(value) > 2 and ("layer" in name or name.endswith("_types")):
+            other = next((one for one in value if one != value[0]), value[0])
+            setattr(config, name, [value[0], other])
+
+
+def judge(kind: str, place: Path) -> Verdict:
+    """As `lamp train` would, in this process."""
+    import torch
+
+    from lamplighter.config import Lora, Model
+    from lamplighter.errors import LampError
+    from lamplighter.export import gguf_file
+    from lamplighter.model.build import build
+    from lamplighter.model.families import FromTransformers
+    from lamplighter.model.transformer import token_loss
+
+    try:
+        if (reason := tiny(kind, place)) is not None:
+            return Verdict(kind, "not tried", reason)
+    except _TooLong:
+        return Verdict(kind, "not tried", "transformers takes over a minute to build it")
+    except Exception as error:  # noqa: BLE001  of any of two hundred families
+        return Verdict(kind, "not tried", f"no tiny config was found ({_short(error)})")
+    ids = torch.randint(3, _VOCABULARY, (2, _LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    try:
+        built = build(Model(init_from=str(place)), _VOCABULARY, _LENGTH, 2, 1)
+        how, why = ("packed", "") if built.takes_segments else ("grouped", getattr(built.model, "why_not", ""))
+        token_loss(built.model.train(), ids[:, :-1], ids[:, 1:]).backward()  # type: ignore[no-untyped-call]
+        try:
+            adapted = build(Model(init_from=str(place)), _VOCABULARY, _LENGTH, 2, 1, lora=Lora(r=2))
+            token_loss(adapted.model, ids[:, :-1], ids[:, 1:]).backward()  # type: ignore[no-untyped-call]
+            if not any(p.grad is not None for p in adapted.model.parameters()):
+                why = f"{why}; no adapter gets a gradient".lstrip("; ")
+        except LampError as error:
+            why = f"{why}; LoRA: {error.what} ({error.why})".lstrip("; ")
+        try:
+            gguf_file.refuse_family(built.config)
+            gguf = True
+        except LampError:
+            gguf = False
+        if not isinstance(built.model, FromTransformers):
+            why = "built here"
+        return Verdict(kind, how, _clean(why, place), gguf)
+    except LampError as error:
+        return Verdict(kind, "refused", _clean(f"{error.what}: {error.why}", place))
+    except _TooLong:
+        return Verdict(kind, "refused", "one step takes over a minute")
+    except Exception as error:  # noqa: BLE001  it is a row of the table
+        return Verdict(kind, "FAILED", _short(error))
+
+
+def _clean(text: str, place: Path) -> str:
+    return text.replace(str(place), "the folder")
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:110]}"
+
+
+def _alarm(*_: object) -> None:
+    raise _TooLong
+
+
+def families() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def judge_all(kinds: list[str]) -> list[Verdict]:
+    signal.signal(signal.SIGPROF, _alarm)
+    found = []
+    for kind in kinds:
+        signal.setitimer(signal.ITIMER_PROF, _SECONDS)  # of the processor: the machine may be busy
+        with tempfile.TemporaryDirectory() as place:
+            try:
+                found.append(judge(kind, Path(place) / "m"))
+            except _TooLong:
+                found.append(Verdict(kind, "not tried", "it takes over a minute"))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(found[-1].__dict__), flush=True)
+    return found
+
+
+def page(found: list[Verdict]) -> str:
+    import transformers
+
+    count = {
+        how: sum(one.how == how for one in found) for how in ("packed", "grouped", "refused", "not tried", "FAILED")
+    }
+    lines = [
+        "# Families",
+        "",
+        f"What `lamp train` makes of each causal language model of transformers {transformers.__version__}, found by trying: a tiny config with random weights,",
+        "opened from its folder, one loss with its gradients, in full and with LoRA. Made by `python benchmarks/families.py --write docs/families.md`.",
+        "",
+        f"Of {len(found)} families {count['packed']} train with several examples in a window (packed), {count['grouped']} with batches of like length (grouped), {count['refused'] + count['FAILED']} are",
+        f"refused, and {count['not tried']} were not tried, as no tiny config was found by making the usual sizes small: nothing is said of them.",
+        "GGUF: `lamp export --to gguf` writes the family; every file is compared with llama.cpp before it is there.",
+        "",
+        "| family | trains | GGUF | |",
+        "|---|---|---|---|",
+    ]
+    for one in found:
+        why = one.why.replace("|", "/").replace("<", "&lt;")
+        lines.append(f"| `{one.kind}` | {one.how} | {'yes' if one.gguf else ''} | {why[:220]} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="these families")
+    parser.add_argument("--write", type=Path, help="the page")
+    wanted = parser.parse_args()
+    warnings.simplefilter("ignore")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    found = judge_all(wanted.only or families())
+    if wanted.write:
+        wanted.write.write_text(page(found))
+
+
+if __name__ == "__main__":
+    main()

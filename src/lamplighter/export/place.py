@@ -1,0 +1,74 @@
+"""A place for an export that is whole or not there: a temporary name beside it, renamed when nothing was raised. No torch.
+
+In:  where the file or folder shall be, how many bytes it needs.
+Out: the temporary name while it is written; `sweep(folder)`, which removes what a process that died has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from lamplighter.errors import CannotWrite, UsageError
+from lamplighter.procs import procfs
+from lamplighter.rundir import cannot_write, free_bytes, fsync_folder, human_bytes
+
+
+@contextlib.contextmanager
+def written(path: Path, need: int, force: bool) -> Iterator[Path]:
+    """A temporary name beside `path`; it becomes `path` when all went well, and is gone otherwise."""
+    if path.exists() and not force:
+        raise UsageError(
+            f"{path} exists already", "nothing is overwritten unasked", "--out ELSEWHERE, or --force to replace it"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent)
+        have = free_bytes(path.parent)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    if have < need:
+        why = f"it needs {human_bytes(need)}, {human_bytes(have)} are free"
+        raise CannotWrite(f"no room for {path}", why, "free some space, or --out ELSEWHERE")
+    temporary = path.with_name(f".writing-{os.getpid()}-{_host()}-{path.name}")
+    try:
+        yield temporary
+        _sync(temporary)
+        if path.exists():
+            _remove(path)
+        temporary.rename(path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        _remove(temporary)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what exports that were killed on this machine have left in a folder; one that still goes on keeps its own."""
+    for one in folder.glob(".writing-*") if folder.is_dir() else ():
+        found = re.match(rf"\.writing-(\d+)-{re.escape(_host())}-", one.name)
+        if found and not procfs.exists(int(found[1])):
+            _remove(one)
+
+
+def _host() -> str:
+    return re.sub(r"\W+", "", socket.gethostname())
+
+
+def _sync(path: Path) -> None:
+    for one in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
+        with open(one, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
