@@ -17,7 +17,7 @@ from lamplighter.model.transformer import Transformer, token_loss
 from lamplighter.model.weights import init_weights
 from lamplighter.rundir import write_json
 from lamplighter.train import exactness
-from lamplighter.train.exactness import Gradients, Place, Probe, Redone, Size
+from lamplighter.train.exactness import Gradients, Place, GradientProbe, Redone, Size
 from lamplighter.train.hardware import Machine
 
 SIZE = Size(2, 24, 61, segments=False)
@@ -102,16 +102,16 @@ def test_redone_steps_are_compared_bit_for_bit() -> None:
     assert redone.compare(5, 1.5, 1.0) == "" and redone.equal == 1
     other = redone.compare(7, math.nextafter(1.25, 2.0), 1.0)
     assert "the loss of step 7 was 1.25 and is 1.25000000000000" in other and redone.first_other == 7
-    assert "step 7, done again, is not what it was" in exactness.words(Probe("", 1, 1, 3), redone, CPU)
+    assert "step 7, done again, is not what it was" in exactness.words(GradientProbe("", 1, 1, 3), redone, CPU)
     later = Redone({5: (1.0, 1.0), 9: (1.0, 1.0)})
     later.forget_from(6)
     assert set(later.before) == {5}, "after a roll-back other batches are seen"
 
 
 def test_what_is_proved_is_said_in_one_line() -> None:
-    assert exactness.words(Probe("", 1, 1, 3), Redone(), CPU) == "exact: proved here (probe 3 of 3)"
+    assert exactness.words(GradientProbe("", 1, 1, 3), Redone(), CPU) == "exact: proved here (probe 3 of 3)"
     assert (
-        exactness.words(Probe("", 1, 1, 3), Redone(equal=41), CPU)
+        exactness.words(GradientProbe("", 1, 1, 3), Redone(equal=41), CPU)
         == "exact: proved here (probe 3 of 3, 41 redone steps equal)"
     )
     assert exactness.words(None, Redone(equal=1), CPU) == "exact: 1 redone step equal"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lamplighter.data.tokenizer import Tokenizer
     from lamplighter.model.build import Built
     from lamplighter.plan.estimate import Plan
-    from lamplighter.train.exactness import Probe
+    from lamplighter.train.exactness import GradientProbe
     from lamplighter.train.hardware import Machine
     from lamplighter.train.state import RunContext, TrainState
     from lamplighter.train.validation import EntropyBound
@@ -140,7 +140,7 @@ def _probe_exactness(
     data: DataFacts,
     before: dict[str, Any] | None,
     cache: Path,
-) -> Probe | None:
+) -> GradientProbe | None:
     """On the first weights, before a checkpoint is loaded: the same for every start of this run."""
     from lamplighter.train import exactness, hardware
     from lamplighter.train.loop import batch_loss
@@ -167,7 +167,7 @@ def _probe_exactness(
         return exactness.probe(gradients, before, place, phase)
 
 
-def _of_probe(found: Probe | None, before: dict[str, Any]) -> dict[str, Any]:
+def _of_probe(found: GradientProbe | None, before: dict[str, Any]) -> dict[str, Any]:
     """What every checkpoint keeps of it: that of the run's first start."""
     if "exact" in before:
         return {"exact": before["exact"]}

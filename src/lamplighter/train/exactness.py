@@ -74,7 +74,7 @@ def _measured_cost(cache: Path, card: str, family: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Probe:
+class GradientProbe:
     """The gradients of one micro-batch, worked out several times from the same numbers."""
 
     hash: str
@@ -132,7 +132,7 @@ def affordable(size: Size, micro_batch_s: float, expected_s: float) -> Size:
     return Size(rows, tokens, size.vocab_size, size.segments)
 
 
-def probe(gradients: Gradients, before: dict[str, Any] | None, place: Place, phase: report.Phase) -> Probe:
+def probe(gradients: Gradients, before: dict[str, Any] | None, place: Place, phase: report.Phase) -> GradientProbe:
     """Three times at the first start; once where it is known what must come out, and again where that does not.
 
     `before`: the probe that is kept with the checkpoint; else the cache knows what came out for the same facts.
@@ -154,7 +154,7 @@ def probe(gradients: Gradients, before: dict[str, Any] | None, place: Place, pha
         passes += _count(known.get("passes"))
     changed = bool(before) and expected is not None and expected != whole and not differs
     seconds = time.perf_counter() - started
-    found = Probe(whole, size.rows, size.tokens, passes, differs, other_than_then=changed, seconds=seconds)
+    found = GradientProbe(whole, size.rows, size.tokens, passes, differs, other_than_then=changed, seconds=seconds)
     if passes > 1 and not before and not differs:
         place.file.parent.mkdir(parents=True, exist_ok=True)
         write_json(place.file, asdict(found), durable=False)
@@ -238,7 +238,7 @@ class Redone:
 # ---------------------------------------------------------------- words
 
 
-def words(found: Probe | None, redone: Redone, machine: Machine) -> str:
+def words(found: GradientProbe | None, redone: Redone, machine: Machine) -> str:
     """ "exact: proved here (probe 3 of 3, 41 redone steps equal)", or what is not, and that nothing is lost by it."""
     where = "CPU" if machine.device.type == "cpu" else "GPU"
     done = f"{redone.equal:,} redone step{'s' if redone.equal != 1 else ''} equal" if redone.equal else ""
@@ -271,7 +271,7 @@ def verdict(why: str, step: int) -> Verdict:
     )
 
 
-def say(text: str, found: Probe | None, redone: Redone) -> None:
+def say(text: str, found: GradientProbe | None, redone: Redone) -> None:
     """Once at the start, and once when all redone steps have been compared."""
     report.note(text)
     told = asdict(found) if found is not None else {}

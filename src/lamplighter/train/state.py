@@ -19,7 +19,7 @@ from lamplighter.model.build import Built
 from lamplighter.rundir import RunDir
 from lamplighter.train.anomalies.detector import Detector
 from lamplighter.train.checkpoint import Progress
-from lamplighter.train.exactness import Probe, Redone
+from lamplighter.train.exactness import GradientProbe, Redone
 from lamplighter.train.hardware import Machine
 from lamplighter.train.optimizers import Optimizer, Schedule
 from lamplighter.train.pace import Smaller
@@ -64,6 +64,6 @@ class TrainState:
     compiled: bool = False  # whether the blocks are compiled, or are to be at the first step
     progress: Progress = field(default_factory=Progress)
     compiler: Compiled | None = None
-    probe: Probe | None = None  # of exactness, at this start
+    probe: GradientProbe | None = None  # of exactness, at this start
     redone: Redone = field(default_factory=Redone)
     anomalies: Detector | None = None
