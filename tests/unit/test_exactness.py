@@ -17,7 +17,7 @@ from lamplighter.model.transformer import Transformer, token_loss
 from lamplighter.model.weights import init_weights
 from lamplighter.rundir import write_json
 from lamplighter.train import exactness
-from lamplighter.train.exactness import Gradients, Place, GradientProbe, Redone, Size
+from lamplighter.train.exactness import GradientProbe, Gradients, Place, Redone, Size
 from lamplighter.train.hardware import Machine
 
 SIZE = Size(2, 24, 61, segments=False)
