@@ -151,7 +151,7 @@ FLAGS = Kind(
     of={**dict.fromkeys(("cause", "why", "next"), needed(TEXT)), "state": TEXT, "step": needed(COUNT)},
 )
 STATUS: Fields = {
-    **dict.fromkeys(("state", "verb", "now", "phase", "stall", "outcome", "host", "boot_id", "exact"), TEXT),
+    **dict.fromkeys(("state", "verb", "now", "phase", "stall", "outcome", "host", "boot_id", "exact", "path"), TEXT),
     **dict.fromkeys(("step", "steps", "tokens", "durable_step", "documents", "best_step"), COUNT),
     **dict.fromkeys(("attempt", "pid", "pid_start", "child_pid"), COUNT),
     **dict.fromkeys(("tokens_per_s", "spent_s", "eta_s", "last_progress_s", "usd"), SECONDS),
@@ -189,6 +189,7 @@ _EVENTS: Mapping[str, Fields] = {
     "ended early": {"step": needed(COUNT), "steps": needed(COUNT), "since_best": COUNT, "best_step": COUNT, "why": needed(TEXT)},
     "error": {"lines": needed(TEXTS), "code": NUMBER},
     "flags": {"standing": needed(FLAGS)},
+    "path": {"text": needed(TEXT)},
     "exact": {"text": needed(TEXT), "redone_equal": COUNT, "first_other": COUNT},
     "floor": {"nats_per_token": needed(NUMBER)},
     "ledger": {"seconds": needed(Kind("seconds by name", (dict,), of=Kind("seconds", (int, float), 0, False))), "final": FLAG},

@@ -118,6 +118,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         smaller=tuple(Smaller(*one) for one in smaller_models(planned)) if math.isfinite(run.budget.left_s(0)) else (),
     )
     state = TrainState(steps, compiled, probe=probe)
+    context.say_path(compiled)
     guard.explain_schedule(schedule)
     if found is not None:
         with report.phase("resume"):

@@ -23,6 +23,7 @@ import torch
 from lamplighter import gpus
 from lamplighter.config import Train
 from lamplighter.errors import BadConfig
+from lamplighter.model import cpu
 from lamplighter.model.shape import BLOCK_ATTENTION_TOKENS, Shape
 from lamplighter.procs import procfs
 from lamplighter.procs.pool import usable_cores
@@ -208,6 +209,22 @@ def _measured_gemm(device: torch.device, dtype: torch.dtype, size: int = 1024, b
             took = min(took, (time.process_time() - worked) / torch.get_num_threads() or took)
         best = max(best, 2 * size**3 / took)
     return best
+
+
+def attention_kernel(where: Machine, compiled: bool, seq_len: int, dropout: float, ours: bool) -> str:
+    """Which one the layers of a model get to, in words."""
+    if not ours:
+        return "the model's own code"
+    if compiled:
+        return "the compiler"
+    if (
+        where.device.type == "cpu"
+        and where.dtype == torch.bfloat16
+        and not dropout
+        and seq_len <= BLOCK_ATTENTION_TOKENS
+    ):
+        return "block products" if "attention" in cpu.enabled else "torch"
+    return "torch"
 
 
 def seed_step(seed: int, step: int, micro: int, rank: int = 0) -> None:

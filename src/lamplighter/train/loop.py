@@ -292,10 +292,17 @@ class _Loop:
                 hardware.seed_step(self.train.seed, batch.step, 0)
                 loss = micro_loss(self.context, batch, micro_batches(batch, self.rows_at_once)[0])
                 loss.backward()  # type: ignore[no-untyped-call]
-            except CompileError as error:
+            except Exception as error:
+                if device_faults.of_error(error) is not None:
+                    raise  # a full or failing device is not the compiler's doing
                 compiler.undo()
                 self.optimizer.zero_grad()
-                self._go_eager(str(error).strip().splitlines()[0], batch.step)
+                if not isinstance(
+                    error, CompileError
+                ):  # a mistake in the model's own code comes again, by its own line
+                    micro_loss(self.context, batch, micro_batches(batch, self.rows_at_once)[0])
+                first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self._go_eager(first_line, batch.step)
                 return None
             compiler.ready()
             self.state.compiler = compiler
@@ -305,6 +312,7 @@ class _Loop:
     def _go_eager(self, reason: str, step: int) -> None:
         """Without the compiler it is slower, and no longer bit-identical to a compiled run."""
         self.state.compiled = False
+        self.context.say_path(compiled=False, fell_back="from torch.compile")
         why = f"torch.compile failed ({reason}); running uncompiled, so from step {step} on not bit-identical to a compiled run"
         advice = "look at the traceback with TORCHDYNAMO_VERBOSE=1, or set --train.compile false"
         report.verdict(report.Verdict("broken", "compile_failed", why, advice, "fallback", culprit={"step": step}))

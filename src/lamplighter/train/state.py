@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lamplighter import report
 from lamplighter.config import Run
 from lamplighter.data.batch_source import BatchSource, DataFacts
 from lamplighter.data.chat.template import ChatTemplate
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.model.build import Built
+from lamplighter.model.transformer import Transformer
 from lamplighter.rundir import RunDir
 from lamplighter.train.anomalies.detector import Detector
 from lamplighter.train.checkpoint import Progress
 from lamplighter.train.exactness import GradientProbe, Redone
-from lamplighter.train.hardware import Machine
+from lamplighter.train.hardware import Machine, attention_kernel
 from lamplighter.train.optimizers import Optimizer, Schedule
 from lamplighter.train.pace import Smaller
 from lamplighter.train.validation import EntropyBound
@@ -50,6 +52,19 @@ class RunContext:
     @property
     def model(self) -> torch.nn.Module:
         return self.built.model
+
+    def say_path(self, compiled: bool, fell_back: str = "") -> None:
+        """The way that the arithmetic takes, in the status and the report; with what it has fallen back from."""
+        dropout = self.run.model.dropout or 0.0
+        kernel = attention_kernel(
+            self.machine, compiled, self.run.data.seq_len, dropout, isinstance(self.model, Transformer)
+        )
+        parts = [self.machine.dtype_name, "compiled" if compiled else "not compiled", f"attention by {kernel}"]
+        parts.append(f"fused {self.run.train.optimizer}")
+        if self.machine.device.type == "cuda":
+            parts.append("exact kernels" if self.machine.exact else "fastest kernels")
+        text = ", ".join(parts) + (f"; fallen back {fell_back}" if fell_back else "")
+        report.event("path", text=text)
 
     @property
     def data(self) -> DataFacts:

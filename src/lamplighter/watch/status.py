@@ -54,6 +54,7 @@ class Status:
     val_step: int = 0
     floor: float | None = None  # nats per token that no model can beat
     exact: str = ""  # whether steps give the same bits here, in words
+    path: str = ""  # the way that the arithmetic takes
     lr: float = 0.0
     data_wait: float = 0.0  # share of the step
     spent_s: float = 0.0
@@ -194,6 +195,8 @@ class Observer:
             self.status.floor = event["nats_per_token"]
         if event.get("type") == "exact":
             self.status.exact = event["text"]
+        if event.get("type") == "path":
+            self.status.path = event["text"]
 
 
 def _phase_history(run: RunDir) -> dict[str, float]:

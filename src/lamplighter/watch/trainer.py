@@ -308,7 +308,7 @@ class Trainer:
             "durable_step": durable,
             "spent_s": round(self.spent_s, 2),
             "flags": list(self.status.flags.values()),
-            **({"exact": self.status.exact} if self.status.exact else {}),
+            **{name: words for name in ("exact", "path") if (words := getattr(self.status, name))},
             **({"ended_early": self.ended_early} if self.ended_early else {}),
             **self._budget_spent(),
         }
@@ -495,6 +495,8 @@ class Trainer:
     def _report_times(self, outcome: RunOutcome) -> None:
         times = time_report.read_time_report(self.run)
         facts = {**self._statistics(), "attempts": str(times.attempts)}
+        if self.status.path:
+            facts["computed in"] = self.status.path
         if self.status.exact:
             facts["the same bits each time"] = self.status.exact
         if self.status.flags:
