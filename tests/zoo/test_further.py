@@ -87,6 +87,9 @@ def test_a_broken_compiler_means_eager_and_is_said(tmp_path: Path, zoo_row: Row)
     assert "from step 1 on not bit-identical" in found["why"]
     state = read_json(run.checkpoints / "checkpoint-40" / "training" / "state.json")
     assert state["compiled"] is False
+    assert read_json(run.status)["path"].endswith(
+        "not compiled, attention by torch, fused adamw; fallen back from torch.compile"
+    )
     zoo_row("compile_failed", "start", "fallback", 0)
 
 
