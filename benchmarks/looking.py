@@ -62,6 +62,39 @@ def backfill(folder: Path, tracker: str) -> tuple[float, float]:
     return time.monotonic() - began, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def following(folder: Path, tracker: str, seconds: float = 20.0, rate: int = 20) -> float:
+    """The share of a core that the follower of a run with so many steps a second takes, once its library is loaded."""
+    from lamplighter.procs.lock import hold
+
+    run = folder / "live" / tracker
+    write_run(run, 10)
+    held = hold(run / "lock")
+    setting = {"run_name": tracker, "tags": [], "offline": True}
+    words = [sys.executable, "-m", "lamplighter.watch.trackers.follower", str(run), tracker, json.dumps(setting)]
+    env = {**os.environ, "TRACKIO_DIR": str(folder / "trackio"), "WANDB_MODE": "offline"}
+    follower = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process, step, before = psutil.Process(follower.pid), 10, 0.0
+    try:
+        with open(run / "metrics.jsonl", "a", buffering=1) as file:
+            began = time.monotonic()
+            while (passed := time.monotonic() - began) < 10 + seconds:
+                step += 1
+                file.write(LINE % (step, 1.7e9 + step, 5 / (1 + step / 9000), step, 2048 * step))
+                if passed > 10 and not before:
+                    before, since = _cpu_s(process), passed
+                time.sleep(1 / rate)
+        return (_cpu_s(process) - before) / (passed - since)
+    finally:
+        follower.terminate()
+        follower.wait()
+        if held is not None:
+            os.close(held)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
+
+
 def measure_server(folder: Path, runs: int) -> dict[str, Any]:
     """Start to first answer; memory after few runs were looked at, and after all of them."""
     began = time.monotonic()
@@ -130,6 +163,11 @@ def main() -> None:
             print(
                 f"backfill of {given.steps:,} steps to {tracker:<12} {wall_s:6.1f} s wall, {cpu_s:6.1f} s of CPU (goal 30 s)",
                 flush=True,
+            )
+        for tracker in ("csv", "tensorboard"):
+            found[f"{tracker}_share"] = following(folder, tracker)
+            print(
+                f"following 20 steps a second with {tracker:<12} {found[f'{tracker}_share']:.2%} of a core (goal 1 %)"
             )
         for number in range(1, given.runs):
             os.link(folder / "runs" / "r" / "metrics.jsonl", _linked(folder, number))

@@ -99,6 +99,8 @@ def how_to_open(access: Access) -> list[str]:
 
 def listen(host: str, port: int, next_free: bool = False) -> socket.socket:
     """A listening socket; port 0 takes any. A taken one is an error that says by whom, or with `next_free` the next is tried."""
+    if not 0 <= port <= 65535:  # the system would take the rest of a division, and say nothing
+        raise UsageError(f"there is no port {port}", "ports are 0 to 65535", "leave --port away, or give another one")
     for candidate in range(port, min(port + 20, 65536) if next_free and port else port + 1):
         try:
             return _bind(host, candidate)

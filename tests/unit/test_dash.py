@@ -72,6 +72,10 @@ def test_redone_steps_are_shown_once_with_their_last_values(tmp_path: Path) -> N
     with open(run.metrics, "a") as file:
         file.write("\n" + json.dumps(step_record(401, 30)) + "\n")
     assert series.update() == 1 and series.steps[-1] == 401
+    with open(run.metrics, "a") as file:
+        file.write(json.dumps(step_record(120, 31)) + "\n")
+    assert series.update() == 1 and series.steps[-1] == 120
+    assert max(series.scores["eval/val_loss"]) == 100, "validations of what is done again are as if they had not been"
 
 
 def test_lines_taken_together_are_as_lines_taken_one_by_one(tmp_path: Path) -> None:

@@ -155,6 +155,12 @@ def test_every_answer_forbids_framing_and_sniffing() -> None:
         assert "default-src 'none'" in headers["content-security-policy"]
 
 
+def test_a_port_that_cannot_be_is_refused() -> None:
+    for port in (-1, 65536, 99999):
+        with pytest.raises(UsageError, match=f"no port {port}"):
+            listen("127.0.0.1", port)
+
+
 def test_a_taken_port_is_named_with_its_holder() -> None:
     with listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]

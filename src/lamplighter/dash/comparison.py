@@ -64,7 +64,7 @@ def summarise(run: RunDir, series: RunSeries) -> Summary:
     """From the folder alone."""
     status, config = read_status(run), facts.read_config(run)[0]
     plan = read_record(run.path / "plan.json")
-    loss = _finite(series, "train/loss")
+    loss = series.finite("train/loss")
     tail = loss[-max(1, min(len(loss), max(20, len(loss) // 20))) :]
     steps, losses = _scores(series, "eval/val_loss")
     best = int(np.argmin(losses)) if len(losses) else 0
@@ -82,14 +82,14 @@ def summarise(run: RunDir, series: RunSeries) -> Summary:
         best_val=float(losses[best]) if len(losses) else math.nan,
         best_step=int(steps[best]) if len(steps) else 0,
         bpb=float(bits[-1]) if len(bits) else math.nan,
-        mfu=_median(series, "train/mfu"),
+        mfu=_known(series.median("train/mfu")),
         lr=_last(series, "train/lr"),
         wall_s=wall_s or math.nan,
         usd=wall_s / 3600 * price if price else math.nan,
         parameters=facts.finite(plan.get("params")) or math.nan,
         tokens=tokens,
         epochs=_last(series, "train/epoch"),
-        tokens_per_s=_median(series, "train/tok_per_sec"),
+        tokens_per_s=_known(series.median("train/tok_per_sec")),
         step=int(series.steps[-1]) if series.steps else 0,
         spikes=_spikes(loss),
         attempts=int(status.get("attempt") or 0),
@@ -109,11 +109,6 @@ def _tokenizer(run: RunDir, config: Mapping[str, Any]) -> str:
     return repr(sorted(config.get("tokenizer", {}).items())) + repr(config.get("data", {}).get("paths"))
 
 
-def _finite(series: RunSeries, name: str) -> Floats:
-    values = np.array(series.columns.get(name, []), dtype=np.float64)
-    return values[np.isfinite(values)]
-
-
 def _scores(series: RunSeries, name: str) -> tuple[Floats, Floats]:
     pairs = [(step, value) for step, value in sorted(series.scores.get(name, {}).items()) if math.isfinite(value)]
     found = np.array(pairs, dtype=np.float64).reshape(-1, 2)
@@ -121,13 +116,12 @@ def _scores(series: RunSeries, name: str) -> tuple[Floats, Floats]:
 
 
 def _last(series: RunSeries, name: str) -> float:
-    values = _finite(series, name)
+    values = series.finite(name)
     return float(values[-1]) if len(values) else math.nan
 
 
-def _median(series: RunSeries, name: str) -> float:
-    values = _finite(series, name)
-    return float(np.median(values)) if len(values) else math.nan
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _noise(losses: Floats) -> float:

@@ -274,8 +274,9 @@ def _plan(plan: Mapping[str, Any], told: Mapping[str, Any], times: time_report.T
     """What was planned beside what came true."""
     if not plan:
         return []
-    seen_ms = _median(series, "train/dt_ms")
-    seen_mfu, ram = _median(series, "train/mfu"), _largest(series, ("sys/gpu_mem_gb", "sys/ram_gb"))
+    seen_ms, seen_mfu = series.median("train/dt_ms"), series.median("train/mfu")
+    held = next((found for name in ("sys/gpu_mem_gb", "sys/ram_gb") if len(found := series.finite(name))), None)
+    ram = None if held is None else float(held.max())
     hours = finite(plan.get("hours"))
     found: list[tuple[str, float | None, float | None, str]] = [
         ("time of a step", _times(plan.get("step_s"), 1000), seen_ms, "ms"),
@@ -295,25 +296,6 @@ def _plan(plan: Mapping[str, Any], told: Mapping[str, Any], times: time_report.T
 def _times(value: object, factor: float) -> float | None:
     found = finite(value)
     return None if found is None else found * factor
-
-
-def _median(series: RunSeries, name: str) -> float | None:
-    import numpy as np
-
-    values = np.array(series.columns.get(name, []))
-    values = values[np.isfinite(values)]
-    return float(np.median(values)) if len(values) else None
-
-
-def _largest(series: RunSeries, names: tuple[str, ...]) -> float | None:
-    import numpy as np
-
-    for name in names:
-        values = np.array(series.columns.get(name, []))
-        values = values[np.isfinite(values)]
-        if len(values):
-            return float(values.max())
-    return None
 
 
 def band(plan: Mapping[str, Any], config: Mapping[str, Any], steps: float | None) -> list[list[float]]:

@@ -67,18 +67,9 @@ def panels_of(series: RunSeries, facts: Mapping[str, Any]) -> list[dict[str, Any
 
 def explain(panel: Panel, series: RunSeries, facts: Mapping[str, Any]) -> dict[str, str]:
     """What is normal, and what was seen, in this run's own numbers."""
-    y = _values(series, panel.curves[0])
+    y = series.finite(panel.curves[0])
     seen = _seen(panel, series, y)
     return {"normal": _normal(panel.id, facts, y), "seen": seen}
-
-
-def _values(series: RunSeries, name: str) -> Floats:
-    if name in series.columns:
-        y = np.array(series.columns[name])
-    else:
-        y = np.array([value for _, value in sorted(series.scores.get(name, {}).items())])
-    finite: Floats = y[np.isfinite(y)]
-    return finite
 
 
 def _seen(panel: Panel, series: RunSeries, y: Floats) -> str:

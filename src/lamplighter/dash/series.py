@@ -157,6 +157,19 @@ class RunSeries:
         at = int(np.searchsorted(np.frombuffer(self.steps), step))
         for column in (self.steps, self.times, self.attempts, *self.columns.values()):
             del column[at:]
+        for name, scores in self.scores.items():
+            self.scores[name] = {scored: value for scored, value in scores.items() if scored < step}
+
+    def finite(self, name: str) -> Floats:
+        """The finite values of a column, or of validations in the order of their steps."""
+        scores = self.scores.get(name, {})
+        values = np.array(self.columns.get(name) or [scores[step] for step in sorted(scores)], dtype=np.float64)
+        found: Floats = values[np.isfinite(values)]
+        return found
+
+    def median(self, name: str) -> float | None:
+        values = self.finite(name)
+        return float(np.median(values)) if len(values) else None
 
     # ---------------------------------------------------------------- what is shown of it
 
