@@ -268,6 +268,7 @@ def main() -> None:
     arguments.add_argument("--without", nargs="*", default=[])
     arguments.add_argument("--soak", type=float, default=0.0)
     wanted = arguments.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server is left behind
     soak(wanted) if wanted.soak else race(wanted)
     if wanted.json:
         measured.keep(wanted.json)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lamplighter.dash import facts, report_page
-from lamplighter.dash.comparison import Summary, compare, conclusions, table
+from lamplighter.dash.comparison import Summary, compare, conclusions, evaluation_rows, table
 from lamplighter.dash.facts import RunsDir
 from lamplighter.dash.panels import panels_of
 from lamplighter.dash.series import MOST_POINTS, RunSeries, SeriesCache, thin
@@ -272,3 +272,42 @@ def test_the_environment_of_each_attempt_is_kept_without_secrets(
     assert changes({**now, "packages": {"torch": "1"}}, now) == ["torch 1 -> 2"]
     (run.path / "environment.json").write_text('{"attempts": [3, {"packages": 7}]}')
     assert any("numpy" in one for one in record(run, 3, tmp_path))
+
+
+def test_evaluations_are_compared_by_their_errors_and_only_on_the_same_items(tmp_path: Path) -> None:
+    def keep(run: str, name: str, value: float, stderr: float, sha: str = "a", step: int = 5) -> None:
+        folder = tmp_path / run / "evaluations"
+        folder.mkdir(parents=True, exist_ok=True)
+        score = {
+            "name": name,
+            "value": value,
+            "stderr": stderr,
+            "n": 9,
+            "chance": 0.25,
+            "higher_is_better": name != "loss",
+            "verdict": "above chance",
+        }
+        record = {
+            "format": 1,
+            "task": "t",
+            "step": step,
+            "t": 1.0,
+            "scores": [score],
+            "data": {"sha256": sha, "items": 9},
+        }
+        (folder / f"t-{name}-{step}.json").write_text(json.dumps(record))
+
+    for run, value in (("one", 0.5), ("two", 0.6)):
+        keep(run, "acc", 0.9, 0.0, step=1)  # an older one
+        keep(run, "acc", value, 0.01)
+        keep(run, "loss", value, 0.01)
+        keep(run, "rouge", value, 0.2)
+        keep(run, "other", value, 0.01, sha=run)
+    runs = [RunDir(tmp_path / name) for name in ("one", "two")]
+    rows = {row["name"]: row for row in evaluation_rows(runs, same=True)}
+    assert rows["t acc"]["words"] == ["0.5000 ± 0.0100", "0.6000 ± 0.0100"]
+    assert (rows["t acc"]["best"], rows["t loss"]["best"], rows["t rouge"]["best"]) == (1, 0, None)
+    assert rows["t rouge"]["difference"] == "+0.1000 (not distinguishable)"
+    assert rows["t other"]["difference"] == "not comparable: other data"
+    apart = {row["name"]: row for row in evaluation_rows(runs, same=False)}
+    assert apart["t loss"]["difference"] == "not comparable: other tokenizers" and apart["t acc"]["best"] == 1

@@ -79,8 +79,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("has_room", [True, False])
 def test_texts_end_on_the_weights_that_they_began_with(tmp_path: Path, has_room: bool) -> None:
-    going = Running(tmp_path, has_room)
-    old = weakref.ref(going.engine.current.loaded.built.model)
+    there: list[bool] = []
+    olds: list[weakref.ref[Any]] = []
+
+    def load(folder: Path) -> Loaded:
+        gc.collect()
+        there.extend(one() is not None for one in olds)
+        return loaded(folder)
+
+    going = Running(tmp_path, has_room, load)
+    olds.append(old := weakref.ref(going.engine.current.loaded.built.model))
     going.ask(1, 50)
     going.wait(lambda: any(one.get("key") == 1 for one in going.sent))
     going.save(2)
@@ -94,6 +102,7 @@ def test_texts_end_on_the_weights_that_they_began_with(tmp_path: Path, has_room:
     going.threads[0].join(10)
     gc.collect()
     assert old() is None, "the old weights are still in memory"
+    assert there == [has_room], "without room for both, the old weights go first"
     assert not engines.held.is_ours(tmp_path / "checkpoint-1") and engines.held.is_ours(tmp_path / "checkpoint-2")
     engines.held.let_go(tmp_path / "checkpoint-2")
 

@@ -168,7 +168,7 @@ def compare(runs: Sequence[tuple[RunDir, SeriesCache]]) -> dict[str, Any]:
     return {
         "names": [one.name for one in found],
         "same_tokenizer": same,
-        "rows": [*table(found, same), *evaluation_rows(folders)],
+        "rows": [*table(found, same), *evaluation_rows(folders, same)],
         "says": conclusions(found, same),
         "config": _differences([facts.read_config(run)[0] for run in folders]),
         "environment": _differences([_environment(run) for run in folders]),
@@ -243,9 +243,10 @@ def table(found: Sequence[Summary], same: bool) -> list[dict[str, Any]]:
 
 _MOST_SCORES = 60  # MMLU alone has 57 subjects
 _TWO_SIDED_95 = 1.96
+_BY_TOKENS = ("loss", "perplexity")  # per token
 
 
-def evaluation_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
+def evaluation_rows(runs: Sequence[RunDir], same: bool) -> list[dict[str, Any]]:
     """The newest value of every score that one of the runs has; the better one where the difference is beyond chance."""
     newest: list[dict[tuple[str, str], dict[str, Any]]] = []
     for run in runs:
@@ -257,7 +258,11 @@ def evaluation_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
         mine = [one.get((task, name)) for one in newest]
         row: dict[str, Any] = {"name": f"{task} {name}", "words": [_score_words(one) for one in mine], "best": None, "difference": ""}  # fmt: skip
         known = [one for one in mine if one is not None]
-        if len(known) == len(mine) == 2:
+        if len({one["data"] for one in known}) > 1:
+            row["difference"] = "not comparable: other data"
+        elif not same and name in _BY_TOKENS:
+            row["difference"] = "not comparable: other tokenizers"
+        elif len(known) == len(mine) == 2:
             first, second = known
             row["difference"] = f"{second['value'] - first['value']:+.4f}"
             margin = _TWO_SIDED_95 * math.hypot(first["stderr"] or 0.0, second["stderr"] or 0.0)

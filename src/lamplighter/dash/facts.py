@@ -317,9 +317,16 @@ def evaluations(run: RunDir) -> list[dict[str, Any]]:
             if isinstance(one, dict) and finite(one.get("value")) is not None:
                 found.append({"task": clean(str(record.get("task")))[:80], "step": finite(record.get("step")), "name": clean(str(one.get("name")))[:80],
                               "verdict": clean(str(one.get("verdict") or ""))[:40], "t": finite(record.get("t")) or 0.0,
-                              "higher_is_better": one.get("higher_is_better") is not False, "interval": _interval(record.get("interval")),
+                              "higher_is_better": one.get("higher_is_better") is not False, "interval": _interval(record.get("interval")), "data": _data_mark(record),
                               **{name: finite(one.get(name)) for name in ("value", "stderr", "n", "chance")}})  # fmt: skip
     return found
+
+
+def _data_mark(record: Mapping[str, Any]) -> str:
+    """Which items they were: two results of other items cannot be compared."""
+    data = record.get("data")
+    known = data if isinstance(data, Mapping) else {}
+    return f"{str(known.get('sha256'))[:64]} {known.get('items')}"
 
 
 def _interval(found: object) -> list[float] | None:

@@ -114,16 +114,15 @@ class Engine:
             self._swap()
             self._begin_texts()
             self._let_go()
-            for serving in self.servings:
-                if serving.texts:
-                    self._step(serving, phase)
+            self._step_all(phase)  # no name of this loop keeps weights that are let go
 
     def _let_go(self) -> None:
         """Weights that have written their last text."""
         for serving in list(self.servings):
             if not serving.texts and (self.draining or serving is not self.current):
                 self.servings.remove(serving)
-                held.let_go(serving.loaded.folder)
+                if not self.draining:  # else they may be needed again
+                    held.let_go(serving.loaded.folder)
                 report.note(f"{serving.loaded.model} has written its last text and is let go")
 
     def _take_requests(self, wait_s: float) -> bool:
@@ -182,6 +181,11 @@ class Engine:
         )  # fmt: skip
         serving.batcher.add(message["key"], wish)
         serving.texts[message["key"]] = _Text(TextPieces(loaded.tokenizer, message["stop"]), len(ids))
+
+    def _step_all(self, phase: report.Phase) -> None:
+        for serving in self.servings:
+            if serving.texts:
+                self._step(serving, phase)
 
     def _step(self, serving: _Serving, phase: report.Phase) -> None:
         report.flag("printing", True)
@@ -263,8 +267,11 @@ class Engine:
                 if self.draining:
                     self.next = load(served)
                 continue
+            if self.draining:
+                held.let_go(served)
             known, served = step_of(newest), newest
             self.next = found
+            del found
 
     def _drain(self, newest: Path) -> None:
         """Wait until nothing is written any more and the old weights are gone."""
