@@ -35,7 +35,7 @@ zoo:
 	LAMP_ZOO_FULL=1 $(PYTHON) -m pytest -n 2 --dist loadfile -q tests -m zoo
 
 # Each prints its tables; a peer is installed into .bench-venv at its first use. It takes long: an hour or more on two cores.
-BENCHES := starting batches tokenising generation training first_step saving packing prepare watching attending growth plan looking
+BENCHES := starting batches tokenising generation training first_step saving packing finetune prepare watching attending growth plan looking
 
 .PHONY: bench
 bench:

@@ -55,10 +55,10 @@ def answer(ask):
         given, run = ask, start(ask)
         return next(run)
     given["now"] = ask["steps"]
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     records = next(run)
-    s = time.perf_counter() - began
-    return {"s": s, "tokens": sum(r.tokens for r in records), "padding": given["padding"], "mb": peak_mb(), "loss": records[-1].loss}
+    s, cpu_s = time.perf_counter() - began, time.process_time() - used
+    return {"s": s, "cpu_s": cpu_s, "tokens": sum(r.tokens for r in records), "padding": given["padding"], "mb": peak_mb(), "loss": records[-1].loss}
 """
 )
 # What a batch holds is counted where every trainer of transformers passes: training_step.
@@ -88,7 +88,7 @@ def take(ask):
     global real, positions
     real = positions = 0
     told = turns.take(ask["steps"])
-    return {"s": told["s"], "tokens": real, "padding": 1 - real / positions, "mb": told["mb"]}
+    return {"s": told["s"], "cpu_s": told["cpu_s"], "tokens": real, "padding": 1 - real / positions, "mb": told["mb"]}
 
 def common(ask):
     torch.set_num_threads(ask["threads"])
@@ -257,9 +257,11 @@ def race(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, float]:
     common = {**os.environ, "PYTHONPATH": str(measured.ROOT / "src"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(place / "hf")}  # fmt: skip
     workers: dict[str, peers.Worker] = {}
     told: dict[str, dict[str, Any]] = {}
+    by_cpu: dict[str, list[float]] = {name: [] for name in chosen}
 
     def turn(name: str) -> float:
         told[name] = workers[name].ask({"steps": wanted.steps})
+        by_cpu[name].append(told[name]["tokens"] / told[name]["cpu_s"])
         return float(told[name]["tokens"] / told[name]["s"])
 
     try:
@@ -278,6 +280,10 @@ def race(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, float]:
     ]
     against = next((name for name in ("TRL, by length", "lamp, grouped by length") if name in found), "lamp, packed")
     measured.show("LoRA on short rows: real tokens a second", "tokens/s", rows, against=against)
+    rows_by_cpu = [measured.Row(name, rates[-wanted.rounds :]) for name, rates in by_cpu.items()]
+    measured.show(
+        "the same by the processor's seconds, for a busy machine", "tokens/cpu s", rows_by_cpu, against=against
+    )
     middle = {row.name: row.middle for row in rows}
     figures = {"gain_of_packing": middle["lamp, packed"] / middle["lamp, grouped by length"]}
     if "TRL, by length" in middle:

@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen2": ("Qwen2", {}, True),
     "mistral": ("Mistral", {"sliding_window": None}, True),
     "gemma": ("Gemma", {}, True),
+    "gemma2": ("Gemma2", {"attn_implementation": "eager"}, True),
     "phi": ("Phi", {"num_key_value_heads": 4}, True),
     "gpt_neox": ("GPTNeoX", {}, True),
     "mamba": ("Mamba", {"state_size": 8, "num_hidden_layers": 2}, False),
@@ -86,8 +87,10 @@ def test_a_family_is_built_trained_with_adapters_stored_and_opened_again(kind: s
     assert words == slow[0, 3:].tolist(), "the library's cache changes nothing"
 
 
-def test_packed_examples_have_the_loss_that_they_have_alone(tmp_path: Path) -> None:
-    built = a_built(folder_of("qwen2", tmp_path / "base"))
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
+def test_packed_examples_have_the_loss_that_they_have_alone(tmp_path: Path, kind: str) -> None:
+    built = a_built(folder_of(kind, tmp_path / "base"))
+    assert isinstance(built.model, FromTransformers) and built.model.adds_mask is (kind == "gemma2")
     segments = torch.tensor([[0] * 5 + [1] * 7, [0] * 8 + [1] * 4])
     with torch.no_grad():
         together = built.model(IDS, segments_BT=segments)

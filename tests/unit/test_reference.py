@@ -56,5 +56,12 @@ def test_what_a_killed_export_left_is_swept_and_one_that_goes_on_keeps_its_own(t
     assert not dead.exists() and elsewhere.exists() and (tmp_path / "a.gguf").read_bytes() == b"whole"
     with pytest.raises(UsageError), place.written(tmp_path / "a.gguf", 0, False):
         pass
+    with place.written(tmp_path / "a.gguf", 0, True) as temporary:
+        temporary.write_bytes(b"other")
+    assert (tmp_path / "a.gguf").read_bytes() == b"other" and not list(tmp_path.glob(".writing-*before"))
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.tex").write_bytes(b"x")
+    with pytest.raises(UsageError, match="is no export"), place.written(tmp_path / "work", 0, True):
+        pass
     with pytest.raises(CannotWrite, match="no room"), place.written(tmp_path / "b.gguf", 1 << 60, False):
         pass

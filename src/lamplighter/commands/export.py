@@ -67,6 +67,7 @@ def export(words: list[str]) -> int:
     flags["out"] = str(Path(out).resolve()) if out else ""
     flags["is_folder"], flags["here"], flags["given"] = is_folder, str(Path.cwd()), given
     flags["model_init_from"] = base_given(flags["model_init_from"])
+    flags["command"] = shlex.join(["lamp", "export", *words])
     try:
         return session("export", flags)
     finally:  # a child that was killed could not clear up
@@ -108,7 +109,7 @@ def export_child(_: RunDir, request: dict[str, Any]) -> int:
         report.note("--merge: there is no adapter to merge")
     if is_adapter and merged:
         report.note("the adapter is merged into its base, in fp32")
-    opened = open_model(folder, request["name"], request["model_init_from"])
+    opened = open_model(folder, request["name"], request["model_init_from"], request["command"])
     made = {"hf": _to_hf, "gguf": _to_gguf, "ollama": _to_ollama}[request["to"]](opened, request, merged)
     report.result(f"{made}\n")
     return DONE

@@ -7,6 +7,7 @@ Out: the address on stdout. The folder is made and checked as by `lamp export --
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def publish(words: list[str]) -> int:
     flags["run"] = str(run.path.resolve())
     flags["out"] = str(Path(flags["out"]).resolve()) if flags["out"] else ""
     flags["model_init_from"] = base_given(flags["model_init_from"])
+    flags["command"] = shlex.join(["lamp", "publish", *words])
     try:
         return session("publish", flags)
     finally:  # a child that was killed could not clear up
@@ -122,7 +124,7 @@ def _make(run: RunDir, folder: Path, place: Path, is_adapter: bool, request: dic
     from lamplighter.export.opened import open_model
 
     settings = load_dump(run.config)
-    opened = open_model(folder, run.name, request["model_init_from"])
+    opened = open_model(folder, run.name, request["model_init_from"], request["command"])
     trained = _trained(folder) or opened.built.parameters
     base = model_card.hub_base(folder)
     need = opened.built.parameters * 4 if not is_adapter else 64 << 20

@@ -36,10 +36,10 @@ class Opened:
     base: str | None = None  # of an adapter, where the user says that it is
 
 
-def open_model(folder: Path, name: str, base: str | None) -> Opened:
+def open_model(folder: Path, name: str, base: str | None, command: str = "") -> Opened:
     """Template and end mark are compared with those of training, as everywhere."""
     with report.phase("model"):
-        built = load_folder(folder, None, f"lamp export {name}", base=base)
+        built = load_folder(folder, None, command, base=base)
         tokenizer = tokenizers.load(folder)
         template = templates.of_folder(folder, tokenizer)
         built.model.eval()

@@ -18,6 +18,8 @@ from lamplighter.errors import CannotWrite, UsageError
 from lamplighter.procs import procfs
 from lamplighter.rundir import cannot_write, free_bytes, fsync_folder, human_bytes
 
+_WRITTEN = (".json", ".safetensors", ".jinja", ".txt", ".gguf", ".md", ".svg")
+
 
 @contextlib.contextmanager
 def written(path: Path, need: int, force: bool) -> Iterator[Path]:
@@ -26,6 +28,9 @@ def written(path: Path, need: int, force: bool) -> Iterator[Path]:
         raise UsageError(
             f"{path} exists already", "nothing is overwritten unasked", "--out ELSEWHERE, or --force to replace it"
         )
+    if path.exists() and not _looks_like_an_export(path):
+        why = "--force replaces an earlier export, and this holds something else"
+        raise UsageError(f"{path} is no export", why, "--out ELSEWHERE")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         sweep(path.parent)
@@ -39,14 +44,24 @@ def written(path: Path, need: int, force: bool) -> Iterator[Path]:
     try:
         yield temporary
         _sync(temporary)
+        before = temporary.with_name(f"{temporary.name}-before")
         if path.exists():
-            _remove(path)
+            path.rename(before)
         temporary.rename(path)
+        _remove(before)
         fsync_folder(path.parent)
     except OSError as error:
         raise cannot_write(path, error) from error
     finally:
         _remove(temporary)
+
+
+def _looks_like_an_export(path: Path) -> bool:
+    """A file, or a folder of nothing but files of the kinds that are written: never somebody's work."""
+    if not path.is_dir() or path.is_symlink():
+        return path.suffix == ".gguf"
+    entries = list(path.iterdir())
+    return all(one.is_file() and (one.suffix in _WRITTEN or one.name == "Modelfile") for one in entries)
 
 
 def sweep(folder: Path) -> None:
