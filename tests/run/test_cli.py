@@ -334,7 +334,7 @@ def test_a_test_run_ends_with_the_whole_one_as_it_can_be_pasted(tmp_path: Path, 
     assert done.returncode == 0, done.stdout + done.stderr
     how_long, last = done.stdout.splitlines()[-2:]
     assert last.endswith("the whole run: " + shlex.join(["lamp", "train", *words])), "nothing behind what is pasted"
-    assert re.search(r"takes about [\d.]+ (s|min|h), \$\d+\.\d\d on cpu by the plan", how_long), how_long
+    assert re.search(r"takes about [\d.]+ (s|min|h), \$\d+\.\d+ on cpu by the plan", how_long), how_long
     assert "next: lamp generate 'my run-test'" in done.stdout
 
 

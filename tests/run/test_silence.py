@@ -155,7 +155,7 @@ def test_a_parent_that_loads_for_long_says_so(tmp_path: Path) -> None:
 MISTAKES = {
     "train": ["--preset", "nothing"], "demo": ["--train.lrr", "3"], "watch": ["nothing"], "why": ["nothing"],
     "stop": ["nothing"], "save": ["nothing"], "runs": [], "checkpoints": ["nothing"], "generate": ["nothing"],
-    "plan": ["--preset", "nothing"], "data": ["nothing"], "tokenizer": ["nothing"], "doctor": ["--nothing"],
+    "plan": ["--preset", "nothing"], "data": ["nothing"], "tokenizer": ["nothing"], "doctor": ["--nothing"], "selftest": ["--nothing"],
     "track": ["nothing", "--to", "csv"], "dash": ["--nothing"], "compare": ["nothing"], "report": ["nothing"],
     "eval": ["nothing"], "serve": ["nothing"], "export": ["nothing"], "publish": ["nothing", "--to", "a/b"],
 }  # fmt: skip

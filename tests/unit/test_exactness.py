@@ -81,7 +81,7 @@ def test_gradients_leave_the_model_as_it_was(tmp_path: Path) -> None:
 def test_the_probe_works_on_rows_that_it_can_afford() -> None:
     size = Size(8, 1024, 61, segments=False)
     assert exactness.affordable(size, 0.1, 60.0) == size
-    short = exactness.affordable(size, 30.0, 3600.0)  # 90 s of passes, and 36 s are allowed
+    short = exactness.affordable(size, 10.0, 1e6)  # 30 s of passes, and nobody waits longer than 10
     assert (short.rows, short.tokens) == (2, 1024)
     shorter = exactness.affordable(size, 300.0, 600.0)
     assert shorter.rows == 1 and shorter.tokens < 64 and 3 * 300 * shorter.tokens / 8192 <= 6

@@ -248,7 +248,7 @@ def test_the_training_loop_has_the_mean_of_those_losses(micro: int) -> None:
     assert feed.facts.samples == 3, "one batch is the whole epoch"
     batch = feed.make(1)
     run = validated({"train": {"batch_size": 3, "micro_batch": micro, "steps": 1}})
-    where = SimpleNamespace(device=torch.device("cpu"), precision=nullcontext)
+    where = SimpleNamespace(device=torch.device("cpu"), precision=nullcontext, copied=torch.from_numpy)
     context: Any = SimpleNamespace(run=run, machine=where, model=model)
     with torch.no_grad():
         loss = sum(float(micro_loss(context, batch, rows)) for rows in micro_batches(batch, micro))

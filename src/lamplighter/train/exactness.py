@@ -30,7 +30,11 @@ from lamplighter.rundir import read_record, write_json
 from lamplighter.train.hardware import Machine
 
 PASSES = 3
-_MOST_S, _MOST_SHARE = 2.0, 0.01  # of time: so many seconds, or this share of the expected run
+_MOST_S, _MOST_SHARE, _MOST_WAIT_S = (
+    2.0,
+    0.01,
+    10.0,
+)  # so many seconds, or this share of the run, and no longer than this
 _FEWEST_TOKENS = 32
 _DEAR = 0.15  # exact kernels that cost more than this on a card are not chosen by `auto`
 SELFTEST = "selftest.json"  # in .cache: what `lamp selftest --gpu` has measured, by card, torch and family
@@ -125,7 +129,7 @@ class Size:
 
 def affordable(size: Size, micro_batch_s: float, expected_s: float) -> Size:
     """Fewer rows, then shorter ones, until all passes take at most what a probe may take."""
-    limit = max(_MOST_S, _MOST_SHARE * expected_s)
+    limit = max(_MOST_S, min(_MOST_SHARE * expected_s, _MOST_WAIT_S))
     whole, rows, tokens = size.rows * size.tokens, size.rows, size.tokens
     while PASSES * micro_batch_s * rows * tokens / whole > limit and (rows > 1 or tokens > _FEWEST_TOKENS):
         rows, tokens = (rows // 2, tokens) if rows > 1 else (1, tokens // 2)
