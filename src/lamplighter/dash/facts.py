@@ -275,7 +275,7 @@ def _plan(plan: Mapping[str, Any], told: Mapping[str, Any], times: time_report.T
     if not plan:
         return []
     seen_ms, seen_mfu = series.median("train/dt_ms"), series.median("train/mfu")
-    held = next((found for name in ("sys/gpu_mem_gb", "sys/ram_gb") if len(found := series.finite(name))), None)
+    held = next((values for name in ("sys/gpu_mem_gb", "sys/ram_gb") if len(values := series.finite(name))), None)
     ram = None if held is None else float(held.max())
     hours = finite(plan.get("hours"))
     found: list[tuple[str, float | None, float | None, str]] = [
