@@ -89,8 +89,9 @@ def _shrink(config: Any) -> None:
         may_be_none = known.get(name) is None and (name.endswith("_id") or name in ("head_dim", "num_key_value_heads"))
         if name in known and (isinstance(known[name], int | float | bool) or may_be_none):
             setattr(config, name, value)
-    if "qk_rope_head_dim" in known and "head_dim" in known:  # there it is the part of a head that is rotated
+    if "qk_rope_head_dim" in known:  # there head_dim is the part of a head that is rotated, and keys are not shared
         config.head_dim = _SIZES["qk_rope_head_dim"]
+        config.num_key_value_heads = _SIZES["num_attention_heads"]
     for name, value in known.items():  # one entry for each layer, whatever it is called
         if isinstance(value, list) and len(value) > 2 and ("layer" in name or name.endswith("_types")):
             other = next((one for one in value if one != value[0]), value[0])

@@ -97,19 +97,20 @@ def test_a_family_goes_the_whole_way(kind: str, tmp_path: Path, here: Command) -
     stats = lamp("data", "stats", *facts, cwd=tmp_path)
     assert stats.returncode == 0 and "144" in stats.stdout, stats.stderr
     plan = lamp("plan", *QUICK, cwd=tmp_path)
-    assert plan.returncode == 0 and "go" in plan.stdout, plan.stdout + plan.stderr
-    whole = lamp("train", "--run", "whole", *QUICK, cwd=tmp_path)
+    assert plan.returncode == 0 and "\nGO\n" in plan.stdout, plan.stdout + plan.stderr
+    longer = [*QUICK, "--train.steps", "200"]
+    whole = lamp("train", "--run", "whole", *longer, cwd=tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     run = RunDir(tmp_path / "runs" / "r")
-    process = start_lamp("train", "--run", "r", *QUICK, "--train.steps", "400", cwd=tmp_path)
+    process = start_lamp("train", "--run", "r", *longer, cwd=tmp_path)
     wait_for(lambda: run.slot(0).exists() and slot_of(run).durable_step >= 6, process=process)
     os.kill(slot_of(run).pid, signal.SIGKILL)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    resumed = lamp("train", "--run", "r", *QUICK, "--train.steps", "400", "--budget.hours", "1", cwd=tmp_path)
+    resumed = lamp("train", "--run", "r", *longer, cwd=tmp_path)
     assert resumed.returncode == 0 and "resumed from checkpoint-" in resumed.stdout, resumed.stdout + resumed.stderr
     mine = losses_of(run)
-    assert sorted(mine) == list(range(1, 401)) and mine[400] < 0.8 * mine[1]
+    assert mine == losses_of(RunDir(tmp_path / "runs" / "whole"))
     for quantize in ("f32", "q8_0"):
         out = lamp("export", "r", "--to", "gguf", "--quantize", quantize, cwd=tmp_path)
         assert out.returncode == 0, out.stderr
