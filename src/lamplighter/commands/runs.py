@@ -40,18 +40,18 @@ def _watch(runs_dir: Path) -> int:
     import signal
     import sys
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from lamplighter.procs.signals import left_by_ctrl_c
+
+    left = left_by_ctrl_c()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
-    try:
-        while True:
-            rows = _rows(runs_dir)
-            text = f"{time.strftime('%H:%M:%S')}  {sum(row['live'] for row in rows)} of {len(rows)} runs are going on; Ctrl+C leaves\n{_table(runs_dir, rows)}"
-            if sys.stdout.isatty():
-                write(1, "\x1b[H\x1b[2J")
-            result(text)
-            time.sleep(1.0 if sys.stdout.isatty() else 1.8)
-    except KeyboardInterrupt:  # the person has seen enough
-        return DONE
+    while not left.is_set():
+        rows = _rows(runs_dir)
+        text = f"{time.strftime('%H:%M:%S')}  {sum(row['live'] for row in rows)} of {len(rows)} runs are going on; Ctrl+C leaves\n{_table(runs_dir, rows)}"
+        if sys.stdout.isatty():
+            write(1, "\x1b[H\x1b[2J")
+        result(text)
+        left.wait(1.0 if sys.stdout.isatty() else 1.8)
+    return DONE
 
 
 def _rows(runs_dir: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ Out: the command's own exit code; or the display until the run ends. Ctrl+C leav
 from __future__ import annotations
 
 import contextlib
-import signal
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ from lamplighter import first_words
 from lamplighter.commands.arguments import named_run, parse, refuse_controls
 from lamplighter.errors import DONE, AlreadyRunning, BadConfig, LampError, UsageError
 from lamplighter.procs import procfs
+from lamplighter.procs.signals import left_by_ctrl_c
 from lamplighter.rundir import RunDir, is_running, number, read_last_lines, read_status, take_lock
 from lamplighter.slot import read_slot
 
@@ -146,17 +147,17 @@ def _watch_run(run: RunDir) -> int:
         )
         console.close()
         return DONE
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _say_recent(run, console)
-        console.say(f"watching {run.name}; Ctrl+C leaves it alone")
-        _show_until_the_end(run, console, flags)
+    left = left_by_ctrl_c()
+    _say_recent(run, console)
+    console.say(f"watching {run.name}; Ctrl+C leaves it alone")
+    _show_until_the_end(run, console, flags, left)
+    if left.is_set():
+        console.say(f"left; {run.name} goes on")
+    else:
         status = read_status(run)
         safe = f"step {status.get('durable_step', 0)} is safe; run the same command again"
         lost = f"{run.name} was lost: its parent was killed; {safe}"
         console.say(str(status.get("outcome", "it has ended" if status.get("verb") == "watch" else lost)))
-    except KeyboardInterrupt:
-        console.say(f"left; {run.name} goes on")
     console.close()
     return DONE
 
@@ -173,7 +174,7 @@ def _say_recent(run: RunDir, console: Console) -> None:
                 console.say(text, style, at=number(event.get("t"), time.time()))
 
 
-def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str, Any]]) -> None:
+def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str, Any]], left: threading.Event) -> None:
     """Events in words, and now: of our own run as we see it, of somebody else's command in the words of its watcher."""
     from lamplighter.config import Budget, load_dump
     from lamplighter.watch.console import LINE_EVERY_S
@@ -188,7 +189,7 @@ def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str
     observer = Observer(run, [run.events], budget)
     observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
     observer.status.flags = flags
-    while True:
+    while not left.is_set():
         alive, status = is_running(run), read_status(run)
         for event in _look(observer, status):
             for text, style in tell(event):
@@ -200,7 +201,7 @@ def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str
             console.show(observer.status)
         elif time.monotonic() - console.last_line > LINE_EVERY_S:
             console.say(str(status.get("now", "")))
-        time.sleep(LOOK_EVERY_S)
+        left.wait(LOOK_EVERY_S)
 
 
 def _age_of(status: dict[str, Any]) -> float:

@@ -6,7 +6,11 @@ Out: words for people; the set that a run takes for a request to stop.
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+
+from lamplighter.errors import LEFT_AT_ONCE
 
 _NAMES = {int(number): number.name for number in signal.Signals}
 # Left as they are: those that cannot be caught, that stop or continue a process, that end nothing by default, that tell of
@@ -35,3 +39,19 @@ def requests_from_outside() -> set[int]:
     """The same without timers and real-time signals, which the code that runs in a process may send to itself."""
     own = {getattr(signal, f"SIG{name}", None) for name in _OF_ITSELF.split()}
     return {number for number in requests_to_stop() - own if number < getattr(signal, "SIGRTMIN", 1 << 10)}
+
+
+def left_by_ctrl_c() -> threading.Event:
+    """Set by Ctrl+C from here on; the second one leaves at once.
+
+    Not by an exception: raised in the middle of an import it can make a library panic, and the command end as if killed.
+    """
+    left = threading.Event()
+
+    def leave(_number: int, _frame: object) -> None:
+        if left.is_set():
+            os._exit(LEFT_AT_ONCE)
+        left.set()
+
+    signal.signal(signal.SIGINT, leave)
+    return left
