@@ -27,7 +27,7 @@ from lamplighter.rundir import (
     write_json,
     write_manifest,
 )
-from running import Command, lamp, losses_of
+from running import LONG, Command, lamp, losses_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAME = "run_cc24f03"
@@ -228,6 +228,7 @@ def test_a_bare_name_means_the_settings_of_that_run_also_before_its_first_checkp
     assert_near(losses_of(old_run), "train/loss", 1)
 
 
+@LONG
 def test_a_lost_config_is_neither_taken_for_defaults_nor_replaced_by_wrong_settings(
     old_run: RunDir, here: Command
 ) -> None:

@@ -129,7 +129,7 @@ def test_a_slow_disk_holds_nothing_up_and_a_second_save_waits_for_the_first(
     assert max(record["step"] for record in read_lines(run.metrics) if record["t"] < saved[0]["t"]) > 3
 
 
-@pytest.mark.slow
+@LONG  # tests/run/test_exact.py kills in a save too
 def test_kills_while_a_write_is_under_way_change_nothing(tmp_path: Path, here: Command) -> None:
     steps, rng = 40, random.Random(7)
     write_model(tmp_path)
