@@ -139,10 +139,8 @@ def _choose(logits_BV: Tensor, choice: Choice, generators: list[torch.Generator]
     if choice.temperature == 0.0:
         return likeliest_B1.squeeze(-1)
     device = logits_BV.device
-    logits_BV, best_B1 = (
-        logits_BV.cpu(),
-        best_B1.cpu(),
-    )  # a GPU's running sums are refused where exact kernels are asked for
+    # Drawn on the CPU: where exact kernels are asked for, a GPU refuses running sums.
+    logits_BV, best_B1 = logits_BV.cpu(), best_B1.cpu()
     odds_BK, ids_BK = _candidates((logits_BV - best_B1) / choice.temperature, choice)
     if choice.top_p < 1.0:
         before_BK = odds_BK.cumsum(-1) - odds_BK
