@@ -111,9 +111,9 @@ FAULTS: tuple[tuple[str, Callable[[Path, RunDir, Slot], None]], ...] = (
 
 
 def useful_seconds(run: RunDir) -> float:
-    """Seconds of every step that counts (the last record of each), and of the saves."""
+    """Seconds of every step that counts (the last record of each), and those that steps waited for a save."""
     steps = {r["step"]: r.get("train/dt_ms", 0.0) / 1000 for r in read_lines(run.metrics) if "train/loss" in r}
-    saves = sum(e.get("seconds", 0.0) for e in read_lines(run.events) if e.get("type") == "checkpoint")
+    saves = sum(e.get("blocked_s", 0.0) for e in read_lines(run.events) if e.get("type") == "checkpoint")
     return sum(steps.values()) + saves
 
 
