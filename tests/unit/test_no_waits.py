@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lamplighter.config import Train
 from lamplighter.data.batches import Batch
 from lamplighter.model.chunked_loss import LossBuffers, chunked_loss
 from lamplighter.model.generate import stream
@@ -17,6 +18,7 @@ from lamplighter.model.transformer import Transformer
 from lamplighter.model.weights import init_weights
 from lamplighter.train.hardware import Machine
 from lamplighter.train.loop import batch_loss
+from lamplighter.train.optimizers import adamw, clip_factor, clip_scale
 
 CPU = Machine(torch.device("cpu"), torch.float32, 1, "a CPU", peak_flops=1e9, reasons=())
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "masked_select", "unique"}
@@ -66,6 +68,34 @@ def test_a_micro_batch_waits_for_nothing(family: str, packed: bool) -> None:
         "on a CPU the factor of the loss is looked at; on a GPU it is multiplied"
     )
     assert not (ops.seen | back.seen) & REFUSED
+
+
+def test_an_update_waits_for_nothing_and_a_bad_step_changes_nothing() -> None:
+    """Clipped by a tensor, skipped by a tensor."""
+    model, batch = _model("gpt2"), _batch(packed=False)
+    optimizer = adamw(model, Train(steps=1))
+    for bad in (False, True):
+        loss = batch_loss(model, batch, CPU, scale=float("nan") if bad else 1 / batch.real_tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        before = {
+            name: tensor.clone() for name, tensor in [*model.named_parameters(), *optimizer.state_tensors().items()]
+        }
+        with Ops() as ops:
+            numbers = torch.stack((loss.detach(), optimizer.grad_norm()))
+            optimizer.step(0.1, clip_scale(numbers[1], 0.3), (~torch.isfinite(numbers)).any().float())
+            optimizer.zero_grad()
+        assert "_fused_adamw_" in ops.seen and not ops.seen & WAITS
+        after = dict([*model.named_parameters(), *optimizer.state_tensors().items()])
+        assert all(torch.equal(before[name], after[name]) for name in before) is bad, (
+            "nothing was changed" if bad else "it learned"
+        )
+
+
+def test_a_clip_that_is_a_tensor_is_the_clip_that_is_read() -> None:
+    for norm in (0.1, 0.3, 0.300001, 7.7, 1e9):
+        read, unread = clip_factor(torch.tensor(norm).item(), 0.3), clip_scale(torch.tensor(norm), 0.3)
+        assert unread is not None and unread.item() == (1.0 if read is None else read.item())
+    assert clip_scale(torch.tensor(5.0), 0.0) is None
 
 
 def test_places_that_are_known_give_the_bits_of_places_that_are_looked_for() -> None:

@@ -71,6 +71,11 @@ class Progress:
     def mean_loss(self) -> float:
         return self.loss_sum / self.loss_steps if self.loss_steps else math.nan
 
+    def learned(self, step: int, tokens: int, loss: float) -> Progress:
+        """With one more step that was learned from."""
+        total, count = self.loss_sum + loss, self.loss_steps + 1
+        return replace(self, step=step, tokens=self.tokens + tokens, loss=loss, loss_sum=total, loss_steps=count)
+
     def scored(self, step: int, val_loss: float) -> Progress:
         """With the validation after a step; said again (after a kill) it counts once."""
         if step <= max(self.scored_step, self.best_step):

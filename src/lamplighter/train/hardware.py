@@ -47,6 +47,7 @@ class Machine:
     name: str
     peak_flops: float
     reasons: tuple[str, ...]
+    reads_late: bool = False  # loss and norm of a step are read while the next one is computed: nothing waits for a GPU
     exact: bool = True  # kernels that give the same bits each time are asked for
 
     @property
@@ -113,7 +114,8 @@ def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     peak, how = _peak(device, dtype, name)
     reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {'bf16' if dtype == torch.bfloat16 else 'fp32'}: {how}")
-    return Machine(device, dtype, threads, name, peak_flops=peak, reasons=tuple(reasons))
+    late = device.type == "cuda"
+    return Machine(device, dtype, threads, name, peak_flops=peak, reasons=tuple(reasons), reads_late=late)
 
 
 def choose_compile(

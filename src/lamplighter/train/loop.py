@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -27,9 +28,9 @@ from lamplighter.train import checkpoint, exactness, guard, hardware
 from lamplighter.train.anomalies.detector import announce, recall
 from lamplighter.train.anomalies.history import Facts, repeat_share
 from lamplighter.train.checkpointer import Checkpointer
-from lamplighter.train.optimizers import clip_factor
+from lamplighter.train.optimizers import clip_factor, clip_scale
 from lamplighter.train.pace import Course, Pace
-from lamplighter.train.state import RunContext, TrainState
+from lamplighter.train.state import RunContext, TrainState, UnreadStep
 from lamplighter.train.validation import validate
 
 _SYSTEM_EVERY_STEPS = 10
@@ -61,10 +62,10 @@ def training(context: RunContext, state: TrainState) -> Iterator[Iterator[StepRe
         report.number(best_loss=progress.best_val_loss)
     report.when_asked(stop=checkpointer.stop, save=checkpointer.save_for_others)
     context.model.train()
-    good = True
+    good, loop = True, _Loop(context, state, checkpointer)
     try:
         with hardware.kept_memory(context.machine.device):
-            yield _Loop(context, state, checkpointer).steps()
+            yield loop.steps()
     except Diverged:
         good = False
         raise
@@ -75,6 +76,7 @@ def training(context: RunContext, state: TrainState) -> Iterator[Iterator[StepRe
     finally:
         context.source.close()
         if good:
+            loop.log_unread()
             checkpointer.save_or_report()
         checkpointer.wait()
         checkpointer.stopped.set()
@@ -119,6 +121,9 @@ class _Loop:
         self.train, self.eval = context.run.train, context.run.eval
         self.pace = self._pace()
         self.seconds, self.tokens = 0.0, 0  # of the steps of this attempt
+        self.first_step = state.progress.step + 1
+        self.read_at = 0.0  # when the numbers of a step were last read
+        self.finished: deque[StepRecord] = deque()  # read while the next step was computed, and not handed out yet
 
     def steps(self) -> Iterator[StepRecord]:
         """Every step that is left, one after the other."""
@@ -137,16 +142,21 @@ class _Loop:
             record = self._step(batch, 0.0, begun)
         with report.phase("train", total=state.steps, unit="steps"):
             while True:
+                while self.finished:
+                    self._foretell(self.finished[0].step)
+                    yield self.finished.popleft()
                 if record is not None and self._save_and_evaluate(record):
                     self._foretell(record.step)
                     yield record
                     self._check_stop(record)
-                if state.progress.step >= state.steps or self._out_of_patience():
+                if state.step >= state.steps or self._out_of_patience():
                     return
                 started = time.perf_counter()
                 with report.span("data wait"):
-                    batch = source.next(state.progress.step + 1)
+                    batch = source.next(state.step + 1)
                 if batch is None:
+                    if state.unread is not None and (record := self._read_step()) is not None:
+                        yield record
                     return self._end_of_data()
                 record = self._step(batch, time.perf_counter() - started)
                 self.pace.step(time.perf_counter() - started)
@@ -158,30 +168,92 @@ class _Loop:
         micro-batch, whose gradients are there already.
         """
         started = time.perf_counter()
-        step, progress = batch.step, self.state.progress
+        step, progress = batch.step, self.state.settled
         if progress.passed_from <= step <= progress.passed_to:
             self.optimizer.zero_grad()
+            if self.state.unread is not None:
+                if (record := self._read_step()) is None:
+                    return None
+                self.finished.append(record)
             return self._skip_step(batch, waited_s)
         with report.span("compute"):
             total = self._forward_backward(batch, begun)
-            # The one time a step that a GPU is waited for: both are judged before the weights are touched.
-            loss, grad_norm = torch.stack((total, self.optimizer.grad_norm())).tolist()
+            numbers = torch.stack((total, self.optimizer.grad_norm()))
+        if self.context.machine.reads_late:
+            return self._update_unread(batch, numbers, waited_s, started)
+        with report.span("compute"):
+            loss, grad_norm = numbers.tolist()  # both are judged before the weights are touched
         lr = self.context.schedule.lr_at(step)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             seconds = waited_s + time.perf_counter() - started
+            self.optimizer.zero_grad()
             return self._nonfinite(batch, StepRecord(step, loss, grad_norm, lr, seconds=seconds, tokens=batch.filled))
         with report.span("optimizer"), self.checkpointer.optimizer_update():
             self.optimizer.step(lr, clip_factor(grad_norm, self.train.grad_clip))
             self.optimizer.zero_grad()
-            tokens = self.state.progress.tokens + batch.filled
-            now = self.state.progress
-            self.state.progress = replace(
-                now, step=step, tokens=tokens, loss=loss, loss_sum=now.loss_sum + loss, loss_steps=now.loss_steps + 1
-            )
+            self.state.progress = self.state.progress.learned(step, batch.filled, loss)
         seconds = waited_s + time.perf_counter() - started
         record = StepRecord(step, loss, grad_norm, lr, seconds=seconds, tokens=batch.filled)
         self._log_step(batch, record, waited_s)
         return record
+
+    def _update_unread(self, batch: Batch, numbers: torch.Tensor, waited_s: float, started: float) -> StepRecord | None:
+        """The update of a step whose numbers stay on the GPU; where they are not finite it changes nothing by itself.
+
+        Those of the step before are read first, while its weights are still there. The record of this one, if something
+        is due after it; else None, and it is read with the next.
+        """
+        if self.state.unread is not None:
+            record = self._read_step()
+            if record is None:  # rolled back: these gradients are of weights that are gone
+                self.optimizer.zero_grad()
+                return None
+            self.finished.append(record)
+        with report.span("optimizer"), self.checkpointer.optimizer_update():
+            bad = (~torch.isfinite(numbers)).any().float()
+            lr = self.context.schedule.lr_at(batch.step)
+            self.optimizer.step(lr, clip_scale(numbers[1], self.train.grad_clip), bad)
+            self.optimizer.zero_grad()
+            before = self.state.settled
+            self.state.unread = UnreadStep(batch, before, numbers, waited_s=waited_s, started=started)
+        return self._read_step() if self._is_due(batch.step) else None
+
+    def _read_step(self) -> StepRecord | None:
+        """Wait for the numbers of the step that was made last, and log it; None where it was rolled back."""
+        unread = self.state.unread
+        assert unread is not None
+        with report.span("compute"):
+            loss, grad_norm = unread.read()
+        now, step = time.perf_counter(), unread.batch.step
+        seconds, self.read_at = now - max(unread.started - unread.waited_s, self.read_at), now
+        lr, tokens = self.context.schedule.lr_at(step), unread.batch.filled
+        record = StepRecord(step, loss, grad_norm, lr, seconds=seconds, tokens=tokens)
+        with self.checkpointer.lock:
+            self.state.progress = unread.after()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return self._nonfinite(unread.batch, record)
+        self._log_step(unread.batch, record, unread.waited_s)
+        return record
+
+    def log_unread(self) -> None:
+        """The loop is left with a step that nobody has read: it was made, so it is logged. A bad one is made again."""
+        unread = self.state.unread
+        if unread is not None and unread.after() is not unread.before:
+            self._read_step()
+
+    def _is_due(self, step: int) -> bool:
+        """Whether anything comes after this step that needs its numbers: a save, a validation, a sample, a stop, the end."""
+        section, last = self.eval, self.finished[-1].seconds if self.finished else 1.0
+        looks = (section.every_steps, section.sample_every_steps)
+        save_s = max(self.checkpointer.save_s, 0.2)
+        return (
+            step == self.state.steps
+            or step == self.state.settled.step + 1 == self.first_step
+            or self.checkpointer.due(step)
+            or any(every and step % every == 0 for every in looks)
+            or report.stopping()
+            or guard.budget_reached(self.context.run.budget, report.spent_s(), save_s, last) is not None
+        )
 
     def _forward_backward(self, batch: Batch, begun: torch.Tensor | None) -> torch.Tensor:
         """The loss of the step, with the gradients of all its micro-batches summed up."""
@@ -329,7 +401,6 @@ class _Loop:
         module = self._first_bad_module(batch)
         verdict = guard.check_finite(step, record.loss, record.grad_norm, batch.samples.tolist(), module)
         assert verdict is not None
-        self.optimizer.zero_grad()
         recent = [bad for bad in progress.skipped if bad > step - guard.SKIP_WINDOW]
         bad_weights = guard.check_weights(step - 1, checkpoint.first_not_finite(weights(self.model)))
         may_skip = self.train.on_nonfinite == "skip" and len(recent) < guard.SKIPS and bad_weights is None
@@ -567,7 +638,7 @@ class _Loop:
 
     def _out_of_patience(self) -> bool:
         """eval.patience: so many validations without a new best end the run, as finished."""
-        patience, now, steps = self.eval.patience, self.state.progress, self.state.steps
+        patience, now, steps = self.eval.patience, self.state.settled, self.state.steps
         if not patience or now.since_best < patience or now.step >= steps:
             return False
         best = "no validation was a number"

@@ -133,6 +133,11 @@ def make_optimizer(model: torch.nn.Module, section: Train) -> Optimizer:
     return cast(Optimizer, getattr(importlib.import_module(module), name)(model, section))
 
 
+def clip_scale(grad_norm: torch.Tensor, limit: float) -> torch.Tensor | None:
+    """The same as a tensor, which nobody has to read: 1 where nothing is to be clipped."""
+    return (grad_norm.double() / limit).clamp(min=1.0).float() if limit else None
+
+
 def clip_factor(grad_norm: float, limit: float) -> torch.Tensor | None:
     """What gradients of this norm are divided by to keep within the limit (0: no limit).
 

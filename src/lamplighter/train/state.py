@@ -6,6 +6,7 @@ Out: both, for `train.loop.training`; made by `lamp train`, a notebook or a test
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 from lamplighter import report
 from lamplighter.config import Run
 from lamplighter.data.batch_source import BatchSource, DataFacts
+from lamplighter.data.batches import Batch
 from lamplighter.data.chat.template import ChatTemplate
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.model.build import Built
@@ -71,14 +73,63 @@ class RunContext:
         return self.source.describe()
 
 
+class UnreadStep:
+    """A step whose weights are changed and whose loss and gradient norm nobody has read yet: a GPU is still at it.
+
+    Where they are not finite, the update has changed nothing; then the counters are those before the step.
+    """
+
+    def __init__(
+        self, batch: Batch, before: Progress, numbers: torch.Tensor, *, waited_s: float, started: float
+    ) -> None:
+        self.batch, self.before, self.waited_s, self.started = batch, before, waited_s, started
+        self.copied: torch.cuda.Event | None = None
+        self.numbers = numbers
+        if numbers.device.type == "cuda":
+            self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record()
+
+    def read(self) -> tuple[float, float]:
+        """Loss and gradient norm; waits for them. May be asked by any thread, and again."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        loss, grad_norm = self.numbers.tolist()
+        return loss, grad_norm
+
+    def after(self) -> Progress:
+        loss, grad_norm = self.read()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return self.before
+        return self.before.learned(self.batch.step, self.batch.filled, loss)
+
+
 @dataclass
 class TrainState:
     """All of a run that changes. `progress` is replaced as a whole, so another thread always sees one step's counters."""
 
     steps: int  # of the run; fewer where a stream ended before
     compiled: bool = False  # whether the blocks are compiled, or are to be at the first step
-    progress: Progress = field(default_factory=Progress)
+    settled: Progress = field(default_factory=Progress)  # without the step that is not read yet
+    unread: UnreadStep | None = None
     compiler: Compiled | None = None
     probe: GradientProbe | None = None  # of exactness, at this start
     redone: Redone = field(default_factory=Redone)
     anomalies: Detector | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """The counters after the last step; waits for its numbers where they are not read yet."""
+        unread = self.unread
+        return self.settled if unread is None else unread.after()
+
+    @progress.setter
+    def progress(self, now: Progress) -> None:
+        self.settled, self.unread = now, None
+
+    @property
+    def step(self) -> int:
+        """The last step that was made; nothing is waited for."""
+        unread = self.unread
+        return self.settled.step if unread is None else unread.batch.step
