@@ -17,7 +17,7 @@ from lamplighter.procs import nvml
 from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir, read_json, read_lines
 from lamplighter.watch import gpu_watch
-from lamplighter.watch.gpu_watch import GpuWatch
+from lamplighter.watch.gpu_watch import GpuWatch, RunLook
 from running import LAMP, clean_env, verdicts_of, wait_for
 
 SOURCE = Path(__file__).parents[1] / "fixtures" / "fake_nvml.c"
@@ -43,6 +43,7 @@ class Driver:
         self.said: dict[str, int] = {}
         self.watch = GpuWatch(RunDir(folder))
         self.found: list[Verdict] = []
+        self.step, self.steps, self.data_wait = 3, 0, 0.0
 
     def say(self, **values: int) -> None:
         self.said |= values
@@ -52,7 +53,8 @@ class Driver:
 
     def until(self, condition: Callable[[], object]) -> None:
         def look() -> object:
-            self.found += self.watch.look(frozenset({os.getpid()}), 3, 1)
+            self.step += self.steps
+            self.found += self.watch.look(RunLook(frozenset({os.getpid()}), self.step, 1, self.data_wait))
             return condition()
 
         wait_for(look, 120)
@@ -113,6 +115,21 @@ def test_heat_and_a_card_that_is_not_used_are_said_once(driver: Driver) -> None:
     assert any("too hot (hardware); 700 of 1980 MHz, 93 C" in verdict.why for verdict in driver.found)
 
 
+def test_a_card_that_is_idle_while_steps_are_made_is_said_with_its_cause(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_watch, "_LOOKS", 4)
+    driver.say(util=20, pid=os.getpid())
+    driver.until(lambda: len(driver.watch.busy.get(0, ())) == 4)
+    assert not driver.cause("low_utilisation")(), "no step was made: that is for others to judge"
+    driver.steps, driver.data_wait = 1, 0.6
+    driver.until(driver.cause("low_utilisation"))
+    (found,) = [one for one in driver.found if one.cause == "low_utilisation"]
+    assert "in use for 20% of the time; the steps wait for data 60% of the time" in found.why and found.state == "waste"
+    driver.say(util=95)
+    driver.until(lambda: driver.watch.held["idle 0"] == 0)
+
+
 def test_a_driver_call_that_never_returns_is_named_and_left(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_watch, "_SILENT_S", 1.0)
     monkeypatch.setattr(gpu_watch, "_START_S", 1.0)
@@ -121,7 +138,7 @@ def test_a_driver_call_that_never_returns_is_named_and_left(driver: Driver, monk
     driver.until(driver.cause("driver_stuck"))
     (verdict,) = driver.found
     assert "no answer for" in verdict.why and verdict.state == "waste" and time.monotonic() - began < 60
-    assert driver.watch.process is None and driver.watch.look(frozenset(), 3, 1) == []
+    assert driver.watch.process is None and driver.watch.look(RunLook(frozenset(), 3, 1)) == []
 
 
 def test_a_driver_that_does_not_fit_is_named(driver: Driver) -> None:

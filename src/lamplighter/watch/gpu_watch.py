@@ -14,6 +14,8 @@ import select
 import subprocess
 import sys
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from lamplighter import device_faults, read_back
@@ -26,8 +28,30 @@ from lamplighter.rundir import LineFile, RunDir
 _SILENT_S = 10.0  # five times what it should take
 _START_S = 20.0  # the first answer: the driver may have to wake the cards
 _STEADY = 5  # looks in a row before a card is called slowed down or unused
+_LOOKS, _IDLE_BELOW = 15, 0.5  # half a minute in which a card was in use for less than this share of the time
 _MOST_BYTES = 1 << 20
 _END_S = 0.2
+
+
+@dataclass(frozen=True)
+class RunLook:
+    """The run at one moment, as far as its cards are judged by it."""
+
+    pids: frozenset[int]
+    step: int
+    attempt: int
+    data_wait: float = 0.0  # share of a step
+    cpu_s: float = 0.0  # of its first process, so far
+
+
+@dataclass(frozen=True)
+class _Busy:
+    """A card of the run at one look."""
+
+    t: float
+    util: float
+    step: int
+    cpu_s: float
 
 
 class GpuWatch:
@@ -43,16 +67,17 @@ class GpuWatch:
         self.now: tuple[GpuLook, ...] = ()
         self.faults: list[Fault] = []  # that the driver has told, in this attempt
         self.held: dict[str, int] = {}  # for how many looks in a row
+        self.busy: dict[int, deque[_Busy]] = {}  # by card, the latest looks
         self.file: LineFile | None = None
 
-    def look(self, pids: frozenset[int], step: int, attempt: int) -> list[Verdict]:
-        """What is new; `pids`: of the run."""
+    def look(self, run: RunLook) -> list[Verdict]:
+        """What is new."""
         if not self.tried:
             self.tried = True
             self._start()
         found: list[Fault] = []
         for record in self._lines():
-            found += self._take_in(record, pids, step, attempt)
+            found += self._take_in(record, run)
         if silent := self._silence():
             found.append(silent)
         self.faults += [fault for fault in found if fault.action != "flag"]
@@ -60,7 +85,7 @@ class GpuWatch:
 
     def begin_again(self) -> None:
         """A new attempt."""
-        self.faults, self.held = [], {}
+        self.faults, self.held, self.busy = [], {}, {}
 
     def hopeless(self) -> Fault | None:
         """What the driver has told of that needs a person, whatever the process said when it died."""
@@ -123,7 +148,7 @@ class GpuWatch:
 
     # ---------------------------------------------------------------- what it says
 
-    def _take_in(self, record: dict[str, Any], pids: frozenset[int], step: int, attempt: int) -> list[Fault]:
+    def _take_in(self, record: dict[str, Any], run: RunLook) -> list[Fault]:
         self.heard_at, self.heard = time.monotonic(), True
         found: list[Fault] = []
         if said := str(record.get("error") or ""):
@@ -131,25 +156,39 @@ class GpuWatch:
         found += [fault for xid in record.get("xids", ()) if (fault := device_faults.from_xid(int(xid))) is not None]
         if "gpus" in record:
             self.now = tuple(nvml.read_look(one) for one in record["gpus"])
-            self._keep(step, attempt)
-            found += self._judge(pids, step)
+            self._keep(run.step, run.attempt)
+            found += self._judge(run)
         return found
 
-    def _judge(self, pids: frozenset[int], step: int) -> list[Fault]:
+    def _judge(self, run: RunLook) -> list[Fault]:
         """What holds for some looks in a row, said when it begins to."""
         states: dict[str, Fault | None] = {}
         for gpu in self.now:
             states[f"throttled {gpu.index}"] = device_faults.throttling(
                 gpu.reasons, gpu.clock_mhz, gpu.most_mhz, gpu.temperature_c
             )
-        ours = [any(pid in pids for pid, _ in gpu.processes) for gpu in self.now]
-        states["unused"] = device_faults.unused(ours) if step else None
+        ours = [any(pid in run.pids for pid, _ in gpu.processes) for gpu in self.now]
+        states["unused"] = device_faults.unused(ours) if run.step else None
+        for gpu, used in zip(self.now, ours, strict=True):
+            states[f"idle {gpu.index}"] = self._idle(gpu, run) if used else None
         found = []
         for name, fault in states.items():
             self.held[name] = self.held.get(name, 0) + 1 if fault else 0
             if fault is not None and self.held[name] == _STEADY:
                 found.append(fault)
         return found
+
+    def _idle(self, gpu: GpuLook, run: RunLook) -> Fault | None:
+        """A card that is in use for less than half of the time while steps are made, and why."""
+        seen = self.busy.setdefault(gpu.index, deque(maxlen=_LOOKS))
+        seen.append(_Busy(time.monotonic(), gpu.util, run.step, run.cpu_s))
+        util = sum(one.util for one in seen) / len(seen)
+        first, last = seen[0], seen[-1]
+        if len(seen) < _LOOKS or util >= _IDLE_BELOW or last.step <= first.step:
+            return None
+        cpu = (last.cpu_s - first.cpu_s) / max(1e-3, last.t - first.t)
+        memory = gpu.memory_used / gpu.memory_total if gpu.memory_total else 1.0
+        return device_faults.low_utilisation(util, run.data_wait, memory, cpu)
 
     def _keep(self, step: int, attempt: int) -> None:
         """One record per card and look; a full disk loses some, and the run goes on."""

@@ -31,7 +31,7 @@ from lamplighter.rundir import VERSIONS, LineFile, RunDir, cannot_write, identit
 from lamplighter.safe_text import mask_record
 from lamplighter.slot import read_slot
 from lamplighter.watch import end_diagnosis
-from lamplighter.watch.gpu_watch import GpuWatch
+from lamplighter.watch.gpu_watch import GpuWatch, RunLook
 from lamplighter.watch.notify import Notifier
 from lamplighter.watch.process_tree import ProcessTree, Snapshot, open_pidfd, read_slots
 from lamplighter.watch.resources import ResourceWatch
@@ -93,6 +93,7 @@ class TargetState:
     stop_wanted: str = ""  # why it should stop: a signal to us, a budget that is spent
     at_once: bool = False  # without waiting for a save
     output_bytes: int = -1  # that count as work
+    data_wait: float = 0.0  # share of a step, where it is known
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,8 @@ class Supervisor:
         for verdict in self.resources.look(self.tree, self.snapshot, self.target.state().may_grow, self.run.path):
             self._say_verdict(verdict)
         pids = frozenset(process.pid for process in self.snapshot.processes)
-        for verdict in self.gpus.look(pids, state.step, self.attempt):
+        cpu_s = self.snapshot.processes[0].look.cpu_s if self.snapshot.processes else 0.0
+        for verdict in self.gpus.look(RunLook(pids, state.step, self.attempt, state.data_wait, cpu_s)):
             self._say_verdict(verdict)
         self._enforce_stop()
 

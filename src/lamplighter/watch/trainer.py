@@ -283,6 +283,7 @@ class Trainer:
             may_grow=self.slot is None or not self.slot.phase.startswith("train"),
             stop_wanted=self.signalled or ("the budget is spent" if spent else ""),
             at_once=self.interrupts > 1,
+            data_wait=self.status.data_wait,
         )
 
     def status_fields(self) -> dict[str, Any]:
