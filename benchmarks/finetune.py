@@ -37,7 +37,7 @@ OURS = (
 from pathlib import Path
 from lamplighter.config import load_dump
 from lamplighter.rundir import RunDir
-from lamplighter.commands.train import prepare
+from lamplighter.commands.start_up import prepare
 from lamplighter.train.loop import training
 
 def start(ask):

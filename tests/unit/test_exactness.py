@@ -12,11 +12,12 @@ import torch
 from lamplighter import report
 from lamplighter.config import Train
 from lamplighter.data.batches import Batch
+from lamplighter.errors import NoCheckpoint
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, token_loss
 from lamplighter.model.weights import init_weights
 from lamplighter.rundir import write_json
-from lamplighter.train import exactness
+from lamplighter.train import checkpoint, exactness
 from lamplighter.train.exactness import GradientProbe, Gradients, Place, Redone, Size
 from lamplighter.train.hardware import Machine
 
@@ -131,3 +132,15 @@ def test_auto_asks_for_exact_kernels_unless_they_were_measured_to_be_dear(
         "train.exact",
     )
     assert exactness.choose(Train(steps=1), CPU.device, "a CPU", tmp_path, "gpt2")[0]
+
+
+@pytest.mark.parametrize("kept", [5, [], {"rows": "many"}, {"rows": -1}, {"hash": 7}])
+def test_a_damaged_record_of_the_probe_is_found_before_it_is_used(tmp_path: Path, kept: object) -> None:
+    (tmp_path / "training").mkdir()
+    state = tmp_path / "training" / "state.json"
+    write_json(state, {"step": 1, "exact": {"hash": "0", "rows": 2, "tokens": 24}})
+    assert checkpoint.read_state(tmp_path)["exact"]["rows"] == 2
+    write_json(state, {"step": 1, "exact": kept})
+    with pytest.raises(NoCheckpoint) as caught:
+        checkpoint.read_state(tmp_path)
+    assert "exact" in caught.value.why

@@ -151,9 +151,10 @@ def _probe_exactness(
     packed = bool(data.fingerprint) and not data.whole_batches and built.takes_segments
     rows = run.train.micro_batch or run.train.batch_size
     size = exactness.Size(rows, run.data.seq_len, built.vocab_size, packed)
-    size = exactness.affordable(size, planned.step_s * rows / run.train.batch_size, planned.hours * 3600)
-    if before is not None and {"rows", "tokens"} <= before.keys():
-        size = replace(size, rows=before["rows"], tokens=before["tokens"])
+    small = exactness.affordable(size, planned.step_s * rows / run.train.batch_size, planned.hours * 3600)
+    then = ((before or {}).get("rows") or 0, (before or {}).get("tokens") or 0)
+    known = 0 < then[0] <= rows and 0 < then[1] <= run.data.seq_len  # as at the first start, for the same hash
+    size = replace(size, rows=then[0], tokens=then[1]) if known else small
     settings = {"model": built.config, "train": [run.train.seed, run.train.loss, run.train.recompute, repr(run.lora)]}
     place = exactness.Place(cache, {**where.facts(), **settings, "size": asdict(size), "numerics": NUMERICS})
     with report.phase("exactness", total=exactness.PASSES, unit="passes") as phase:

@@ -109,7 +109,6 @@ def download(name: str, revision: str | None, *, weights: bool = True) -> tuple[
         what = f"{name} cannot be fetched: the hub cannot be reached, and it is not in the cache"
         advice = f"go online; or fetch it elsewhere (hf download {shlex.quote(name)} --local-dir DIR) and --model.init_from DIR"
         raise Unreachable(what, _short(error), advice) from error
-    commit = str(info.sha)
     files = [one for one in info.siblings or [] if _is_wanted(one.rfilename)]
     if not any(one.rfilename.endswith(".safetensors") for one in files):
         raise InputMissing(
@@ -125,7 +124,7 @@ def download(name: str, revision: str | None, *, weights: bool = True) -> tuple[
         try:
             path = huggingface_hub.snapshot_download(
                 name,
-                revision=commit,
+                revision=revision,  # not the commit: under the branch's name it is found again without a network
                 allow_patterns=wanted,
                 ignore_patterns=list(_UNWANTED),
                 etag_timeout=_ANSWER_S,
@@ -137,7 +136,7 @@ def download(name: str, revision: str | None, *, weights: bool = True) -> tuple[
             stop.set()
             watcher.join()
     report.note(f"{name}: {human_bytes(total)} in {len(files)} files")
-    return Path(path), commit
+    return Path(path), Path(path).name
 
 
 def network_errors() -> tuple[type[Exception], ...]:

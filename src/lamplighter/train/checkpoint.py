@@ -363,6 +363,7 @@ _STATE: read_back.Fields = {
     **dict.fromkeys(("loss", "loss_sum", "best_val_loss"), _LOSS),
     "skipped": read_back.Kind("a list of steps", (list,), may_be_none=False, of=replace(_COUNT, may_be_none=False)),
     **dict.fromkeys(("stream", "machine"), read_back.OBJECT),
+    "exact": read_back.Kind("an object", (dict,), of={"hash": read_back.TEXT, "rows": _COUNT, "tokens": _COUNT}),
     **dict.fromkeys(("cache", "packing", "chat"), read_back.TEXT),
     "compiled": read_back.FLAG,
     "steps": _COUNT,

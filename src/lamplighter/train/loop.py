@@ -248,7 +248,7 @@ class _Loop:
         save_s = max(self.checkpointer.save_s, 0.2)
         return (
             step == self.state.steps
-            or step == self.state.settled.step + 1 == self.first_step
+            or step == self.first_step
             or self.checkpointer.due(step)
             or any(every and step % every == 0 for every in looks)
             or report.stopping()
@@ -369,9 +369,8 @@ class _Loop:
                     raise  # a full or failing device is not the compiler's doing
                 compiler.undo()
                 self.optimizer.zero_grad()
-                if not isinstance(
-                    error, CompileError
-                ):  # a mistake in the model's own code comes again, by its own line
+                if not isinstance(error, CompileError):
+                    # A mistake in the model's own code is raised again here, by its own line.
                     micro_loss(self.context, batch, micro_batches(batch, self.rows_at_once)[0])
                 first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
                 self._go_eager(first_line, batch.step)
