@@ -94,7 +94,7 @@ def ours(job: Job, folder: Path) -> Way:
     source = SimpleNamespace(state=lambda step: None)
     context: Any = SimpleNamespace(
         run=run, folder=RunDir(folder), model=job.model, built=built, optimizer=job.optimizer, recorded={},
-        source=source, tokenizer=SimpleNamespace(save=lambda _: None), chat=None,
+        source=source, machine=SimpleNamespace(device=torch.device("cpu")), tokenizer=SimpleNamespace(save=lambda _: None), chat=None,
     )  # fmt: skip
     state = TrainState(10**6)
     context.folder.checkpoints.mkdir(parents=True)

@@ -17,7 +17,7 @@ from lamplighter.commands.start_up import prepare
 from lamplighter.config import Run, parse_overrides, resolve
 from lamplighter.errors import Diverged
 from lamplighter.rundir import RunDir, newest_first
-from lamplighter.train import loop
+from lamplighter.train import gradients, loop
 from lamplighter.train.loop import training
 
 STEPS = 14
@@ -69,14 +69,14 @@ def _train(
     verdicts: list[str] = []
     monkeypatch.setattr(report, "metric", lambda step, values: metrics.append((step, dict(values))))
     monkeypatch.setattr(report, "verdict", lambda one, **_: verdicts.append(f"{one.cause} {one.action}: {one.why}"))
-    real = loop.micro_loss
+    real = gradients.micro_loss
     wrong = set(bad)
 
     def spoiled(context: Any, batch: Any, rows: slice) -> torch.Tensor:
         found = real(context, batch, rows)
         return found * float("nan") if batch.step in wrong else found
 
-    monkeypatch.setattr(loop, "micro_loss", spoiled)
+    monkeypatch.setattr(gradients, "micro_loss", spoiled)
     try:
         context, state = prepare(run, place, {})
         context = replace(context, machine=replace(context.machine, reads_late=late))
@@ -90,7 +90,7 @@ def _train(
             diverged = True
         return Made(records, metrics, verdicts, place, diverged)
     finally:
-        monkeypatch.setattr(loop, "micro_loss", real)
+        monkeypatch.setattr(gradients, "micro_loss", real)
 
 
 def _same(one: Made, two: Made) -> None:

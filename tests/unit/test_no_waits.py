@@ -16,8 +16,8 @@ from lamplighter.model.generate import stream
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer
 from lamplighter.model.weights import init_weights
+from lamplighter.train.gradients import batch_loss
 from lamplighter.train.hardware import Machine
-from lamplighter.train.loop import batch_loss
 from lamplighter.train.optimizers import adamw, clip_factor, clip_scale
 
 CPU = Machine(torch.device("cpu"), torch.float32, 1, "a CPU", peak_flops=1e9, reasons=())

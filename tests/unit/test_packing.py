@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,8 @@ from lamplighter.model.build import Built
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, next_token_loss
 from lamplighter.model.weights import init_weights
-from lamplighter.train.loop import micro_batches, micro_loss
+from lamplighter.train.gradients import micro_batches, micro_loss
+from lamplighter.train.hardware import Machine
 
 PAD = 0
 
@@ -248,8 +248,8 @@ def test_the_training_loop_has_the_mean_of_those_losses(micro: int) -> None:
     assert feed.facts.samples == 3, "one batch is the whole epoch"
     batch = feed.make(1)
     run = validated({"train": {"batch_size": 3, "micro_batch": micro, "steps": 1}})
-    where = SimpleNamespace(device=torch.device("cpu"), precision=nullcontext, copied=torch.from_numpy)
-    context: Any = SimpleNamespace(run=run, machine=where, model=model)
+    where = Machine(torch.device("cpu"), torch.float32, 1, "a CPU", peak_flops=1e9, reasons=())
+    context: Any = SimpleNamespace(run=run, machine=where, model=model, loss_scale=None)
     with torch.no_grad():
         loss = sum(float(micro_loss(context, batch, rows)) for rows in micro_batches(batch, micro))
     assert loss == pytest.approx(alone / sum(length - 2 for length in lengths), abs=1e-5)

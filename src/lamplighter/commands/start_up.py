@@ -44,7 +44,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         from lamplighter.model.recompute import recompute_blocks
         from lamplighter.plan.estimate import smaller_models
         from lamplighter.plan.job import family_of, is_built_first, known_shape
-        from lamplighter.train import checkpoint, exactness, guard, hardware, loop, optimizers  # noqa: F401
+        from lamplighter.train import checkpoint, exactness, guard, hardware, loop, loss_scale, optimizers, path  # noqa: F401
         from lamplighter.train.pace import Smaller
         from lamplighter.train.state import RunContext, TrainState
     with report.phase("machine"):
@@ -87,6 +87,9 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         if built.adapter is not None:
             built = _with_base(run, folder, built, where)
         optimizer = optimizers.make_optimizer(built.model, run.train)
+        scale = loss_scale.LossScale(where.device) if where.dtype_name == "fp16" else None
+        if scale is not None:
+            optimizer = loss_scale.ScaledOptimizer(optimizer, scale)
     probe = _probe_exactness(run, built, where, planned, data=data, before=before.get("exact"), cache=cache)
     compiled, why = hardware.choose_compile(
         run.train,
@@ -114,11 +117,12 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         tokenizer=tokenizer,
         chat=text.chat,
         recorded=_recorded(run, where, data, steps, text.chat) | _of_probe(probe, before),
+        loss_scale=scale,
         planned_step_s=planned.step_s,
         smaller=tuple(Smaller(*one) for one in smaller_models(planned)) if math.isfinite(run.budget.left_s(0)) else (),
     )
     state = TrainState(steps, compiled, probe=probe)
-    context.say_path(compiled)
+    path.say_path(context, compiled)
     guard.explain_schedule(schedule)
     if found is not None:
         with report.phase("resume"):
@@ -144,7 +148,7 @@ def _probe_exactness(
 ) -> GradientProbe | None:
     """On the first weights, before a checkpoint is loaded: the same for every start of this run."""
     from lamplighter.train import exactness, hardware
-    from lamplighter.train.loop import batch_loss
+    from lamplighter.train.gradients import batch_loss
 
     if ":" in run.model.family and run.model.init_from is None:
         return None  # code of one's own may count its calls: it is called for steps alone

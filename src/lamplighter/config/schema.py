@@ -182,6 +182,12 @@ class Train:
     epochs: float | None = _value(None, "passes over the data; or give train.steps", gt=0, le=10_000)
     batch_size: int = _value(16, "sequences per optimizer step, over all devices", ge=1, le=1_000_000)
     micro_batch: int | None = _value(None, "sequences that one device holds at once; none = batch_size", ge=1)
+    tree: int = _value(
+        8,
+        "gradients of micro-batches are summed by a binary tree of at most so many parts; 1 takes the least memory",
+        ge=1,
+        le=1024,
+    )
     optimizer: str = _value("adamw", f"one of: {', '.join(OPTIMIZERS)}", choices=OPTIMIZERS)
     lr: float = _value(3e-4, "peak learning rate", "3e-4 is usual for 100M parameters, 1e-3 for 1M", gt=0, le=1)
     min_lr_ratio: float = _value(0.1, "final rate as a share of the peak (cosine)", ge=0, le=1)
@@ -193,7 +199,9 @@ class Train:
     grad_clip: float = _value(1.0, "largest gradient norm; 0 = no clipping", ge=0)
     seed: int = _value(1, "of the order, the weights and dropout", ge=0, lt=2**31)
     device: Literal["auto", "cpu", "cuda"] = _value("auto", "where to compute")
-    dtype: Literal["auto", "fp32", "bf16"] = _value("auto", "bf16 means autocast; weights stay fp32")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = _value(
+        "auto", "bf16 and fp16 mean autocast; weights stay fp32; fp16 (cards without bf16) has a loss scale"
+    )
     exact: bool | Literal["auto"] = _value(
         "auto",
         "on a GPU, kernels that give the same bits each time; auto: unless lamp selftest measured over 15 % for it",
@@ -388,7 +396,7 @@ NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "t
 # field of a run puts a line here (and a test beside it).
 RENAMED: dict[str, str] = {}  # name then -> name now
 REMOVED: dict[str, str] = {}  # name then -> what happens instead, in words
-ADDED: dict[str, Any] = {"train.optimizer": "adamw"}  # name now -> how runs behaved before it existed
+ADDED: dict[str, Any] = {"train.optimizer": "adamw", "train.tree": 1}  # name now -> how runs behaved before it existed
 
 
 @dataclass(frozen=True)

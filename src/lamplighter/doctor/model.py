@@ -43,8 +43,8 @@ from lamplighter.procs import procfs
 from lamplighter.rundir import human_bytes
 from lamplighter.train import hardware as machines
 from lamplighter.train import optimizers
+from lamplighter.train.gradients import batch_loss
 from lamplighter.train.hardware import Machine
-from lamplighter.train.loop import batch_loss
 
 _STEP_S = 1.5  # about so long may one forward and backward of a probe take
 _FITS = 0.6  # of the free memory: activations come on top

@@ -11,8 +11,10 @@ overwrites the logits. From it come the chunk's rows of dx and its share of dW. 
 a time, in a buffer that is kept between steps, and the backward pass only hands over dx and dW, which the forward pass
 has already made. The price: the gradient is made also where nobody asks for it later, and can be used once.
 
-In bf16 the softmax is worked out in float32, a strip of the chunk at a time, small enough for a CPU's caches. Rows without
-a target (prompts, padding) are left out before the matrix.
+In bf16 and fp16 the softmax is worked out in float32, a strip of the chunk at a time, small enough for a CPU's caches. In fp16
+the gradient is scaled before it is narrowed: afterwards, what had vanished would not come back. Rows without a target (prompts,
+padding) are left out before the matrix. On a GPU the matrix is widened with zeros to a multiple of 64 words, which its
+kernels are made for (50,257 is odd); those words get no probability and no gradient.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class LossBuffers:
 
 
 class _Settings(NamedTuple):
-    scale: float
+    scale: float | Tensor
     dtype: torch.dtype  # of the products: autocast's where it is on
     buffers: LossBuffers
 
@@ -57,7 +59,7 @@ def chunked_loss(
     x_BTC: Tensor,
     weight_VC: Tensor,
     targets_BT: Tensor,
-    scale: float,
+    scale: float | Tensor,
     *,
     buffers: LossBuffers,
     counted: Counted | None = None,
@@ -87,11 +89,13 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, settings: _Settings) -> Tensor:
         scale, dtype, buffers = settings
         wants_x, wants_weight = ctx.needs_input_grad[:2]
-        weight = weight_VC.to(dtype)
+        words, weight = len(weight_VC), _widened(weight_VC, dtype)
         dx_NC = torch.empty_like(x_NC) if wants_x else None
-        dweight_VC = torch.empty_like(weight_VC) if wants_weight else None
+        dweight_VC = torch.empty_like(weight, dtype=weight_VC.dtype) if wants_weight else None
         if dweight_VC is not None and not len(x_NC):
             dweight_VC.zero_()
+        # What the gradient is multiplied by before it is narrowed, and what it is multiplied by after the products.
+        early, late = (scale, 1.0) if dtype == torch.float16 else (None, scale)
         loss_N1 = torch.empty(len(x_NC), 1, dtype=torch.float32, device=x_NC.device)
         rows = min(shape.block_rows(weight_VC.shape[0], x_NC.device.type), max(1, len(x_NC)))
         for start in range(0, len(x_NC), rows):
@@ -102,12 +106,17 @@ class _ChunkedLoss(torch.autograd.Function):
             strip = shape.strip_rows(rows, x_NC.device.type)
             for top in range(0, len(x_RC), strip):
                 part = slice(top, top + strip)
-                loss_N1[here][part] = _to_gradient(chunk_RV[part], targets_R1[part], buffers, wants_x or wants_weight)
+                strip_SV = chunk_RV[part]
+                if strip_SV.shape[1] > words:
+                    strip_SV[:, words:] = float("-inf")
+                wanted = wants_x or wants_weight
+                loss_N1[here][part] = _to_gradient(strip_SV, targets_R1[part], buffers, wanted=wanted, scale=early)
             if dx_NC is not None:
                 dx_NC[here] = chunk_RV @ weight
             if dweight_VC is not None:
-                _add_product(dweight_VC, chunk_RV, x_RC, scale, first=start == 0)
-        ctx.save_for_backward(None if dx_NC is None else dx_NC.mul_(scale), dweight_VC)
+                _add_product(dweight_VC, chunk_RV, x_RC, late, first=start == 0)
+        dx_NC = dx_NC if dx_NC is None or early is not None else dx_NC.mul_(late)
+        ctx.save_for_backward(dx_NC, None if dweight_VC is None else dweight_VC[:words])
         return loss_N1.sum() * scale
 
     @staticmethod
@@ -121,7 +130,19 @@ class _ChunkedLoss(torch.autograd.Function):
         return dx_NC, dweight_VC, None, None
 
 
-def _to_gradient(chunk_SV: Tensor, targets_S1: Tensor, buffers: LossBuffers, wanted: bool) -> Tensor:
+def _widened(weight_VC: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix in the type of the products, with as many words as they are made for."""
+    words = shape.widened_vocab(len(weight_VC), weight_VC.device.type)
+    if words == len(weight_VC):
+        return weight_VC.to(dtype)
+    wide = weight_VC.new_zeros(words, weight_VC.shape[1], dtype=dtype)
+    wide[: len(weight_VC)].copy_(weight_VC)
+    return wide
+
+
+def _to_gradient(
+    chunk_SV: Tensor, targets_S1: Tensor, buffers: LossBuffers, *, wanted: bool, scale: float | Tensor | None
+) -> Tensor:
     """The loss of a strip of logits; the strip itself becomes its gradient, in float32 in between.
 
     One pass of softmax gives both: its largest probability is 1 / the sum of exp(logit - largest logit).
@@ -134,13 +155,16 @@ def _to_gradient(chunk_SV: Tensor, targets_S1: Tensor, buffers: LossBuffers, wan
     loss_S1 -= wide_SV.amax(-1, keepdim=True).log_()
     if wanted:  # the probabilities, less one at the target, are the gradient
         wide_SV.scatter_add_(1, targets_S1, torch.full_like(loss_S1, -1.0))
+        if scale is not None:
+            wide_SV.mul_(scale)
         if wide_SV is not chunk_SV:
             chunk_SV.copy_(wide_SV)
     return loss_S1
 
 
-def _add_product(dweight_VC: Tensor, gradient_RV: Tensor, x_RC: Tensor, scale: float, first: bool) -> None:
-    """Add up, or begin, the gradient of the matrix; in bf16 by strips, whose float32 stays in the caches of a CPU."""
+def _add_product(dweight_VC: Tensor, gradient_RV: Tensor, x_RC: Tensor, scale: float | Tensor, first: bool) -> None:
+    """Add up, or begin, the gradient of the matrix; in 16 bits by strips, whose float32 stays in the caches of a CPU."""
+    assert isinstance(scale, (int, float)), "a scale that is a tensor is that of fp16, and is in the gradient already"
     if gradient_RV.dtype == dweight_VC.dtype:
         torch.addmm(dweight_VC, gradient_RV.t(), x_RC, beta=0.0 if first else 1.0, alpha=scale, out=dweight_VC)
         return

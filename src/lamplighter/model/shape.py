@@ -384,12 +384,18 @@ def _one_token_id(config: dict[str, Any], name: str) -> int | None:
 CPU_BLOCK_BYTES = 64 << 20
 _GPU_BLOCK_BYTES = 512 << 20
 BLOCK_ROWS = 64  # a block has a multiple of so many
+_ALIGNED_WORDS = 64
 
 
 def block_rows(vocab_size: int, device_type: str) -> int:
     """Rows of logits that are worked on together: a function of nothing that may change between two starts."""
     room = CPU_BLOCK_BYTES if device_type == "cpu" else _GPU_BLOCK_BYTES
     return max(BLOCK_ROWS, room // (4 * vocab_size) // BLOCK_ROWS * BLOCK_ROWS)
+
+
+def widened_vocab(words: int, device: str) -> int:
+    """Words that the last matrix is computed with: on a GPU a multiple of 64, with zeros behind the vocabulary."""
+    return words if device == "cpu" else -(-words // _ALIGNED_WORDS) * _ALIGNED_WORDS
 
 
 def strip_rows(rows: int, device_type: str) -> int:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from lamplighter.model import cpu
 from lamplighter.model.chunked_loss import Counted, LossBuffers, chunked_loss
 from lamplighter.model.shape import Shape
+from lamplighter.model.varlen import VarlenRows, attend_varlen
 
 INIT_STD = 0.02
 RotaryCosSin = tuple[Tensor, Tensor]
@@ -68,9 +69,14 @@ class AttentionContext(NamedTuple):
         Tensor | None
     )  # true where a token may attend, or what is added to the scores; None: every token to all before it
     cache: KVCache | None
+    varlen: VarlenRows | None = None  # packed rows without a mask
 
 
-def attention_context(ids_BT: Tensor, cache: KVCache | None, segments_BT: Tensor | None) -> AttentionContext:
+def attention_context(
+    ids_BT: Tensor, cache: KVCache | None, segments_BT: Tensor | None, varlen: VarlenRows | None = None
+) -> AttentionContext:
+    if varlen is not None:
+        return AttentionContext(varlen.positions, None, None, varlen)
     T = ids_BT.shape[1]
     start = 0 if cache is None else cache.position
     if segments_BT is not None:
@@ -93,6 +99,13 @@ def as_added(mask: Tensor) -> Tensor:
     kind = mask.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
+
+
+def attend_in(context: AttentionContext, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, dropout: float) -> Tensor:
+    """Attention as the context wants it."""
+    if context.varlen is not None:
+        return attend_varlen(q_BHTD, k_BHSD, v_BHSD, context.varlen)
+    return attend(q_BHTD, k_BHSD, v_BHSD, context.mask, dropout)
 
 
 def attend(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
@@ -148,7 +161,7 @@ class GPT2Attention(nn.Module):
         q_BHTD, k_BHTD, v_BHTD = (_split_heads(part, self.head_width) for part in self.c_attn(x_BTC).chunk(3, dim=-1))
         if context.cache is not None:
             k_BHTD, v_BHTD = context.cache.extend(self.layer, k_BHTD, v_BHTD)
-        mixed_BTC = attend(q_BHTD, k_BHTD, v_BHTD, context.mask, self.dropout if self.training else 0.0)
+        mixed_BTC = attend_in(context, q_BHTD, k_BHTD, v_BHTD, self.dropout if self.training else 0.0)
         return functional.dropout(self.c_proj(mixed_BTC), self.dropout, self.training)
 
 
@@ -244,7 +257,7 @@ class LlamaAttention(nn.Module):
         v_BHTD = _split_heads(self.v_proj(x_BTC), self.head_width)
         if context.cache is not None:
             k_BHTD, v_BHTD = context.cache.extend(self.layer, k_BHTD, v_BHTD)
-        mixed_BTC = attend(q_BHTD, k_BHTD, v_BHTD, context.mask, self.dropout if self.training else 0.0)
+        mixed_BTC = attend_in(context, q_BHTD, k_BHTD, v_BHTD, self.dropout if self.training else 0.0)
         out_BTC: Tensor = self.o_proj(mixed_BTC)
         return out_BTC
 
@@ -319,16 +332,18 @@ class Transformer(nn.Module):
         last_only: bool = False,
         segments_BT: Tensor | None = None,
         targets_BT: Tensor | None = None,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         counted: Counted | None = None,
+        varlen: VarlenRows | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or [B, 1, V] with last_only; with targets_BT their loss instead: scale x the sum of nats.
 
         With a cache, ids_BT continue what it holds. With segments_BT (an integer per token), tokens look only at
-        tokens of the same segment, and each segment counts its positions from zero: packed documents stay apart.
+        tokens of the same segment, and each segment counts its positions from zero: packed documents stay apart;
+        `varlen` says the same of a batch for a kernel that needs no mask.
         """
         self.check_room(ids_BT, cache, segments_BT)
-        context = attention_context(ids_BT, cache, segments_BT)
+        context = attention_context(ids_BT, cache, segments_BT, varlen)
         body = self.transformer if self.shape.family == "gpt2" else self.model
         x_BTC: Tensor = body(ids_BT, context)
         if cache is not None:
@@ -369,15 +384,17 @@ def token_loss(
     segments_BT: Tensor | None = None,
     *,
     whole: bool = False,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     counted: Counted | None = None,
+    varlen: VarlenRows | None = None,
 ) -> Tensor:
     """`scale` times that sum: a chunk of rows of logits at a time, or from all logits as a whole.
 
     With segments, packed examples do not see each other. A model of one's own always gives its logits as a whole.
     """
     if isinstance(model, Transformer) and not whole:
-        loss: Tensor = model(ids_BT, segments_BT=segments_BT, targets_BT=targets_BT, scale=scale, counted=counted)
+        more = {"scale": scale, "counted": counted, "varlen": varlen}
+        loss: Tensor = model(ids_BT, segments_BT=segments_BT, targets_BT=targets_BT, **more)
         return loss
     logits_BTV = model(ids_BT) if segments_BT is None else model(ids_BT, segments_BT=segments_BT)
     return next_token_loss(logits_BTV, targets_BT) * scale

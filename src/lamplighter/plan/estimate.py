@@ -231,12 +231,27 @@ def _fits(job: Job, device: Device) -> bool:
 
 
 def largest_micro_batch(job: Job, device: Device) -> int | None:
-    """On paper; None where not even one row fits."""
-    low, high = 0, job.batch_size
+    """On paper; None where not even one row fits. Smaller pieces are more of them, and the tree that adds up their gradients
+    takes memory too: so from the largest sizes down, those of one number of pieces after another.
+    """
+    high = job.batch_size
+    for pieces in range(1, job.tree + 1):
+        low = math.ceil(job.batch_size / pieces) if pieces < job.tree else 1
+        found = _largest_between(job, device, low, high)
+        if found is not None:
+            return found
+        high = min(high, low - 1)
+    return None
+
+
+def _largest_between(job: Job, device: Device, low: int, high: int) -> int | None:
+    """Sizes with the same tree: of those, a smaller one never takes more."""
+    if low > high or not _fits(replace(job, micro_batch=low), device):
+        return None
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if _fits(replace(job, micro_batch=middle), device) else (low, middle - 1)
-    return low or None
+    return low
 
 
 def _for_memory(job: Job, device: Device) -> Iterator[_Option]:
@@ -253,6 +268,11 @@ def _for_memory(job: Job, device: Device) -> Iterator[_Option]:
         size = _even(size, job.batch_size)
         words = f"micro-batch {size}, the same batch of {job.batch_size}"
         yield _Option(f"{blocks}--train.micro_batch {size}", words, replace(job, micro_batch=size))
+    elif job.tree > 1 and (size := largest_micro_batch(replace(job, tree=1), device)) is not None:
+        size = _even(size, job.batch_size)
+        words = f"micro-batch {size}, gradients added one after another (not the same bits on another number of ranks)"
+        plain = replace(job, tree=1, micro_batch=size)
+        yield _Option(f"{blocks}--train.tree 1 --train.micro_batch {size}", words, plain)
     if job.recompute or job.own_params:
         return
     again = replace(job, recompute=True)

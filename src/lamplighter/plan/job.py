@@ -82,6 +82,7 @@ class Job:
     micro_batch: int
     steps: int
     dtype: str = "fp32"
+    tree: int = 1  # parts that gradients of micro-batches are summed by: train.tree
     recompute: bool = False
     whole_logits: bool = False  # train.loss whole, or a model of one's own
     segments: bool = False  # packed examples, kept apart by a mask
@@ -141,6 +142,11 @@ class Job:
         return math.ceil(self.batch_size / self.micro_batch)
 
     @property
+    def nodes(self) -> int:
+        """Base nodes of the tree by which gradients are summed (train/gradients.py)."""
+        return min(self.tree, self.accumulation)
+
+    @property
     def epochs(self) -> float | None:
         """Passes over the data; None where it is not known."""
         if self.text is None or not self.text.tokens:
@@ -163,6 +169,7 @@ def job_of(run: Run, shape: Shape, steps: int, dtype: str, text: Text | None = N
         micro_batch=train.micro_batch or train.batch_size,
         steps=steps,
         dtype=dtype,
+        tree=train.tree,
         recompute=train.recompute,
         whole_logits=train.loss == "whole" or bool(more.get("own_params")),
         text=text,

@@ -8,7 +8,8 @@ MLP, H heads, T length; counted with torch's hooks, see tests/unit/test_plan_mem
 keeps the residual stream in fp32. With train.recompute a layer keeps its input alone, and one layer at a time is whole.
 Logits as a whole: 12 bytes a number (log-softmax, its gradient, the gradient of the logits; in fp32 also under bf16). In blocks
 (train.loss, model/chunked_loss.py): one block, and the gradients of the head, which are ready before the backward pass. Gradients and
-activations are not at their largest together, unless gradients of an earlier micro-batch are being added up.
+activations are not at their largest together, unless gradients of an earlier micro-batch are being added up. The tree that sums
+them (train.tree, train/gradients.py) holds one more set of gradients for each of its levels.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ class Memory:
     staging: int
     staging_here: bool  # on a CPU the copy lies in the same memory
     holes: float = 1.0
+    sums: int = 0  # gradients of earlier micro-batches, in the tree that adds them up
     loading: int = 0  # while it is opened: other families are wide before their frozen matrices are narrowed
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.optimizer + self.cast + self.own + (self.staging if self.staging_here else 0)
+        here = self.staging if self.staging_here else 0
+        return self.weights + self.optimizer + self.cast + self.sums + self.own + here
 
     def _peak(self, holes: float) -> int:
         """Gradients grow while activations shrink; only earlier micro-batches leave theirs lying about.
@@ -120,12 +123,12 @@ def memory(job: Job, device: Device) -> Memory:
     shape, on_cpu = job.shape, device.is_cpu
     tokens = job.micro_batch * job.seq_len
     each = 0 if job.own_params else tokens * layer_bytes(shape, job.dtype, on_cpu, job.segments, job.seq_len)
-    copies = 2 * matmul_parameters_per_layer(shape) if job.dtype == "bf16" else 0
+    copies = 2 * matmul_parameters_per_layer(shape) if job.dtype != "fp32" else 0
     ends = tokens * shape.width * (8 if shape.family == "gpt2" else 12)  # the last norm, its input and its output
     if shape.dropout > 0 and shape.family == "gpt2":
         ends += tokens * shape.width * (4 if on_cpu else 1)
     kept = shape.layers * (tokens * shape.width * 4 if job.recompute else each)
-    head = 2 * shape.vocab_size * shape.width if job.dtype == "bf16" else 0
+    head = 2 * shape.vocab_size * shape.width if job.dtype != "fp32" else 0
     if job.lora.r is not None and job.lora.base_dtype != "fp32":
         copies = 0  # widened or narrowed for each product, and not kept
         loading = WEIGHT_BYTES * job.params if job.counted_params else 0  # ours are narrowed as they are read
@@ -144,7 +147,8 @@ def memory(job: Job, device: Device) -> Memory:
         held=_held_logits(job, on_cpu),
         own=own,
         embedding=4 * shape.vocab_size * shape.width if job.lora.r is None else 0,
-        gradients_meanwhile=job.accumulation > 1,
+        gradients_meanwhile=job.accumulation > job.nodes,
+        sums=GRADIENT_BYTES * job.trained * (job.nodes.bit_length() - 1),
         staging=job.optimizer.checkpoint_bytes * job.trained,
         staging_here=on_cpu,
         holes=_HOLES[shape.family] if on_cpu else 1.0,

@@ -231,7 +231,7 @@ def _time(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     m, job, device = plan.memory, plan.job, plan.device
-    named = [("weights", m.weights), ("gradients", m.gradients), (job.optimizer.name, m.optimizer), ("bf16 copies", m.cast),
+    named = [("weights", m.weights), ("gradients", m.gradients), ("their sums", m.sums), (job.optimizer.name, m.optimizer), (f"{job.dtype} copies", m.cast),
              ("activations", m.activations), ("one layer", m.layer), ("logits", m.held),
              ("copy for a save", m.staging if m.staging_here else 0), ("the rest", m.own)]  # fmt: skip
     sums = " + ".join(f"{name} {size / GIB:.2f}" for name, size in named if size)

@@ -10,11 +10,12 @@ runs its forward and backward pass:
     writer thread                | copy ................................ | copied.set() | write, fsync, rename | done.set()
 
 On a CPU the writer thread copies. On a GPU the copy is queued on a CUDA stream of its own, and `wait_for_copy` makes the
-compute stream wait for it, so that the CPU is never blocked. Buffers are different: a forward pass may change them (a
+compute stream wait for it, so that the CPU is never blocked; where the copy's memory cannot be pinned, the writer thread copies
+there too. Buffers are different: a forward pass may change them (a
 running mean), so they are copied at once, before the next step begins.
 
-The copy is as large as a checkpoint (`checkpoint_bytes` of config.OPTIMIZERS for each parameter). It is allocated at the
-first save and used again for each; there is only ever one save at a time (checkpointer.py).
+The copy is as large as a checkpoint (`checkpoint_bytes` of config.OPTIMIZERS for each parameter), in one piece. It is allocated
+at the first save and used again for each; there is only ever one save at a time (checkpointer.py).
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
 
+from lamplighter import report
 from lamplighter.report import Phase, Verdict
 from lamplighter.rundir import human_bytes
 
 _WRITER_THREAD = "lamp-writer"
 _NICENESS = 5  # of the write. The copy keeps its full priority: a step may be waiting for it
 _LEAST_SPARE = 2.0  # auto: this many times the copy must be free, so that it is not the copy that exhausts the memory
+_ALIGNED = 64  # bytes
+_LOOK_S = 0.05
 Tensors = dict[str, torch.Tensor]
 
 
@@ -62,9 +67,12 @@ class PendingSave:
 
 
 class AsyncSaver:
-    """The kept copies of the weights and the optimizer's state, and the thread that fills them and writes from them."""
+    """The kept copy of the weights and the optimizer's state, and the thread that fills it and writes from it."""
 
     def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)  # all of it, in one piece
+        self.layout: list[tuple[torch.Size, torch.dtype]] = []
+        self.pinned = False
         self.model: Tensors = {}
         self.optimizer: Tensors = {}
         self.copy_stream: torch.cuda.Stream | None = None
@@ -72,7 +80,27 @@ class AsyncSaver:
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for part in (self.model, self.optimizer) for tensor in part.values())
+        return self.memory.nbytes
+
+    def _allocate(self, model: Tensors, optimizer: Tensors) -> None:
+        """A place for each of these tensors; the memory is taken anew only where their shapes are others."""
+        live = [*model.values(), *optimizer.values()]
+        layout = [(tensor.shape, tensor.dtype) for tensor in live]
+        if layout != self.layout:
+            starts = list(accumulate((-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in live), initial=0))
+            if self.pinned:
+                torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[no-untyped-call]
+            self.memory = torch.empty(starts[-1], dtype=torch.uint8)
+            self.pinned = any(tensor.is_cuda for tensor in live) and _pin(self.memory)
+            views = [
+                self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                for start, tensor in zip(starts, live, strict=False)
+            ]
+            self.layout = layout
+        else:
+            views = [*self.model.values(), *self.optimizer.values()]
+        self.model = dict(zip(model, views, strict=False))
+        self.optimizer = dict(zip(optimizer, views[len(model) :], strict=True))
 
     def begin(
         self,
@@ -83,13 +111,15 @@ class AsyncSaver:
         write: Callable[[Tensors, Tensors], None],
     ) -> None:
         """Copy the buffers now and the rest beside the next step; then call `write` with the copies, in a thread."""
-        to_model, to_optimizer = _allocate(self.model, model), _allocate(self.optimizer, optimizer)
+        self._allocate(model, optimizer)
+        to_model, to_optimizer = dict(self.model), dict(self.optimizer)
         pairs = [(model[name], to_model[name]) for name in model if name not in buffers]
         pairs += [(optimizer[name], to_optimizer[name]) for name in optimizer]
         for name in buffers:
             to_model[name].copy_(model[name])
+        self.copy_queued = None
         if any(tensor.is_cuda for tensor in model.values()):
-            self._queue_copy(pairs)
+            self._queue_copy(pairs if self.pinned else [])
 
         def work() -> None:
             try:
@@ -107,14 +137,17 @@ class AsyncSaver:
 
     def wait_for_copy(self, save: PendingSave) -> None:
         """Return when the weights may change: the copy is made (CPU), or comes first in the order of the GPU's work."""
-        if self.copy_queued is not None:
+        if self.copy_queued is not None and self.pinned:
             torch.cuda.current_stream().wait_event(self.copy_queued)
             return
         while not save.copied.wait(1.0):
             pass
 
     def _queue_copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """On a GPU: copies to pinned memory, in order after the last update, on a stream beside the next step."""
+        """On a GPU: copies to pinned memory, in order after the last update, on a stream beside the next step.
+
+        Without any, the stream only knows what it comes after: to memory that is not pinned the writer thread copies.
+        """
         self.copy_stream = self.copy_stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.copy_stream):
@@ -124,20 +157,60 @@ class AsyncSaver:
             self.copy_queued.record(self.copy_stream)
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if self.copy_queued is not None:
+        if self.copy_queued is not None and self.pinned:
             self.copy_queued.synchronize()
+            return
+        if self.copy_stream is not None:
+            with torch.cuda.stream(self.copy_stream):
+                for source, target in pairs:
+                    target.copy_(source)
             return
         for source, target in pairs:  # by one thread, without the GIL: the cores belong to the step
             np.copyto(_bytes_of(target), _bytes_of(source.detach().contiguous()))
 
 
-def _allocate(kept: Tensors, tensors: Tensors) -> Tensors:
-    """A kept tensor for each of these; a new one only where there is none of its shape."""
-    for name, tensor in tensors.items():
-        have = kept.get(name)
-        if have is None or have.shape != tensor.shape or have.dtype != tensor.dtype:
-            kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return {name: kept[name] for name in tensors}
+def _pin(memory: torch.Tensor) -> bool:
+    """Page-locked where it is, so that a GPU can write to it by itself. torch's own pinned memory is rounded up to a power of
+    two: 2.1 GB for a copy of 1.3. False where the system refuses (a limit on locked memory, too little of it).
+    """
+    failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
+    if failed:
+        report.note(f"the copy for saves is not in pinned memory (CUDA error {failed}): it takes a little longer")
+    return not failed
+
+
+class LastUpdate:
+    """How far a GPU is: whether it has made the last update of the weights. On a CPU it always has."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event: torch.cuda.Event | None = None
+        self.device = device
+
+    def queued(self) -> None:
+        """Called after the kernels of an update."""
+        if self.device.type == "cuda":
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record()
+
+    def is_made(self, within_s: float) -> bool:
+        """Looked at without a wait that could not be left."""
+        until = time.monotonic() + within_s
+        while self.event is not None and not self.event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    @contextlib.contextmanager
+    def read_beside(self) -> Iterator[None]:
+        """The weights after the last update, read on a stream of its own: what is queued behind it is not waited for."""
+        if self.event is None:
+            yield
+            return
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_event(self.event)
+        with torch.cuda.stream(stream):
+            yield
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:

@@ -66,6 +66,7 @@ class Progress:
     since_best: int = 0  # and how many validations ago the best one was
     loss_sum: float = 0.0  # over the steps that were learned from,
     loss_steps: int = 0  # and how many they are
+    overflows: int = 0  # fp16: steps whose gradients did not fit at their loss scale
 
     @property
     def mean_loss(self) -> float:
@@ -75,6 +76,10 @@ class Progress:
         """With one more step that was learned from."""
         total, count = self.loss_sum + loss, self.loss_steps + 1
         return replace(self, step=step, tokens=self.tokens + tokens, loss=loss, loss_sum=total, loss_steps=count)
+
+    def overflowed(self, step: int, tokens: int) -> Progress:
+        """With one more step, passed over because its gradients did not fit into fp16."""
+        return replace(self, step=step, tokens=self.tokens + tokens, overflows=self.overflows + 1)
 
     def scored(self, step: int, val_loss: float) -> Progress:
         """With the validation after a step; said again (after a kill) it counts once."""

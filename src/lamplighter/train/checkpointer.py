@@ -34,6 +34,7 @@ from lamplighter.train.checkpoint import Contents, Progress
 from lamplighter.train.state import RunContext, TrainState
 
 _STOP_PATIENCE_S = 1.0  # how long a stop waits for the step to end by itself before it saves from beside it
+_STOP_DEADLINE_S = 10.0  # how long it then waits for a GPU to end the last update
 _LOOK_S = 0.1
 _LONG_WAIT_S = 1.0  # a wait for the save before that is worth a word
 
@@ -52,6 +53,7 @@ class Checkpointer:
         self.save_s = 0.0
         self.stopped = threading.Event()
         self.in_update = False  # the weights are neither those before the step nor those after it
+        self.last_update = async_save.LastUpdate(context.machine.device)
         self.async_saver: AsyncSaver | None = None
         self.chosen = False
         self.pending: PendingSave | None = None
@@ -134,6 +136,7 @@ class Checkpointer:
                 self.pending.blocked_s += time.monotonic() - started
             self.in_update = True
             yield
+            self.last_update.queued()
             self.in_update = False
 
     def keep_best(self) -> None:
@@ -176,14 +179,24 @@ class Checkpointer:
     # ---------------------------------------------------------------- on request, in threads of their own
 
     def stop(self) -> None:
-        """Asked to stop: let the loop do it; if it is busy for longer, save from here and leave."""
+        """Asked to stop: let the loop do it; if it is busy for longer, save from here and leave.
+
+        On a GPU what is queued behind the last update is not waited for. One that does not even end that update cannot be
+        read: the durable step counts, and that is said.
+        """
         if self.stopped.wait(_STOP_PATIENCE_S):
+            return
+        if not self.last_update.is_made(_STOP_DEADLINE_S):
+            words = f"the GPU has not ended the last update within {_STOP_DEADLINE_S:.0f} s, so it cannot be saved"
+            report.warn(f"{words}: step {self.durable} is durable")
+            report.leave(STOPPED_EARLY)
             return
         with self._saving(), self.alone():
             if self.stopped.is_set():
                 return
             try:
-                self.save_or_report()
+                with self.last_update.read_beside():
+                    self.save_or_report()
             except LampError as error:
                 report.last_words(error.lines(), error.code)
                 report.leave(CannotWrite.code)

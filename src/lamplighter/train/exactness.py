@@ -189,10 +189,15 @@ class Gradients:
         try:
             self.seed()
             self.loss(self.batch).backward()  # type: ignore[no-untyped-call]
-            return {name: _hash(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+            return gradient_hashes(self.model)
         finally:
             self.model.zero_grad(set_to_none=True)
             self.model.train(was_training)
+
+
+def gradient_hashes(model: torch.nn.Module) -> dict[str, str]:
+    """Of each parameter that has a gradient now."""
+    return {name: _hash(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _hash(tensor: torch.Tensor) -> str:

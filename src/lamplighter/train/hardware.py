@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import shutil
@@ -23,7 +24,7 @@ import torch
 from lamplighter import gpus
 from lamplighter.config import Train
 from lamplighter.errors import BadConfig
-from lamplighter.model import cpu
+from lamplighter.model import cpu, varlen
 from lamplighter.model.shape import BLOCK_ATTENTION_TOKENS, Shape
 from lamplighter.procs import procfs
 from lamplighter.procs.pool import usable_cores
@@ -35,6 +36,8 @@ _LLAMA_COMPILE_GAIN = 0.05  # with torch's attention, on a CPU: docs/decisions/0
 _GPU_COMPILE_GAIN = 0.1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3), with what they are by default
 TRIM_THRESHOLD, MMAP_MAX = 128 * 1024, 65_536
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -52,21 +55,35 @@ class Machine:
 
     @property
     def dtype_name(self) -> str:
-        return "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        return DTYPE_NAMES[self.dtype]
 
     @contextlib.contextmanager
     def precision(self) -> Iterator[None]:
-        """bf16 means autocast; parameters and optimizer state stay fp32."""
-        if self.dtype == torch.bfloat16:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        """bf16 and fp16 mean autocast; parameters and optimizer state stay fp32."""
+        if self.dtype != torch.float32:
+            with torch.autocast(self.device.type, dtype=self.dtype):
                 yield
         else:
             yield
 
-    def copied(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
-        """On the device. From pinned memory, so that the copy is waited for by no one but the kernels that need it."""
-        held = torch.from_numpy(numbers)
-        return held if self.device.type == "cpu" else held.pin_memory().to(self.device, non_blocking=True)
+    def copied(self, *parts: npt.NDArray[np.int64]) -> tuple[torch.Tensor, ...]:
+        """On the device; to a GPU all in one copy, from pinned memory and on a stream of its own: it goes on beside the
+        step before, and is waited for by no one but the kernels that need it.
+        """
+        if self.device.type != "cuda":
+            return tuple(torch.from_numpy(part).to(self.device) for part in parts)
+        pinned = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts])).pin_memory()
+        beside, now = _copy_stream(self.device), torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(beside):
+            flat = pinned.to(self.device, non_blocking=True)
+        now.wait_stream(beside)
+        flat.record_stream(now)  # its memory is not given away before the step has used it
+        pieces = torch.split(flat, [part.size for part in parts])
+        return tuple(piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
+
+    def has_varlen(self, shape: Shape) -> bool:
+        """Whether attention over packed rows of such a model needs no mask."""
+        return varlen.is_available(self.device, self.dtype, shape.head_width, shape.dropout)
 
     def facts(self) -> dict[str, Any]:
         """What bit-identity depends on: recorded with each checkpoint, compared at resume."""
@@ -81,6 +98,12 @@ class Machine:
             "isa_limit": os.environ.get(bf16.ISA_LIMIT, ""),
             **(_card_facts(self.device, self.exact) if self.device.type == "cuda" else {}),
         }
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """For batches on their way to the device."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _card_facts(device: torch.device, exact: bool) -> dict[str, Any]:
@@ -113,7 +136,7 @@ def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | 
         reasons.append("without AMX: bf16 crashes with it on this CPU (a trial process died)")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     peak, how = _peak(device, dtype, name)
-    reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {'bf16' if dtype == torch.bfloat16 else 'fp32'}: {how}")
+    reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {DTYPE_NAMES[dtype]}: {how}")
     late = device.type == "cuda"
     return Machine(device, dtype, threads, name, peak_flops=peak, reasons=tuple(reasons), reads_late=late)
 
@@ -175,22 +198,31 @@ def _choose_dtype(
     wanted = section.dtype if section.dtype != "auto" else before
     why = "train.dtype" if section.dtype != "auto" else "as before"
     if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         if wanted is None:
-            wanted = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-            why = "the GPU has it" if wanted == "bf16" else "the GPU has no bf16"
+            wanted = "bf16" if has_bf16 else "fp16"
+            why = "the GPU has it" if has_bf16 else "the GPU has no bf16; with a loss scale"
+        elif wanted == "bf16" and not has_bf16:
+            raise BadConfig(
+                "this GPU has no bf16",
+                f"{torch.cuda.get_device_name(device)} would emulate it, slower than fp32",
+                "--train.dtype fp16",
+            )
     elif wanted is None:
         wanted, why = bf16.choose(shape or bf16.SOME_MODEL)
     elif wanted == "bf16" and not bf16.make_it_work():
         raise BadConfig(
             "this CPU cannot compute in bf16", "a small product crashed in a trial process", "--train.dtype fp32"
         )
+    elif wanted == "fp16":
+        why += "; on a CPU it is slow, and good for trying out only"
     reasons.append(f"{wanted}: {why}")
-    return torch.bfloat16 if wanted == "bf16" else torch.float32
+    return _DTYPES[wanted]
 
 
 def _peak(device: torch.device, dtype: torch.dtype, name: str) -> tuple[float, str]:
     if device.type == "cuda":
-        known = gpus.peak_of_card(name, "bf16" if dtype == torch.bfloat16 else "fp32")
+        known = gpus.peak_of_card(name, DTYPE_NAMES[dtype])
         if known is not None:
             return known, "data sheet"
     return _measured_gemm(device, dtype), "measured on a matrix product"

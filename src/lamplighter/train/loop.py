@@ -10,31 +10,28 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from lamplighter import device_faults, read_back, report
 from lamplighter.data.batches import Batch
 from lamplighter.errors import BadData, Diverged, StoppedEarly
-from lamplighter.model.chunked_loss import Counted
-from lamplighter.model.generate import stream as sample_stream
-from lamplighter.model.transformer import token_loss
 from lamplighter.model.weights import load_weights, weights
 from lamplighter.rundir import CACHE_NAME, free_bytes, read_last_lines
-from lamplighter.train import checkpoint, exactness, guard, hardware
+from lamplighter.train import checkpoint, exactness, guard, hardware, loss_scale, path
 from lamplighter.train.anomalies.detector import announce, recall
-from lamplighter.train.anomalies.history import Facts, repeat_share
+from lamplighter.train.anomalies.history import Facts
 from lamplighter.train.checkpointer import Checkpointer
+from lamplighter.train.gradients import batch_loss, first_bad_module, forward_backward, micro_batches, micro_loss
 from lamplighter.train.optimizers import clip_factor, clip_scale
 from lamplighter.train.pace import Course, Pace
+from lamplighter.train.samples import show_sample
 from lamplighter.train.state import RunContext, TrainState, UnreadStep
 from lamplighter.train.validation import validate
 
 _SYSTEM_EVERY_STEPS = 10
-_SAMPLE_TEMPERATURE = 0.8
 _EPOCHS_SAID = 5
 
 
@@ -48,6 +45,7 @@ class StepRecord:
     lr: float
     seconds: float
     tokens: int
+    loss_scale: float | None = None  # of fp16
 
 
 @contextlib.contextmanager
@@ -81,35 +79,6 @@ def training(context: RunContext, state: TrainState) -> Iterator[Iterator[StepRe
         checkpointer.wait()
         checkpointer.stopped.set()
         report.when_asked(None, None)
-
-
-def micro_batches(batch: Batch, size: int) -> list[slice]:
-    """The rows of each micro-batch."""
-    return [slice(start, start + size) for start in range(0, len(batch.inputs), size)]
-
-
-def batch_loss(
-    model: torch.nn.Module,
-    batch: Batch,
-    machine: hardware.Machine,
-    *,
-    whole: bool = False,
-    scale: float = 1.0,
-    rows: slice = slice(None),
-) -> torch.Tensor:
-    """`scale` times the summed loss of some rows of a batch, on the run's device and in its precision."""
-    places = np.flatnonzero(batch.targets[rows] >= 0)
-    ids, targets = machine.copied(batch.inputs[rows]), machine.copied(batch.targets[rows])
-    segments = None if batch.segments is None else machine.copied(batch.segments[rows])
-    counted = Counted(None if len(places) == targets.numel() else machine.copied(places))
-    with machine.precision():
-        return token_loss(model, ids, targets, segments, whole=whole, scale=scale, counted=counted)
-
-
-def micro_loss(context: RunContext, batch: Batch, rows: slice) -> torch.Tensor:
-    """The share of these rows in the mean loss over all real tokens of the step."""
-    whole, scale = context.run.train.loss == "whole", 1 / batch.real_tokens
-    return batch_loss(context.model, batch, context.machine, whole=whole, scale=scale, rows=rows)
 
 
 class _Loop:
@@ -177,9 +146,8 @@ class _Loop:
                 self.finished.append(record)
             return self._skip_step(batch, waited_s)
         with report.span("compute"):
-            total = self._forward_backward(batch, begun)
-            numbers = torch.stack((total, self.optimizer.grad_norm()))
-        if self.context.machine.reads_late:
+            numbers = self._loss_and_norm(forward_backward(self.context, batch, begun))
+        if self.context.machine.reads_late or self.context.loss_scale is not None:
             return self._update_unread(batch, numbers, waited_s, started)
         with report.span("compute"):
             loss, grad_norm = numbers.tolist()  # both are judged before the weights are touched
@@ -210,10 +178,12 @@ class _Loop:
                 return None
             self.finished.append(record)
         with report.span("optimizer"), self.checkpointer.optimizer_update():
-            bad = (~torch.isfinite(numbers)).any().float()
+            finite = torch.isfinite(numbers)
             lr = self.context.schedule.lr_at(batch.step)
-            self.optimizer.step(lr, clip_scale(numbers[1], self.train.grad_clip), bad)
+            self.optimizer.step(lr, clip_scale(numbers[1], self.train.grad_clip), (~finite).any().float())
             self.optimizer.zero_grad()
+            if self.context.loss_scale is not None:
+                self.context.loss_scale.update(finite)
             before = self.state.settled
             self.state.unread = UnreadStep(batch, before, numbers, waited_s=waited_s, started=started)
         return self._read_step() if self._is_due(batch.step) else None
@@ -224,15 +194,36 @@ class _Loop:
         assert unread is not None
         with report.span("compute"):
             loss, grad_norm = unread.read()
+            scale = unread.scale()
         now, step = time.perf_counter(), unread.batch.step
         seconds, self.read_at = now - max(unread.started - unread.waited_s, self.read_at), now
         lr, tokens = self.context.schedule.lr_at(step), unread.batch.filled
-        record = StepRecord(step, loss, grad_norm, lr, seconds=seconds, tokens=tokens)
+        record = StepRecord(step, loss, grad_norm, lr, seconds=seconds, tokens=tokens, loss_scale=scale)
         with self.checkpointer.lock:
             self.state.progress = unread.after()
+        if unread.overflowed:
+            return self._overflowed(record)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self._nonfinite(unread.batch, record)
         self._log_step(unread.batch, record, unread.waited_s)
+        return record
+
+    def _loss_and_norm(self, total: torch.Tensor) -> torch.Tensor:
+        """Both, on their device; in fp16 without the loss scale, which is the third number."""
+        scale = self.context.loss_scale
+        norm = self.optimizer.grad_norm()
+        if scale is None:
+            return torch.stack((total, norm))
+        return torch.stack((total / scale.scale, norm, scale.scale))
+
+    def _overflowed(self, record: StepRecord) -> StepRecord:
+        """fp16: the gradients did not fit at this loss scale. The step is passed over, counted apart, and no bad batch."""
+        assert record.loss_scale is not None
+        count = self.state.progress.overflows
+        values = {"train/loss": record.loss, "train/iter": record.step, "train/loss_scale": record.loss_scale}
+        report.metric(record.step, {**values, "train/overflows": count})
+        if record.loss_scale / 2 < 1 <= record.loss_scale:
+            report.verdict(loss_scale.collapsed(record.step, record.loss_scale / 2), step=record.step)
         return record
 
     def log_unread(self) -> None:
@@ -247,26 +238,14 @@ class _Loop:
         looks = (section.every_steps, section.sample_every_steps)
         save_s = max(self.checkpointer.save_s, 0.2)
         return (
-            step == self.state.steps
+            not self.context.machine.reads_late
+            or step == self.state.steps
             or step == self.first_step
             or self.checkpointer.due(step)
             or any(every and step % every == 0 for every in looks)
             or report.stopping()
             or guard.budget_reached(self.context.run.budget, report.spent_s(), save_s, last) is not None
         )
-
-    def _forward_backward(self, batch: Batch, begun: torch.Tensor | None) -> torch.Tensor:
-        """The loss of the step, with the gradients of all its micro-batches summed up."""
-        total = begun
-        for micro, rows in enumerate(micro_batches(batch, self.rows_at_once)):
-            if micro == 0 and begun is not None:
-                continue
-            hardware.seed_step(self.train.seed, batch.step, micro)
-            part = micro_loss(self.context, batch, rows)
-            part.backward()  # type: ignore[no-untyped-call]
-            total = part.detach() if total is None else total + part.detach()
-        assert total is not None
-        return total
 
     @property
     def rows_at_once(self) -> int:
@@ -298,6 +277,8 @@ class _Loop:
             "train/pad_frac": 1 - batch.filled / batch.targets.size,
             "train/data_wait_ms": waited_s * 1000,
         }
+        if record.loss_scale is not None:
+            values["train/loss_scale"] = record.loss_scale
         budget = context.run.budget
         if budget.usd_per_hour is not None:
             values["cost/usd"] = budget.spent_usd(report.spent_s())
@@ -361,9 +342,7 @@ class _Loop:
             compiler = Compiled(self.model)
             try:
                 compiler.compile(self.context.folder.path.parent / CACHE_NAME / "compiled")
-                hardware.seed_step(self.train.seed, batch.step, 0)
-                loss = micro_loss(self.context, batch, micro_batches(batch, self.rows_at_once)[0])
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss = self._first_leaf(batch)
             except Exception as error:
                 if device_faults.of_error(error) is not None:
                     raise  # a full or failing device is not the compiler's doing
@@ -378,12 +357,33 @@ class _Loop:
             compiler.ready()
             self.state.compiler = compiler
             report.note(f"compiled {len(compiler.blocks)} blocks with torch.compile, in {compiler.compiles} compiles")
-            return loss.detach()
+            return self._try_again(batch, loss)
+
+    def _first_leaf(self, batch: Batch) -> torch.Tensor:
+        """Forward and backward of the first micro-batch."""
+        hardware.seed_step(self.train.seed, batch.step, 0)
+        loss = micro_loss(self.context, batch, micro_batches(batch, self.rows_at_once)[0])
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _try_again(self, batch: Batch, loss: torch.Tensor) -> torch.Tensor:
+        """Compiled code is other code than what the probe of exactness has tried: the same micro-batch once more."""
+        state, first = self.state, exactness.gradient_hashes(self.model)
+        if state.probe is None:  # code of one's own is called for steps alone
+            return loss
+        self.optimizer.zero_grad()
+        loss = self._first_leaf(batch)
+        again = exactness.gradient_hashes(self.model)
+        differs = next((name for name in first if first[name] != again.get(name)), "")
+        if differs and not state.probe.differs:
+            state.probe = replace(state.probe, differs=f"{differs} (compiled)")
+            exactness.say(exactness.words(state.probe, state.redone, self.context.machine), state.probe, state.redone)
+        return loss
 
     def _go_eager(self, reason: str, step: int) -> None:
         """Without the compiler it is slower, and no longer bit-identical to a compiled run."""
         self.state.compiled = False
-        self.context.say_path(compiled=False, fell_back="from torch.compile")
+        path.say_path(self.context, compiled=False, fell_back="from torch.compile")
         why = f"torch.compile failed ({reason}); running uncompiled, so from step {step} on not bit-identical to a compiled run"
         advice = "look at the traceback with TORCHDYNAMO_VERBOSE=1, or set --train.compile false"
         report.verdict(report.Verdict("broken", "compile_failed", why, advice, "fallback", culprit={"step": step}))
@@ -397,7 +397,7 @@ class _Loop:
             self._rollback(late.step, late.step, late.bad)
             return None
         step, progress = batch.step, self.state.progress
-        module = self._first_bad_module(batch)
+        module = first_bad_module(self.context, batch)
         verdict = guard.check_finite(step, record.loss, record.grad_norm, batch.samples.tolist(), module)
         assert verdict is not None
         recent = [bad for bad in progress.skipped if bad > step - guard.SKIP_WINDOW]
@@ -439,30 +439,6 @@ class _Loop:
             report.note(f"set aside (not deleted): {', '.join(moved)}")
         report.event("rolled back", step=progress.step, passed_from=first_bad, passed_to=last_bad)
 
-    @torch.no_grad()
-    def _first_bad_module(self, batch: Batch) -> str:
-        """The first module whose output is not finite, found by one more forward pass with the same random numbers."""
-        found: list[str] = []
-
-        def watch(name: str) -> Callable[..., None]:
-            def hook(_module: torch.nn.Module, _inputs: object, output: object) -> None:
-                if not found and isinstance(output, torch.Tensor) and not bool(torch.isfinite(output).all()):
-                    found.append(name or type(self.model).__name__)
-
-            return hook
-
-        handles = [module.register_forward_hook(watch(name)) for name, module in self.model.named_modules()]
-        try:
-            for micro, rows in enumerate(micro_batches(batch, self.rows_at_once)):
-                hardware.seed_step(self.train.seed, batch.step, micro)
-                micro_loss(self.context, batch, rows)
-                if found:
-                    break
-        finally:
-            for handle in handles:
-                handle.remove()
-        return found[0] if found else ""
-
     # ---------------------------------------------------------------- between two steps
 
     def _save_and_evaluate(self, record: StepRecord) -> bool:
@@ -503,7 +479,7 @@ class _Loop:
                 self._validate(step)
         if section.sample_every_steps and (last or step % section.sample_every_steps == 0):
             with self.pace.timing("sample", step):
-                self._show_sample(step)
+                show_sample(self.context, self.state, step)
 
     def _validate(self, step: int) -> None:
         context, state = self.context, self.state
@@ -536,40 +512,6 @@ class _Loop:
         now = self.state.progress
         if now.best_val_loss is not None:
             report.number(best_loss=now.best_val_loss, best_step=now.best_step)
-
-    def _show_sample(self, step: int) -> None:
-        """A few words from the model, for people."""
-        context, section, tokenizer = self.context, self.eval, self.context.tokenizer
-        end = tokenizer.end_of_text if context.chat is None else context.chat.stop_id
-        made: list[int] = []
-        with report.phase("sample", total=section.sample_tokens, unit="tokens") as phase:
-            ids, shown = self._sample_prompt()
-            choice = {
-                "max_tokens": section.sample_tokens,
-                "seed": step,
-                "stop_id": end,
-                "window": context.built.positions,
-            }
-            for (token,) in sample_stream(self.model, ids, temperature=_SAMPLE_TEMPERATURE, **choice):
-                phase.tick()
-                if token is None or token == end:
-                    break
-                made.append(token)
-        if self.state.anomalies is not None and (repeat := repeat_share(made)) is not None:
-            report.metric(step, {"eval/sample_repeat": repeat, "eval/iter": step})
-            announce(self.state.anomalies.sampled(step, repeat))
-        report.event("sample", step=step, text=tokenizer.decode([*shown, *made]))
-
-    def _sample_prompt(self) -> tuple[list[int], list[int]]:
-        """What a sample begins with, and what of it is shown: of a chat model a question that was held out."""
-        context, prompt = self.context, self.eval.sample_prompt
-        if context.chat is None:
-            ids = [context.tokenizer.end_of_text, *context.tokenizer.encode(prompt).tolist()]
-            return ids, ids[1:]
-        ids = list(context.data.question)
-        if prompt:
-            ids = context.chat.prompt_ids([{"role": "user", "content": prompt}])
-        return ids, ids
 
     # ---------------------------------------------------------------- how long it still takes
 

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lamplighter import report
 from lamplighter.config import Run
 from lamplighter.data.batch_source import BatchSource, DataFacts
 from lamplighter.data.batches import Batch
 from lamplighter.data.chat.template import ChatTemplate
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.model.build import Built
-from lamplighter.model.transformer import Transformer
 from lamplighter.rundir import RunDir
 from lamplighter.train.anomalies.detector import Detector
 from lamplighter.train.checkpoint import Progress
 from lamplighter.train.exactness import GradientProbe, Redone
-from lamplighter.train.hardware import Machine, attention_kernel
+from lamplighter.train.hardware import Machine
+from lamplighter.train.loss_scale import LossScale
 from lamplighter.train.optimizers import Optimizer, Schedule
 from lamplighter.train.pace import Smaller
 from lamplighter.train.validation import EntropyBound
@@ -50,23 +49,11 @@ class RunContext:
     smaller: tuple[Smaller, ...] = ()  # models that would take less time, largest first
     chat: ChatTemplate | None = None
     entropy_bound: EntropyBound | None = None
+    loss_scale: LossScale | None = None  # of fp16; the optimizer divides it out
 
     @property
     def model(self) -> torch.nn.Module:
         return self.built.model
-
-    def say_path(self, compiled: bool, fell_back: str = "") -> None:
-        """The way that the arithmetic takes, in the status and the report; with what it has fallen back from."""
-        dropout = self.run.model.dropout or 0.0
-        kernel = attention_kernel(
-            self.machine, compiled, self.run.data.seq_len, dropout, isinstance(self.model, Transformer)
-        )
-        parts = [self.machine.dtype_name, "compiled" if compiled else "not compiled", f"attention by {kernel}"]
-        parts.append(f"fused {self.run.train.optimizer}")
-        if self.machine.device.type == "cuda":
-            parts.append("exact kernels" if self.machine.exact else "fastest kernels")
-        text = ", ".join(parts) + (f"; fallen back {fell_back}" if fell_back else "")
-        report.event("path", text=text)
 
     @property
     def data(self) -> DataFacts:
@@ -95,11 +82,23 @@ class UnreadStep:
         """Loss and gradient norm; waits for them. May be asked by any thread, and again."""
         if self.copied is not None:
             self.copied.synchronize()
-        loss, grad_norm = self.numbers.tolist()
+        loss, grad_norm = self.numbers.tolist()[:2]
         return loss, grad_norm
+
+    def scale(self) -> float | None:
+        """The loss scale of fp16 that the step was made with; asked after `read`."""
+        return self.numbers[2].item() if len(self.numbers) > 2 else None
+
+    @property
+    def overflowed(self) -> bool:
+        """In fp16: the batch is good, and its gradients did not fit at this loss scale."""
+        loss, grad_norm = self.read()
+        return self.scale() is not None and math.isfinite(loss) and not math.isfinite(grad_norm)
 
     def after(self) -> Progress:
         loss, grad_norm = self.read()
+        if self.overflowed:
+            return self.before.overflowed(self.batch.step, self.batch.filled)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self.before
         return self.before.learned(self.batch.step, self.batch.filled, loss)
