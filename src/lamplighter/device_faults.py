@@ -95,15 +95,15 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("ecc_uncontained", r"uncontained ECC"),
     ("ecc", r"ECC error|ECC_UNCORRECTABLE|EccUncorrectable|double.?bit (?:ECC )?error"),
     ("rows_used_up", r"row remapp\w+ fail|failed to remap|remapping failure occurred\s*:\s*yes"),
-    ("rows_remapped", r"row remapp|remapped rows?.*pending\s*:\s*yes"),
+    ("rows_remapped", r"row remapp|remapped rows[\s\S]{0,200}?pending\s*:\s*yes"),
     ("nvlink", r"nvlink.*(?:error|fatal|inactive)|NvlinkUncorrectable"),
     ("driver_mismatch", r"driver/library version mismatch|NVML/RM version mismatch|couldn\W?t communicate with the NVIDIA driver|forward compatibility was attempted"
                         r"|NVML: Driver Not Loaded|SYSTEM_DRIVER_MISMATCH|system has unsupported display driver"),
     ("driver_too_old", r"driver version is insufficient|NVIDIA driver on your system is too old|unsupported toolchain|requires a driver version"
                        r"|please update your (?:GPU|NVIDIA) driver|unsatisfied condition: cuda"),
     ("wrong_build", r"no kernel image is available|is not compatible with the current PyTorch|invalid device function|not compiled with CUDA"
-                    r"|no longer supports this GPU|invalid kernel file|cudaErrorNoKernelImageForDevice"),
-    ("cuda_in_fork", r"re-initialize CUDA in forked|CUDA error: initialization error"),
+                    r"|no longer supports this GPU|kernel `\w+` is for sm\d+.*but was built for|invalid kernel file|cudaErrorNoKernelImageForDevice"),
+    ("cuda_in_fork", r"re-initialize CUDA in forked|CUDA error: initialization error|cuda runtime error \(3\)"),
     ("no_gpu", r"only supported with GPUs|No CUDA GPUs are available|no CUDA-capable device|Found no NVIDIA driver|invalid device ordinal"
                r"|might not have a CUDA gpu|CUDA driver initialization failed|No devices were found|GPU (?:is )?not available|Attempting to deserialize object on a? ?CUDA device"
                r"|torch\.cuda\.is_available\(\) (?:is|returned) False"),
@@ -121,16 +121,20 @@ _RULES: tuple[tuple[str, str], ...] = (
                       r"|CUDA error: (?:unknown error|invalid argument|invalid configuration|operation not)|Xid .*: (?:13|32|43|69),"),
     ("nccl_error", r"NCCL (?:error|failure)|ncclComm\w+ failed|nccl(?:Internal|System|UnhandledCuda|Remote|Invalid\w+)Error|NCCL WARN|DistBackendError|NCCL communicator (?:was|has been) aborted"
                    r"|ncclRemoteError"),
+    ("gpu_unused", r"GPU available but not used"),
     ("throttled", r"(?:SW Power Cap|HW Slowdown|HW Thermal Slowdown|HW Power Brake Slowdown|SW Thermal Slowdown)\s*:\s*Active"),
 )  # fmt: skip
 _COMPILED = tuple((cause, re.compile(pattern, re.IGNORECASE | re.MULTILINE)) for cause, pattern in _RULES)
 _RANK = re.compile(r"\[?rank\s?(\d+)\b", re.IGNORECASE)
 _XID = re.compile(r"\bXid\b\s*(?:\([^)]*\))?\s*:?\s*(\d+)", re.IGNORECASE)
+_NO_FAILURE = re.compile(r"caller indicates that this is not a failure")  # TensorFlow's allocator, which tries again
 _CUDA_KINDS = ("AcceleratorError", "CudaError", "CUDAError")
 
 
 def from_text(text: str, kind: str = "") -> Fault | None:
     """By what an error or a line of a log says; `kind`: the name of the exception's class."""
+    if _NO_FAILURE.search(text):
+        return None
     numbers = [int(number) for number in _XID.findall(text)]
     found = next((fault for number in numbers if (fault := from_xid(number)) is not None), None)
     if found is None:
@@ -194,6 +198,8 @@ def _memory(text: str) -> Fault:
     reserved = _bytes(text, "SIZE reserved in total")
     if spare is None and reserved is not None and allocated is not None:
         spare = reserved - allocated
+    if spare is None:
+        spare = _bytes(text, "SIZE cached")
     if asked is None or spare is None or allocated is None:
         return FAULTS["out_of_memory"]
     ours = allocated + spare

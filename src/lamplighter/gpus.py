@@ -6,7 +6,6 @@ Out: a Device; the sources of the numbers are in docs/plan.md.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -27,11 +26,13 @@ class Device:
 
     name: str
     memory_gib: float  # what a program can have, below what is on the box
-    bf16_flops: float | None  # none: it has no bf16 units, so training runs in fp32
+    bf16_flops: float | None  # none: it has no bf16 units
     fp32_flops: float
+    fp16_flops: float | None = None  # none: as fast as bf16, or it has no units for it either
+    tf32_flops: float | None = None  # fp32 by tensor units, as a run of ours computes it where there are some
     count: int = 1
     mfu: float = 0.4  # a usual share of the peak for a plain, well-fed loop
-    mark: str = ""  # the word of the card's own name that tells it from others, as a regular expression
+    cards: tuple[str, ...] = ()  # the names by which the driver calls just these cards
     rates: Rates | None = None  # of a processor: time is then summed up part by part, without a guess of the MFU
     host_gib: float | None = None  # memory of the machine around it; none: not known on paper
     total_gib: float | None = None  # what it has, whoever uses it now; none: all of it is free
@@ -42,45 +43,72 @@ class Device:
 
     @property
     def dtype(self) -> str:
-        return "bf16" if self.bf16_flops else "fp32"
+        """What train.dtype auto takes here; fp16 needs a loss scale, so bf16 comes first."""
+        return "bf16" if self.bf16_flops else "fp16" if self.fp16_flops else "fp32"
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of all of them together."""
-        each = self.bf16_flops if dtype == "bf16" and self.bf16_flops else self.fp32_flops
-        return each * self.count
+        by_dtype = {"bf16": self.bf16_flops, "fp16": self.fp16_flops or self.bf16_flops, "fp32": self.tf32_flops}
+        return (by_dtype[dtype] or self.fp32_flops) * self.count
 
     def __str__(self) -> str:
         return f"{self.count} x {self.name}" if self.count > 1 else self.name
 
 
-# Makers' data sheets, without sparsity; memory as nvidia-smi reports it, in GiB.
+# Makers' data sheets, without sparsity; memory as nvidia-smi reports it, in GiB. Of a card that exists in several forms
+# (an H100 for PCIe, a 4090 in a laptop) only the form whose data sheet this is stands here: the others are measured.
 TABLE = {
     device.name: device
     for device in (
-        Device("t4", 14.7, None, 8.1e12, mark="T4"),
-        Device("v100-16gb", 15.7, None, 15.7e12, mark="V100"),
-        Device("l40s", 45.0, 362e12, 91.6e12, mark="L40S"),
-        Device("l4", 22.5, 121e12, 30.3e12, mark="L4"),
-        Device("a100-40gb", 39.6, 312e12, 19.5e12, mark="A100"),
-        Device("a100-80gb", 79.2, 312e12, 19.5e12, mark="A100"),
-        Device("a10", 22.5, 125e12, 31.2e12, mark="A10G?"),
-        Device("rtx3090", 24.0, 71e12, 35.6e12, mark="3090"),
-        Device("rtx4090", 24.0, 165e12, 82.6e12, mark="4090"),
-        Device("h100-80gb", 79.6, 989e12, 67e12, mark="H100"),
-        Device("h200", 140.4, 989e12, 67e12, mark="H200"),
+        Device("t4", 14.7, None, 8.1e12, 65e12, cards=("Tesla T4",)),
+        Device("v100-16gb", 15.7, None, 15.7e12, 125e12, cards=("Tesla V100-SXM2-16GB",)),
+        Device("v100-32gb", 31.7, None, 15.7e12, 125e12, cards=("Tesla V100-SXM2-32GB",)),
+        Device("l40s", 45.0, 362e12, 91.6e12, tf32_flops=183e12, cards=("NVIDIA L40S",)),
+        Device("l4", 22.5, 121e12, 30.3e12, tf32_flops=60e12, cards=("NVIDIA L4",)),
+        Device("a30", 23.5, 165e12, 10.3e12, tf32_flops=82e12, cards=("NVIDIA A30",)),
+        Device("a100-40gb", 39.6, 312e12, 19.5e12, tf32_flops=156e12,
+               cards=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB")),
+        Device("a100-80gb", 79.2, 312e12, 19.5e12, tf32_flops=156e12,
+               cards=("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB", "NVIDIA A100 80GB PCIe")),
+        Device("a10", 22.5, 125e12, 31.2e12, tf32_flops=62.5e12, cards=("NVIDIA A10",)),
+        Device("rtx3090", 24.0, 71e12, 35.6e12, tf32_flops=35.6e12, cards=("NVIDIA GeForce RTX 3090",)),
+        Device("rtx4090", 24.0, 165e12, 82.6e12, tf32_flops=82.6e12, cards=("NVIDIA GeForce RTX 4090",)),
+        Device("h100-pcie", 79.6, 756e12, 51e12, tf32_flops=378e12, cards=("NVIDIA H100 PCIe",)),
+        Device("h100-80gb", 79.6, 989e12, 67e12, tf32_flops=494e12, cards=("NVIDIA H100 80GB HBM3",)),
+        Device("h200", 140.4, 989e12, 67e12, tf32_flops=494e12, cards=("NVIDIA H200",)),
     )
-}
+}  # fmt: skip
 
 
 def of_card(name: str) -> Device | None:
-    """By a card's own name; none where the table does not know it. Of two sizes of one card the first is taken."""
-    return next((device for device in TABLE.values() if re.search(rf"\b{device.mark}\b", name)), None)
+    """By a card's own name, exactly; none where the table does not know it: its speed is then measured, not guessed."""
+    return next((device for device in TABLE.values() if name in device.cards), None)
 
 
 def peak_of_card(name: str, dtype: str) -> float | None:
     """FLOP/s of a card by its own name; none where the table does not know it."""
     found = of_card(name)
     return found.peak(dtype) if found is not None else None
+
+
+def is_visible(visible: str | None, index: int, uuid: str) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES leaves this card to a program: cards by index, or by the beginning of their UUID.
+
+    As the driver reads it: the list ends at the first word that is no card.
+    """
+    if visible is None:
+        return True
+    for word in (part.strip() for part in visible.split(",")):
+        if word.lstrip("-").isdecimal():
+            if int(word) < 0:
+                return False
+            if int(word) == index:
+                return True
+        elif not word.startswith(("GPU-", "MIG-")):
+            return False
+        elif uuid and uuid.startswith(word):
+            return True
+    return False
 
 
 def find(name: str) -> Device:

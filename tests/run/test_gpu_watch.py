@@ -18,7 +18,7 @@ from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir, read_json, read_lines
 from lamplighter.watch import gpu_watch
 from lamplighter.watch.gpu_watch import GpuWatch, RunLook
-from running import LAMP, clean_env, verdicts_of, wait_for
+from running import LAMP, TINY, clean_env, line_in, losses_of, verdicts_of, wait_for, write_model
 
 SOURCE = Path(__file__).parents[1] / "fixtures" / "fake_nvml.c"
 
@@ -150,7 +150,9 @@ def test_without_the_package_the_drivers_own_command_tells_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '0, NVIDIA A10, 55, 1024, 23028, 1500, 1695, 64, 140.50, 0x0000000000000004'\n")
+    smi.write_text(
+        "#!/bin/sh\necho '0, GPU-1a, NVIDIA A10, 55, 1024, 23028, 1500, 1695, 64, 140.50, 0x0000000000000004'\n"
+    )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert nvml.is_there()
@@ -164,6 +166,58 @@ def test_without_the_package_the_drivers_own_command_tells_most(
         process.wait()
         process.stdout.close()
     assert (gpu.name, gpu.util, gpu.memory_used, gpu.power_w, gpu.reasons) == ("NVIDIA A10", 0.55, 1 << 30, 140.5, 4)
+
+
+def test_a_card_that_the_user_has_hidden_is_not_called_unused(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-fake-0")
+    driver.say(count=2, pid=os.getpid(), reasons=0x40, clock=700)
+    driver.until(driver.cause("throttled"))
+    looks = len(list(read_lines(driver.watch.run.system)))
+    driver.until(lambda: len(list(read_lines(driver.watch.run.system))) > looks + 6)
+    assert not driver.cause("gpu_unused")() and [gpu.uuid for gpu in driver.watch.now] == ["GPU-fake-0", "GPU-fake-1"]
+    assert [gpu.index for gpu in driver.watch.cards_of([os.getpid()])] == [0]
+    assert driver.watch.cards_of([1]) == (), "a process that has no card open"
+
+
+SPIN = """
+import ctypes
+wait = ctypes.CDLL({library!r}).wait_for_the_card
+
+def before(model):
+    if model.calls == 6 and not os.path.exists("hung"):
+        open("hung", "w").write(str(os.getpid()))
+        wait()  # the line
+"""
+
+
+def test_a_kernel_that_does_not_end_is_named_and_given_up_after_patience(library: Path, tmp_path: Path) -> None:
+    """A C function that spins without the GIL, as a wait for a GPU does, beside a driver that says the card is busy."""
+    (tmp_path / "spin.c").write_text("void wait_for_the_card(void) { for (volatile int i = 0;; i++); }\n")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(tmp_path / "spin.so"), str(tmp_path / "spin.c")], check=True)
+    family = write_model(tmp_path, SPIN.format(library=str(tmp_path / "spin.so")))
+    script = tmp_path / "script"
+    script.write_text("util 0\n")
+    env = clean_env(LD_LIBRARY_PATH=str(library), FAKE_NVML=str(script))
+    words = [*LAMP, "train", "--run", "r", *TINY, "--train.steps", "8", "--save.every_steps", "3", "--save.staged", "false",
+             "--model.family", family, "--watch.patience_s", "12"]  # fmt: skip
+    going = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: (tmp_path / "hung").exists() and (tmp_path / "hung").read_text(), 150, going)
+    script.write_text(f"util 100\npid {(tmp_path / 'hung').read_text()}\n")
+    said, _ = going.communicate(timeout=300)
+    assert going.returncode == 0, said
+    run = RunDir(tmp_path / "runs" / "r")
+    first = next(one for one in verdicts_of(run) if one["cause"] in ("gpu_wait", "hung_kernel"))
+    assert first["since_s"] < 10 and first["culprit"]["line"] == line_in(tmp_path / "own.py", "# the line")
+    named, *_, acted = verdicts_of(run, "hung_kernel")
+    assert named["state"] == "waiting" and named["action"] == "none"
+    assert (
+        "a kernel does not end, or a step is far longer than all before; GPU 0 (Fake GPU) is in use for 100% of the time"
+        in named["why"]
+    )
+    assert named["waits_for"] == {"kind": "gpu", "holder": "GPU 0"}
+    assert acted["action"] == "restart" and acted["since_s"] >= 12
+    assert not verdicts_of(run, "running"), "it is not called alive"
+    assert sorted(losses_of(run)) == list(range(1, 9))
 
 
 def test_a_watched_command_has_its_cards_in_status_and_in_system(library: Path, tmp_path: Path) -> None:

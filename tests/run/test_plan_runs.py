@@ -185,13 +185,17 @@ def test_a_card_of_this_machine_is_planned_for(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'NVIDIA L4, 23034'\n")
+    tool.write_text("#!/bin/sh\necho '0, GPU-1a, 81920, NVIDIA A10G'; echo '1, GPU-2b, 23034, NVIDIA L4'\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-2b")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     words = ["plan", "--preset", "slm", "--json"]
     done = command(*words, cwd=tmp_path)
     found = json.loads(done.stdout)
     assert found["device"] == "l4" and found["memory_there_gib"] == pytest.approx(23034 / 1024)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    done = command(*words, cwd=tmp_path)  # the first card is of a kind that is not in the table
+    assert done.returncode == 78 and "NVIDIA A10G" in done.stderr and "lamp plan --measure" in done.stderr
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
     done = command(*words, cwd=tmp_path)
     assert json.loads(done.stdout)["device"] == "cpu"

@@ -18,12 +18,13 @@ def recorded(name: str) -> list[dict[str, str]]:
 
 
 # The rules were written against the first half alone; the second was gathered after that by other queries, and 28 of its 39
-# were right when it was measured, once. What that showed is mended since, so that neither half is unseen any more.
-@pytest.mark.parametrize("name", ["first_half.jsonl", "second_half.jsonl"])
+# were right when it was measured, once. A third set was gathered without sight of the rules: 37 of its 44 were right at the first
+# measurement (one of them, a table of nvidia-smi, is nothing for words and left out). What that showed is mended since.
+@pytest.mark.parametrize("name", ["first_half.jsonl", "second_half.jsonl", "third.jsonl"])
 def test_recorded_texts(name: str) -> None:
     wrong = []
     for one in recorded(name):
-        found = device_faults.from_text(one["text"])
+        found = device_faults.from_text(one["text"], one.get("kind", ""))
         if (found.cause if found else "") != one["cause"]:
             wrong.append((one["from"], one["cause"], found.cause if found else ""))
     assert not wrong

@@ -9,7 +9,7 @@ import pytest
 
 from lamplighter.config import Budget, resolve
 from lamplighter.errors import UsageError
-from lamplighter.gpus import TABLE, Device, Rates, find, of_card
+from lamplighter.gpus import TABLE, Device, Rates, find, is_visible, of_card
 from lamplighter.model.shape import Shape
 from lamplighter.plan import estimate
 from lamplighter.plan.estimate import Plan, completed, largest_micro_batch, make, sure_reasons
@@ -238,7 +238,7 @@ def test_the_table_of_devices() -> None:
     wanted = {"t4", "l4", "a10", "l40s", "a100-40gb", "a100-80gb", "h100-80gb", "rtx3090", "rtx4090"}
     assert wanted <= set(TABLE)
     assert find("A100-80GB").peak("bf16") == find("a100-80gb:1").peak("bf16") == 312e12
-    assert find("t4").dtype == "fp32"
+    assert find("t4").dtype == "fp16" and find("v100-16gb").peak("fp16") == 125e12
     for bad in ("a100", "b1000", "t4:0", "t4:x"):
         with pytest.raises(UsageError) as caught:
             find(bad)
@@ -266,11 +266,29 @@ def test_a_step_on_a_gpu_has_a_floor_that_no_small_work_gets_below() -> None:
 
 @pytest.mark.parametrize(
     ("card", "name"),
-    [("NVIDIA A100-SXM4-80GB", "a100-40gb"), ("NVIDIA A10G", "a10"), ("NVIDIA L4", "l4"), ("NVIDIA L40S", "l40s"),
-     ("Tesla T4", "t4"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA H100 80GB HBM3", "h100-80gb"),
-     ("NVIDIA L40", None), ("NVIDIA T400", None), ("NVIDIA RTX A1000", None)],
+    [("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA L4", "l4"), ("NVIDIA L40S", "l40s"),
+     ("Tesla T4", "t4"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA H100 80GB HBM3", "h100-80gb"), ("NVIDIA A30", "a30"),
+     ("NVIDIA L40", None), ("NVIDIA T400", None), ("NVIDIA RTX A1000", None), ("NVIDIA A10G", None), ("NVIDIA H100 NVL", None),
+     ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 4090 D", None), ("Tesla V100-PCIE-16GB", None)],
 )  # fmt: skip
 def test_a_card_is_known_by_its_own_name(card: str, name: str | None) -> None:
-    """Situation 26: the peak is that of the device that was found."""
+    """Situation 26: the peak is that of the device that was found; a namesake with another data sheet is measured."""
     found = of_card(card)
     assert (found.name if found else None) == name
+
+
+def test_a_card_has_a_peak_for_each_number_format() -> None:
+    a100, t4 = find("a100-80gb"), find("t4")
+    assert [a100.peak(dtype) / 1e12 for dtype in ("bf16", "fp16", "fp32")] == [312, 312, 156], "fp32 is TF32 there"
+    assert [t4.peak(dtype) / 1e12 for dtype in ("fp16", "fp32")] == [65, 8.1] and t4.dtype == "fp16"
+    assert CPU.peak("fp16") == CPU.peak("bf16") == 100e9 and CPU.dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [(None, [0, 1, 2]), ("", []), ("1", [1]), ("2,0", [0, 2]), ("-1", []), ("0,-1,2", [0]), ("GPU-bb", [1]),
+     ("GPU-aa11, GPU-cc", [0, 2]), ("nonsense", []), ("0,nonsense,1", [0]), ("MIG-GPU-bb/1/0", [])],
+)  # fmt: skip
+def test_cards_are_seen_by_index_and_by_uuid(visible: str | None, seen: list[int]) -> None:
+    uuids = ["GPU-aa11", "GPU-bb22", "GPU-cc33"]
+    assert [index for index, uuid in enumerate(uuids) if is_visible(visible, index, uuid)] == seen

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lamplighter.procs.nvml import GpuLook
 from lamplighter.procs.procfs import ProcessLook, ThreadLook
 from lamplighter.procs.stacks import OURS, Frame, Stacks, ThreadStack
 from lamplighter.procs.waits import ThreadWait, Waits
@@ -43,9 +44,9 @@ def user_file(tmp_path: Path) -> str:
 
 
 def moment(at: float, *, state: str = "S", cpu_s: float = 0.0, read: int = 0, syscall: str = "", compiling: int = 0, collecting: int = 0,
-           span: str = "compute", children: tuple[ProcessLook, ...] = (), starved_ns: int = 0, cpu_ns: int = 0,
+           phase: str = "train", span: str = "compute", children: tuple[ProcessLook, ...] = (), starved_ns: int = 0, cpu_ns: int = 0,
            waits_on: str = "") -> Snapshot:  # fmt: skip
-    slot = Slot(pid=7, phase="train", span=span, tick_ns=0, compiling=compiling, collecting=collecting, step=9)
+    slot = Slot(pid=7, phase=phase, span=span, tick_ns=0, compiling=compiling, collecting=collecting, step=9)
     thread = ThreadLook(7, state, cpu_ns, starved_ns, "", syscall)
     main = ProcessLook(7, state, cpu_s, 10**8, 1, "python", "", syscall, read, 0, 0, waits_on, (thread,))
     return Snapshot(at, (Process(main, slot, 0, read), *(Process(child, None, 7) for child in children)), worked_at=0.0)
@@ -100,6 +101,42 @@ def test_the_catalogue(user_file: str) -> None:
     assert cause(sleeping, here) == ("waiting", "sleep", False)
     assert cause(calm, here) == ("waiting", "waiting", False)
     assert cause([moment(2), moment(4, read=9_000)], here) == ("waiting", "waiting", False), "a few bytes are no input"
+
+
+def test_a_busy_card_and_a_thread_that_stands_still_are_a_wait_for_the_gpu(user_file: str) -> None:
+    """Situation 2 on a GPU: a kernel that does not end is told from slow work, and neither is called alive or killed early."""
+    here, there = stack_at(user_file, 7), stack_at(user_file, 3)
+    card = GpuLook(0, "GPU-1a", "A card", util=1.0, processes=((7, 10**9),))
+
+    def found(
+        after_s: float, usual_s: float, stacks: list[Stacks], card: GpuLook, spins: bool = True, phase: str = "train"
+    ) -> tuple[str, str] | None:
+        used = {"state": "R", "cpu_s": 2.0, "cpu_ns": 2 * 10**9} if spins else {}
+        window = moment(after_s - 2, state="R" if spins else "S"), moment(after_s, phase=phase, **used)  # type: ignore[arg-type]
+        judged = judge(GroupSample(*window, {7: tuple(stacks)}, usual_s, cards=(card,)))
+        return (judged.verdict.state, judged.verdict.cause) if judged else None
+
+    hung, slow = ("waiting", "hung_kernel"), ("slow", "gpu_wait")
+    assert found(6.0, 0.4, [here, here], card) == hung
+    assert found(6.0, 0.4, [here, here], card, spins=False) == hung, "a wait that sleeps"
+    assert found(4.0, 0.4, [here, here], card) == slow and found(30.0, 20.0, [here, here], card) == slow
+    assert found(300.0, 20.0, [here, here], card) == hung and found(6.0, 0.0, [here, here], card) == hung
+    assert found(60.0, 0.0, [here, here], card, phase="first step") == slow, "the first kernels of a run have longer"
+    assert found(130.0, 0.0, [here, here], card, phase="first step") == hung
+    assert found(6.0, 0.4, [here], card) is None, "one stack cannot stand still"
+    assert found(6.0, 0.4, [there, here], card) == ("slow", "running"), "Python moves on"
+    assert found(6.0, 0.4, [here, here], replace(card, util=0.2)) == ("slow", "running")
+    other = replace(card, processes=((7, 10**9), (99, 10**9)))
+    assert found(6.0, 0.4, [here, here], other) == ("slow", "running"), "somebody else may keep it busy"
+    unknown = replace(card, processes=())
+    assert found(6.0, 0.4, [here, here], unknown) == hung
+    assert found(6.0, 0.4, [here, here], unknown, spins=False) == ("waiting", "waiting")
+    kept = GroupSample(moment(4.0), moment(6.0), {7: (here, here)}, 0.4, cards=(card,))
+    assert from_json(to_json(kept)).cards == (card,)
+    policy = RestartPolicy("recover", patience_s=60)
+    for cause, action in (("gpu_wait", "none"), ("hung_kernel", "restart")):
+        verdict = Verdict("waiting", cause, "", "", since_s=700.0)
+        assert policy.stuck(Diagnosis(verdict), 5, 4).action == action
 
 
 def locked_sample(user_file: str, **other: object) -> GroupSample:

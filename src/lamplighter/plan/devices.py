@@ -6,6 +6,7 @@ Out: a Device; how much memory a process may still take here, and what says so.
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from lamplighter import gpus
-from lamplighter.errors import UsageError
+from lamplighter.errors import BadConfig, UsageError
 from lamplighter.gpus import Device, Rates
 from lamplighter.procs import cgroup, procfs
 from lamplighter.procs.pool import usable_cores
@@ -105,18 +106,25 @@ def _best(act: Callable[[], object], budget_s: float, threads: int) -> float:
 
 
 def _this_gpu() -> Device | None:
-    """The first GPU of this machine, as its driver names it; None where there is none, or none that the table knows."""
+    """The first GPU of this machine that CUDA_VISIBLE_DEVICES leaves us, as its driver names it; None where there is none."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return None
-    words = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    words = [tool, "--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=_SMI_S, check=True).stdout
-        name, _, mebibytes = said.splitlines()[0].rpartition(",")
-        memory_gib = float(mebibytes) / 1024
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):  # a driver without a card
+        rows = [[cell.strip() for cell in row.split(",", 3)] for row in said.splitlines() if row.strip()]
+        cards = [(int(index), uuid, float(mebibytes) / 1024, name) for index, uuid, mebibytes, name in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):  # a driver without a card
         return None
-    known = gpus.of_card(name)
-    return None if known is None else replace(known, memory_gib=memory_gib, host_gib=host_room().gib)
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    ours = [(memory_gib, name) for index, uuid, memory_gib, name in cards if gpus.is_visible(asked, index, uuid)]
+    if not ours:
+        return None
+    memory_gib, name = ours[0]
+    if (known := gpus.of_card(name)) is None:
+        why = f"the table has {', '.join(gpus.TABLE)}; a card of another name is measured, not guessed"
+        raise BadConfig(f"the speed of this machine's GPU ({name}) is not known on paper", why, "lamp plan --measure")
+    return replace(known, memory_gib=memory_gib, host_gib=host_room().gib)
 
 
 def choose(name: str | None, mfu: float | None, threads: int | None = None, kind: str = "auto") -> Device:

@@ -297,8 +297,9 @@ def job_on(run: Run, device: Device, known: Known) -> Job:
     if is_own(run) and known.own_params is None:
         what = f"model.family {run.model.family} cannot be planned on paper"
         raise BadConfig(what, "only its own code knows its size", "lamp plan --measure builds and tries it")
-    wanted = run.train.dtype
-    dtype = device.dtype if wanted == "auto" or not (device.bf16_flops or device.is_cpu) else wanted
+    dtype = device.dtype if run.train.dtype == "auto" else run.train.dtype
+    if dtype == "bf16" and not (device.bf16_flops or device.is_cpu):
+        raise BadConfig(f"{device.name} has no bf16", "it would be emulated, slower than fp32", "--train.dtype fp16")
     if known.measured is not None and known.measured.fits:
         dtype = known.measured.dtype
     has = known.vocab_size or vocabulary(run)

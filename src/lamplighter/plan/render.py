@@ -78,10 +78,18 @@ def _next(found: Plan) -> str:
     return "next: one of the changes above, or --on another device; lamp train --force insists"
 
 
+def _in_a_dtype_of(run: Run, device: Device) -> Run:
+    """As it would run there: bf16 on a card without it is that card's own choice."""
+    if run.train.dtype != "bf16" or device.bf16_flops or device.is_cpu:
+        return run
+    return replace(run, train=replace(run.train, dtype="auto"))
+
+
 def _what_if(run: Run, request: PlanRequest, known: Known) -> list[tuple[str, Plan]]:
     """The same run on other devices, and the presets on one of them."""
     on_paper = replace(known, measured=None, largest=None, device=None)
-    rows = [("this run", make(job_on(run, d, on_paper), d)) for d in (_named(name, request) for name in _WHAT_IF)]
+    others = (_named(name, request) for name in _WHAT_IF)
+    rows = [("this run", make(job_on(_in_a_dtype_of(run, d), d, on_paper), d)) for d in others]
     device = _named(_PRESETS_ON, request)
     for name in preset_names():
         if name != "demo":

@@ -22,7 +22,7 @@ from lamplighter.procs import prctl
 EVERY_S = 2.0
 _LIBRARY = "libnvidia-ml.so.1"
 _SMI_DEADLINE_S = 10.0
-_SMI_FIELDS = ("index", "name", "utilization.gpu", "memory.used", "memory.total", "clocks.sm", "clocks.max.sm",
+_SMI_FIELDS = ("index", "uuid", "name", "utilization.gpu", "memory.used", "memory.total", "clocks.sm", "clocks.max.sm",
                "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")  # fmt: skip
 _MIB = 1 << 20
 
@@ -32,6 +32,7 @@ class GpuLook:
     """One card at one moment; what it does not tell is 0 or empty."""
 
     index: int
+    uuid: str = ""
     name: str = ""
     util: float = 0.0  # share of the time in which any kernel ran
     memory_used: int = 0
@@ -58,6 +59,15 @@ def is_there() -> bool:
     return (
         found or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or shutil.which("nvidia-smi") is not None
     )
+
+
+def has_card_open(pid: int) -> bool:
+    """Whether a process computes on some card: it holds /dev/nvidia0 or another one. False where that may not be read."""
+    try:
+        opened = [str(one.readlink()) for one in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:  # it has ended, or is somebody else's
+        return False
+    return any(path.removeprefix("/dev/nvidia").isdecimal() for path in opened if path.startswith("/dev/nvidia"))
 
 
 # ---------------------------------------------------------------- inside the process
@@ -111,6 +121,7 @@ def _look(nvml: Any, index: int, handle: Any) -> GpuLook:
     processes = ask("nvmlDeviceGetComputeRunningProcesses") or []
     return GpuLook(
         index,
+        uuid=str(ask("nvmlDeviceGetUUID") or ""),
         name=str(name or ""),
         util=util.gpu / 100 if util else 0.0,
         memory_used=int(memory.used) if memory else 0,
@@ -167,7 +178,9 @@ def _by_command() -> None:
 
 
 def _of_row(row: str) -> GpuLook:
-    index, name, util, used, total, clock, most, temperature, power, reasons = (cell.strip() for cell in row.split(","))
+    index, uuid, name, util, used, total, clock, most, temperature, power, reasons = (
+        cell.strip() for cell in row.split(",")
+    )
 
     def number(text: str, read: Callable[[str], float] = float) -> float:
         try:
@@ -177,6 +190,7 @@ def _of_row(row: str) -> GpuLook:
 
     return GpuLook(
         int(index),
+        uuid=uuid,
         name=name,
         util=number(util) / 100,
         memory_used=int(number(used) * _MIB),

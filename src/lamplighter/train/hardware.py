@@ -37,6 +37,7 @@ _GPU_COMPILE_GAIN = 0.1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3), with what they are by default
 TRIM_THRESHOLD, MMAP_MAX = 128 * 1024, 65_536
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_GEMM_SIZE = {"cpu": 1024, "cuda": 8192}  # large enough to keep all of a card busy
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -228,8 +229,9 @@ def _peak(device: torch.device, dtype: torch.dtype, name: str) -> tuple[float, s
     return _measured_gemm(device, dtype), "measured on a matrix product"
 
 
-def _measured_gemm(device: torch.device, dtype: torch.dtype, size: int = 1024, budget_s: float = 0.25) -> float:
+def _measured_gemm(device: torch.device, dtype: torch.dtype, budget_s: float = 0.25) -> float:
     """The best rate of a square matrix product within a short time; on a CPU, time that other processes took is not counted."""
+    size = _GEMM_SIZE[device.type]
     a = torch.ones(size, size, dtype=dtype, device=device)
     a @ a
     best, until = 0.0, time.perf_counter() + budget_s

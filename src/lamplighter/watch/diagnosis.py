@@ -17,6 +17,8 @@ import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from lamplighter import device_faults
+from lamplighter.procs.nvml import GpuLook
 from lamplighter.procs.procfs import COMPILERS, NANOSLEEP, WRITE, ProcessLook, not_known
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, culprit
 from lamplighter.report import Verdict
@@ -28,6 +30,9 @@ from lamplighter.watch.status import duration
 
 _WORKERS = {"data/stream.py": "lamp-stream", "train/checkpointer.py": "lamp-writer"}  # who works while this file waits
 _SLOW_BYTES_PER_S = 2e6
+_CARD_BUSY = 0.9  # a kernel that does not end keeps a card at 100 %
+_KERNEL_S, _KERNEL_TIMES = 5.0, 5.0  # no step for so long, and for so many times as long as usual
+_FIRST_KERNEL_S = 120.0  # where no step was made yet: first kernels are compiled, tuned and loaded
 _LEAST_BYTES_PER_S = 8192.0  # less is bookkeeping, and no input that anybody waits for
 
 
@@ -138,6 +143,24 @@ class Evidence:
     @property
     def frame(self) -> Frame | None:
         return culprit(self.main_stack) if self.main_stack else None
+
+    @property
+    def busy_card(self) -> GpuLook | None:
+        """The card that it computes on, if that is busy and nobody else is on it; where the driver does not say who is, a
+        process that waits for a card is at least on a core itself.
+        """
+        pids = {process.pid for process in self.sample.last.processes}
+        spins = self.own_share >= BUSY
+        busy = (card for card in self.sample.cards if card.util >= _CARD_BUSY and (card.processes or spins))
+        return next((card for card in busy if all(pid in pids for pid, _ in card.processes)), None)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether its main thread was at the same place in two stacks."""
+        if len(self.stacks) < 2 or not all(taken.threads for taken in self.stacks):
+            return False
+        before, now = ([(f.file, f.line, f.func) for f in taken.threads[0].frames] for taken in self.stacks)
+        return before == now
 
     @property
     def sampler_silent(self) -> bool:
@@ -286,6 +309,24 @@ def _holding_the_gil(evidence: Evidence) -> Diagnosis | None:
     return _finding(evidence, "slow", "gil_hold", why, advice, **frame.fields())
 
 
+def _waiting_for_gpu(evidence: Evidence) -> Diagnosis | None:
+    """A card computes and the thread that wants its answer stands still: a long step, or a kernel that does not end."""
+    card = evidence.busy_card
+    if card is None or not evidence.stands_still or evidence.frame is None:
+        return None
+    where, busy = evidence.frame.short, f"GPU {card.index} ({card.name}) is in use for {card.util:.0%} of the time"
+    is_first = not evidence.usual_s and evidence.slot.phase != "train"
+    if evidence.stalled_s < (_FIRST_KERNEL_S if is_first else max(_KERNEL_S, _KERNEL_TIMES * evidence.usual_s)):
+        why = f"waits for the GPU at {where}, {evidence.words()}{evidence.usually()}; {busy}"
+        found = _finding(evidence, "slow", "gpu_wait", why, "wait: the card computes")
+    else:
+        why = f"waits for the GPU at {where}, {evidence.words()}{evidence.usually()}: a kernel does not end, or a step is far longer than all before; {busy}"
+        advice = f"wait if this step may take so long; {device_faults.FAULTS['hung_kernel'].advice}"
+        found = _finding(evidence, "waiting", "hung_kernel", why, advice)
+    holder = {"kind": "gpu", "holder": f"GPU {card.index}"}
+    return replace(found, verdict=replace(found.verdict, waits_for=holder))
+
+
 def _running(evidence: Evidence) -> Diagnosis | None:
     """The thread that uses the core is named, and not one that waits for it."""
     busiest = evidence.busiest_stack
@@ -318,7 +359,7 @@ def keeps_house(stack: ThreadStack) -> bool:
 
 
 _RULES: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
-    _uninterruptible, _compiling, _collecting, _holding_the_gil, _moving_slowly, _running,
+    _uninterruptible, _compiling, _collecting, _waiting_for_gpu, _holding_the_gil, _moving_slowly, _running,
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from lamplighter.procs.nvml import GpuLook, read_look
 from lamplighter.procs.procfs import SYSCALLS_X86_64, ProcessLook, ThreadLook
 from lamplighter.procs.stacks import Frame, Stacks, ThreadStack, users_frame
 from lamplighter.procs.waits import FileLock, ThreadWait, Waits
@@ -36,6 +37,7 @@ class GroupSample:
     stacks: Mapping[int, tuple[Stacks, ...]]
     usual_s: float
     waits: Waits = field(default_factory=Waits)  # of every thread, taken with the last stacks
+    cards: tuple[GpuLook, ...] = ()  # that the tree computes on, as they were seen last
 
     @property
     def seconds(self) -> float:
@@ -186,6 +188,7 @@ def to_json(sample: GroupSample) -> str:
         "last": asdict(sample.last),
         "stacks": {pid: [asdict(one) for one in taken] for pid, taken in sample.stacks.items()},
         "waits": asdict(sample.waits),
+        "cards": [asdict(one) for one in sample.cards],
     }
     return json.dumps(record, indent=1, default=Slot.told)
 
@@ -195,7 +198,9 @@ def from_json(text: str) -> GroupSample:
     record = json.loads(text)
     stacks = {int(pid): tuple(map(_stacks, taken)) for pid, taken in record["stacks"].items()}
     waits = _waits(record["waits"]) if "waits" in record else Waits()
-    return GroupSample(_snapshot(record["first"]), _snapshot(record["last"]), stacks, record["usual_s"], waits)
+    cards = tuple(map(read_look, record.get("cards", ())))
+    first, last = _snapshot(record["first"]), _snapshot(record["last"])
+    return GroupSample(first, last, stacks, record["usual_s"], waits, cards)
 
 
 def _waits(fields: dict[str, Any]) -> Waits:

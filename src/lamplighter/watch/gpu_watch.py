@@ -15,10 +15,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lamplighter import device_faults, read_back
+from lamplighter import device_faults, gpus, read_back
 from lamplighter.device_faults import Fault
 from lamplighter.procs import nvml, procfs
 from lamplighter.procs.nvml import GpuLook
@@ -82,6 +83,19 @@ class GpuWatch:
             found.append(silent)
         self.faults += [fault for fault in found if fault.action != "flag"]
         return [Verdict("broken" if f.action != "flag" else "waste", f.cause, f.why, f.advice) for f in found]
+
+    def cards_of(self, pids: Iterable[int]) -> tuple[GpuLook, ...]:
+        """The cards that these processes compute on, as they were seen last; nothing where the driver has fallen silent.
+
+        In a container the driver calls processes by other numbers: then every visible card of a process that has one open.
+        """
+        if self.process is None:
+            return ()
+        wanted = set(pids)
+        ours = tuple(gpu for gpu in self.now if any(pid in wanted for pid, _ in gpu.processes))
+        if ours or not any(map(nvml.has_card_open, wanted)):
+            return ours
+        return tuple(replace(gpu, processes=()) for gpu in self.now if _is_visible(gpu))
 
     def begin_again(self) -> None:
         """A new attempt."""
@@ -168,7 +182,8 @@ class GpuWatch:
                 gpu.reasons, gpu.clock_mhz, gpu.most_mhz, gpu.temperature_c
             )
         ours = [any(pid in run.pids for pid, _ in gpu.processes) for gpu in self.now]
-        states["unused"] = device_faults.unused(ours) if run.step else None
+        seen = [used for gpu, used in zip(self.now, ours, strict=True) if _is_visible(gpu)]
+        states["unused"] = device_faults.unused(seen) if run.step else None
         for gpu, used in zip(self.now, ours, strict=True):
             states[f"idle {gpu.index}"] = self._idle(gpu, run) if used else None
         found = []
@@ -200,6 +215,11 @@ class GpuWatch:
             self.file.write(
                 json.dumps({"t": time.time(), "step": step, "attempt": attempt, "gpu": gpu.index, **_record(gpu)})
             )
+
+
+def _is_visible(gpu: GpuLook) -> bool:
+    """To the run: it has our own CUDA_VISIBLE_DEVICES."""
+    return gpus.is_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpu.index, gpu.uuid)
 
 
 def _record(gpu: GpuLook) -> dict[str, Any]:

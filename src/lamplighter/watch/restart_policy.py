@@ -22,6 +22,7 @@ _NEVER = (
     "stopped",
     "frozen",
     "d_state",
+    "gpu_wait",
 )  # healthy, or nobody's to kill
 
 

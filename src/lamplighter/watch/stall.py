@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lamplighter.procs import procfs, stacks, waits
+from lamplighter.procs.nvml import GpuLook
 from lamplighter.procs.stacks import Stacks
 from lamplighter.procs.waits import Waits
 from lamplighter.rundir import RunDir
@@ -57,6 +58,7 @@ class StallDetector:
         self.window: deque[Snapshot] = deque()
         self.captures: dict[int, tuple[Stacks, ...]] = {}
         self.waits = Waits()  # taken with the newest stacks
+        self.cards: tuple[GpuLook, ...] = ()  # that the processes compute on, as the driver told last
         self.finding: Diagnosis | None = None
         self.other_since: float | None = None  # since when the evidence speaks for another finding
         self.proved_at: float | None = None  # since when every look has proved it
@@ -129,7 +131,7 @@ class StallDetector:
         last = self.window[-1]
         first = next((one for one in reversed(self.window) if last.at - one.at >= _SAMPLE_S), self.window[0])
         usual_s = self.usual_gap_s.get(self.phase, 0.0)
-        return GroupSample(first, last, dict(self.captures), usual_s, self.waits)
+        return GroupSample(first, last, dict(self.captures), usual_s, self.waits, self.cards)
 
     def unnamed_finding(self) -> Diagnosis | None:
         """The finding, if this stall was not called so yet."""

@@ -282,6 +282,8 @@ class Supervisor:
         calm = stalled_s < CLOSE_LOOK_S and self.stall.counted and not loads
         self.snapshot = self.tree.look(stalled_s > CLOSE_LOOK_S, state.output_bytes, calm)
         self.largest_bytes = max(self.largest_bytes, self.snapshot.rss_bytes)
+        if stalled_s > CLOSE_LOOK_S:
+            self.stall.cards = self.gpus.cards_of(process.pid for process in self.snapshot.processes)
         self.stall.look(self.tree, self.snapshot)
         self._hear()
         self._name_stall()

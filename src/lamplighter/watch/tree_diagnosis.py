@@ -22,6 +22,7 @@ from lamplighter.watch.wait_chain import WaitChain, chain_words, closed, follow,
 _ASLEEP_S = 0.9  # two looks at least so far apart
 _STARVED_SHARE, _STARVED_TIMES = 0.45, 1.5  # of the time, and as long as it ran
 _RAN_SHARE = 0.05  # of the time that it waited for a core
+_MAY_BE_THE_GPU = ("running", "python_loop", "livelock", "waiting")
 _STARVED_S = 1.5  # looked at for so long: every start of a program loses a moment to its neighbours
 
 
@@ -30,8 +31,15 @@ def judge(sample: GroupSample) -> Diagnosis | None:
     if not sample.last.processes or sample.last.processes[0].look.state in "ZX":
         return None  # it has just ended, and what a look still shows of it means nothing
     found = next((found for rule in _RULES if (found := rule(sample)) is not None), None)
-    too_early = found is not None and found.verdict.cause == "starved" and sample.seconds < _STARVED_S
-    return None if too_early else found
+    return None if found is None or _is_too_early(sample, found) else found
+
+
+def _is_too_early(sample: GroupSample, found: Diagnosis) -> bool:
+    """What a second look may change: starved for a moment; a process beside a busy card, of which one stack is taken."""
+    if found.verdict.cause == "starved":
+        return sample.seconds < _STARVED_S
+    taken = max(map(len, sample.stacks.values()), default=0)
+    return found.verdict.cause in _MAY_BE_THE_GPU and bool(sample.cards) and taken == 1
 
 
 # ---------------------------------------------------------------- the rules, in order
