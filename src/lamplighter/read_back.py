@@ -162,6 +162,8 @@ STATUS: Fields = {
     "ended_early": Kind("an object", (dict,), of={"step": COUNT, "steps": COUNT, "since_best": COUNT, "best_step": COUNT, "why": TEXT}),
 }  # fmt: skip
 HOLDER: Fields = {"host": TEXT, "boot_id": TEXT, "pid": COUNT, "pid_start": COUNT, "t": TIME}
+_LIGHTER = {"settings": needed(TEXT), "gib": Kind("a number", (float,), may_be_none=False, needed=True)}
+PLAN: Fields = {"memory_gib": NUMBER, "lighter": Kind("a list of settings", (list,), of=_LIGHTER)}  # what is read of it
 LATEST: Fields = {"step": needed(COUNT), "path": TEXT, "t": TIME}
 BEST: Fields = {"step": needed(COUNT), "val_loss": Kind("a number", (float,), may_be_none=False, needed=True)}
 ANSWER: Fields = {"kind": TEXT, "text": TEXT, "step": COUNT}

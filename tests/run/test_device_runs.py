@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lamplighter.rundir import RunDir, read_lines
-from running import LONG, TINY, events_of, lamp, losses_of, verdicts_of, write_model
+from running import LONG, TINY, events_of, lamp, line_in, losses_of, verdicts_of, write_model
 
 TRAIN = ["train", "--run", "r", *TINY, "--train.steps", "8", "--save.every_steps", "3", "--save.staged", "false"]
 MEMORY = (
@@ -96,6 +96,26 @@ def test_an_assert_twice_at_one_step_is_a_bug_and_the_first_exception_is_told(tm
     first, second = verdicts_of(run, "device_assert")
     assert (first["action"], second["action"]) == ("restart", "stop") and "a bug in code or data" in second["next"]
     assert "CUDA_LAUNCH_BLOCKING=1" in second["next"]
+
+
+REPLAYED = """
+def before(model):
+    if os.path.exists("failed"):
+        torch.zeros(3)[torch.tensor([7])]  # the line
+    if model.calls == 5:
+        open("failed", "w").close()
+        raise {error}
+"""
+
+
+@LONG  # tests/unit/test_replay.py has the words
+def test_an_assert_is_replayed_on_the_cpu_and_its_index_named(tmp_path: Path) -> None:
+    done = lamp(*TRAIN, "--model.family", write_model(tmp_path, REPLAYED.format(error=ASSERT)), cwd=tmp_path)
+    assert done.returncode == 65, done.stdout
+    line = line_in(tmp_path / "own.py", "# the line")
+    assert "index 7 is out of bounds" in done.stdout and f"own.py:{line} in before" in done.stdout
+    assert len(events_of(RunDir(tmp_path / "runs" / "r"), "start")) == 1, "the same batch would fail again"
+    assert (tmp_path / "runs" / "r" / "checkpoints" / "checkpoint-3").is_dir()
 
 
 def test_what_needs_a_person_is_not_tried_again(tmp_path: Path) -> None:

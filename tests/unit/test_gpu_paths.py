@@ -24,7 +24,7 @@ from lamplighter.model.transformer import Transformer
 from lamplighter.model.weights import init_weights
 from lamplighter.train.gradients import batch_loss
 from lamplighter.train.hardware import Machine
-from lamplighter.train.optimizers import adamw, clip_scale
+from lamplighter.train.optimizers import adamw, clip_scale, not_finite
 
 CPU = Machine(torch.device("cpu"), torch.float32, 1, "a CPU", peak_flops=1e9, reasons=())
 WORDS = 61
@@ -145,7 +145,7 @@ def _step(model: Transformer, batch: Batch, where: Machine) -> None:
     loss = batch_loss(model, batch, where, scale=1 / batch.real_tokens)
     loss.backward()  # type: ignore[no-untyped-call]
     numbers = torch.stack((loss.detach(), optimizer.grad_norm()))
-    optimizer.step(0.1, clip_scale(numbers[1], 0.3), (~torch.isfinite(numbers)).any().float())
+    optimizer.step(0.1, clip_scale(numbers[1], 0.3), not_finite(numbers))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +13,13 @@ from lamplighter.errors import UsageError
 from lamplighter.gpus import TABLE, Device, Rates, find, is_visible, of_card
 from lamplighter.model.shape import Shape
 from lamplighter.plan import estimate
-from lamplighter.plan.estimate import Plan, completed, largest_micro_batch, make, sure_reasons
+from lamplighter.plan.estimate import Plan, completed, largest_micro_batch, lighter, make, sure_reasons
 from lamplighter.plan.job import Job, Measured, Text, job_of, shape_of
 from lamplighter.plan.memory import GIB, memory
 from lamplighter.plan.render import as_json, curve, draw, short, table, tell
 from lamplighter.plan.speed import recompute_flops, step_seconds, total_flops
+from lamplighter.rundir import RunDir
+from lamplighter.watch.trainer import lighter_by_plan
 
 SMALL = Shape("gpt2", 30_000, 512, 12, 768, 12)
 SLM = Job(SMALL, 512, 36, 18, 60_000, "bf16")
@@ -292,3 +295,16 @@ def test_a_card_has_a_peak_for_each_number_format() -> None:
 def test_cards_are_seen_by_index_and_by_uuid(visible: str | None, seen: list[int]) -> None:
     uuids = ["GPU-aa11", "GPU-bb22", "GPU-cc33"]
     assert [index for index, uuid in enumerate(uuids) if is_visible(visible, index, uuid)] == seen
+
+
+def test_a_run_that_did_not_fit_is_told_what_would_by_the_plan(tmp_path: Path) -> None:
+    """The words of a run that ran out of memory though the plan let it begin."""
+    made = make(replace(LONG, whole_logits=False, micro_batch=8, batch_size=8), find("a100-80gb"))
+    options = lighter(made.job, made.device)
+    assert [settings for settings, _ in options] == ["--train.micro_batch 4", "--train.recompute true"]
+    assert all(gib < made.memory.peak_gib for _, gib in options)
+    (tmp_path / "plan.json").write_text(json.dumps(as_json(made)))
+    words = lighter_by_plan(RunDir(tmp_path))
+    assert f"by the plan this takes {made.memory.peak_gib:.1f} GiB; --train.micro_batch 4 takes" in words
+    (tmp_path / "plan.json").write_text('{"lighter": [{"settings": 5}], "memory_gib": "much"}')
+    assert lighter_by_plan(RunDir(tmp_path)) == ""

@@ -254,6 +254,24 @@ def _largest_between(job: Job, device: Device, low: int, high: int) -> int | Non
     return low
 
 
+_LIGHTER = 0.95  # less than that is not worth a setting
+
+
+def lighter(job: Job, device: Device) -> list[tuple[str, float]]:
+    """Settings with which the same batch gives the same losses in less memory, and what they take by the plan, in GiB: for a run
+    that the plan let begin and the device could not hold.
+    """
+    options: list[tuple[str, Job]] = []
+    if job.micro_batch > 1:
+        half = _even(job.micro_batch // 2, job.batch_size)
+        options.append((f"--train.micro_batch {half}", replace(job, micro_batch=half)))
+    if not job.recompute and not job.own_params:
+        options.append(("--train.recompute true", replace(job, recompute=True)))
+    now = memory(job, device).peak_gib
+    found = [(settings, memory(other, device).peak_gib) for settings, other in options]
+    return [(settings, gib) for settings, gib in found if gib < _LIGHTER * now]
+
+
 def _for_memory(job: Job, device: Device) -> Iterator[_Option]:
     """Batch and learning rate untouched, and the losses too: smaller pieces, or activations computed again."""
     if _fits(job, device):

@@ -18,7 +18,7 @@ from lamplighter.errors import DONE, RefusedByPlan
 from lamplighter.gpus import Device
 from lamplighter.model.shape import matmul_parameters_per_layer
 from lamplighter.plan import devices
-from lamplighter.plan.estimate import Plan, cache_bytes, check, checkpoint_bytes, completed, make, warnings
+from lamplighter.plan.estimate import Plan, cache_bytes, check, checkpoint_bytes, completed, lighter, make, warnings
 from lamplighter.plan.job import Known, job_on
 from lamplighter.plan.memory import GIB, LOGIT_BYTES, host_gib
 from lamplighter.plan.speed import as_hours, is_launch_bound, recompute_flops, span
@@ -144,6 +144,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         else None,
         "micro_batch": job.micro_batch,
         "largest_micro_batch": plan.largest,
+        "lighter": [{"settings": settings, "gib": gib} for settings, gib in lighter(job, plan.device)],
         "measured": asdict(plan.measured) if plan.measured else None,
         "reasons": list(plan.reasons),
         "warnings": warnings(plan),

@@ -20,12 +20,12 @@ from lamplighter.data.batches import Batch
 from lamplighter.errors import BadData, Diverged, StoppedEarly
 from lamplighter.model.weights import load_weights, weights
 from lamplighter.rundir import CACHE_NAME, free_bytes, read_last_lines
-from lamplighter.train import checkpoint, exactness, guard, hardware, loss_scale, path
+from lamplighter.train import checkpoint, exactness, guard, hardware, loss_scale, path, replay
 from lamplighter.train.anomalies.detector import announce, recall
 from lamplighter.train.anomalies.history import Facts
 from lamplighter.train.checkpointer import Checkpointer
 from lamplighter.train.gradients import batch_loss, first_bad_module, forward_backward, micro_batches, micro_loss
-from lamplighter.train.optimizers import clip_factor, clip_scale
+from lamplighter.train.optimizers import clip_factor, clip_scale, not_finite
 from lamplighter.train.pace import Course, Pace
 from lamplighter.train.samples import show_sample
 from lamplighter.train.state import RunContext, TrainState, UnreadStep
@@ -70,6 +70,9 @@ def training(context: RunContext, state: TrainState) -> Iterator[Iterator[StepRe
     except Exception as error:
         fault = device_faults.of_error(error)
         good = fault is None or not fault.dead  # out of a dead context nothing can be read, and the attempt may hang
+        is_assert = fault is not None and fault.cause == "device_assert"
+        if is_assert and (named := replay.explain_assert(context, loop.batches_in_work())):
+            raise named from error
         raise
     finally:
         context.source.close()
@@ -92,6 +95,7 @@ class _Loop:
         self.seconds, self.tokens = 0.0, 0  # of the steps of this attempt
         self.first_step = state.progress.step + 1
         self.read_at = 0.0  # when the numbers of a step were last read
+        self.batch: Batch | None = None  # the newest one
         self.finished: deque[StepRecord] = deque()  # read while the next step was computed, and not handed out yet
 
     def steps(self) -> Iterator[StepRecord]:
@@ -136,7 +140,7 @@ class _Loop:
         """One optimizer step, read left to right; None where it was rolled back instead. `begun`: the loss of its first
         micro-batch, whose gradients are there already.
         """
-        started = time.perf_counter()
+        started, self.batch = time.perf_counter(), batch
         step, progress = batch.step, self.state.settled
         if progress.passed_from <= step <= progress.passed_to:
             self.optimizer.zero_grad()
@@ -178,12 +182,11 @@ class _Loop:
                 return None
             self.finished.append(record)
         with report.span("optimizer"), self.checkpointer.optimizer_update():
-            finite = torch.isfinite(numbers)
             lr = self.context.schedule.lr_at(batch.step)
-            self.optimizer.step(lr, clip_scale(numbers[1], self.train.grad_clip), (~finite).any().float())
+            self.optimizer.step(lr, clip_scale(numbers[1], self.train.grad_clip), not_finite(numbers))
             self.optimizer.zero_grad()
             if self.context.loss_scale is not None:
-                self.context.loss_scale.update(finite)
+                self.context.loss_scale.update(torch.isfinite(numbers))
             before = self.state.settled
             self.state.unread = UnreadStep(batch, before, numbers, waited_s=waited_s, started=started)
         return self._read_step() if self._is_due(batch.step) else None
@@ -225,6 +228,11 @@ class _Loop:
         if record.loss_scale / 2 < 1 <= record.loss_scale:
             report.verdict(loss_scale.collapsed(record.step, record.loss_scale / 2), step=record.step)
         return record
+
+    def batches_in_work(self) -> list[Batch]:
+        """Those whose kernels may still run: the newest one, and before it the one whose numbers are not read yet."""
+        unread = self.state.unread
+        return [batch for batch in (unread.batch if unread else None, self.batch) if batch is not None]
 
     def log_unread(self) -> None:
         """The loop is left with a step that nobody has read: it was made, so it is logged. A bad one is made again."""

@@ -138,6 +138,15 @@ def clip_scale(grad_norm: torch.Tensor, limit: float) -> torch.Tensor | None:
     return (grad_norm.double() / limit).clamp(min=1.0).float() if limit else None
 
 
+def not_finite(numbers: torch.Tensor) -> torch.Tensor:
+    """1 where any of them is infinite or no number, else 0, for an optimizer's `found_inf`: three small kernels.
+
+    Zero times such a number is no number, and so is every sum with it.
+    """
+    found = torch.empty((), dtype=torch.float32, device=numbers.device)
+    return torch.ne((numbers * 0.0).sum(), 0.0, out=found)
+
+
 def clip_factor(grad_norm: float, limit: float) -> torch.Tensor | None:
     """What gradients of this norm are divided by to keep within the limit (0: no limit).
 

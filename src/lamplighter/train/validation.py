@@ -72,13 +72,14 @@ def validate(
     used = min(held_out.samples, limit) if limit else held_out.samples
     was_training = model.training
     model.eval()
-    total, tokens = 0.0, 0
+    losses, tokens = [torch.zeros(())], 0  # they stay on the device until the end: no batch waits for another's number
     try:
         with report.phase("evaluate", total=used, unit=data.noun) as phase:
             for batch in source.validation(rows, limit):
-                total += float(loss_of(batch))
+                losses.append(loss_of(batch))
                 tokens += batch.real_tokens
                 phase.tick(len(batch.inputs))
     finally:
         model.train(was_training)
+    total = sum(torch.stack(losses[1:] or losses).tolist())
     return Score(total / max(1, tokens), tokens, used == held_out.samples, held_out.documents, held_out.text_bytes)

@@ -376,7 +376,8 @@ class Trainer:
             why = f"at step {step}: {slot.error.replace('error: ', '', 1).splitlines()[0]}"
             culprit = {"pid": slot.pid, "rank": slot.rank if fault.rank is None else fault.rank, "step": step}
             verdict = Verdict("dead", fault.cause, f"{fault.why}; {why}", "", culprit=culprit)
-            return Death(fault.cause, verdict, compiling=False, advice=fault.advice)
+            by_plan = lighter_by_plan(self.run) if fault.cause == "out_of_memory" else ""
+            return Death(fault.cause, verdict, compiling=False, advice="; ".join(filter(None, (by_plan, fault.advice))))
         if slot is not None and passing:
             said = slot.error.replace("error: ", "", 1).replace("\nwhy:   ", ", ")
             why = f"the process ended at step {step} by an error that a second try may not meet: {said}"
@@ -546,6 +547,15 @@ def _fault_of(last_words: str) -> Fault | None:
     """By the error itself, "error: AcceleratorError: CUDA error: ...", without the words that the child has put below it."""
     kind, _, said = last_words.split("\nwhy:", 1)[0].removeprefix("error: ").partition(": ")
     return device_faults.from_text(said, kind)
+
+
+def lighter_by_plan(run: RunDir) -> str:
+    """What would take less memory, by the plan of this run; empty where it says nothing."""
+    plan, _ = read_back.read_object(run.path / "plan.json", read_back.PLAN)
+    options = [f"{one['settings']} takes {one['gib']:.1f} GiB" for one in plan.get("lighter") or ()]
+    if not options:
+        return ""
+    return f"by the plan this takes {number(plan.get('memory_gib')):.1f} GiB; {' and '.join(options)}, with the same losses"
 
 
 def with_settings(command: str, settings: str) -> str:
