@@ -8,6 +8,7 @@ Not started (a notebook, a test): everything works and writes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -222,6 +223,23 @@ def span(name: str) -> _Span:
     return _Span(name)
 
 
+@contextlib.contextmanager
+def collective(name: str, rank: int, world: int) -> Iterator[None]:
+    """Inside, this process waits for all ranks: the parent sees which of them has not come."""
+    slot = _reporter.slot
+    frame = sys._getframe(4)  # beyond this generator, contextlib and the caller's own context manager
+    slot.text("coll", name)
+    slot.text("coll_at", f"{frame.f_code.co_filename}:{frame.f_lineno}")
+    for field_name, value in (("rank", rank), ("world", world), ("coll_since_ns", time.monotonic_ns())):
+        slot.set(field_name, value)
+    slot.add("coll_seq")
+    slot.set("in_coll", 1)
+    try:
+        yield
+    finally:
+        slot.set("in_coll", 0)
+
+
 def note(text: str, **fields: Any) -> None:
     """Something that a person wants to read once."""
     _reporter.event("note", text=text, **fields)
@@ -335,6 +353,9 @@ def start(run: RunDir, rank: int = 0, attempt: int = 1, result_fd: int = -1) -> 
     hello = slots.SlotWriter()
     for name, value in (("pid", os.getpid()), ("pid_start", pid_start(os.getpid())), ("hello_ns", time.monotonic_ns())):
         hello.set(name, value)
+    if (world := int(os.environ.get("LAMP_WORLD", "1"))) > 1:
+        hello.set("rank", rank)
+        hello.set("world", world)
     r.slot = hello.publish(str(run.slot(rank).with_suffix("")))
     r.events = LineFile(run.rank_events(rank))
     if rank == 0:

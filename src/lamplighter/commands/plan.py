@@ -170,6 +170,8 @@ def plan_run(
     built: Built | None,
     request: dict[str, Any],
     resumes: bool,
+    ranks: int = 1,
+    leads: bool = True,
 ) -> Plan:
     """Say it, keep it, refuse what cannot be.
 
@@ -180,10 +182,11 @@ def plan_run(
     from lamplighter.train import guard
 
     job = _job(run, where, data, vocab_size=vocab_size, steps=steps, built=built)
-    made = make(job, _device(where), free_bytes(folder.path))
+    made = make(job, _device(where, ranks), free_bytes(folder.path))
     sure = [reason for reason in sure_reasons(made) if not (resumes and reason.startswith(("time", "money")))]
     refused = completed(replace(made, reasons=tuple(sure)))
-    _keep(folder, completed(made))
+    if leads:
+        _keep(folder, completed(made))
     for line in render.short(made):
         report.note(line)
     report.number(planned_step_s=made.step_s)
@@ -226,8 +229,8 @@ def _job(run: Run, where: Machine, data: DataFacts, *, vocab_size: int, steps: i
     )
 
 
-def _device(where: Machine) -> Device:
-    """The machine as it is: torch's own numbers of a GPU, measured rates of a processor."""
+def _device(where: Machine, ranks: int = 1) -> Device:
+    """The machine as it is: torch's own numbers of a GPU, measured rates of a processor; what a rank has of its memory."""
     import torch
 
     from lamplighter.gpus import Device, Rates
@@ -238,6 +241,7 @@ def _device(where: Machine) -> Device:
         room = devices.host_room().gib
         return Device(where.name, free, where.peak_flops, where.peak_flops, host_gib=room, total_gib=total)
     device = devices.cpu(Rates(where.peak_flops, devices.stream_rate(_QUICK_S)))
+    device = replace(device, memory_gib=device.memory_gib / ranks, total_gib=(device.total_gib or 0.0) / ranks or None)
     return replace(device, bf16_flops=where.peak_flops if where.dtype_name == "bf16" else None)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,13 +45,14 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         from lamplighter.model.recompute import recompute_blocks
         from lamplighter.plan.estimate import smaller_models
         from lamplighter.plan.job import family_of, is_built_first, known_shape
-        from lamplighter.train import checkpoint, exactness, guard, hardware, loop, loss_scale, optimizers, path  # noqa: F401
+        from lamplighter.train import checkpoint, exactness, guard, hardware, loop, loss_scale, optimizers, path, ranks  # noqa: F401
         from lamplighter.train.pace import Smaller
         from lamplighter.train.state import RunContext, TrainState
     with report.phase("machine"):
         found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
         before = _state_of(found)
-        where = hardware.detect(run.train, dict(before.get("machine", {})), known_shape(run))
+        world = ranks.world_of(os.environ)
+        where = hardware.detect(run.train, dict(before.get("machine", {})), known_shape(run), world)
         exact, why = exactness.choose(run.train, where.device, where.name, cache, family_of(run))
         exactness.require(exact, where.device)
         where = replace(where, exact=exact)
@@ -77,6 +79,8 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
             built=own,
             request=request,
             resumes=found is not None,
+            ranks=world.size,
+            leads=world.leads,
         )
     with report.phase("model" if own is None else "optimizer"):
         built = own or _build_model(run, tokenizer)
@@ -118,6 +122,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         chat=text.chat,
         recorded=_recorded(run, where, data, steps, text.chat) | _of_probe(probe, before),
         loss_scale=scale,
+        world=world,
         planned_step_s=planned.step_s,
         smaller=tuple(Smaller(*one) for one in smaller_models(planned)) if math.isfinite(run.budget.left_s(0)) else (),
     )
@@ -130,10 +135,35 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
             if (asked := request.get("resume", "auto")) != "auto":
                 report.event("went back", to=asked, step=state.progress.step)
     exactness.say(exactness.words(probe, state.redone, where), probe, state.redone)
+    if world.size > 1:
+        _meet(context, state)
     if run.data.source is None and not run.data.paths:
         with report.phase("floor"):
             context = replace(context, entropy_bound=_entropy_bound(context))
     return context, state
+
+
+def _meet(context: RunContext, state: TrainState) -> None:
+    """All ranks, with the same run in their hands."""
+    from lamplighter.model.weights import weights
+    from lamplighter.train import exactness, ranks
+
+    world, device = context.world, context.machine.device
+    attempt = os.environ.get("LAMP_ATTEMPT", "1")
+    ranks.meet(world, context.folder.slots / f"meeting-{attempt}", "nccl" if device.type == "cuda" else "gloo")
+    facts = {
+        "settings": exactness.short_hash(repr(context.run)),
+        "data": exactness.short_hash(f"{context.data.name} {context.data.fingerprint}"),
+        "weights": exactness.short_hash(*(exactness.hash_of(one) for one in weights(context.model).values())),
+        "steps": exactness.short_hash(f"{state.progress.step} of {state.steps}"),
+    }
+    ranks.refuse_strangers(world, facts, device)
+    leaves = math.ceil(context.run.train.batch_size / (context.run.train.micro_batch or context.run.train.batch_size))
+    nodes = min(leaves, context.run.train.tree)
+    idle = "" if world.size <= nodes else f"; {world.size - nodes} of them idle: a batch has {nodes} parts to share out"
+    report.note(
+        f"{world.size} ranks, {leaves} micro-batches a step summed by one tree: the bits of a single rank{idle}"
+    )
 
 
 def _probe_exactness(

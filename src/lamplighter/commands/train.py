@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from lamplighter.rundir import (
 )
 
 if TYPE_CHECKING:
-    from lamplighter.config import Budget, Resolved, Run
+    from lamplighter.config import Budget, Resolved, Run, Train
     from lamplighter.watch.console import Console
 
 
@@ -127,6 +128,10 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         code = _finished_already(run, resolved, console) if resume == "auto" else None
         if code is not None:
             return code
+        ranks, why = _count_ranks(resolved.run.train)
+        resolved = _with_leaves(run, resolved, ranks)
+        if ranks > 1:
+            console.say(f"note  {ranks} ranks: {why}")
         _refuse_spent_budget(run, resolved.run.budget, verb, words)
         unrecorded = _write_config(run, resolved, console)
         from lamplighter.commands.eval_of_run import Evaluations
@@ -147,6 +152,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             began=began,
             lock_fd=lock_fd,
             verbose=flags["verbose"],
+            ranks=ranks,
         )
         policy = RestartPolicy(care.on_stuck, care.patience_s)
         evaluations = Evaluations(run, resolved.run.eval, console.say)
@@ -179,6 +185,28 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         raise cannot_write(run.path, error) from error
     finally:
         console.close()
+
+
+def _count_ranks(train: Train) -> tuple[int, str]:
+    """How many processes share out a step, and why."""
+    from lamplighter.procs.nvml import cards_here
+
+    if train.ranks != "auto":
+        return train.ranks, "train.ranks"
+    cards = len(cards_here()) if train.device != "cpu" else 0
+    return max(1, cards), "every GPU of this machine" if cards else "on a CPU"
+
+
+def _with_leaves(run: RunDir, resolved: Resolved, ranks: int) -> Resolved:
+    """Several ranks need several micro-batches to share out: at a run's first start as many as ranks, and recorded."""
+    train = resolved.run.train
+    if ranks == 1 or train.micro_batch is not None or newest_first(run.checkpoints):
+        return resolved
+    size = -(-train.batch_size // min(ranks, train.batch_size))
+    changed = replace(resolved.run, train=replace(train, micro_batch=size))
+    return replace(
+        resolved, run=changed, origin={**resolved.origin, "train.micro_batch": f"derived from {ranks} ranks"}
+    )
 
 
 def _without_second_return(run: RunDir, resume: str, force: bool, console: Console) -> str:

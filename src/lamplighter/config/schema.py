@@ -182,6 +182,12 @@ class Train:
     epochs: float | None = _value(None, "passes over the data; or give train.steps", gt=0, le=10_000)
     batch_size: int = _value(16, "sequences per optimizer step, over all devices", ge=1, le=1_000_000)
     micro_batch: int | None = _value(None, "sequences that one device holds at once; none = batch_size", ge=1)
+    ranks: int | Literal["auto"] = _value(
+        "auto",
+        "processes that share out each step, one per device; auto: every GPU that is there, or one process on a CPU",
+        ge=1,
+        le=1024,
+    )
     tree: int = _value(
         8,
         "gradients of micro-batches are summed by a binary tree of at most so many parts; 1 takes the least memory",
@@ -390,13 +396,18 @@ SECTIONS: dict[str, Any] = {
 }
 MAY_CHANGE = ("save", "eval", "watch", "budget", "track")  # at resume; train.steps too, with a warning
 LENGTH = ("train.steps", "train.epochs")
-NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "train.recompute", "train.exact", *LENGTH)
+NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "train.recompute", "train.exact",
+             "train.ranks", *LENGTH)  # fmt: skip
 
 # What became of the fields of older runs, so that their config.yaml is understood: whoever renames, removes or adds a
 # field of a run puts a line here (and a test beside it).
 RENAMED: dict[str, str] = {}  # name then -> name now
 REMOVED: dict[str, str] = {}  # name then -> what happens instead, in words
-ADDED: dict[str, Any] = {"train.optimizer": "adamw", "train.tree": 1}  # name now -> how runs behaved before it existed
+ADDED: dict[str, Any] = {
+    "train.optimizer": "adamw",
+    "train.tree": 1,
+    "train.ranks": "auto",
+}  # name now -> how runs behaved before it existed
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,7 @@ Out: a Device; how much memory a process may still take here, and what says so.
 
 from __future__ import annotations
 
-import os
 import resource
-import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +17,7 @@ import numpy as np
 from lamplighter import gpus
 from lamplighter.errors import BadConfig, UsageError
 from lamplighter.gpus import Device, Rates
-from lamplighter.procs import cgroup, procfs
+from lamplighter.procs import cgroup, nvml, procfs
 from lamplighter.procs.pool import usable_cores
 from lamplighter.rundir import free_bytes
 
@@ -28,7 +25,6 @@ _GIB = 1 << 30
 _GEMM_S, _COPY_S = 0.2, 0.25
 _GEMM = 1024
 _COPY_BYTES = 32 << 20
-_SMI_S = 1.5  # a driver that does not answer is no reason to wait
 
 
 @dataclass(frozen=True)
@@ -106,21 +102,10 @@ def _best(act: Callable[[], object], budget_s: float, threads: int) -> float:
 
 
 def _this_gpu() -> Device | None:
-    """The first GPU of this machine that CUDA_VISIBLE_DEVICES leaves us, as its driver names it; None where there is none."""
-    if (tool := shutil.which("nvidia-smi")) is None:
+    """The first GPU of this machine; None where there is none."""
+    if not (cards := nvml.cards_here()):
         return None
-    words = [tool, "--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=_SMI_S, check=True).stdout
-        rows = [[cell.strip() for cell in row.split(",", 3)] for row in said.splitlines() if row.strip()]
-        cards = [(int(index), uuid, float(mebibytes) / 1024, name) for index, uuid, mebibytes, name in rows]
-    except (OSError, subprocess.SubprocessError, ValueError):  # a driver without a card
-        return None
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    ours = [(memory_gib, name) for index, uuid, memory_gib, name in cards if gpus.is_visible(asked, index, uuid)]
-    if not ours:
-        return None
-    memory_gib, name = ours[0]
+    name, memory_gib = cards[0]
     if (known := gpus.of_card(name)) is None:
         why = f"the table has {', '.join(gpus.TABLE)}; a card of another name is measured, not guessed"
         raise BadConfig(f"the speed of this machine's GPU ({name}) is not known on paper", why, "lamp plan --measure")

@@ -17,11 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lamplighter import gpus
 from lamplighter.procs import prctl
 
 EVERY_S = 2.0
 _LIBRARY = "libnvidia-ml.so.1"
 _SMI_DEADLINE_S = 10.0
+_CARDS_S = 1.5  # a driver that does not answer is no reason to wait
 _SMI_FIELDS = ("index", "uuid", "name", "utilization.gpu", "memory.used", "memory.total", "clocks.sm", "clocks.max.sm",
                "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")  # fmt: skip
 _MIB = 1 << 20
@@ -59,6 +61,21 @@ def is_there() -> bool:
     return (
         found or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or shutil.which("nvidia-smi") is not None
     )
+
+
+def cards_here() -> list[tuple[str, float]]:
+    """Name and memory (GiB) of every GPU of this machine that CUDA_VISIBLE_DEVICES leaves us, as the driver tells."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return []
+    words = [tool, "--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=_CARDS_S, check=True).stdout
+        rows = [[cell.strip() for cell in row.split(",", 3)] for row in said.splitlines() if row.strip()]
+        cards = [(int(index), uuid, float(mebibytes) / 1024, name) for index, uuid, mebibytes, name in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):  # a driver without a card
+        return []
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [(name, memory_gib) for index, uuid, memory_gib, name in cards if gpus.is_visible(asked, index, uuid)]
 
 
 def has_card_open(pid: int) -> bool:

@@ -62,7 +62,9 @@ class Checkpointer:
         self.said_slow = False
 
     def due(self, step: int) -> bool:
-        """By steps, by time since the last one was durable, and at the end."""
+        """By steps, by time since the last one was durable, and at the end; rank 0 saves for all, as all hold the same."""
+        if not self.context.world.leads:
+            return False
         section = self.context.run.save
         by_steps = section.every_steps > 0 and step % section.every_steps == 0
         idle = self.pending is None or not self.pending.in_progress
@@ -184,7 +186,7 @@ class Checkpointer:
         On a GPU what is queued behind the last update is not waited for. One that does not even end that update cannot be
         read: the durable step counts, and that is said.
         """
-        if self.stopped.wait(_STOP_PATIENCE_S):
+        if not self.context.world.leads or self.stopped.wait(_STOP_PATIENCE_S):
             return
         if not self.last_update.is_made(_STOP_DEADLINE_S):
             words = f"the GPU has not ended the last update within {_STOP_DEADLINE_S:.0f} s, so it cannot be saved"
@@ -229,9 +231,9 @@ class Checkpointer:
 
     def _new_save(self, for_loop: bool) -> PendingSave | None:
         step = self.state.progress.step
-        if (
-            step in (self.durable, 0) or os.getpid() != self.owner
-        ):  # a process forked off by the user's code saves nothing
+        if not self.context.world.leads or step in (self.durable, 0):
+            return None
+        if os.getpid() != self.owner:  # a process forked off by the user's code saves nothing
             return None
         if self.in_update:
             report.warn("the optimizer was interrupted in the middle of a step: its half-changed weights are not saved")
@@ -297,7 +299,7 @@ class Checkpointer:
             self._mark_best()
 
     def _mark_best(self) -> None:
-        if self.best is not None and self.best.best_step == self.durable:
+        if self.context.world.leads and self.best is not None and self.best.best_step == self.durable:
             checkpoint.mark_best(self.context.folder.checkpoints, self.best)
             self.best = None
 

@@ -197,10 +197,15 @@ class Gradients:
 
 def gradient_hashes(model: torch.nn.Module) -> dict[str, str]:
     """Of each parameter that has a gradient now."""
-    return {name: _hash(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {name: hash_of(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _hash(tensor: torch.Tensor) -> str:
+def short_hash(*texts: str) -> str:
+    """Sixteen hexadecimal digits."""
+    return str(xxhash.xxh3_64_hexdigest("\n".join(texts).encode()))
+
+
+def hash_of(tensor: torch.Tensor) -> str:
     return str(xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data))
 
 

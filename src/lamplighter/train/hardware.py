@@ -29,6 +29,7 @@ from lamplighter.model.shape import BLOCK_ATTENTION_TOKENS, Shape
 from lamplighter.procs import procfs
 from lamplighter.procs.pool import usable_cores
 from lamplighter.train import bf16
+from lamplighter.train.ranks import ALONE, World
 
 _FAMILIES = ("gpt2", "llama")
 _COMPILE_COSTS_S = 60.0  # half a minute, and it should be worth the trouble
@@ -120,16 +121,20 @@ def _card_facts(device: torch.device, exact: bool) -> dict[str, Any]:
     }
 
 
-def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | None = None) -> Machine:
+def detect(
+    section: Train, before: dict[str, Any] | None = None, shape: Shape | None = None, world: World = ALONE
+) -> Machine:
     """Choose the device, the dtype (for a model of this shape) and the threads; a resumed run keeps what it had."""
     before = before or {}
     if limit := before.get("isa_limit"):  # set for a trial of bf16, and it holds for fp32 too
         os.environ.setdefault(bf16.ISA_LIMIT, limit)
     reasons: list[str] = []
-    device = _choose_device(section, reasons)
-    threads = section.threads or before.get("threads") or usable_cores()
+    device = _choose_device(section, reasons, world)
+    threads = section.threads or before.get("threads") or max(1, usable_cores() // world.size)
     torch.set_num_threads(threads)
     why = "train.threads" if section.threads else "as before" if before else "the cores this process may use"
+    if world.size > 1 and why.startswith("the cores"):
+        why = f"{usable_cores()} cores for {world.size} ranks"
     reasons.append(f"{threads} thread{'s' if threads != 1 else ''}: {why}")
     allowed = os.environ.get(bf16.ISA_LIMIT)
     dtype = _choose_dtype(section, device, before.get("dtype"), shape, reasons)
@@ -139,6 +144,7 @@ def detect(section: Train, before: dict[str, Any] | None = None, shape: Shape | 
     peak, how = _peak(device, dtype, name)
     reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {DTYPE_NAMES[dtype]}: {how}")
     late = device.type == "cuda"
+    peak *= world.size  # of all ranks together, as the tokens of a step are
     return Machine(device, dtype, threads, name, peak_flops=peak, reasons=tuple(reasons), reads_late=late)
 
 
@@ -178,7 +184,7 @@ def _cpu_compile_gain(family: str, dtype_name: str, seq_len: int) -> float:
     return _LLAMA_COMPILE_GAIN if family == "llama" and not own_attention else 0.0
 
 
-def _choose_device(section: Train, reasons: list[str]) -> torch.device:
+def _choose_device(section: Train, reasons: list[str], world: World) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if section.device == "cuda" and not count:
         raise BadConfig(
@@ -188,9 +194,16 @@ def _choose_device(section: Train, reasons: list[str]) -> torch.device:
         why = "the Apple GPU is not supported yet" if torch.backends.mps.is_available() else "no GPU found"
         reasons.append("on the CPU: " + ("train.device" if section.device == "cpu" else why))
         return torch.device("cpu")
+    if world.size > count:
+        raise BadConfig(
+            f"{world.size} ranks, and torch sees {count} GPUs", "a rank needs one of its own", f"--train.ranks {count}"
+        )
     torch.backends.cuda.matmul.allow_tf32 = True
-    reasons.append(f"{count} GPU{'s' if count > 1 else ''} found, using 1: {torch.cuda.get_device_name(0)}")
-    return torch.device("cuda", 0)
+    torch.cuda.set_device(world.rank)
+    reasons.append(
+        f"{count} GPU{'s' if count > 1 else ''} found, using {world.size}: {torch.cuda.get_device_name(world.rank)}"
+    )
+    return torch.device("cuda", world.rank)
 
 
 def _choose_dtype(

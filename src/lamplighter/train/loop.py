@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -19,10 +20,11 @@ from lamplighter import device_faults, read_back, report
 from lamplighter.data.batches import Batch
 from lamplighter.errors import BadData, Diverged, StoppedEarly
 from lamplighter.model.weights import load_weights, weights
-from lamplighter.rundir import CACHE_NAME, free_bytes, read_last_lines
-from lamplighter.train import checkpoint, exactness, guard, hardware, loss_scale, path, replay
+from lamplighter.rundir import CACHE_NAME, free_bytes, read_last_lines, step_of
+from lamplighter.train import checkpoint, exactness, guard, hardware, loss_scale, path, ranks, replay
 from lamplighter.train.anomalies.detector import announce, recall
 from lamplighter.train.anomalies.history import Facts
+from lamplighter.train.async_save import PendingSave
 from lamplighter.train.checkpointer import Checkpointer
 from lamplighter.train.gradients import batch_loss, first_bad_module, forward_backward, micro_batches, micro_loss
 from lamplighter.train.optimizers import clip_factor, clip_scale, not_finite
@@ -67,6 +69,12 @@ def training(context: RunContext, state: TrainState) -> Iterator[Iterator[StepRe
     except Diverged:
         good = False
         raise
+    except ranks.PeerLost:
+        good = False  # rank 0 may be in the middle of a save, and the durable step counts
+        if report.stopping():  # rank 0 has saved and left
+            raise StoppedEarly(report.stop_reason()) from None
+        ranks.wait_for_the_parent()
+        raise
     except Exception as error:
         fault = device_faults.of_error(error)
         good = fault is None or not fault.dead  # out of a dead context nothing can be read, and the attempt may hang
@@ -96,6 +104,8 @@ class _Loop:
         self.first_step = state.progress.step + 1
         self.read_at = 0.0  # when the numbers of a step were last read
         self.batch: Batch | None = None  # the newest one
+        self.spent: report.Verdict | None = None  # the budget is nearly, said when all ranks stop
+        self.stop_votes = 0.0
         self.finished: deque[StepRecord] = deque()  # read while the next step was computed, and not handed out yet
 
     def steps(self) -> Iterator[StepRecord]:
@@ -150,7 +160,9 @@ class _Loop:
                 self.finished.append(record)
             return self._skip_step(batch, waited_s)
         with report.span("compute"):
-            numbers = self._loss_and_norm(forward_backward(self.context, batch, begun))
+            tree = forward_backward(self.context, batch, begun)
+            loss, (self.stop_votes,) = ranks.reduce(self.context.world, tree, [self._stop_vote()])
+            numbers = self._loss_and_norm(loss)
         if self.context.machine.reads_late or self.context.loss_scale is not None:
             return self._update_unread(batch, numbers, waited_s, started)
         with report.span("compute"):
@@ -365,7 +377,11 @@ class _Loop:
             compiler.ready()
             self.state.compiler = compiler
             report.note(f"compiled {len(compiler.blocks)} blocks with torch.compile, in {compiler.compiles} compiles")
-            return self._try_again(batch, loss)
+            loss = self._try_again(batch, loss)
+            if self.context.world.leads:
+                return loss
+            self.optimizer.zero_grad()  # the first micro-batch is rank 0's
+            return None
 
     def _first_leaf(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of the first micro-batch."""
@@ -401,8 +417,7 @@ class _Loop:
     def _nonfinite(self, batch: Batch, record: StepRecord) -> StepRecord | None:
         """A bad batch: skip it; too many of them, or bad weights: roll back once; then stop. The weights are never touched."""
         if late := self.checkpointer.failure(wait=True):  # the weights were bad before this batch
-            assert late.bad is not None
-            self._rollback(late.step, late.step, late.bad)
+            self._bad_save(late)
             return None
         step, progress = batch.step, self.state.progress
         module = first_bad_module(self.context, batch)
@@ -427,7 +442,7 @@ class _Loop:
         """Back to the checkpoint before the trouble, once, skipping its batches; a second time is divergence (76)."""
         context, state, root = self.context, self.state, self.context.folder.checkpoints
         with self.checkpointer.alone():
-            found = checkpoint.find_before(root, first_bad)
+            found = self._agreed(checkpoint.find_before(root, first_bad) if context.world.leads else None)
             if state.progress.passed_to or self.train.on_nonfinite != "skip" or found is None:
                 report.verdict(verdict)
                 raise Diverged(f"diverged at step {last_bad}", verdict.why, verdict.next)
@@ -438,7 +453,7 @@ class _Loop:
                 load_weights(self.model, found)
                 self.optimizer.load_state_tensors(tensors)
                 state.progress = replace(progress, passed_from=first_bad, passed_to=last_bad)
-                moved = checkpoint.go_back(root, state.progress)
+                moved = checkpoint.go_back(root, state.progress) if context.world.leads else []
                 self.checkpointer.rolled_back()
                 self._init_anomalies()
         context.source.start(progress.step + 1, progress.stream)
@@ -446,6 +461,12 @@ class _Loop:
         if moved:
             report.note(f"set aside (not deleted): {', '.join(moved)}")
         report.event("rolled back", step=progress.step, passed_from=first_bad, passed_to=last_bad)
+
+    def _agreed(self, found: Path | None) -> Path | None:
+        """The checkpoint that rank 0 has found."""
+        context = self.context
+        step = ranks.told_by_first(context.world, step_of(found) if found else -1, context.machine.device)
+        return context.folder.checkpoint(step) if step >= 0 else None
 
     # ---------------------------------------------------------------- between two steps
 
@@ -462,23 +483,36 @@ class _Loop:
             self._evaluate_if_due(record.step)
             late = self.checkpointer.failure(wait=record.step >= self.state.steps)
         if late is not None:
-            assert late.bad is not None
-            self._rollback(late.step, late.step, late.bad)
+            self._bad_save(late)
         return late is None
 
+    def _bad_save(self, late: PendingSave) -> None:
+        """Weights that were not finite when they were saved. Rank 0 alone knows it, and ranks go back together or not at all."""
+        assert late.bad is not None
+        if self.context.world.size > 1:
+            report.verdict(late.bad)
+            raise Diverged(f"diverged at step {late.step}", late.bad.why, late.bad.next)
+        self._rollback(late.step, late.step, late.bad)
+
+    def _stop_vote(self) -> float:
+        """Whether this rank wants to stop after this step: it rides in the step's own reduction."""
+        return float(self.context.world.size > 1 and (report.stopping() or self.spent is not None))
+
     def _check_stop(self, record: StepRecord) -> None:
-        """A request to stop, or a budget that is nearly spent."""
+        """A request to stop, or a budget that is nearly spent. Several ranks stop after the step in which one of them has
+        voted for it: all after the same.
+        """
         budget, save_s = self.context.run.budget, max(self.checkpointer.save_s, 0.2)
-        verdict = guard.budget_reached(budget, report.spent_s(), save_s, record.seconds)
-        if verdict is not None:
-            report.verdict(verdict)
-        if verdict is None and not report.stopping():
+        if self.spent is None:
+            self.spent = guard.budget_reached(budget, report.spent_s(), save_s, record.seconds)
+        wanted = self.stop_votes if self.context.world.size > 1 else self.spent is not None or report.stopping()
+        if not wanted or record.step >= self.state.steps:
             return
-        if record.step >= self.state.steps:
-            return
+        if self.spent is not None:
+            report.verdict(self.spent)
         self.checkpointer.save_or_report()
         self.checkpointer.stopped.set()
-        raise StoppedEarly(verdict.why if verdict else report.stop_reason())
+        raise StoppedEarly(self.spent.why if self.spent else report.stop_reason() or "another rank was asked to stop")
 
     def _evaluate_if_due(self, step: int) -> None:
         section, last = self.eval, step == self.state.steps
@@ -487,7 +521,8 @@ class _Loop:
                 self._validate(step)
         if section.sample_every_steps and (last or step % section.sample_every_steps == 0):
             with self.pace.timing("sample", step):
-                show_sample(self.context, self.state, step)
+                if self.context.world.leads:
+                    show_sample(self.context, self.state, step)
 
     def _validate(self, step: int) -> None:
         context, state = self.context, self.state
@@ -498,6 +533,7 @@ class _Loop:
             lambda batch: batch_loss(self.model, batch, context.machine, whole=whole),
             rows=self.rows_at_once,
             windows=self.eval.windows,
+            world=context.world,
         )
         bpb = found.bits_per_byte(context.data.held_out.targets)
         values = {"eval/val_loss": found.loss, "eval/val_ppl": found.perplexity, "eval/val_bpb": bpb, "eval/iter": step}
@@ -567,7 +603,7 @@ class _Loop:
                 floor_nats=bound.nats_per_token if bound else None,
                 floor_error=bound.nats_per_token * bound.standard_error / bound.nats_per_document if bound else 0.0,
             )
-            state.anomalies = recall(facts, context.folder, state.progress.step)
+            state.anomalies = recall(facts, context.folder, state.progress.step) if context.world.leads else None
 
     def _catch_up(self) -> None:
         """A kill between the save and the validation of a step: validate it now, so that none is missing."""
@@ -582,7 +618,7 @@ class _Loop:
             self._evaluate_if_due(step)
         elif step:  # it was saved before it was scored
             state.progress = state.progress.scored(step, math.nan if found[-1] is None else found[-1])
-            if state.progress.best_step == step:
+            if state.progress.best_step == step and self.context.world.leads:
                 checkpoint.mark_best(folder.checkpoints, state.progress)
 
     def _out_of_patience(self) -> bool:

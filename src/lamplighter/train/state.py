@@ -26,6 +26,7 @@ from lamplighter.train.hardware import Machine
 from lamplighter.train.loss_scale import LossScale
 from lamplighter.train.optimizers import Optimizer, Schedule
 from lamplighter.train.pace import Smaller
+from lamplighter.train.ranks import ALONE, World
 from lamplighter.train.validation import EntropyBound
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class RunContext:
     chat: ChatTemplate | None = None
     entropy_bound: EntropyBound | None = None
     loss_scale: LossScale | None = None  # of fp16; the optimizer divides it out
+    world: World = ALONE
 
     @property
     def model(self) -> torch.nn.Module:

@@ -15,6 +15,8 @@ import torch
 from lamplighter import report
 from lamplighter.data.batch_source import BatchSource
 from lamplighter.data.batches import Batch
+from lamplighter.train import ranks
+from lamplighter.train.ranks import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,27 @@ def validate(
     *,
     rows: int,
     windows: int,
+    world: World = ALONE,
 ) -> Score:
-    """Score what is held out, in order, so many rows at a time; `windows` 0 = all."""
+    """Score what is held out, in order, so many rows at a time; `windows` 0 = all. Ranks take turns, and the losses of all
+    batches are added in their order, so that the score does not depend on how many ranks there are.
+    """
     data, limit = source.describe(), windows or None
     held_out = data.held_out
     used = min(held_out.samples, limit) if limit else held_out.samples
     was_training = model.training
     model.eval()
-    losses, tokens = [torch.zeros(())], 0  # they stay on the device until the end: no batch waits for another's number
+    losses: dict[int, torch.Tensor] = {}  # they stay on the device until the end: no batch waits for another's number
+    tokens = count = 0
     try:
         with report.phase("evaluate", total=used, unit=data.noun) as phase:
             for batch in source.validation(rows, limit):
-                losses.append(loss_of(batch))
-                tokens += batch.real_tokens
+                if count % world.size == world.rank:
+                    losses[count] = loss_of(batch)
+                tokens, count = tokens + batch.real_tokens, count + 1
                 phase.tick(len(batch.inputs))
     finally:
         model.train(was_training)
-    total = sum(torch.stack(losses[1:] or losses).tolist())
+    device = next(iter(model.parameters())).device
+    total = sum(ranks.sum_in_order(world, losses, count, device))
     return Score(total / max(1, tokens), tokens, used == held_out.samples, held_out.documents, held_out.text_bytes)

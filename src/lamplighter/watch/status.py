@@ -167,8 +167,9 @@ class Observer:
         status.spent_s, status.budget = spent_s, self.budget
         events = [(number, event) for number, tail in enumerate(self.events) for event in tail.records()]
         events = [(number, event) for number, event in events if read_back.is_event(event)]
-        for _, event in events:
-            self._hear(event)
+        for number, event in events:
+            if number == 0:
+                self._hear(event)
         status.durable_age_s = time.time() - self.durable_at if self.durable_at else None
         return events
 

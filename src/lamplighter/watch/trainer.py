@@ -54,6 +54,7 @@ _LEDGER_NAMES = 5  # on the screen, where the last validation and sample must st
 _BUDGET_BACKSTOP_S = 5.0
 _SPIN = "3000"  # turns of waiting before a thread sleeps: chosen by measurement, decision 005
 _ALLOCATOR, _PRODUCTS = "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"
+_OF_EVERY_RANK = ("hello", "error")
 _NO_WORD = "it did not say that it was done; your code or a library may have called os._exit"
 _STATES = {
     DONE: "finished",
@@ -141,6 +142,8 @@ class Trainer:
             self.observer.begin_again()
             self.say(f"attempt {attempt}: going on from step {self.durable_before}", "bold")
         prctl.adopt_orphans()
+        for stale in self.run.slots.glob("meeting-*"):  # where ranks of an earlier attempt have met
+            stale.unlink(missing_ok=True)
         self.processes = [self._spawn_rank(rank, attempt) for rank in self.ranks]
         if self.spec.keeps_report:
             threading.Thread(
@@ -188,6 +191,7 @@ class Trainer:
             _ALLOCATOR: os.environ.get(_ALLOCATOR, "expandable_segments:True"),  # fewer holes; changes no number
             "PYTHONUNBUFFERED": "1",
             "LAMP_RANK": str(rank),
+            "LAMP_WORLD": str(self.spec.ranks),
             "LAMP_ATTEMPT": str(attempt),
             "LAMP_PARENT_PID": str(os.getpid()),
             "LAMP_SPENT_S": str(self.spent_before_s),
@@ -242,6 +246,8 @@ class Trainer:
         finding = stall.finding
         self.status.stall_words = f"{finding.verdict.state}: {finding.verdict.why}" if finding else ""
         for rank, event in self.observer.look(first.slot, first.look, snapshot.stalled_s, self.spent_s):
+            if rank > 0 and event.get("type") not in _OF_EVERY_RANK:
+                continue  # all ranks do the same, and the first one speaks; the others' words are in their own files
             self._take_in(event)
             for text, style in tell(event):
                 self.say(text, style)
@@ -311,7 +317,21 @@ class Trainer:
             "flags": list(self.status.flags.values()),
             **{name: words for name in ("exact", "path") if (words := getattr(self.status, name))},
             **({"ended_early": self.ended_early} if self.ended_early else {}),
+            **({"ranks": list(map(self._rank_fields, self.ranks))} if self.spec.ranks > 1 else {}),
             **self._budget_spent(),
+        }
+
+    def _rank_fields(self, rank: int) -> dict[str, Any]:
+        """One rank at this moment."""
+        slot = read_slot(self.run.slot(rank)) or Slot()
+        look = procfs.look(slot.pid) if slot.pid else None
+        return {
+            "rank": rank,
+            "pid": slot.pid,
+            "step": slot.step,
+            "phase": slot.phase,
+            "span": slot.coll if slot.in_coll else slot.span,
+            "ram_gb": round(look.rss_bytes / 1e9, 3) if look else 0.0,
         }
 
     def _val_loss(self) -> float | None:
