@@ -19,7 +19,7 @@ from lamplighter.commands.start_up import prepare
 from lamplighter.config import Run, Train, load_dump, parse_overrides, resolve
 from lamplighter.rundir import RunDir, newest_first
 from lamplighter.train import loss_scale
-from lamplighter.train.gradients import GradientTree, nodes
+from lamplighter.train.gradient_tree import GradientTree, nodes, owned_nodes, subtrees, sum_of
 from lamplighter.train.loop import training
 from lamplighter.train.loss_scale import LossScale, ScaledOptimizer
 from lamplighter.train.optimizers import adamw
@@ -58,10 +58,10 @@ def test_nodes_are_added_as_a_binary_tree(count: int) -> None:
     rng = np.random.default_rng(count)
     parts = [(rng.standard_normal(200) * 10.0 ** rng.integers(-3, 3)).astype(np.float32) for _ in range(count)]
     parameter = torch.nn.Parameter(torch.zeros(200))
-    tree, held = GradientTree([parameter]), 0
+    tree, held = GradientTree([parameter], count), 0
     for index, part in enumerate(parts):
         parameter.grad = torch.from_numpy(part.copy())
-        tree.add(torch.tensor(float(index)), last=index == count - 1)
+        tree.add(index, torch.tensor(float(index)))
         held = max(held, len(tree.sums))
     loss = tree.finish()
     assert parameter.grad is not None and np.array_equal(parameter.grad.numpy(), _by_definition(parts))
@@ -82,13 +82,36 @@ def test_every_leaf_is_in_one_node_and_in_order(leaves: int, most: int) -> None:
     assert len(found) == min(leaves, most) and max(map(len, found)) - min(map(len, found)) <= 1
 
 
+@pytest.mark.parametrize(("count", "world"), [*itertools.product((1, 2, 3, 4, 5, 7, 8, 13), (1, 2, 3, 4, 8))])
+def test_what_ranks_have_summed_up_adds_up_to_the_whole_tree(count: int, world: int) -> None:
+    """Each adds what it can; the rest is added in the order of the tree: the same bits as on one."""
+    rng = np.random.default_rng(count)
+    parts = [(rng.standard_normal(50) * 10.0 ** rng.integers(-3, 3)).astype(np.float32) for _ in range(count)]
+    found = {}
+    for rank in range(world):
+        own = owned_nodes(count, world, rank)
+        parameter = torch.nn.Parameter(torch.zeros(50))
+        tree = GradientTree([parameter], count)
+        for place in own:
+            parameter.grad = torch.from_numpy(parts[place].copy())
+            tree.add(place, torch.tensor(0.0))
+        for node in subtrees(count, own):
+            gradient = tree.take(node)[1]
+            assert gradient is not None
+            found[node] = gradient
+        assert count == 1 or not tree.sums, "nothing else is held"
+    owned = [place for rank in range(world) for place in owned_nodes(count, world, rank)]
+    assert owned == list(range(count)) and len(owned_nodes(count, world, 0)) > 0
+    assert np.array_equal(sum_of(found, (0, count)).numpy(), _by_definition(parts))
+
+
 def test_a_parameter_without_a_gradient_in_some_nodes_has_the_sum_of_the_others() -> None:
     one, two, never = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
-    tree = GradientTree([one, two, never])
+    tree = GradientTree([one, two, never], 3)
     for index in range(3):
         one.grad = torch.full((2,), 1.0)
         two.grad = torch.full((2,), 5.0) if index == 1 else None
-        tree.add(torch.tensor(1.0), last=index == 2)
+        tree.add(index, torch.tensor(1.0))
     tree.finish()
     assert one.grad is not None and two.grad is not None
     assert one.grad.tolist() == [3.0, 3.0] and two.grad.tolist() == [5.0, 5.0] and never.grad is None

@@ -102,6 +102,7 @@ class Trainer:
         self.durable_before = self._durable_on_disk()
         self.ranks = range(spec.ranks)
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.failed: list[int] = []  # ranks that have ended in a way that ends all of them
         self.observer = Observer(run, [run.rank_events(rank) for rank in self.ranks], spec.budget)
         self.status = self.observer.status
         self.status.started = self.began
@@ -144,6 +145,7 @@ class Trainer:
         prctl.adopt_orphans()
         for stale in self.run.slots.glob("meeting-*"):  # where ranks of an earlier attempt have met
             stale.unlink(missing_ok=True)
+        self.failed = []
         self.processes = [self._spawn_rank(rank, attempt) for rank in self.ranks]
         if self.spec.keeps_report:
             threading.Thread(
@@ -233,6 +235,8 @@ class Trainer:
 
     def kill(self, snapshot: Snapshot | None) -> None:
         """The ranks and everything that they started (each has a session of its own)."""
+        if not self.failed:
+            self.failed = [rank for rank in self.ranks if self.processes[rank].poll()]
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):  # nobody is left in that session
                 os.killpg(process.pid, signal.SIGKILL)
@@ -407,13 +411,14 @@ class Trainer:
         memory = code < 0 and procfs.oom_kills() > self.oom_before
         how = f"killed by {signals.signal_name(-code)}" if code < 0 else f"left with exit code {code}"
         evidence: tuple[str, ...] = (f"its last phase was {slot.phase}",) if slot else ()
+        failed = self._rank_that_left(code)
+        who = f"rank {failed} (process {self.processes[failed].pid})" if self.spec.ranks > 1 else "the process"
         if code < 0:
-            why = f"the process was {how} (signal {-code}) at step {step}" + (", out of memory" if memory else "")
+            why = f"{who} was {how} (signal {-code}) at step {step}" + (", out of memory" if memory else "")
             evidence = (f"largest seen {self.peak_bytes / 1e9:.2f} GB", f"{procfs.memory_left() / 1e9:.2f} GB free now")
         else:
-            why = f"the process {how} at step {step}, in the middle of its work: {_NO_WORD}"
+            why = f"{who} {how} at step {step}, in the middle of its work: {_NO_WORD}"
         cause = "rss_oom" if memory else "killed" if code < 0 else "exit"
-        failed = self._rank_that_left(code)
         culprit = {"pid": self.processes[failed].pid, "rank": failed, "step": step}
         return Death(how, Verdict("dead", cause, why, "", evidence=evidence, culprit=culprit), compiling)
 
@@ -438,7 +443,8 @@ class Trainer:
         return self.slot if rank == 0 else read_slot(self.run.slot(rank))
 
     def _rank_that_left(self, code: int) -> int:
-        return next((rank for rank in self.ranks if self.processes[rank].returncode == code), 0)
+        """Those that failed by themselves come before those that were ended with them."""
+        return next((rank for rank in [*self.failed, *self.ranks] if self.processes[rank].returncode == code), 0)
 
     def outcome(self, ending: Ending) -> RunOutcome:
         slot = self.slot
