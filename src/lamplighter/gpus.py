@@ -121,6 +121,6 @@ def find(name: str) -> Device:
     if number and not (number.isascii() and number.isdecimal() and int(number)):
         raise UsageError(f"{name}: {number} is not a number of devices", "", f"lamp plan --on {kind}")
     if number and int(number) > 1:
-        why = f"a run of ours uses one device: ranks are not there yet, and {number} would cost {number} times as much"
+        why = f"time and traffic of several devices are not planned yet; each holds what one holds, and {number} cost {number} times as much"
         raise UsageError(f"no plan for {number} devices ({name})", why, f"lamp plan --on {kind}")
     return TABLE[kind]

@@ -60,10 +60,10 @@ AT_ONCE = [
     (["xyzzy"], 2, "verbs: demo train"),
     (["a\x1b]0;x\x07b"], 2, r"lamp has no verb a\x1b]0;x\x07b"),
     (["train", "--config", "run.yaml"], 2, "next:  lamp train run.yaml"),
-    (["train", "--train.ddp", "true"], 2, "ranks are not there yet"),
-    (["train", "--nproc_per_node", "2"], 2, "ranks are not there yet"),
+    (["train", "--train.ddp", "true"], 2, "a run has one process for each GPU by itself"),
+    (["train", "--nproc_per_node", "2"], 2, "--train.ranks 2"),
     (["train", "--model.init_from", "gpt2"], 66, "a name on the Hugging Face hub is written with its owner"),
-    (["plan", "--preset", "slm", "--on", "a10:2"], 2, "ranks are not there yet"),
+    (["plan", "--preset", "slm", "--on", "a10:2"], 2, "not planned yet"),
     (["train", "--train.lrr", "3"], 2, "--train.lr"),
     (["train", "--max-seq-length", "512"], 2, "--data.seq_len"),
     (["train", "--resume_from_checkpoint", "x"], 2, "--resume"),
@@ -128,12 +128,14 @@ def test_a_mistake_is_three_lines_and_a_code(
     three_lines(command(*words, cwd=tmp_path), code, part)
 
 
-def test_torchrun_is_told_that_one_device_is_used(
+def test_a_launcher_over_several_machines_is_refused(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    three_lines(command("train", *QUICK, cwd=tmp_path), 2, "ranks are not there yet")
+    for name, value in {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    three_lines(command("train", *QUICK, cwd=tmp_path), 2, "several nodes are not there yet")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    three_lines(command("train", *QUICK, "--train.ranks", "3", cwd=tmp_path), 2, "leave train.ranks out")
     assert not (tmp_path / "runs").exists()
 
 

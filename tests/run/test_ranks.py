@@ -128,3 +128,12 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     wait_for(lambda: read_json(_folder(tmp_path).status)["step"] > before + 5, 60, going)
     going.send_signal(signal.SIGINT)
     assert going.wait(120) == 75 and len(events_of(_folder(tmp_path), "start")) == 1
+
+
+@LONG
+def test_torchrun_starts_one_run_with_one_voice(tmp_path: Path, alone: Path) -> None:
+    words = [*LAMP[:1], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lamplighter", *WORDS]
+    done = subprocess.run(words, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("2 ranks, 3 micro-batches a step") == 1
+    assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)

@@ -248,10 +248,10 @@ def test_the_table_of_devices() -> None:
         assert caught.value.next
 
 
-def test_several_devices_are_refused_while_a_run_uses_one() -> None:
+def test_several_devices_are_not_planned_yet() -> None:
     with pytest.raises(UsageError) as caught:
         find("a10:2")
-    assert "ranks are not there yet" in caught.value.why and "2 times as much" in caught.value.why
+    assert "not planned yet" in caught.value.why and "2 times as much" in caught.value.why
     assert caught.value.next == "lamp plan --on a10"
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import own_code, report
 from lamplighter.commands import result
 from lamplighter.commands.arguments import parse, refuse_controls
+from lamplighter.commands.launched import Launch, follow, launch_of
 from lamplighter.errors import DONE, BadConfig, LampError, RefusedByPlan, UsageError
 from lamplighter.rundir import (
     EVENTS_BYTES,
@@ -70,25 +71,30 @@ def demo(words: list[str]) -> int:
 def _start_training(verb: str, words: list[str]) -> int:
     from lamplighter.config import parse_overrides, resolve, shown
 
-    _refuse_ranks()
+    launch = launch_of(os.environ)
     rest, overrides = parse_overrides(words)
     flags = parse(verb, _train_flags, rest)
     resolved = resolve(flags["preset"], flags["run_yaml"], overrides, flags["test"])
     own_code.look_beside(flags["run_yaml"])
     if flags["print_config"]:
         return result(shown(resolved))
-    return _train(verb, words, resolved, flags)
+    if launch is not None and not launch.leads:
+        return follow(RunDir(flags["runs_dir"] / _run_name(flags)))
+    return _train(verb, words, _for_launch(resolved, launch), flags)
 
 
-def _refuse_ranks() -> None:
-    """torchrun and its like start one command per device; each would train the same run."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if "RANK" in os.environ and world.isdecimal() and int(world) > 1:
+def _for_launch(resolved: Resolved, launch: Launch | None) -> Resolved:
+    """As many ranks as the launcher has started processes."""
+    train = resolved.run.train
+    if launch is None:
+        return resolved
+    if train.ranks not in ("auto", launch.ranks):
         raise UsageError(
-            f"lamp train was started {world} times, by torchrun or its like",
-            "a run of ours uses one device: ranks are not there yet",
-            "start it without torchrun; a script of your own: lamp watch -- torchrun ... script.py",
+            f"{launch.by} has started {launch.ranks} processes, and train.ranks is {train.ranks}",
+            "a rank is a process of the launcher's",
+            "leave train.ranks out",
         )
+    return replace(resolved, run=replace(resolved.run, train=replace(train, ranks=launch.ranks)))
 
 
 def _run_name(flags: dict[str, Any]) -> str:

@@ -77,7 +77,7 @@ def _explained(name: str) -> tuple[str, str] | None:
     """(why, next) for a name that has no counterpart here."""
     leaf = name.lstrip("-").replace("-", "_").rsplit(".", 1)[-1]
     if leaf in _RANKS:
-        return "a run uses one device: ranks are not there yet", "leave it out; train.device chooses cpu or cuda"
+        return "a run has one process for each GPU by itself", "--train.ranks 2, or leave it out"
     if leaf in _FILES:
         return "a file of settings stands without a flag", "lamp train run.yaml"
     return None
