@@ -42,6 +42,7 @@ from lamplighter.rundir import RunDir
 from lamplighter.train import checkpoint, optimizers
 from lamplighter.train.checkpoint import Progress
 from lamplighter.train.checkpointer import Checkpointer
+from lamplighter.train.ranks import ALONE
 from lamplighter.train.state import TrainState
 
 SHARE_STEPS = 20
@@ -94,7 +95,7 @@ def ours(job: Job, folder: Path) -> Way:
     source = SimpleNamespace(state=lambda step: None)
     context: Any = SimpleNamespace(
         run=run, folder=RunDir(folder), model=job.model, built=built, optimizer=job.optimizer, recorded={},
-        source=source, machine=SimpleNamespace(device=torch.device("cpu")), tokenizer=SimpleNamespace(save=lambda _: None), chat=None,
+        source=source, machine=SimpleNamespace(device=torch.device("cpu")), tokenizer=SimpleNamespace(save=lambda _: None), chat=None, world=ALONE,
     )  # fmt: skip
     state = TrainState(10**6)
     context.folder.checkpoints.mkdir(parents=True)

@@ -91,26 +91,6 @@ def peak_of_card(name: str, dtype: str) -> float | None:
     return found.peak(dtype) if found is not None else None
 
 
-def is_visible(visible: str | None, index: int, uuid: str) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES leaves this card to a program: cards by index, or by the beginning of their UUID.
-
-    As the driver reads it: the list ends at the first word that is no card.
-    """
-    if visible is None:
-        return True
-    for word in (part.strip() for part in visible.split(",")):
-        if word.lstrip("-").isdecimal():
-            if int(word) < 0:
-                return False
-            if int(word) == index:
-                return True
-        elif not word.startswith(("GPU-", "MIG-")):
-            return False
-        elif uuid and uuid.startswith(word):
-            return True
-    return False
-
-
 def find(name: str) -> Device:
     """`a100-80gb`; `a100-80gb:2`, two of them, is refused until a run can use them."""
     kind, _, number = name.lower().replace(" ", "").replace("_", "-").partition(":")

@@ -23,6 +23,7 @@ from lamplighter.model.transformer import Transformer, next_token_loss
 from lamplighter.model.weights import init_weights
 from lamplighter.train.gradients import micro_batches, micro_loss
 from lamplighter.train.hardware import Machine
+from lamplighter.train.ranks import ALONE
 
 PAD = 0
 
@@ -249,7 +250,7 @@ def test_the_training_loop_has_the_mean_of_those_losses(micro: int) -> None:
     batch = feed.make(1)
     run = validated({"train": {"batch_size": 3, "micro_batch": micro, "steps": 1}})
     where = Machine(torch.device("cpu"), torch.float32, 1, "a CPU", peak_flops=1e9, reasons=())
-    context: Any = SimpleNamespace(run=run, machine=where, model=model, loss_scale=None)
+    context: Any = SimpleNamespace(run=run, machine=where, model=model, loss_scale=None, world=ALONE)
     with torch.no_grad():
         loss = sum(float(micro_loss(context, batch, rows)) for rows in micro_batches(batch, micro))
     assert loss == pytest.approx(alone / sum(length - 2 for length in lengths), abs=1e-5)

@@ -10,7 +10,7 @@ import pytest
 
 from lamplighter.config import Budget, resolve
 from lamplighter.errors import UsageError
-from lamplighter.gpus import TABLE, Device, Rates, find, is_visible, of_card
+from lamplighter.gpus import TABLE, Device, Rates, find, of_card
 from lamplighter.model.shape import Shape
 from lamplighter.plan import estimate
 from lamplighter.plan.estimate import Plan, completed, largest_micro_batch, lighter, make, sure_reasons
@@ -18,6 +18,7 @@ from lamplighter.plan.job import Job, Measured, Text, job_of, shape_of
 from lamplighter.plan.memory import GIB, memory
 from lamplighter.plan.render import as_json, curve, draw, short, table, tell
 from lamplighter.plan.speed import recompute_flops, step_seconds, total_flops
+from lamplighter.procs.nvml import is_visible
 from lamplighter.rundir import RunDir
 from lamplighter.watch.trainer import lighter_by_plan
 

@@ -14,6 +14,7 @@ import torch
 
 from lamplighter.train import async_save, checkpointer
 from lamplighter.train.async_save import AsyncSaver, PendingSave, choose
+from lamplighter.train.ranks import ALONE
 from lamplighter.train.state import TrainState
 
 GIB = 1 << 30
@@ -150,7 +151,9 @@ def test_a_stop_leaves_a_gpu_that_hangs_with_the_durable_step(monkeypatch: pytes
     monkeypatch.setattr(checkpointer.report, "leave", left.append)
     monkeypatch.setattr(checkpointer, "_STOP_PATIENCE_S", 0.0)
     monkeypatch.setattr(checkpointer, "_STOP_DEADLINE_S", 0.2)
-    context: Any = SimpleNamespace(machine=SimpleNamespace(device=torch.device("cpu")), tokenizer=None, chat=None)
+    context: Any = SimpleNamespace(
+        machine=SimpleNamespace(device=torch.device("cpu")), tokenizer=None, chat=None, world=ALONE
+    )
     one = checkpointer.Checkpointer(context, TrainState(10))
     one.durable, one.last_update.event = 7, _Event(float("inf"))  # type: ignore[assignment]
     one.stop()

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lamplighter import gpus
 from lamplighter.procs import prctl
 
 EVERY_S = 2.0
@@ -63,6 +62,26 @@ def is_there() -> bool:
     )
 
 
+def is_visible(visible: str | None, index: int, uuid: str) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES leaves this card to a program: cards by index, or by the beginning of their UUID.
+
+    As the driver reads it: the list ends at the first word that is no card.
+    """
+    if visible is None:
+        return True
+    for word in (part.strip() for part in visible.split(",")):
+        if word.lstrip("-").isdecimal():
+            if int(word) < 0:
+                return False
+            if int(word) == index:
+                return True
+        elif not word.startswith(("GPU-", "MIG-")):
+            return False
+        elif uuid and uuid.startswith(word):
+            return True
+    return False
+
+
 def cards_here() -> list[tuple[str, float]]:
     """Name and memory (GiB) of every GPU of this machine that CUDA_VISIBLE_DEVICES leaves us, as the driver tells."""
     if (tool := shutil.which("nvidia-smi")) is None:
@@ -75,7 +94,7 @@ def cards_here() -> list[tuple[str, float]]:
     except (OSError, subprocess.SubprocessError, ValueError):  # a driver without a card
         return []
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [(name, memory_gib) for index, uuid, memory_gib, name in cards if gpus.is_visible(asked, index, uuid)]
+    return [(name, memory_gib) for index, uuid, memory_gib, name in cards if is_visible(asked, index, uuid)]
 
 
 def has_card_open(pid: int) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lamplighter import device_faults, gpus, read_back
+from lamplighter import device_faults, read_back
 from lamplighter.device_faults import Fault
 from lamplighter.procs import nvml, procfs
 from lamplighter.procs.nvml import GpuLook
@@ -219,7 +219,7 @@ class GpuWatch:
 
 def _is_visible(gpu: GpuLook) -> bool:
     """To the run: it has our own CUDA_VISIBLE_DEVICES."""
-    return gpus.is_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpu.index, gpu.uuid)
+    return nvml.is_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpu.index, gpu.uuid)
 
 
 def _record(gpu: GpuLook) -> dict[str, Any]:
