@@ -31,7 +31,7 @@ class Fault:
     rank: int | None = None  # who said it, of many
 
 
-_SMALLER = "a smaller train.micro_batch gives the same result in less memory, then train.recompute, data.seq_len; `lamp plan` shows what fits"
+_SMALLER = "train.recompute gives the same bits in less memory, a smaller train.micro_batch the same result but for rounding; `lamp plan` shows what fits"
 _BLOCKING = "CUDA_LAUNCH_BLOCKING=1 names the line (errors are told late); "
 
 FAULTS = {
@@ -43,11 +43,13 @@ FAULTS = {
         Fault("out_of_memory_shared", "restart", "the GPU's memory is full, and others hold much of it",
               "look who they are (nvidia-smi) and end them, or choose another card (CUDA_VISIBLE_DEVICES)"),
         Fault("device_assert", "restart", "a check inside a GPU kernel has failed: mostly an index out of range, such as a token id beyond the vocabulary",
-              f"{_BLOCKING}or train on the CPU (CUDA_VISIBLE_DEVICES=''), where the index is named", dead=True),
+              "the batch is tried again on the CPU, which names a wrong index; CUDA_LAUNCH_BLOCKING=1 names the line", dead=True),
         Fault("illegal_access", "restart", "a GPU kernel has touched memory that is not its own",
               f"{_BLOCKING}with a card, a driver and a build of torch that are known to be good it is a bug in a kernel: report it", dead=True),
         Fault("kernel_failed", "restart", "a GPU kernel has failed",
               f"{_BLOCKING}the kernel's log (dmesg | grep Xid) tells whether the card is to blame", dead=True),
+        Fault("not_deterministic", "stop", "train.exact asks for kernels that give the same bits each time, and an operation of this model has none",
+              "--train.exact false: close, not bit-identical, and nothing else changes"),
         Fault("hung_kernel", "restart", "a GPU kernel did not end",
               "look at the line that waits for it; a card that also draws a screen ends kernels after some seconds", dead=True),
         Fault("ecc", "restart", "the GPU's memory has an error that cannot be corrected",
@@ -110,14 +112,16 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("gpu_taken", r"busy or unavailable|DevicesUnavailable|exclusive.?process"),
     ("driver_stuck", r"GSP (?:task exception|timeout|RPC)|Timeout (?:after \d+s )?(?:of )?waiting for RPC|Unknown Error\b.*NVML|NVML: Unknown Error"
                      r"|CUDA unknown error|system not yet initialized|GPU requires reset|Reset required|PMU halt"),
+    ("not_deterministic", r"does not have a deterministic implementation"),
     ("device_assert", r"device-side assert triggered|DeviceAssert|\bthread: \[\d+,\d+,\d+\] Assertion .* failed"),
     ("illegal_access", r"illegal memory access|IllegalAddress|ILLEGAL_ADDRESS|MMU fault"),
     ("hung_kernel", r"launch timed out|LaunchTimeout|LAUNCH_TIMEOUT|CTX SWITCH TIMEOUT"),
-    ("out_of_memory", rf"(?:CUDA|HIP|cu\w+|GPU|torch|accelerator|NCCL).*(?:{_MEMORY})|^(?:{_MEMORY})|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"),
+    ("out_of_memory", rf"(?:CUDA|HIP|cu\w+|GPU|torch|accelerator|NCCL).*(?:{_MEMORY})|^(?:{_MEMORY})|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
+                      r"|CUBLAS_STATUS_NOT_INITIALIZED|NVML_SUCCESS == r INTERNAL ASSERT"),
     ("nccl_timeout", r"Watchdog caught collective operation timeout|watchdog got stuck|collective operation timed? ?out"
                      r"|timed out.*(?:ProcessGroupNCCL|NCCL)|NCCL.*(?:timed out|timeout)"),
     ("kernel_failed", r"unspecified launch failure|illegal instruction was encountered|misaligned address|hardware stack error|invalid program counter"
-                      r"|CU(?:BLAS|DNN|SPARSE|SOLVER)_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|NOT_INITIALIZED|MAPPING_ERROR)|Graphics (?:SM |Exception)"
+                      r"|CU(?:BLAS|DNN|SPARSE|SOLVER)_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|NOT_INITIALIZED|MAPPING_ERROR)|CUDA driver error|Graphics (?:SM |Exception)"
                       r"|CUDA error: (?:unknown error|invalid argument|invalid configuration|operation not)|Xid .*: (?:13|32|43|69),"),
     ("nccl_error", r"NCCL (?:error|failure)|ncclComm\w+ failed|nccl(?:Internal|System|UnhandledCuda|Remote|Invalid\w+)Error|NCCL WARN|DistBackendError|NCCL communicator (?:was|has been) aborted"
                    r"|ncclRemoteError"),
@@ -128,6 +132,8 @@ _COMPILED = tuple((cause, re.compile(pattern, re.IGNORECASE | re.MULTILINE)) for
 _RANK = re.compile(r"\[?rank\s?(\d+)\b", re.IGNORECASE)
 _XID = re.compile(r"\bXid\b\s*(?:\([^)]*\))?\s*:?\s*(\d+)", re.IGNORECASE)
 _NO_FAILURE = re.compile(r"caller indicates that this is not a failure")  # TensorFlow's allocator, which tries again
+# What the user's own code raises: its words may quote anything, and are no word of a GPU's.
+_NOT_OF_A_GPU = (ValueError, TypeError, LookupError, OSError, ArithmeticError, AttributeError, NameError, SyntaxError)
 _CUDA_KINDS = ("AcceleratorError", "CudaError", "CUDAError")
 
 
@@ -155,13 +161,16 @@ def from_text(text: str, kind: str = "") -> Fault | None:
 
 def of_error(error: BaseException) -> Fault | None:
     """The first of a chain of exceptions that is a GPU's: those after it (a save that failed too) only follow from it."""
-    found = [fault for one in _chain(error) if (fault := from_text(str(one), type(one).__name__)) is not None]
-    return found[0] if found else None
+    return next((fault for one in _chain(error) if (fault := _of_one(one)) is not None), None)
 
 
 def first_error(error: BaseException) -> BaseException:
     """The exception to tell of: the first that is a GPU's, else the one that arrived."""
-    return next((one for one in _chain(error) if from_text(str(one), type(one).__name__) is not None), error)
+    return next((one for one in _chain(error) if _of_one(one) is not None), error)
+
+
+def _of_one(error: BaseException) -> Fault | None:
+    return None if isinstance(error, _NOT_OF_A_GPU) else from_text(str(error), type(error).__name__)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

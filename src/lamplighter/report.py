@@ -302,7 +302,8 @@ def metric(step: int, values: Mapping[str, float]) -> None:
         r.slot.set("loss", loss)
         r.slot.set("step", step)
         r.slot.set("done", step)
-        r.slot.set("tokens", int(values.get("train/tokens", 0)))
+        if "train/tokens" in values:  # a step that was skipped does not say them
+            r.slot.set("tokens", int(values["train/tokens"]))
         r.slot.set("tokens_per_s", values.get("train/tok_per_sec", 0.0))
         r.slot.set("mfu", values.get("train/mfu", 0.0))
         _count_tick()

@@ -105,14 +105,27 @@ def test_an_xid_that_needs_a_person_forbids_another_attempt(driver: Driver) -> N
     assert driver.watch.hopeless() is None
 
 
+def test_an_xid_of_somebody_elses_card_is_not_ours_and_one_that_repeats_is_said_once(driver: Driver) -> None:
+    driver.say(count=2, pid=os.getpid(), xid=79, xid_card=1, xid_repeats=1)
+    driver.until(lambda: driver.watch.now)
+    looks = len(list(read_lines(driver.watch.run.system)))
+    driver.until(lambda: len(list(read_lines(driver.watch.run.system))) > looks + 4)
+    assert not driver.cause("off_the_bus")() and driver.watch.hopeless() is None
+    driver.say(xid_card=0, xid=13)
+    driver.until(driver.cause("kernel_failed"))
+    driver.until(lambda: len(list(read_lines(driver.watch.run.system))) > looks + 10)
+    assert [verdict.cause for verdict in driver.found].count("kernel_failed") == 1
+    assert any("Xid 13 (GPU 0)" in verdict.why for verdict in driver.found)
+
+
 def test_heat_and_a_card_that_is_not_used_are_said_once(driver: Driver) -> None:
     driver.say(count=2, reasons=0x40, clock=700, temperature=93, pid=os.getpid())
     driver.until(lambda: driver.cause("throttled")() and driver.cause("gpu_unused")())
     looks = len(list(read_lines(driver.watch.run.system)))
     driver.until(lambda: len(list(read_lines(driver.watch.run.system))) > looks + 12)
     causes = [verdict.cause for verdict in driver.found]
-    assert causes.count("throttled") == 2 and causes.count("gpu_unused") == 1  # one for each of the two cards
-    assert any("too hot (hardware); 700 of 1980 MHz, 93 C" in verdict.why for verdict in driver.found)
+    assert causes.count("throttled") == 1 and causes.count("gpu_unused") == 1  # of the card that is ours
+    assert any("too hot (hardware); 700 of 1980 MHz, 93 C (GPU 0)" in verdict.why for verdict in driver.found)
 
 
 def test_a_card_that_is_idle_while_steps_are_made_is_said_with_its_cause(
@@ -151,7 +164,7 @@ def test_without_the_package_the_drivers_own_command_tells_most(
 ) -> None:
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
-        "#!/bin/sh\necho '0, GPU-1a, NVIDIA A10, 55, 1024, 23028, 1500, 1695, 64, 140.50, 0x0000000000000004'\n"
+        "#!/bin/sh\necho '0, GPU-1a, 55, 1024, 23028, 1500, 1695, 64, 140.50, 0x0000000000000004, A card, with a comma'\n"
     )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -165,7 +178,13 @@ def test_without_the_package_the_drivers_own_command_tells_most(
         process.kill()
         process.wait()
         process.stdout.close()
-    assert (gpu.name, gpu.util, gpu.memory_used, gpu.power_w, gpu.reasons) == ("NVIDIA A10", 0.55, 1 << 30, 140.5, 4)
+    assert (gpu.name, gpu.util, gpu.memory_used, gpu.power_w, gpu.reasons) == (
+        "A card, with a comma",
+        0.55,
+        1 << 30,
+        140.5,
+        4,
+    )
 
 
 def test_a_card_that_the_user_has_hidden_is_not_called_unused(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,11 +39,39 @@ def test_what_is_nothing_of_a_gpu(text: str) -> None:
     assert device_faults.from_text(text, "RuntimeError") is None
 
 
+def test_what_the_users_own_code_quotes_is_no_word_of_a_gpus() -> None:
+    quoted = "could not tokenise 'RuntimeError: CUDA error: device-side assert triggered'"
+    for error in (
+        ValueError(quoted),
+        KeyError("CUDA out of memory"),
+        FileNotFoundError("nccl error logs/CUDA error.txt"),
+    ):
+        assert device_faults.of_error(error) is None and device_faults.first_error(error) is error
+    found = device_faults.of_error(RuntimeError(quoted))
+    assert found is not None and found.cause == "device_assert", "the control"
+    try:
+        try:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        finally:
+            raise ValueError("the cleanup failed")
+    except ValueError as error:
+        told = device_faults.of_error(error)
+    assert told is not None and told.cause == "illegal_access"
+
+
+def test_strict_modes_own_error_has_its_remedy() -> None:
+    found = device_faults.from_text(
+        "cumsum_cuda_kernel does not have a deterministic implementation, but you set", "RuntimeError"
+    )
+    assert found is not None and found.action == "stop" and "--train.exact false" in found.advice
+
+
 def test_every_cause_has_words_and_an_action() -> None:
     for cause, fault in device_faults.FAULTS.items():
         assert cause == fault.cause and fault.why and fault.advice and fault.action in ("restart", "stop", "flag")
     alive = {cause for cause, fault in device_faults.FAULTS.items() if fault.action != "flag" and not fault.dead}
     assert alive == {
+        "not_deterministic",
         "out_of_memory",
         "out_of_memory_fragmented",
         "out_of_memory_shared",

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from lamplighter import report
 from lamplighter.commands.start_up import prepare
 from lamplighter.config import Run, Train, load_dump, parse_overrides, resolve
+from lamplighter.errors import Diverged
 from lamplighter.rundir import RunDir, newest_first
 from lamplighter.train import loss_scale
 from lamplighter.train.gradient_tree import GradientTree, nodes, owned_nodes, subtrees, sum_of
@@ -185,6 +186,14 @@ def test_a_scale_that_falls_below_one_is_said(tmp_path: Path, monkeypatch: pytes
     _, _, verdicts, metrics = _train(tmp_path, monkeypatch, late=False)
     assert verdicts == ["loss_scale"], "once"
     assert [one["train/overflows"] for one in metrics if "train/overflows" in one] == list(range(1, 11))
+
+
+def test_gradients_that_fit_at_no_scale_are_a_bad_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scale, "FIRST", 2 * loss_scale.LEAST)
+    norm = ScaledOptimizer.grad_norm
+    monkeypatch.setattr(ScaledOptimizer, "grad_norm", lambda self: norm(self) * float("inf"))
+    with pytest.raises(Diverged):
+        _train(tmp_path, monkeypatch, late=False)
 
 
 def test_a_loss_that_is_not_finite_leaves_the_scale_alone() -> None:

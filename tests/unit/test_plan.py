@@ -18,7 +18,7 @@ from lamplighter.plan.job import Job, Measured, Text, job_of, shape_of
 from lamplighter.plan.memory import GIB, memory
 from lamplighter.plan.render import as_json, curve, draw, short, table, tell
 from lamplighter.plan.speed import recompute_flops, step_seconds, total_flops
-from lamplighter.procs.nvml import is_visible
+from lamplighter.procs.nvml import visible
 from lamplighter.rundir import RunDir
 from lamplighter.watch.trainer import lighter_by_plan
 
@@ -289,13 +289,13 @@ def test_a_card_has_a_peak_for_each_number_format() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "seen"),
-    [(None, [0, 1, 2]), ("", []), ("1", [1]), ("2,0", [0, 2]), ("-1", []), ("0,-1,2", [0]), ("GPU-bb", [1]),
-     ("GPU-aa11, GPU-cc", [0, 2]), ("nonsense", []), ("0,nonsense,1", [0]), ("MIG-GPU-bb/1/0", [])],
+    ("asked", "seen"),
+    [(None, [0, 1, 2]), ("", []), ("1", [1]), ("2,0", [2, 0]), ("-1", []), ("0,-1,2", [0]), ("GPU-bb", [1]), ("7,0", []),
+     ("GPU-aa11, GPU-cc", [0, 2]), ("nonsense", []), ("0,nonsense,1", [0]), ("MIG-GPU-bb/1/0", []), ("1,1", []), ("GPU-", [])],
 )  # fmt: skip
-def test_cards_are_seen_by_index_and_by_uuid(visible: str | None, seen: list[int]) -> None:
-    uuids = ["GPU-aa11", "GPU-bb22", "GPU-cc33"]
-    assert [index for index, uuid in enumerate(uuids) if is_visible(visible, index, uuid)] == seen
+def test_cards_are_seen_by_index_and_by_uuid_in_the_order_given(asked: str | None, seen: list[int]) -> None:
+    """As the driver reads CUDA_VISIBLE_DEVICES: it ends at the first word that is no card."""
+    assert visible(asked, ["GPU-aa11", "GPU-bb22", "GPU-cc33"]) == seen
 
 
 def test_a_run_that_did_not_fit_is_told_what_would_by_the_plan(tmp_path: Path) -> None:

@@ -131,6 +131,11 @@ def test_a_busy_card_and_a_thread_that_stands_still_are_a_wait_for_the_gpu(user_
     unknown = replace(card, processes=())
     assert found(6.0, 0.4, [here, here], unknown) == hung
     assert found(6.0, 0.4, [here, here], unknown, spins=False) == ("waiting", "waiting")
+    busy = moment(4.0, state="R"), moment(6.0, state="R", cpu_s=0.4, cpu_ns=4 * 10**8, starved_ns=17 * 10**8)
+    spinning = judge(GroupSample(*busy, {7: (here, here)}, 0.4, cards=(card,)))
+    assert spinning is not None and spinning.verdict.cause == "hung_kernel", "no core would make that wait shorter"
+    starved = judge(GroupSample(*busy, {7: (here, here)}, 0.4))
+    assert starved is not None and starved.verdict.cause == "starved", "the control"
     kept = GroupSample(moment(4.0), moment(6.0), {7: (here, here)}, 0.4, cards=(card,))
     assert from_json(to_json(kept)).cards == (card,)
     policy = RestartPolicy("recover", patience_s=60)

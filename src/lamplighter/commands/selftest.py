@@ -15,8 +15,9 @@ from typing import Any
 
 from lamplighter import report
 from lamplighter.commands.arguments import parse
-from lamplighter.errors import CRASHED, DONE, FAULTS_FOUND
+from lamplighter.errors import CRASHED, DONE, FAULTS_FOUND, InputMissing
 from lamplighter.procs import prctl
+from lamplighter.procs.nvml import cards_here
 from lamplighter.rundir import RunDir, cannot_write, write_atomic
 
 _FILE = "lamplighter-selftest.txt"
@@ -41,6 +42,12 @@ def selftest(words: list[str]) -> int:
         "out": str(flags["out"].absolute()),
         "runs_dir": str(flags["runs_dir"].absolute()),
     }
+    if flags["gpu"] and not cards_here():
+        raise InputMissing(
+            "no GPU to test",
+            "nvidia-smi names no card that CUDA_VISIBLE_DEVICES leaves to this command",
+            "lamp selftest",
+        )
     code = session("selftest", request, config=dump(resolved))
     return CRASHED if code == FAULTS_FOUND else code
 

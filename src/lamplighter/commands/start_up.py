@@ -134,6 +134,8 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
             _resume(context, state, found)
             if (asked := request.get("resume", "auto")) != "auto":
                 report.event("went back", to=asked, step=state.progress.step)
+    elif request.get("same_settings"):  # it was ended before its first save: its steps are done again
+        state.redone = exactness.Redone.of(read_last_lines(folder.metrics), 0)
     exactness.say(exactness.words(probe, state.redone, where), probe, state.redone)
     if world.size > 1:
         _meet(context, state)

@@ -139,6 +139,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         if ranks > 1:
             console.say(f"note  {ranks} ranks: {why}")
         _refuse_spent_budget(run, resolved.run.budget, verb, words)
+        same = _same_settings(run, resolved)
         unrecorded = _write_config(run, resolved, console)
         from lamplighter.commands.eval_of_run import Evaluations
         from lamplighter.watch import keep_awake
@@ -149,7 +150,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         care = resolved.run.watch
         spec = ChildSpec(
             "train",
-            {"resume": resume, "preset": resolved.preset, "force": flags["force"]},
+            {"resume": resume, "preset": resolved.preset, "force": flags["force"], "same_settings": same},
             resume_command=_same_command(verb, words),
             left_out=_left_out(words),
             steps=resolved.run.train.steps,
@@ -337,7 +338,7 @@ def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int 
 
 def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Resolved:
     """What is not given now is as the run has it; save, eval, watch and budget may change, train.steps with a warning."""
-    from lamplighter.config import LENGTH, carry_over, read_dump
+    from lamplighter.config import LENGTH, ROUNDING, carry_over, read_dump
 
     _refuse_newer_status(run)
     began = bool(newest_first(run.checkpoints))
@@ -381,7 +382,27 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
         before, now = getattr(old.run.train, field), getattr(resolved.run.train, field)
         if before != now:
             console.say(f"WARNING  {name}: {before} -> {now}; the schedule changes from here", "bold yellow")
+    for name in ROUNDING:
+        field = name.split(".")[1]
+        before, now = getattr(old.run.train, field), getattr(resolved.run.train, field)
+        if before != now:
+            words = "the same result but for rounding, so from here on not bit-identical to before"
+            console.say(f"WARNING  {name}: {before} -> {now}; {words}", "bold yellow")
     return resolved
+
+
+def _same_settings(run: RunDir, resolved: Resolved) -> bool:
+    """Whether an earlier start of this run had the same settings: then steps that it made must come out again."""
+    from lamplighter.config import ROUNDING, drift, read_dump
+
+    try:
+        old = read_dump(run.config).run if run.config.exists() else None
+    except LampError:  # damaged, and said elsewhere
+        return False
+    if old is None or drift(old, resolved.run):
+        return False
+    names = [name.split(".")[1] for name in ROUNDING]
+    return all(getattr(old.train, name) == getattr(resolved.run.train, name) for name in names)
 
 
 def _refuse_drift(run: RunDir, old: Run, resolved: Resolved) -> None:

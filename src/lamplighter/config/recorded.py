@@ -14,7 +14,7 @@ from pathlib import Path
 from lamplighter import read_back
 from lamplighter.config import schema
 from lamplighter.config.resolve import Resolved, flat, reaches_out, read_yaml, validate
-from lamplighter.config.schema import LENGTH, MAY_CHANGE, NO_MATTER, Run
+from lamplighter.config.schema import LENGTH, MAY_CHANGE, NO_MATTER, ROUNDING, Run
 from lamplighter.errors import BadConfig
 from lamplighter.rundir import VERSIONS
 from lamplighter.safe_text import MASK, mask
@@ -140,5 +140,7 @@ def drift(old: Run, new: Run) -> list[str]:
     return [
         f"{name}: {before[name]} -> {value}"
         for name, value in flat(new).items()
-        if name.split(".")[0] not in MAY_CHANGE and name not in (*NO_MATTER, *moves) and before[name] != value
+        if name.split(".")[0] not in MAY_CHANGE
+        and name not in (*NO_MATTER, *ROUNDING, *moves)
+        and before[name] != value
     ]

@@ -396,6 +396,7 @@ SECTIONS: dict[str, Any] = {
 }
 MAY_CHANGE = ("save", "eval", "watch", "budget", "track")  # at resume; train.steps too, with a warning
 LENGTH = ("train.steps", "train.epochs")
+ROUNDING = ("train.micro_batch", "train.tree")  # the same result but for rounding: may change, and that is said
 NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "train.recompute", "train.exact",
              "train.ranks", *LENGTH)  # fmt: skip
 

@@ -291,6 +291,9 @@ def _for_memory(job: Job, device: Device) -> Iterator[_Option]:
         words = f"micro-batch {size}, gradients added one after another (not the same bits on another number of ranks)"
         plain = replace(job, tree=1, micro_batch=size)
         yield _Option(f"{blocks}--train.tree 1 --train.micro_batch {size}", words, plain)
+    if job.nodes > 1 and _fits(plain := replace(job, tree=1), device):
+        words = "gradients added one after another (other bits on several ranks)"
+        yield _Option(f"{blocks}--train.tree 1", words, plain)
     if job.recompute or job.own_params:
         return
     again = replace(job, recompute=True)

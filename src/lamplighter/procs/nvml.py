@@ -6,25 +6,27 @@ Out: one JSON line for every look on standard output: {"gpus": [...], "xids": [.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lamplighter.errors import BadConfig
 from lamplighter.procs import prctl
 
 EVERY_S = 2.0
 _LIBRARY = "libnvidia-ml.so.1"
 _SMI_DEADLINE_S = 10.0
 _CARDS_S = 1.5  # a driver that does not answer is no reason to wait
-_SMI_FIELDS = ("index", "uuid", "name", "utilization.gpu", "memory.used", "memory.total", "clocks.sm", "clocks.max.sm",
-               "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")  # fmt: skip
+_SMI_FIELDS = ("index", "uuid", "utilization.gpu", "memory.used", "memory.total", "clocks.sm", "clocks.max.sm",
+               "temperature.gpu", "power.draw", "clocks_throttle_reasons.active", "name")  # fmt: skip
 _MIB = 1 << 20
 
 
@@ -62,24 +64,26 @@ def is_there() -> bool:
     )
 
 
-def is_visible(visible: str | None, index: int, uuid: str) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES leaves this card to a program: cards by index, or by the beginning of their UUID.
+def visible(asked: str | None, uuids: Sequence[str]) -> list[int]:
+    """The cards that CUDA_VISIBLE_DEVICES leaves to a program, in its order: by index, or by the beginning of their UUID.
 
-    As the driver reads it: the list ends at the first word that is no card.
+    As the driver reads it: the list ends at the first word that is no card, and a card that is named twice spoils it all.
     """
-    if visible is None:
-        return True
-    for word in (part.strip() for part in visible.split(",")):
-        if word.lstrip("-").isdecimal():
-            if int(word) < 0:
-                return False
-            if int(word) == index:
-                return True
-        elif not word.startswith(("GPU-", "MIG-")):
-            return False
-        elif uuid and uuid.startswith(word):
-            return True
-    return False
+    if asked is None:
+        return list(range(len(uuids)))
+    found: list[int] = []
+    for word in (part.strip() for part in asked.split(",")):
+        if word.isdecimal():
+            card = int(word) if int(word) < len(uuids) else -1
+        else:
+            named = [place for place, uuid in enumerate(uuids) if word.startswith("GPU-") and uuid.startswith(word)]
+            card = named[0] if len(named) == 1 else -1
+        if card < 0:
+            break
+        if card in found:
+            return []
+        found.append(card)
+    return found
 
 
 def cards_here() -> list[tuple[str, float]]:
@@ -90,11 +94,14 @@ def cards_here() -> list[tuple[str, float]]:
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=_CARDS_S, check=True).stdout
         rows = [[cell.strip() for cell in row.split(",", 3)] for row in said.splitlines() if row.strip()]
-        cards = [(int(index), uuid, float(mebibytes) / 1024, name) for index, uuid, mebibytes, name in rows]
-    except (OSError, subprocess.SubprocessError, ValueError):  # a driver without a card
+        cards = sorted((int(index), uuid, float(mebibytes) / 1024, name) for index, uuid, mebibytes, name in rows)
+    except subprocess.CalledProcessError:  # a driver without a card
         return []
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [(name, memory_gib) for index, uuid, memory_gib, name in cards if is_visible(asked, index, uuid)]
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        why = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        raise BadConfig("nvidia-smi does not tell of the cards", why, "--train.device cpu does without them") from error
+    ours = visible(os.environ.get("CUDA_VISIBLE_DEVICES"), [uuid for _, uuid, _, _ in cards])
+    return [(name, memory_gib) for _, _, memory_gib, name in (cards[place] for place in ours)]
 
 
 def has_card_open(pid: int) -> bool:
@@ -114,7 +121,9 @@ def main() -> None:
     prctl.belong_to(int(sys.argv[1]))
     try:
         _by_library()
-    except ImportError:  # the extra `gpu` is not installed: the driver's own command tells most of it
+    except (
+        ImportError
+    ):  # the extra `gpu` is not installed, or finds no library: the driver's own command tells most of it
         _by_command()
 
 
@@ -127,6 +136,12 @@ def _by_library() -> None:
 
     try:
         nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+            raise ImportError(str(error)) from error  # the driver's own command may be there all the same
+        _say(error=f"NVML: {error}")
+        return
+    try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     except nvml.NVMLError as error:
         _say(error=f"NVML: {error}")
@@ -141,7 +156,7 @@ def _by_library() -> None:
             except nvml.NVMLError as error:
                 lost = f"GPU {index}: {error}" if error.value == nvml.NVML_ERROR_GPU_IS_LOST else lost
             gpus.append(asdict(_look(nvml, index, handle)))
-        xids = _wait(nvml, events)
+        xids = _wait(nvml, events, handles)
         _say(gpus=gpus, xids=xids, **({"error": lost} if lost else {}))
 
 
@@ -185,17 +200,34 @@ def _register(nvml: Any, handles: list[Any]) -> Any:
     return events
 
 
-def _wait(nvml: Any, events: Any) -> list[int]:
-    """Until the next look is due; an Xid ends the wait."""
-    if events is None:
-        time.sleep(EVERY_S)
-        return []
+def _wait(nvml: Any, events: Any, handles: list[Any]) -> list[tuple[int, int]]:
+    """Until the next look is due; (card, Xid) of each that has come, once: a card may send the same one again and again."""
+    until, found = time.monotonic() + EVERY_S, set[tuple[int, int]]()
+    while (left_s := until - time.monotonic()) > 0:
+        if events is None:
+            time.sleep(left_s)
+            continue
+        try:
+            event = nvml.nvmlEventSetWait(events, max(1, int(left_s * 1000)))
+        except nvml.NVMLError as error:
+            if error.value != nvml.NVML_ERROR_TIMEOUT:
+                time.sleep(left_s)
+            break
+        found.add((_index_of(nvml, event.device, handles), int(event.eventData)))
+        time.sleep(min(left_s, 0.1))
+    return sorted(found)
+
+
+def _index_of(nvml: Any, device: Any, handles: list[Any]) -> int:
+    """Of the card that an event is about; -1 where the driver does not say."""
+    address = ctypes.cast(device, ctypes.c_void_p).value
+    known = [ctypes.cast(handle, ctypes.c_void_p).value for handle in handles]
+    if address in known:
+        return known.index(address)
     try:
-        return [int(nvml.nvmlEventSetWait(events, int(EVERY_S * 1000)).eventData)]
-    except nvml.NVMLError as error:
-        if error.value != nvml.NVML_ERROR_TIMEOUT:
-            time.sleep(EVERY_S)
-        return []
+        return int(nvml.nvmlDeviceGetIndex(device))
+    except nvml.NVMLError:  # a card that is off the bus may have none any more
+        return -1
 
 
 def _by_command() -> None:
@@ -214,9 +246,8 @@ def _by_command() -> None:
 
 
 def _of_row(row: str) -> GpuLook:
-    index, uuid, name, util, used, total, clock, most, temperature, power, reasons = (
-        cell.strip() for cell in row.split(",")
-    )
+    cells = [cell.strip() for cell in row.split(",", len(_SMI_FIELDS) - 1)]  # a name may hold a comma
+    index, uuid, util, used, total, clock, most, temperature, power, reasons, name = cells
 
     def number(text: str, read: Callable[[str], float] = float) -> float:
         try:

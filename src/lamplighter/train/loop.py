@@ -106,6 +106,7 @@ class _Loop:
         self.batch: Batch | None = None  # the newest one
         self.spent: report.Verdict | None = None  # the budget is nearly, said when all ranks stop
         self.stop_votes = 0.0
+        self.scale_fell = False  # the loss scale of fp16 is below 1, and that was said
         self.finished: deque[StepRecord] = deque()  # read while the next step was computed, and not handed out yet
 
     def steps(self) -> Iterator[StepRecord]:
@@ -238,7 +239,9 @@ class _Loop:
         values = {"train/loss": record.loss, "train/iter": record.step, "train/loss_scale": record.loss_scale}
         report.metric(record.step, {**values, "train/overflows": count})
         if record.loss_scale / 2 < 1 <= record.loss_scale:
-            report.verdict(loss_scale.collapsed(record.step, record.loss_scale / 2), step=record.step)
+            self.scale_fell = True
+            report.verdict(loss_scale.collapsed(record.step, record.loss_scale / 2), flag=True, step=record.step)
+        report.event("overflow", step=record.step, count=count, scale=record.loss_scale / 2)
         return record
 
     def batches_in_work(self) -> list[Batch]:
@@ -299,6 +302,9 @@ class _Loop:
         }
         if record.loss_scale is not None:
             values["train/loss_scale"] = record.loss_scale
+            if self.scale_fell and record.loss_scale >= 1:
+                self.scale_fell = False
+                report.event("well again", cause="loss_scale", step=record.step)
         budget = context.run.budget
         if budget.usd_per_hour is not None:
             values["cost/usd"] = budget.spent_usd(report.spent_s())

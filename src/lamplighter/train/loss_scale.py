@@ -16,6 +16,7 @@ from lamplighter.report import Verdict
 from lamplighter.train.optimizers import Optimizer
 
 FIRST, GROW_AFTER = 2.0**16, 2000  # as torch's GradScaler has them: doubled after so many steps without an overflow
+LEAST = 2.0**-14  # gradients that do not fit at this scale are no matter of scale: such a step is a bad batch
 _NAMES = ("loss_scale.scale", "loss_scale.good_steps")
 
 
@@ -30,7 +31,7 @@ class LossScale:
     def update(self, finite: torch.Tensor) -> None:
         """After a step; `finite`: whether its loss and its gradient norm were."""
         loss, norm = finite[0], finite[1]
-        overflow, learned = loss & ~norm, loss & norm
+        overflow, learned = loss & ~norm & (self.scale > LEAST), loss & norm
         count = self.good_steps + learned.float()
         grows = count >= GROW_AFTER
         factor = torch.where(overflow, 0.5, torch.where(grows, 2.0, 1.0))

@@ -23,7 +23,7 @@ from lamplighter.train.anomalies.detector import Detector
 from lamplighter.train.checkpoint import Progress
 from lamplighter.train.exactness import GradientProbe, Redone
 from lamplighter.train.hardware import Machine
-from lamplighter.train.loss_scale import LossScale
+from lamplighter.train.loss_scale import LEAST, LossScale
 from lamplighter.train.optimizers import Optimizer, Schedule
 from lamplighter.train.pace import Smaller
 from lamplighter.train.ranks import ALONE, World
@@ -95,7 +95,8 @@ class UnreadStep:
     def overflowed(self) -> bool:
         """In fp16: the batch is good, and its gradients did not fit at this loss scale."""
         loss, grad_norm = self.read()
-        return self.scale() is not None and math.isfinite(loss) and not math.isfinite(grad_norm)
+        scale = self.scale()
+        return scale is not None and scale > LEAST and math.isfinite(loss) and not math.isfinite(grad_norm)
 
     def after(self) -> Progress:
         loss, grad_norm = self.read()

@@ -309,6 +309,12 @@ def _holding_the_gil(evidence: Evidence) -> Diagnosis | None:
     return _finding(evidence, "slow", "gil_hold", why, advice, **frame.fields())
 
 
+def waits_for_gpu(sample: GroupSample, process: Process) -> bool:
+    """Whether its card computes while its main thread stands still."""
+    evidence = Evidence(sample, process)
+    return evidence.busy_card is not None and evidence.stands_still
+
+
 def _waiting_for_gpu(evidence: Evidence) -> Diagnosis | None:
     """A card computes and the thread that wants its answer stands still: a long step, or a kernel that does not end."""
     card = evidence.busy_card

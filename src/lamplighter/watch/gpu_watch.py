@@ -67,6 +67,7 @@ class GpuWatch:
         self.pending = b""
         self.now: tuple[GpuLook, ...] = ()
         self.faults: list[Fault] = []  # that the driver has told, in this attempt
+        self.xids: set[tuple[int, int]] = set()  # (card, number) that were said in this attempt
         self.held: dict[str, int] = {}  # for how many looks in a row
         self.busy: dict[int, deque[_Busy]] = {}  # by card, the latest looks
         self.file: LineFile | None = None
@@ -95,11 +96,12 @@ class GpuWatch:
         ours = tuple(gpu for gpu in self.now if any(pid in wanted for pid, _ in gpu.processes))
         if ours or not any(map(nvml.has_card_open, wanted)):
             return ours
-        return tuple(replace(gpu, processes=()) for gpu in self.now if _is_visible(gpu))
+        return tuple(replace(gpu, processes=()) for gpu in self._visible())
 
     def begin_again(self) -> None:
         """A new attempt."""
         self.faults, self.held, self.busy = [], {}, {}
+        self.xids.clear()
 
     def hopeless(self) -> Fault | None:
         """What the driver has told of that needs a person, whatever the process said when it died."""
@@ -167,22 +169,43 @@ class GpuWatch:
         found: list[Fault] = []
         if said := str(record.get("error") or ""):
             found.append(device_faults.from_text(said) or device_faults.unanswered(said))
-        found += [fault for xid in record.get("xids", ()) if (fault := device_faults.from_xid(int(xid))) is not None]
         if "gpus" in record:
             self.now = tuple(nvml.read_look(one) for one in record["gpus"])
             self._keep(run.step, run.attempt)
             found += self._judge(run)
+        return found + self._new_xids(record.get("xids", ()), run)
+
+    def _new_xids(self, xids: Iterable[tuple[int, int]], run: RunLook) -> list[Fault]:
+        """Of the cards that the run may use, each number once in an attempt; -1: the driver did not say of which."""
+        ours = {gpu.index for gpu in self._seen(run)}
+        found = []
+        for card, number in xids:
+            fault = device_faults.from_xid(int(number))
+            if fault is None or (card >= 0 and card not in ours) or (card, number) in self.xids:
+                continue
+            self.xids.add((card, number))
+            found.append(replace(fault, why=f"{fault.why} (GPU {card})") if card >= 0 else fault)
         return found
+
+    def _seen(self, run: RunLook) -> tuple[GpuLook, ...]:
+        """The cards of this run: those it computes on; until that is known, those it may."""
+        used = tuple(gpu for gpu in self.now if any(pid in run.pids for pid, _ in gpu.processes))
+        return used or self._visible()
+
+    def _visible(self) -> tuple[GpuLook, ...]:
+        """To the run: it has our own CUDA_VISIBLE_DEVICES."""
+        cards = sorted(self.now, key=lambda gpu: gpu.index)
+        ours = nvml.visible(os.environ.get("CUDA_VISIBLE_DEVICES"), [gpu.uuid for gpu in cards])
+        return tuple(cards[place] for place in ours)
 
     def _judge(self, run: RunLook) -> list[Fault]:
         """What holds for some looks in a row, said when it begins to."""
         states: dict[str, Fault | None] = {}
-        for gpu in self.now:
-            states[f"throttled {gpu.index}"] = device_faults.throttling(
-                gpu.reasons, gpu.clock_mhz, gpu.most_mhz, gpu.temperature_c
-            )
+        for gpu in self._seen(run):
+            slowed = device_faults.throttling(gpu.reasons, gpu.clock_mhz, gpu.most_mhz, gpu.temperature_c)
+            states[f"throttled {gpu.index}"] = slowed and replace(slowed, why=f"{slowed.why} (GPU {gpu.index})")
         ours = [any(pid in run.pids for pid, _ in gpu.processes) for gpu in self.now]
-        seen = [used for gpu, used in zip(self.now, ours, strict=True) if _is_visible(gpu)]
+        seen = [any(pid in run.pids for pid, _ in gpu.processes) for gpu in self._visible()]
         states["unused"] = device_faults.unused(seen) if run.step else None
         for gpu, used in zip(self.now, ours, strict=True):
             states[f"idle {gpu.index}"] = self._idle(gpu, run) if used else None
@@ -215,11 +238,6 @@ class GpuWatch:
             self.file.write(
                 json.dumps({"t": time.time(), "step": step, "attempt": attempt, "gpu": gpu.index, **_record(gpu)})
             )
-
-
-def _is_visible(gpu: GpuLook) -> bool:
-    """To the run: it has our own CUDA_VISIBLE_DEVICES."""
-    return nvml.is_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpu.index, gpu.uuid)
 
 
 def _record(gpu: GpuLook) -> dict[str, Any]:

@@ -472,7 +472,8 @@ class Supervisor:
         decision = self.policy.stuck(finding, state.step, state.durable_step)
         if decision.action == "none" or (decision.action == "fallback" and not self.facts.ours):
             return
-        saved = self._save_before_kill(state.step) if self.facts.ours else 0
+        hung = finding.verdict.cause == "hung_kernel"  # nothing can be read from a card that does not answer
+        saved = state.durable_step if hung else self._save_before_kill(state.step) if self.facts.ours else 0
         state_now = "stuck" if finding.verdict.state in ("waiting", "slow") else finding.verdict.state  # after patience
         verdict = replace(finding.verdict, state=state_now, action=decision.action, next=decision.why)
         self._say_verdict(verdict, provable=finding.provable)

@@ -115,6 +115,7 @@ class Trainer:
         self.ended_early: dict[str, Any] = {}
         self.foretold_s = 0.0  # what the whole run will have taken, as it was last known
         self.stopped_by: dict[str, Any] = {}  # the verdict by which the child stopped itself
+        self.overflows = 0  # of fp16
         self.ended = False  # from then on the disk is asked too: a slot may have been deleted under the run
         self.fault: Fault | None = None  # of a GPU, by which the last attempt ended
         self.stop_heard = ""  # why it stops, in its own words: a signal that reached it and not us
@@ -139,7 +140,7 @@ class Trainer:
             self.oom_before = procfs.oom_kills()
             self.last_status = read_status(self.run)
             self.durable_before = self._durable_on_disk()
-            self.request |= {"resume": "auto", "eager": eager}
+            self.request |= {"resume": "auto", "eager": eager, "same_settings": True}
             self.observer.begin_again()
             self.say(f"attempt {attempt}: going on from step {self.durable_before}", "bold")
         prctl.adopt_orphans()
@@ -274,6 +275,8 @@ class Trainer:
             self.ended_early = {name: event.get(name) for name in ("step", "steps", "since_best", "best_step", "why")}
         elif kind == "verdict" and event.get("cause") == "budget":
             self.stopped_by = event
+        elif kind == "overflow":
+            self.overflows = int(number(event.get("count")))
         elif kind == "stopping":
             self.stop_heard = str(event.get("reason") or "")
 
@@ -525,6 +528,8 @@ class Trainer:
         facts = {**self._statistics(), "attempts": str(times.attempts)}
         if self.status.path:
             facts["computed in"] = self.status.path
+        if self.overflows:
+            facts["steps passed over for the loss scale of fp16"] = str(self.overflows)
         if self.status.exact:
             facts["the same bits each time"] = self.status.exact
         if self.status.flags:

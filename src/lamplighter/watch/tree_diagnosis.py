@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lamplighter.procs.procfs import NANOSLEEP
 from lamplighter.procs.stacks import ThreadStack, is_users, own_frames
-from lamplighter.watch.diagnosis import Diagnosis, finding, judge_process, keeps_house
+from lamplighter.watch.diagnosis import Diagnosis, finding, judge_process, keeps_house, waits_for_gpu
 from lamplighter.watch.evidence import GroupSample
 from lamplighter.watch.process_tree import Process, counts
 from lamplighter.watch.rank_diagnosis import OPEN_S, late_rank, meeting, outlier_rank
@@ -111,6 +111,8 @@ def _starved(sample: GroupSample) -> Diagnosis | None:
     """Ready to run, and no core is free: other programs have them. Asked before all that time alone would explain."""
     waited = {process.pid: _waited_for_a_core(sample, process) for process in sample.last.processes}
     process = max(sample.last.processes, key=lambda one: waited[one.pid][1])
+    if waits_for_gpu(sample, process):  # a wait for a card may spin, and no core would make that shorter
+        return None
     ran_s, starved_s = waited[process.pid][0], min(waited[process.pid][1], sample.seconds)
     if starved_s < _STARVED_SHARE * sample.seconds or starved_s < _STARVED_TIMES * ran_s:
         return None
