@@ -72,7 +72,7 @@ def selftest_child(folder: RunDir, request: dict[str, Any]) -> int:
             report.note(f"{findings.worst(seen):<10}  {one.name}  ({seen.seconds:.1f} s)")
             results.append(seen)
     whole = findings.Report(tuple(results), time.monotonic() - began)
-    text = findings.table(whole)
+    text = findings.table(whole, "lamp demo, or lamp train with your text")
     place = Path(request["out"])
     try:
         write_atomic(place, _anonymous(f"lamp selftest on {_machine()}\n\n{text}", folder), durable=False)

@@ -66,7 +66,7 @@ def advice(report: Report) -> dict[str, Advice]:
 # ---------------------------------------------------------------- for people
 
 
-def table(report: Report) -> str:
+def table(report: Report, next: str = "lamp train with the same words") -> str:
     """One row a finding, then verdict / why / next of each that is not as it should be."""
     wide = max([len(result.probe.name) for result in report.results], default=5)
     rows = []
@@ -82,10 +82,10 @@ def table(report: Report) -> str:
         rows += ["", f"{_SHOWN[finding.level]}: {probe}"]
         named = (("verdict", finding.what), ("why", finding.why), ("next", finding.next))
         rows += [f"  {name:<7}  {_one_line(text)}" for name, text in named if text]
-    return "\n".join([*rows, "", _sum(report), ""])
+    return "\n".join([*rows, "", _sum(report, next), ""])
 
 
-def _sum(report: Report) -> str:
+def _sum(report: Report, next: str) -> str:
     faults, warnings = len(list(report.findings("fault"))), len(list(report.findings("warn")))
     found = f"{_count(faults, 'fault')}, {_count(warnings, 'warning')}"
     idle = sum(worst(one) == _SHOWN["skip"] for one in report.results)
@@ -93,7 +93,7 @@ def _sum(report: Report) -> str:
     counted = f"{found} by {_count(len(report.results), 'probe')}{untested} in {report.seconds:.0f} s"
     if advice(report):
         return f"{counted}; next: the same words with --print-config give a run.yaml with this advice applied"
-    return f"{counted}; next: lamp train with the same words" if not faults else counted
+    return f"{counted}; next: {next}" if not faults else counted
 
 
 def _count(number: int, noun: str) -> str:

@@ -360,7 +360,7 @@ def memory(context: ProbeContext) -> Iterator[Finding]:
     sums = f"by arithmetic {human_bytes(paper)}" if paper else "of a model of your own there is no arithmetic"
     if paper > _MARGIN * have:
         why = f"{sums}: weights, gradients, optimizer, activations and logits; not tried"
-        yield _judge_peak(fixture, paper, have, why)
+        yield _judge_peak(fixture, paper, have, why, paper)
         return
     rows, before = 1, 0
     while True:
@@ -369,13 +369,15 @@ def memory(context: ProbeContext) -> Iterator[Finding]:
         peak = _peak(fixture, rows)
         spent = time.monotonic() - began
         if rows == wanted:
-            yield _judge_peak(fixture, peak, have, f"measured on the whole micro-batch of {wanted}; {sums}", fits=True)
+            yield _judge_peak(
+                fixture, peak, have, f"measured on the whole micro-batch of {wanted}; {sums}", paper, fits=True
+            )
             return
         each = (peak - before) / (rows - rows // 2) if rows > 1 else 0.0
         guess = int(peak + each * (wanted - rows))
         if rows > 1 and (guess > _MARGIN * have or spent * 2 > _MEMORY_S):
             why = f"from {rows // 2} and {rows} rows, {human_bytes(int(each))} a row; {sums}"
-            yield _judge_peak(fixture, guess, have, why)
+            yield _judge_peak(fixture, guess, have, why, paper)
             return
         rows, before = min(2 * rows, wanted), peak
 
@@ -431,12 +433,13 @@ def _watched_memory() -> Iterator[list[int]]:
         highest[0] = max(highest[0], procfs.own_memory()[0])
 
 
-def _judge_peak(fixture: ModelFixture, peak: int, have: int, why: str, fits: bool = False) -> Finding:
-    """`fits`: it was tried, and did."""
+def _judge_peak(fixture: ModelFixture, peak: int, have: int, why: str, paper: int, fits: bool = False) -> Finding:
+    """`paper`: by the plan's arithmetic; `fits`: it was tried, and did."""
     what = f"the longest micro-batch, {fixture.rows} x {fixture.run.data.seq_len} tokens,"
     figures = {"peak_bytes": float(peak), "available_bytes": float(have)}
     if fits or peak <= _MARGIN * have:
-        return ok(f"{what} takes {human_bytes(peak)} of {human_bytes(have)}", why, figures=figures)
+        planned = f" ({human_bytes(paper)} by the plan)" if paper else ""
+        return ok(f"{what} takes {human_bytes(peak)}{planned} of {human_bytes(have)}", why, figures=figures)
     smaller = max(1, fixture.rows // 2 ** max(1, math.ceil(math.log2(peak / (_MARGIN * have)))))
     what += f" needs {human_bytes(peak)}; {human_bytes(have)} are available"
     advice = f"--train.micro_batch {smaller} (the batch of {fixture.run.train.batch_size} stays)"

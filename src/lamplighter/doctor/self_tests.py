@@ -205,7 +205,7 @@ def generation(context: ProbeContext) -> Iterator[Finding]:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
-        yield skip(f"not tested: {error.name} is not installed")
+        yield skip(f"{error.name} is not installed")
         return
     command = _Command(context.run, context.scratch / "whole")
     if not newest_first(command.folder.checkpoints):
@@ -379,10 +379,10 @@ def cards(context: ProbeContext) -> Iterator[Finding]:
     from lamplighter.procs import nvml
 
     if context.run.train.device != "cuda":
-        yield skip("not tested: this was asked for on the CPU (--gpu)")
+        yield skip("this was asked for on the CPU (--gpu)")
         return
     if not nvml.is_there():
-        yield skip("not tested: there is no NVML (pip install 'lamplighter[gpu]') and no nvidia-smi")
+        yield skip("there is no NVML (pip install 'lamplighter[gpu]') and no nvidia-smi")
         return
     import torch
 
