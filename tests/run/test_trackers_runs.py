@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -42,10 +43,18 @@ def test_all_four_read_back_as_the_run_was(tmp_path: Path, monkeypatch: pytest.M
     names = ("r", "r~2", "r~3")
     folder = run.path / "track"
     assert_same(merge([read_csv(folder / "csv" / name) for name in names]), run)
-    assert_same(merge([read_tensorboard(folder / "tensorboard" / name)[0] for name in names]), run, digits=6)
+    boards = [read_tensorboard(folder / "tensorboard" / name) for name in names]
+    assert_same(merge([points for points, _ in boards]), run, digits=6)
+    assert {"text/config", "text/alert", "text/sample", "text/checkpoint"} <= set(boards[0][1])
     stored = [read_trackio(tmp_path / "trackio" / "lamplighter.db", name) for name in names]
     assert_same(merge([points for points, _ in stored]), run)
     assert "stuck: deadlock" in stored[0][1] and any("begins at step" in title for title in stored[1][1])
+    with sqlite3.connect(tmp_path / "trackio" / "lamplighter.db") as database:
+        told = " ".join(
+            json.dumps(json.loads(text))
+            for (text,) in database.execute("SELECT metrics FROM metrics WHERE run_name = 'r'")
+        )
+    assert '"sample"' in told and "checkpoint-10" in told
     points, facts = read_wandb(folder / "wandb")
     assert_same(merge([points[name] for name in names]), run)
     assert any("deadlock" in title for title in facts["r"]["alerts"])

@@ -160,6 +160,10 @@ class TensorBoard:
                     path.unlink()
         self.folder = folder
         self.writer = EventFileWriter(str(folder), max_queue_size=1000, flush_secs=int(_FLUSH_S))
+        if not self.sizes:
+            self.tell(
+                "config", 0, f"the settings of {setting.title}", json.dumps(setting.described, indent=1, default=str)
+            )
 
     def log(self, entry: TrackerEntry) -> None:
         values = [self.summary.Value(tag=name, simple_value=value) for name, value in entry.values.items()]
@@ -310,7 +314,7 @@ class Trackio:
     def tell(self, kind: str, step: int, title: str, text: str) -> None:
         if kind == "alert":
             self.run.alert(title=title, text=text)
-        elif kind in ("sample", "plan", "report"):
+        elif (max(step, 0), kind) not in self.there:  # a sample, a checkpoint, the plan, the report
             self.run.log({kind: self.trackio.Markdown(f"### {title}\n\n{_as_block(text)}")}, step=max(step, 0))
 
     def mark(self) -> dict[str, Any]:
