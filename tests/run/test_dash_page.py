@@ -23,7 +23,7 @@ from lamplighter.errors import InputMissing
 from lamplighter.procs.lock import hold
 from lamplighter.rundir import RunDir, read_last_lines, read_status
 from running import LAMP, clean_env, wait_for, write_model
-from tracked import write_killed_run
+from tracked import write_cards, write_killed_run
 
 CHROMIUM = Path("/usr/bin/chromium")
 HOSTILE = '<img src=x onerror="window.hacked=1">'
@@ -66,7 +66,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Look]:
     folder = tmp_path_factory.mktemp("dash")
     runs = folder / "runs"
     write_killed_run(runs / "first")
-    write_killed_run(runs / "second", steps=300, kills=2)
+    write_cards(write_killed_run(runs / "second", steps=300, kills=2), cards=4)
     long = RunDir(runs / "long")
     long.create()
     long.events.touch()
@@ -292,6 +292,34 @@ def test_nothing_jumps_and_nothing_is_cut_off(look: Look, width: int) -> None:
         page.wait_for_timeout(300)
         assert page.evaluate("window.shift") < 0.1, where
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), where
+
+
+def test_the_cards_are_seen_with_what_slowed_them_down_and_what_the_driver_told(look: Look) -> None:
+    page = look.open(f"#/run/{_key('second')}")
+    page.wait_for_selector("#part-cards .plot")
+    words = page.locator("#part-cards").inner_text()
+    assert all(
+        title in words for title in ("GPU utilisation", "GPU memory", "GPU power", "GPU temperature", "GPU clock")
+    )
+    last = page.locator("#part-cards tbody tr").last.inner_text()
+    assert "3 NVIDIA H100" in last and "too hot (driver) 58 s" in last and "61.5 of 80 GB" in last
+    charts = "[...window.lampView.wall.charts]"
+    _until(page, f"{charts}.find((one) => one.options.title === 'GPU clock')?.curves.length === 4")
+    assert page.evaluate(f"{charts}.find((one) => one.options.title === 'GPU clock').bands.length") == 1
+    assert "Xid 63 · waste: rows_remapped" in page.evaluate(f"{charts}[0].moments.map((one) => one.label)")
+    assert "stuck: deadlock" in page.evaluate("[...window.lampView.shared.charts][0].moments.map((one) => one.label)")
+    canvas = page.locator("#part-cards .plot canvas >> nth=1")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + 200, box["y"] + 60)
+    page.keyboard.down("Shift")
+    page.mouse.down()
+    page.mouse.move(box["x"] + 100, box["y"] + 60, steps=5)
+    moved = page.evaluate("window.lampView.wall.range")
+    assert moved and moved[0] > 0, "it moves with the hand, before it is let go"
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    assert page.evaluate("window.lampView.shared.range") is None, "the other axis stays where it was"
 
 
 def test_report_html_opens_by_itself(look: Look, browser: Any, tmp_path: Path) -> None:

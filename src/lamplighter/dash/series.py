@@ -6,7 +6,6 @@ Out: numpy columns (the last value of each step and name); at most so many point
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamplighter import read_back
+from lamplighter.dash.system_series import SystemSeries
 from lamplighter.rundir import RunDir, parse_record
 
 MOST_POINTS = 4000  # of one panel
@@ -35,6 +35,7 @@ class RunSeries:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
+        self.system = SystemSeries(run)
         self._forget()
 
     def _forget(self) -> None:
@@ -47,14 +48,20 @@ class RunSeries:
 
     @property
     def values(self) -> int:
-        return len(self.steps) * (3 + len(self.columns))
+        return len(self.steps) * (3 + len(self.columns)) + self.system.values
 
     @property
     def newest_t(self) -> float:
         return self.times[-1] if self.times else 0.0
 
+    @property
+    def began(self) -> float:
+        """The first moment of which anything is known: where the wall clock of the page begins."""
+        return min([t for t in (self.times[0] if self.times else 0.0, self.system.began) if t > 0], default=0.0)
+
     def update(self) -> int:
         """Read what is new; how many records that were."""
+        self.system.update()
         found = 0
         try:
             with read_back.open_file(self.run.metrics) as file:
@@ -75,10 +82,12 @@ class RunSeries:
         return found
 
     def _take_many(self, lines: list[bytes]) -> int:
-        """As _take does one by one, in a quarter of the time: lines in a row that are alike are parsed and kept as columns."""
+        """As _take does one by one, in an eighth of the time: lines in a row that are alike are parsed and kept as columns."""
+        from pydantic_core import from_json  # three times as quick as json, with the same numbers
+
         try:
-            records = json.loads(b"[" + b",".join(filter(None, lines)) + b"]")
-        except (ValueError, RecursionError):  # one of them is damaged: which one is found below
+            records = from_json(b"[" + b",".join(filter(None, lines)) + b"]")
+        except ValueError:  # one of them is damaged: which one is found below
             records = []
         if len(records) != sum(map(bool, lines)):
             return sum(map(self._take, lines))
@@ -174,10 +183,12 @@ class RunSeries:
     # ---------------------------------------------------------------- what is shown of it
 
     def x_of(self, kind: str, usd_per_hour: float) -> Floats:
-        """The x of every row: step, tokens, hours of training (the time between attempts left out) or dollars."""
+        """The x of every row: step, tokens, hours of training (the time between attempts left out), dollars, or hours by the clock."""
         steps = np.array(self.steps)
         if kind == "step":
             return steps
+        if kind == "wall":
+            return (np.array(self.times) - self.began) / 3600
         if kind == "tokens":
             return np.array(self.columns.get("train/tokens", self.steps))
         seconds = np.array(self.columns.get("train/dt_ms", array("d"))) / 1000
@@ -189,7 +200,9 @@ class RunSeries:
         return hours if kind == "time" else hours * usd_per_hour
 
     def points(self, name: str, x: Floats, low: float = -math.inf, high: float = math.inf, most: int = MOST_POINTS) -> tuple[Floats, Floats]:  # fmt: skip
-        """At most so many points of a stretch, the extremes kept."""
+        """At most so many points of a stretch, the extremes kept. "sys/gpu_util@gpu0" is a card's, by hours of the clock."""
+        if "@" in name:
+            return self._of_member(name, (low, high, most))
         if name in self.scores and name not in self.columns:
             return self._scored(name, x, low, high)
         y = np.array(self.columns.get(name, array("d")))
@@ -199,6 +212,19 @@ class RunSeries:
         if name != "train/loss":  # measured only now and then: no gap is meant; of a loss, it is
             inside &= ~np.isnan(y)
         return thin(x[inside], y[inside], most)
+
+    def _of_member(self, curve: str, window: tuple[float, float, int]) -> tuple[Floats, Floats]:
+        (low, high, most), (name, _, member) = window, curve.partition("@")
+        found = self.system.members.get(member)
+        if found is None or name not in found.columns:
+            return np.empty(0), np.empty(0)
+        x = (np.array(found.times) - self.began) / 3600
+        inside = (x >= low) & (x <= high)
+        return thin(x[inside], found.of(name)[inside], most)
+
+    def at_time(self, t: float) -> int:
+        """The row that was the newest one then."""
+        return max(0, int(np.searchsorted(np.frombuffer(self.times), t, side="right")) - 1) if self.times else 0
 
     def _scored(self, name: str, x: Floats, low: float, high: float) -> tuple[Floats, Floats]:
         """Validations have a step; where the x is another one, that of the nearest row."""
