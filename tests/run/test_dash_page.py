@@ -7,7 +7,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import threading
 import time
+import types
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -352,6 +355,22 @@ def test_a_notebook_shows_the_panels_of_a_run(look: Look, browser: Any) -> None:
     page.close()
     with pytest.raises(InputMissing, match="no run elsewhere"):
         lamplighter.show("elsewhere")
+
+
+def test_a_notebook_follows_a_run_that_goes_on(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By IPython's own way to renew what is displayed; IPython itself is stood in for."""
+    shown: list[str] = []
+    handle = types.SimpleNamespace(update=shown.append)
+    module = types.SimpleNamespace(HTML=str, display=lambda page, display_id: shown.append(page) or handle)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=module))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    lamplighter.show(str(look.folder / "runs" / "live"), every_s=0.3)._ipython_display_()
+    wait_for(lambda: len(shown) >= 3)
+    steps = [int(re.findall(r"&quot;step&quot;:(\d+),", page)[-1]) for page in shown[:3]]
+    assert steps[0] <= steps[1] <= steps[2] and steps[0] < steps[2], steps
+    lamplighter.show(str(look.folder / "runs" / "first"), every_s=0.01)._ipython_display_()
+    once = len([page for page in shown if "&quot;name&quot;:&quot;first&quot;" in page])
+    assert once == 1 and not [one for one in threading.enumerate() if one.name == "lamp-show" and not one.daemon]
 
 
 def _ask(look: Look, path: str, method: str = "GET", **headers: str) -> int:

@@ -35,13 +35,13 @@ def write(run: RunDir) -> Path:
     return path
 
 
-def build(run: RunDir) -> str:
-    """The whole file."""
+def build(run: RunDir, live: bool = False) -> str:
+    """The whole file. `live`: it is shown now, and shall say when it has become old."""
     series = RunSeries(run)
     series.update()
     where = facts.RunsDir(0, run.path.parent)
     told = facts.describe(where, run, series)
-    told |= {"dir": "", "panels": panels_of(series, told), "live": False, "stale": False}
+    told |= {"dir": "", "panels": panels_of(series, told), "live": live, "stale": False}
     price = usd_per_hour(run)
     window = (float("-inf"), float("inf"), _POINTS)
     names = {

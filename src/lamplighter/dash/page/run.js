@@ -337,7 +337,7 @@ export function showRun(main, source, id, go, confirm, toast) {
     lost: () => { state.lost = true; tick(); },
     back: () => { if (state.lost) { state.lost = false; refresh(); } },
   });
-  const timer = source.live ? setInterval(() => { tick(); if (state.told?.live) tiles(); }, 1000) : 0;
+  const timer = setInterval(() => { tick(); if (state.told?.live) tiles(); }, 1000);
   const close = () => { state.closed = true; stop(); clearInterval(timer); for (const { chart } of state.panels) chart.close(); };
   return { close, redraw: () => { if (state.told) { draw(); below(); } }, shared, wall };
 }
