@@ -109,6 +109,8 @@ def backfill(folder: Path, tracker: str) -> tuple[float, float]:
 def following(folder: Path, tracker: str, seconds: float = 20.0, rate: int = 20) -> float:
     """The share of a core that the follower of a run with so many steps a second takes, once its library is loaded."""
     from lamplighter.procs.lock import hold
+    from lamplighter.rundir import RunDir
+    from lamplighter.watch.trackers.follower import read_state
 
     run = folder / "live" / tracker
     write_run(run, 10)
@@ -120,14 +122,17 @@ def following(folder: Path, tracker: str, seconds: float = 20.0, rate: int = 20)
     process, step, before = psutil.Process(follower.pid), 10, 0.0
     try:
         with open(run / "metrics.jsonl", "a", buffering=1) as file:
-            began = time.monotonic()
-            while (passed := time.monotonic() - began) < 10 + seconds:
+            opened, since = 0.0, 0.0
+            while not since or time.monotonic() - since < seconds:
                 step += 1
                 file.write(LINE % (step, 1.7e9 + step, 5 / (1 + step / 9000), step, 2048 * step))
-                if passed > 10 and not before:
-                    before, since = _cpu_s(process), passed
+                now = time.monotonic()
+                if not opened and read_state(RunDir(run), tracker).step > 10:
+                    opened = now
+                if opened and not since and now - opened > 5:  # its library is loaded, and calm
+                    before, since = _cpu_s(process), now
                 time.sleep(1 / rate)
-        return (_cpu_s(process) - before) / (passed - since)
+        return (_cpu_s(process) - before) / (time.monotonic() - since)
     finally:
         follower.terminate()
         follower.wait()

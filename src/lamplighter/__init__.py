@@ -82,7 +82,8 @@ class Shown:
 
         run = RunDir(self.path)
         source = html.escape(build(run, live=is_running(run)), quote=True)
-        return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:900px;border:0"></iframe>'
+        frame = f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:900px;border:0"></iframe>'
+        return f"<div>{frame}</div>"  # a frame alone makes IPython print a warning
 
     def _ipython_display_(self) -> None:
         """What IPython calls where it is there; any other notebook takes _repr_html_, once."""

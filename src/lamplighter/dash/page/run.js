@@ -88,7 +88,7 @@ export function showRun(main, source, id, go, confirm, toast) {
   function flags() {
     const run = state.told, standing = run.flags.map((cause) => [...run.timeline].reverse().find((one) => one.cause === cause)).filter(Boolean), cards = [];
     if (run.damage) cards.push(note("This run is damaged", run.damage, "what can be read is shown; lamp checkpoints RUN says what is safe"));
-    if (run.damaged_lines) cards.push(note("Damaged lines", `${run.damaged_lines} lines of metrics.jsonl are no records and are left out`, "a killed writer tears at most one"));
+    if (run.damaged_lines) cards.push(note("Damaged lines", `${run.damaged_lines === 1 ? "A line of metrics.jsonl is no record and is" : `${run.damaged_lines} lines of metrics.jsonl are no records and are`} left out`, "a killed writer tears at most one"));
     if (run.config_problem) cards.push(note("The settings cannot be read", run.config_problem, ""));
     if (!run.live && run.state === "lost") cards.push(note("This run is dead", "its parent was killed: nobody wrote the end", `step ${short(run.durable_step)} is safe; run the same command again`));
     if (run.stall && run.live) cards.push(note("Stalled", run.stall, "Why? shows every stack"));
@@ -108,7 +108,7 @@ export function showRun(main, source, id, go, confirm, toast) {
         const host = el("div", { className: "plot" }), value = el("span", { className: "value num" }), told = el("div"), legend = el("div", { className: "legend" });
         const large = el("button", { type: "button", className: "large", title: "Larger, or as before", "aria-label": `Enlarge ${panel.title}`, onclick: () => large.closest(".panel").classList.toggle("wide") }, "⤢");
         const card = el("section", { className: "card panel" + (i === 0 ? " wide" : ""), id: "panel-" + i, "aria-label": panel.title }, el("header", {}, el("h2", {}, panel.title), el("span", { className: "unit" }, panel.unit), value, large), host, legend, el("details", {}, el("summary", {}, "What is normal here"), told));
-        return { panel, card, value, told, legend, chart: new Chart(host, panel.by ? wall : shared, { title: panel.title, scale: panel.scale }) };
+        return { panel, card, value, told, legend, chart: new Chart(host, panel.by ? wall : shared, { title: panel.title, scale: panel.scale, empty: "reading …" }) };
       });
       const grouped = (group) => state.panels.filter(({ panel }) => (panel.group || "") === group).map(({ card }) => card);
       parts.panels.replaceChildren(...grouped(""));
@@ -139,6 +139,7 @@ export function showRun(main, source, id, go, confirm, toast) {
       const curves = panel.curves.filter((name) => known[name]).map((name, i) => ({ ...known[name], label: label(name), colour: palette[i % palette.length], dash: i < palette.length ? [] : [5, 3], sparse: name.startsWith("eval/") })), marks = [];
       if (panel.id === "loss" && state.told.floor !== null) marks.push({ y: state.told.floor, label: "entropy bound " + short(state.told.floor) });
       if (panel.id === "loss" && state.told.band.length && shared.x === "step") marks.push({ line: state.told.band, label: "expected" });
+      chart.options.empty = "no numbers here";
       chart.set(curves, { marks, moments: moments[panel.by || shared.x], bands: panel.bands });
       const ends = (panel.group ? curves : curves.slice(0, 1)).filter(({ y }) => y.length).map(({ y }) => y[y.length - 1] * (panel.scale || 1)).filter((one) => one === one).sort((a, b) => a - b);
       value.textContent = [...new Set([ends[0], ends[ends.length - 1]].filter((one) => one !== undefined).map((one) => short(one)))].join(" to ");

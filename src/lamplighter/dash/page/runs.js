@@ -30,14 +30,15 @@ export function showRuns(main, source, go) {
   const plots = OVERLAID.map(([name, title, unit]) => {
     const host = el("div", { className: "plot" });
     const card = el("div", { className: "card panel" }, el("header", {}, el("h2", {}, title), el("span", { className: "unit" }, unit)), host);
-    return { name, card, chart: new Chart(host, shared, { title, empty: "choose runs above" }) };
+    return { name, card, chart: new Chart(host, shared, { title, empty: "reading …" }) };
   });
   const legend = el("div", { className: "legend" });
+  let overlay = null;
   const stage = el("div", { className: "stack" },
     el("div", { className: "bar" }, el("h1", {}, "Runs"), el("span", { className: "grow" }), search, only, compare),
     el("div", { className: "card scroll" }, table),
-    el("div", { className: "bar" }, axis, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), legend),
-    el("section", { className: "panels half", "aria-label": "Curves of the chosen runs" }, plots.map(({ card }) => card)));
+    overlay = el("div", { className: "stack" }, el("div", { className: "bar" }, axis, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), legend),
+    el("section", { className: "panels half", "aria-label": "Curves of the chosen runs" }, plots.map(({ card }) => card))));
 
   function matches(run) {
     if (state.text && ![run.name, run.state, run.phase, run.dir].join(" ").toLowerCase().includes(state.text)) return false;
@@ -121,6 +122,7 @@ export function showRuns(main, source, go) {
     for (const { name, chart } of plots) {
       const drawn = named.filter(({ id }) => told[id]?.curves[name]);
       drawn.forEach(({ id }) => seen.add(id));
+      chart.options.empty = ids.length ? "none of the chosen runs has it" : "choose runs above";
       chart.set(drawn.map(({ id, label, colour }) => ({ ...numbers(told[id].curves[name]), label, colour, sparse: name.startsWith("eval/") })));
     }
     legend.replaceChildren(...named.filter(({ id }) => seen.has(id)).map(({ label, colour }) => el("span", {}, el("i", { style: { "border-color": colour } }), label)));
@@ -130,6 +132,7 @@ export function showRuns(main, source, go) {
     if (state.closed) return; // somebody looks at something else by now
     const first = !state.rows.length;
     state.rows = rows;
+    overlay.hidden = !rows.length;
     if (first) for (const run of rows.filter((one) => !one.damage && one.step).sort((one, other) => (one.loss === null) - (other.loss === null)).slice(0, FIRST_CHOSEN)) state.chosen.add(run.id);
     compare.disabled = state.chosen.size < 2;
     fill();
