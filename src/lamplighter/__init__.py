@@ -99,12 +99,13 @@ class Shown:
     def _follow(self, html: Any, shown: Any) -> None:
         import time
 
-        from lamplighter.rundir import RunDir, is_running
+        from lamplighter import rundir
 
-        live = is_running(RunDir(self.path))
+        run = rundir.RunDir(self.path)
+        live = rundir.is_running(run)
         while live:
             time.sleep(self.every_s)
-            live = is_running(RunDir(self.path))  # asked first: the last picture shows the end
+            live = rundir.is_running(run)  # asked first: the last picture shows the end
             shown.update(html(self._repr_html_()))
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import lamplighter
+from lamplighter import rundir
 from lamplighter.dash import report_page
 from lamplighter.errors import InputMissing
 from lamplighter.procs.lock import hold
@@ -365,12 +366,15 @@ def test_a_notebook_follows_a_run_that_goes_on(look: Look, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=module))
     monkeypatch.setitem(sys.modules, "IPython.display", module)
     lamplighter.show(str(look.folder / "runs" / "live"), every_s=0.3)._ipython_display_()
-    wait_for(lambda: len(shown) >= 3)
-    steps = [int(re.findall(r"&quot;step&quot;:(\d+),", page)[-1]) for page in shown[:3]]
-    assert steps[0] <= steps[1] <= steps[2] and steps[0] < steps[2], steps
-    lamplighter.show(str(look.folder / "runs" / "first"), every_s=0.01)._ipython_display_()
-    once = len([page for page in shown if "&quot;name&quot;:&quot;first&quot;" in page])
-    assert once == 1 and not [one for one in threading.enumerate() if one.name == "lamp-show" and not one.daemon]
+
+    def rows(page: str) -> int:
+        return int(re.findall(r"&quot;rows&quot;:(\d+)", page)[-1])
+
+    wait_for(lambda: rows(shown[-1]) > rows(shown[0]) > 0)
+    assert "&quot;live&quot;:true" in shown[-1]
+    monkeypatch.setattr(rundir, "is_running", lambda _: False)
+    wait_for(lambda: not [one for one in threading.enumerate() if one.name == "lamp-show"])
+    assert "&quot;live&quot;:false" in shown[-1], "the last picture shows the end, and nothing is made after it"
 
 
 def _ask(look: Look, path: str, method: str = "GET", **headers: str) -> int:
