@@ -11,7 +11,9 @@ import os
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -91,25 +93,24 @@ class RunSeries:
             records = []
         if len(records) != sum(map(bool, lines)):
             return sum(map(self._take, lines))
-        found, at = 0, 0
-        while at < len(records):
-            end, names = at + 1, records[at].keys() if isinstance(records[at], dict) else ()
-            while end < len(records) and isinstance(records[end], dict) and records[end].keys() == names:
-                end += 1
-            block = records[at:end]
+        found = 0
+        for block in _alike(records):
             found += len(block) if self._add_block(block) else sum(map(self._take_record, block))
-            at = end
         return found
 
     def _add_block(self, records: list[dict[str, Any]]) -> bool:
         """Rows with the same names, each after the one before; False, with nothing changed, for all that is not so plain."""
         first = records[0]
-        if len(records) < 4 or "step" not in first or not any(name.startswith("train/") for name in first):
+        if len(records) < 4 or not isinstance(first, dict) or not {"step", "t", "attempt"} <= first.keys():
             return False
-        columns = {name: _plain_numbers([one[name] for one in records]) for name in first if "/" in name}
-        steps = [one["step"] for one in records]
-        times = _plain_numbers([one.get("t") for one in records])
-        attempts = _plain_numbers([one.get("attempt") for one in records])
+        try:
+            found = dict(zip(first, zip(*map(itemgetter(*first), records), strict=True), strict=True))
+        except (KeyError, TypeError):  # as many names, but others; or no object
+            return False
+        columns = {name: _plain_numbers(values) for name, values in found.items() if "/" in name}
+        steps, times, attempts = found["step"], _plain_numbers(found["t"]), _plain_numbers(found["attempt"])
+        if not any(name.startswith("train/") for name in columns):
+            return False
         if set(map(type, steps)) != {int} or min(steps) < 0 or max(steps) >= _MOST_STEP:
             return False
         at = np.array(steps, dtype=np.float64)
@@ -125,8 +126,8 @@ class RunSeries:
         for column, values in ((self.steps, at), (self.times, times), (self.attempts, np.nan_to_num(attempts))):
             column.frombytes(values.tobytes())
         for name, column in self.columns.items():
-            found = columns.get(name)
-            column.frombytes((np.full(len(at), math.nan) if found is None else found).tobytes())
+            fresh = columns.get(name)
+            column.frombytes((np.full(len(at), math.nan) if fresh is None else fresh).tobytes())
         return True
 
     def _take(self, line: bytes) -> bool:
@@ -244,7 +245,17 @@ class RunSeries:
             yield {"step": self.steps[row], **{name: column[row] for name, column in self.columns.items()}}
 
 
-def _plain_numbers(values: list[Any]) -> Floats | None:
+def _alike(records: list[Any]) -> Iterator[list[Any]]:
+    """In the order that they have: those in a row with as many names."""
+    sizes = [len(one) if isinstance(one, dict) else -1 for one in records]
+    at = 0
+    for _, group in groupby(sizes):
+        end = at + len(list(group))
+        yield records[at:end]
+        at = end
+
+
+def _plain_numbers(values: Sequence[Any]) -> Floats | None:
     """As an array, null as NaN; None where one is no finite number."""
     kinds = set(map(type, values))
     if not kinds <= {float, int, type(None)}:
