@@ -240,7 +240,10 @@ def _placed(events: list[dict[str, Any]], series: RunSeries, price: float | None
     for one in events:
         step = one["step"]
         row = series.at_time(one["t"]) if step is None else min(len(steps) - 1, int(np.searchsorted(steps, step)))
-        found = {kind: finite(float(x[row])) for kind, x in axes.items()}
+        before = (
+            step is None and one["t"] < series.times[0] if len(steps) else True
+        )  # of the start, which no step shows
+        found = {} if before else {kind: finite(float(x[row])) for kind, x in axes.items()}
         one["at"] = {**found, "wall": (one["t"] - series.began) / 3600 if series.began else None}
     return events
 

@@ -74,7 +74,7 @@ export function showRun(main, source, id, go, confirm, toast) {
       ...some(run.loss !== null, tile("Loss", short(run.loss), "of the last step")), ...some(run.val_loss !== null, tile("Validation", short(run.val_loss), run.best_val_loss !== null ? `best ${short(run.best_val_loss)}` : "")),
       ...some(run.tokens_per_s !== null, tile("Tokens/s", short(run.tokens_per_s), `${short(run.tokens)} tokens`)), ...some(run.usd_per_hour, tile("Cost", run.usd_per_hour ? money(run.usd) + of : "–", !run.usd_per_hour ? "no price is set" : run.live && run.end_usd ? `${money(run.end_usd)} at the end` : `${money(run.usd_per_hour)} an hour`)),
       ...some(false, tile("Safe to step", short(run.durable_step), safe)), ...trackers(run.track),
-      tile("Attempt", short(run.attempt), run.ledger.redone_steps ? `${short(run.ledger.redone_steps)} redone` : "no step twice"));
+      ...(run.attempt > 1 ? [tile("Attempt", short(run.attempt), run.ledger.redone_steps ? `${short(run.ledger.redone_steps)} steps redone` : "no step twice")] : []));
   }
 
   // The one that is furthest behind, or in trouble.
