@@ -209,13 +209,16 @@ def test_a_tracker_that_hangs_costs_the_training_nothing(tmp_path: Path) -> None
 def test_a_watched_command_is_followed_too(tmp_path: Path) -> None:
     code = "import time, torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters(), 0.1)\nfor _ in range(24):\n    m(torch.ones(1, 2)).sum().backward(); o.step(); o.zero_grad(); time.sleep(0.05)\n"
     (tmp_path / "script.py").write_text(code)
-    done = lamp("watch", "--", sys.executable, "script.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    told = lamp("track", "script", "--to", "csv", cwd=tmp_path)
-    assert told.returncode == 0, told.stderr
-    points = read_csv(tmp_path / "runs" / "script" / "track" / "csv" / "script")
+    watched = start_lamp("watch", "--", sys.executable, "script.py", cwd=tmp_path)
+    run = RunDir(tmp_path / "runs" / "script")
+    wait_for(lambda: run.metrics.exists() and run.metrics.stat().st_size > 0, process=watched)
+    told = lamp("track", "script", "--to", "csv", "tensorboard", cwd=tmp_path)
+    assert told.returncode == 0 and watched.wait(30) == 0, told.stderr
+    points = read_csv(run.path / "track" / "csv" / "script")
+    assert_same(points, run)
+    assert_same(read_tensorboard(run.path / "track" / "tensorboard" / "script")[0], run, digits=6)
     assert max(step for name, step in points if name == "train/iter") >= 18
-    times = read_time_report(RunDir(tmp_path / "runs" / "script"))
+    times = read_time_report(run)
     assert times.unexplained_s < 0.3 * times.wall_s and times.seconds["compute"] > 0, "what the page shows of it"
 
 
