@@ -49,7 +49,7 @@ def test_every_card_is_seen_with_what_slowed_it_down(tmp_path: Path) -> None:
 
 def test_the_report_has_the_cards_too_and_stays_small(tmp_path: Path) -> None:
     run = write_killed_run(tmp_path / "runs" / "r", steps=60, kills=1)
-    write_cards(run, cards=16, looks=4000)
+    write_cards(run, cards=16, looks=1000)
     page = report_page.build(run)
     data = json.loads(page.split('id="data">', 1)[1].split("</script>", 1)[0])
     assert len(page) < 2_000_000
