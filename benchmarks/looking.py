@@ -1,9 +1,10 @@
 """What looking costs: sending 100,000 steps to each tracker, the page's weight, its drawing, the server's memory over many runs.
 
 In:  nothing (the metrics are made up; the trackers, the server and the browser are real).
-Out: seconds, kilobytes, megabytes and frames a second, each beside its goal; --json keeps them.
+Out: seconds, kilobytes, megabytes and frames a second, each beside its goal; --json keeps them. The peer of sending and of following
+     is a script that gives the same rows to the tracker's own library, one call a step, as people do in a training loop.
 
-    python benchmarks/looking.py [--steps 100000] [--runs 50] [--json benchmarks/results/looking.json]
+    python benchmarks/looking.py [--steps 100000] [--runs 50] [--only send,follow,serve] [--json benchmarks/results/looking.json]
 """
 
 from __future__ import annotations
@@ -40,6 +41,49 @@ DRAW = """async () => {
 }"""
 
 
+# The tracker's own library in a loop: a first argument of 0 is as quick as it can, else steps a second; rows, folder, seconds to warm up.
+PEERS = {
+    "tensorboard": "from tensorboard.compat.proto.event_pb2 import Event\nfrom tensorboard.compat.proto.summary_pb2 import Summary\n"
+    "from tensorboard.summary.writer.event_file_writer import EventFileWriter\nwriter = EventFileWriter(folder)\n"
+    "def log(n, row): writer.add_event(Event(wall_time=1.7e9 + n, step=n, summary=Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in row.items()])))\n"
+    "end = writer.close",
+    "trackio": "import trackio\nrun = trackio.init(project='peer', name='peer', embed=False, auto_log_gpu=False, auto_log_cpu=False)\n"
+    "def log(n, row): run.log(row, step=n)\nend = run.finish",
+    "wandb": "import wandb\nquiet = wandb.Settings(silent=True, console='off', disable_git=True, save_code=False, x_disable_stats=True)\n"
+    "run = wandb.init(project='peer', dir=folder, mode='offline', settings=quiet)\ndef log(n, row): run.log(row, step=n)\nend = run.finish",
+}  # fmt: skip
+LOOP = """
+import json, sys, time, psutil
+rate, rows, folder = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+began = time.monotonic()
+%s
+me, warm = psutil.Process(), 5.0
+cpu = lambda: sum(sum(one.cpu_times()[:2]) for one in [me, *me.children(recursive=True)])
+line = json.loads(sys.stdin.read())
+row, before, since = {k: float(v) for k, v in line.items() if "/" in k}, cpu() if not rate else 0.0, time.monotonic()
+for n in range(1, rows + 1):
+    log(n, row)
+    if rate:
+        time.sleep(1 / rate)
+        if not before and time.monotonic() - since > warm:
+            before, since = cpu(), time.monotonic()
+spent, passed = cpu() - before, time.monotonic() - since
+end()
+print(json.dumps({"share": spent / passed, "wall_s": time.monotonic() - began}))
+"""
+
+
+def peer(folder: Path, tracker: str, rows: int, rate: float = 0.0) -> dict[str, float]:
+    """The same rows by the tracker's own library: wall and CPU seconds, and the share of a core while it follows a pace."""
+    env = {**os.environ, "TRACKIO_DIR": str(folder / "trackio-peer"), "WANDB_SILENT": "true"}
+    words = [sys.executable, "-c", LOOP % PEERS[tracker], str(rate), str(rows), str(folder / f"peer-{tracker}")]
+    line, before = LINE % (1, 1.7e9, 5.0, 1, 2048), resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(words, input=line, capture_output=True, text=True, env=env, check=True)
+    told: dict[str, float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"share"')))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {**told, "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+
+
 def write_run(path: Path, steps: int) -> None:
     for folder in ("stacks", "ask", "checkpoints", "slots"):
         (path / folder).mkdir(parents=True)
@@ -65,6 +109,8 @@ def backfill(folder: Path, tracker: str) -> tuple[float, float]:
 def following(folder: Path, tracker: str, seconds: float = 20.0, rate: int = 20) -> float:
     """The share of a core that the follower of a run with so many steps a second takes, once its library is loaded."""
     from lamplighter.procs.lock import hold
+    from lamplighter.rundir import RunDir
+    from lamplighter.watch.trackers.follower import read_state
 
     run = folder / "live" / tracker
     write_run(run, 10)
@@ -76,14 +122,17 @@ def following(folder: Path, tracker: str, seconds: float = 20.0, rate: int = 20)
     process, step, before = psutil.Process(follower.pid), 10, 0.0
     try:
         with open(run / "metrics.jsonl", "a", buffering=1) as file:
-            began = time.monotonic()
-            while (passed := time.monotonic() - began) < 10 + seconds:
+            opened, since = 0.0, 0.0
+            while not since or time.monotonic() - since < seconds:
                 step += 1
                 file.write(LINE % (step, 1.7e9 + step, 5 / (1 + step / 9000), step, 2048 * step))
-                if passed > 10 and not before:
-                    before, since = _cpu_s(process), passed
+                now = time.monotonic()
+                if not opened and read_state(RunDir(run), tracker).step > 10:
+                    opened = now
+                if opened and not since and now - opened > 5:  # its library is loaded, and calm
+                    before, since = _cpu_s(process), now
                 time.sleep(1 / rate)
-        return (_cpu_s(process) - before) / (passed - since)
+        return (_cpu_s(process) - before) / (time.monotonic() - since)
     finally:
         follower.terminate()
         follower.wait()
@@ -151,33 +200,50 @@ def main() -> None:
     flags = argparse.ArgumentParser()
     flags.add_argument("--steps", type=int, default=100_000)
     flags.add_argument("--runs", type=int, default=50)
+    flags.add_argument("--only", default="send,follow,serve")
     flags.add_argument("--json", type=Path)
     given = flags.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_run(folder / "runs" / "r", given.steps)
         found: dict[str, Any] = {"steps": given.steps, "load": os.getloadavg()[0]}
-        for tracker in ("csv", "tensorboard", "trackio", "wandb"):
-            wall_s, cpu_s = backfill(folder, tracker)
-            found[f"{tracker}_s"], found[f"{tracker}_cpu_s"] = wall_s, cpu_s
-            print(
-                f"backfill of {given.steps:,} steps to {tracker:<12} {wall_s:6.1f} s wall, {cpu_s:6.1f} s of CPU (goal 30 s)",
-                flush=True,
-            )
-        for tracker in ("csv", "tensorboard"):
-            found[f"{tracker}_share"] = following(folder, tracker)
-            print(
-                f"following 20 steps a second with {tracker:<12} {found[f'{tracker}_share']:.2%} of a core (goal 1 %)"
-            )
-        for number in range(1, given.runs):
-            os.link(folder / "runs" / "r" / "metrics.jsonl", _linked(folder, number))
-        found |= {"runs": given.runs, **measure_server(folder, given.runs)}
+        if "send" in given.only:
+            found |= _sending(folder, given.steps)
+        if "follow" in given.only:
+            found |= _followers(folder)
+        if "serve" in given.only:
+            for number in range(1, given.runs):
+                os.link(folder / "runs" / "r" / "metrics.jsonl", _linked(folder, number))
+            found |= {"runs": given.runs, **measure_server(folder, given.runs)}
     for name, value in found.items():
         print(f"{name:<18} {value:,.4g}")
     if given.json:
         import measured
 
         measured.keep(given.json, found)
+
+
+def _sending(folder: Path, steps: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for tracker in ("csv", "tensorboard", "trackio", "wandb"):
+        found[f"{tracker}_s"], found[f"{tracker}_cpu_s"] = wall_s, cpu_s = backfill(folder, tracker)
+        print(f"backfill of {steps:,} steps to {tracker:<12} {wall_s:6.1f} s wall, {cpu_s:6.1f} s of CPU (goal 30 s)", flush=True)  # fmt: skip
+        if tracker in PEERS:
+            own = peer(folder, tracker, steps)
+            found |= {f"{tracker}_peer_s": own["wall_s"], f"{tracker}_peer_cpu_s": own["cpu_s"]}
+            print(f"  its own library in a loop: {own['wall_s']:6.1f} s wall, {own['cpu_s']:6.1f} s of CPU: {wall_s / own['wall_s']:.2f} x, {cpu_s / own['cpu_s']:.2f} x", flush=True)  # fmt: skip
+    return found
+
+
+def _followers(folder: Path) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for tracker in ("csv", "tensorboard", "trackio", "wandb"):
+        found[f"{tracker}_share"] = share = following(folder, tracker)
+        own = peer(folder, tracker, 500, 20.0)["share"] if tracker in PEERS else 0.0
+        found |= {f"{tracker}_peer_share": own} if own else {}
+        against = f"; logged step by step: {own:.2%}, {share / own:.2f} x" if own else ""
+        print(f"following 20 steps a second with {tracker:<12} {share:.2%} of a core (goal 1 %){against}", flush=True)
+    return found
 
 
 def _linked(folder: Path, number: int) -> Path:

@@ -208,3 +208,24 @@ def _leveldb_records(data: bytes) -> list[bytes]:
         if kind in (1, 4):
             found.append(part)
     return found
+
+
+def write_cards(run: RunDir, cards: int = 2, looks: int = 60) -> None:
+    """system.jsonl as the watch of the cards writes it, every two seconds: the last card gets hot half-way and is slowed down; an Xid then."""
+    with open(run.system, "w") as file:
+        for look in range(looks):
+            for card in range(cards):
+                hot = card == cards - 1 and look >= looks // 2
+                record = {
+                    "t": 1.7e9 + 2 * look, "step": 2 * look, "attempt": 1, "gpu": card, "sys/gpu_util": 0.4 if hot else 0.97,
+                    "sys/gpu_mem_gb": 61.5, "sys/gpu_mem_total_gb": 80.0, "sys/gpu_clock_mhz": 1200.0 if hot else 1980.0,
+                    "sys/gpu_temp_c": 88.0 if hot else 62.0 + card, "sys/gpu_power_w": 340.0 if hot else 690.0,
+                    "sys/gpu_slowed_by": "too hot (driver)" if hot else "idle" if look < 3 else "", "sys/gpu_processes": {"4711": 60.1},
+                }  # fmt: skip
+                file.write(json.dumps(record) + "\n")
+    why = "bad rows of the GPU's memory were replaced by spare ones: Xid 63"
+    verdict = {"type": "verdict", "t": 1.7e9 + looks, "state": "waste", "cause": "rows_remapped", "why": why, "next": "nothing now"}  # fmt: skip
+    with open(run.events, "a") as file:
+        file.write(json.dumps(verdict) + "\n")
+    told = json.loads(run.status.read_text())
+    run.status.write_text(json.dumps({**told, "gpus": [{"gpu": card, "name": "NVIDIA H100"} for card in range(cards)]}))

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __version__ = "0.1.0"
 __all__ = ["PhaseLike", "__version__", "phase", "show"]
@@ -66,27 +69,53 @@ def __getattr__(name: str) -> Any:
 
 
 class Shown:
-    """A run's page as a notebook shows it: a frame of its own, which asks nobody for anything."""
+    """A run's page as a notebook shows it: a frame of its own, which asks nobody for anything; made anew while the run goes on."""
 
-    def __init__(self, page: str) -> None:
-        self.page = page
+    def __init__(self, path: Path, every_s: float = 5.0) -> None:
+        self.path, self.every_s = path, every_s
 
     def _repr_html_(self) -> str:
         import html
 
-        source = html.escape(self.page, quote=True)
-        return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:900px;border:0"></iframe>'
+        from lamplighter.dash.report_page import build
+        from lamplighter.rundir import RunDir, is_running
+
+        run = RunDir(self.path)
+        source = html.escape(build(run, live=is_running(run)), quote=True)
+        frame = f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:900px;border:0"></iframe>'
+        return f"<div>{frame}</div>"  # a frame alone makes IPython print a warning
+
+    def _ipython_display_(self) -> None:
+        """What IPython calls where it is there; any other notebook takes _repr_html_, once."""
+        import threading
+
+        from IPython.display import HTML, display
+
+        shown = display(HTML(self._repr_html_()), display_id=True)
+        if shown is not None and self.every_s > 0:
+            follow = threading.Thread(target=self._follow, args=(HTML, shown), name="lamp-show", daemon=True)
+            follow.start()
+
+    def _follow(self, html: Any, shown: Any) -> None:
+        import time
+
+        from lamplighter import rundir
+
+        run = rundir.RunDir(self.path)
+        live = rundir.is_running(run)
+        while live:
+            time.sleep(self.every_s)
+            live = rundir.is_running(run)  # asked first: the last picture shows the end
+            shown.update(html(self._repr_html_()))
 
 
-def show(run: str) -> Shown:
-    """In a notebook: the panels of a run as they are now, by the path of its folder or its name in runs/."""
+def show(run: str, every_s: float = 5.0) -> Shown:
+    """In a notebook: the panels of a run, by the path of its folder or its name in runs/; anew every so many seconds while it goes on."""
     from pathlib import Path
 
-    from lamplighter.dash.report_page import build
     from lamplighter.errors import InputMissing
-    from lamplighter.rundir import RunDir
 
     for path in (Path(run), Path("runs") / run):
         if (path / "events.jsonl").exists():
-            return Shown(build(RunDir(path)))
+            return Shown(path, every_s)
     raise InputMissing(f"there is no run {run}", "neither by that path nor in runs/", "lamp runs lists them")

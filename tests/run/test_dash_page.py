@@ -7,7 +7,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import threading
 import time
+import types
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,12 +21,13 @@ from typing import Any
 import pytest
 
 import lamplighter
+from lamplighter import rundir
 from lamplighter.dash import report_page
 from lamplighter.errors import InputMissing
 from lamplighter.procs.lock import hold
 from lamplighter.rundir import RunDir, read_last_lines, read_status
 from running import LAMP, clean_env, wait_for, write_model
-from tracked import write_killed_run
+from tracked import write_cards, write_killed_run
 
 CHROMIUM = Path("/usr/bin/chromium")
 HOSTILE = '<img src=x onerror="window.hacked=1">'
@@ -66,7 +70,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Look]:
     folder = tmp_path_factory.mktemp("dash")
     runs = folder / "runs"
     write_killed_run(runs / "first")
-    write_killed_run(runs / "second", steps=300, kills=2)
+    write_cards(write_killed_run(runs / "second", steps=300, kills=2), cards=4)
     long = RunDir(runs / "long")
     long.create()
     long.events.touch()
@@ -184,11 +188,11 @@ def test_a_new_step_is_on_the_page_within_a_second(look: Look) -> None:
     page.wait_for_selector("#step")
     first = wait_for(lambda: _shown_step(look))
     page.evaluate(WATCH_STEP)
-    wait_for(lambda: page.wait_for_timeout(50) or _shown_step(look) >= first + 60)
+    wait_for(lambda: page.wait_for_timeout(50) or _shown_step(look) >= first + 34)
     seen = page.evaluate("window.seen")
     written = {one["step"]: one["t"] for one in read_last_lines(run.metrics, 1 << 16) if "train/loss" in one}
     lags = sorted(
-        min(at for at, step in seen if step >= wanted) - written[wanted] for wanted in range(first + 10, first + 50)
+        min(at for at, step in seen if step >= wanted) - written[wanted] for wanted in range(first + 4, first + 30)
     )
     assert lags[len(lags) // 2] < 1.0 and lags[0] > 0, f"seconds until a step was on the page: {lags}"
     assert page.locator(".badge").first.inner_text() == "live"
@@ -294,6 +298,34 @@ def test_nothing_jumps_and_nothing_is_cut_off(look: Look, width: int) -> None:
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), where
 
 
+def test_the_cards_are_seen_with_what_slowed_them_down_and_what_the_driver_told(look: Look) -> None:
+    page = look.open(f"#/run/{_key('second')}")
+    page.wait_for_selector("#part-cards .plot")
+    words = page.locator("#part-cards").inner_text()
+    assert all(
+        title in words for title in ("GPU utilisation", "GPU memory", "GPU power", "GPU temperature", "GPU clock")
+    )
+    last = page.locator("#part-cards tbody tr").last.inner_text()
+    assert "3 NVIDIA H100" in last and "too hot (driver) 58 s" in last and "61.5 of 80 GB" in last
+    charts = "[...window.lampView.wall.charts]"
+    _until(page, f"{charts}.find((one) => one.options.title === 'GPU clock')?.curves.length === 4")
+    assert page.evaluate(f"{charts}.find((one) => one.options.title === 'GPU clock').bands.length") == 1
+    assert "Xid 63 · waste: rows_remapped" in page.evaluate(f"{charts}[0].moments.map((one) => one.label)")
+    assert "stuck: deadlock" in page.evaluate("[...window.lampView.shared.charts][0].moments.map((one) => one.label)")
+    canvas = page.locator("#part-cards .plot canvas >> nth=1")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + 200, box["y"] + 60)
+    page.keyboard.down("Shift")
+    page.mouse.down()
+    page.mouse.move(box["x"] + 100, box["y"] + 60, steps=5)
+    moved = page.evaluate("window.lampView.wall.range")
+    assert moved and moved[0] > 0, "it moves with the hand, before it is let go"
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    assert page.evaluate("window.lampView.shared.range") is None, "the other axis stays where it was"
+
+
 def test_report_html_opens_by_itself(look: Look, browser: Any, tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text(report_page.build(RunDir(look.folder / "runs" / HOSTILE.replace("/", ""))))
     page, faults = browser.new_page(), []
@@ -324,6 +356,25 @@ def test_a_notebook_shows_the_panels_of_a_run(look: Look, browser: Any) -> None:
     page.close()
     with pytest.raises(InputMissing, match="no run elsewhere"):
         lamplighter.show("elsewhere")
+
+
+def test_a_notebook_follows_a_run_that_goes_on(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By IPython's own way to renew what is displayed; IPython itself is stood in for."""
+    shown: list[str] = []
+    handle = types.SimpleNamespace(update=shown.append)
+    module = types.SimpleNamespace(HTML=str, display=lambda page, display_id: shown.append(page) or handle)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=module))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    lamplighter.show(str(look.folder / "runs" / "live"), every_s=0.3)._ipython_display_()
+
+    def rows(page: str) -> int:
+        return int(re.findall(r"&quot;rows&quot;:(\d+)", page)[-1])
+
+    wait_for(lambda: rows(shown[-1]) > rows(shown[0]) > 0)
+    assert "&quot;live&quot;:true" in shown[-1]
+    monkeypatch.setattr(rundir, "is_running", lambda _: False)
+    wait_for(lambda: not [one for one in threading.enumerate() if one.name == "lamp-show"])
+    assert "&quot;live&quot;:false" in shown[-1], "the last picture shows the end, and nothing is made after it"
 
 
 def _ask(look: Look, path: str, method: str = "GET", **headers: str) -> int:

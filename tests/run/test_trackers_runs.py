@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from lamplighter.rundir import RunDir, read_status, write_atomic
+from lamplighter.watch.time_report import read_time_report
 from running import LAMP, LONG, clean_env, events_of, lamp, processes_of, start_lamp, wait_for, write_model
 from tracked import (
     assert_same,
@@ -42,10 +44,18 @@ def test_all_four_read_back_as_the_run_was(tmp_path: Path, monkeypatch: pytest.M
     names = ("r", "r~2", "r~3")
     folder = run.path / "track"
     assert_same(merge([read_csv(folder / "csv" / name) for name in names]), run)
-    assert_same(merge([read_tensorboard(folder / "tensorboard" / name)[0] for name in names]), run, digits=6)
+    boards = [read_tensorboard(folder / "tensorboard" / name) for name in names]
+    assert_same(merge([points for points, _ in boards]), run, digits=6)
+    assert {"text/config", "text/alert", "text/sample", "text/checkpoint"} <= set(boards[0][1])
     stored = [read_trackio(tmp_path / "trackio" / "lamplighter.db", name) for name in names]
     assert_same(merge([points for points, _ in stored]), run)
     assert "stuck: deadlock" in stored[0][1] and any("begins at step" in title for title in stored[1][1])
+    with sqlite3.connect(tmp_path / "trackio" / "lamplighter.db") as database:
+        told = " ".join(
+            json.dumps(json.loads(text))
+            for (text,) in database.execute("SELECT metrics FROM metrics WHERE run_name = 'r'")
+        )
+    assert '"sample"' in told and "checkpoint-10" in told
     points, facts = read_wandb(folder / "wandb")
     assert_same(merge([points[name] for name in names]), run)
     assert any("deadlock" in title for title in facts["r"]["alerts"])
@@ -197,14 +207,19 @@ def test_a_tracker_that_hangs_costs_the_training_nothing(tmp_path: Path) -> None
 
 
 def test_a_watched_command_is_followed_too(tmp_path: Path) -> None:
-    code = "import time, torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters(), 0.1)\nfor _ in range(40):\n    m(torch.ones(1, 2)).sum().backward(); o.step(); o.zero_grad(); time.sleep(0.05)\n"
+    code = "import time, torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters(), 0.1)\nfor _ in range(24):\n    m(torch.ones(1, 2)).sum().backward(); o.step(); o.zero_grad(); time.sleep(0.05)\n"
     (tmp_path / "script.py").write_text(code)
-    done = lamp("watch", "--", sys.executable, "script.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    told = lamp("track", "script", "--to", "csv", cwd=tmp_path)
-    assert told.returncode == 0, told.stderr
-    points = read_csv(tmp_path / "runs" / "script" / "track" / "csv" / "script")
-    assert max(step for name, step in points if name == "train/iter") >= 30
+    watched = start_lamp("watch", "--", sys.executable, "script.py", cwd=tmp_path)
+    run = RunDir(tmp_path / "runs" / "script")
+    wait_for(lambda: run.metrics.exists() and run.metrics.stat().st_size > 0, process=watched)
+    told = lamp("track", "script", "--to", "csv", "tensorboard", cwd=tmp_path)
+    assert told.returncode == 0 and watched.wait(30) == 0, told.stderr
+    points = read_csv(run.path / "track" / "csv" / "script")
+    assert_same(points, run)
+    assert_same(read_tensorboard(run.path / "track" / "tensorboard" / "script")[0], run, digits=6)
+    assert max(step for name, step in points if name == "train/iter") >= 18
+    times = read_time_report(run)
+    assert times.unexplained_s < 0.3 * times.wall_s and times.seconds["compute"] > 0, "what the page shows of it"
 
 
 def test_a_wrong_tracker_is_named(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def dash(words: list[str]) -> int:
     rest, several = many(words, "runs-dir")
     flags = parse("dash", _dash_flags, rest)
     from lamplighter import web_access
+    from lamplighter.procs import prctl
 
     sock = web_access.listen(flags["host"], flags["port"], next_free=flags["port"] == PORT)
     port = sock.getsockname()[1]
@@ -46,6 +47,7 @@ def dash(words: list[str]) -> int:
     for one in dirs:
         if not one.path.is_dir():
             write(1, f"note: there is no folder {one.path} yet; its runs are shown as soon as there are any\n")
+    prctl.give_back_large_blocks()
     first_words.end()
     write(1, "\n".join([*web_access.how_to_open(access), "Ctrl+C ends the page; runs are not touched by it"]) + "\n")
     config = uvicorn.Config(

@@ -6,14 +6,19 @@ Out: the tracker's own runs; each step once, also where some of it was sent befo
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
 from lamplighter.commands.arguments import find_run, many, parse
 from lamplighter.errors import DONE, AlreadyRunning, ChildLost, UsageError
 from lamplighter.rundir import RunDir, is_running, number, read_last_lines, read_status
 
+if TYPE_CHECKING:
+    from lamplighter.watch.trackers.follower import TrackerState
+
+_LOOK_S = 0.5
 _TRACKERS = ("tensorboard", "wandb", "trackio", "csv")
 
 
@@ -32,7 +37,7 @@ def _track_flags(
 
 
 def track(words: list[str]) -> int:
-    """One child that follows the run for each tracker in turn, or, of a run that goes on, for one."""
+    """One child that follows the run for each tracker in turn, or, of a run that goes on, for all of them at once."""
     from lamplighter.commands.session import session
 
     rest, several = many(words, "to", "tags")
@@ -57,7 +62,7 @@ def track(words: list[str]) -> int:
 
 
 def track_child(_: RunDir, request: dict[str, Any]) -> int:
-    """Each tracker in turn; a run that goes on can be followed for one only."""
+    """Each tracker in turn; a run that goes on is followed for all of them beside each other, each in a process of its own."""
     from lamplighter.config import Track, load_dump
     from lamplighter.errors import LampError
 
@@ -69,31 +74,69 @@ def track_child(_: RunDir, request: dict[str, Any]) -> int:
     except LampError:  # a watched command has no settings; a damaged file says nothing
         before = Track()
     kept = {name: getattr(before, name) for name in names}
-    for place, to in enumerate(request["to"]):
-        last = place == len(request["to"]) - 1
-        _track_one(run, to, Track(**{**kept, **given}), follow=request["follow"] and last)
+    chosen, wanted = list(request["to"]), {**kept, **given}
+    if len(chosen) > 1 and request["follow"] and is_running(run):
+        _follow_all(run, Track(**wanted, to=chosen))
+        return DONE
+    for to in chosen:
+        _track_one(run, to, Track(**wanted), follow=request["follow"])
     return DONE
 
 
-def _track_one(run: RunDir, to: str, track: Any, follow: bool) -> None:
+def _follow_all(run: RunDir, track: Any) -> None:
+    """As the parent of a training run follows it."""
+    import time
+
+    from lamplighter.watch.trackers.follower import read_state
+    from lamplighter.watch.trackers.following import Following
+
+    for to in track.to:
+        os.close(_hold(run, to))  # said at once where another one works
+    with report.phase(f"track {', '.join(track.to)}", total=_planned(run), unit="steps") as phase:
+        following = Following(run, track, lambda text, _: report.note(text))
+        while any(process.poll() is None for process in following.processes.values()):
+            following.look()
+            phase.set(min((now.step for now in following.progress.values()), default=0))
+            time.sleep(_LOOK_S)
+    for to in track.to:
+        _say_made(run, to, read_state(run, to))
+
+
+def _planned(run: RunDir) -> int | None:
+    """How many steps a run that goes on will have, where that is known."""
+    return int(number(read_status(run).get("steps"))) or None
+
+
+def _hold(run: RunDir, to: str) -> int:
     from lamplighter.procs.lock import hold
-    from lamplighter.watch.trackers.follower import Follower, state_path
+    from lamplighter.watch.trackers.follower import state_path
+
+    (run.path / "track").mkdir(exist_ok=True)
+    lock = hold(state_path(run, to).with_suffix(".lock"))
+    if lock is None:
+        raise AlreadyRunning(f"{to} is already told of {run.name}", "another follower of this run works", f"lamp watch {run.address} shows its lag")  # fmt: skip
+    return lock
+
+
+def _track_one(run: RunDir, to: str, track: Any, follow: bool) -> None:
+    from lamplighter.watch.trackers.follower import Follower
     from lamplighter.watch.trackers.following import setting_of
 
     setting = setting_of(run, track)
-    total = _last_step(run)
+    live = follow and is_running(run)
+    total = _planned(run) if live else _last_step(run)
     with report.phase(f"track {to}", total=total or None, unit="steps") as phase:
         from dataclasses import replace
 
-        (run.path / "track").mkdir(exist_ok=True)
-        lock = hold(state_path(run, to).with_suffix(".lock"))
-        if lock is None:
-            raise AlreadyRunning(f"{to} is already told of {run.name}", "another follower of this run works", f"lamp watch {run.address} shows its lag")  # fmt: skip
+        _hold(run, to)  # until this process ends
         follower = Follower(run, to, replace(setting, folder=run.path / "track" / to), report.note)
-        for progress in follower.follow(until_end=follow and is_running(run)):
+        for progress in follower.follow(until_end=live):
             phase.set(progress.step)
-    now = follower.now
-    if not follower.complete:
+    _say_made(run, to, follower.now)
+
+
+def _say_made(run: RunDir, to: str, now: TrackerState) -> None:
+    if not now.done:
         raise ChildLost(
             f"{to} did not take all of {run.name}", now.problem or "it gave no reason", f"later: lamp track {run.address} --to {to}"
         )  # fmt: skip

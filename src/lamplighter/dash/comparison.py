@@ -8,6 +8,7 @@ Out: a table, sentences on convergence, generalisation, efficiency, stability an
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from lamplighter.watch import time_report
 from lamplighter.watch.status import duration, large
 
 _SURE = 2.0  # standard errors
+_NORMAL = 1.4826  # from a median distance to a standard deviation
 _SPIKE = 8.0  # median distances
 
 
@@ -125,12 +127,15 @@ def _known(value: float | None) -> float:
 
 
 def _noise(losses: Floats) -> float:
-    """How much a validation differs from the line through its neighbours: what is left when the trend is taken off."""
-    tail = losses[-12:]
+    """How much a validation differs from the line through its neighbours: what is left when the trend is taken off.
+
+    By the median and over the newer half: where a run has few validations, the bend of its first fall is no noise.
+    """
+    tail = losses[-max(4, min(12, len(losses) // 2)) :]
     if len(tail) < 4:
         return math.nan
     bends = tail[2:] - 2 * tail[1:-1] + tail[:-2]
-    return float(np.sqrt(np.mean(bends**2) / 6))
+    return float(_NORMAL * np.median(np.abs(bends)) / math.sqrt(6))
 
 
 def _spikes(loss: Floats) -> int:
@@ -167,12 +172,20 @@ def compare(runs: Sequence[tuple[RunDir, SeriesCache]]) -> dict[str, Any]:
     folders = [run for run, _ in runs]
     return {
         "names": [one.name for one in found],
+        "states": [_state(run, cache.of(run)) for run, cache in runs],
         "same_tokenizer": same,
         "rows": [*table(found, same), *evaluation_rows(folders, same)],
         "says": conclusions(found, same),
         "config": _differences([facts.read_config(run)[0] for run in folders]),
         "environment": _differences([_environment(run) for run in folders]),
     }
+
+
+def _state(run: RunDir, series: RunSeries) -> dict[str, Any]:
+    """Whether it goes on, and how old its newest point is."""
+    told = facts.row(facts.RunsDir(0, run.path.parent), run)
+    newest = series.newest_t or facts.changed_at(run)
+    return {"state": told["state"], "live": told["live"], "age_s": max(0.0, time.time() - newest)}
 
 
 def _environment(run: RunDir) -> dict[str, Any]:

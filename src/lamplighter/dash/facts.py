@@ -7,13 +7,17 @@ Out: plain values for JSON, each checked, bounded and without control characters
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lamplighter import read_back
+from lamplighter.dash.machine import cards
 from lamplighter.dash.series import RunSeries
 from lamplighter.errors import LampError
 from lamplighter.rundir import (
@@ -130,6 +134,7 @@ def describe(where: RunsDir, run: RunDir, series: RunSeries) -> dict[str, Any]:
     floor = next((finite(one["nats_per_token"]) for one in reversed(events) if one["type"] == "floor"), None)
     told = row(where, run)
     times = time_report.read_time_report(run)
+    price = finite(config.get("budget", {}).get("usd_per_hour"))
     return {
         **told,
         "t": time.time(),
@@ -137,10 +142,12 @@ def describe(where: RunsDir, run: RunDir, series: RunSeries) -> dict[str, Any]:
         "damaged_lines": series.damaged,
         "config": config,
         "config_problem": config_problem,
-        "usd_per_hour": finite(config.get("budget", {}).get("usd_per_hour")),
+        "usd_per_hour": price,
         "budget": {name: finite(value) for name, value in config.get("budget", {}).items()},
         "phases": _phases(events),
-        "timeline": timeline(events),
+        "timeline": _placed(timeline(events), series, price),
+        "began": series.began,
+        "cards": cards(series),
         "samples": _samples(events),
         "checkpoints": checkpoints(run, series),
         "ledger": _ledger(times),
@@ -151,7 +158,14 @@ def describe(where: RunsDir, run: RunDir, series: RunSeries) -> dict[str, Any]:
         "environment": mask_record(read_record(run.path / "environment.json")),
         "metrics": sorted([*series.columns, *series.scores]),
         "parameters": finite(plan.get("params")),
+        "command": _command(run),
     }
+
+
+def _command(run: RunDir) -> str:
+    """Of a watched run, what was started."""
+    words = read_record(run.status).get("command")
+    return clean(mask(shlex.join(str(one) for one in words)))[:2000] if isinstance(words, list) else ""
 
 
 def read_config(run: RunDir) -> tuple[dict[str, Any], str]:
@@ -183,14 +197,19 @@ def _cleaned(value: Any) -> Any:
 def _phases(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What it is in now, since when, and what that usually took."""
     usual: dict[str, float] = {}
-    current, since = "", 0.0
+    open_since: dict[str, float] = {}  # those that have not ended, the innermost last
     for event in events:
-        if event["type"] == "phase":
-            if event["state"] == "start":
-                current, since = str(event["path"]), float(event["t"])
-            else:
-                usual[str(event["path"])] = float(event["seconds"])
-    return {"current": clean(current), "since": since, "usual_s": usual.get(current)}
+        if event["type"] == "start":
+            open_since.clear()
+        elif event["type"] == "phase" and event["state"] == "start":
+            open_since[str(event["path"])] = float(event["t"])
+        elif event["type"] == "phase":
+            open_since.pop(str(event["path"]), None)
+            usual[str(event["path"])] = float(event["seconds"])
+    current = next(
+        (path for path in reversed(open_since) if not path.startswith("beside")), ""
+    )  # a save goes on beside the steps
+    return {"current": clean(current), "since": open_since.get(current, 0.0), "usual_s": usual.get(current)}
 
 
 def timeline(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -212,6 +231,21 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             one["why"] = _words(event)
         found.append(_cleaned(mask_record(one)))
     return found[-_MOST_EVENTS:]
+
+
+def _placed(events: list[dict[str, Any]], series: RunSeries, price: float | None) -> list[dict[str, Any]]:
+    """Each with its place on every axis: by its step where it has one, else by the row that was the newest then."""
+    steps = np.frombuffer(series.steps) if series.steps else np.empty(0)
+    axes = {kind: series.x_of(kind, price or 0.0) for kind in ("step", "tokens", "time", "usd")} if len(steps) else {}
+    for one in events:
+        step = one["step"]
+        row = series.at_time(one["t"]) if step is None else min(len(steps) - 1, int(np.searchsorted(steps, step)))
+        before = (
+            step is None and one["t"] < series.times[0] if len(steps) else True
+        )  # of the start, which no step shows
+        found = {} if before else {kind: finite(float(x[row])) for kind, x in axes.items()}
+        one["at"] = {**found, "wall": (one["t"] - series.began) / 3600 if series.began else None}
+    return events
 
 
 def _words(event: Mapping[str, Any]) -> str:

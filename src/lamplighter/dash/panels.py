@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lamplighter.dash.machine import machine_panels
 from lamplighter.dash.series import Floats, RunSeries
 
 
@@ -26,6 +27,7 @@ class Panel:
     unit: str = ""
     flags: tuple[str, ...] = ()
     scale: float = 1.0
+    by: str = ""  # the x that it always has, whatever the page shows
 
 
 PANELS = (
@@ -33,7 +35,7 @@ PANELS = (
           ("not_learning", "no_context", "above_band", "too_good", "loss_rising", "loss_spike", "plateau", "overfitting", "gap_grows", "starts_high")),
     Panel("mfu", "MFU", ("train/mfu",), "% of the peak", (), 100.0),
     Panel("lr", "Learning rate", ("train/lr",), "", ("lr_zero",)),
-    Panel("iter", "Iterations", ("train/iter",), "steps", ()),
+    Panel("iter", "Iterations", ("train/iter",), "steps by the clock", (), by="wall"),
     Panel("dt", "Step time", ("train/dt_ms",), "ms", ()),
     Panel("tok", "Tokens per second", ("train/tok_per_sec",), "tokens/s", ()),
     Panel("grad", "Gradient norm", ("train/grad_norm",), "", ("gradients_explode", "gradients_vanish", "clipped_always")),
@@ -46,6 +48,7 @@ PANELS = (
 )  # fmt: skip
 
 
+_TITLES = {"time/steps_per_s": "Steps per second"}
 _TWICE = ("eval/iter", "eval/val_ppl", "eval/train_loss")  # in the panels above already, in another form
 
 
@@ -60,9 +63,9 @@ def panels_of(series: RunSeries, facts: Mapping[str, Any]) -> list[dict[str, Any
     named = {name for panel in PANELS for name in panel.curves}
     for name in sorted(known - named):
         if name.startswith(("eval/", "cost/", "time/")) and name not in _TWICE:
-            panel = Panel(name, name, (name,))
+            panel = Panel(name, _TITLES.get(name, name), (name,))
             found.append({**vars(panel), "curves": [name], "flags": [], **explain(panel, series, facts)})
-    return found
+    return [*found, *machine_panels(series)]
 
 
 def explain(panel: Panel, series: RunSeries, facts: Mapping[str, Any]) -> dict[str, str]:
@@ -111,7 +114,7 @@ def _normal(panel: str, facts: Mapping[str, Any], y: Floats) -> str:
         return f"Rises {shape}, then {'falls along a cosine' if train.get('schedule') != 'constant' else 'stays'} to step {int(steps)}. A low rate at the start is warm-up."
     texts = {
         "mfu": "30 to 50 % is good on a GPU, 10 to 70 % on a CPU; it is 6 x parameters + attention, divided by what the device can do.",
-        "iter": "A straight line: as many steps in each minute. A flat stretch is a pause, a save, a validation or a restart.",
+        "iter": "A straight line: as many steps in each minute. A flat stretch is a save, a validation, a pause or a restart.",
         "dt": "Even, with single peaks where a checkpoint is saved or validated. The first step is slower.",
         "tok": "Even. A fall that stays means heat, another process, slow data or swapped memory.",
         "grad": f"Falls and then stays below the clipping norm ({train.get('grad_clip', 1.0)}); single peaks are cut.",

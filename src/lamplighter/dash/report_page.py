@@ -35,25 +35,35 @@ def write(run: RunDir) -> Path:
     return path
 
 
-def build(run: RunDir) -> str:
-    """The whole file."""
+def build(run: RunDir, live: bool = False) -> str:
+    """The whole file. `live`: it is shown now, and shall say when it has become old."""
     series = RunSeries(run)
     series.update()
     where = facts.RunsDir(0, run.path.parent)
     told = facts.describe(where, run, series)
-    told |= {"dir": "", "panels": panels_of(series, told), "live": False, "stale": False}
+    told |= {"dir": "", "panels": panels_of(series, told), "live": live, "stale": False}
     price = usd_per_hour(run)
     window = (float("-inf"), float("inf"), _POINTS)
-    names = [name for panel in told["panels"] for name in panel["curves"]]
-    found = points_of(series, names, "step", price, window)
+    names = {
+        by: [name for panel in told["panels"] if panel.get("by") == by for name in panel["curves"]]
+        for by in ("", "wall")
+    }
+    found = points_of(series, names[""], "step", price, window)
+    by_clock = points_of(series, names["wall"], "wall", price, (*window[:2], _wall_points(len(names["wall"]))))
     data = {
         "run": told,
         "curves": found["curves"],
+        "by_clock": by_clock["curves"],
         "axes": _axes(series, price),
         "rows": found["rows"],
         "stacks": _stacks(run, told["timeline"]),
     }
     return _page(told["name"], json.dumps(plain(data), separators=(",", ":"), allow_nan=False))
+
+
+def _wall_points(curves: int) -> int:
+    """So many cards and ranks share the room of a few curves."""
+    return max(120, min(_POINTS, 12_000 // max(1, curves)))
 
 
 def _axes(series: RunSeries, price: float) -> dict[str, Any]:

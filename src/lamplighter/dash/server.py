@@ -38,6 +38,7 @@ _LOOK_S = 0.4  # between two looks at a run
 _LIST_S = 1.0  # and at all of them, of which there may be hundreds
 _ANSWER_S = 20.0  # for the stacks of all processes on a busy machine; the page says that it waits
 _MOST_RUNS = 12  # in one picture
+_MOST_CURVES = 600  # of one run: some numbers of each of 72 cards or ranks
 _MOST_ROWS = 300  # sent at once to who looks on
 
 
@@ -100,15 +101,15 @@ class Dash:
     async def series(self, request: Request) -> Response:
         """?run=0/a&run=0/b&names=train/loss,eval/val_loss&x=step&low=&high=&most="""
         asked = request.query_params
-        names = [name for name in asked.get("names", "").split(",") if name][:64]
+        names = [name for name in asked.get("names", "").split(",") if name][:_MOST_CURVES]
         x, low, high = (
             asked.get("x", "step"),
             _number(asked.get("low"), -math.inf),
             _number(asked.get("high"), math.inf),
         )
         most = int(min(MOST_POINTS, max(16, _number(asked.get("most"), MOST_POINTS))))
-        if x not in ("step", "tokens", "time", "usd"):
-            return _no("x is step, tokens, time or usd", 400)
+        if x not in ("step", "tokens", "time", "usd", "wall"):
+            return _no("x is step, tokens, time, usd or wall", 400)
         found: dict[str, Any] = {}
         for key in asked.getlist("run")[:_MOST_RUNS]:
             at = self._find(key)

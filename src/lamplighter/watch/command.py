@@ -29,6 +29,7 @@ from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S,
 from lamplighter.watch.diagnosis import Diagnosis
 from lamplighter.watch.evidence import BUSY
 from lamplighter.watch.process_tree import Process, Snapshot, counts
+from lamplighter.watch.rank_series import RankSeries
 from lamplighter.watch.stall import STALL_S, StallDetector
 from lamplighter.watch.status import Rate, amount, duration
 from lamplighter.watch.supervisor import Death, Ending, Root, RunOutcome, TargetFacts, TargetState
@@ -36,6 +37,7 @@ from lamplighter.watch.terminal import Terminal
 
 _GRACE_S = 10.0
 _LOADING_S = 60.0
+_LEDGER_EVERY_S = 5.0
 _HELLO_S = 1.5  # a Python that has not opened its slot by then has no agent
 POLICIES = {"report": "report", "stop": "stop", "restart": "recover"}  # --on-stuck -> watch.on_stuck
 
@@ -52,7 +54,9 @@ class WatchedCommand:
         self.terminal = Terminal.open(run.output)
         self.log = LineFile(run.console)
         self.metrics = LineFile(run.metrics)
+        self.ranks = RankSeries(run)
         self.recorded_step, self.recorded_at, self.attempt = 0, 0.0, 1
+        self.ledger_at = time.monotonic()
         self.streams = [os.dup(fd) if again else fd for fd in (self.terminal.stdout, self.terminal.stderr)]
         self.again = again
         self.began = time.monotonic()
@@ -114,7 +118,7 @@ class WatchedCommand:
     # ---------------------------------------------------------------- what it does
 
     def hear(self, snapshot: Snapshot, stall: StallDetector) -> Iterator[dict[str, Any]]:
-        """It has no events; what its processes count is taken in."""
+        """What its processes count is taken in; its only event says where the time went."""
         if self.snapshot is None or any(process.look.state not in "XZ" for process in snapshot.processes):
             self.snapshot = snapshot  # the last one that shows it alive
         self.finding = stall.finding
@@ -122,7 +126,12 @@ class WatchedCommand:
         self.progress.look(snapshot)
         self._notice_uninstrumented(snapshot)
         self._record(snapshot)
-        return iter(())
+        self.ranks.look(snapshot, self.attempt)
+        ended = self.child is not None and self.child.returncode is not None
+        if ended or snapshot.at - self.ledger_at > _LEDGER_EVERY_S:
+            self.ledger_at = snapshot.at
+            seconds = {name: round(value, 3) for name, value in self.progress.seconds.items()}
+            yield {"type": "ledger", "t": time.time(), "attempt": self.attempt, "final": ended, "seconds": seconds}
 
     def _record(self, snapshot: Snapshot) -> None:
         """A line of metrics.jsonl where steps were made since the last look: what trackers and pages show of it."""
@@ -225,7 +234,7 @@ class WatchedCommand:
 
     def report(self, outcome: RunOutcome, attempts: int) -> None:
         """report.md, and what to run next."""
-        times = time_report.TimeReport(time.monotonic() - self.began, self.progress.seconds, attempts)
+        times = time_report.read_time_report(self.run)
         facts = {"command": " ".join(self.words), "steps": self.progress.steps, "attempts": attempts}
         time_report.write_report(self.run, times, Budget(), outcome.words, {**facts, **self.progress.facts()})
         made = f"made: {self.run.report}; next: lamp runs, or: less {shlex.quote(str(self.run.console))}"

@@ -6,7 +6,7 @@ const LEFT = 56, RIGHT = 12, TOP = 8, BOTTOM = 24;
 export class Chart {
   constructor(host, shared, options = {}) {
     this.host = host; this.shared = shared; this.options = options;
-    this.curves = []; this.marks = [];
+    this.curves = []; this.marks = []; this.bands = []; this.moments = [];
     this.base = document.createElement("canvas"); this.over = document.createElement("canvas");
     this.over.tabIndex = 0; this.over.setAttribute("role", "img");
     this.over.setAttribute("aria-label", options.title || "chart");
@@ -19,7 +19,8 @@ export class Chart {
 
   close() { this.resize.disconnect(); this.shared.charts.delete(this); }
 
-  set(curves, marks = []) { this.curves = curves; this.marks = marks; this.smoothed = null; this.plan(); }
+  // marks: lines across; moments: what happened at an x; bands: from an x to another.
+  set(curves, { marks = [], moments = [], bands = [] } = {}) { Object.assign(this, { curves, marks, moments, bands, smoothed: null }); this.plan(); }
 
   // Once in a frame, however often it is asked for.
   plan() {
@@ -37,10 +38,13 @@ export class Chart {
     const shown = this.shared.smooth > 0 ? this.smooth() : this.curves;
     for (const { x, y } of [...this.curves, ...shown]) {
       const from = Math.max(0, lower(x, x0)), to = Math.min(x.length, lower(x, x1) + 1);
+      let low = Infinity, high = -Infinity;
       for (let i = from; i < to; i++) {
         const v = y[i] * scale;
-        if (v === v && (!log || v > 0)) { if (v < y0) y0 = v; if (v > y1) y1 = v; }
+        if (v === v && (!log || v > 0)) { if (v < low) low = v; if (v > high) high = v; }
       }
+      if (this.shared.clip && to - from > 20) [low, high] = common(y.subarray(from, to), scale, log, low, high);
+      y0 = Math.min(y0, low); y1 = Math.max(y1, high);
     }
     for (const mark of this.marks) if (mark.y !== undefined && y1 > y0) { y0 = Math.min(y0, mark.y); }
     if (!(x1 > x0)) { if (x0 === Infinity) return null; x0 -= 0.5; x1 += 0.5; }
@@ -90,6 +94,8 @@ export class Chart {
     this.axes(pen, tone);
     pen.save(); pen.beginPath(); pen.rect(LEFT, TOP, width - LEFT - RIGHT, height - TOP - BOTTOM); pen.clip();
     const palette = colours(), faint = this.shared.smooth > 0;
+    this.shadeBands(pen, tone);
+    for (const moment of this.moments) this.moment(pen, moment, tone);
     for (const mark of this.marks) this.mark(pen, mark, tone);
     const draw = (list, alpha, thick) => list.forEach((curve, i) => {
       pen.globalAlpha = curve.sparse ? 1 : alpha; pen.lineWidth = thick; pen.strokeStyle = pen.fillStyle = curve.colour || palette[i % palette.length];
@@ -158,19 +164,43 @@ export class Chart {
     pen.fillText(mark.label, this.px(x) + 6, this.py(y) - 5);
   }
 
+  shadeBands(pen, tone) { // as one shape: where several cards are slowed down it is not darker
+    pen.fillStyle = tone("--warm"); pen.globalAlpha = 0.16; pen.beginPath();
+    for (const { from, to } of this.bands) pen.rect(this.px(from), TOP, Math.max(2, this.px(to) - this.px(from)), this.size.height - TOP - BOTTOM);
+    pen.fill(); pen.globalAlpha = 1;
+  }
+
+  moment(pen, { x, loud }, tone) {
+    const { x0, x1 } = this.at;
+    if (x < x0 || x > x1) return;
+    const at = Math.round(this.px(x)) + 0.5;
+    pen.strokeStyle = pen.fillStyle = tone(loud ? "--bad" : "--faint"); pen.globalAlpha = loud ? 0.55 : 0.35; pen.lineWidth = 1;
+    pen.setLineDash([2, 3]); pen.beginPath(); pen.moveTo(at, TOP); pen.lineTo(at, this.size.height - BOTTOM); pen.stroke(); pen.setLineDash([]);
+    pen.globalAlpha = 1; pen.beginPath(); pen.moveTo(at - 4, TOP); pen.lineTo(at + 4, TOP); pen.lineTo(at, TOP + 6); pen.fill();
+  }
+
+  // What stands near the crosshair: what happened there, and why a stretch is shaded.
+  near(x) {
+    const a = this.px(x), words = this.moments.filter((one) => Math.abs(this.px(one.x) - a) < 6).map((one) => one.label);
+    return [...words, ...this.bands.filter((one) => one.from <= x && x <= one.to).map((one) => one.label)].slice(0, 3).map((text) => (text.length > 48 ? text.slice(0, 47) + "…" : text));
+  }
+
   axes(pen, tone) {
     const { x0, x1, y0, y1, log } = this.at, { width, height } = this.size;
     pen.strokeStyle = tone("--line"); pen.fillStyle = tone("--soft"); pen.lineWidth = 1; pen.textAlign = "right"; pen.textBaseline = "middle";
-    for (const tick of log ? logTicks(y0, y1) : ticks(y0, y1, Math.max(2, Math.floor(height / 52)))) {
+    const rows = log ? logTicks(y0, y1) : ticks(y0, y1, Math.max(2, Math.floor(height / 52))), words = apart(rows);
+    rows.forEach((tick, i) => {
       const y = Math.round(this.py(tick)) + 0.5;
       pen.beginPath(); pen.moveTo(LEFT, y); pen.lineTo(width - RIGHT, y); pen.stroke();
-      pen.fillText(short(tick, 3), LEFT - 7, y);
-    }
+      pen.fillText(words[i], LEFT - 7, y);
+    });
     pen.textAlign = "center"; pen.textBaseline = "alphabetic";
-    for (const tick of ticks(x0, x1, Math.max(2, Math.floor(width / 110)))) pen.fillText(this.xWords(tick), Math.min(this.px(tick), width - RIGHT - 12), height - 7);
+    const columns = Math.max(2, Math.floor(width / 84));
+    for (const tick of this.hours() ? hourTicks(x0, x1, columns) : ticks(x0, x1, columns)) pen.fillText(this.xWords(tick), Math.min(this.px(tick), width - RIGHT - 12), height - 7);
   }
 
-  xWords(x) { return this.shared.x === "time" ? duration(x * 3600) : this.shared.x === "usd" ? "$" + short(x, 3) : short(x, 3); }
+  hours() { return this.shared.x === "time" || this.shared.x === "wall"; }
+  xWords(x) { return this.hours() ? duration(x * 3600) : this.shared.x === "usd" ? "$" + short(x, 3) : short(x, 3); }
 
   overlay() {
     const ratio = window.devicePixelRatio || 1, pen = this.over.getContext("2d");
@@ -195,7 +225,7 @@ export class Chart {
       told.push([colour, `${curve.label}  ${v === v ? short(v, 5) : "not finite"}`]);
     });
     pen.font = "11.5px system-ui, sans-serif";
-    const lines = [[tone("--soft"), `${this.shared.x} ${this.xWords(x)}`], ...told.slice(0, 12)];
+    const lines = [[tone("--soft"), `${this.shared.x === "wall" ? "after" : this.shared.x} ${this.xWords(x)}`], ...told.slice(0, 12), ...this.near(x).map((text) => [tone("--bad"), text])];
     const wide = Math.max(...lines.map(([, text]) => pen.measureText(text).width)) + 20, tall = 16 * lines.length + 8;
     const left = a + wide + 12 > this.size.width ? a - wide - 8 : a + 8;
     pen.fillStyle = tone("--card"); pen.strokeStyle = tone("--line"); pen.beginPath(); pen.rect(left, TOP + 2, wide, tall); pen.fill(); pen.stroke();
@@ -207,15 +237,26 @@ export class Chart {
     const at = (event) => { const box = this.over.getBoundingClientRect(); return Math.min(this.size.width - RIGHT, Math.max(LEFT, event.clientX - box.left)); };
     const value = (px) => this.at.x0 + ((px - LEFT) / (this.size.width - LEFT - RIGHT)) * (this.at.x1 - this.at.x0);
     const hover = (x) => { this.shared.hover = x; for (const chart of this.shared.charts) chart.overlay(); };
-    this.over.addEventListener("pointermove", (event) => { if (!this.at) return; if (this.drag) this.drag.to = at(event); hover(value(at(event))); });
+    this.over.addEventListener("pointermove", (event) => {
+      if (!this.at) return;
+      if (this.drag) this.drag.to = at(event);
+      if (this.drag?.pan) { move(); return; }
+      hover(value(at(event)));
+    });
+    // Moved at once, with the points that are there; those of the new stretch are asked for now and then.
+    const move = () => {
+      const { from, to, range, asked } = this.drag, by = ((from - to) / (this.size.width - LEFT - RIGHT)) * (range[1] - range[0]);
+      this.shared.range = [range[0] + by, range[1] + by];
+      for (const chart of this.shared.charts) chart.plan();
+      if (performance.now() - asked > 200) { this.drag.asked = performance.now(); this.shared.zoom(this.shared.range); }
+    };
     this.over.addEventListener("pointerleave", () => hover(null));
-    this.over.addEventListener("pointerdown", (event) => { if (this.at && event.pointerType === "mouse") { this.drag = { from: at(event), pan: event.shiftKey }; this.over.setPointerCapture(event.pointerId); } });
+    this.over.addEventListener("pointerdown", (event) => { if (this.at && event.pointerType === "mouse") { this.drag = { from: at(event), pan: event.shiftKey, range: [this.at.x0, this.at.x1], asked: performance.now() }; this.over.setPointerCapture(event.pointerId); } });
     this.over.addEventListener("pointerup", () => {
       const drag = this.drag; this.drag = null;
       if (!drag || drag.to === undefined || Math.abs(drag.to - drag.from) < 6) { this.overlay(); return; }
-      const ends = [value(drag.from), value(drag.to)];
-      if (drag.pan) { const by = ends[0] - ends[1]; this.shared.zoom([this.at.x0 + by, this.at.x1 + by]); }
-      else this.shared.zoom(ends.sort((a, b) => a - b));
+      if (drag.pan) this.shared.zoom(this.shared.range);
+      else this.shared.zoom([value(drag.from), value(drag.to)].sort((a, b) => a - b));
     });
     this.over.addEventListener("dblclick", () => this.shared.zoom(null));
     this.over.addEventListener("keydown", (event) => {
@@ -250,6 +291,32 @@ function ticks(low, high, count) {
   const step = [1, 2, 5, 10].find((one) => one * power >= rough) * power, found = [];
   for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9 && found.length < 50; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : Number(at.toPrecision(12)));
   return found;
+}
+
+// Without the outermost hundredths, where they stand far from the rest: one slow step does not flatten all the others.
+function common(y, scale, log, low, high) {
+  const found = y.filter((one) => one === one && (!log || one > 0)).sort();
+  if (found.length < 20) return [low, high];
+  const at = (share) => found[Math.round(share * (found.length - 1))] * scale, room = 0.5 * (at(0.98) - at(0.02));
+  return [Math.max(low, at(0.02) - room), Math.min(high, at(0.98) + room)];
+}
+
+// In hours, at whole seconds, minutes, hours or days.
+function hourTicks(low, high, count) {
+  const rough = ((high - low) * 3600) / count, step = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400].find((one) => one >= rough);
+  if (!step || rough < 1) return ticks(low, high, count);
+  const found = [];
+  for (let at = Math.ceil((low * 3600) / step - 1e-9); at * step <= high * 3600 + 1e-6 && found.length < 50; at++) found.push((at * step) / 3600);
+  return found;
+}
+
+// With as many digits as tell them apart.
+function apart(found) {
+  for (let digits = 3; digits < 9; digits++) {
+    const words = found.map((one) => short(one, digits));
+    if (new Set(words).size === words.length) return words;
+  }
+  return found.map(String);
 }
 
 function logTicks(low, high) {

@@ -1,6 +1,6 @@
 // Runs beside each other: curves, numbers, sentences, what differs in settings and environment.
 import { Chart } from "./chart.js";
-import { colours, el, numbers } from "./format.js";
+import { badge, colours, duration, el, numbers } from "./format.js";
 
 export function showCompare(main, source, ids) {
   const shared = { charts: new Set(), hover: null, range: null, log: false, smooth: 0.6, x: "tokens", zoom: (range) => { shared.range = range; draw(); } };
@@ -15,18 +15,23 @@ export function showCompare(main, source, ids) {
     for (const { name, chart } of plots) chart.set(ids.map((id, i) => ({ i, id, curve: told[id]?.curves[name] })).filter(({ curve }) => curve).map(({ i, id, curve }) => ({ ...numbers(curve), label: id.split("/").slice(1).join("/"), colour: palette[i % palette.length], sparse: name.startsWith("eval/") })));
     legend.replaceChildren(...ids.map((id, i) => el("span", {}, el("i", { style: { "border-color": palette[i % palette.length] } }), id.split("/").slice(1).join("/"))));
   }
-  let closed = false;
+  let closed = false, timer = 0;
+  // How old each one's newest point is; of runs that go on, everything is asked for again.
+  const age = ({ state, live, age_s }) => el("th", { className: "num small" }, badge({ state, live, stale: live && age_s > 10 }), el("br"), el("span", { className: "soft" }, `newest point ${duration(age_s)} old`));
   const fail = (error) => closed || main.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "These runs cannot be compared"), error.message));
 
-  Promise.all([source.compare(ids), draw()]).then(([told]) => {
+  const load = () => Promise.all([source.compare(ids), draw()]).then(([told]) => {
     const head = (words) => el("thead", {}, el("tr", {}, words.map((text, i) => el("th", { className: i ? "num" : "" }, text))));
     const list = (title, rows) => rows.length > 0 && el("section", { className: "card" }, el("h2", {}, title), el("div", { className: "scroll" }, el("table", {}, head(["", ...told.names]), el("tbody", {}, rows.map((row) => el("tr", {}, el("td", {}, row.name), row.values.map((text) => el("td", { className: "num" }, text))))))));
     body.replaceChildren(
       ...(told.same_tokenizer ? [] : [el("div", { className: "card flag" }, el("strong", {}, "The tokenizers differ"), el("p", {}, "A loss per token is not the same thing in these runs. Compare bits per byte only."))]),
-      el("section", { className: "card" }, el("div", { className: "scroll" }, el("table", { id: "compared" }, head(["", ...told.names, "difference"]), el("tbody", {}, told.rows.map((row) => el("tr", {}, el("td", {}, row.name), row.words.map((text, i) => el("td", { className: "num" + (row.best === i ? " best" : "") }, text)), el("td", { className: "num soft" }, row.difference))))))),
+      el("section", { className: "card" }, el("div", { className: "scroll" }, el("table", { id: "compared" }, head(["", ...told.names, "difference"]), el("thead", {}, el("tr", {}, el("th"), told.states.map(age), el("th"))), el("tbody", {}, told.rows.map((row) => el("tr", {}, el("td", {}, row.name), row.words.map((text, i) => el("td", { className: "num" + (row.best === i ? " best" : "") }, text)), el("td", { className: "num soft" }, row.difference))))))),
       el("section", { className: "card" }, told.says.map((one) => el("p", {}, el("strong", {}, one.name + ". "), one.text))),
       ...[list("What differs in the settings", told.config), list("What differs in the environment", told.environment)].filter(Boolean));
-    if (!closed) main.replaceChildren(stage);
+    if (closed) return;
+    if (!stage.isConnected) main.replaceChildren(stage);
+    if (told.states.some(({ live }) => live)) timer = setTimeout(load, 4000);
   }).catch(fail);
-  return { close: () => { closed = true; for (const { chart } of plots) chart.close(); }, redraw: draw, shared };
+  load();
+  return { close: () => { closed = true; clearTimeout(timer); for (const { chart } of plots) chart.close(); }, redraw: draw, shared };
 }

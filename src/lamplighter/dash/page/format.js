@@ -25,8 +25,8 @@ export function short(value, digits = 4) {
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !isFinite(seconds)) return "–";
-  if (seconds < 10) return seconds.toFixed(1) + " s";
-  const whole = Math.floor(seconds), pad = (n) => String(n).padStart(2, "0");
+  if (seconds < 10) return (seconds ? seconds.toFixed(1) : "0") + " s";
+  const whole = Math.floor(seconds + 1e-6), pad = (n) => String(n).padStart(2, "0");
   if (whole < 60) return whole + " s";
   const hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
   if (hours >= 48) return Math.floor(hours / 24) + " d " + (hours % 24) + " h";

@@ -3,23 +3,27 @@ import { Chart } from "./chart.js";
 import { AXES, badge, bytes, choice, clock, colours, day, duration, el, money, numbers, short } from "./format.js";
 
 export function showRun(main, source, id, go, confirm, toast) {
-  const shared = { charts: new Set(), hover: null, range: null, log: false, smooth: 0, x: "step", zoom: (range) => { shared.range = range; reset.disabled = !range; load(); } };
-  const state = { told: null, panels: [], curves: {}, newest: 0, lost: false, asked: 0, asking: false, filled: {}, events: new Map(), loads: 0, refreshing: false, again: false, closed: false };
-  const parts = Object.fromEntries(["head", "tiles", "flags", "why", "controls", "panels", "time", "ledger", "plan", "checkpoints", "samples", "scores", "settings"].map((name) => [name, el("section", { id: "part-" + name })]));
+  // Two axes: the one that is chosen, and the clock's, which cards, ranks and iterations always have.
+  const axis = (x) => { const made = { charts: new Set(), hover: null, range: null, log: false, smooth: 0, x, zoom: (range) => { made.range = range; reset.disabled = !shared.range && !wall.range; load(); } }; return made; };
+  const shared = axis("step"), wall = axis("wall"), charts = () => [...shared.charts, ...wall.charts];
+  const state = { told: null, panels: [], curves: {}, clocked: {}, newest: 0, lost: false, asked: 0, asking: false, filled: {}, events: new Map(), loads: 0, refreshing: false, again: false, closed: false };
+  const parts = Object.fromEntries(["head", "tiles", "flags", "why", "controls", "panels", "cards", "ranks", "time", "ledger", "plan", "checkpoints", "samples", "scores", "settings"].map((name) => [name, el("section", { id: "part-" + name })]));
   parts.tiles.className = "card tiles"; parts.panels.className = "panels"; parts.controls.className = "bar";
-  parts.panels.style.minHeight = "760px"; parts.tiles.style.minHeight = "82px"; parts.head.style.minHeight = "40px";
-  const reset = el("button", { type: "button", disabled: true, onclick: () => shared.zoom(null) }, "Reset zoom");
+  parts.tiles.style.minHeight = "82px"; parts.head.style.minHeight = "40px";
+  const reset = el("button", { type: "button", disabled: true, onclick: () => { wall.range = null; shared.zoom(null); } }, "Reset zoom");
   const pair = (...names) => el("div", { className: "two" }, names.map((name) => parts[name]));
   const stage = el("div", { className: "stack" },
-    ["head", "tiles", "flags", "why", "controls", "panels"].map((name) => parts[name]),
+    ["head", "tiles", "flags", "why", "controls", "panels", "cards", "ranks"].map((name) => parts[name]),
     pair("time", "samples"), parts.ledger, pair("plan", "checkpoints"), parts.scores, parts.settings);
   controls();
 
   function controls() {
-    const axis = choice("x axis", AXES, (value) => { shared.x = value; shared.range = null; reset.disabled = true; load(); });
-    const smooth = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, "aria-label": "Smoothing", oninput: () => { shared.smooth = Number(smooth.value); for (const chart of shared.charts) { chart.smoothed = null; chart.plan(); } } });
-    const log = el("input", { type: "checkbox", onchange: () => { shared.log = log.checked; for (const chart of shared.charts) chart.plan(); } });
-    parts.controls.replaceChildren(axis, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), reset, el("span", { className: "soft small hint" }, "Drag to zoom, shift-drag to move, double-click to see all"));
+    const by = choice("x axis", AXES, (value) => { shared.x = value; shared.range = null; reset.disabled = !wall.range; load(); });
+    state.dollars = [...by.options].find((one) => one.value === "usd");
+    const smooth = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, "aria-label": "Smoothing", oninput: () => { shared.smooth = wall.smooth = Number(smooth.value); for (const chart of charts()) { chart.smoothed = null; chart.plan(); } } });
+    const log = el("input", { type: "checkbox", onchange: () => { shared.log = wall.log = log.checked; for (const chart of charts()) chart.plan(); } });
+    const clip = el("input", { type: "checkbox", onchange: () => { shared.clip = wall.clip = clip.checked; for (const chart of charts()) chart.plan(); } });
+    parts.controls.replaceChildren(by, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), el("label", { className: "bar small soft" }, clip, "Ignore outliers"), reset, el("span", { className: "soft small hint" }, "Drag to zoom, shift-drag to move, double-click to see all"));
   }
 
   // ---- now
@@ -59,26 +63,35 @@ export function showRun(main, source, id, go, confirm, toast) {
   function tiles() {
     const run = state.told, phases = run.phases, since = phases.since && run.live ? Date.now() / 1000 + source.skew - phases.since : null;
     const tile = (name, value, more = "") => el("div", { className: "tile" }, el("span", {}, name), el("b", { title: String(value) }, value), el("span", { title: String(more) }, more || " "));
+    const watched = run.verb === "watch", some = (known, made) => (known || !watched ? [made] : []); // of a command that is not ours, what it tells
     const bar = run.steps ? el("progress", { max: run.steps, value: run.step || 0 }) : null;
     const open = Math.max(0, (run.step || 0) - (run.durable_step || 0)), safe = !run.step ? "" : open ? `${short(open)} steps not saved yet` : "all is saved";
     const of = run.budget?.usd ? ` of ${money(run.budget.usd)}` : "";
     parts.tiles.replaceChildren(
-      tile("Now", run.live ? phases.current || run.phase || "starting" : run.state, run.live ? `for ${duration(since)}${phases.usual_s ? `, last time ${duration(phases.usual_s)}` : ""}` : run.outcome),
+      tile("Now", run.live ? phases.current || run.phase || "starting" : run.state, !run.live ? run.outcome : watched ? run.now : `for ${duration(since)}${phases.usual_s ? `, last time ${duration(phases.usual_s)}` : ""}`),
       el("div", { className: "tile" }, el("span", {}, "Step"), el("b", { id: "step" }, short(run.step) + (run.steps ? ` / ${short(run.steps)}` : "")), bar || el("span", {}, " ")),
       tile("Time left", run.live ? duration(run.eta_s) : "–", `spent ${duration(run.spent_s)}`),
-      tile("Loss", short(run.loss), "of the last step"), tile("Validation", short(run.val_loss), run.best_val_loss !== null ? `best ${short(run.best_val_loss)}` : ""),
-      tile("Tokens/s", short(run.tokens_per_s), `${short(run.tokens)} tokens`), tile("Cost", run.usd_per_hour ? money(run.usd) + of : "–", !run.usd_per_hour ? "no price is set" : run.live && run.end_usd ? `${money(run.end_usd)} at the end` : `${money(run.usd_per_hour)} an hour`),
-      tile("Safe to step", short(run.durable_step), safe), ...run.track.map((one) => tile(one.to, `${short(one.lag)} behind`, one.problem || `at step ${short(one.step)}`)),
-      tile("Attempt", short(run.attempt), run.ledger.redone_steps ? `${short(run.ledger.redone_steps)} redone` : "no step twice"));
+      ...some(run.loss !== null, tile("Loss", short(run.loss), "of the last step")), ...some(run.val_loss !== null, tile("Validation", short(run.val_loss), run.best_val_loss !== null ? `best ${short(run.best_val_loss)}` : "")),
+      ...some(run.tokens_per_s !== null, tile("Tokens/s", short(run.tokens_per_s), `${short(run.tokens)} tokens`)), ...some(run.usd_per_hour, tile("Cost", run.usd_per_hour ? money(run.usd) + of : "–", !run.usd_per_hour ? "no price is set" : run.live && run.end_usd ? `${money(run.end_usd)} at the end` : `${money(run.usd_per_hour)} an hour`)),
+      ...some(false, tile("Safe to step", short(run.durable_step), safe)), ...trackers(run.track),
+      ...(run.attempt > 1 ? [tile("Attempt", short(run.attempt), run.ledger.redone_steps ? `${short(run.ledger.redone_steps)} steps redone` : "no step twice")] : []));
+  }
+
+  // The one that is furthest behind, or in trouble.
+  function trackers(all) {
+    if (!all.length) return [];
+    const worst = all.reduce((one, other) => (other.problem && !one.problem ? other : !one.problem && other.lag > one.lag ? other : one)), names = all.map((one) => one.to).join(", ");
+    return [el("div", { className: "tile", id: "trackers" }, el("span", {}, all.length > 1 ? "Trackers" : "Tracker"), el("b", {}, worst.lag ? `${short(worst.lag)} behind` : "up to date"),
+      el("span", { title: all.map((one) => `${one.to}: ${one.problem || `at step ${one.step}`}`).join("\n") }, worst.problem ? `${worst.to}: ${worst.problem}` : names))];
   }
 
   function flags() {
     const run = state.told, standing = run.flags.map((cause) => [...run.timeline].reverse().find((one) => one.cause === cause)).filter(Boolean), cards = [];
     if (run.damage) cards.push(note("This run is damaged", run.damage, "what can be read is shown; lamp checkpoints RUN says what is safe"));
-    if (run.damaged_lines) cards.push(note("Damaged lines", `${run.damaged_lines} lines of metrics.jsonl are no records and are left out`, "a killed writer tears at most one"));
+    if (run.damaged_lines) cards.push(note("Damaged lines", `${run.damaged_lines === 1 ? "A line of metrics.jsonl is no record and is" : `${run.damaged_lines} lines of metrics.jsonl are no records and are`} left out`, "a killed writer tears at most one"));
     if (run.config_problem) cards.push(note("The settings cannot be read", run.config_problem, ""));
     if (!run.live && run.state === "lost") cards.push(note("This run is dead", "its parent was killed: nobody wrote the end", `step ${short(run.durable_step)} is safe; run the same command again`));
-    if (run.stall) cards.push(note("Stalled", run.stall, "Why? shows every stack"));
+    if (run.stall && run.live) cards.push(note("Stalled", run.stall, "Why? shows every stack"));
     for (const one of standing) cards.push(note(`Red flag: ${one.cause}, since step ${short(one.step)}`, one.why, one.next));
     parts.flags.className = "stack";
     parts.flags.replaceChildren(...cards);
@@ -93,31 +106,47 @@ export function showRun(main, source, id, go, confirm, toast) {
       for (const { chart } of state.panels) chart.close();
       state.panels = wanted.map((panel, i) => {
         const host = el("div", { className: "plot" }), value = el("span", { className: "value num" }), told = el("div"), legend = el("div", { className: "legend" });
-        const card = el("section", { className: "card panel" + (i === 0 ? " wide" : ""), id: "panel-" + i, "aria-label": panel.title }, el("header", {}, el("h2", {}, panel.title), el("span", { className: "unit" }, panel.unit), value), host, legend, el("details", {}, el("summary", {}, "What is normal here"), told));
-        return { panel, card, value, told, legend, chart: new Chart(host, shared, { title: panel.title, scale: panel.scale }) };
+        const large = el("button", { type: "button", className: "large", title: "Larger, or as before", "aria-label": `Enlarge ${panel.title}`, onclick: () => large.closest(".panel").classList.toggle("wide") }, "⤢");
+        const card = el("section", { className: "card panel" + (i === 0 ? " wide" : ""), id: "panel-" + i, "aria-label": panel.title }, el("header", {}, el("h2", {}, panel.title), el("span", { className: "unit" }, panel.unit), value, large), host, legend, el("details", {}, el("summary", {}, "What is normal here"), told));
+        return { panel, card, value, told, legend, chart: new Chart(host, panel.by ? wall : shared, { title: panel.title, scale: panel.scale, empty: "reading …" }) };
       });
-      parts.panels.replaceChildren(...state.panels.map(({ card }) => card));
-      if (!wanted.length) parts.panels.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "No numbers yet"), state.told.live ? `It is in: ${state.told.phases.current || "its start"}. The first panel appears with the first step.` : "This run has made no step."));
+      const grouped = (group) => state.panels.filter(({ panel }) => (panel.group || "") === group).map(({ card }) => card);
+      parts.panels.replaceChildren(...grouped(""));
+      place(parts.cards, "Cards", grouped("gpu"), state.table = el("div", { className: "card scroll" }));
+      place(parts.ranks, "Ranks", grouped("rank"));
+      if (!grouped("").length) parts.panels.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "No numbers yet"), state.told.live ? `It is in: ${state.told.phases.current || "its start"}. The first panel appears with the first step.` : "This run has made no step."));
     }
+    if (state.told.cards.length) state.table.replaceChildren(...table("", ["card", "in use", "on average", "memory", "hottest", "energy", "slowed down by"], state.told.cards.map(gpu)));
     state.panels.forEach((one, i) => {
       const now = wanted[i], up = now.flags.filter((flag) => state.told.flags.includes(flag));
       one.told.replaceChildren(el("p", {}, now.normal), el("p", {}, "Seen: " + now.seen), el("p", {}, now.flags.length ? "Watched by: " + now.flags.join(", ") + (up.length ? `. UP NOW: ${up.join(", ")}` : ". None is up.") : "No red flag watches it."));
     });
   }
 
+  const place = (part, title, cards, ...before) => { part.className = "stack"; part.replaceChildren(...(cards.length ? [el("h2", {}, title + " ", el("span", { className: "soft small" }, "by the clock, from the start of the run")), ...before, el("div", { className: "panels" }, cards)] : [])); };
+  const gpu = (one) => [`${one.card}${one.name ? " " + one.name : ""}`, percent(one.util), percent(one.mean_util), `${short(one.memory_gb, 3)}${one.total_gb ? ` of ${short(one.total_gb, 3)}` : ""} GB`, one.hottest_c === null ? "–" : `${short(one.hottest_c)} °C`, one.kwh === null ? "–" : `${short(one.kwh, 3)} kWh`, one.slowed.map(({ by, seconds }) => `${by} ${duration(seconds)}`).join(", ") || "nothing"];
+  const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(0)} %`);
+
+  // What happened, at its place on an axis: verdicts, and where an attempt began or went back.
+  const TURNS = ["resumed", "went back", "rolled back"];
+  const happened = (x) => state.told.timeline.filter((one) => (one.kind === "verdict" || TURNS.includes(one.kind)) && Number.isFinite(one.at[x])).slice(-80)
+    .map((one) => ({ x: one.at[x], loud: one.kind === "verdict", label: one.kind === "verdict" ? [one.why.match(/Xid \d+/)?.[0], `${one.state}: ${one.cause}`].filter(Boolean).join(" · ") : one.why }));
+
   function draw() {
-    const palette = colours();
+    const palette = colours(), moments = { wall: happened("wall"), [shared.x]: happened(shared.x) };
     for (const { panel, chart, value, legend } of state.panels) {
-      const curves = panel.curves.filter((name) => state.curves[name]).map((name, i) => ({ ...state.curves[name], label: label(name), colour: palette[i % palette.length], sparse: name.startsWith("eval/") })), marks = [];
+      const known = panel.by ? state.clocked : state.curves;
+      const curves = panel.curves.filter((name) => known[name]).map((name, i) => ({ ...known[name], label: label(name), colour: palette[i % palette.length], dash: i < palette.length ? [] : [5, 3], sparse: name.startsWith("eval/") })), marks = [];
       if (panel.id === "loss" && state.told.floor !== null) marks.push({ y: state.told.floor, label: "entropy bound " + short(state.told.floor) });
       if (panel.id === "loss" && state.told.band.length && shared.x === "step") marks.push({ line: state.told.band, label: "expected" });
-      chart.set(curves, marks);
-      const first = curves[0], last = first && first.y.length ? first.y[first.y.length - 1] * (panel.scale || 1) : null;
-      value.textContent = last === null || Number.isNaN(last) ? "" : short(last);
+      chart.options.empty = "no numbers here";
+      chart.set(curves, { marks, moments: moments[panel.by || shared.x], bands: panel.bands });
+      const ends = (panel.group ? curves : curves.slice(0, 1)).filter(({ y }) => y.length).map(({ y }) => y[y.length - 1] * (panel.scale || 1)).filter((one) => one === one).sort((a, b) => a - b);
+      value.textContent = [...new Set([ends[0], ends[ends.length - 1]].filter((one) => one !== undefined).map((one) => short(one)))].join(" to ");
       legend.replaceChildren(...(curves.length > 1 ? curves.map((curve) => el("span", {}, el("i", { style: { "border-color": curve.colour } }), curve.label)) : []));
     }
   }
-  const label = (name) => ({ "train/loss": "training", "eval/val_loss": "validation" }[name] || name.replace(/^(train|sys|eval)\//, ""));
+  const label = (name) => name.includes("@") ? name.split("@")[1].replace("gpu", "card ").replace("rank", "rank ") : ({ "train/loss": "training", "eval/val_loss": "validation" }[name] || name.replace(/^(train|sys|eval)\//, ""));
 
   // ---- below
   // A part is made anew only when what it shows has changed: what somebody opened or scrolled to stays as it is.
@@ -138,9 +167,11 @@ export function showRun(main, source, id, go, confirm, toast) {
     fill("checkpoints", run.checkpoints, () => table("Checkpoints", ["checkpoint", "loss", "validation", "size", "saved", ""], run.checkpoints.map(checkpoint)));
     fill("samples", run.samples, () => samples(run.samples));
     fill("scores", run.evaluations, () => table("Evaluations", ["task", "score", "step", "value", "chance", ""], run.evaluations.map(evaluation)));
-    fill("settings", [run.config, run.environment], () => [
-      folded("Settings", el("pre", {}, JSON.stringify(run.config, null, 1))),
-      folded("Environment of each attempt", el("pre", {}, JSON.stringify(run.environment, null, 1)))]);
+    const filled = (value) => Object.keys(value).length > 0;
+    fill("settings", [run.command, run.config, run.environment], () => [
+      run.command && el("p", {}, el("span", { className: "soft" }, "Command "), el("code", {}, run.command)),
+      filled(run.config) && folded("Settings", el("pre", {}, JSON.stringify(run.config, null, 1))),
+      filled(run.environment) && folded("Environment of each attempt", el("pre", {}, JSON.stringify(run.environment, null, 1)))].filter(Boolean));
   }
 
   const folded = (title, ...body) => el("details", {}, el("summary", {}, title), ...body);
@@ -153,7 +184,7 @@ export function showRun(main, source, id, go, confirm, toast) {
   function table(title, heads, rows) {
     if (!rows.length) return [];
     const line = (tag, texts) => el("tr", {}, texts.map((text, i) => el(tag, { className: i ? "num" : tag === "td" ? "name" : "" }, text)));
-    return [el("h2", {}, title), el("div", { className: "scroll" }, el("table", {}, el("thead", {}, line("th", heads)), el("tbody", {}, rows.map((row) => line("td", row)))))];
+    return [title && el("h2", {}, title), el("div", { className: "scroll" }, el("table", {}, el("thead", {}, line("th", heads)), el("tbody", {}, rows.map((row) => line("td", row)))))];
   }
 
   // An event that is still there keeps its element, and with it the stacks that somebody reads.
@@ -210,10 +241,11 @@ export function showRun(main, source, id, go, confirm, toast) {
 
   // ---- life
   async function load() {
-    const turn = ++state.loads, names = [...new Set(state.told.panels.flatMap((panel) => panel.curves))];
-    const told = (await source.series([id], names, shared.x, shared.range))[id];
+    const turn = ++state.loads, names = (by) => [...new Set(state.told.panels.filter((panel) => Boolean(panel.by) === by).flatMap((panel) => panel.curves))];
+    const ask = async (wanted, { x, range }) => (wanted.length ? (await source.series([id], wanted, x, range))[id]?.curves || {} : {});
+    const told = await Promise.all([ask(names(false), shared), ask(names(true), wall)]);
     if (turn !== state.loads || state.closed) return; // another zoom was asked for meanwhile
-    state.curves = Object.fromEntries(Object.entries(told?.curves || {}).map(([name, curve]) => [name, numbers(curve)]));
+    [state.curves, state.clocked] = told.map((curves) => Object.fromEntries(Object.entries(curves).map(([name, curve]) => [name, numbers(curve)])));
     draw();
   }
 
@@ -240,6 +272,7 @@ export function showRun(main, source, id, go, confirm, toast) {
     }
     if (state.closed) return; // somebody looks at something else by now
     state.told = told;
+    state.dollars.disabled = !told.usd_per_hour;
     head(); tiles(); flags(); panels(); below();
     if (!stage.isConnected) main.replaceChildren(stage); // as a whole: nothing moves when a part of it comes later
     await load();
@@ -305,7 +338,7 @@ export function showRun(main, source, id, go, confirm, toast) {
     lost: () => { state.lost = true; tick(); },
     back: () => { if (state.lost) { state.lost = false; refresh(); } },
   });
-  const timer = source.live ? setInterval(() => { tick(); if (state.told?.live) tiles(); }, 1000) : 0;
+  const timer = setInterval(() => { tick(); if (state.told?.live) tiles(); }, 1000);
   const close = () => { state.closed = true; stop(); clearInterval(timer); for (const { chart } of state.panels) chart.close(); };
-  return { close, redraw: () => { if (state.told) { draw(); below(); } }, shared };
+  return { close, redraw: () => { if (state.told) { draw(); below(); } }, shared, wall };
 }

@@ -7,10 +7,11 @@ const COLUMNS = [
   ["tokens_per_s", "Tokens/s"], ["usd", "Cost"], ["age_s", "Age"],
 ];
 const WHICH = [["", "All runs"], ["live", "Live"], ["finished", "Finished"], ["rest", "Needs a look"]];
+const OVERLAID = [["train/loss", "Training loss", "nats per token"], ["eval/val_loss", "Validation loss", "nats per token"], ["train/tok_per_sec", "Tokens per second", "tokens/s"], ["train/dt_ms", "Step time", "ms"]];
 const FIRST_CHOSEN = 5;
 
 export function showRuns(main, source, go) {
-  const state = { rows: [], sort: "age_s", down: false, text: "", only: "", chosen: new Set(), drawn: "", lines: new Map(), turn: 0, closed: false };
+  const state = { rows: [], sort: "age_s", down: false, text: "", only: "", chosen: new Set(), drawn: "", lines: new Map(), drawing: false, again: false, closed: false };
   const shared = { charts: new Set(), hover: null, range: null, log: false, smooth: 0.6, x: "step", zoom: (range) => { shared.range = range; redraw(); } };
 
   const search = el("input", { type: "search", placeholder: "Search by name, state, phase", "aria-label": "Search runs", oninput: () => { state.text = search.value.toLowerCase(); fill(); } });
@@ -24,16 +25,20 @@ export function showRuns(main, source, go) {
   });
   const body = el("tbody");
   const table = el("table", { className: "runs" }, el("thead", {}, el("tr", {}, el("th"), heads.map(({ cell }) => cell))), body);
-  const plots = [["train/loss", "Training loss"], ["eval/val_loss", "Validation loss"]].map(([name, title]) => {
+  const smooth = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: shared.smooth, "aria-label": "Smoothing", oninput: () => { shared.smooth = Number(smooth.value); for (const chart of shared.charts) { chart.smoothed = null; chart.plan(); } } });
+  const log = el("input", { type: "checkbox", onchange: () => { shared.log = log.checked; for (const chart of shared.charts) chart.plan(); } });
+  const plots = OVERLAID.map(([name, title, unit]) => {
     const host = el("div", { className: "plot" });
-    const card = el("div", { className: "card panel" }, el("header", {}, el("h2", {}, title), el("span", { className: "unit" }, "nats per token")), host);
-    return { name, card, chart: new Chart(host, shared, { title, empty: "choose runs above" }) };
+    const card = el("div", { className: "card panel" }, el("header", {}, el("h2", {}, title), el("span", { className: "unit" }, unit)), host);
+    return { name, card, chart: new Chart(host, shared, { title, empty: "reading …" }) };
   });
   const legend = el("div", { className: "legend" });
+  let overlay = null;
   const stage = el("div", { className: "stack" },
-    el("div", { className: "bar" }, el("h1", {}, "Runs"), el("span", { className: "grow" }), search, only, axis, compare),
+    el("div", { className: "bar" }, el("h1", {}, "Runs"), el("span", { className: "grow" }), search, only, compare),
     el("div", { className: "card scroll" }, table),
-    el("section", { className: "panels", "aria-label": "Curves of the chosen runs" }, plots.map(({ card }) => card)), legend);
+    overlay = el("div", { className: "stack" }, el("div", { className: "bar" }, axis, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), legend),
+    el("section", { className: "panels half", "aria-label": "Curves of the chosen runs" }, plots.map(({ card }) => card))));
 
   function matches(run) {
     if (state.text && ![run.name, run.state, run.phase, run.dir].join(" ").toLowerCase().includes(state.text)) return false;
@@ -97,23 +102,38 @@ export function showRuns(main, source, go) {
     fill(); redraw();
   }
 
+  // One question at a time: where answers take longer than the pause between two steps, a newer one must not drop each older one.
   async function redraw() {
-    const turn = ++state.turn, ids = [...state.chosen].filter((id) => state.rows.some((run) => run.id === id));
+    if (state.drawing) { state.again = true; return; }
+    state.drawing = true;
+    try {
+      do { state.again = false; await redrawOnce(); } while (state.again && !state.closed);
+    } finally {
+      state.drawing = false;
+    }
+  }
+
+  async function redrawOnce() {
+    const ids = [...state.chosen].filter((id) => state.rows.some((run) => run.id === id));
     const told = ids.length ? await source.series(ids, plots.map(({ name }) => name), shared.x, shared.range) : {};
-    if (turn !== state.turn || state.closed) return; // asked again meanwhile
+    if (state.closed) return; // somebody looks at something else by now
     const palette = colours(), named = ids.map((id, i) => ({ id, colour: palette[i % palette.length], label: state.rows.find((run) => run.id === id)?.name || id }));
+    const seen = new Set();
     for (const { name, chart } of plots) {
       const drawn = named.filter(({ id }) => told[id]?.curves[name]);
+      drawn.forEach(({ id }) => seen.add(id));
+      chart.options.empty = ids.length ? "none of the chosen runs has it" : "choose runs above";
       chart.set(drawn.map(({ id, label, colour }) => ({ ...numbers(told[id].curves[name]), label, colour, sparse: name.startsWith("eval/") })));
     }
-    legend.replaceChildren(...named.map(({ label, colour }) => el("span", {}, el("i", { style: { "border-color": colour } }), label)));
+    legend.replaceChildren(...named.filter(({ id }) => seen.has(id)).map(({ label, colour }) => el("span", {}, el("i", { style: { "border-color": colour } }), label)));
   }
 
   function take(rows) {
     if (state.closed) return; // somebody looks at something else by now
     const first = !state.rows.length;
     state.rows = rows;
-    if (first) for (const run of rows.filter((one) => !one.damage && one.step).slice(0, FIRST_CHOSEN)) state.chosen.add(run.id);
+    overlay.hidden = !rows.length;
+    if (first) for (const run of rows.filter((one) => !one.damage && one.step).sort((one, other) => (one.loss === null) - (other.loss === null)).slice(0, FIRST_CHOSEN)) state.chosen.add(run.id);
     compare.disabled = state.chosen.size < 2;
     fill();
     const key = JSON.stringify([...state.chosen].map((id) => [id, rows.find((one) => one.id === id)?.step]));

@@ -43,11 +43,11 @@ export class FileSource {
   async runs() { return { runs: [this.data.run], dirs: [] }; }
   async run() { return this.data.run; }
   async series(ids, names, x) {
-    const { curves, axes } = this.data, found = {};
+    const { axes } = this.data, curves = x === "wall" ? this.data.by_clock : this.data.curves, found = {};
     for (const name of names) {
       const curve = curves[name];
       if (!curve) continue;
-      const at = x === "step" ? curve.x : curve.x.map((step) => axes[x]?.[nearestAt(axes.step, step)] ?? step);
+      const at = x === "wall" ? curve.x : x === "step" ? curve.x : curve.x.map((step) => axes[x]?.[nearestAt(axes.step, step)] ?? step);
       found[name] = { x: at, y: curve.y };
     }
     return { [ids[0]]: { curves: found, rows: this.data.rows, newest_t: this.data.run.newest_t } };

@@ -32,6 +32,9 @@ from lamplighter.watch.trackers.history import Branch, RunHistory, TrackerEntry
 from lamplighter.watch.trackers.writers import Setting, Writer, open_writer
 
 _EVERY_S = 1.0
+_SELDOM_S = {
+    "wandb": 5.0
+}  # a row of W&B's wakes two processes, so that rows in bursts cost a third; its own page is renewed less often
 _PAUSES_S = (5.0, 20.0, 60.0, 300.0)  # before a tracker that failed is tried again
 _LINES_AT_ONCE = 20_000
 _BATCH_S = 3.0  # then what was sent is marked as safe, for which some trackers take a second
@@ -145,7 +148,7 @@ class Follower:
                 continue
             yield self.now
             if not more:
-                self.asked_to_end.wait(_EVERY_S)
+                self.asked_to_end.wait(_SELDOM_S.get(self.tracker, _EVERY_S))
 
     def _send_some(self) -> bool:
         """One round; whether there may be more at once."""

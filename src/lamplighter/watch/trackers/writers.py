@@ -7,6 +7,7 @@ Out: TensorBoard event files, a W&B run, a trackio run, CSV files. `mark` says h
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import html
 import io
@@ -160,6 +161,10 @@ class TensorBoard:
                     path.unlink()
         self.folder = folder
         self.writer = EventFileWriter(str(folder), max_queue_size=1000, flush_secs=int(_FLUSH_S))
+        if not self.sizes:
+            self.tell(
+                "config", 0, f"the settings of {setting.title}", json.dumps(setting.described, indent=1, default=str)
+            )
 
     def log(self, entry: TrackerEntry) -> None:
         values = [self.summary.Value(tag=name, simple_value=value) for name, value in entry.values.items()]
@@ -287,18 +292,21 @@ class Trackio:
 
     def _stored(self) -> set[tuple[int, str]]:
         """What its database has from the last mark on: of a follower that was killed after sending and before marking."""
+        rows = self._rows("SELECT step, metrics FROM metrics WHERE run_name = ? AND step >= ?", self.since)
+        return {(step, name) for step, metrics in rows for name in json.loads(metrics)}
+
+    def _has(self, step: int) -> bool:
+        return bool(self._rows("SELECT 1, 1 FROM metrics WHERE run_name = ? AND step = ? LIMIT 1", step))
+
+    def _rows(self, query: str, step: int) -> list[tuple[int, Any]]:
         import sqlite3
 
         path = Path(self.trackio.TRACKIO_DIR) / f"{self.project}.db"
-        found: set[tuple[int, str]] = set()
         try:
-            with sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5) as database:
-                query = "SELECT step, metrics FROM metrics WHERE run_name = ? AND step >= ?"
-                for step, metrics in database.execute(query, (self.title, self.since)):
-                    found |= {(step, name) for name in json.loads(metrics)}
+            with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)) as database:
+                return database.execute(query, (self.title, step)).fetchall()
         except sqlite3.Error:  # a space of the hub has no database here: it drops what it has by its own log id
-            return set()
-        return found
+            return []
 
     def log(self, entry: TrackerEntry) -> None:
         values = {name: value for name, value in entry.values.items() if (entry.step, name) not in self.there}
@@ -310,17 +318,17 @@ class Trackio:
     def tell(self, kind: str, step: int, title: str, text: str) -> None:
         if kind == "alert":
             self.run.alert(title=title, text=text)
-        elif kind in ("sample", "plan", "report"):
+        elif (max(step, 0), kind) not in self.there:  # a sample, a checkpoint, the plan, the report
             self.run.log({kind: self.trackio.Markdown(f"### {title}\n\n{_as_block(text)}")}, step=max(step, 0))
 
     def mark(self) -> dict[str, Any]:
         """Its sender writes every half second: wait until the last of ours is there."""
         deadline = time.monotonic() + 20.0
         while self.sent and time.monotonic() < deadline:
-            oldest = min(step for step, _ in self.sent)
-            before, self.since = self.since, oldest
-            self.sent -= self._stored()
-            self.since = before
+            if self._has(max(step for step, _ in self.sent)):  # all that went before it is read only then
+                before, self.since = self.since, min(step for step, _ in self.sent)
+                self.sent -= self._stored()
+                self.since = before
             if self.sent:
                 time.sleep(0.1)
         self.sent.clear()
