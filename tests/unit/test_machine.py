@@ -1,114 +1,110 @@
-"""Cards and ranks on the page: recorded series as columns by the clock, who is unlike the others, when a card was slowed down; damage."""
+"""What is chosen for a run, and why: dtype, threads, memory, compiling."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import os
+from dataclasses import replace
 
 import pytest
+import torch
 
-from lamplighter.dash import facts, report_page, system_series
-from lamplighter.dash.facts import RunsDir
-from lamplighter.dash.machine import cards, machine_panels
-from lamplighter.dash.panels import panels_of
-from lamplighter.dash.series import RunSeries
-from lamplighter.procs.procfs import ProcessLook
-from lamplighter.rundir import RunDir, read_lines
-from lamplighter.slot import Slot
-from lamplighter.watch.process_tree import Process, Snapshot
-from lamplighter.watch.rank_series import RankSeries
-from tracked import write_cards, write_killed_run
+from lamplighter.config import Train
+from lamplighter.errors import BadConfig
+from lamplighter.train import bf16, hardware
+from lamplighter.train.hardware import Machine, choose_compile
+from lamplighter.watch.trainer import threads_wait
 
-
-def _series(run: RunDir) -> RunSeries:
-    series = RunSeries(run)
-    series.update()
-    return series
+LOW = Machine(torch.device("cpu"), torch.bfloat16, 2, "a CPU", 1e11, ())
+PLAIN = replace(LOW, dtype=torch.float32)
+HOUR = 3600.0
 
 
-def test_every_card_is_seen_with_what_slowed_it_down(tmp_path: Path) -> None:
-    run = write_killed_run(tmp_path / "runs" / "r", steps=120, kills=1)
-    write_cards(run, cards=8)
-    series = _series(run)
-    panels = {one["id"]: one for one in machine_panels(series)}
-    assert list(panels) == ["gpu_util", "gpu_mem", "gpu_power", "gpu_temp", "gpu_clock"]
-    assert panels["gpu_util"]["curves"] == [f"sys/gpu_util@gpu{card}" for card in range(8)]
-    assert panels["gpu_util"]["seen"].endswith("Card 7 has less to do than card 0.")
-    (band,) = panels["gpu_clock"]["bands"]
-    assert band["label"] == "card 7: too hot (driver)" and (band["from"] * 3600, band["to"] * 3600) == pytest.approx((60, 118))  # fmt: skip
-    x, y = series.points("sys/gpu_clock_mhz@gpu7", series.x_of("wall", 0.0))
-    assert len(x) == 60 and x[-1] * 3600 == pytest.approx(118) and (y.min(), y.max()) == (1200.0, 1980.0)
-    hot = cards(series)[7]
-    assert hot["name"] == "NVIDIA H100" and hot["hottest_c"] == 88.0
-    assert hot["slowed"] == [{"by": "too hot (driver)", "seconds": pytest.approx(58)}], "idle is nobody's fault"
-    assert hot["kwh"] == pytest.approx((29 * 690 + 30 * 340) * 2 / 3.6e6)
-    told = facts.describe(RunsDir(0, tmp_path / "runs"), run, series)
-    (xid,) = [one for one in told["timeline"] if "Xid 63" in str(one.get("why"))]
-    assert xid["at"]["wall"] * 3600 == pytest.approx(60) and xid["at"]["step"] == pytest.approx(60, abs=8)
-
-
-def test_the_report_has_the_cards_too_and_stays_small(tmp_path: Path) -> None:
-    run = write_killed_run(tmp_path / "runs" / "r", steps=60, kills=1)
-    write_cards(run, cards=16, looks=1000)
-    page = report_page.build(run)
-    data = json.loads(page.split('id="data">', 1)[1].split("</script>", 1)[0])
-    assert len(page) < 2_000_000
-    assert len(data["by_clock"]["sys/gpu_temp_c@gpu15"]["x"]) > 60 and max(data["by_clock"]["sys/gpu_temp_c@gpu15"]["y"]) == 88  # fmt: skip
-
-
-def test_damaged_lines_and_endless_series_harm_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_series, "_MOST_ROWS", 100)
-    run = write_killed_run(tmp_path / "runs" / "r", steps=20, kills=1)
-    write_cards(run, cards=1, looks=350)
-    with open(run.system, "a") as file:
-        file.write('{"gpu": 0}\n{"gpu": true, "t": 1}\n[1]\n{"gpu": -1, "t": 5, "sys/gpu_util": 1}\n')
-        file.write(
-            '{"gpu": 1, "t": 1.7e9, "sys/gpu_util": "much", "sys/gpu_slowed_by": ["x"], "sys/gpu_temp_c": 1e999}\n'
-        )
-        file.writelines(f'{{"gpu": {number}, "t": 1.7e9, "sys/gpu_util": 0.5}}\n' for number in range(2, 200))
-        file.write('{"gpu": 0, "t": 1.')
-    series = _series(run)
-    system = series.system
-    assert system.damaged == 4 and len(system.members) == 72
-    assert len(system.members["gpu0"].times) <= 100 and system.members["gpu0"].times[0] == 1.7e9
-    assert not system.members["gpu1"].columns and not system.members["gpu1"].slowed
-    told = facts.describe(RunsDir(0, tmp_path / "runs"), run, series)
-    assert panels_of(series, told) and len(told["cards"]) == 72
-
-
-def _rank(rank: int, step: int, cpu_s: float, in_collective: int) -> Process:
-    return Process(
-        ProcessLook(100 + rank, "R", cpu_s=cpu_s, rss_bytes=2 * 10**9),
-        Slot(rank=rank, step=step, in_coll=in_collective),
+def chosen(
+    section: Train, before: bool | None, expected_s: float, where: Machine, family: str, one: bool, seq_len: int = 512
+) -> bool:
+    found, why = choose_compile(
+        section, where, family, before=before, expected_s=expected_s, one_shape=one, seq_len=seq_len
     )
+    assert why
+    return found
 
 
-def test_a_rank_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "r")
-    run.create()
-    ranks = RankSeries(run)
-    for look in range(40):  # every 250 ms; rank 1 is hardly ever in a collective, rank 0 most of the time
-        found = (_rank(0, look, 0.05 * look, look % 4 != 0), _rank(1, look - look // 10, 0.24 * look, 0))
-        ranks.look(Snapshot(100 + look / 4, found, 0.0), attempt=1)
-    lines = list(read_lines(run.system))
-    assert len(lines) == 8 and {one["rank"] for one in lines} == {0, 1}
-    last = {one["rank"]: one for one in lines}
-    assert last[1]["sys/cpu_cores"] == pytest.approx(0.96) and last[0]["sys/in_collective"] == pytest.approx(0.75, abs=0.2)  # fmt: skip
-    panels = {one["id"]: one for one in machine_panels(_series(run))}
-    assert panels["rank_coll"]["seen"].endswith("Rank 1 is there least: the others wait for it.")
-    assert "steps apart" in panels["rank_step"]["seen"] and "rank_wait" not in panels
-    RankSeries(RunDir(tmp_path / "none")).look(Snapshot(1.0, (_rank(0, 1, 0.0, 0),), 0.0), 1)
-    assert not (tmp_path / "none").exists(), "one rank is no series"
+def test_compiling_is_chosen_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++")
+    auto = Train(steps=10)
+    assert chosen(auto, None, HOUR, PLAIN, "llama", True)
+    assert not chosen(auto, None, 900.0, PLAIN, "llama", True), "a quarter of an hour does not pay for it"
+    assert not chosen(auto, None, HOUR, LOW, "llama", True), "in bf16 our attention is faster for short rows"
+    assert chosen(auto, None, HOUR, LOW, "llama", True, seq_len=1024)
+    assert not chosen(auto, None, HOUR, LOW, "gpt2", True, seq_len=1024)
+    assert not chosen(auto, None, HOUR, PLAIN, "gpt2", True), "a gpt2 gains nothing on a CPU"
+    assert not chosen(auto, None, HOUR, PLAIN, "mine.py:Model", True), "a model of one's own, unasked"
+    assert not chosen(auto, None, HOUR, PLAIN, "llama", False), "every length anew"
+    assert chosen(auto, None, HOUR, replace(PLAIN, device=torch.device("cuda")), "gpt2", True)
 
 
-def test_the_phase_of_now_is_the_innermost_that_has_not_ended() -> None:
-    def phase(path: str, t: float, seconds: float | None = None) -> dict[str, object]:
-        ended = {} if seconds is None else {"seconds": seconds}
-        return {"type": "phase", "t": t, "path": path, "name": path, "state": "start" if seconds is None else "end", **ended}  # fmt: skip
+def test_what_is_asked_for_or_was_before_holds() -> None:
+    assert chosen(Train(steps=10, compile=True), None, 1.0, PLAIN, "mine.py:Model", False)
+    assert not chosen(Train(steps=10, compile=False), True, HOUR, LOW, "llama", True)
+    for before in (True, False):
+        assert chosen(Train(steps=10), before, HOUR, PLAIN, "llama", True) is before, "to the bit as before"
 
-    events = [{"type": "start", "t": 0.0}, phase("train", 1.0), phase("train > evaluate", 2.0), phase("train > evaluate", 5.0, 3.0)]  # fmt: skip
-    assert facts._phases(events) == {"current": "train", "since": 1.0, "usual_s": None}
-    assert facts._phases([*events, phase("beside > save", 6.0)])["current"] == "train"
-    again = facts._phases([*events, phase("train > evaluate", 9.0)])
-    assert again == {"current": "train > evaluate", "since": 9.0, "usual_s": 3.0}
-    assert facts._phases([*events, {"type": "start", "t": 10.0}])["current"] == "", "the attempt before was killed"
+
+def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(hardware.shutil, "which", lambda _: None)
+    found, why = choose_compile(
+        Train(steps=10), PLAIN, "llama", before=None, expected_s=HOUR, one_shape=True, seq_len=512
+    )
+    assert not found and "C++ compiler" in why
+
+
+def test_settings_of_the_allocator_that_the_user_made_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(hardware, "_mallopt", lambda: lambda what, value: asked.append(what))
+    with hardware.kept_memory(torch.device("cpu")):
+        assert len(asked) == 2
+    asked.clear()
+    for name, value in (("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with hardware.kept_memory(torch.device("cpu")):
+                assert not asked, name
+
+
+def test_the_dtype_is_chosen_by_a_block_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16, "cpu_has_it", lambda: True)
+    monkeypatch.setattr(bf16, "make_it_work", lambda: True)
+    seconds = {torch.float32: 0.010, torch.bfloat16: 0.008}
+    monkeypatch.setattr(bf16, "block_seconds", lambda block, dtype: seconds[dtype])
+    assert bf16.choose(bf16.SOME_MODEL) == ("bf16", "a block of this model takes 8.0 ms in bf16, 10.0 in fp32")
+    seconds[torch.bfloat16] = 0.0095
+    assert bf16.choose(bf16.SOME_MODEL)[0] == "fp32", "not worth the accuracy"
+    monkeypatch.setattr(bf16, "make_it_work", lambda: False)
+    assert bf16.choose(bf16.SOME_MODEL) == ("fp32", "bf16 crashes on this CPU (a trial process died)")
+
+
+def test_bf16_that_dies_with_amx_is_computed_without_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(bf16.ISA_LIMIT, "")
+    monkeypatch.delenv(bf16.ISA_LIMIT)
+    monkeypatch.setattr(bf16, "_survives_trial", lambda: "AVX512" in os.environ.get(bf16.ISA_LIMIT, ""))
+    monkeypatch.setattr(bf16, "make_it_work", bf16.make_it_work.__wrapped__)
+    monkeypatch.setattr(hardware, "_peak", lambda *_: (1e11, "made up"))
+    where = hardware.detect(Train(dtype="bf16", device="cpu"))
+    assert where.facts()["isa_limit"] == "AVX512_CORE_BF16"
+    assert any(why.startswith("without AMX: bf16 crashes with it") for why in where.reasons)
+
+
+def test_bf16_that_dies_in_every_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(bf16.ISA_LIMIT, "")
+    monkeypatch.delenv(bf16.ISA_LIMIT)
+    monkeypatch.setattr(bf16, "_survives_trial", lambda: False)
+    monkeypatch.setattr(bf16, "make_it_work", bf16.make_it_work.__wrapped__)
+    with pytest.raises(BadConfig, match="this CPU cannot compute in bf16"):
+        hardware.detect(Train(dtype="bf16", device="cpu"))
+    assert bf16.ISA_LIMIT not in os.environ
+
+
+def test_what_the_user_said_about_waiting_threads_holds() -> None:
+    assert threads_wait({}) == {"GOMP_SPINCOUNT": "3000"}
+    assert threads_wait({"OMP_WAIT_POLICY": "ACTIVE"}) == threads_wait({"GOMP_SPINCOUNT": "7"}) == {}
