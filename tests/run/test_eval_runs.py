@@ -177,7 +177,19 @@ def test_all_checkpoints_and_a_suite(run: RunDir, here: Command, tmp_path: Path)
     assert [record["step"] for record in json.loads(done.stdout)] == [2, 3]
     done = here("eval", "r", "--suite", "quick", "--data", str(data), "--json", cwd=tmp_path)
     assert [record["task"] for record in json.loads(done.stdout)] == ["held-back", "hellaswag", "lambada", "arc_easy", "piqa"]  # fmt: skip
-    assert "tokens to read" in done.stderr
+    assert "items: hellaswag 8" in done.stderr
+
+
+def test_a_task_that_cannot_be_scored_leaves_the_others_and_time_is_said_first(run: RunDir, here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    data = eval_data.make(tmp_path / "data")
+    row = {"goal": "say", "sol1": "fog " * 700, "sol2": "no", "label": 0}
+    (data / "piqa" / "valid.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr("lamplighter.commands.eval._MUCH", 100)
+    done = here("eval", "r", "--data", str(data), "--tasks", "piqa,arc_easy", "--json", cwd=tmp_path)
+    assert done.returncode == 65 and "does not fit 512 positions" in done.stderr
+    assert [record["task"] for record in json.loads(done.stdout)] == ["arc_easy"]
+    assert re.search(r"this takes about \d+ s \([\d,]+ tokens/s now\): piqa \d+ s, arc_easy \d+ s", done.stderr)
+    assert done.stderr.index("this takes about") < done.stderr.index("arc_easy: acc")
 
 
 @LONG

@@ -12,6 +12,7 @@ C width, K tokens that are predicted, V vocabulary, H heads, D head width.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -60,6 +61,8 @@ def answer_all(
     model: nn.Module, questions: Sequence[Question], positions: int, groups: Sequence[str]
 ) -> Iterator[list[Answered]]:
     """Batch by batch, longest first (so that the time left is never guessed too short); `groups`: of each question."""
+    for one in questions:  # before any work is done
+        _cut(one, max(range(len(one.answers)), key=lambda n: len(one.answers[n])), positions)
     device = next(model.parameters()).device
     budget = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
     with evaluating(model):
@@ -77,6 +80,17 @@ def answer_all(
             found = [_row_batch(model, [part], None) for part in cut]
             parts = [batch[0] for batch in found]
             yield [Answered(one.number, tuple(p.nats[0] for p in parts), tuple(p.greedy[0] for p in parts), tuple(p.tokens[0] for p in parts))]  # fmt: skip
+
+
+def seconds_to_read(model: nn.Module, tokens: int, positions: int) -> float:
+    """How long this model takes for so many tokens at once, on this machine; the first pass warms up."""
+    probe = Question(0, (0,) * max(1, min(tokens, positions) - 1), ((0,),))
+    took = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        list(answer_all(model, [probe], positions, [""]))
+        took = time.perf_counter() - began
+    return took
 
 
 def _fits(question: Question, positions: int) -> bool:
