@@ -217,6 +217,14 @@ def test_a_task_of_lm_eval_runs_on_our_model(run: RunDir, here: Command, tmp_pat
     for one in ours[0]["scores"]:
         assert theirs[one["name"]]["value"] == pytest.approx(one["value"])
         assert theirs[one["name"]]["stderr"] == pytest.approx(one["stderr"], abs=1e-9)
+    (tmp_path / "yaml" / "words.yaml").write_text(
+        f"task: words\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}/lambada/test.jsonl\n"
+        "test_split: test\noutput_type: loglikelihood\ndoc_to_text: \"{{text.split(' ')[:-1]|join(' ')}}\"\n"
+        "doc_to_target: \"{{' '+text.split(' ')[-1]}}\"\nmetric_list:\n  - metric: perplexity\n"
+    )
+    done = lamp("eval", "r", "--tasks", "lm-eval:words", "--data", str(tmp_path / "yaml"), "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr  # lm-eval would fork a pool for this error, and end it by a signal
+    assert json.loads(done.stdout)[0]["scores"][0]["stderr"] > 0
 
 
 def test_checkpoints_are_evaluated_after_the_training_by_eval_tasks(tmp_path: Path) -> None:
