@@ -121,6 +121,7 @@ def test_scores_have_the_error_of_the_sample_and_a_word_about_chance() -> None:
     loss = ratio_score("loss", [2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     assert (loss.value, loss.stderr) == (2.0, 0.0)
     assert exponential("perplexity", loss).value == pytest.approx(math.exp(2.0))
+    assert TaskScore("perplexity", 1.7e27, 3.2e27, 8).words() == "1.70e+27 ± 3.20e+27 (n 8)"
 
 
 def test_answers_of_several_lengths_are_ranked_by_both_measures() -> None:

@@ -305,12 +305,12 @@ def _say(record: Mapping[str, Any]) -> None:
 
 
 def _table(records: list[dict[str, Any]]) -> str:
-    from lamplighter.evaluate.scores import TaskScore
+    from lamplighter.evaluate.scores import TaskScore, shown
 
     lines = [f"{'checkpoint':<18} {'task':<14} {'score':<24} {'value':>9} {'stderr':>8} {'n':>7} {'chance':>7}"]
     for record in records:
         for one in (TaskScore.of(found) for found in record["scores"]):
-            error = "-" if one.stderr is None else f"{one.stderr:.4f}"
+            error = "-" if one.stderr is None else shown(one.stderr)
             chance = "-" if one.chance is None else f"{one.chance:.4f}"
-            lines.append(f"{record['checkpoint']:<18} {record['task']:<14} {one.name:<24} {one.value:>9.4f} {error:>8} {one.n:>7,} {chance:>7}  {one.verdict}".rstrip())  # fmt: skip
+            lines.append(f"{record['checkpoint']:<18} {record['task']:<14} {one.name:<24} {shown(one.value):>9} {error:>8} {one.n:>7,} {chance:>7}  {one.verdict}".rstrip())  # fmt: skip
     return "\n".join(lines) + "\n"
