@@ -27,6 +27,7 @@ from lamplighter.model.transformer import AttentionContext, KVCache, Transformer
 
 _CPU_TOKENS = 1024  # of a batch; more do not make a CPU faster, and the progress would be seldom
 _GPU_TOKENS = 32768
+_ALIKE = 0.9  # of the longest of a batch: shorter questions go into the next
 _LEAST_COMMON = 32  # tokens that are worth keeping
 _LOGIT_ROWS = 512  # of logits at once: their vocabulary is what takes memory
 
@@ -125,9 +126,12 @@ def _group(model: Transformer, questions: Sequence[Question], budget: int) -> It
 
 
 def _batches(questions: Sequence[Question], budget: int) -> Iterator[list[Question]]:
+    """Longest first. A batch ends where it is full, or where it has a quarter of that and the next question would be padded much."""
     batch: list[Question] = []
     for question in sorted(questions, key=lambda q: (-q.tokens, q.number)):
-        if batch and (len(batch) + 1) * batch[0].tokens > budget:
+        taken = len(batch) * batch[0].tokens if batch else 0
+        much = taken >= budget // 4 and question.tokens < _ALIKE * batch[0].tokens
+        if batch and (taken + batch[0].tokens > budget or much):
             yield batch
             batch = []
         batch.append(question)
