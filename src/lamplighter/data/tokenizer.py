@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -150,7 +151,7 @@ class Tokenizer:
         at = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)
         return list(whole[:at])
 
-    @property
+    @functools.cached_property
     def begin_of_text(self) -> int:
         """bos_token where the tokenizer names one, else the end of text."""
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
