@@ -132,6 +132,6 @@ export function showRuns(main, source, go) {
 function evaluated(models) {
   const line = (model) => (one, i) => el("tr", {}, [i ? "" : model.name, one.task, one.name].map((text) => el("td", {}, text)),
     [one.value.toFixed(4) + (one.stderr === null ? "" : ` ± ${one.stderr.toFixed(4)}`), short(one.n), one.chance === null ? "–" : one.chance.toFixed(4)].map((text) => el("td", { className: "num" }, text)), el("td", {}, one.verdict));
-  const heads = ["Model", "task", "score", "value", "items", "chance", ""].map((text) => el("th", {}, text));
+  const heads = ["Model", "task", "score", "value", "items", "chance", ""].map((text, i) => el("th", { className: i > 2 && i < 6 ? "num" : "" }, text));
   return models.length ? [el("div", { className: "card scroll" }, el("h2", {}, "Other models that were evaluated"), el("table", {}, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, models.flatMap((model) => model.evaluations.map(line(model))))))] : [];
 }
