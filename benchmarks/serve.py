@@ -49,9 +49,10 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def start(name: str, wanted: Any, port: int, work: Path) -> subprocess.Popen[bytes]:
+def start(name: str, wanted: Any, port: int, work: Path, rows: tuple[int, int] = (16, 64)) -> subprocess.Popen[bytes]:
+    """`rows`: of ours, the texts that are written at a time and those that may wait."""
     threads = str(wanted.threads)
-    ours = [sys.executable, "-m", "lamplighter", "serve", str(wanted.folder), "--port", str(port), "--max-batch", "16", "--context", "512", "--threads", threads]  # fmt: skip
+    ours = [sys.executable, "-m", "lamplighter", "serve", str(wanted.folder), "--port", str(port), "--max-batch", str(rows[0]), "--max-queue", str(rows[1]), "--context", "512", "--threads", threads]  # fmt: skip
     commands = {
         "ours": ours,
         "transformers serve": [str(peers.python("serving").parent / "transformers"), "serve", str(wanted.folder), "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32"],
@@ -81,6 +82,7 @@ def request(port: int, body: dict[str, Any] | bytes, timeout: float = 600, path:
 
 
 CHAT = "/v1/chat/completions"
+_IDLE = 200  # connections of the soak that say nothing
 
 
 def stream(port: int, body: dict[str, Any]) -> tuple[float, int, str]:
@@ -197,38 +199,43 @@ def soak(wanted: Any) -> None:
     """Bad clients beside good ones, for so many seconds."""
     port, rng = free_port(), random.Random(1)
     with tempfile.TemporaryDirectory() as folder:
-        process = start("ours", wanted, port, Path(folder))
+        process = start("ours", wanted, port, Path(folder), (4, 2))
+        idle: list[socket.socket] = []
         try:
             body = {"prompt": "The fog", "max_tokens": 6, "temperature": 0}
             wait_ready(port, body, process)
+            idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(_IDLE)]
             before, until = _memory(process.pid), time.monotonic() + wanted.soak
-            middle, good, bad, answers = 0, 0, 0, set()
+            middle, good, bad, full, answers = 0, 0, 0, 0, set()
             while time.monotonic() < until:
                 with concurrent.futures.ThreadPoolExecutor(24) as pool:
                     wrong = [pool.submit(_misbehave, port, rng.random()) for _ in range(12)]
                     right = [pool.submit(_healthy, port, body) for _ in range(6)]
-                    answers |= {one.result() for one in right}
+                    answers |= {text for text, _ in (one.result() for one in right)}
+                    full += sum(refused for _, refused in (one.result() for one in right))
                     good, bad = good + len(right), bad + len(wrong)
                     for one in wrong:
                         one.result()
                 if not middle and time.monotonic() > until - wanted.soak / 2:
                     middle = _memory(process.pid)
             after = _memory(process.pid)
-            print(f"soak {wanted.soak:.0f} s: {good} healthy requests answered, {bad} bad ones, {len(answers)} different answer(s)")  # fmt: skip
+            print(f"soak {wanted.soak:.0f} s: {good} healthy requests answered, {bad} bad ones, {len(answers)} different answer(s); {full} times 429 first; {_IDLE} idle connections")  # fmt: skip
             print(f"memory {before / 1e6:.0f} MB before, {middle / 1e6:.0f} MB half-way, {after / 1e6:.0f} MB after")
-            if len(answers) != 1 or process.poll() is not None or after > middle * 1.1 + 20e6:
+            if len(answers) != 1 or not full or process.poll() is not None or after > middle * 1.1 + 20e6:
                 raise SystemExit("the soak failed")
         finally:
+            for one in idle:
+                one.close()
             end(process)
 
 
-def _healthy(port: int, body: dict[str, Any]) -> str:
-    """Answered, if need be after some 429s, as a good client waits."""
-    for _ in range(200):
+def _healthy(port: int, body: dict[str, Any]) -> tuple[str, int]:
+    """Answered, if need be after some 429s, as a good client waits; how many those were."""
+    for refused in range(200):
         reply = request(port, body)
         data = json.loads(reply.read())
         if reply.status == 200:
-            return str(data["choices"][0]["text"])
+            return str(data["choices"][0]["text"]), refused
         assert reply.status == 429, data
         time.sleep(0.2)
     raise AssertionError("a healthy request was never answered")

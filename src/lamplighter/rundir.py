@@ -24,6 +24,7 @@ from lamplighter.procs.lock import is_held, open_lock, try_lock
 from lamplighter.procs.procfs import boot_id, pid_start
 
 CACHE_NAME = ".cache"
+EVALUATED = ".evaluations"  # of models that are no runs, beside the runs
 FORMAT = (
     1  # of the files of a run: raised when an older version could no longer read them (a manifest keeps its `check`)
 )

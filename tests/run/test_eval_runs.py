@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -37,13 +38,20 @@ def items_of(folder: Path, task: str) -> dict[int, dict[str, Any]]:
     return {line["item"]: line for line in read_lines(path) if "item" in line}
 
 
-def by_lm_eval(folder: Path, task: Task) -> Iterator[list[tuple[float, bool]]]:
-    """What lm-eval's hf backend says of the same items."""
+@functools.lru_cache(1)
+def lm_eval_model(folder: Path) -> Any:
+    """Of lm-eval's hf backend: it takes longer to open than to ask."""
     pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    model = HFLM(pretrained=str(folder), dtype="float32", batch_size=8, device="cpu")
+    return HFLM(pretrained=str(folder), dtype="float32", batch_size=8, device="cpu")
+
+
+def by_lm_eval(folder: Path, task: Task) -> Iterator[list[tuple[float, bool]]]:
+    """What lm-eval's hf backend says of the same items."""
+    model = lm_eval_model(folder)
+    from lm_eval.api.instance import Instance
+
     asked = [Instance("loglikelihood", {}, (item.context, one), 0) for item in task.items for one in item.answers]
     found = iter(model.loglikelihood(asked, disable_tqdm=True))
     for item in task.items:
@@ -89,12 +97,10 @@ def test_the_loss_on_a_text_is_lm_evals_rolling_one(run: RunDir, here: Command, 
     data = eval_data.make(tmp_path / "data")
     done = here("eval", "r", "--data", str(data), "--tasks", "notes", "--window", "512", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    pytest.importorskip("lm_eval")
+    model = lm_eval_model(run.checkpoint(3))
     from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
 
     text = (data / "notes" / "test.txt").read_text()
-    model = HFLM(pretrained=str(run.checkpoint(3)), dtype="float32", batch_size=4, device="cpu")
     [theirs] = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], disable_tqdm=True)
     rows = items_of(run.path, "notes").values()
     assert sum(row["nats"][0] for row in rows) == pytest.approx(theirs, abs=NEAR * len(rows))
@@ -126,7 +132,7 @@ def test_generation_pairs_period_and_the_runs_own_text(run: RunDir, here: Comman
     assert "not above chance" in here("eval", "r", "--tasks", "period", cwd=tmp_path).stdout
 
 
-def test_an_evaluation_that_was_killed_goes_on_where_it_was(run: RunDir, tmp_path: Path) -> None:
+def test_an_evaluation_that_was_killed_goes_on_where_it_was(run: RunDir, here: Command, tmp_path: Path) -> None:
     data = tmp_path / "data"
     rows = [{"goal": f"Light the lamp number {n}" * 6, "sol1": "with a match", "sol2": "never", "label": 0} for n in range(1500)]  # fmt: skip
     (data / "piqa").mkdir(parents=True)
@@ -142,7 +148,7 @@ def test_an_evaluation_that_was_killed_goes_on_where_it_was(run: RunDir, tmp_pat
     process.wait()
     assert not results(run, "piqa")  # no file until it is whole
     before = log.read_bytes().rpartition(b"\n")[0]
-    again = lamp(*words, cwd=tmp_path)
+    again = here(*words, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "items were done before, they are kept" in again.stderr
     assert log.read_bytes().startswith(before)
@@ -177,7 +183,19 @@ def test_all_checkpoints_and_a_suite(run: RunDir, here: Command, tmp_path: Path)
     assert [record["step"] for record in json.loads(done.stdout)] == [2, 3]
     done = here("eval", "r", "--suite", "quick", "--data", str(data), "--json", cwd=tmp_path)
     assert [record["task"] for record in json.loads(done.stdout)] == ["held-back", "hellaswag", "lambada", "arc_easy", "piqa"]  # fmt: skip
-    assert "tokens to read" in done.stderr
+    assert "items: hellaswag 8" in done.stderr
+
+
+def test_a_task_that_cannot_be_scored_leaves_the_others_and_time_is_said_first(run: RunDir, here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    data = eval_data.make(tmp_path / "data")
+    row = {"goal": "say", "sol1": "fog " * 700, "sol2": "no", "label": 0}
+    (data / "piqa" / "valid.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr("lamplighter.commands.eval._MUCH", 100)
+    done = here("eval", "r", "--data", str(data), "--tasks", "piqa,arc_easy", "--json", cwd=tmp_path)
+    assert done.returncode == 65 and "does not fit 512 positions" in done.stderr
+    assert [record["task"] for record in json.loads(done.stdout)] == ["arc_easy"]
+    assert re.search(r"this takes about \d+ s \([\d,]+ tokens/s now\): piqa \d+ s, arc_easy \d+ s", done.stderr)
+    assert done.stderr.index("this takes about") < done.stderr.index("arc_easy: acc")
 
 
 @LONG
@@ -199,6 +217,14 @@ def test_a_task_of_lm_eval_runs_on_our_model(run: RunDir, here: Command, tmp_pat
     for one in ours[0]["scores"]:
         assert theirs[one["name"]]["value"] == pytest.approx(one["value"])
         assert theirs[one["name"]]["stderr"] == pytest.approx(one["stderr"], abs=1e-9)
+    (tmp_path / "yaml" / "words.yaml").write_text(
+        f"task: words\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}/lambada/test.jsonl\n"
+        "test_split: test\noutput_type: loglikelihood\ndoc_to_text: \"{{text.split(' ')[:-1]|join(' ')}}\"\n"
+        "doc_to_target: \"{{' '+text.split(' ')[-1]}}\"\nmetric_list:\n  - metric: perplexity\n"
+    )
+    done = lamp("eval", "r", "--tasks", "lm-eval:words", "--data", str(tmp_path / "yaml"), "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr  # lm-eval would fork a pool for this error, and end it by a signal
+    assert json.loads(done.stdout)[0]["scores"][0]["stderr"] > 0
 
 
 def test_checkpoints_are_evaluated_after_the_training_by_eval_tasks(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
-
-from running import LAMP, TINY, Command, Finished, clean_env, lamp, start_lamp, wait_for
+from running import LAMP, TINY, Command, Finished, clean_env, start_lamp, wait_for
 
 WORDS = [*TINY, "--train.steps", "3", "--data.seq_len", "256", "--model.family", "llama", "--save.every_steps", "2"]
 GREEDY = ("--temperature", "0", "--threads", "1")
@@ -56,23 +54,24 @@ def test_many_prompts_are_answered_like_each_alone(finished: Finished, here: Com
         assert row["prompt"] + row["samples"][0]["text"] == alone.removesuffix("\n")
 
 
-def test_answers_in_a_file_survive_a_kill(finished: Finished, tmp_path: Path) -> None:
+def test_answers_in_a_file_survive_a_kill(finished: Finished, here: Command, tmp_path: Path) -> None:
     finished(*WORDS)
-    (tmp_path / "asked.txt").write_text("".join(f"Letter number {n}\n" for n in range(300)))
-    words = ("generate", "r", "--prompts", "asked.txt", "--out", "answers.jsonl", "--max-tokens", "60", *GREEDY)
+    (tmp_path / "asked.txt").write_text("".join(f"Letter number {n}\n" for n in range(200)))
+    words = ("generate", "r", "--prompts", "asked.txt", "--out", "answers.jsonl", "--max-tokens", "40", *GREEDY)
     out = tmp_path / "answers.jsonl"
     process = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: out.exists() and out.read_bytes().count(b"\n") > 8, process=process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = out.read_bytes().rpartition(b"\n")[0]
-    done = lamp(*words, cwd=tmp_path)
+    done = here(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "prompts were answered before" in done.stderr
     assert out.read_bytes().startswith(before)
     rows = [json.loads(line) for line in out.read_text().splitlines() if line.endswith("}")]
-    assert sorted(row["number"] for row in rows) == list(range(300))
+    assert sorted(row["number"] for row in rows) == list(range(200))
     (tmp_path / "asked.txt").write_text("another\n")
-    assert lamp(*words, cwd=tmp_path).returncode == 65
+    assert here(*words, cwd=tmp_path).returncode == 65
 
 
 def test_a_conversation_at_a_terminal_has_commands_and_history(finished: Finished, tmp_path: Path) -> None:
@@ -113,10 +112,12 @@ def test_a_conversation_at_a_terminal_has_commands_and_history(finished: Finishe
     assert heard.count(b"\nThe fog") == 2
 
 
-@pytest.mark.parametrize("line", ["/load /etc/passwd", "/save /proc/nothing/here", "/set stop", "//x"])
-def test_no_line_ends_a_conversation_by_mistake(finished: Finished, tmp_path: Path, line: str) -> None:
+def test_no_line_ends_a_conversation_by_mistake(finished: Finished, tmp_path: Path) -> None:
     finished(*WORDS)
     words = [*LAMP, "generate", "r", "--interactive", "--max-tokens", "2", *GREEDY]
-    done = subprocess.run(words, cwd=tmp_path, input=f"{line}\nThe fog\n", capture_output=True, text=True, timeout=170, env=clean_env(), check=False)  # fmt: skip
+    lines = ["/load /etc/passwd", "/save /proc/nothing/here", "/set stop", "//x", "The fog"]
+    done = subprocess.run(words, cwd=tmp_path, input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=170, env=clean_env(), check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "The fog" in done.stdout
+    for said in ("/etc/passwd holds no conversation", "not saved: No such file", "stop is []"):
+        assert said in done.stdout

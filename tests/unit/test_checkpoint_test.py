@@ -44,6 +44,15 @@ def test_each_action_has_its_reason() -> None:
     assert testing.act(4.5, None, FACTS)[0] == "monitor"
 
 
+def test_english_is_known_by_its_commonest_words() -> None:
+    assert testing.is_english("The fog came in by the window, and it was cold as a fish on the slab.")
+    assert not testing.is_english(
+        "Der Nebel kam zum Fenster herein, und es was kalt in der Stube wie nie zuvor im Jahr."
+    )
+    assert not testing.is_english("Le brouillard est entré par la fenêtre, il a fait froid dans toute la maison.")
+    assert not testing.is_english("")
+
+
 def test_red_flags_are_raised_by_what_they_name() -> None:
     known = testing.dictionary_of(["the fog came in by the window and sat down"])
     good = testing.text_figures("The fog came in by the window.", True, known, 0.3)

@@ -274,6 +274,15 @@ def test_the_environment_of_each_attempt_is_kept_without_secrets(
     assert any("numpy" in one for one in record(run, 3, tmp_path))
 
 
+def test_models_that_are_no_runs_are_listed_with_their_scores(tmp_path: Path) -> None:
+    for name in ("smol", "empty"):
+        (tmp_path / ".evaluations" / name).mkdir(parents=True)
+    write_evaluation(RunDir(tmp_path / ".evaluations" / "smol"), 1)
+    [found] = facts.evaluated_models([RunsDir(0, tmp_path)])
+    assert found["name"] == "smol" and found["evaluations"][0]["value"] == 0.31
+    assert facts.evaluated_models([RunsDir(0, tmp_path / "none")]) == []
+
+
 def test_evaluations_are_compared_by_their_errors_and_only_on_the_same_items(tmp_path: Path) -> None:
     def keep(run: str, name: str, value: float, stderr: float, sha: str = "a", step: int = 5) -> None:
         folder = tmp_path / run / "evaluations"

@@ -11,7 +11,7 @@ import pytest
 import eval_data
 from lamplighter.errors import BadData, InputMissing, UsageError
 from lamplighter.evaluate import generation, tasks
-from lamplighter.evaluate.evaluation import choice_scores
+from lamplighter.evaluate.evaluation import choice_scores, tokens_of
 from lamplighter.evaluate.items import Task, TaskItem
 from lamplighter.evaluate.period import LONDON, Period, open_period, read_period
 from lamplighter.evaluate.scores import TaskScore, exponential, mean_score, ratio_score, wilson
@@ -121,6 +121,7 @@ def test_scores_have_the_error_of_the_sample_and_a_word_about_chance() -> None:
     loss = ratio_score("loss", [2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     assert (loss.value, loss.stderr) == (2.0, 0.0)
     assert exponential("perplexity", loss).value == pytest.approx(math.exp(2.0))
+    assert TaskScore("perplexity", 1.7e27, 3.2e27, 8).words() == "1.70e+27 ± 3.20e+27 (n 8)"
 
 
 def test_answers_of_several_lengths_are_ranked_by_both_measures() -> None:
@@ -128,6 +129,17 @@ def test_answers_of_several_lengths_are_ranked_by_both_measures() -> None:
     task = Task("t", "choice", items, Path("t"), "", "")
     acc, norm = choice_scores(task, {0: {"nats": [-3.0, -8.0]}, 1: {"nats": [-1.0, -2.0]}})
     assert (acc.value, norm.value, acc.chance) == (0.5, 1.0, 0.5)
+
+
+def test_what_a_group_begins_with_is_read_once() -> None:
+    shots = "solved " * 100
+    asked = [TaskItem(f"{shots}{n}?", (" a", " b"), group="s") for n in range(10)]
+    whole = sum(len(item.context) + 4 for item in asked)
+    alone = [TaskItem(item.context, item.answers) for item in asked]
+    made = [TaskItem("write", (), reference="x")] * 3
+    assert tokens_of(Task("t", "choice", tuple(alone), Path(), "", "")) == (whole // 4, 0)
+    assert tokens_of(Task("t", "choice", tuple(asked), Path(), "", "")) == ((len(shots) + 60) // 4, 0)
+    assert tokens_of(Task("t", "generate", tuple(made), Path(), "", "", {"max_tokens": 7})) == (15 // 4, 21)
 
 
 def test_the_interval_of_a_share_holds_for_few() -> None:

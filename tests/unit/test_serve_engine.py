@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import time
@@ -18,7 +19,9 @@ from lamplighter import report
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.model.build import Built
 from lamplighter.rundir import write_manifest
+from lamplighter.serve import app
 from lamplighter.serve import engine as engines
+from lamplighter.serve.bridge import Bridge
 from lamplighter.serve.engine import Engine, Loaded
 from lamplighter.serve.protocol import Asked
 
@@ -133,3 +136,18 @@ def test_a_text_that_is_asked_for_twice_is_written_once(tmp_path: Path) -> None:
     assert sum(one.get("tokens", 0) for one in going.sent) <= 30
     going.engine.inbox.put(None)
     going.threads[0].join(10)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_BODY_S", 0.02)
+    sent: list[Any] = []
+
+    async def nothing() -> Any:
+        await asyncio.sleep(60)
+
+    async def take(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"host", b"127.0.0.1")], "query_string": b""}  # fmt: skip
+    asyncio.run(asyncio.wait_for(app.make_app(Bridge(-1, 4), 10.0)(scope, nothing, take), 20))
+    assert sent[0]["status"] == 408 and b"did not arrive" in sent[1]["body"]

@@ -17,7 +17,7 @@ import tokenizers
 from lamplighter import report
 from lamplighter.data import tokenizer as room
 from lamplighter.data.sources import EmbeddedCorpus
-from lamplighter.data.tokenizer import Tokenizer, byte_level, load, train
+from lamplighter.data.tokenizer import Tokenizer, byte_level, ids_before_prompt, load, train
 from lamplighter.errors import BadConfig, BadData, InputMissing
 from running import SHARED, shared
 
@@ -246,6 +246,22 @@ def test_a_llama_tokenizer_is_exact() -> None:
         assert 1 not in ids and 2 not in ids
         assert "".join(tokenizer.decode_stream(ids)) == tokenizer.decode(ids) == text.replace("▁", " ")
     assert list(tokenizer.decode_stream(tokenizer.encode("Once upon a time")))[-1] == " time"
+
+
+def test_a_prompt_begins_as_the_model_has_read_texts(tmp_path: Path) -> None:
+    """After the end of another where it was trained here; else as transformers would begin, so that its answers are the same."""
+    llama = load(shared("models", "stories260K_hf_llama"))
+    assert ids_before_prompt(llama, tmp_path) == llama.ids_before_text() == [1]
+    assert load(shared("tokenizers", "hellolondon")).ids_before_text() == [1]  # and not what it puts behind a text
+    ours = byte_level()
+    assert ours.ids_before_text() == []
+    assert ids_before_prompt(ours, tmp_path) == [ours.end_of_text] == [ours.begin_of_text]
+    named = json.dumps({"bos_token": ours.end_name + "x", "eos_token": ours.end_name}).encode()
+    content = {**ours.content, "added_tokens": [*ours.content["added_tokens"], {**ours.content["added_tokens"][0], "id": 257, "content": ours.end_name + "x"}]}  # fmt: skip
+    other = Tokenizer(content, ours.end_name, {"tokenizer_config.json": named})
+    assert (other.begin_of_text, ids_before_prompt(other, tmp_path)) == (257, [])
+    (tmp_path / "manifest.json").write_text("{}")
+    assert ids_before_prompt(llama, tmp_path) == [llama.end_of_text]
 
 
 def test_what_is_not_a_tokenizer_is_explained(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _DOCUMENTS = 48  # held-back ones that are read for each checkpoint
 _TOKENS = 80
+_SEEN = 200_000  # tokens of the training text that are looked at: its words, its language
+_BEGINNING = 12  # tokens of a document, as a prompt
 
 
 def _test_flags(
@@ -74,7 +76,7 @@ def checkpoint_test_child(_: RunDir, request: dict[str, Any]) -> int:
     names = [request["checkpoint"]] if request["checkpoint"] else [one.name for one in reversed(newest_first(run.checkpoints))]  # fmt: skip
     if not names:
         raise NoCheckpoint(f"{run.name} has no checkpoint yet", "nothing was saved", "lamp save RUN")
-    prompts = read_prompts(Path(request["prompts"])) if request["prompts"] else list(testing.PROMPTS)
+    prompts = read_prompts(Path(request["prompts"])) if request["prompts"] else []
     with report.phase("import"):
         import torch
 
@@ -88,7 +90,7 @@ def checkpoint_test_child(_: RunDir, request: dict[str, Any]) -> int:
         tokens = _tokens(folder, run.path)
         rows.append(_row(run, folder, candidate, tokens, [row["loss"] for row in rows]))
     assert candidate is not None
-    texts = _texts(candidate, tokens, prompts)
+    texts = _texts(candidate, tokens, prompts or _default_prompts(candidate, tokens))
     flags = testing.red_flags([one["figures"] for one in texts])
     last = rows[-1]
     if flags and last["action"] == "ready":
@@ -144,6 +146,19 @@ def _curve(run: RunDir) -> dict[int, float]:
     return {row["step"]: float(row["train/loss"]) for row in rows}
 
 
+def _default_prompts(candidate: Candidate, tokens: Tokens | None) -> list[str]:
+    """Four of English; of a run on another language, the beginnings of held-back documents."""
+    from lamplighter.commands.eval import held_back_documents
+    from lamplighter.evaluate import checkpoint_test as testing
+
+    decode = candidate.tokenizer.decode
+    if tokens is None or testing.is_english(decode(tokens.train.read(0, min(len(tokens.train), _SEEN)).tolist())):
+        return list(testing.PROMPTS)
+    documents = held_back_documents(tokens.val, candidate.tokenizer.end_of_text)
+    report.note("the training text is not English: the prompts are the beginnings of held-back documents")
+    return [decode(ids[:_BEGINNING]) for ids in documents[: len(testing.PROMPTS)]]
+
+
 def _texts(candidate: Candidate, tokens: Tokens | None, prompts: list[str]) -> list[dict[str, Any]]:
     """What the model makes of the prompts, in figures."""
     import torch
@@ -153,7 +168,7 @@ def _texts(candidate: Candidate, tokens: Tokens | None, prompts: list[str]) -> l
     from lamplighter.model.generate import Choice
 
     tokenizer, built = candidate.tokenizer, candidate.built
-    seen = tokens.train.read(0, min(len(tokens.train), 200_000)).tolist() if tokens is not None else list[int]()
+    seen = tokens.train.read(0, min(len(tokens.train), _SEEN)).tolist() if tokens is not None else list[int]()
     dictionary = testing.dictionary_of([tokenizer.decode(seen)])
     most = min(_TOKENS, built.positions // 2)
     found = []

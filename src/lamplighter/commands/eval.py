@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import report
 from lamplighter.commands.arguments import many, parse, with_own_fields
 from lamplighter.commands.model_folder import folders_of, load_candidate, located, own_family, resolved_model
-from lamplighter.errors import DONE, InputMissing, LampError, UsageError
+from lamplighter.errors import DONE, BadData, InputMissing, LampError, UsageError
 from lamplighter.rundir import (
     CACHE_NAME,
     RunDir,
@@ -45,6 +45,8 @@ SUITES = {
     ),
 }  # fmt: skip  of these, what the run and --data have
 _QUICK_ITEMS = 200
+_MUCH = 20_000  # tokens: the time of fewer is not worth a measurement
+_PROBE = 256  # tokens of that measurement
 
 
 def _eval_flags(
@@ -106,7 +108,7 @@ def eval_child(_: RunDir, request: dict[str, Any]) -> int:
         opened = [_opened(name, data, request) for name in _names(request, names, data)]
     place = Path(request["place"])
     folders = folders_of(Path(resolved_model(request["model"])), request["checkpoint"])
-    _say_time(opened, len(folders))
+    _say_items(opened)
     beside = _training_beside(place)
     if beside:
         os.nice(10)
@@ -116,15 +118,20 @@ def eval_child(_: RunDir, request: dict[str, Any]) -> int:
 
         if request["threads"] or beside:
             torch.set_num_threads(request["threads"] or max(1, torch.get_num_threads() // 2))
-    records = []
+    records: list[dict[str, Any]] = []
+    failed: list[LampError] = []
     for folder in folders:
         if not folder.is_dir():
             report.warn(f"{folder.name} is left out: the run has pruned it meanwhile (save.keep keeps more)")
             continue
-        records += _evaluate_folder(folder, opened, request)
+        records += _evaluate_folder(folder, opened, request, 0 if records else len(folders), failed)
+    if failed and not records:
+        raise failed[0]
     report.result(json.dumps(records, indent=1) + "\n" if request["json"] else _table(records))
     again = shlex.join(["lamp", "generate", request["typed"], "--interactive", *own_family(folders[-1])])
     report.note(f"results are in {place / 'evaluations'}; next: {again}")
+    if failed:
+        raise failed[0]
     return DONE
 
 
@@ -169,22 +176,44 @@ def _opened(name: str, data: Path | None, request: Mapping[str, Any]) -> Task | 
     return all_tasks.limited(all_tasks.open_task(name, data, all_tasks.Shots(request["num_fewshot"])), limit)
 
 
-def _say_time(opened: list[Task | str], models: int) -> None:
-    """What lies ahead, before the model is loaded; the rate says the time as soon as it is known."""
+def _say_items(opened: list[Task | str]) -> None:
+    """What lies ahead, before the model is loaded."""
     counts = [f"{task.name} {len(task.items):,}" for task in opened if not isinstance(task, str)]
-    whole = sum(len(item.context) + sum(map(len, item.answers)) for task in opened if not isinstance(task, str) for item in task.items)  # fmt: skip
     if counts:
-        report.note(
-            f"items: {', '.join(counts)}; about {whole / 4 * models:,.0f} tokens to read:"
-            f" {_seconds(whole / 4 * models / 2000)} at 2,000 tokens/s, {_seconds(whole / 4 * models / 200)} at 200"
-        )
+        report.note(f"items: {', '.join(counts)}")
+
+
+def _say_time(candidate: Candidate, tasks: list[Task | str], models: int) -> None:
+    """What each task will take, by a measured pass of this model; of small ones nothing, they are done sooner."""
+    from lamplighter.evaluate.evaluation import tokens_of
+    from lamplighter.evaluate.likelihood import seconds_to_read
+
+    ahead = {task.name: tokens_of(task) for task in tasks if not isinstance(task, str)}
+    if sum(read + 4 * written for read, written in ahead.values()) * models < _MUCH:
+        return
+    model, positions = candidate.built.model, candidate.built.positions
+    with report.phase("pace"):
+        each = seconds_to_read(model, _PROBE, positions) / min(_PROBE, positions)
+        # texts are written eight at a time, and each step of theirs is a pass of eight tokens
+        step = seconds_to_read(model, 8, positions) / 8 if any(written for _, written in ahead.values()) else 0.0
+    times = {name: models * (read * each + written * step) for name, (read, written) in ahead.items()}
+    listed = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in times.items())
+    unknown = [task for task in tasks if isinstance(task, str)]
+    rest = f"; of {', '.join(unknown)} the time is not known" if unknown else ""
+    report.note(f"this takes about {_seconds(sum(times.values()))} ({1 / each:,.0f} tokens/s now): {listed}{rest}")
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"  # fmt: skip
 
 
-def _evaluate_folder(folder: Path, opened: list[Task | str], request: dict[str, Any]) -> list[dict[str, Any]]:
+def _evaluate_folder(
+    folder: Path, opened: list[Task | str], request: dict[str, Any], models: int, failed: list[LampError]
+) -> list[dict[str, Any]]:
+    """Every task on one set of weights; `models`: how many lie ahead, for the first, where the time is said.
+
+    A task that cannot be scored is an error and no score, but the others are done first.
+    """
     from lamplighter.evaluate import contamination
     from lamplighter.evaluate.evaluation import Manner, evaluate
 
@@ -192,6 +221,8 @@ def _evaluate_folder(folder: Path, opened: list[Task | str], request: dict[str, 
     tokens, kept = training_tokens(folder, Path(request["place"])), Path(request["place"]) / "evaluations"
     tasks = [held_back(candidate, folder, tokens) if one == "held-back" else one for one in opened]
     ours = [one for one in tasks if not isinstance(one, str)]
+    if models:
+        _say_time(candidate, tasks, models)
     met = contamination.measure(ours, tokens, candidate.tokenizer, kept / "items") if tokens is not None else {}
     manner = Manner(kept, request["window"], request["chat"], met)
     records = []
@@ -201,7 +232,12 @@ def _evaluate_folder(folder: Path, opened: list[Task | str], request: dict[str, 
 
             records += run_harness(candidate, task.removeprefix("lm-eval:"), manner, request)
             continue
-        record = evaluate(candidate, task, manner)
+        try:
+            record = evaluate(candidate, task, manner)
+        except BadData as error:
+            failed.append(error)
+            report.warn(f"{error.what}: {error.why}")
+            continue
         records.append(record)
         _say(record)
     return records
@@ -230,7 +266,7 @@ def held_back(candidate: Candidate, folder: Path, tokens: Tokens | None, most: i
     if tokens is None or not len(tokens.val):
         why = "its token cache is gone, or it was trained on rows or a stream"
         raise InputMissing(f"the held-back text of {folder} is not here", why, "--tasks NAME --data DIR")
-    texts = _documents(tokens.val, candidate.tokenizer.end_of_text)[:most]
+    texts = held_back_documents(tokens.val, candidate.tokenizer.end_of_text)[:most]
     items = tuple(TaskItem("", (candidate.tokenizer.decode(ids),)) for ids in texts)
     return Task(
         "held-back",
@@ -243,7 +279,7 @@ def held_back(candidate: Candidate, folder: Path, tokens: Tokens | None, most: i
     )
 
 
-def _documents(stream: CachedStream, end_of_text: int) -> list[list[int]]:
+def held_back_documents(stream: CachedStream, end_of_text: int) -> list[list[int]]:
     """The documents of a stream without the marks between them."""
     ids = stream.read(0, len(stream)).tolist()
     found, begin = [], 0
@@ -269,12 +305,12 @@ def _say(record: Mapping[str, Any]) -> None:
 
 
 def _table(records: list[dict[str, Any]]) -> str:
-    from lamplighter.evaluate.scores import TaskScore
+    from lamplighter.evaluate.scores import TaskScore, shown
 
     lines = [f"{'checkpoint':<18} {'task':<14} {'score':<24} {'value':>9} {'stderr':>8} {'n':>7} {'chance':>7}"]
     for record in records:
         for one in (TaskScore.of(found) for found in record["scores"]):
-            error = "-" if one.stderr is None else f"{one.stderr:.4f}"
+            error = "-" if one.stderr is None else shown(one.stderr)
             chance = "-" if one.chance is None else f"{one.chance:.4f}"
-            lines.append(f"{record['checkpoint']:<18} {record['task']:<14} {one.name:<24} {one.value:>9.4f} {error:>8} {one.n:>7,} {chance:>7}  {one.verdict}".rstrip())  # fmt: skip
+            lines.append(f"{record['checkpoint']:<18} {record['task']:<14} {one.name:<24} {shown(one.value):>9} {error:>8} {one.n:>7,} {chance:>7}  {one.verdict}".rstrip())  # fmt: skip
     return "\n".join(lines) + "\n"

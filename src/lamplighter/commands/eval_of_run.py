@@ -129,6 +129,5 @@ def cost_words(run: RunDir, spans: list[tuple[float, float]]) -> str:
     if min(len(inside), len(outside)) < _LEAST_STEPS:
         return f"{head}; too few steps to say what they cost"
     slower = median(inside) / median(outside) - 1
-    return (
-        f"{head}; a step took {median(inside):.1f} ms meanwhile and {median(outside):.1f} ms otherwise ({slower:+.0%})"
-    )
+    cost = f"{slower:+.0%}" if slower > 0 else "no slower"
+    return f"{head}; a step took {median(inside):.1f} ms meanwhile and {median(outside):.1f} ms otherwise ({cost})"

@@ -132,11 +132,12 @@ def generate_child(_: RunDir, request: dict[str, Any]) -> int:
     elif request["system"]:
         why = "--raw leaves the template out" if request["raw"] else "it was not trained on conversations"
         raise UsageError("--system needs a chat model", why, "leave --system out, or put it into the prompt")
-    talk = _Talk(built, tokenizer, template, request)
+    before = tokenizers.ids_before_prompt(tokenizer, folder)
+    talk = _Talk(built, tokenizer, template, before, request)
     if request["prompts"]:
         from lamplighter.commands.generate_many import answer_all
 
-        return answer_all(built, tokenizer, template, request)
+        return answer_all(built, tokenizer, template, before, request)
     if not request["interactive"]:
         talk.answer(request["prompt"], 0)
         return DONE
@@ -174,6 +175,7 @@ class _Talk:
     built: Built
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    before: list[int]  # ids before a text that is continued
     request: dict[str, Any]
     said: list[Message] = field(default_factory=list)
 
@@ -221,8 +223,8 @@ class _Talk:
     def _begin(self, prompt: str) -> tuple[list[int], list[int]]:
         """The ids that the model reads, and those of them that are shown before what it makes."""
         if self.template is None:
-            ids = [self.tokenizer.end_of_text, *self.tokenizer.encode(prompt).tolist()]
-            return ids, ids[1:]
+            shown = self.tokenizer.encode(prompt).tolist()
+            return [*self.before, *shown] or [self.tokenizer.begin_of_text], shown
         self.said = [*self.said, {"role": "user", "content": prompt}] if self.request["interactive"] else []
         said = self.said or [{"role": "user", "content": prompt}]
         system: list[Message] = (

@@ -42,8 +42,10 @@ def read_prompts(path: Path) -> list[str]:
     return lines
 
 
-def answer_all(built: Built, tokenizer: Tokenizer, template: ChatTemplate | None, request: dict[str, Any]) -> int:
-    """Every prompt that has no answer in --out yet."""
+def answer_all(
+    built: Built, tokenizer: Tokenizer, template: ChatTemplate | None, before: list[int], request: dict[str, Any]
+) -> int:
+    """Every prompt that has no answer in --out yet; `before`: what stands before a text where there is no template."""
     from lamplighter.data.pieces import TextPieces
     from lamplighter.model.batching import Batcher, TextRequest
     from lamplighter.model.generate import Choice
@@ -58,7 +60,8 @@ def answer_all(built: Built, tokenizer: Tokenizer, template: ChatTemplate | None
     stops = frozenset({tokenizer.end_of_text, *([template.stop_id] if template else [])})
     wishes = {}
     for n, prompt in enumerate(prompts):
-        ids = _ids(prompt, tokenizer, template, request["system"])[-max(1, built.positions - most) :]
+        ids = _asked(prompt, template, request["system"]) if template else [*before, *tokenizer.encode(prompt).tolist()]
+        ids = (ids or [tokenizer.begin_of_text])[-max(1, built.positions - most) :]
         for sample in range(request["num_samples"]) if (n not in done) else ():
             wishes[n * request["num_samples"] + sample] = TextRequest(tuple(ids), most, choice, request["seed"] + n, sample, stops, request["repetition_penalty"])  # fmt: skip
     length = min(built.positions, max((len(one.prompt) for one in wishes.values()), default=1) + most + 1)
@@ -102,9 +105,7 @@ def answer_all(built: Built, tokenizer: Tokenizer, template: ChatTemplate | None
     return DONE
 
 
-def _ids(prompt: str, tokenizer: Tokenizer, template: ChatTemplate | None, system: str) -> list[int]:
-    if template is None:
-        return [tokenizer.end_of_text, *tokenizer.encode(prompt).tolist()]
+def _asked(prompt: str, template: ChatTemplate, system: str) -> list[int]:
     head = [{"role": "system", "content": system}] if system else []
     return template.prompt_ids([*head, {"role": "user", "content": prompt}])
 

@@ -170,7 +170,7 @@ usage: lamp eval RUN|DIR|HUB-NAME [--tasks NAME,...] [--data DIR] [--checkpoint 
                     lm-eval:NAME: a task of lm-eval, by its own code, on this model
                     default: held-back and all that --data has
   --checkpoint      latest (default), best, a number, or all: one result each
-  --suite NAME      quick: 200 items each; comprehensive: all; how much there is to read is said first
+  --suite NAME      quick: 200 items each; comprehensive: all; the time of each task is said first
   --num-fewshot N   solved examples before an MMLU question (default 5)
   --window N        tokens of context for the loss on a text (default 1024)
   --chat            prompts of generation tasks go by the model's own chat template

@@ -19,7 +19,7 @@ from typing import Any
 from lamplighter import read_back, report
 from lamplighter.commands import result, write
 from lamplighter.errors import DONE, STOPPED_EARLY, BadData, InputMissing, UsageError
-from lamplighter.rundir import LineFile, RunDir, cannot_write, read_lines, read_record
+from lamplighter.rundir import EVALUATED, LineFile, RunDir, cannot_write, read_lines, read_record
 from lamplighter.safe_text import clean_text
 
 _ANSWERS = {"1": 0, "2": 1, "=": 2}
@@ -70,7 +70,7 @@ def compare(request: dict[str, Any]) -> int:
     both = [located(request["model"], runs_dir), located(request["other"], runs_dir)]
     prompts = _prompts(request["prompts"])
     asked = json.dumps([[one["model"] for one in both], request["checkpoint"], prompts])
-    folder = runs_dir.resolve() / ".evaluations" / f"human-{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
+    folder = runs_dir.resolve() / EVALUATED / f"human-{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
     if not (folder / "texts.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         code = session("human", {**request, "both": both, "prompts": prompts, "folder_of_pairs": str(folder)})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import report
 from lamplighter.commands.arguments import find_run
 from lamplighter.errors import InputMissing, NoCheckpoint, RefusedByPlan
-from lamplighter.rundir import checkpoint_name, human_bytes, newest_first, read_record, step_of
+from lamplighter.rundir import EVALUATED, checkpoint_name, human_bytes, newest_first, read_record, step_of
 
 if TYPE_CHECKING:
     from lamplighter.evaluate.evaluation import Candidate
@@ -53,7 +53,7 @@ def own_family(folder: Path) -> list[str]:
 
 def _beside(runs_dir: Path, name: str) -> Path:
     """Results of a model that is no run of ours."""
-    return runs_dir.resolve() / ".evaluations" / name
+    return runs_dir.resolve() / EVALUATED / name
 
 
 # ---------------------------------------------------------------- in the child

@@ -21,6 +21,7 @@ from lamplighter.dash.machine import cards
 from lamplighter.dash.series import RunSeries
 from lamplighter.errors import LampError
 from lamplighter.rundir import (
+    EVALUATED,
     FORMAT,
     RunDir,
     is_running,
@@ -354,6 +355,13 @@ def evaluations(run: RunDir) -> list[dict[str, Any]]:
                               "higher_is_better": one.get("higher_is_better") is not False, "interval": _interval(record.get("interval")), "data": _data_mark(record),
                               **{name: finite(one.get(name)) for name in ("value", "stderr", "n", "chance")}})  # fmt: skip
     return found
+
+
+def evaluated_models(dirs: Iterable[RunsDir]) -> list[dict[str, Any]]:
+    """Models that are no runs of ours and were evaluated here, with their scores."""
+    folders = [path for one in dirs for path in sorted((one.path / EVALUATED).glob("*"))[:100] if path.is_dir()]
+    found = [{"name": clean(path.name)[:120], "evaluations": evaluations(RunDir(path))} for path in folders]
+    return [one for one in found if one["evaluations"]]
 
 
 def _data_mark(record: Mapping[str, Any]) -> str:

@@ -80,7 +80,8 @@ class Dash:
 
     async def runs(self, _: Request) -> Response:
         rows = await asyncio.to_thread(facts.rows, self.dirs)
-        return _json({"runs": rows, "dirs": [str(one.path) for one in self.dirs]})
+        models = await asyncio.to_thread(facts.evaluated_models, self.dirs)
+        return _json({"runs": rows, "dirs": [str(one.path) for one in self.dirs], "models": models})
 
     def _find(self, key: str) -> tuple[RunsDir, RunDir] | None:
         run = facts.find(self.dirs, key)

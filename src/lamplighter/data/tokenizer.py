@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -138,6 +139,29 @@ class Tokenizer:
         offsets = np.cumsum([0, *map(len, found)], dtype=np.int64)
         return EncodedTexts(np.fromiter((i for row in found for i in row), np.uint32, int(offsets[-1])), offsets)
 
+    def ids_before_text(self) -> list[int]:
+        """What the post-processor of the tokenizer itself puts before every text, such as Llama's <s>.
+
+        What it may put behind a text is left out: nothing could be said after an end of text.
+        """
+        if self.content.get("post_processor") is None:
+            return []
+        plain = self._reference.encode("a", add_special_tokens=False).ids
+        whole = self._reference.encode("a", add_special_tokens=True).ids
+        at = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)
+        return list(whole[:at])
+
+    @functools.cached_property
+    def begin_of_text(self) -> int:
+        """bos_token where the tokenizer names one, else the end of text."""
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            found = json.loads(self.files.get(name) or b"{}").get("bos_token")
+            text = found.get("content") if isinstance(found, dict) else found
+            by_name = {content: i for i, content in self.added.items()}
+            if isinstance(text, str) and text in by_name:
+                return by_name[text]
+        return self.end_of_text
+
     # -- ids to text
 
     @property
@@ -261,6 +285,16 @@ def load(path: Path) -> Tokenizer:
             if type(error) is Exception:  # what tokenizers raises for a file that it cannot read
                 raise _damaged(path, error) from error
             raise
+
+
+def ids_before_prompt(tokenizer: Tokenizer, folder: Path) -> list[int]:
+    """What stands before a text that the model in this folder is to continue.
+
+    A model that was trained here has read every document after the end of another. Any other model reads what transformers
+    would give it: what its tokenizer puts before a text, which may be nothing.
+    """
+    is_ours = (folder / "manifest.json").is_file() or tokenizer.begin_of_text == tokenizer.end_of_text
+    return [tokenizer.end_of_text] if is_ours else tokenizer.ids_before_text()
 
 
 def _read(path: Path) -> bytes:

@@ -31,6 +31,10 @@ TABLE = (
     (0.90, 2.5, 3.5, "consider stopping"),
     (1.00, 0.0, 3.0, "ready"),
 )  # up to this progress: loss from, to, and what to do
+_ENGLISH = frozenset(
+    ["the", "of", "and", "to", "a", "in", "that", "was", "it", "he", "is", "with", "as", "for", "his", "on"]
+)
+_ENGLISH_SHARE = 0.12  # of the words of a text: English has about 0.3, its neighbours below 0.08
 _SIZES = (80e6, 450e6)
 _VOCABULARY = (25_000, 35_000)
 _OVERFITTED = 0.03  # above the best earlier validation, while the training loss fell
@@ -130,6 +134,12 @@ def red_flags(figures: Sequence[Mapping[str, Any]]) -> list[str]:
     if all(one["unfinished"] for one in figures) and any(one["ended"] for one in figures):
         found.append("no text ends with a whole sentence, though some were ended by the model")
     return found
+
+
+def is_english(text: str) -> bool:
+    """By its commonest words: the four prompts are of no use to a model that has read another language."""
+    words = words_of(text)
+    return sum(word in _ENGLISH for word in words) >= _ENGLISH_SHARE * max(1, len(words))
 
 
 def dictionary_of(texts: Iterable[str]) -> frozenset[str]:

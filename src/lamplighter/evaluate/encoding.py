@@ -6,11 +6,8 @@ Out: Question: the ids of the context and of each answer. No torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import tokenizers
 
 from lamplighter.data.tokenizer import Tokenizer
 
@@ -34,8 +31,8 @@ class QuestionEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.head = _ids_before_text(tokenizer)
-        self.first = _first_id(tokenizer)
+        self.head = tokenizer.ids_before_text()
+        self.first = tokenizer.begin_of_text  # as lm-eval chooses
 
     def ids(self, text: str) -> list[int]:
         return [*self.head, *self.tokenizer.encode(text).tolist()]
@@ -65,28 +62,3 @@ class QuestionEncoder:
             context = ids[end - most - 1 : begin]
             found.append(Question(number, tuple(context), (tuple(ids[begin:end]),)))
         return found
-
-
-def _ids_before_text(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer's own post-processor puts before every text, such as Llama's <s>.
-
-    What it may put behind a text is left out: nothing could be said after an end of text.
-    """
-    if tokenizer.content.get("post_processor") is None:
-        return []
-    reference = tokenizers.Tokenizer.from_str(json.dumps(tokenizer.content))
-    plain = reference.encode("a", add_special_tokens=False).ids
-    whole = reference.encode("a", add_special_tokens=True).ids
-    at = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)
-    return whole[:at]
-
-
-def _first_id(tokenizer: Tokenizer) -> int:
-    """bos_token where the tokenizer names one, else the end of text, as lm-eval chooses."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        found = json.loads(tokenizer.files.get(name) or b"{}").get("bos_token")
-        text = found.get("content") if isinstance(found, dict) else found
-        by_name = {content: i for i, content in tokenizer.added.items()}
-        if isinstance(text, str) and text in by_name:
-            return by_name[text]
-    return tokenizer.end_of_text

@@ -15,7 +15,7 @@ from typing import Any
 
 from lamplighter import report
 from lamplighter.data.chat.template import ChatTemplate
-from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.data.tokenizer import Tokenizer, first_difference
 from lamplighter.errors import BadData
 from lamplighter.evaluate import generation
 from lamplighter.evaluate.encoding import QuestionEncoder
@@ -31,6 +31,8 @@ from lamplighter.model.generate import Choice
 TEXT_WINDOW = 1024  # tokens of context at most for the loss on a text, unless told otherwise
 _ROWS = 8  # texts that are written together
 _SEED = 1
+_ANSWER = 64  # tokens that a generation task may write, unless it says otherwise
+_CHARACTERS = 4  # of a token, to say a time before anything is encoded
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,17 @@ def evaluate(candidate: Candidate, task: Task, manner: Manner) -> dict[str, Any]
         manner.folder, name, candidate.subject, task, scores, contamination=manner.contamination.get(task.name), settings=settings,
         seconds=round(time.monotonic() - began, 3), template=_template_words(candidate, task, manner), **more,
     )  # fmt: skip
+
+
+def tokens_of(task: Task) -> tuple[int, int]:
+    """About how many tokens a task has to read, and to write at most; what the items of a group begin with is read once."""
+    first = {item.group: item.context for item in task.items}
+    common = {group: len(text) if group else 0 for group, text in first.items()}
+    for item in task.items:
+        common[item.group] = min(common[item.group], first_difference(first[item.group], item.context))
+    read = sum(common.values()) + sum(len(one.context) - common[one.group] + sum(map(len, one.answers)) for one in task.items)  # fmt: skip
+    writes = sum(not item.answers for item in task.items) if task.kind in ("generate", "period") else 0
+    return read // _CHARACTERS, writes * int(str(task.settings.get("max_tokens", _ANSWER)))
 
 
 def _settings(candidate: Candidate, task: Task, manner: Manner) -> dict[str, Any]:
@@ -206,7 +219,7 @@ class HowLong:
 
 
 def _greedy(task: Task) -> HowLong:
-    return HowLong(int(str(task.settings.get("max_tokens", 64))), Choice(0.0, 0, 1.0))
+    return HowLong(int(str(task.settings.get("max_tokens", _ANSWER))), Choice(0.0, 0, 1.0))
 
 
 def write_texts(

@@ -7,6 +7,7 @@ Out: its scores as a result of ours. Its data comes from its own place (the hub'
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ def run_harness(candidate: Candidate, name: str, manner: Manner, request: dict[s
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise InputMissing("tasks of lm-eval need lm-eval", str(error), "pip install 'lamplighter[eval]'") from error
+    # Without this lm-eval forks a pool for standard errors and ends it by SIGTERM, which the forks take for a stop of this process.
+    os.environ["DISABLE_MULTIPROC"] = "1"
     began = time.monotonic()
     data = request.get("data")
     with report.phase(f"lm-eval {name}", unit="requests") as phase:

@@ -12,6 +12,7 @@ C width, K tokens that are predicted, V vocabulary, H heads, D head width.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,6 +27,7 @@ from lamplighter.model.transformer import AttentionContext, KVCache, Transformer
 
 _CPU_TOKENS = 1024  # of a batch; more do not make a CPU faster, and the progress would be seldom
 _GPU_TOKENS = 32768
+_ALIKE = 0.9  # of the longest of a batch: shorter questions go into the next
 _LEAST_COMMON = 32  # tokens that are worth keeping
 _LOGIT_ROWS = 512  # of logits at once: their vocabulary is what takes memory
 
@@ -60,6 +62,8 @@ def answer_all(
     model: nn.Module, questions: Sequence[Question], positions: int, groups: Sequence[str]
 ) -> Iterator[list[Answered]]:
     """Batch by batch, longest first (so that the time left is never guessed too short); `groups`: of each question."""
+    for one in questions:  # before any work is done
+        _cut(one, max(range(len(one.answers)), key=lambda n: len(one.answers[n])), positions)
     device = next(model.parameters()).device
     budget = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
     with evaluating(model):
@@ -77,6 +81,17 @@ def answer_all(
             found = [_row_batch(model, [part], None) for part in cut]
             parts = [batch[0] for batch in found]
             yield [Answered(one.number, tuple(p.nats[0] for p in parts), tuple(p.greedy[0] for p in parts), tuple(p.tokens[0] for p in parts))]  # fmt: skip
+
+
+def seconds_to_read(model: nn.Module, tokens: int, positions: int) -> float:
+    """How long this model takes for so many tokens at once, on this machine; the first pass warms up."""
+    probe = Question(0, (0,) * max(1, min(tokens, positions) - 1), ((0,),))
+    took = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        list(answer_all(model, [probe], positions, [""]))
+        took = time.perf_counter() - began
+    return took
 
 
 def _fits(question: Question, positions: int) -> bool:
@@ -111,9 +126,12 @@ def _group(model: Transformer, questions: Sequence[Question], budget: int) -> It
 
 
 def _batches(questions: Sequence[Question], budget: int) -> Iterator[list[Question]]:
+    """Longest first. A batch ends where it is full, or where it has a quarter of that and the next question would be padded much."""
     batch: list[Question] = []
     for question in sorted(questions, key=lambda q: (-q.tokens, q.number)):
-        if batch and (len(batch) + 1) * batch[0].tokens > budget:
+        taken = len(batch) * batch[0].tokens if batch else 0
+        much = taken >= budget // 4 and question.tokens < _ALIKE * batch[0].tokens
+        if batch and (taken + batch[0].tokens > budget or much):
             yield batch
             batch = []
         batch.append(question)

@@ -46,10 +46,15 @@ class TaskScore:
         return "below chance" if self.value + margin < self.chance else "not above chance"
 
     def words(self) -> str:
-        error = "" if self.stderr is None else f" ± {self.stderr:.4f}"
+        error = "" if self.stderr is None else f" ± {shown(self.stderr)}"
         chance = "" if self.chance is None else f", chance {self.chance:.4f}"
         chance += f": {self.verdict}" if self.verdict else ""
-        return f"{self.value:.4f}{error} (n {self.n:,}{chance})"
+        return f"{shown(self.value)}{error} (n {self.n:,}{chance})"
+
+
+def shown(value: float) -> str:
+    """Four decimals; a perplexity of a model that knows nothing has many digits that say nothing."""
+    return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.2e}"
 
 
 def mean_score(

@@ -23,6 +23,7 @@ from lamplighter.serve.bridge import Bridge
 from lamplighter.serve.protocol import ApiError, Wanted, Written
 
 _LOOK_S = 0.5  # how often it is looked whether the client is still there
+_BODY_S = 30.0  # for a client to send its request
 _PAGE = Path(__file__).parent / "chat.html"
 _PAGE_RULES = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"  # fmt: skip
 
@@ -98,7 +99,9 @@ def _no_model(name: str, facts: dict[str, Any]) -> ApiError:
 
 async def _complete(request: Request, bridge: Bridge, timeout_s: float, chat: bool) -> Response:
     try:
-        body = json.loads(await request.body())
+        body = json.loads(await asyncio.wait_for(request.body(), _BODY_S))
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {_BODY_S:g} s", code="timeout") from None
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not JSON") from None
     wanted = protocol.parse(body, chat)

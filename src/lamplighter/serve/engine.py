@@ -26,7 +26,7 @@ import torch
 from lamplighter import report
 from lamplighter.data.chat.template import ChatTemplate
 from lamplighter.data.pieces import TextPieces
-from lamplighter.data.tokenizer import Tokenizer
+from lamplighter.data.tokenizer import Tokenizer, ids_before_prompt
 from lamplighter.errors import LampError
 from lamplighter.model.batching import Batcher, Made, TextRequest
 from lamplighter.model.build import Built
@@ -282,14 +282,18 @@ class Engine:
 
 
 def prompt_ids(loaded: Loaded, message: dict[str, Any]) -> list[int]:
-    """What the model reads: ids as they are, a conversation by its template, a text after the mark between documents."""
+    """What the model reads: ids as they are, a conversation by its template, a text after what stands before texts."""
     if message.get("ids") is not None:
         return list(message["ids"])
     if message.get("messages") is not None:
         if loaded.template is None:
             raise ValueError("this model has no chat template")
         return loaded.template.prompt_ids(message["messages"])
-    return [loaded.tokenizer.end_of_text, *loaded.tokenizer.encode(message["prompt"] or "").tolist()]
+    ids = [
+        *ids_before_prompt(loaded.tokenizer, loaded.folder),
+        *loaded.tokenizer.encode(message["prompt"] or "").tolist(),
+    ]
+    return ids or [loaded.tokenizer.begin_of_text]
 
 
 def serve_all(engine: Engine, follower: Callable[[], None] | None) -> None:

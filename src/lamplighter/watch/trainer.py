@@ -227,7 +227,8 @@ class Trainer:
             if slot is None or not slot.stopping:
                 stacks.send(self.run.slot(rank), f"stop {reason}")
         if not again:
-            self.say(f"stopping ({reason}): saving the last completed step; Ctrl+C again leaves at once", "bold")
+            what = ": saving the last completed step" if self.spec.keeps_report else ""
+            self.say(f"stopping ({reason}){what}; Ctrl+C again leaves at once", "bold")
 
     def ask_save(self) -> int:
         for rank in self.ranks:
@@ -476,7 +477,8 @@ class Trainer:
         nothing_lost = ending.killed or not self.spec.keeps_report or durable >= step
         killed = child_code in (-signal.SIGKILL, -signal.SIGTERM) and nothing_lost
         if ending.stop_reason and (killed or (child_code == STOPPED_EARLY and not lost)):
-            return STOPPED_EARLY, f"stopped early ({ending.stop_reason}) at step {step}{safe}"
+            where = f" at step {step}{safe}" if self.spec.keeps_report else ""
+            return STOPPED_EARLY, f"stopped early ({ending.stop_reason}){where}"
         if child_code < 0:
             memory = "; the kernel killed a process for memory" if procfs.oom_kills() > self.oom_before else ""
             how = f"killed by {signals.signal_name(-child_code)} (signal {-child_code}){memory}"

@@ -166,7 +166,7 @@ export function showRun(main, source, id, go, confirm, toast) {
     fill("plan", run.plan, () => table("The plan, and what came true", ["", "planned", "seen", ""], run.plan.map(planned)));
     fill("checkpoints", run.checkpoints, () => table("Checkpoints", ["checkpoint", "loss", "validation", "size", "saved", ""], run.checkpoints.map(checkpoint)));
     fill("samples", run.samples, () => samples(run.samples));
-    fill("scores", run.evaluations, () => table("Evaluations", ["task", "score", "step", "value", "chance", ""], run.evaluations.map(evaluation)));
+    fill("scores", run.evaluations, () => table("Evaluations", ["task", "score", "step", "value", "items", "chance", ""], run.evaluations.map(evaluation)));
     const filled = (value) => Object.keys(value).length > 0;
     fill("settings", [run.command, run.config, run.environment], () => [
       run.command && el("p", {}, el("span", { className: "soft" }, "Command "), el("code", {}, run.command)),
@@ -179,7 +179,7 @@ export function showRun(main, source, id, go, confirm, toast) {
   const difference = ({ seen, planned }) => (seen !== null && planned ? `${seen >= planned ? "+" : ""}${((100 * seen) / planned - 100).toFixed(0)} %` : "");
   const planned = (one) => [one.name, unit(one.planned, one.unit), unit(one.seen, one.unit), difference(one)];
   const checkpoint = (one) => [one.name + (one.best ? " ★ best" : ""), short(one.loss), short(one.val_loss), bytes(one.bytes), clock(one.t), one.valid ? "valid" : "invalid: " + one.reason];
-  const evaluation = (one) => [one.task, one.name, short(one.step), short(one.value) + (one.stderr ? ` ± ${short(one.stderr, 2)}` : ""), short(one.chance), one.interval ? `95 %: ${short(one.interval[0])} to ${short(one.interval[1])}` : one.verdict];
+  const evaluation = (one) => [one.task, one.name, short(one.step), short(one.value) + (one.stderr ? ` ± ${short(one.stderr, 2)}` : ""), short(one.n), short(one.chance), one.interval ? `95 %: ${short(one.interval[0])} to ${short(one.interval[1])}` : one.verdict];
 
   function table(title, heads, rows) {
     if (!rows.length) return [];

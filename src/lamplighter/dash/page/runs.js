@@ -142,8 +142,16 @@ export function showRuns(main, source, go) {
   }
 
   const fail = (error) => state.closed || main.replaceChildren(el("p", { className: "empty" }, el("strong", {}, "The runs cannot be read"), error.message));
-  source.runs().then(({ runs, dirs }) => { if (!state.closed) { document.getElementById("where").textContent = dirs.join(" · "); take(runs); } }).catch(fail);
+  source.runs().then(({ runs, dirs, models = [] }) => { if (!state.closed) { document.getElementById("where").textContent = dirs.join(" · "); take(runs); stage.append(...evaluated(models)); } }).catch(fail);
   const stop = source.follow([], { runs: take });
   const close = () => { state.closed = true; stop(); for (const { chart } of plots) chart.close(); };
   return { close, redraw: () => { fill(); redraw(); }, shared };
+}
+
+// Models that are no runs, and what lamp eval found out about them.
+function evaluated(models) {
+  const line = (model) => (one, i) => el("tr", {}, [i ? "" : model.name, one.task, one.name].map((text) => el("td", {}, text)),
+    [one.value.toFixed(4) + (one.stderr === null ? "" : ` ± ${one.stderr.toFixed(4)}`), short(one.n), one.chance === null ? "–" : one.chance.toFixed(4)].map((text) => el("td", { className: "num" }, text)), el("td", {}, one.verdict));
+  const heads = ["Model", "task", "score", "value", "items", "chance", ""].map((text, i) => el("th", { className: i > 2 && i < 6 ? "num" : "" }, text));
+  return models.length ? [el("div", { className: "card scroll" }, el("h2", {}, "Other models that were evaluated"), el("table", {}, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, models.flatMap((model) => model.evaluations.map(line(model))))))] : [];
 }
