@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lamplighter import report
 from lamplighter.errors import BadConfig
 from lamplighter.export.opened import ExportFailed, Opened
 from lamplighter.export.reference import PROMPTS, Reference, compare_scores, logits_of, prompt_of
+from lamplighter.export.tokenizer_class import compare_tokens, settle_class
 from lamplighter.model.lora import SETTINGS, WEIGHTS
 from lamplighter.model.origin import RECORD
 from lamplighter.model.weights import weights
@@ -31,7 +33,11 @@ _BESIDE = ("generation_config.json", "chat.json", "chat_template.jinja")
 
 def write_model(place: Path, opened: Opened, quantize: str) -> None:
     """config.json, model.safetensors, tokenizer, template, stop tokens."""
+    if find_spec("transformers") is None:
+        why = "a folder that was not opened by transformers is not handed out"
+        raise BadConfig("transformers is missing", why, "pip install 'lamplighter[hf]'")
     place.mkdir()
+    settle_class(opened.tokenizer, opened.built.config)
     dtype = DTYPES[quantize]
     tensors = {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -65,17 +71,15 @@ def _write_beside(place: Path, opened: Opened) -> None:
 
 def check_model(place: Path, opened: Opened, quantize: str, reference: Reference | None) -> str:
     """Opened by transformers: the same logits, the same prompt by its template, the same ids."""
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        why = "a folder that was not opened by transformers is not handed out"
-        raise BadConfig(f"transformers is missing ({error})", why, "pip install 'lamplighter[hf]'") from error
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     with report.phase("check"):
         theirs: Any = AutoModelForCausalLM.from_pretrained(
             place, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
         theirs.eval()
-        _same_tokens(AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False), opened)
+        _same_tokens(place, opened)
+        _same_prompt(AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False), opened)
         if reference is None:
             return _same_logits(theirs, opened)
         scores = []
@@ -132,13 +136,17 @@ def _same_logits(theirs: Any, opened: Opened) -> str:
     return f"logits within {far:.1e} of the checkpoint's"
 
 
-def _same_tokens(theirs: Any, opened: Opened) -> None:
-    text = "The lamp-lighter's 1,837 lamps: naïve £5 — 日本 🙂"
-    ours, other = opened.tokenizer.encode(text).tolist(), theirs(text, add_special_tokens=False)["input_ids"]
-    if ours != list(other):
+def _same_tokens(place: Path, opened: Opened) -> None:
+    if differs := compare_tokens(opened.tokenizer, place):
         raise ExportFailed(
-            "the exported tokenizer gives other ids", f"here {ours[:10]}, there {list(other)[:10]}", "please report it"
+            "transformers reads the exported tokenizer otherwise",
+            f"{differs}; for models of the kind {opened.built.config.get('model_type')} it has rules of its own",
+            "lamp export RUN --to gguf, whose ids are those of training",
+            cause="tokenizer_differs",
         )
+
+
+def _same_prompt(theirs: Any, opened: Opened) -> None:
     if opened.template is None:
         return
     asked = [{"role": "user", "content": "Who lights the lamps?"}]
