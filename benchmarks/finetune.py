@@ -254,7 +254,8 @@ def race(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, float]:
     from lamplighter.watch.trainer import threads_wait
 
     chosen = contestants(wanted, case, place)
-    common = {**os.environ, "PYTHONPATH": str(measured.ROOT / "src"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(place / "hf")}  # fmt: skip
+    common = {**os.environ, "PYTHONPATH": str(measured.ROOT / "src"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(place / "hf"),
+              **threads_wait(os.environ)}  # fmt: skip  # as lamp starts itself: threads that spin lose most on a busy machine
     workers: dict[str, peers.Worker] = {}
     told: dict[str, dict[str, Any]] = {}
     by_cpu: dict[str, list[float]] = {name: [] for name in chosen}
@@ -266,8 +267,7 @@ def race(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, float]:
 
     try:
         for number, (name, (python, program, ask)) in enumerate(chosen.items()):
-            extra = threads_wait(os.environ) if program is OURS else {}
-            workers[name] = peers.Worker(python, program, place / f"{number}.log", {**common, **extra})
+            workers[name] = peers.Worker(python, program, place / f"{number}.log", common)
             workers[name].ask(ask)
         found = measured.in_turn({name: (lambda name=name: turn(name)) for name in chosen}, wanted.rounds)  # type: ignore[misc]
     finally:

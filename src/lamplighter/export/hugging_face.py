@@ -28,6 +28,7 @@ from lamplighter.train import tensorfile
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _NEAR = 1e-4
+_COMPARED = PROMPTS[:5]
 _BESIDE = ("generation_config.json", "chat.json", "chat_template.jinja")
 
 
@@ -38,14 +39,10 @@ def write_model(place: Path, opened: Opened, quantize: str) -> None:
         raise BadConfig("transformers is missing", why, "pip install 'lamplighter[hf]'")
     place.mkdir()
     settle_class(opened.tokenizer, opened.built.config)
-    dtype = DTYPES[quantize]
-    tensors = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in weights(opened.built.model).items()
-    }
-    total = sum(tensor.nbytes for tensor in tensors.values())
+    tensors, dtype = weights(opened.built.model), DTYPES[quantize]
+    total = sum(one.numel() * dtype.itemsize for one in tensors.values())
     with report.phase("write", total=total, unit="B") as phase:
-        tensorfile.write(place / "model.safetensors", tensors, lambda n: phase.tick(n, "model.safetensors"))
+        tensorfile.write(place / "model.safetensors", tensors, lambda n: phase.tick(n, "model.safetensors"), dtype)
     write_json(place / "config.json", {**opened.built.config, "dtype": _NAMES[quantize]})
     _write_beside(place, opened)
 
@@ -73,6 +70,8 @@ def check_model(place: Path, opened: Opened, quantize: str, reference: Reference
     """Opened by transformers: the same logits, the same prompt by its template, the same ids."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    expected = _logits(opened) if reference is None else []
+    opened.release()  # one model at a time is in memory
     with report.phase("check"):
         theirs: Any = AutoModelForCausalLM.from_pretrained(
             place, dtype=torch.float32, local_files_only=True, trust_remote_code=False
@@ -81,7 +80,7 @@ def check_model(place: Path, opened: Opened, quantize: str, reference: Reference
         _same_tokens(place, opened)
         _same_prompt(AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False), opened)
         if reference is None:
-            return _same_logits(theirs, opened)
+            return _same_logits(theirs, opened, expected)
         scores = []
         for one in reference.scored:
             with torch.no_grad():
@@ -107,19 +106,24 @@ def check_adapter(place: Path, opened: Opened) -> str:
             f"the adapter was trained on a base in {record['dtype']}: on the whole base its logits differ a little; --merge keeps them"
         )
         return "not compared: peft knows only the whole base"
+    expected = _logits(opened)
+    opened.release()
     with report.phase("check"):
         theirs = PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True), place
         ).eval()
-        return _same_logits(theirs, opened)
+        return _same_logits(theirs, opened, expected)
+
+
+def _logits(opened: Opened) -> list[torch.Tensor]:
+    return [logits_of(opened, prompt_of(opened, text)) for text in _COMPARED]
 
 
 @torch.no_grad()
-def _same_logits(theirs: Any, opened: Opened) -> str:
+def _same_logits(theirs: Any, opened: Opened, expected: list[torch.Tensor]) -> str:
     far = 0.0
-    for text in PROMPTS[:5]:
-        ids = prompt_of(opened, text)
-        ours, other = logits_of(opened, ids), theirs(torch.tensor([ids])).logits[0].float()
+    for text, ours in zip(_COMPARED, expected, strict=True):
+        other = theirs(torch.tensor([prompt_of(opened, text)])).logits[0].float()
         if ours.shape != other.shape:
             raise ExportFailed(
                 "the exported model has another vocabulary",

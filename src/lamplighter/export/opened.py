@@ -35,6 +35,10 @@ class Opened:
     template: ChatTemplate | None
     base: str | None = None  # of an adapter, where the user says that it is
 
+    def release(self) -> None:
+        """What it says has been worked out and written: its weights give way to those of the program that opens the file."""
+        self.built.model.to("meta")
+
 
 def open_model(folder: Path, name: str, base: str | None, command: str = "") -> Opened:
     """Template and end mark are compared with those of training, as everywhere."""
