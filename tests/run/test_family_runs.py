@@ -121,10 +121,14 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_refused_with_both_ids(
     made("qwen2", tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(shared("models", "stories260K_hf_llama", file), tmp_path / "base" / file)
-    done = here("train", "--run", "r", *QUICK, "--train.steps", "1", cwd=tmp_path)
+    done = here("train", "--run", "r", *QUICK, "--train.steps", "1", "--data.packing", "grouped", cwd=tmp_path)
     assert done.returncode == 0 and "AutoTokenizer makes a Qwen2Tokenizer of it" in done.stdout, (
         done.stdout + done.stderr
     )
+    state = json.loads(
+        (tmp_path / "runs" / "r" / "checkpoints" / "checkpoint-1" / "training" / "state.json").read_text()
+    )
+    assert state["exact"]["tokens"] < 128, "the probe is as large as a batch of like length, not as data.seq_len allows"
     out = here("export", "r", "--to", "hf", "--merge", cwd=tmp_path)
     assert out.returncode == 65 and not any((tmp_path / "runs" / "r" / "export").iterdir()), out.stderr
     assert "transformers reads the exported tokenizer otherwise" in out.stderr and "by tokenizer.json" in out.stderr

@@ -155,7 +155,10 @@ def _probe_exactness(
         return None  # code of one's own may count its calls: it is called for steps alone
     packed = bool(data.fingerprint) and not data.whole_batches and built.takes_segments
     rows = run.train.micro_batch or run.train.batch_size
-    size = exactness.Size(rows, run.data.seq_len, built.vocab_size, packed)
+    length = min(
+        run.data.seq_len, math.ceil(data.positions_per_step / run.train.batch_size)
+    )  # batches of like length: shorter
+    size = exactness.Size(rows, length, built.vocab_size, packed)
     small = exactness.affordable(size, planned.step_s * rows / run.train.batch_size, planned.hours * 3600)
     then = ((before or {}).get("rows") or 0, (before or {}).get("tokens") or 0)
     known = 0 < then[0] <= rows and 0 < then[1] <= run.data.seq_len  # as at the first start, for the same hash
