@@ -103,7 +103,9 @@ def is_conv(layer: nn.Module) -> bool:
 
 
 def is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear | FrozenLinear) or is_conv(layer)
+    """y = Wx: some families have layers that are of this class and do something else with their matrix (DeepSeek V4's groups)."""
+    plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    return plain or isinstance(layer, FrozenLinear) or is_conv(layer)
 
 
 def matrix_of(layer: nn.Module) -> Tensor:
