@@ -300,6 +300,10 @@ def test_a_layer_that_does_something_else_with_its_matrix_is_left_alone() -> Non
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.bmm(x, self.weight.view(2, -1, self.in_features).mT)
 
-    model = torch.nn.ModuleDict({"grouped": Grouped(4, 6, bias=False), "plain": torch.nn.Linear(4, 6)})
+    class Plain(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.T + self.bias
+
+    model = torch.nn.ModuleDict({"grouped": Grouped(4, 6, bias=False), "plain": Plain(4, 6)})
     apply_lora(model, Lora(r=2, targets=["all-linear"]), 1)
     assert list(adapters.adapters_of(model)) == ["plain"] and type(model["grouped"]) is Grouped

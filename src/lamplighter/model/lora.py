@@ -103,9 +103,23 @@ def is_conv(layer: nn.Module) -> bool:
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """y = Wx: some families have layers that are of this class and do something else with their matrix (DeepSeek V4's groups)."""
-    plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
-    return plain or isinstance(layer, FrozenLinear) or is_conv(layer)
+    return isinstance(layer, FrozenLinear) or is_conv(layer) or (isinstance(layer, nn.Linear) and _is_plain(layer))
+
+
+@torch.no_grad()
+def _is_plain(layer: nn.Linear) -> bool:
+    """y = Wx + b. Some families have layers of this class with a forward of their own: Falcon's is the same product, DeepSeek
+    V4's is one for each group of heads. Tried, where it is not torch's own."""
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    weight_OI = layer.weight
+    x = torch.linspace(-1, 1, weight_OI.shape[1], dtype=weight_OI.dtype, device=weight_OI.device)[None, None]
+    try:
+        y = layer(x)
+    except (RuntimeError, ValueError, TypeError, IndexError):  # it wants another shape: no plain product
+        return False
+    expected = functional.linear(x, weight_OI, layer.bias)
+    return y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-3, atol=1e-5)
 
 
 def matrix_of(layer: nn.Module) -> Tensor:
