@@ -7,7 +7,8 @@ Out: a table of ratios with their spread, each contestant's padding and peak mem
 
 The same rows, the same template, adapters of rank 16 beside the same layers, fp32, fused AdamW, as many examples a step (about
 32). Everybody works in a process of their own and takes turns of a few steps. The peers are tuned: rows tokenised before
-the clock starts (Trainer), batches of like length, no logging, no saving. A token is real if it is not padding. TRL packs, too
+the clock starts (Trainer), batches of like length, no logging, no saving, threads that sleep while they wait (as ours). A token is real if it is not
+padding. "Padded" is a window for each example, as many positions a step as packed: what packing and grouping gain by themselves. TRL packs, too
 (packing=True); on a processor it has no attention that keeps the packed examples apart, so in that row each example sees those before it: it
 is fast, and it is another training.
 """
@@ -169,7 +170,11 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = wanted.model or _random_base(wanted, place, rows)
     runs = {}
-    for name, packing in {"lamp, packed": "packed", "lamp, grouped by length": "grouped"}.items():
+    for name, packing in {
+        "lamp, packed": "packed",
+        "lamp, grouped by length": "grouped",
+        "lamp, padded": "windows",
+    }.items():
         runs[name] = _run(wanted, place, folder, packing)
     return {"folder": str(folder), "rows": str(place / "rows.jsonl"), "runs": runs}
 
@@ -219,7 +224,7 @@ def _run(wanted: Any, place: Path, folder: Path, packing: str) -> str:
     from lamplighter.config import dump, resolve
     from lamplighter.rundir import RunDir
 
-    size = wanted.windows if packing == "packed" else EXAMPLES
+    size = EXAMPLES if packing == "grouped" else wanted.windows  # as many positions, whatever is in them
     settings = {
         "data.paths": [str(place / "rows.jsonl")], "model.init_from": [str(folder)], "lora.r": [str(RANK)], "data.seq_len": [str(LENGTH)],
         "data.packing": [packing], "train.batch_size": [str(size)], "train.steps": ["100000"], "train.lr": [str(LR)], "train.warmup_steps": ["0"],
@@ -254,7 +259,8 @@ def race(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, float]:
     from lamplighter.watch.trainer import threads_wait
 
     chosen = contestants(wanted, case, place)
-    common = {**os.environ, "PYTHONPATH": str(measured.ROOT / "src"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(place / "hf")}  # fmt: skip
+    common = {**os.environ, "PYTHONPATH": str(measured.ROOT / "src"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(place / "hf"),
+              **threads_wait(os.environ)}  # fmt: skip  # as lamp starts itself: threads that spin lose most on a busy machine
     workers: dict[str, peers.Worker] = {}
     told: dict[str, dict[str, Any]] = {}
     by_cpu: dict[str, list[float]] = {name: [] for name in chosen}
@@ -266,8 +272,7 @@ def race(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, float]:
 
     try:
         for number, (name, (python, program, ask)) in enumerate(chosen.items()):
-            extra = threads_wait(os.environ) if program is OURS else {}
-            workers[name] = peers.Worker(python, program, place / f"{number}.log", {**common, **extra})
+            workers[name] = peers.Worker(python, program, place / f"{number}.log", common)
             workers[name].ask(ask)
         found = measured.in_turn({name: (lambda name=name: turn(name)) for name in chosen}, wanted.rounds)  # type: ignore[misc]
     finally:
@@ -285,7 +290,10 @@ def race(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, float]:
         "the same by the processor's seconds, for a busy machine", "tokens/cpu s", rows_by_cpu, against=against
     )
     middle = {row.name: row.middle for row in rows}
-    figures = {"gain_of_packing": middle["lamp, packed"] / middle["lamp, grouped by length"]}
+    figures = {
+        "gain_of_packing": middle["lamp, packed"] / middle["lamp, padded"],
+        "gain_of_grouping": middle["lamp, grouped by length"] / middle["lamp, padded"],
+    }
     if "TRL, by length" in middle:
         figures["against_trl"] = middle["lamp, packed"] / middle["TRL, by length"]
         figures["against_trainer"] = middle["lamp, packed"] / middle["peft + Trainer, by length"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_chat import change
 
 from lamplighter.export import gguf_file, hugging_face, llama_cpp, reference
@@ -95,6 +97,18 @@ def test_a_gguf_is_run_by_llama_cpp_and_says_the_same(run: RunDir, here: Command
     assert "the same token ids on 17 dirty texts and 2 chat prompts" in done.stderr
     assert ("the same words to 20 prompts" if quantize == "f32" else "q8_0: perplexity") in done.stderr
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_a_model_with_weights_that_are_no_numbers_is_refused(tmp_path: Path, here: Command) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(shared("models", "stories260K_hf_llama"), base)
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    for to in ("hf", "gguf"):
+        done = here("export", "base", "--to", to, "--quantize", "f32", cwd=tmp_path)
+        assert done.returncode == 65 and "model.norm.weight holds infinite numbers, or none" in done.stderr, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_killed_in_mid_export_it_leaves_nothing(run: RunDir) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
 from lamplighter.data.tokenizer import load
 from lamplighter.export import llama_cpp, place
@@ -63,9 +65,27 @@ def made(kind: str, cwd: Path) -> None:
         for weight in model.parameters():
             weight.mul_(4) if weight.ndim == 2 else weight.add_(0.1 * torch.randn_like(weight))
     model.save_pretrained(cwd / "base")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(shared("models", "stories260K_hf_llama", file), cwd / "base" / file)
+    if kind == "qwen2":  # its tokenizers are byte-level: transformers takes no other for a model of this kind
+        byte_level_tokenizer(cwd / "base")
+    else:
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(shared("models", "stories260K_hf_llama", file), cwd / "base" / file)
     (cwd / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def byte_level_tokenizer(folder: Path) -> None:
+    """GPT-2's way to divide a text, where AutoTokenizer would divide as Qwen does."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = [text for row in ROWS for text in row.values()] + [
+        f"they're {number} lamps" for number in range(1800, 1900)
+    ]
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=500, special_tokens=marks, initial_alphabet=alphabet))
+    bpe.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def same_words(cwd: Path, file: Path, here: Command, run: str) -> None:
@@ -75,8 +95,9 @@ def same_words(cwd: Path, file: Path, here: Command, run: str) -> None:
     assert ours.returncode == 0, ours.stderr
     chat = [{"role": "user", "content": "Add 3 and 4."}]
     (prompt,) = llama_cpp.ask(file, chats=[chat]).prompts
-    (answer,) = llama_cpp.ask(file, greedy=[Greedy(prompt, [0] * 16, [])], stops={tokenizer.end_of_text}).greedy
-    said = tokenizer.decode([token for token in answer if token != tokenizer.end_of_text])
+    marks = {tokenizer.end_of_text} | {number for number, name in tokenizer.special.items() if name == "<|im_end|>"}
+    (answer,) = llama_cpp.ask(file, greedy=[Greedy(prompt, [0] * 16, [])], stops=marks).greedy
+    said = tokenizer.decode([token for token in answer if token not in marks])
     assert said.strip() == ours.stdout.strip()
 
 
@@ -87,6 +108,30 @@ def test_qwen_goes_from_rows_to_llama_cpp(tmp_path: Path, here: Command) -> None
     out = here("export", "r", "--to", "gguf", "--quantize", "f32", cwd=tmp_path)
     assert out.returncode == 0 and "the same words to 20 prompts" in out.stderr, out.stderr
     same_words(tmp_path, Path(out.stdout.strip()), here, "r")
+    merged = here("export", "r", "--to", "hf", "--merge", cwd=tmp_path)
+    assert merged.returncode == 0 and "logits within" in merged.stderr, merged.stderr
+    text = "they're 1837 lamps"
+    ids = load(tmp_path / "base").encode(text).tolist()
+    assert AutoTokenizer.from_pretrained(merged.stdout.strip())(text)["input_ids"] == ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "base")(text)["input_ids"] != ids
+
+
+def test_a_tokenizer_that_transformers_reads_otherwise_is_refused_with_both_ids(tmp_path: Path, here: Command) -> None:
+    """Of every Qwen2 folder AutoTokenizer makes a byte-level tokenizer that divides as Qwen does, whatever its file says."""
+    made("qwen2", tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(shared("models", "stories260K_hf_llama", file), tmp_path / "base" / file)
+    done = here("train", "--run", "r", *QUICK, "--train.steps", "1", "--data.packing", "grouped", cwd=tmp_path)
+    assert done.returncode == 0 and "AutoTokenizer makes a Qwen2Tokenizer of it" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    state = json.loads(
+        (tmp_path / "runs" / "r" / "checkpoints" / "checkpoint-1" / "training" / "state.json").read_text()
+    )
+    assert state["exact"]["tokens"] < 128, "the probe is as large as a batch of like length, not as data.seq_len allows"
+    out = here("export", "r", "--to", "hf", "--merge", cwd=tmp_path)
+    assert out.returncode == 65 and not any((tmp_path / "runs" / "r" / "export").iterdir()), out.stderr
+    assert "transformers reads the exported tokenizer otherwise" in out.stderr and "by tokenizer.json" in out.stderr
 
 
 @LONG

@@ -293,3 +293,17 @@ def test_the_paper_knows_adapters_by_number(tmp_path: Path) -> None:
                 real = sum(p.numel() * p.element_size() for p in a_built(base, section).model.parameters())
                 job = Job(shape, 16, 4, 4, 10, lora=section)
                 assert job.weight_bytes == real, (family, targets, dtype)
+
+
+def test_a_layer_that_does_something_else_with_its_matrix_is_left_alone() -> None:
+    class Grouped(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(x, self.weight.view(2, -1, self.in_features).mT)
+
+    class Plain(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.T + self.bias
+
+    model = torch.nn.ModuleDict({"grouped": Grouped(4, 6, bias=False), "plain": Plain(4, 6)})
+    apply_lora(model, Lora(r=2, targets=["all-linear"]), 1)
+    assert list(adapters.adapters_of(model)) == ["plain"] and type(model["grouped"]) is Grouped

@@ -33,6 +33,14 @@ def test_every_byte_is_the_library_s(tmp_path: Path) -> None:
         assert torch.equal(tensor, whole[name]), name
 
 
+def test_another_type_is_what_the_library_writes_of_converted_tensors(tmp_path: Path) -> None:
+    given = {"wide": torch.randn(70, 9), "narrow": torch.randn(3).half(), "whole": torch.arange(4)}
+    tensorfile.write(tmp_path / "ours", given, dtype=torch.bfloat16)
+    kept = {name: one.bfloat16() if one.is_floating_point() else one for name, one in given.items()}
+    save_file(kept, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_the_system_s_error() -> None:
     with pytest.raises(OSError) as caught:

@@ -174,6 +174,7 @@ def _make_gguf(opened: Opened, request: dict[str, Any], place: Path) -> None:
         if tool:
             _by_llama_quantize(tool, temporary, quantize)
         reference = make_reference(opened, greedy=quantize == "f32", scored=quantize != "f32")
+        opened.release()
         _compare(temporary, opened, reference, quantize)
 
 

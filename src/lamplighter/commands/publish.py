@@ -172,10 +172,12 @@ def _upload(files: list[Path], request: dict[str, Any], token: str) -> str:
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     from lamplighter.model.origin import network_errors
 
     broken: tuple[type[Exception], ...] = (HfHubHTTPError, RuntimeError, ValueError, *network_errors())
+    disable_progress_bars()  # the parent says how it goes on
     api, to = huggingface_hub.HfApi(token=token), request["to"]
     operations = [huggingface_hub.CommitOperationAdd(path.name, path) for path in files]
     size = human_bytes(sum(path.stat().st_size for path in files))

@@ -65,6 +65,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         with report.phase("model"):
             own = _build_model(run, tokenizer)
             _say_packing(own, text.chat)
+            _settle_tokenizer(own, tokenizer)
     batches = lay_out(own is None or own.takes_segments)
     data = batches.describe()
     steps = _count_steps(run, data)
@@ -186,7 +187,10 @@ def _probe_exactness(
         return None  # code of one's own may count its calls: it is called for steps alone
     packed = bool(data.fingerprint) and not data.whole_batches and built.takes_segments
     rows = run.train.micro_batch or run.train.batch_size
-    size = exactness.Size(rows, run.data.seq_len, built.vocab_size, packed)
+    length = min(
+        run.data.seq_len, math.ceil(data.positions_per_step / run.train.batch_size)
+    )  # batches of like length: shorter
+    size = exactness.Size(rows, length, built.vocab_size, packed)
     small = exactness.affordable(size, planned.step_s * rows / run.train.batch_size, planned.hours * 3600)
     then = ((before or {}).get("rows") or 0, (before or {}).get("tokens") or 0)
     known = 0 < then[0] <= rows and 0 < then[1] <= run.data.seq_len  # as at the first start, for the same hash
@@ -241,6 +245,19 @@ def _say_packing(built: Built, chat: ChatTemplate | None) -> None:
         report.note(f"{kind} keeps packed examples apart: in a probe each had the logits that it has alone")
     else:
         report.note(f"{kind} is not packed, but grouped by length: {why_not}")
+
+
+def _settle_tokenizer(built: Built, tokenizer: Tokenizer) -> None:
+    """Of another family: checkpoints must give AutoTokenizer the ids that are trained on; where they cannot, it is said now."""
+    from lamplighter.export.tokenizer_class import settle_class
+
+    if getattr(built.model, "why_not", None) is None:  # a model of one's own, which transformers does not open
+        return
+    if differs := settle_class(tokenizer, built.config):
+        report.warn(
+            f"{differs}. The ids of tokenizer.json are trained on; other programs must open it by PreTrainedTokenizerFast,"
+            " and lamp export --to hf will refuse it (--to gguf will not)"
+        )
 
 
 def _with_base(run: Run, folder: RunDir, built: Built, where: Machine) -> Built:

@@ -247,7 +247,8 @@ def _converted(gguf: Any, tensor: Tensor, kind: str) -> np.ndarray:
     if kind == "bf16":
         return tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy()
     if kind == "f16":
-        largest = float(tensor.abs().max())
+        smallest, largest = (float(one) for one in tensor.aminmax())  # without a copy
+        largest = max(-smallest, largest)
         if largest > torch.finfo(torch.float16).max:
             raise BadConfig("this model does not fit into f16", f"it has a weight of {largest:.3g}", "--quantize bf16")
         return tensor.to(torch.float16).contiguous().numpy()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lamplighter import report
 from lamplighter.errors import BadConfig
 from lamplighter.export.opened import ExportFailed, Opened
 from lamplighter.export.reference import PROMPTS, Reference, compare_scores, logits_of, prompt_of
+from lamplighter.export.tokenizer_class import compare_tokens, settle_class
 from lamplighter.model.lora import SETTINGS, WEIGHTS
 from lamplighter.model.origin import RECORD
 from lamplighter.model.weights import weights
@@ -26,20 +28,21 @@ from lamplighter.train import tensorfile
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _NEAR = 1e-4
+_COMPARED = PROMPTS[:5]
 _BESIDE = ("generation_config.json", "chat.json", "chat_template.jinja")
 
 
 def write_model(place: Path, opened: Opened, quantize: str) -> None:
     """config.json, model.safetensors, tokenizer, template, stop tokens."""
+    if find_spec("transformers") is None:
+        why = "a folder that was not opened by transformers is not handed out"
+        raise BadConfig("transformers is missing", why, "pip install 'lamplighter[hf]'")
     place.mkdir()
-    dtype = DTYPES[quantize]
-    tensors = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in weights(opened.built.model).items()
-    }
-    total = sum(tensor.nbytes for tensor in tensors.values())
+    settle_class(opened.tokenizer, opened.built.config)
+    tensors, dtype = weights(opened.built.model), DTYPES[quantize]
+    total = sum(one.numel() * dtype.itemsize for one in tensors.values())
     with report.phase("write", total=total, unit="B") as phase:
-        tensorfile.write(place / "model.safetensors", tensors, lambda n: phase.tick(n, "model.safetensors"))
+        tensorfile.write(place / "model.safetensors", tensors, lambda n: phase.tick(n, "model.safetensors"), dtype)
     write_json(place / "config.json", {**opened.built.config, "dtype": _NAMES[quantize]})
     _write_beside(place, opened)
 
@@ -65,19 +68,19 @@ def _write_beside(place: Path, opened: Opened) -> None:
 
 def check_model(place: Path, opened: Opened, quantize: str, reference: Reference | None) -> str:
     """Opened by transformers: the same logits, the same prompt by its template, the same ids."""
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        why = "a folder that was not opened by transformers is not handed out"
-        raise BadConfig(f"transformers is missing ({error})", why, "pip install 'lamplighter[hf]'") from error
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    expected = _logits(opened) if reference is None else []
+    opened.release()  # one model at a time is in memory
     with report.phase("check"):
         theirs: Any = AutoModelForCausalLM.from_pretrained(
             place, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
         theirs.eval()
-        _same_tokens(AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False), opened)
+        _same_tokens(place, opened)
+        _same_prompt(AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False), opened)
         if reference is None:
-            return _same_logits(theirs, opened)
+            return _same_logits(theirs, opened, expected)
         scores = []
         for one in reference.scored:
             with torch.no_grad():
@@ -103,26 +106,32 @@ def check_adapter(place: Path, opened: Opened) -> str:
             f"the adapter was trained on a base in {record['dtype']}: on the whole base its logits differ a little; --merge keeps them"
         )
         return "not compared: peft knows only the whole base"
+    expected = _logits(opened)
+    opened.release()
     with report.phase("check"):
         theirs = PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True), place
         ).eval()
-        return _same_logits(theirs, opened)
+        return _same_logits(theirs, opened, expected)
+
+
+def _logits(opened: Opened) -> list[torch.Tensor]:
+    return [logits_of(opened, prompt_of(opened, text)) for text in _COMPARED]
 
 
 @torch.no_grad()
-def _same_logits(theirs: Any, opened: Opened) -> str:
+def _same_logits(theirs: Any, opened: Opened, expected: list[torch.Tensor]) -> str:
     far = 0.0
-    for text in PROMPTS[:5]:
-        ids = prompt_of(opened, text)
-        ours, other = logits_of(opened, ids), theirs(torch.tensor([ids])).logits[0].float()
+    for text, ours in zip(_COMPARED, expected, strict=True):
+        other = theirs(torch.tensor([prompt_of(opened, text)])).logits[0].float()
         if ours.shape != other.shape:
             raise ExportFailed(
                 "the exported model has another vocabulary",
                 f"{list(other.shape)}, here {list(ours.shape)}",
                 "please report it",
             )
-        far = max(far, float((ours - other).abs().max() / max(1.0, float(ours.abs().max()))))
+        apart = float((ours - other).abs().max() / max(1.0, float(ours.abs().max())))
+        far = apart if not apart <= far else far  # what is no number is kept, and refused
     if not far <= _NEAR:
         raise ExportFailed(
             "the exported model gives other logits",
@@ -132,13 +141,17 @@ def _same_logits(theirs: Any, opened: Opened) -> str:
     return f"logits within {far:.1e} of the checkpoint's"
 
 
-def _same_tokens(theirs: Any, opened: Opened) -> None:
-    text = "The lamp-lighter's 1,837 lamps: naïve £5 — 日本 🙂"
-    ours, other = opened.tokenizer.encode(text).tolist(), theirs(text, add_special_tokens=False)["input_ids"]
-    if ours != list(other):
+def _same_tokens(place: Path, opened: Opened) -> None:
+    if differs := compare_tokens(opened.tokenizer, place):
         raise ExportFailed(
-            "the exported tokenizer gives other ids", f"here {ours[:10]}, there {list(other)[:10]}", "please report it"
+            "transformers reads the exported tokenizer otherwise",
+            f"{differs}; for models of the kind {opened.built.config.get('model_type')} it has rules of its own",
+            "lamp export RUN --to gguf, whose ids are those of training",
+            cause="tokenizer_differs",
         )
+
+
+def _same_prompt(theirs: Any, opened: Opened) -> None:
     if opened.template is None:
         return
     asked = [{"role": "user", "content": "Who lights the lamps?"}]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from lamplighter import report
 from lamplighter.data import tokenizer as tokenizers
 from lamplighter.data.chat import template as templates
@@ -35,6 +37,10 @@ class Opened:
     template: ChatTemplate | None
     base: str | None = None  # of an adapter, where the user says that it is
 
+    def release(self) -> None:
+        """What it says has been worked out and written: its weights give way to those of the program that opens the file."""
+        self.built.model.to("meta")
+
 
 def open_model(folder: Path, name: str, base: str | None, command: str = "") -> Opened:
     """Template and end mark are compared with those of training, as everywhere."""
@@ -46,4 +52,14 @@ def open_model(folder: Path, name: str, base: str | None, command: str = "") -> 
     if tokenizer.vocab_size > built.vocab_size:
         why = f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model {built.vocab_size:,}"
         raise BadData(f"{folder} does not fit together", why, "use an intact folder")
+    _refuse_what_is_no_number(folder, built)
     return Opened(folder, name, built, tokenizer, template, base)
+
+
+def _refuse_what_is_no_number(folder: Path, built: Built) -> None:
+    """Logits that are no numbers are not far from any others: a comparison alone would let them through."""
+    for name, tensor in built.model.state_dict().items():
+        # The smallest and the largest tell it without a copy; isfinite makes one of the size of the tensor.
+        if tensor.is_floating_point() and tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
+            why = f"{name} holds infinite numbers, or none: its training diverged, or the file is damaged"
+            raise BadData(f"{folder} is no usable model", why, "lamp checkpoints RUN, and --checkpoint an earlier one")

@@ -103,7 +103,24 @@ def is_conv(layer: nn.Module) -> bool:
 
 
 def is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear | FrozenLinear) or is_conv(layer)
+    return isinstance(layer, FrozenLinear) or is_conv(layer) or (isinstance(layer, nn.Linear) and _is_plain(layer))
+
+
+@torch.no_grad()
+def _is_plain(layer: nn.Linear) -> bool:
+    """y = Wx + b. Some families have layers of this class with a forward of their own: Falcon's is the same product, DeepSeek
+    V4's is one for each group of heads. Tried, where it is not torch's own."""
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    weight_OI = layer.weight
+    x = torch.linspace(-1, 1, weight_OI.shape[1], dtype=weight_OI.dtype, device=weight_OI.device)[None, None]
+    try:
+        y = layer(x)
+    except (RuntimeError, ValueError, TypeError, IndexError):  # it wants another shape: no plain product
+        return False
+    expected = functional.linear(x, weight_OI, layer.bias)
+    same = isinstance(y, Tensor) and y.shape == expected.shape  # a router of experts gives several things
+    return same and torch.allclose(y, expected, rtol=1e-3, atol=1e-5)
 
 
 def matrix_of(layer: nn.Module) -> Tensor:

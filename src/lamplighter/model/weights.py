@@ -73,9 +73,16 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     A missing file is a FileNotFoundError; a damaged file, or tensors that do not fit, a ValueError that names them.
     """
     with _fitting(model, folder) as found:
-        for name, target in stored_tensors(model).items():
-            file, stored, _ = found[name]
-            target.copy_(file.get_tensor(stored))
+        places = {name: (path, stored) for name, (_, stored, path) in found.items()}
+    for name, target in stored_tensors(model).items():
+        target.copy_(_read(*places[name]))
+
+
+def _read(path: Path, stored: str) -> Tensor:
+    """One tensor; the file is closed again, for what is mapped of it counts as memory of this process."""
+    with open_safetensors(path) as file:
+        tensor: Tensor = file.get_tensor(stored)
+    return tensor
 
 
 @torch.no_grad()
@@ -85,10 +92,7 @@ def load_narrow(model: Transformer, folder: Path, dtype: str) -> None:
         places = {name: (path, stored) for name, (_, stored, path) in found.items()}
 
     def read(name: str) -> Tensor:
-        path, stored = places[name]
-        with open_safetensors(path) as file:  # and closed again: what is mapped counts as memory of this process
-            tensor: Tensor = file.get_tensor(stored)
-        return tensor.float()
+        return _read(*places[name]).float()
 
     for name in lora.linear_names(model):
         layer = model.get_submodule(name)
