@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lamplighter.rundir import RunDir, newest_first, read_json
+from lamplighter.rundir import RunDir, newest_first, read_json, read_lines
 from running import LAMP, LONG, TINY, clean_env, events_of, lamp, losses_of, verdicts_of, wait_for
 
-WORDS = ["train", "--run", "r", *TINY, "--train.batch_size", "6", "--train.micro_batch", "2", "--eval.every_steps", "20",
-         "--train.steps", "40", "--save.every_steps", "10", "--save.keep", "100"]  # fmt: skip
+WORDS = ["train", "--run", "r", *TINY, "--train.batch_size", "6", "--train.micro_batch", "2", "--eval.every_steps", "300",
+         "--train.steps", "600", "--save.every_steps", "100", "--save.keep", "100"]  # fmt: skip
 
 
 def _folder(place: Path) -> RunDir:
@@ -54,7 +54,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_killed_rank_is_named_and_two_ranks_have_the_bits_of_one(tmp_path: Path, alone: Path) -> None:
     going = _start(tmp_path, 2)
-    victim = _at_step(tmp_path, 12, going)[1]
+    victim = _at_step(tmp_path, 110, going)[1]
     os.kill(victim, signal.SIGKILL)
     said, _ = going.communicate(timeout=300)
     assert going.returncode == 0, said
@@ -63,17 +63,20 @@ def test_a_killed_rank_is_named_and_two_ranks_have_the_bits_of_one(tmp_path: Pat
     (verdict,) = verdicts_of(_folder(tmp_path), "killed")
     assert f"rank 1 (process {victim}) was killed by SIGKILL" in verdict["why"] and verdict["culprit"]["rank"] == 1
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+    assert {record["rank"] for record in read_lines(_folder(tmp_path).system)} == {0, 1}, (
+        "a series for each, for the page"
+    )
 
 
 def test_a_stop_is_agreed_and_another_number_of_ranks_goes_on(tmp_path: Path, alone: Path) -> None:
     """3 ranks, asked to stop; then 1. Three micro-batches over three ranks, then all on one."""
     going = _start(tmp_path, 3)
-    _at_step(tmp_path, 5, going)
+    _at_step(tmp_path, 50, going)
     going.send_signal(signal.SIGTERM)
     said, _ = going.communicate(timeout=300)
     assert going.returncode == 75 and "is safe" in said, said
     saved = newest_first(_folder(tmp_path).checkpoints)[0]
-    assert int(saved.name.rpartition("-")[2]) % 10, "not at a step where a save was due"
+    assert int(saved.name.rpartition("-")[2]) % 100, "not at a step where a save was due"
     done = lamp(*WORDS, "--train.ranks", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)

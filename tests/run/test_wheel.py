@@ -25,7 +25,7 @@ from running import clean_env
 
 ROOT = Path(__file__).parents[2]
 OF_EXTRAS = ("dash/server.py", "serve/app.py")  # loaded by their verbs alone, after the extra was looked for
-UNDECLARED = {"huggingface_hub"}  # comes with transformers and datasets
+UNDECLARED = {"huggingface_hub", "IPython"}  # comes with transformers and datasets; a notebook has it, and calls us
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

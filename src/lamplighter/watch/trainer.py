@@ -45,6 +45,7 @@ from lamplighter.watch import time_report
 from lamplighter.watch.console import Console
 from lamplighter.watch.curves import CurveSketch
 from lamplighter.watch.process_tree import Snapshot
+from lamplighter.watch.rank_series import RankSeries
 from lamplighter.watch.stall import StallDetector
 from lamplighter.watch.status import Observer, Tail, duration, line, tell, tell_step
 from lamplighter.watch.supervisor import Death, Ending, Root, RunOutcome, TargetFacts, TargetState
@@ -108,6 +109,7 @@ class Trainer:
         self.status.started = self.began
         self.output = Tail(run.output, from_end=True)
         self.sketch = CurveSketch(run) if spec.keeps_report else None
+        self.series, self.attempt = RankSeries(run), 1
         self.interrupts, self.signalled = 0, ""
         self.oom_before = procfs.oom_kills()
         self.peak_bytes = 0
@@ -146,7 +148,7 @@ class Trainer:
         prctl.adopt_orphans()
         for stale in self.run.slots.glob("meeting-*"):  # where ranks of an earlier attempt have met
             stale.unlink(missing_ok=True)
-        self.failed = []
+        self.failed, self.attempt = [], attempt
         self.processes = [self._spawn_rank(rank, attempt) for rank in self.ranks]
         if self.spec.keeps_report:
             threading.Thread(
@@ -248,6 +250,7 @@ class Trainer:
     def hear(self, snapshot: Snapshot, stall: StallDetector) -> Iterator[dict[str, Any]]:
         """Merge the ranks' events, and say what has words."""
         first = snapshot.processes[0]
+        self.series.look(snapshot, self.attempt)
         self.peak_bytes = max(self.peak_bytes, first.look.rss_bytes)
         finding = stall.finding
         self.status.stall_words = f"{finding.verdict.state}: {finding.verdict.why}" if finding else ""
