@@ -88,7 +88,6 @@ KINDS: dict[str, Sequence[str]] = {
     "fp16": ("--train.dtype", "fp16"),
     "llama": ("--model.family", "llama"),
     "one micro-batch": ("--train.micro_batch", "6"),
-    "nan": ("--train.lr", "1e30", "--train.on_nonfinite", "skip"),
 }
 
 
@@ -105,13 +104,13 @@ def test_every_kind_of_run_has_the_same_bits(tmp_path: Path, kind: str, ranks: i
         ends.append(
             (going.returncode, losses_of(_folder(place)), _stored(place) if going.returncode == 0 else said[-1:])
         )
-    assert ends[0] == ends[1] and ends[0][0] == (76 if kind == "nan" else 0)
+    assert ends[0] == ends[1] and ends[0][0] == 0
 
 
 @LONG
 def test_a_run_without_micro_batches_gets_as_many_as_ranks(tmp_path: Path) -> None:
-    words = [word for word in WORDS if word != "2"]
-    words.remove("--train.micro_batch")
+    at = WORDS.index("--train.micro_batch")
+    words = [*WORDS[:at], *WORDS[at + 2 :]]
     done = lamp(*words, "--train.ranks", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     config = _folder(tmp_path).config.read_text()
@@ -135,7 +134,19 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
 
 @LONG
 def test_torchrun_starts_one_run_with_one_voice(tmp_path: Path, alone: Path) -> None:
-    words = [*LAMP[:1], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lamplighter", *WORDS]
+    (tmp_path / "r.yaml").write_text("train: {steps: 600}\n")  # torchrun would take --run for a flag of its own
+    words = [
+        *LAMP[:1],
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "lamplighter",
+        "train",
+        "r.yaml",
+        *WORDS[3:],
+    ]
     done = subprocess.run(words, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks, 3 micro-batches a step") == 1
