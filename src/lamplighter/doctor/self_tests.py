@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,9 @@ class _Command:
                 start_new_session=True,
             )
 
-    def finish(self) -> None:
-        """To its end, or a finding that it did not get there."""
-        going = self.start()
+    def finish(self, going: subprocess.Popen[bytes] | None = None) -> None:
+        """To its end, or a finding that it did not get there; `going`: it was started already."""
+        going = going or self.start()
         try:
             code = going.wait(_RUN_S)
         except subprocess.TimeoutExpired:
@@ -153,12 +154,10 @@ def _kill(going: subprocess.Popen[bytes]) -> None:
 
 def kill_and_resume(context: ProbeContext) -> Iterator[Finding]:
     """One run to its end, and the same one killed in the middle of a step: every loss and the weights must be the same."""
-    context.now("a run to its end")
-    whole = _Command(context.run, context.scratch / "whole")
-    whole.finish()
-    context.now("the same run, killed")
-    broken = _Command(context.run, context.scratch / "broken")
-    going, steps = broken.start(), int(context.run.train.steps or 0)
+    context.now("a run to its end, and beside it the same run, killed")
+    whole, broken = (_Command(context.run, context.scratch / name) for name in ("whole", "broken"))
+    to_its_end, going = whole.start(), broken.start()
+    steps = int(context.run.train.steps or 0)
     until = time.monotonic() + _RUN_S
     while len(broken.losses() if broken.folder.metrics.exists() else ()) < 0.6 * steps and going.poll() is None:
         if time.monotonic() > until:
@@ -169,6 +168,7 @@ def kill_and_resume(context: ProbeContext) -> Iterator[Finding]:
     reached = max(broken.losses(), default=0)
     context.now(f"killed at step {reached}; going on")
     broken.finish()
+    whole.finish(to_its_end)
     first, second = whole.losses(), broken.losses()
     same = sum(first[step] == second.get(step) for step in first)
     told = str(read_status(broken.folder).get("exact") or "")
@@ -201,27 +201,29 @@ def _saves(command: _Command) -> Finding:
 
 def generation(context: ProbeContext) -> Iterator[Finding]:
     """The same words from `lamp generate` and from transformers, at temperature 0, on a checkpoint of a run."""
-    try:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        yield skip(f"{error.name} is not installed")
+    if find_spec("transformers") is None:
+        yield skip("transformers is not installed")
         return
     command = _Command(context.run, context.scratch / "whole")
     if not newest_first(command.folder.checkpoints):
         command.finish()
     folder = newest_first(command.folder.checkpoints)[0]
-    context.now("lamp generate")
+    context.now("lamp generate, and transformers beside it")
     words = ["generate", "r", "--prompt", _PROMPT, "--temperature", "0", "--max-tokens", str(_WORDS), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "lamplighter", *words], cwd=command.place, capture_output=True, check=False
+    going = subprocess.Popen(
+        [sys.executable, "-P", "-m", "lamplighter", *words],
+        cwd=command.place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    if done.returncode:
-        yield fault(
-            f"lamp generate ended with exit code {done.returncode}", done.stderr.decode(errors="replace")[-200:]
-        )
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    said, wrong = going.communicate()
+    if going.returncode:
+        yield fault(f"lamp generate ended with exit code {going.returncode}", wrong.decode(errors="replace")[-200:])
         return
-    ours = json.loads(done.stdout.decode().splitlines()[-1])
+    ours = json.loads(said.decode().splitlines()[-1])
     context.now("transformers")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()  # type: ignore[no-untyped-call]
@@ -351,14 +353,17 @@ _ON_GPU = {
 def planted_faults(context: ProbeContext) -> Iterator[Finding]:
     """A failed assert inside a kernel, and memory that is not there, once each: named, and the run goes on to its end."""
     gpu = context.run.train.device == "cuda"
+    own = replace(context.run, model=replace(context.run.model, family="planted:Model"))
+    commands: dict[str, tuple[_Command, subprocess.Popen[bytes]]] = {}
     for cause, code in (_ON_GPU if gpu else _ON_CPU).items():
-        context.now(cause)
         place = context.scratch / cause
         place.mkdir(parents=True)
         (place / "planted.py").write_text(_PLANTED.replace("{fault}", code))
-        own = replace(context.run, model=replace(context.run.model, family="planted:Model"))
         command = _Command(own, place)
-        command.finish()
+        commands[cause] = command, command.start()
+    for cause, (command, going) in commands.items():
+        context.now(cause)
+        command.finish(going)
         said = [one for one in command.events("verdict") if str(one.get("cause", "")).startswith(cause)]
         steps = len(command.losses())
         real = "a real" if gpu else "torch's own exception for"
