@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lamplighter.errors import BadConfig
 from lamplighter.procs import nvml
 from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir, read_json, read_lines
@@ -237,6 +238,17 @@ def test_a_kernel_that_does_not_end_is_named_and_given_up_after_patience(library
     assert acted["action"] == "restart" and acted["since_s"] >= 12
     assert not verdicts_of(run, "running"), "it is not called alive"
     assert sorted(losses_of(run)) == list(range(1, 9))
+
+
+@pytest.mark.parametrize("said", ["sleep 30", "echo nonsense"])
+def test_an_nvidia_smi_that_does_not_tell_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """Not taken for a machine without a card."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nexec {said}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(BadConfig, match="does not tell of the cards"):
+        nvml.cards_here()
 
 
 def test_a_watched_command_has_its_cards_in_status_and_in_system(library: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lamplighter.config import Budget, resolve
+from lamplighter.config import Budget, drift, resolve
 from lamplighter.errors import UsageError
 from lamplighter.gpus import TABLE, Device, Rates, find, of_card
 from lamplighter.model.shape import Shape
@@ -309,3 +309,18 @@ def test_a_run_that_did_not_fit_is_told_what_would_by_the_plan(tmp_path: Path) -
     assert f"by the plan this takes {made.memory.peak_gib:.1f} GiB; --train.micro_batch 4 takes" in words
     (tmp_path / "plan.json").write_text('{"lighter": [{"settings": 5}], "memory_gib": "much"}')
     assert lighter_by_plan(RunDir(tmp_path)) == ""
+
+
+def test_sums_one_after_another_are_offered_where_their_tree_does_not_fit() -> None:
+    job = replace(SLM, batch_size=64, micro_batch=4, tree=8)
+    room = (memory(job, find("t4")).peak + memory(replace(job, tree=1), find("t4")).peak) / 2 / GIB
+    options = [option.settings for option in estimate._for_memory(job, replace(find("t4"), memory_gib=room))]
+    assert "--train.tree 1" in options
+
+
+def test_less_memory_does_not_cost_a_run() -> None:
+    """The remedies for a full GPU may be given at resume; what changes the result may not."""
+    old = resolve("slm").run
+    smaller = replace(old, train=replace(old.train, micro_batch=2, tree=1, recompute=True))
+    assert not drift(old, smaller)
+    assert drift(old, replace(old, train=replace(old.train, batch_size=72)))
