@@ -349,7 +349,7 @@ def _resume(context: RunContext, state: TrainState, found: Path) -> None:
         report.warn(
             f"the run was planned for {before['steps']} steps, now {state.steps}: the schedule changes from here"
         )
-    moved = checkpoint.go_back(root, progress)
+    moved = checkpoint.go_back(root, progress) if context.world.leads else []  # one of the ranks moves files
     if moved:
         report.note(f"set aside (not deleted): {', '.join(moved)}")
     report.note(f"resumed from {found.name}: step {progress.step + 1} is next")
