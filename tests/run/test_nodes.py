@@ -1,0 +1,297 @@
+"""Several nodes by the real command: two network namespaces are two machines, with a cable between them that can be cut.
+
+One parent on each; the bits are those of one rank on one machine, through deaths on the other node and through its loss.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamplighter.rundir import RunDir, newest_first, read_json, read_status
+from running import LAMP, LONG, TINY, clean_env, lamp, losses_of, verdicts_of, wait_for
+
+WORDS = ["train", "--run", "r", *TINY, "--train.batch_size", "6", "--train.micro_batch", "2", "--eval.every_steps", "100",
+         "--save.every_steps", "50", "--save.keep", "100", "--train.ranks", "1"]  # fmt: skip
+STEPS = ["--train.steps", "150"]
+LONGER = ["--train.steps", "700", "--save.every_steps", "500", "--eval.every_steps", "0"]
+FIRST, SECOND = "10.203.7.1", "10.203.7.2"
+PORT = 29511
+SECRET = "for-tests-only-0123456789"
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class Cable:
+    """Two machines, alpha and beta, and the cable between them."""
+
+    def __init__(self, name: str) -> None:
+        self.alpha, self.beta = f"{name}a", f"{name}b"
+        self.started: list[subprocess.Popen[str]] = []
+        self.ends = {self.alpha: f"{name}va", self.beta: f"{name}vb"}
+        for space in self.ends:
+            _ip("netns", "add", space)
+        one, other = self.ends.items()
+        _ip("link", "add", one[1], "netns", one[0], "type", "veth", "peer", "name", other[1], "netns", other[0])
+        for (space, end), address in zip(self.ends.items(), (FIRST, SECOND), strict=True):
+            _ip("-n", space, "addr", "add", f"{address}/24", "dev", end)
+            for device in ("lo", end):
+                _ip("-n", space, "link", "set", device, "up")
+
+    def cut(self) -> None:
+        """In the middle: both ends stay up, and what is sent reaches nobody (it goes to a machine that is not there)."""
+        other = dict(zip(self.ends, (SECOND, FIRST), strict=True))
+        for space, end in self.ends.items():
+            _ip(
+                "-n",
+                space,
+                "neigh",
+                "replace",
+                other[space],
+                "lladdr",
+                "02:00:00:00:00:99",
+                "dev",
+                end,
+                "nud",
+                "permanent",
+            )
+
+    def start(self, space: str, place: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+        host = "alpha" if space == self.alpha else "beta"
+        place.mkdir(exist_ok=True)
+        full = [
+            "ip",
+            "netns",
+            "exec",
+            space,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            f'hostname {host}; exec "$@"',
+            "sh",
+            *LAMP,
+            *words,
+        ]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(full, cwd=place, env=clean_env(**env), **pipes)
+        self.started.append(process)
+        return process
+
+    def remove(self) -> None:
+        for process in self.started:  # those of a test that has failed
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+        for space in self.ends:
+            subprocess.run(["ip", "netns", "del", space], check=False)
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    if os.getuid() != 0 or subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("network namespaces are not permitted here (root and CAP_SYS_ADMIN are needed)")
+    made = Cable(f"lamp{os.getpid() % 10_000}")
+    try:
+        yield made
+    finally:
+        made.remove()
+
+
+MEET = ["--launch.nodes", "2", "--launch.rendezvous", f"{FIRST}:{PORT}"]
+
+
+def _folder(place: Path) -> RunDir:
+    return RunDir(place / "runs" / "r")
+
+
+def _stored(place: Path) -> list[bytes]:
+    newest = newest_first(_folder(place).checkpoints)[0]
+    return [
+        newest.name.encode(),
+        *((newest / name).read_bytes() for name in ("model.safetensors", "training/optimizer.safetensors")),
+    ]
+
+
+def _ranks(place: Path, step: int, process: subprocess.Popen[str], deadline_s: float = 200) -> list[dict[str, Any]]:
+    """The ranks once so many steps are made."""
+    run = _folder(place)
+    wait_for(
+        lambda: (read_status(run).get("step") or 0) >= step and len(read_status(run).get("ranks") or ()) > 0,
+        deadline_s,
+        process,
+    )
+    found: list[dict[str, Any]] = read_json(run.status)["ranks"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run on one rank of one machine."""
+    place = tmp_path_factory.mktemp("alone")
+    done = lamp(*WORDS, *STEPS, cwd=place)
+    assert done.returncode == 0, done.stdout
+    return place
+
+
+def test_two_nodes_without_a_shared_folder_have_the_bits_of_one_rank(cable: Cable, tmp_path: Path, alone: Path) -> None:
+    """A rank on the other node is killed on the way: it is named with its host, and the run goes on."""
+    here, there = tmp_path / "alpha", tmp_path / "beta"
+    first = cable.start(cable.alpha, here, *WORDS, *STEPS, *MEET, "--budget.usd_per_hour", "3", LAMP_SECRET=SECRET)
+    status = _folder(here).status
+    wait_for(lambda: status.exists() and "missing" in read_json(status).get("now", ""), 60, first)
+    waiting = read_json(status)
+    assert f"1 of 2 nodes missing at {FIRST}:{PORT}; here: alpha (node 0)" in waiting["now"]
+    second = cable.start(cable.beta, there, *WORDS, *STEPS, *MEET, "--budget.usd_per_hour", "3", LAMP_SECRET=SECRET)
+    ranks = _ranks(here, 20, first)
+    assert [(one["rank"], one["host"]) for one in ranks] == [(0, "alpha"), (1, "beta")]
+    os.kill(ranks[1]["pid"], signal.SIGKILL)
+    said, _ = first.communicate(timeout=200)
+    there_said, _ = second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), said + there_said
+    (verdict,) = verdicts_of(_folder(here), "killed")
+    assert verdict["culprit"] == {"pid": ranks[1]["pid"], "host": "beta", "rank": 1, "step": verdict["culprit"]["step"]}
+    assert f"rank 1 (process {ranks[1]['pid']} on beta) was killed by SIGKILL" in verdict["why"]
+    assert losses_of(_folder(here)) == losses_of(_folder(alone)) and _stored(here) == _stored(alone)
+    assert "node 1 (beta, 10.203.7.2): 1 rank; it does not see the run's folder" in said
+    assert "look there with: lamp watch r" in there_said and "finished r" in there_said
+    assert not newest_first(RunDir(there / "runs" / "r" / "nodes" / "1").checkpoints)
+    end = read_json(status)
+    assert end["usd"] == pytest.approx(2 * 3 * end["spent_s"] / 3600, rel=0.01), (
+        "two machines cost twice the price of one"
+    )
+    assert SECRET not in said + there_said
+
+
+@LONG
+def test_a_cut_cable_is_named_in_seconds_and_node_0_goes_on_alone(cable: Cable, tmp_path: Path) -> None:
+    here, there = tmp_path / "alpha", tmp_path / "beta"
+    first = cable.start(cable.alpha, here, *WORDS, *LONGER, *MEET, LAMP_SECRET=SECRET)
+    second = cable.start(cable.beta, there, *WORDS, *LONGER, *MEET, LAMP_SECRET=SECRET)
+    _ranks(here, 50, first)
+    cable.cut()
+    cut_at = time.time()
+    wait_for(lambda: bool(verdicts_of(_folder(here), "node_lost")), 60, first)
+    (verdict,) = verdicts_of(_folder(here), "node_lost")
+    named_s = verdict["t"] - cut_at
+    step = read_status(_folder(here))["step"]
+    wait_for(lambda: read_status(_folder(here))["step"] > step, 60, first)
+    again_s = time.time() - cut_at
+    there_said, _ = second.communicate(timeout=60)
+    assert (
+        second.returncode == 71 and "node 0 (alpha) is lost: its machine has acknowledged nothing for 4 s" in there_said
+    )
+    assert "next, on every node: lamp train --run r" in there_said
+    nodes = read_status(_folder(here))["nodes"]
+    assert [(one["host"], one["state"]) for one in nodes] == [("beta", "lost")]
+    said, _ = first.communicate(timeout=300)
+    assert first.returncode == 0, said
+    assert "node 1 (beta, 10.203.7.2): its machine has acknowledged nothing for 4 s; ranks 1 went" not in said
+    assert "node 1 (beta, 10.203.7.2): its machine has acknowledged nothing for 4 s; rank 1 went with it" in said
+    assert "attempt 2: 1 of 2 ranks go on at once, with the state that they hold" in said
+    done = lamp(*WORDS, *LONGER, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0 and losses_of(_folder(here)) == losses_of(_folder(tmp_path))
+    assert _stored(here) == _stored(tmp_path)
+    warnings.warn(f"named {named_s:.1f} s after the cut, next step seen after {again_s:.1f} s", stacklevel=1)
+    assert named_s < 8, "4 s without an acknowledgement, and the look that finds it"
+
+
+@LONG
+def test_a_shared_folder_is_found_and_a_stop_on_the_other_node_saves_once(
+    cable: Cable, tmp_path: Path, alone: Path
+) -> None:
+    """The secret is read from the folder. TERM on node 1 stops all; the run goes on on one machine, bit for bit."""
+    first = cable.start(cable.alpha, tmp_path, *WORDS, *STEPS, *MEET)
+    second = cable.start(cable.beta, tmp_path, *WORDS, *STEPS, *MEET)
+    _ranks(tmp_path, 20, first)
+    parents = subprocess.run(
+        ["ip", "netns", "pids", cable.beta], capture_output=True, text=True, check=True
+    ).stdout.split()
+    os.kill(min(map(int, parents)), signal.SIGTERM)
+    said, _ = first.communicate(timeout=120)
+    there_said, _ = second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (75, 75), said + there_said
+    assert "it sees the run's folder" in said and "stopped early (SIGTERM on beta)" in said
+    assert (_folder(tmp_path).path / "nodes" / "secret").stat().st_mode & 0o777 == 0o600
+    done = lamp(*WORDS, *STEPS, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+
+
+@LONG
+def test_a_stopped_rank_on_the_other_node_is_named_and_a_stopped_parent_is_no_lost_node(
+    cable: Cable, tmp_path: Path
+) -> None:
+    here = tmp_path / "alpha"
+    longer = ["--train.steps", "200000", "--save.every_steps", "0", "--eval.every_steps", "0"]
+    first = cable.start(cable.alpha, here, *WORDS, *longer, *MEET, LAMP_SECRET=SECRET)
+    second = cable.start(cable.beta, tmp_path / "beta", *WORDS, *longer, *MEET, LAMP_SECRET=SECRET)
+    ranks = _ranks(here, 50, first)
+    parent = int(Path(f"/proc/{ranks[1]['pid']}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGSTOP)
+    status = _folder(here).status
+    wait_for(lambda: read_json(status)["nodes"][0]["state"] == "silent", 30, first)
+    time.sleep(6)  # longer than a cut cable takes
+    step = read_json(status)["step"]
+    os.kill(parent, signal.SIGCONT)
+    wait_for(lambda: read_json(status)["nodes"][0]["state"] == "", 30, first)
+    wait_for(lambda: read_json(status)["step"] > step, 30, first)
+    assert not verdicts_of(_folder(here), "node_lost")
+    stopped_at = time.time()
+    os.kill(ranks[1]["pid"], signal.SIGSTOP)
+    wait_for(lambda: len(verdicts_of(_folder(here), "rank_sigstop")) == 2, 60, first)
+    named, acted = verdicts_of(_folder(here), "rank_sigstop")
+    warnings.warn(
+        f"named after {named['t'] - stopped_at:.1f} s, acted upon after {acted['t'] - stopped_at:.1f} s", stacklevel=1
+    )
+    assert (named["culprit"]["host"], named["culprit"]["pid"]) == ("beta", ranks[1]["pid"]) and acted[
+        "action"
+    ] == "restart"
+    attempt = read_json(status)["attempt"]
+    wait_for(lambda: read_json(status)["attempt"] > attempt or read_json(status)["step"] > step + 200, 60, first)
+    os.kill(first.pid, signal.SIGKILL)  # the parent of node 0, which `exec` has put there
+    there_said, _ = second.communicate(timeout=60)
+    first.communicate(timeout=60)
+    assert second.returncode == 71 and "node 0 (alpha) is lost: the connection was closed" in there_said
+    left = subprocess.run(
+        ["ip", "netns", "pids", cable.beta], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not left, "nothing stays behind"
+
+
+def test_who_does_not_belong_is_refused_by_name(cable: Cable, tmp_path: Path) -> None:
+    """Other settings, another secret, a port that is taken, and a node that never comes: no run begins."""
+    here = tmp_path / "alpha"
+    wait = ["--launch.wait_s", "12"]
+    first = cable.start(cable.alpha, here, *WORDS, *STEPS, *MEET, *wait, LAMP_SECRET=SECRET)
+    time.sleep(0.1)
+    stranger = cable.start(
+        cable.beta, tmp_path / "x", *WORDS, *STEPS, *MEET, *wait, LAMP_SECRET="another-secret-9876543210"
+    )
+    stranger_said, _ = stranger.communicate(timeout=60)
+    assert stranger.returncode == 78 and "does not know this secret" in stranger_said, stranger_said
+    taken = cable.start(cable.alpha, tmp_path / "y", *WORDS, *STEPS, *MEET, *wait, LAMP_SECRET=SECRET)
+    taken_said, _ = taken.communicate(timeout=60)
+    assert taken.returncode == 69 and "the port is taken" in taken_said and "python" in taken_said, taken_said
+    other = cable.start(
+        cable.beta, tmp_path / "z", *WORDS, *STEPS, *MEET, *wait, "--train.lr", "0.5", LAMP_SECRET=SECRET
+    )
+    said, _ = first.communicate(timeout=60)
+    other_said, _ = other.communicate(timeout=60)
+    assert (first.returncode, other.returncode) == (78, 78), said + other_said
+    assert "node beta has another run in hand than node 0 (alpha)" in said and "train.lr" in said
+    assert "refused, with another secret or none: 10.203.7.2" in said
+    nobody = cable.start(cable.alpha, here, *WORDS, *STEPS, *MEET, "--launch.wait_s", "2", LAMP_SECRET=SECRET)
+    said, _ = nobody.communicate(timeout=60)
+    assert nobody.returncode == 71 and "not all nodes have come within 2 s" in said, said
+    assert "1 of 2 nodes missing" in said and "exit_code" in _folder(here).status.read_text()
