@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -10,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from lamplighter import report
 from lamplighter.rundir import RunDir, newest_first, read_json, read_lines
-from running import LAMP, LONG, TINY, clean_env, events_of, lamp, losses_of, verdicts_of, wait_for
+from lamplighter.slot import read_slot
+from lamplighter.train import checkpoint
+from running import LAMP, LONG, TINY, clean_env, copy_run, events_of, lamp, losses_of, verdicts_of, wait_for
 
 WORDS = ["train", "--run", "r", *TINY, "--train.batch_size", "6", "--train.micro_batch", "2", "--eval.every_steps", "300",
          "--train.steps", "600", "--save.every_steps", "100", "--save.keep", "100"]  # fmt: skip
@@ -23,9 +28,10 @@ def _folder(place: Path) -> RunDir:
 
 def _stored(place: Path) -> list[bytes]:
     newest = newest_first(_folder(place).checkpoints)[0]
+    weights = "model.safetensors" if (newest / "model.safetensors").exists() else "adapter_model.safetensors"
     return [
         newest.name.encode(),
-        *((newest / name).read_bytes() for name in ("model.safetensors", "training/optimizer.safetensors")),
+        *((newest / name).read_bytes() for name in (weights, "training/optimizer.safetensors")),
     ]
 
 
@@ -43,6 +49,10 @@ def _at_step(place: Path, step: int, process: subprocess.Popen[str]) -> list[int
     return [one["pid"] for one in read_json(status)["ranks"]]
 
 
+def _attempt(place: Path) -> int:
+    return int(read_json(_folder(place).status).get("attempt", 1))
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run on one rank, unbroken."""
@@ -52,26 +62,68 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_a_killed_rank_is_named_and_two_ranks_have_the_bits_of_one(tmp_path: Path, alone: Path) -> None:
-    going = _start(tmp_path, 2)
-    victim = _at_step(tmp_path, 110, going)[1]
+def test_a_killed_rank_is_named_the_others_go_on_and_the_world_is_whole_again(tmp_path: Path, alone: Path) -> None:
+    """Rank 1, then rank 0: once with nobody ready, once with a process that stands by. The bits are those of one rank."""
+    going = _start(tmp_path, 2, "--launch.spare", "1")
+    victim = _at_step(tmp_path, 20, going)[1]
     os.kill(victim, signal.SIGKILL)
+    wait_for(
+        lambda: len(read_json(_folder(tmp_path).status).get("ranks", ())) == 2 and _attempt(tmp_path) >= 3, 200, going
+    )
+    leader = read_json(_folder(tmp_path).status)["ranks"][0]["pid"]
+    os.kill(leader, signal.SIGKILL)
     said, _ = going.communicate(timeout=300)
     assert going.returncode == 0, said
     assert "3 micro-batches a step summed by one tree: the bits of a single rank" in said
-    assert said.count("resumed from") == 1, "one voice"
-    (verdict,) = verdicts_of(_folder(tmp_path), "killed")
-    assert f"rank 1 (process {victim}) was killed by SIGKILL" in verdict["why"] and verdict["culprit"]["rank"] == 1
+    assert "attempt 2: 1 of 2 ranks go on at once, with the state that they hold" in said
+    assert "the process that stood by becomes rank 1; the others keep their state" in said
+    assert "resumed from" not in said, "nothing was read from a disk"
+    first, second = verdicts_of(_folder(tmp_path), "killed")
+    assert f"rank 1 (process {victim}) was killed by SIGKILL" in first["why"] and first["culprit"]["rank"] == 1
+    assert second["culprit"] == {**second["culprit"], "rank": 0, "pid": leader}
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
     assert {record["rank"] for record in read_lines(_folder(tmp_path).system)} == {0, 1}, (
         "a series for each, for the page"
     )
 
 
+@pytest.mark.parametrize("fault", ["kill and stop", "two kills", "two stops"])
+@LONG
+def test_a_second_fault_before_the_first_is_mended_is_outlived_too(tmp_path: Path, alone: Path, fault: str) -> None:
+    """The survivor waits for a rank that is stopped, or dies, while the world is made anew."""
+    going = _start(tmp_path, 3, "--launch.spare", "1")
+    _, one, two = _at_step(tmp_path, 20, going)
+    os.kill(two, signal.SIGSTOP if fault == "two stops" else signal.SIGKILL)
+    os.kill(one, signal.SIGKILL if fault == "two kills" else signal.SIGSTOP)
+    said, _ = going.communicate(timeout=300)
+    assert going.returncode == 0, said
+    assert "resumed from" not in said, "nothing was read from a disk"
+    assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+
+
+def test_a_process_that_stands_by_goes_on_from_memory(tmp_path: Path, alone: Path) -> None:
+    """One rank, killed before anything was saved: a process that was ready takes its place, and its last copied step."""
+    going = _start(tmp_path, 1, "--launch.spare", "1", "--save.every_steps", "0")
+    folder = _folder(tmp_path)
+    ready = folder.standby_slot
+    wait_for(lambda: (slot := read_slot(ready)) is not None and slot.phase == report.STANDBY, 200, going)
+    status = read_json(folder.status)
+    standby = read_slot(ready)
+    assert standby is not None and status["memory_step"] > status["durable_step"]
+    os.kill(status["child_pid"], signal.SIGKILL)
+    said, _ = going.communicate(timeout=300)
+    assert going.returncode == 0 and "attempt 2: a process that stood by takes over" in said, said
+    assert "resumed from memory" in said and read_json(folder.status)["child_pid"] == standby.pid
+    (resumed,) = events_of(folder, "resumed")
+    assert resumed["step"] >= status["memory_step"] > 0
+    assert losses_of(folder) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+
+
 def test_a_stop_is_agreed_and_another_number_of_ranks_goes_on(tmp_path: Path, alone: Path) -> None:
     """3 ranks, asked to stop; then 1. Three micro-batches over three ranks, then all on one."""
-    going = _start(tmp_path, 3)
-    _at_step(tmp_path, 50, going)
+    going = _start(tmp_path, 3, "--watch.on_stuck", "report")  # the one that is stopped below is not replaced
+    victim = _at_step(tmp_path, 50, going)[1]
+    _see_the_stopped_rank(tmp_path, victim, going)
     going.send_signal(signal.SIGTERM)
     said, _ = going.communicate(timeout=300)
     assert going.returncode == 75 and "is safe" in said, said
@@ -82,29 +134,227 @@ def test_a_stop_is_agreed_and_another_number_of_ranks_goes_on(tmp_path: Path, al
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
 
 
+def test_sharded_ranks_go_on_from_the_checkpoint_of_one(tmp_path: Path, alone: Path) -> None:
+    """Its last hundred steps once more, each of two ranks with a part of the model: the checkpoint is the same to the byte."""
+    copy_run(_folder(alone).path, _folder(tmp_path).path)
+    shutil.rmtree(_folder(tmp_path).checkpoint(600))
+    _folder(tmp_path).status.unlink()
+    done = lamp(*WORDS, "--train.ranks", "2", "--train.shard", "full", cwd=tmp_path)
+    assert done.returncode == 0 and "replicated then, sharded now, with the same bits" in done.stdout, done.stdout
+    assert "sharded: each of 2 ranks holds its rows" in done.stdout and "100 redone steps equal" in done.stdout
+    assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+
+
+@LONG
+def test_a_sharded_run_goes_on_after_a_kill_and_a_stop_and_on_one_rank(tmp_path: Path, alone: Path) -> None:
+    """Two ranks with a part of the model each: one is killed, all start again; a stop saves both parts of one step as one
+    checkpoint, from which a single rank goes on with the whole model. The bits are those of one rank."""
+    going = _start(tmp_path, 2, "--train.shard", "full")
+    os.kill(_at_step(tmp_path, 110, going)[1], signal.SIGKILL)
+    wait_for(lambda: _attempt(tmp_path) == 2 and read_json(_folder(tmp_path).status).get("step", 0) >= 130, 200, going)
+    going.send_signal(signal.SIGTERM)
+    said, _ = going.communicate(timeout=300)
+    assert going.returncode == 75 and "is safe" in said, said
+    assert "sharded: each of 2 ranks holds its rows" in said and "resumed from checkpoint-100" in said, said
+    saved = newest_first(_folder(tmp_path).checkpoints)[0]
+    assert int(saved.name.rpartition("-")[2]) % 100, "not at a step where a save was due"
+    done = lamp(*WORDS, "--train.ranks", "1", "--train.shard", "none", cwd=tmp_path)
+    assert done.returncode == 0 and "sharded then, replicated now, with the same bits" in done.stdout, done.stdout
+    assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+
+
+def _see_the_stopped_rank(place: Path, victim: int, going: subprocess.Popen[str]) -> None:
+    """A line for each of three ranks, by every verb that looks at a run; the one that is stopped is marked."""
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        status = _folder(place).status
+        wait_for(lambda: read_json(status)["ranks"][1]["state"] == "stopped", 20, going)
+        for words in (["runs"], ["why", "r"]):
+            told = [
+                line.strip() for line in lamp(*words, cwd=place).stdout.splitlines() if " tok/s computing, " in line
+            ]
+            assert [line[:6] for line in told] == ["rank 0", "rank 1", "rank 2"], told
+            assert ["slowest" in line for line in told] == [False, True, False] and f"kill -CONT {victim}" in told[1]
+        watching = subprocess.Popen(
+            [*LAMP, "watch", "r"], cwd=place, env=clean_env(), stdout=subprocess.PIPE, text=True
+        )
+        assert watching.stdout is not None
+        assert any("rank 1" in line and "<- slowest: stopped by a signal" in line for line in watching.stdout)
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(30) == 0
+    finally:
+        os.kill(victim, signal.SIGCONT)
+
+
 KINDS: dict[str, Sequence[str]] = {
     "dropout": ("--model.dropout", "0.1"),
+    "muon": ("--model.family", "qwen3", "--train.optimizer", "muon", "--train.lr", "0.02"),
     "bf16": ("--train.dtype", "bf16"),
     "fp16": ("--train.dtype", "fp16"),
     "llama": ("--model.family", "llama"),
     "one micro-batch": ("--train.micro_batch", "6"),
+    "stream": ("--data.stream", "true", "--data.tokens_per_chunk", "4096"),
+    "skipped batches": ("--model.family", "bad_rows:Model"),
+    "adapters": ("--model.init_from", "base", "--lora.r", "2"),
+    "packed": (
+        "--data.paths",
+        "rows.jsonl",
+        "--data.packing",
+        "packed",
+        "--data.seq_len",
+        "128",
+        "--train.steps",
+        "60",
+    ),
+    "pairs": (
+        "--data.paths",
+        "pairs.jsonl",
+        "--train.objective",
+        "dpo",
+        "--model.init_from",
+        "base",
+        "--data.seq_len",
+        "128",
+        "--train.steps",
+        "60",
+    ),
 }
+
+
+# Rows that hold a certain token give infinities: which rank computes them depends on the number of ranks.
+BAD_ROWS = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size, width, **_):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab_size, width)
+        self.head = torch.nn.Linear(width, vocab_size)
+
+    def forward(self, ids):
+        bad = (ids[:, :1] == 113) & (ids[:, 1:2] == 117)  # a row that begins with "qu"
+        return self.head(self.embed(ids)) / (1 - bad.float())[:, :, None]
+"""
+# The weights are spoilt once, at step 151 of two micro-batches, on every rank, without a loss that shows it: a save finds it.
+BAD_WEIGHTS = """
+import os
+from pathlib import Path
+
+import torch
+
+MARK = Path("spoilt" + os.environ["LAMP_RANK"])
+CALLS = 150 * (2 if os.environ["LAMP_WORLD"] == "1" else 1)
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size, width, **_):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab_size, width)
+        self.head = torch.nn.Linear(width, vocab_size)
+        self.unused = torch.nn.Parameter(torch.ones(3))
+        self.count = 0
+
+    def forward(self, ids):
+        self.count += self.training
+        if self.count > CALLS and not MARK.exists():
+            with torch.no_grad():
+                self.unused.fill_(float("nan"))
+            MARK.touch()
+        return self.head(self.embed(ids))
+"""
+
+
+# From its 31st pass on every loss of rank 1 is no number, and no other rank's.
+ONE_BAD_RANK = """
+import os
+
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size, width, **_):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab_size, width)
+        self.head = torch.nn.Linear(width, vocab_size)
+        self.count = 0
+
+    def forward(self, ids):
+        self.count += self.training
+        bad = os.environ["LAMP_RANK"] == "1" and self.count > 30
+        return self.head(self.embed(ids)) * (float("nan") if bad else 1.0)
+"""
+
+
+def _prepare(place: Path, alone: Path) -> None:
+    """What the kinds need beside the settings."""
+    (place / "bad_rows.py").write_text(BAD_ROWS)
+    (place / "bad_weights.py").write_text(BAD_WEIGHTS)
+    shutil.copytree(newest_first(_folder(alone).checkpoints)[0], place / "base")
+    shutil.rmtree(place / "base" / "training")
+    rows = [{"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "so be it " * (n % 7)}]} for n in range(1, 200)]  # fmt: skip
+    (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    pairs = [{"prompt": f"say {n}", "chosen": "so be it", "rejected": "no " * (1 + n % 5)} for n in range(200)]
+    (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)) + "\n")
 
 
 @LONG
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_kind_of_run_has_the_same_bits(tmp_path: Path, kind: str, ranks: int) -> None:
+def test_every_kind_of_run_has_the_same_bits(tmp_path: Path, kind: str, ranks: int, alone: Path) -> None:
     ends = []
     for world in (1, ranks):
         place = tmp_path / str(world)
         place.mkdir()
+        _prepare(place, alone)
         going = _start(place, world, *KINDS[kind])
         said, _ = going.communicate(timeout=600)
         ends.append(
             (going.returncode, losses_of(_folder(place)), _stored(place) if going.returncode == 0 else said[-1:])
         )
     assert ends[0] == ends[1] and ends[0][0] == 0
+
+
+@LONG
+def test_torchs_own_sum_is_exact_on_as_many_ranks_and_says_so(tmp_path: Path, alone: Path) -> None:
+    ends = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        going = _start(tmp_path / name, 4, "--train.reduction", "native")  # one of the four has nothing to compute
+        said, _ = going.communicate(timeout=300)
+        assert going.returncode == 0 and "the same bits on 4 ranks alone" in said, said
+        ends.append((losses_of(_folder(tmp_path / name)), _stored(tmp_path / name)))
+    assert ends[0] == ends[1]
+    wanted = losses_of(_folder(alone))
+    assert ends[0][0].keys() == wanted.keys()
+    close = [abs(float.fromhex(ends[0][0][step]) - float.fromhex(wanted[step])) for step in (1, 2, 3)]
+    assert max(close) < 1e-5, "the same sum but for its order"
+
+
+@LONG
+def test_bad_weights_that_a_save_finds_take_all_ranks_back(tmp_path: Path, alone: Path) -> None:
+    ends = []
+    for world in (1, 2):
+        place = tmp_path / str(world)
+        place.mkdir()
+        _prepare(place, alone)
+        going = _start(place, world, "--model.family", "bad_weights:Model", "--train.micro_batch", "3")
+        said, _ = going.communicate(timeout=300)
+        assert going.returncode == 0 and "rolled back to step 100" in said, said
+        ends.append((losses_of(_folder(place)), _stored(place)))
+    assert ends[0] == ends[1]
+
+
+@LONG
+def test_one_rank_without_numbers_stops_all_and_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
+    """All skip together, go back once together, and stop together: nobody has touched the weights."""
+    (tmp_path / "one_bad_rank.py").write_text(ONE_BAD_RANK)
+    more = ("--model.family", "one_bad_rank:Model", "--train.micro_batch", "3", "--train.steps", "60")
+    going = _start(tmp_path, 2, *more, "--save.every_steps", "20", "--launch.spare", "0")
+    said, _ = going.communicate(timeout=300)
+    assert going.returncode == 76, said
+    actions = [one["action"] for one in verdicts_of(_folder(tmp_path), "nan_batch")]
+    again = [*["skip"] * 3, "restart", *["skip"] * 3, "stop"]
+    assert actions == again, "three are skipped, the fourth rolls back, and the second time it is enough"
+    assert [path.name for path in newest_first(_folder(tmp_path).checkpoints)] == ["checkpoint-20"]
+    assert checkpoint.find(_folder(tmp_path).checkpoints) == _folder(tmp_path).checkpoint(20), "whole and finite"
 
 
 @LONG
@@ -118,18 +368,26 @@ def test_a_run_without_micro_batches_gets_as_many_as_ranks(tmp_path: Path) -> No
 
 
 @LONG
-def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
-    going = _start(tmp_path, 2, "--train.steps", "100000")
+def test_a_stopped_rank_is_named_and_the_others_go_on(tmp_path: Path, alone: Path) -> None:
+    going = _start(tmp_path, 2)
     victim = _at_step(tmp_path, 5, going)[1]
     os.kill(victim, signal.SIGSTOP)
-    wait_for(lambda: verdicts_of(_folder(tmp_path), "rank_sigstop"), 30, going)
-    (verdict,) = verdicts_of(_folder(tmp_path), "rank_sigstop")
-    assert verdict["culprit"]["rank"] == 1 and verdict["culprit"]["pid"] == victim and verdict["action"] == "none"
-    os.kill(victim, signal.SIGCONT)
-    before = read_json(_folder(tmp_path).status)["step"]
-    wait_for(lambda: read_json(_folder(tmp_path).status)["step"] > before + 5, 60, going)
-    going.send_signal(signal.SIGINT)
-    assert going.wait(120) == 75 and len(events_of(_folder(tmp_path), "start")) == 1
+    said, _ = going.communicate(timeout=300)
+    assert going.returncode == 0, said
+    found = verdicts_of(_folder(tmp_path), "rank_sigstop")
+    assert [one["action"] for one in found] == ["none", "restart"], "named first, then acted upon"
+    assert all(one["culprit"]["rank"] == 1 and one["culprit"]["pid"] == victim for one in found)
+    assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+
+
+@LONG
+def test_all_ranks_killed_at_once_go_on_from_memory(tmp_path: Path, alone: Path) -> None:
+    going = _start(tmp_path, 3)
+    for victim in _at_step(tmp_path, 60, going):
+        os.kill(victim, signal.SIGKILL)
+    said, _ = going.communicate(timeout=300)
+    assert going.returncode == 0 and "which is in memory" in said, said
+    assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
 
 
 @LONG

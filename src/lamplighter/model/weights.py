@@ -25,12 +25,16 @@ _COMPUTED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int) -> None:
-    """GPT-2's scheme, in place: normal(0, 0.02), residual projections smaller by sqrt(2 * layers), norms 1, biases 0.
+    """In place. gpt2 and llama by GPT-2's scheme: normal(0, 0.02), residual projections smaller by sqrt(2 * layers), norms 1,
+    biases 0. qwen3: as large as inputs are many, what ends a branch and an untied head 0, so that each layer begins as nothing.
 
     Drawn on the CPU in float32 by a generator of its own, so the same seed gives the same weights on every device,
     whatever else drew random numbers. Also fills a model built on the meta device and moved by to_empty.
     """
     generator = torch.Generator().manual_seed(seed)
+    if model.shape.family == "qwen3":
+        _init_from_zero(model, generator)
+        return
     residual_std = INIT_STD / math.sqrt(2 * model.shape.layers)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -40,12 +44,55 @@ def init_weights(model: Transformer, seed: int) -> None:
         parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
 
+def _init_from_zero(model: Transformer, generator: torch.Generator) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        elif name.endswith((*_RESIDUAL_PROJECTIONS, "lm_head.weight")):
+            parameter.zero_()
+        else:
+            embedding = name.endswith("embed_tokens.weight")
+            untied = 1.0 if not model.shape.tie_embeddings else INIT_STD
+            std = untied if embedding else parameter.shape[1] ** -0.5
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+
+# --- sharded (train/sharding.py) ----------------------------------------------------------------------------------------
+
+
+def rows_of(length: int, size: int, rank: int) -> slice:
+    """Of a tensor with so many rows, those that one of several ranks holds: as torch.chunk divides them, the last ones may have none."""
+    each = -(-length // size)
+    return slice(min(rank * each, length), min((rank + 1) * each, length))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of it: all of a plain tensor, some rows of a sharded one."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()
+    return part.detach()
+
+
+def local_rows(tensor: Tensor) -> slice:
+    """Which rows these are."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return slice(None) if mesh is None else rows_of(len(tensor), mesh.size(), mesh.get_local_rank())
+
+
+def local_part(whole: Tensor, tensor: Tensor) -> Tensor:
+    """The same rows of a whole tensor; a single number has none, and every process holds it."""
+    return whole[local_rows(tensor)] if whole.dim() else whole
+
+
 # --- on disk -------------------------------------------------------------------------------------------------------
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors to store, contiguous; one that is used under several names is there once, under its first."""
-    return {name: tensor.contiguous() for name, tensor in stored_tensors(model).items()}
+    """The tensors to store, contiguous, as far as this process holds them; one that is used under several names is there once,
+    under its first."""
+    return {name: local(tensor).contiguous() for name, tensor in stored_tensors(model).items()}
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -75,7 +122,14 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     with _fitting(model, folder) as found:
         places = {name: (path, stored) for name, (_, stored, path) in found.items()}
     for name, target in stored_tensors(model).items():
-        target.copy_(_read(*places[name]))
+        local(target).copy_(local_part(_read(*places[name]), target))
+
+
+@torch.no_grad()
+def fill_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """From tensors by the names that `stored_tensors` has; a missing one is a KeyError."""
+    for name, target in stored_tensors(model).items():
+        local(target).copy_(local_part(tensors[name], target))
 
 
 def _read(path: Path, stored: str) -> Tensor:

@@ -14,8 +14,10 @@ compute stream wait for it, so that the CPU is never blocked; where the copy's m
 there too. Buffers are different: a forward pass may change them (a
 running mean), so they are copied at once, before the next step begins.
 
-The copy is as large as a checkpoint (`checkpoint_bytes` of config.OPTIMIZERS for each parameter), in one piece. It is allocated
-at the first save and used again for each; there is only ever one save at a time (checkpointer.py).
+The copy is as large as a checkpoint (`checkpoint` of config.OPTIMIZERS), in one piece. It is allocated
+at the first save and used again for each; there is only ever one save at a time (checkpointer.py). Where the parent keeps
+memory for it (memory_copy.py) there are two, which outlive this process; then steps between the saves are copied too, as
+often as that costs next to nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +38,7 @@ import torch
 from lamplighter import report
 from lamplighter.report import Phase, Verdict
 from lamplighter.rundir import human_bytes
+from lamplighter.train.memory_copy import MemoryCopy
 
 _WRITER_THREAD = "lamp-writer"
 _NICENESS = 5  # of the write. The copy keeps its full priority: a step may be waiting for it
@@ -66,41 +70,88 @@ class PendingSave:
         return not self.done.is_set()
 
 
-class AsyncSaver:
-    """The kept copy of the weights and the optimizer's state, and the thread that fills it and writes from it."""
+class _Buffer:
+    """Memory for one copy, and a place in it for each tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: MemoryCopy | None = None) -> None:
+        self.shared = shared
         self.memory = torch.empty(0, dtype=torch.uint8)  # all of it, in one piece
         self.layout: list[tuple[torch.Size, torch.dtype]] = []
+        self.starts: list[int] = []
         self.pinned = False
         self.model: Tensors = {}
         self.optimizer: Tensors = {}
-        self.copy_stream: torch.cuda.Stream | None = None
-        self.copy_queued: torch.cuda.Event | None = None
+        self.step = 0  # whose copy is in it and whole
+        self.in_use = False  # it is being filled, or a save is written from it
 
-    @property
-    def bytes(self) -> int:
-        return self.memory.nbytes
-
-    def _allocate(self, model: Tensors, optimizer: Tensors) -> None:
+    def fit(self, model: Tensors, optimizer: Tensors) -> None:
         """A place for each of these tensors; the memory is taken anew only where their shapes are others."""
         live = [*model.values(), *optimizer.values()]
         layout = [(tensor.shape, tensor.dtype) for tensor in live]
         if layout != self.layout:
-            starts = list(accumulate((-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in live), initial=0))
+            self.starts = list(accumulate((-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in live), initial=0))
             if self.pinned:
                 torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[no-untyped-call]
-            self.memory = torch.empty(starts[-1], dtype=torch.uint8)
+            self.memory = self._take(self.starts[-1])
             self.pinned = any(tensor.is_cuda for tensor in live) and _pin(self.memory)
             views = [
                 self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                for start, tensor in zip(starts, live, strict=False)
+                for start, tensor in zip(self.starts, live, strict=False)
             ]
             self.layout = layout
         else:
             views = [*self.model.values(), *self.optimizer.values()]
         self.model = dict(zip(model, views, strict=False))
         self.optimizer = dict(zip(optimizer, views[len(model) :], strict=True))
+        self.step = 0
+        if self.shared is not None:
+            self.shared.invalidate()
+
+    def _take(self, count: int) -> torch.Tensor:
+        if self.shared is not None:
+            try:
+                return self.shared.resize(count)
+            except OSError as error:
+                report.note(f"the state is not kept in memory that outlives this process: {error.strerror}")
+                self.shared = None
+        return torch.empty(count, dtype=torch.uint8)
+
+    def publish(self, step: int, about: Mapping[str, Any]) -> None:
+        """The copy is whole."""
+        self.step = step
+        if self.shared is None:
+            return
+        names = [*(("model", name) for name in self.model), *(("optimizer", name) for name in self.optimizer)]
+        table = [
+            [part, name, str(dtype).removeprefix("torch."), list(shape), start]
+            for (part, name), (shape, dtype), start in zip(names, self.layout, self.starts, strict=False)
+        ]
+        self.shared.publish(step, self.memory, {**about, "tensors": table})
+        report.number(memory_step=step)
+
+
+class AsyncSaver:
+    """The kept copies of the weights and the optimizer's state, and the thread that fills them and writes from them."""
+
+    def __init__(self, shared: list[MemoryCopy] | None = None) -> None:
+        self.buffers = [_Buffer(one) for one in shared] if shared else [_Buffer()]
+        self.pinned = False
+        self.copy_stream: torch.cuda.Stream | None = None
+        self.copy_queued: torch.cuda.Event | None = None
+        self.copy_s = 0.0  # what the last copy has cost
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.memory.nbytes for buffer in self.buffers)
+
+    @property
+    def outlives(self) -> bool:
+        """Whether a copy is still there when this process is gone."""
+        return len(self.buffers) > 1 and all(buffer.shared is not None for buffer in self.buffers)
+
+    def free(self) -> _Buffer | None:
+        """The one to copy to: not that which a save is written from, and of two the older."""
+        return min((one for one in self.buffers if not one.in_use), key=lambda one: one.step, default=None)
 
     def begin(
         self,
@@ -108,32 +159,54 @@ class AsyncSaver:
         model: Tensors,
         optimizer: Tensors,
         buffers: set[str],
-        write: Callable[[Tensors, Tensors], None],
+        write: Callable[[Tensors, Tensors], None] | None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy the buffers now and the rest beside the next step; then call `write` with the copies, in a thread."""
-        self._allocate(model, optimizer)
-        to_model, to_optimizer = dict(self.model), dict(self.optimizer)
+        """Copy the buffers now and the rest beside the next step; then call `write` with the copies, in a thread.
+
+        Without a `write` the copy is all.
+        """
+        buffer = self.free()
+        assert buffer is not None, "one save at a time"
+        buffer.in_use = True
+        buffer.fit(model, optimizer)
+        self.pinned = buffer.pinned
+        to_model, to_optimizer = dict(buffer.model), dict(buffer.optimizer)
         pairs = [(model[name], to_model[name]) for name in model if name not in buffers]
         pairs += [(optimizer[name], to_optimizer[name]) for name in optimizer]
         for name in buffers:
             to_model[name].copy_(model[name])
         self.copy_queued = None
-        if any(tensor.is_cuda for tensor in model.values()):
+        on_gpu = any(tensor.is_cuda for tensor in model.values())
+        if on_gpu:
             self._queue_copy(pairs if self.pinned else [])
+        clock = time.monotonic if on_gpu else time.thread_time
 
         def work() -> None:
             try:
+                began = clock()
                 self._copy(pairs)
                 save.copied.set()
-                _lower_priority()
-                write(to_model, to_optimizer)
+                buffer.publish(save.step, about or {})
+                self.copy_s = clock() - began
+                if write is not None:
+                    _lower_priority()
+                    write(to_model, to_optimizer)
             except BaseException as error:  # noqa: BLE001  carried to the thread that asks, and raised there
                 save.error = error
             finally:
+                buffer.in_use = False
                 save.copied.set()
                 save.done.set()
 
         threading.Thread(target=work, name=_WRITER_THREAD, daemon=True).start()
+
+    def forget(self) -> None:
+        """The run goes back to an older step."""
+        for buffer in self.buffers:
+            buffer.step = 0
+            if buffer.shared is not None:
+                buffer.shared.invalidate()
 
     def wait_for_copy(self, save: PendingSave) -> None:
         """Return when the weights may change: the copy is made (CPU), or comes first in the order of the GPU's work."""
@@ -238,4 +311,17 @@ def choose(section: bool | str, need: int, left: int) -> tuple[bool, str]:
     return False, (
         f"steps wait for each save: a copy of {human_bytes(need)} would be too much for the {human_bytes(left)}"
         " that are free (save.staged true insists)"
+    )
+
+
+def outlives(section: bool | str, need: int, left: int) -> tuple[bool, str]:
+    """Whether the state is kept in memory that outlives the process, in two copies, and why, in words."""
+    costs = f"{human_bytes(2 * need)} of memory"
+    if section is False:
+        return False, ""
+    if section is True or left >= _LEAST_SPARE * 2 * need:
+        return True, f"the newest step is kept in {costs} that outlive the process: a killed one goes on from there"
+    return False, (
+        f"the newest step is not kept in memory: two copies take {costs}, and {human_bytes(left)} are free"
+        " (save.memory true insists)"
     )

@@ -44,6 +44,7 @@ from lamplighter.rundir import (
 )
 from lamplighter.train import tensorfile
 from lamplighter.train.held import remove_unless_read
+from lamplighter.train.parts import Part
 
 MOST_READ = 2  # checkpoints that stay beyond save.keep because somebody reads them
 SPARE = 1.05  # a save needs its tensors and a little more
@@ -102,10 +103,26 @@ class Contents:
     facts: dict[str, Any]  # machine, versions, fingerprints
     adapter: dict[str, Any] | None = None  # adapter_config.json: the tensors are adapters, and the folder is PEFT's
     base: dict[str, Any] | None = None  # base.json: what they were trained on
+    part: Part | None = None  # of a sharded run: which rows of the tensors these are
+    bad: str = ""  # of a sharded run: the tensor whose rows here are not finite; others still hand in theirs
+
+    @property
+    def files(self) -> dict[str, dict[str, torch.Tensor]]:
+        weights = "model.safetensors" if self.adapter is None else ADAPTER_WEIGHTS
+        return {weights: self.model, "training/optimizer.safetensors": self.optimizer}
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for part in (self.model, self.optimizer) for t in part.values())
+        """That this rank writes."""
+        return sum(t.numel() * t.element_size() for part in self.files.values() for t in part.values())
+
+    @property
+    def whole_bytes(self) -> int:
+        """That the checkpoint takes."""
+        if self.part is None:
+            return self.bytes
+        every = [pair for part in self.files.values() for pair in part.items()]
+        return sum(math.prod(self.part.whole(name, tensor)) * tensor.element_size() for name, tensor in every)
 
 
 # ---------------------------------------------------------------- saving
@@ -114,7 +131,8 @@ class Contents:
 def save(
     root: Path, progress: Progress, contents: Contents, phase: report.Phase, *, keep: int, protect: set[int]
 ) -> Path:
-    """Write checkpoint-N whole, then make room. On a full disk: prune, try once more, else CannotWrite."""
+    """Write checkpoint-N whole, then make room. On a full disk: prune, try once more, else CannotWrite. BadPart where weights of
+    a sharded run are not finite, here or on another rank."""
     final = root / checkpoint_name(progress.step)
     try:
         _save_with_room(final, progress, contents, phase, protect)
@@ -129,7 +147,7 @@ def _save_with_room(
     final: Path, progress: Progress, contents: Contents, phase: report.Phase, protect: set[int]
 ) -> None:
     root = final.parent
-    need = int(contents.bytes * SPARE)
+    need = int(contents.whole_bytes * SPARE)
     if free_bytes(root) < need:
         prune(root, 1, protect, most_read=0)
     try:
@@ -159,19 +177,12 @@ def require_room(root: Path, need: int) -> None:
 
 def _write(final: Path, progress: Progress, contents: Contents, phase: report.Phase) -> None:
     """Under a temporary name, fsynced, manifest last, renamed, folder fsynced."""
-    temporary = final.with_name(f".writing-{final.name}-{os.getpid()}")
+    temporary = final.with_name(f".writing-{final.name}-{os.getpid()}")  # as the other ranks know it (parts.py)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()  # not its parents: a run whose folder was taken away must not make half of it again
         (temporary / "training").mkdir()
-        weights = "model.safetensors" if contents.adapter is None else ADAPTER_WEIGHTS
-        phase.set(0, weights)
-        checksums = {}
-        for name, tensors in (
-            (weights, contents.model),
-            ("training/optimizer.safetensors", contents.optimizer),
-        ):
-            checksums[name] = tensorfile.write(temporary / name, tensors, lambda n, name=name: phase.tick(n, name))  # type: ignore[misc]
+        checksums = _write_tensors(temporary, contents, phase)
         phase.tick(0, "flushing")
         if contents.adapter is None:
             write_json(temporary / "config.json", contents.config)
@@ -193,9 +204,31 @@ def _write(final: Path, progress: Progress, contents: Contents, phase: report.Ph
             move_aside(final)
         temporary.rename(final)
         fsync_folder(final.parent)
-    except OSError:
+    except (OSError, BadPart, CannotWrite):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _write_tensors(folder: Path, contents: Contents, phase: report.Phase) -> dict[str, str]:
+    """The checksums of the files. Of a sharded run this rank's rows, then waits for the others'."""
+    files, part, started = contents.files, contents.part, time.monotonic()
+    phase.set(0, next(iter(files)))
+    if part is None:
+        return {
+            name: tensorfile.write(folder / name, tensors, lambda n, name=name: phase.tick(n, name))  # type: ignore[misc]
+            for name, tensors in files.items()
+        }
+    part.lay_out(folder, files)
+    part.write(folder, files, phase.tick)
+    phase.tick(0, "waiting for the other ranks' parts")
+    theirs = part.collect(folder, time.monotonic() - started)
+    if bad := contents.bad or theirs:
+        raise BadPart(bad)
+    return {name: tensorfile.checksum(folder / name) for name in files}
+
+
+class BadPart(Exception):
+    """Weights of some rank are not finite; its word is the name of the tensor."""
 
 
 def _fsync(path: Path) -> None:
@@ -313,6 +346,11 @@ def refuse_newer(path: Path) -> None:
         )
 
 
+def latest_step(root: Path) -> int:
+    """The newest step that was made durable; 0 where none was."""
+    return max((step_of(path) for path in newest_first(root)), default=0)
+
+
 def _verify(path: Path) -> str | None:
     total = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
     with report.phase("verify", total=total, unit="B") as phase:
@@ -370,8 +408,8 @@ _STATE: read_back.Fields = {
     **dict.fromkeys(("stream", "machine"), read_back.OBJECT),
     "exact": read_back.Kind("an object", (dict,), of={"hash": read_back.TEXT, "rows": _COUNT, "tokens": _COUNT}),
     **dict.fromkeys(("cache", "packing", "chat"), read_back.TEXT),
-    "compiled": read_back.FLAG,
-    "steps": _COUNT,
+    **dict.fromkeys(("compiled", "sharded"), read_back.FLAG),
+    **dict.fromkeys(("steps", "ranks"), _COUNT),
     **dict.fromkeys(("format", "numerics"), _COUNT),
 }
 
@@ -394,8 +432,12 @@ def read_state(path: Path) -> dict[str, Any]:
 def load_state(path: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str, Any]]:
     """(counters, optimizer tensors, facts) of a verified checkpoint."""
     state = read_state(path)
-    names = Progress.__dataclass_fields__
-    progress = Progress(**{name: state[name] for name in names if name in state})
-    progress = replace(progress, skipped=tuple(progress.skipped))
     tensors = load_file(path / "training" / "optimizer.safetensors")
-    return progress, tensors, {name: value for name, value in state.items() if name not in names}
+    facts = {name: value for name, value in state.items() if name not in Progress.__dataclass_fields__}
+    return progress_of(state), tensors, facts
+
+
+def progress_of(state: dict[str, Any]) -> Progress:
+    """The counters among what was recorded."""
+    progress = Progress(**{name: state[name] for name in Progress.__dataclass_fields__ if name in state})
+    return replace(progress, skipped=tuple(progress.skipped))

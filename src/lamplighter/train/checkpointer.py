@@ -16,19 +16,21 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from lamplighter import report
 from lamplighter.data.chat.template import ChatTemplate
 from lamplighter.data.chat.template import keep as keep_template
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.errors import STOPPED_EARLY, CannotWrite, LampError
-from lamplighter.model.weights import stored_buffers, stored_tensors, weights
+from lamplighter.model.weights import stored_buffers
 from lamplighter.procs import procfs
-from lamplighter.train import async_save, checkpoint, guard
+from lamplighter.rundir import VERSIONS
+from lamplighter.train import async_save, checkpoint, guard, memory_copy, parts
 from lamplighter.train.async_save import AsyncSaver, PendingSave, Tensors
 from lamplighter.train.checkpoint import Contents, Progress
 from lamplighter.train.state import RunContext, TrainState
@@ -37,6 +39,8 @@ _STOP_PATIENCE_S = 1.0  # how long a stop waits for the step to end by itself be
 _STOP_DEADLINE_S = 10.0  # how long it then waits for a GPU to end the last update
 _LOOK_S = 0.1
 _LONG_WAIT_S = 1.0  # a wait for the save before that is worth a word
+_COPY_SHARE = 0.01  # of the time may go into copies between the saves
+_LEAST_BETWEEN_S = 0.2  # two of them
 
 
 class Checkpointer:
@@ -47,8 +51,8 @@ class Checkpointer:
         self.tokenizer_files = TokenizerFiles(context.tokenizer, context.chat)
         self.owner = os.getpid()
         self.lock = threading.RLock()
-        self.durable = state.progress.step
-        self.protect = {state.progress.step} if state.progress.step else set[int]()
+        self.durable = state.progress.step if state.from_disk else checkpoint.latest_step(context.folder.checkpoints)
+        self.protect = {self.durable} if self.durable else set[int]()
         self.saved_at = time.monotonic()
         self.save_s = 0.0
         self.stopped = threading.Event()
@@ -57,19 +61,36 @@ class Checkpointer:
         self.async_saver: AsyncSaver | None = None
         self.chosen = False
         self.pending: PendingSave | None = None
+        self.copying: PendingSave | None = None  # a copy between two saves
+        self.copied_at = 0.0
         self.best: Progress | None = None  # to be marked when it is durable
         self.saving, self.counting = 0, threading.Lock()  # threads that save or wait to
         self.said_slow = False
+        self.part = context.shards.part if context.shards is not None else None
+        self.asked, self.voted = False, 0.0  # of a sharded run: a save that is not due by steps is agreed by a vote
+
+    def vote(self) -> float:
+        """Of a sharded run, before a step: whether to save after it. Its ranks save together, and only rank 0 looks at the time."""
+        return float(self.part is not None and self.context.world.leads and (self.asked or self._by_time()))
+
+    def _by_time(self) -> bool:
+        section, idle = self.context.run.save, self.pending is None or not self.pending.in_progress
+        return section.every_s > 0 and idle and time.monotonic() - self.saved_at >= section.every_s
 
     def due(self, step: int) -> bool:
-        """By steps, by time since the last one was durable, and at the end; rank 0 saves for all, as all hold the same."""
-        if not self.context.world.leads:
+        """By steps, by time since the last one was durable, and at the end; rank 0 saves for all, as all hold the same, or all
+        ranks of a sharded run their parts.
+        """
+        if not self._saves:
             return False
         section = self.context.run.save
         by_steps = section.every_steps > 0 and step % section.every_steps == 0
-        idle = self.pending is None or not self.pending.in_progress
-        by_time = section.every_s > 0 and idle and time.monotonic() - self.saved_at >= section.every_s
-        return by_steps or by_time or step == self.state.steps
+        now = bool(self.voted) if self.part is not None else self._by_time()
+        return by_steps or now or step == self.state.steps
+
+    @property
+    def _saves(self) -> bool:
+        return self.context.world.leads or self.part is not None
 
     # ---------------------------------------------------------------- for the loop
 
@@ -131,15 +152,34 @@ class Checkpointer:
     def optimizer_update(self) -> Iterator[None]:
         """The one place where weights change, after what is left of a copy. Left by an error, they are half-changed."""
         with self.lock:
-            if self.pending is not None and self.async_saver is not None and not self.pending.copied.is_set():
-                started = time.monotonic()
-                with report.span("save"):
-                    self.async_saver.wait_for_copy(self.pending)
-                self.pending.blocked_s += time.monotonic() - started
+            for copy in (self.pending, self.copying):
+                if copy is not None and self.async_saver is not None and not copy.copied.is_set():
+                    started = time.monotonic()
+                    with report.span("save"):
+                        self.async_saver.wait_for_copy(copy)
+                    copy.blocked_s += time.monotonic() - started
             self.in_update = True
             yield
             self.last_update.queued()
             self.in_update = False
+
+    def remember_due(self) -> bool:
+        """Whether it is time for a copy between two saves: as often as that costs a hundredth of the time."""
+        if not self.context.world.leads or self.part is not None or not self._is_async():
+            return False
+        assert self.async_saver is not None
+        if not self.async_saver.outlives or self.async_saver.free() is None:
+            return False
+        between_s = max(_LEAST_BETWEEN_S, self.async_saver.copy_s / _COPY_SHARE)
+        return time.monotonic() - self.copied_at >= between_s
+
+    def remember(self) -> None:
+        """Copy the last completed step, beside the next one, to memory that outlives this process."""
+        with self.lock:
+            copying = self.copying is not None and self.copying.in_progress
+            if copying or self.in_update or os.getpid() != self.owner or not self.remember_due():
+                return
+            self.copying = self._copied(PendingSave(self.state.progress.step, 0, for_loop=False), None)
 
     def keep_best(self) -> None:
         """This step has the best score: save it, and mark it as soon as it is durable."""
@@ -149,11 +189,20 @@ class Checkpointer:
         with self.lock:
             self._mark_best()
 
+    def follow_world(self) -> None:
+        """Other ranks than before: who saves from now on knows by the disk what is durable."""
+        root = self.context.folder.checkpoints
+        if self.context.world.leads and self.pending is None:
+            self.durable = checkpoint.latest_step(root)
+            self.protect |= {self.durable}
+
     def rolled_back(self) -> None:
         """The newest step is an older one again."""
         self.durable = self.state.progress.step
         self.protect = {self.durable}
         self.best = None
+        if self.async_saver is not None:
+            self.async_saver.forget()
         report.number(step=self.durable, durable_step=self.durable)
 
     def wait(self) -> None:
@@ -186,15 +235,20 @@ class Checkpointer:
         On a GPU what is queued behind the last update is not waited for. One that does not even end that update cannot be
         read: the durable step counts, and that is said.
         """
-        if not self.context.world.leads or self.stopped.wait(_STOP_PATIENCE_S):
+        if not self._saves or self.stopped.wait(_STOP_PATIENCE_S):
             return
         if not self.last_update.is_made(_STOP_DEADLINE_S):
             words = f"the GPU has not ended the last update within {_STOP_DEADLINE_S:.0f} s, so it cannot be saved"
             report.warn(f"{words}: step {self.durable} is durable")
             report.leave(STOPPED_EARLY)
             return
-        with self._saving(), self.alone():
+        with self._saving(), self._at_one_step() as together:
             if self.stopped.is_set():
+                return
+            if not together:
+                words = f"the ranks have not come to one step within {_STOP_DEADLINE_S:.0f} s"
+                report.warn(f"{words}: step {self.durable} is durable")
+                report.leave(STOPPED_EARLY)
                 return
             try:
                 with self.last_update.read_beside():
@@ -205,8 +259,42 @@ class Checkpointer:
                 return
             report.leave(STOPPED_EARLY)
 
+    def tell_standing(self) -> None:
+        """Of a sharded run that stops: which step this rank will save."""
+        if self.part is not None:
+            parts.Standing(self.context.folder.slots, self.part).tell(self.state.progress.step)
+
+    @contextlib.contextmanager
+    def _at_one_step(self) -> Iterator[bool]:
+        """The lock, as `alone` has it; of a sharded run when all ranks have the same step in their hands, or False where they do
+        not come to one in time. They stand one apart at most: who is behind goes on to where another is already.
+        """
+        until = time.monotonic() + _STOP_DEADLINE_S
+        while True:
+            with self.alone():
+                self.tell_standing()
+                while not self.stopped.is_set() and self.part is not None and time.monotonic() < until:
+                    newest = parts.Standing(self.context.folder.slots, self.part).newest()
+                    if newest is not None:
+                        break
+                    time.sleep(_LOOK_S / 5)
+                else:
+                    newest = self.state.progress.step if self.part is None else None
+                if self.stopped.is_set() or newest is None or self.state.progress.step >= newest:
+                    yield newest is not None
+                    return
+            while self.state.progress.step < newest and not self.stopped.is_set() and time.monotonic() < until:
+                time.sleep(_LOOK_S / 5)  # the loop ends its step
+            if time.monotonic() >= until:
+                with self.alone():
+                    yield False
+                return
+
     def save_for_others(self) -> None:
         """Asked to save: what goes wrong is said, and the loop goes on."""
+        if self.part is not None:
+            self.asked = True
+            return
         save = self.begin(for_loop=False)
         if save is None:
             return
@@ -231,14 +319,15 @@ class Checkpointer:
 
     def _new_save(self, for_loop: bool) -> PendingSave | None:
         step = self.state.progress.step
-        if not self.context.world.leads or step in (self.durable, 0):
+        if not self._saves or step in (self.durable, 0):
             return None
         if os.getpid() != self.owner:  # a process forked off by the user's code saves nothing
             return None
+        self.asked = False
         if self.in_update:
             report.warn("the optimizer was interrupted in the middle of a step: its half-changed weights are not saved")
             return None
-        tensors = [*stored_tensors(self.context.model).values(), *self.context.optimizer.state_tensors().values()]
+        tensors = [*self.context.stored().values(), *self.context.optimizer.state_tensors().values()]
         return PendingSave(step, sum(tensor.nbytes for tensor in tensors), for_loop)
 
     def _is_async(self) -> bool:
@@ -246,34 +335,56 @@ class Checkpointer:
         if not self.chosen:
             self.chosen = True
             wanted, why = async_save.choose(self.context.run.save.staged, self._copy_bytes(), procfs.memory_left())
-            self.async_saver = AsyncSaver() if wanted else None
             report.note(why)
+            self.async_saver = AsyncSaver(self._memory()) if wanted else None
         return self.async_saver is not None
+
+    def _memory(self) -> list[memory_copy.MemoryCopy]:
+        """What the parent keeps for the state, where it fits."""
+        copies = memory_copy.given(os.environ) if self.context.world.leads and self.part is None else []
+        if not copies:
+            return []
+        wanted, why = async_save.outlives(self.context.run.save.memory, self._copy_bytes(), procfs.memory_left())
+        if why:
+            report.note(why)
+        return copies if wanted else []
 
     def _copy_bytes(self) -> int:
         """What the copy of an asynchronous save takes, by the same table that the plan and the doctor read."""
-        return self.context.run.train.optimizer_kind.checkpoint_bytes * self.context.built.trained
+        built = self.context.built
+        whole = self.context.run.train.optimizer_kind.checkpoint(built.trained, built.hidden)
+        return whole if self.part is None else whole // self.part.size
 
     def _start_async(self, save: PendingSave) -> None:
         """Copy and write beside the steps."""
-        assert self.async_saver is not None
         save.is_async = True
-        model, progress = stored_tensors(self.context.model), self._progress()
-        buffers = stored_buffers(self.context.model)
+        progress = self._progress()
 
         def write(kept_model: Tensors, kept_optimizer: Tensors) -> None:
             with self._saving():
                 self._write(save, progress, self._contents(kept_model, kept_optimizer))
 
-        self.pending = save
-        self.async_saver.begin(save, model, self.context.optimizer.state_tensors(), buffers, write)
+        if self.copying is not None:  # it is nearly made, and one of the two must stay whole
+            self.copying.done.wait()
+        self.pending = self._copied(save, write)
+
+    def _copied(self, save: PendingSave, write: Callable[[Tensors, Tensors], None] | None) -> PendingSave:
+        assert self.async_saver is not None
+        owed = self.pending.step if self.pending is not None and self.pending.in_progress else 0
+        about = {"progress": asdict(self._progress()), "facts": {**VERSIONS, **self._facts()}, "owed": owed}
+        model = self.context.stored()
+        buffers = stored_buffers(self.context.model) if self.part is None else set()
+        self.copied_at = time.monotonic()
+        self.async_saver.begin(save, model, self.context.optimizer.state_tensors(), buffers, write, about)
+        return save
 
     def _write_now(self, save: PendingSave) -> None:
         """From the live tensors, while holding the lock: the steps wait."""
         save.copied.set()
         self.pending = save
         try:
-            contents = self._contents(weights(self.context.model), self.context.optimizer.state_tensors())
+            model = {name: tensor.contiguous() for name, tensor in self.context.stored().items()}
+            contents = self._contents(model, self.context.optimizer.state_tensors())
             self._write(save, self._progress(), contents)
         except LampError as error:
             save.error = error
@@ -282,13 +393,22 @@ class Checkpointer:
 
     def _write(self, save: PendingSave, progress: Progress, contents: Contents) -> None:
         """Check, write, report. Only then is the step durable."""
-        save.bad = guard.check_weights(progress.step, checkpoint.first_not_finite(contents.model))
-        if save.bad:
+        bad = checkpoint.first_not_finite(contents.model)
+        if self.part is not None and not self.context.world.leads:
+            self._hand_in(save, contents, bad or "")
             return
+        save.bad = guard.check_weights(progress.step, bad)
+        if save.bad and self.part is None:
+            return
+        contents = replace(contents, bad=bad or "")
         root, keep = self.context.folder.checkpoints, self.context.run.save.keep
         with report.phase("save", total=contents.bytes, unit="B") as phase:
             save.phase = phase
-            path = checkpoint.save(root, progress, contents, phase, keep=keep, protect=self.protect)
+            try:
+                path = checkpoint.save(root, progress, contents, phase, keep=keep, protect=self.protect)
+            except checkpoint.BadPart as error:  # of any rank
+                save.bad = guard.check_weights(progress.step, str(error))
+                return
         with self.lock:
             self.durable, self.saved_at = progress.step, time.monotonic()
             self.save_s = self.saved_at - save.started
@@ -297,6 +417,16 @@ class Checkpointer:
         report.event("checkpoint", **told, blocked_s=save.blocked_s if save.is_async else self.save_s)
         with self.lock:
             self._mark_best()
+
+    def _hand_in(self, save: PendingSave, contents: Contents, bad: str) -> None:
+        """This rank's part. Rank 0 makes it durable, and finds in it what is bad; it is not done again here."""
+        assert self.part is not None
+        with report.phase("save", total=contents.bytes, unit="B") as phase:
+            save.phase = phase
+            self.part.hand_in(self.context.folder.checkpoint(save.step), contents.files, bad, phase.tick)
+        with self.lock:
+            self.durable, self.saved_at = save.step, time.monotonic()
+            self.save_s = self.saved_at - save.started
 
     def _mark_best(self) -> None:
         if self.context.world.leads and self.best is not None and self.best.best_step == self.durable:
@@ -309,12 +439,21 @@ class Checkpointer:
         return replace(progress, stream=self.context.source.state(progress.step))
 
     def _contents(self, model: Tensors, optimizer: Tensors) -> Contents:
-        recorded = {**self.context.recorded, "compiled": self.state.compiled}
         built = self.context.built
         base = built.base.record() if built.base is not None else None
         return Contents(
-            model, optimizer, built.config, self.tokenizer_files.save, recorded, adapter=built.adapter, base=base
+            model,
+            optimizer,
+            built.config,
+            self.tokenizer_files.save,
+            self._facts(),
+            adapter=built.adapter,
+            base=base,
+            part=self.part,
         )
+
+    def _facts(self) -> dict[str, Any]:
+        return {**self.context.recorded, "compiled": self.state.compiled}
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:

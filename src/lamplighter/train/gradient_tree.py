@@ -13,50 +13,33 @@ from collections.abc import Iterator
 
 import torch
 
-_Sum = list[torch.Tensor | None]  # the loss, then a gradient for each parameter; None: it had none
-Node = tuple[
-    int, int
-]  # of the tree over n base nodes: those from the first number up to the second; (0, n) is the root
+from lamplighter.leaves import Node as Node
+from lamplighter.leaves import halves
+from lamplighter.leaves import nodes as nodes
+from lamplighter.leaves import owned_nodes as owned_nodes
+from lamplighter.leaves import subtrees as subtrees
 
-
-def nodes(leaves: int, most: int) -> list[range]:
-    """The leaves of each base node: neighbours, as evenly as possible, whatever the number of ranks."""
-    count = min(leaves, most)
-    return [range(node * leaves // count, (node + 1) * leaves // count) for node in range(count)]
-
-
-def owned_nodes(count: int, world: int, rank: int) -> range:
-    """The base nodes of a rank: neighbours, as evenly as possible; with more ranks than nodes the last ones have none."""
-    ranks = min(count, world)
-    return range(rank * count // ranks, (rank + 1) * count // ranks) if rank < ranks else range(0)
-
-
-def _halves(node: Node) -> tuple[Node, Node]:
-    """The left one has the largest power of two of base nodes that is below the whole."""
-    low, high = node
-    middle = low + (1 << ((high - low - 1).bit_length() - 1))
-    return (low, middle), (middle, high)
-
-
-def subtrees(count: int, own: range) -> list[Node]:
-    """The largest nodes of the tree that lie inside these base nodes, from left to right."""
-
-    def inside(node: Node) -> list[Node]:
-        if own.start <= node[0] and node[1] <= own.stop:
-            return [node]
-        if node[1] <= own.start or own.stop <= node[0]:
-            return []
-        return [one for half in _halves(node) for one in inside(half)]
-
-    return inside((0, count)) if own else []
+Sum = list[torch.Tensor | None]  # the loss, then a gradient for each parameter; None: it had none
 
 
 def sum_of(parts: dict[Node, torch.Tensor], node: Node) -> torch.Tensor:
     """Of a node, from those of its parts that are there, in the order of the tree."""
     if node in parts:
         return parts[node]
-    left, right = (sum_of(parts, half) for half in _halves(node))
+    left, right = (sum_of(parts, half) for half in halves(node))
     return left + right
+
+
+def put(sums: dict[Node, Sum], nodes: int, place: int, found: Sum) -> None:
+    """The next base node, from left to right, into the sums so far; its memory is used for them."""
+    node: Node = (place, place + 1)
+    path = _path_to(node, nodes)
+    while path:
+        left, _ = halves(parent := path.pop())
+        if node == left or left not in sums:
+            break  # its right neighbour is still to come, or is another rank's
+        found, node = _added(sums.pop(left), found), parent
+    sums[node] = found
 
 
 class GradientTree:
@@ -64,26 +47,19 @@ class GradientTree:
 
     def __init__(self, parameters: list[torch.nn.Parameter], nodes: int) -> None:
         self.parameters, self.nodes = parameters, nodes
-        self.sums: dict[Node, _Sum] = {}
+        self.sums: dict[Node, Sum] = {}
 
     def add(self, place: int, loss: torch.Tensor) -> None:
         """The next base node: its loss, and its gradients, which stand in the parameters and are taken out of them."""
         if self.nodes == 1:  # a single node: its gradients stay where they are
             self.sums[0, 1] = [loss]
             return
-        found: _Sum = [loss, *(parameter.grad for parameter in self.parameters)]
+        found: Sum = [loss, *(parameter.grad for parameter in self.parameters)]
         for parameter in self.parameters:
             parameter.grad = None
-        node: Node = (place, place + 1)
-        path = _path_to(node, self.nodes)
-        while path:
-            left, _ = _halves(parent := path.pop())
-            if node == left or left not in self.sums:
-                break  # its right neighbour is still to come, or is another rank's
-            found, node = _added(self.sums.pop(left), found), parent
-        self.sums[node] = found
+        put(self.sums, self.nodes, place, found)
 
-    def take(self, node: Node) -> _Sum:
+    def take(self, node: Node) -> Sum:
         """What is summed up of a node, the loss first."""
         if self.nodes == 1:
             return [self.sums[node][0], *(parameter.grad for parameter in self.parameters)]
@@ -103,20 +79,20 @@ def _path_to(node: Node, count: int) -> list[Node]:
     path, at = [], (0, count)
     while at != node:
         path.append(at)
-        left, right = _halves(at)
+        left, right = halves(at)
         at = left if node[1] <= left[1] else right
     return path
 
 
 @torch.no_grad()
-def _added(left: _Sum, right: _Sum) -> _Sum:
+def _added(left: Sum, right: Sum) -> Sum:
     """Left plus right, in the memory of the left one."""
     both = list(_pairs(left, right))
     torch._foreach_add_([one for one, _ in both], [other for _, other in both])
     return [other if one is None else one for one, other in zip(left, right, strict=True)]
 
 
-def _pairs(left: _Sum, right: _Sum) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(left: Sum, right: Sum) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for one, other in zip(left, right, strict=True):
         if one is not None and other is not None:
             yield one, other

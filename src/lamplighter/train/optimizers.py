@@ -16,10 +16,12 @@ import torch
 from torch.optim.adamw import adamw as fused_adamw
 
 from lamplighter.config import Train
+from lamplighter.model.weights import local, local_part, local_rows
 from lamplighter.schedule import Schedule as Schedule
 from lamplighter.schedule import schedule as schedule
 
 _EPS = 1e-8
+_VECTOR = 16  # numbers that a kernel of a CPU takes at once, at most: 4, 8 or 16, by its instructions
 KINDS = ("step", "exp_avg", "exp_avg_sq")
 _State = dict[str, torch.Tensor]  # by KINDS
 
@@ -51,10 +53,11 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters by name, with one weight decay."""
+    """Parameters by name, with one weight decay and one learning rate: so many times that of the step."""
 
     parameters: dict[str, torch.nn.Parameter]
     weight_decay: float
+    lr_ratio: float = 1.0
 
 
 class AdamW:
@@ -75,25 +78,27 @@ class AdamW:
             with_grad = {name: p for name, p in group.parameters.items() if p.grad is not None}
             if not with_grad:
                 continue
-            states = [self._state(name, p) for name, p in with_grad.items()]
+            pieces = [piece for name, p in with_grad.items() for piece in _pieces(p, self._state(name, p))]
             fused_adamw(
-                list(with_grad.values()),
-                [p.grad for p in with_grad.values() if p.grad is not None],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
+                [piece.tensors[0] for piece in pieces],
+                [piece.tensors[1] for piece in pieces],
+                [piece.tensors[2] for piece in pieces],
+                [piece.tensors[3] for piece in pieces],
                 max_exp_avg_sqs=[],
-                state_steps=[state["step"] for state in states],
+                state_steps=[piece.step for piece in pieces],
                 fused=True,
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
-                lr=lr,
+                lr=lr * group.lr_ratio,
                 weight_decay=group.weight_decay,
                 eps=_EPS,
                 maximize=False,
                 grad_scale=grad_scale,
                 found_inf=found_inf,
             )
+            for piece in pieces:
+                piece.put_back()
 
     def zero_grad(self) -> None:
         for group in self.groups:
@@ -109,21 +114,73 @@ class AdamW:
             for name, parameter in group.parameters.items():
                 if any(f"{kind}.{name}" in tensors for kind in KINDS):
                     for kind, kept in self._state(name, parameter).items():
-                        kept.copy_(tensors[f"{kind}.{name}"])
+                        whole = tensors[f"{kind}.{name}"]
+                        kept.copy_(local_part(whole, parameter))
 
     def _state(self, name: str, parameter: torch.nn.Parameter) -> _State:
         if name not in self.state:
             step = torch.zeros((), device=parameter.device)
-            moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in KINDS[1:]}
+            moments = {kind: torch.zeros_like(local(parameter), requires_grad=False) for kind in KINDS[1:]}
             self.state[name] = {"step": step, **moments}
         return self.state[name]
 
 
-def adamw(model: torch.nn.Module, section: Train) -> AdamW:
-    """Weight decay on matrices, none on vectors (norms, biases)."""
+@dataclass(frozen=True)
+class _Piece:
+    """What the fused kernel takes as one tensor: the parameter, its gradient, both moments; the count of its steps."""
+
+    tensors: list[torch.Tensor]
+    step: torch.Tensor
+    copied_from: tuple[torch.Tensor, ...] = ()
+    first: int = 0  # where in the copy they stand
+
+    def put_back(self) -> None:
+        for kept, made in zip(self.copied_from, self.tensors, strict=False):
+            kept.copy_(made[self.first : self.first + len(kept)])
+
+
+def _padded(parts: list[torch.Tensor], first: int, length: int, step: torch.Tensor) -> _Piece:
+    """A copy of this length, in which the numbers stand where they would in a whole tensor."""
+    around = (first, length - first - len(parts[0]))
+    return _Piece([torch.nn.functional.pad(one, around) for one in parts], step.clone(), tuple(parts), first)
+
+
+def _pieces(parameter: torch.nn.Parameter, state: _State) -> list[_Piece]:
+    """A whole tensor as it is. Of a sharded one on a CPU, so that every number is rounded as in the whole: the kernel takes
+    numbers by the vector, and those that are left at a tensor's end one by one, with other instructions.
+    """
+    assert parameter.grad is not None
+    parts, step = [local(parameter), local(parameter.grad), state["exp_avg"], state["exp_avg_sq"]], state["step"]
+    if parts[0] is parameter or parts[0].device.type != "cpu":
+        return [_Piece(parts, step)]
+    flat, rows, count = [part.reshape(-1) for part in parts], local_rows(parameter), parameter.numel()
+    row = count // len(parameter)
+    inside = max(0, min(rows.stop * row, count - count % _VECTOR) - rows.start * row)  # by the vector, in the whole
+    even = inside - inside % _VECTOR
+    found = [_Piece([one[:even] for one in flat], step)]
+    if even < inside:  # at the end of ours, not of the whole
+        found.append(_padded([one[even:inside] for one in flat], 0, _VECTOR, step))
+    if inside < len(
+        flat[0]
+    ):  # at the end of the whole, which may be that of several ranks; vectors of 4 or 8 fill some of it
+        first = rows.start * row + inside - (count - count % _VECTOR)
+        found.append(_padded([one[inside:] for one in flat], first, count % _VECTOR, step))
+    return found
+
+
+Parameters = dict[str, torch.nn.Parameter]
+
+
+def matrices_and_vectors(model: torch.nn.Module) -> tuple[Parameters, Parameters]:
+    """What is trained, in the order in which the norm of the gradients is taken."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = {name: p for name, p in trained.items() if p.dim() >= 2}
-    vectors = {name: p for name, p in trained.items() if p.dim() < 2}
+    return matrices, {name: p for name, p in trained.items() if p.dim() < 2}
+
+
+def adamw(model: torch.nn.Module, section: Train) -> AdamW:
+    """Weight decay on matrices, none on vectors (norms, biases)."""
+    matrices, vectors = matrices_and_vectors(model)
     return AdamW([Group(matrices, section.weight_decay), Group(vectors, 0.0)], (section.beta1, section.beta2))
 
 

@@ -10,6 +10,8 @@ them. Reading is the library's.
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,7 +57,7 @@ def write(
     One tensor at a time is in another type: no second copy of a model is held.
     """
     kinds = {name: dtype if dtype and tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
-    order = sorted(tensors, key=lambda name: (-_RANKS.index(NAMES[kinds[name]]), name))
+    order = _order(kinds)
     digest = xxhash.xxh3_128()
     with open(path, "wb", buffering=0) as file:
 
@@ -65,7 +67,7 @@ def write(
                 count = file.write(data) or 0
                 data = data[count:]
 
-        put(memoryview(_header(order, tensors, kinds)))
+        put(memoryview(_header(order, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, kinds)[0]))
         for name in order:
             data = _bytes_of(tensors[name].to(kinds[name])).data
             for start in range(0, len(data), _PIECE):
@@ -74,16 +76,64 @@ def write(
     return digest.hexdigest()
 
 
-def _header(order: list[str], tensors: dict[str, torch.Tensor], kinds: dict[str, torch.dtype]) -> bytes:
+def _order(kinds: dict[str, torch.dtype]) -> list[str]:
+    return sorted(kinds, key=lambda name: (-_RANKS.index(NAMES[kinds[name]]), name))
+
+
+def _header(
+    order: list[str], shapes: dict[str, tuple[int, ...]], kinds: dict[str, torch.dtype]
+) -> tuple[bytes, dict[str, int]]:
+    """And where each tensor begins in the file, with the end of all under the empty name."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    place = 0
+    starts, place = {}, 0
     for name in order:
-        tensor, start = tensors[name], place
-        place += tensor.numel() * kinds[name].itemsize
-        entries[name] = {"dtype": NAMES[kinds[name]], "shape": list(tensor.shape), "data_offsets": [start, place]}
+        starts[name], start = place, place
+        place += math.prod(shapes[name]) * kinds[name].itemsize
+        entries[name] = {"dtype": NAMES[kinds[name]], "shape": list(shapes[name]), "data_offsets": [start, place]}
     words = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     words += b" " * (-len(words) % 8)
-    return len(words).to_bytes(8, "little") + words
+    head = len(words).to_bytes(8, "little") + words
+    return head, {name: len(head) + start for name, start in {**starts, "": place}.items()}
+
+
+def lay_out(path: Path, tensors: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
+    """The file with room for whole tensors of these shapes, of which nothing is written yet. OSError where there is none."""
+    kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+    head, starts = _header(_order(kinds), shapes, kinds)
+    with open(path, "wb", buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, starts[""])
+        file.write(head)
+
+
+def write_rows(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    shapes: dict[str, tuple[int, ...]],
+    first_rows: dict[str, int],
+    tick: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Some rows of each tensor, into a file that was laid out for the whole ones; until they are on the disk."""
+    kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+    _, starts = _header(_order(kinds), shapes, kinds)
+    with open(path, "r+b", buffering=0) as file:
+        for name, first in first_rows.items():
+            data = _bytes_of(tensors[name]).data
+            place = starts[name] + first * math.prod(shapes[name][1:]) * kinds[name].itemsize
+            for start in range(0, len(data), _PIECE):
+                piece = data[start : start + _PIECE]
+                while piece:
+                    count = os.pwrite(file.fileno(), piece, place)
+                    piece, place = piece[count:], place + count
+                    tick(count)
+        os.fsync(file.fileno())
+
+
+def checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,119 @@
+"""All ranks come together with the same run in their hands: at a start, and after one of them has died or come back.
+
+In:  a RunContext whose world is known, a TrainState: of this process, of a checkpoint, or of nothing yet.
+Out: a group for collectives, and on every rank the newest state that any of them holds.
+
+Ranks stand at most one step apart, and each holds a whole state: weights change only after the collective of their step. The
+newest one counts, because every rank would have come to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from lamplighter import report
+from lamplighter.errors import BadConfig
+from lamplighter.model.weights import stored_tensors, weights
+from lamplighter.rundir import RunDir, read_last_lines
+from lamplighter.train import checkpoint, exactness, ranks
+from lamplighter.train.ranks import World
+from lamplighter.train.state import RunContext, TrainState
+
+
+def meet(world: World, folder: RunDir, device: torch.device) -> None:
+    """A group for collectives, of the ranks of this attempt."""
+    attempt = os.environ.get("LAMP_ATTEMPT", "1")
+    ranks.meet(world, folder.slots / f"meeting-{attempt}", "nccl" if device.type == "cuda" else "gloo")
+
+
+def join(context: RunContext, state: TrainState, met: bool = False) -> None:
+    """Meet, take over the newest state, and refuse a rank that has another run in its hands; where one more is lost before all
+    are together, in the world that the parent makes of the others."""
+    while True:
+        try:
+            return _join(context, state, met)
+        except ranks.HalfState:
+            raise
+        except ranks.PeerLost:
+            if met or context.shards is not None or not ranks.next_world(context.world, context.folder):
+                raise
+
+
+def _join(context: RunContext, state: TrainState, met: bool) -> None:
+    world, device = context.world, context.machine.device
+    if not met:
+        meet(world, context.folder, device)
+    world.peak_flops = float(sum(ranks.every(world, int(context.machine.peak_flops), device)))
+    steps = ranks.every(world, state.progress.step, device)
+    records = report.recent_metrics()
+    if len(set(steps)) > 1 and context.shards is not None:
+        told = ", ".join(f"rank {rank} step {step}" for rank, step in enumerate(steps))
+        raise BadConfig(
+            "ranks of a sharded run have found different checkpoints", told, "one folder that all ranks see"
+        )
+    if len(set(steps)) > 1:
+        records = _take_newest(context, state, steps)
+    report.write_missing(records)  # before the next collective, after which every rank reads them
+    facts = {
+        "settings": exactness.short_hash(repr(context.run)),
+        "data": exactness.short_hash(f"{context.data.name} {context.data.fingerprint}"),
+        "weights": _hash_of_weights(context),
+        "steps": exactness.short_hash(f"{state.progress.step} of {state.steps}"),
+        "arithmetic (dtype, threads, torch)": exactness.short_hash(_arithmetic(context)),
+    }
+    ranks.refuse_strangers(world, facts, device)
+
+
+def _hash_of_weights(context: RunContext) -> str:
+    """Of a sharded model the first ones, which each rank has made whole; a checkpoint is verified as it is read."""
+    return context.shards.first if context.shards is not None else exactness.hash_of_all(weights(context.model))
+
+
+@torch.no_grad()
+def _take_newest(context: RunContext, state: TrainState, steps: list[int]) -> list[dict[str, Any]]:
+    """The state of the rank that is furthest; gives its last records, which the one that writes them may not have written."""
+    world, device, optimizer = context.world, context.machine.device, context.optimizer
+    holder, mine = steps.index(max(steps)), steps[world.rank]
+    behind = mine < max(steps)
+    own = optimizer.state_tensors()
+    told: dict[str, Any] = {
+        "progress": asdict(state.progress),
+        "records": report.recent_metrics(),
+        "optimizer": [
+            [name, str(one.dtype).removeprefix("torch."), list(one.shape), one.device.type] for name, one in own.items()
+        ],
+    }
+    with report.phase("hand over"):
+        told = json.loads(ranks.hand_over_text(world, holder, json.dumps(told), device))
+        if behind:
+            own = {
+                name: torch.empty(shape, dtype=getattr(torch, kind), device=device if place != "cpu" else "cpu")
+                for name, kind, shape, place in told["optimizer"]
+            }
+        try:
+            ranks.hand_over(world, holder, [*stored_tensors(context.model).values(), *own.values()])
+        except ranks.PeerLost as error:
+            if behind:
+                raise ranks.HalfState(str(error)) from error
+            raise
+        if behind:
+            optimizer.load_state_tensors(own)
+            state.progress = checkpoint.progress_of(told["progress"])
+            state.from_disk = False
+    step = state.progress.step
+    if behind and world.leads:
+        state.redone = exactness.Redone.of(read_last_lines(context.folder.metrics), step)
+    report.note(f"rank {holder} holds step {step}, the newest: every rank goes on from it", step=step)
+    found: list[dict[str, Any]] = told["records"]
+    return found
+
+
+def _arithmetic(context: RunContext) -> str:
+    """What the bits of a sum depend on, beside the model: every machine has chosen it for itself."""
+    where = context.machine
+    return f"{where.device.type} {where.dtype_name} {where.threads} {torch.__version__}"
