@@ -84,8 +84,8 @@ def locate_example_cache(
 # ---------------------------------------------------------------- building
 
 
-_Conversation = tuple[list[Message], str]
-"""Messages, and the place where they stand."""
+_Conversation = tuple[list[Message], str, int]
+"""Messages, the place where they stand, and how many of the first ones are not learned from (the prompt of a pair)."""
 
 
 class _Builder:
@@ -117,37 +117,55 @@ class _Builder:
                 write_json(self.folder / "progress.json", {**progress, "total_bytes": self.total_bytes}, durable=False)
             p.set(self.total_bytes or self.source.position().bytes_done)
 
+    def _examples(self) -> Iterator[list[_Conversation]]:
+        """What stays together: a conversation, or the two of a pair."""
+        if not self.source.is_pairs:
+            for messages, place in self.source.conversations(self.aside, self.template.between):
+                yield [(messages, place, 0)]
+            return
+        for pair, place in self.source.pairs(self.aside, self.template.between):
+            yield [(pair.chosen, place, pair.shared), (pair.rejected, place, pair.shared)]
+
     def _chunks(self, p: report.Phase) -> Iterator[list[_Conversation]]:
-        stream = self.source.conversations(self.aside, self.template.between)
+        stream = self._examples()
         while True:
             here = self.source.position()
             p.set(here.bytes_done, here.item)
             chunk = list(islice(stream, _CHUNK))
             if not chunk:
                 return
-            p.set(self.source.position().bytes_done, f"{self.rows + len(chunk):,} rows, at {chunk[-1][1]}")
-            if fresh := list(self._fresh(chunk)):
+            p.set(self.source.position().bytes_done, f"{self.rows + len(chunk):,} rows, at {chunk[-1][-1][1]}")
+            if fresh := [part for example in chunk for part in self._fresh(example)]:
                 yield fresh
 
-    def _fresh(self, chunk: list[_Conversation]) -> Iterator[_Conversation]:
-        for messages, place in chunk:
-            cleaned = [without_end(message, self.template) for message in messages]
-            self.ends_taken += any(a is not b for a, b in zip(cleaned, messages, strict=True))
-            mark = hash_of(cleaned)
-            if not all(message["content"].strip() for message in cleaned):
-                self.aside.add(place, "the answer is empty")
-            elif mark in self.seen:
-                self.aside.add(place, "the same as an earlier one")
-            else:
-                self.rows += 1
-                self.seen.add(mark)
-                self.hashes.append(mark)
-                yield cleaned, place
+    def _fresh(self, example: list[_Conversation]) -> list[_Conversation]:
+        """An example without its written end marks; nothing where it was there before, or holds no answer."""
+        cleaned: list[_Conversation] = []
+        for messages, place, skipped in example:
+            bare = [without_end(message, self.template) for message in messages]
+            self.ends_taken += any(a is not b for a, b in zip(bare, messages, strict=True))
+            cleaned.append((bare, place, skipped))
+        place = cleaned[0][1]
+        mark = hash_of([message for messages, _, _ in cleaned for message in messages])
+        if not all(message["content"].strip() for messages, _, _ in cleaned for message in messages):
+            self.aside.add(place, "the answer is empty")
+        elif len(cleaned) > 1 and cleaned[0][0] == cleaned[1][0]:
+            self.aside.add(place, "chosen and rejected are the same")
+        elif mark in self.seen:
+            self.aside.add(place, "the same as an earlier one")
+        else:
+            self.rows += 1
+            self.seen.add(mark)
+            self.hashes.append(mark)
+            return cleaned
+        return []
 
     def _store(self, chunk: list[_Conversation], encoded: list[EncodedExample | Refused], out: IO[bytes]) -> None:
-        for (messages, place), made in zip(chunk, encoded, strict=True):
+        for (messages, place, skipped), made in zip(chunk, encoded, strict=True):
             if isinstance(made, Refused):
                 raise BadConfig(f"{place} cannot be learned with this template", str(made), "--data.template chatml")
+            if before := sum(message["role"] == "assistant" for message in messages[:skipped]):
+                made.learned[: made.begins[before]] = False
             stored = made.ids | np.where(made.learned, LEARNED, np.uint32(0))
             out.write(stored.astype("<u4").tobytes())
             sizes = [(len(message["content"].encode()), message["role"] == "assistant") for message in messages]
@@ -172,7 +190,7 @@ def _begin(name: str, text: str, content: dict[str, Any], end_name: str, files: 
 
 
 def _encode(chunk: list[_Conversation]) -> list[EncodedExample | Refused]:
-    return _here[0].encode([messages for messages, _ in chunk])
+    return _here[0].encode([messages for messages, _, _ in chunk])
 
 
 def _build(cache: CacheLocation, source: RowSource, template: ChatTemplate, val_fraction: float, workers: int) -> None:
@@ -182,7 +200,7 @@ def _build(cache: CacheLocation, source: RowSource, template: ChatTemplate, val_
     aside = builder.aside
     if not builder.rows:
         raise BadData(f"no example in {source}", _reasons(aside) or "it has no rows", "check data.paths")
-    sides = sides_of(builder.hashes, val_fraction, source)
+    sides = np.repeat(sides_of(builder.hashes, val_fraction, source), 2 if source.is_pairs else 1)
     index = np.column_stack([np.array(builder.index, np.int64).reshape(len(sides), -1), sides])
     stored = io.BytesIO()
     np.save(stored, index)
@@ -196,7 +214,8 @@ def _build(cache: CacheLocation, source: RowSource, template: ChatTemplate, val_
         "format": KIND.format,
         "parts": cache.parts,
         "files": files,
-        "examples": len(index),
+        "examples": len(builder.hashes),
+        "pairs": source.is_pairs,
         "rows": builder.rows + aside.counts.total(),
         "set_aside": [[reason, count, aside.first[reason]] for reason, count in aside.counts.most_common()],
         "ends_taken": builder.ends_taken,
@@ -272,6 +291,11 @@ class Examples:
     train: Side
     val: Side
 
+    @property
+    def is_pairs(self) -> bool:
+        """Then examples 2n and 2n + 1 of a side are the chosen and the rejected answer of its pair n."""
+        return self.manifest.get("pairs") is True
+
     def check_ids(self, vocab_size: int) -> None:
         """Read every id once: a model of `vocab_size` must know it."""
         tokens = self.train.tokens
@@ -293,10 +317,11 @@ class Examples:
 
     def tell(self) -> None:
         """What was made of the rows, and what was not."""
-        found = self.manifest
+        found, each = self.manifest, 2 if self.is_pairs else 1
+        noun, of = ("pairs", "rows") if self.is_pairs else ("examples", "conversations")
         report.note(
-            f"{found['examples']:,} examples of {found['rows']:,} conversations: {self.train.examples:,} to train on,"
-            f" {self.val.examples:,} to validate on (by hash: equal ones are kept once)"
+            f"{found['examples']:,} {noun} of {found['rows']:,} {of}: {self.train.examples // each:,} to train on,"
+            f" {self.val.examples // each:,} to validate on (by hash: equal ones are kept once)"
         )
         for reason, count, first in found["set_aside"]:
             report.warn(

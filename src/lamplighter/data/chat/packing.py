@@ -122,7 +122,7 @@ def group(lengths: Int64s, batch_size: int, seed: int, epoch: int) -> Packing:
     return Packing(order[np.repeat(turn * batch_size, sizes) + within], starts)
 
 
-def _round_up(length: Int64s | int, multiple: int) -> Any:
+def round_up(length: Int64s | int, multiple: int = _ROUND_TO) -> Any:
     return -(-length // multiple) * multiple
 
 
@@ -149,13 +149,13 @@ def _positions(lengths: Int64s, strategy: str, seq_len: int, batch_size: int) ->
     if strategy == "to seq_len":
         return len(lengths) * seq_len
     if strategy == "to 128-multiple":
-        return int(np.minimum(_round_up(lengths, 128), seq_len).sum())
+        return int(np.minimum(round_up(lengths, 128), seq_len).sum())
     if strategy == "packed":
         return pack(lengths, seq_len).windows * seq_len
     if strategy == "grouped":
         batches = group(lengths, batch_size, 0, 0)
         longest = np.maximum.reduceat(lengths[batches.members], batches.starts[:-1])
-        longest = np.minimum(_round_up(longest, _ROUND_TO), seq_len)
+        longest = np.minimum(round_up(longest, _ROUND_TO), seq_len)
         return int((longest * np.diff(batches.starts)).sum())
     starts = np.arange(0, len(lengths), batch_size)
     longest = np.maximum.reduceat(lengths[_shuffled(len(lengths), 0)], starts)
@@ -173,18 +173,18 @@ WORDS = {"packed": "several examples in a window", "grouped": "batches of like l
 
 def arrange(examples: Examples, data: Data, layout: BatchLayout, takes_segments: bool) -> StepBatches:
     """Choose, fit, pack; and say it. Packed examples need a model that keeps them apart (`takes_segments`)."""
-    how = _choose(data.packing, takes_segments)
+    how = choose(data.packing, takes_segments)
     learn_all = data.loss_on == "all"
     train, val = (fit(side, data.seq_len, data.over_length, learn_all) for side in (examples.train, examples.val))
     _tell_lengths(train, data)
     made = example_batches(train, val, how, layout)
     _tell_loss(train, data)
-    _tell_padding(train, made.facts, how, data)
+    tell_padding(train.positions, made.facts, how, data)
     facts = replace(
         made.facts,
         name=examples.folder.name,
         unigram_loss=_unigram_loss(examples, learn_all),
-        question=_question(examples),
+        question=question_of(examples),
     )
     return StepBatches(facts, made.make, made.validation, examples.check_ids)
 
@@ -197,13 +197,13 @@ def _unigram_loss(examples: Examples, learn_all: bool) -> float | None:
     return loss_of((kept & ~LEARNED).astype(np.int64))
 
 
-def _question(examples: Examples) -> tuple[int, ...]:
+def question_of(examples: Examples) -> tuple[int, ...]:
     """What stands before the first answer of a held-out example."""
     side = examples.val if examples.val.examples else examples.train
     return tuple(side.ids(0)[: int(side.first_answer[0])].tolist()) if side.examples else ()
 
 
-def _choose(wanted: str, takes_segments: bool) -> str:
+def choose(wanted: str, takes_segments: bool) -> str:
     why = "this model's forward has no segments_BT, so examples in one window would see each other"
     if wanted == "packed" and not takes_segments:
         raise BadConfig("data.packing packed cannot be used", why, "--data.packing grouped (or auto)")
@@ -252,17 +252,17 @@ def _tell_loss(train: Fitted, data: Data) -> None:
         )
 
 
-def _tell_padding(train: Fitted, facts: DataFacts, how: str, data: Data) -> None:
+def tell_padding(lengths: Int64s, facts: DataFacts, how: str, data: Data) -> None:
     """Padding as it is, as it would have been, and the setting that makes the difference."""
     batch_size = facts.batch_size
-    alone = padding_share(train.positions, "to seq_len", data.seq_len, batch_size)
+    alone = padding_share(lengths, "to seq_len", data.seq_len, batch_size)
     faster = (1 - facts.padding) / (1 - alone)
     now = f"{facts.padding:.1%} padding, {facts.samples:,} {facts.noun} per epoch"
     report.note(f"data.packing {how} ({WORDS[how]}): {now}", pad_frac=facts.padding)
     culprit = {"pad_frac": facts.padding, "pad_frac_alone": alone, "speed_up": faster, "packing": how}
     each = f"padding each example to data.seq_len {data.seq_len} is {alone:.0%} padding"
     if facts.padding > _SOME:
-        why, advice = _remedy(train, facts, how, data)
+        why, advice = _remedy(lengths, facts, how, data)
         report.verdict(report.Verdict("waste", "padding", why, advice, culprit=culprit))
     elif alone > _MUCH:
         why = f"{each}; avoided: {now}, so an epoch is {faster:.0f} x less work"
@@ -275,23 +275,21 @@ def _tell_padding(train: Fitted, facts: DataFacts, how: str, data: Data) -> None
         )
 
 
-def _remedy(train: Fitted, facts: DataFacts, how: str, data: Data) -> tuple[str, str]:
+def _remedy(lengths: Int64s, facts: DataFacts, how: str, data: Data) -> tuple[str, str]:
     """(why, next) for padding that there is: another packing, or windows into which the examples fit better."""
     now = f"{facts.padding:.0%} of the positions are padding with data.packing {how}"
     batch_size = facts.batch_size
     if how != "packed":
-        packed = padding_share(train.positions, "packed", data.seq_len, batch_size)
+        packed = padding_share(lengths, "packed", data.seq_len, batch_size)
         faster = (1 - packed) / (1 - facts.padding)
         return f"{now} at data.seq_len {data.seq_len}; packed it would be {packed:.1%}, {faster:.1f} x less work", (
             "--data.packing packed" if packed < facts.padding else "--data.seq_len of about the longest example"
         )
-    lengths = [
-        data.seq_len * times // 4 for times in (1, 2, 3, 6, 8, 16) if train.positions.max() <= data.seq_len * times // 4
-    ]
-    if facts.samples <= 1 or not lengths:
+    windows = [data.seq_len * times // 4 for times in (1, 2, 3, 6, 8, 16) if lengths.max() <= data.seq_len * times // 4]
+    if facts.samples <= 1 or not windows:
         return f"{now}: there are few examples for a window of {data.seq_len}", "a smaller data.seq_len"
-    best = min(lengths, key=lambda length: padding_share(train.positions, "packed", length, batch_size))
-    share = padding_share(train.positions, "packed", best, batch_size)
+    best = min(windows, key=lambda window: padding_share(lengths, "packed", window, batch_size))
+    share = padding_share(lengths, "packed", best, batch_size)
     return (
         f"{now}: the lengths fill windows of {data.seq_len} badly; {best} would have {share:.1%}",
         f"--data.seq_len {best}",
@@ -336,7 +334,7 @@ def fit(side: Side, seq_len: int, over_length: str, learn_all: bool) -> Fitted:
         raise BadData(
             f"{int(long.sum()):,} of {side.examples:,} examples are longer than data.seq_len {seq_len}",
             f"the longest has {worst + 1:,} tokens; data.over_length is refuse",
-            f"--data.seq_len {_round_up(worst, 64)}, or --data.over_length truncate (or drop)",
+            f"--data.seq_len {round_up(worst, 64)}, or --data.over_length truncate (or drop)",
         )
     keep = ~long if over_length == "drop" else np.ones_like(long)
     learnable = np.ones_like(long) if learn_all else side.first_answer <= seq_len
@@ -389,7 +387,7 @@ def lay_out(fitted: Fitted, packing: Packing, length: int, pad_id: int, with_seg
     return Batch(0, inputs, targets, segments, members, epoch=0.0, real_tokens=real, filled_tokens=int(ends[-1]))
 
 
-def _take(packing: Packing, windows: Int64s) -> Packing:
+def take_windows(packing: Packing, windows: Int64s) -> Packing:
     """Some windows of a packing, in this order."""
     sizes = np.diff(packing.starts)[windows]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -424,14 +422,14 @@ def example_batches(train: Fitted, val: Fitted, how: str, layout: BatchLayout) -
     def make(step: int) -> Batch:
         numbers = np.arange((step - 1) * batch_size, step * batch_size, dtype=np.int64)
         windows = permute(seed, numbers // packing.windows, numbers % packing.windows, packing.windows)
-        batch = lay_out(train, _take(packing, windows), seq_len, pad_id, with_segments)
+        batch = lay_out(train, take_windows(packing, windows), seq_len, pad_id, with_segments)
         return replace(batch, step=step, samples=windows, epoch=step * batch_size / packing.windows)
 
     def validation(size: int, limit: int | None) -> Iterator[Batch]:
         chosen = evenly_spread(held.windows, limit)
         for step, begin in enumerate(range(0, len(chosen), size), 1):
             windows = chosen[begin : begin + size]
-            batch = lay_out(val, _take(held, windows), seq_len, pad_id, with_segments)
+            batch = lay_out(val, take_windows(held, windows), seq_len, pad_id, with_segments)
             yield replace(batch, step=step, samples=windows, epoch=(begin + len(windows)) / len(chosen))
 
     facts = DataFacts(
@@ -442,13 +440,13 @@ def example_batches(train: Fitted, val: Fitted, how: str, layout: BatchLayout) -
         positions_per_step=batch_size * seq_len,
         padding=1 - float(train.positions.sum()) / (packing.windows * seq_len),
         held_out=HeldOut(held.windows, len(val), int(val.targets.sum()), val.text_bytes),
-        fingerprint=_fingerprint(packing),
+        fingerprint=fingerprint_of(packing),
         documents=len(train),
     )
     return StepBatches(facts, make, validation)
 
 
-def _fingerprint(packing: Packing) -> str:
+def fingerprint_of(packing: Packing) -> str:
     return hashlib.sha256(packing.members.tobytes() + packing.starts.tobytes()).hexdigest()[:20]
 
 
@@ -468,7 +466,7 @@ def _grouped(train: Fitted, val: Fitted, layout: BatchLayout) -> StepBatches:
 
     def rows(fitted: Fitted, members: Int64s, step: int, epoch: float) -> Batch:
         longest = int(fitted.positions[members].max())
-        length = min(seq_len, int(_round_up(longest, _ROUND_TO)))
+        length = min(seq_len, int(round_up(longest, _ROUND_TO)))
         each = Packing(members, np.arange(len(members) + 1, dtype=np.int64))
         batch = lay_out(fitted, each, length, pad_id, with_segments=False)
         return replace(batch, step=step, samples=members, epoch=epoch)
@@ -489,7 +487,7 @@ def _grouped(train: Fitted, val: Fitted, layout: BatchLayout) -> StepBatches:
 
     first = batches_of(0)
     longest = np.maximum.reduceat(train.positions[first.members], first.starts[:-1])
-    filled = np.minimum(seq_len, _round_up(longest, _ROUND_TO)) * np.diff(first.starts)
+    filled = np.minimum(seq_len, round_up(longest, _ROUND_TO)) * np.diff(first.starts)
     facts = DataFacts(
         name="",
         samples=len(train),
@@ -499,7 +497,7 @@ def _grouped(train: Fitted, val: Fitted, layout: BatchLayout) -> StepBatches:
         padding=1 - float(train.positions.sum()) / float(filled.sum()),
         held_out=HeldOut(len(val), len(val), int(val.targets.sum()), val.text_bytes),
         whole_batches=True,
-        fingerprint=_fingerprint(first),
+        fingerprint=fingerprint_of(first),
         documents=len(train),
     )
     return StepBatches(facts, make, validation)

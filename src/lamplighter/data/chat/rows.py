@@ -4,7 +4,8 @@ In:  the entries of data.paths: files here or elsewhere (JSON, CSV, Parquet; pac
 Out: a RowSource: conversations to learn from, each with its place; as a Source, their texts (to train a tokenizer on).
 
 Kinds of rows, known by their keys: `messages` (or `conversations` with from and value), prompt with completion, question with
-answer, instruction with output (and input, system, history), instruction with instances. Calls of tools become text.
+answer, instruction with output (and input, system, history), instruction with instances; and pairs: a prompt with a chosen and
+a rejected answer. Calls of tools become text.
 """
 
 from __future__ import annotations
@@ -44,13 +45,19 @@ Message = dict[str, str]
 """{"role": "system" | "user" | "assistant" | "tool", "content": text}"""
 Row = dict[str, Any]
 _RowInput = Item | HubSource
+PAIR = "pair"
 
 
 # ---------------------------------------------------------------- which kind a row is
 
 
-def kind_of_row(row: Row) -> str | None:
-    """The kind of instruction row that these keys make; None for any other row."""
+def kind_of_row(row: Row, pairs: bool = False) -> str | None:
+    """The kind of instruction row that these keys make; None for any other row.
+
+    `pairs`: a row that has two answers to prefer one of is that, whatever else it holds (often the chosen one once more).
+    """
+    if pairs and _is_pair(row):
+        return PAIR
     if isinstance(row.get("messages"), list | str) or isinstance(row.get("conversations"), list | str):
         return "messages"
     if "instruction" in row and "instances" in row:
@@ -61,7 +68,11 @@ def kind_of_row(row: Row) -> str | None:
         return "prompt"
     if "question" in row and "answer" in row:
         return "question"
-    return None
+    return PAIR if _is_pair(row) else None
+
+
+def _is_pair(row: Row) -> bool:
+    return "chosen" in row and "rejected" in row
 
 
 def _answer_key(row: Row) -> str | None:
@@ -74,6 +85,7 @@ KIND_WORDS = {
     "instruction": "instruction, input, output",
     "prompt": "prompt, completion",
     "question": "question, answer",
+    PAIR: "prompt, chosen, rejected",
 }
 
 
@@ -93,7 +105,10 @@ class NotAnExample(Exception):
 
 
 def conversations(row: Row, kind: str, between: str = "\n\n") -> list[list[Message]]:
-    """The conversations in a row (one, but for instances); `between` stands between instruction and input."""
+    """The conversations in a row (one, but for instances and pairs); `between` stands between instruction and input."""
+    if kind == PAIR:
+        pair = pair_of(row, between)
+        return [pair.chosen, pair.rejected]
     if kind == "messages":
         return [_from_messages(row)]
     if kind == "prompt" and isinstance(row.get("prompt"), list):  # both are messages
@@ -113,6 +128,50 @@ def conversations(row: Row, kind: str, between: str = "\n\n") -> list[list[Messa
 
 def _said(answer: object) -> Row:
     return {"role": "assistant", "content": answer}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two conversations that begin alike; the first is preferred."""
+
+    chosen: list[Message]
+    rejected: list[Message]
+    shared: int  # messages that both begin with: the prompt
+
+
+def pair_of(row: Row, between: str = "\n\n") -> Pair:
+    """A row's chosen and rejected conversation, each with the prompt before it (which may stand in them alone)."""
+    sides = []
+    for name in ("chosen", "rejected"):
+        turns = row[name]
+        if turns is None or turns in ("", [], {}):
+            raise NotAnExample(f"the {name} answer is empty")
+        turns = turns if isinstance(turns, list) else [turns if isinstance(turns, dict) else _said(turns)]
+        sides.append(complete(_from_messages({**row, "messages": [*_prompt(row, turns, between), *turns]})))
+    chosen, rejected = sides
+    if chosen == rejected:
+        raise NotAnExample("chosen and rejected are the same")
+    shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if shared is None:
+        raise NotAnExample("one of the answers is the beginning of the other")
+    return Pair(chosen, rejected, shared)
+
+
+def _prompt(row: Row, turns: list[Any], between: str) -> list[Row]:
+    """The messages before an answer; none where the answer is a whole conversation."""
+    first = turns[0] if isinstance(turns[0], dict) else {}
+    prompt = row.get("prompt", row.get("question"))
+    if prompt is None and isinstance(row.get("conversations"), list):
+        prompt = row["conversations"]
+    if _SPEAKERS.get(str(first.get("role", first.get("from")))) != "assistant":
+        return []
+    if isinstance(prompt, list):
+        return prompt
+    if prompt is None and "instruction" not in row:
+        why = "it has no prompt, and chosen is no conversation"
+        raise NotAnExample(f"{why} (one text with Human: and Assistant: must be taken apart first)")
+    asked = {**row, "prompt": prompt} if prompt is not None else row
+    return list(_pair(row, {**asked, "completion": ""}, between)[:-1])
 
 
 def _pair(row: Row, turn: Row, between: str) -> list[Message]:
@@ -360,16 +419,38 @@ class RowSource:
         """Each complete conversation with its place; the others go to `aside`."""
         bad = self.bad_records(aside.quiet)
         for row, kind, place in islice(self.rows(bad, aside), self.limit):
-            if (here := kind_of_row(row)) not in (kind, None):
-                raise mixture(place, here, kind)
             try:
-                if here is None:
-                    raise NotAnExample(f"the keys are {', '.join(row) or 'none'}, not {KIND_WORDS[kind]}")
+                check_kind(row, kind, place)
                 for messages in conversations(row, kind, between):
                     yield complete(messages), place
             except NotAnExample as error:
                 aside.add(place, str(error))
         aside.add_unread(bad)
+
+    @property
+    def is_pairs(self) -> bool:
+        """Rows of two answers each, of which one is preferred."""
+        return self.kinds[0] == PAIR
+
+    def pairs(self, aside: SetAside, between: str = "\n\n") -> Iterator[tuple[Pair, str]]:
+        """Each pair with its place; the others go to `aside`."""
+        bad = self.bad_records(aside.quiet)
+        for row, kind, place in islice(self.rows(bad, aside), self.limit):
+            try:
+                check_kind(row, kind, place)
+                yield pair_of(row, between), place
+            except NotAnExample as error:
+                aside.add(place, str(error))
+        aside.add_unread(bad)
+
+
+def check_kind(row: Row, kind: str, place: str) -> None:
+    """Every row of a file is of one kind; one that is of none is set aside."""
+    here = kind_of_row(row, kind == PAIR)
+    if here not in (kind, None):
+        raise mixture(place, here, kind)
+    if here is None:
+        raise NotAnExample(f"the keys are {', '.join(row) or 'none'}, not {KIND_WORDS[kind]}")
 
 
 def name_of(one: _RowInput) -> str:
@@ -404,10 +485,13 @@ def _records(one: _RowInput, bad: BadInReading, tell: Tell) -> Iterator[Record]:
 # ---------------------------------------------------------------- rows or text?
 
 
-def find_rows(data: Data, hash_store: Path | None = None, opened: Opened | None = None) -> RowSource | None:
+def find_rows(
+    data: Data, hash_store: Path | None = None, opened: Opened | None = None, *, pairs: bool = False
+) -> RowSource | None:
     """The instruction rows that data.paths names; None where it names text, by data.format or by the first rows.
 
-    `opened` keeps what was opened elsewhere than on this machine, so that it is not asked for twice.
+    `opened` keeps what was opened elsewhere than on this machine, so that it is not asked for twice. `pairs`: rows that have
+    two answers are wanted as pairs (train.objective dpo).
     """
     wanted = data.format
     if wanted == "text" or not data.paths or any(is_own(entry) for entry in data.paths):
@@ -426,7 +510,7 @@ def find_rows(data: Data, hash_store: Path | None = None, opened: Opened | None 
     with report.phase("look at the rows", total=len(inputs), unit="files") as p:
         for one in inputs:
             p.tick(0, name_of(one))
-            kind, why = look_at_rows(one, data.text_key if wanted == "auto" else "")
+            kind, why = look_at_rows(one, data.text_key if wanted == "auto" else "", pairs)
             p.tick()
             if kind is None and wanted == "auto" and not kinds:
                 return None
@@ -436,6 +520,8 @@ def find_rows(data: Data, hash_store: Path | None = None, opened: Opened | None 
                 raise BadData(f"{name_of(one)} holds no instruction rows", why, advice)
             words = words or why
             kinds.append(kind)
+    if PAIR in kinds and (other := next((n for n, kind in enumerate(kinds) if kind != kinds[0]), None)) is not None:
+        raise mixture(name_of(inputs[other]), kinds[other], kinds[0])
     report.note(f"instruction data (data.format {wanted}): {words}; --data.format text reads it as plain text")
     if others:
         report.warn(f"not read, as they hold no rows: {len(others)} other files, the first one {others[0]}")
@@ -465,7 +551,7 @@ def _row_inputs(data: Data, hash_store: Path | None, opened: Opened) -> tuple[li
     return list({name_of(one): one for one in inputs}.values()), others
 
 
-def look_at_rows(one: _RowInput, text_key: str) -> tuple[str | None, str]:
+def look_at_rows(one: _RowInput, text_key: str, pairs: bool = False) -> tuple[str | None, str]:
     """(kind of row, or None for text; why), by the first rows of a file or dataset."""
     reading = BadRecords(quiet=True).begin()
     first: list[tuple[str, Row]] = []
@@ -477,7 +563,7 @@ def look_at_rows(one: _RowInput, text_key: str) -> tuple[str | None, str]:
         if reading.count < SOON:  # else these are no rows, and looking on is of no use
             raise
     short = Path(one.name).name
-    rows = [(kind, place) for place, row in first if (kind := kind_of_row(row))]
+    rows = [(kind, place) for place, row in first if (kind := kind_of_row(row, pairs))]
     if not rows or text_key in first[0][1]:
         keys = ", ".join(first[0][1]) if first else ""
         return None, f"the rows of {short} have the keys {keys or 'none'}"

@@ -60,6 +60,7 @@ class EncodedExample:
     ids: _Uint32s
     learned: np.ndarray[Any, np.dtype[np.bool_]]
     moved: bool  # the tokenizer would join a prompt and its answer into one token; the border was kept
+    begins: tuple[int, ...] = ()  # where each answer begins
 
 
 # ---------------------------------------------------------------- a template and its tokenizer
@@ -206,7 +207,7 @@ class ChatTemplate:
             if not len(ends):
                 return Refused(f"{self} does not end its answer with {self.stop}")
             learned[begin : begin + int(ends[0]) + 1] = True
-        return EncodedExample(whole, learned, moved)
+        return EncodedExample(whole, learned, moved, tuple(begins))
 
     def _with_borders(self, texts: list[tuple[str, str]]) -> tuple[_Uint32s, list[int]]:
         """The ids with every answer's beginning kept as a border between tokens, as it is in generation."""

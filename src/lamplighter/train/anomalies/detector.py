@@ -13,7 +13,7 @@ from typing import Any
 from lamplighter import read_back, report
 from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir, read_last_lines
-from lamplighter.train.anomalies import learning, throughput
+from lamplighter.train.anomalies import learning, preferences, throughput
 from lamplighter.train.anomalies.history import Facts, History
 
 _Rule = Callable[[History], Verdict | None]
@@ -43,9 +43,17 @@ EACH_BLOCK: dict[str, _Rule] = {
     "mfu_low": throughput.mfu_low,
     "padding": throughput.padding,
 }
+OF_PAIRS: dict[str, _Rule] = {  # in place of those of the same name; what is about the loss of tokens is left out
+    "not_learning": preferences.nothing_preferred,
+    "margin_negative": preferences.margin_negative,
+    "chosen_falls": preferences.chosen_falls,
+    "too_good": preferences.told_apart_at_once,
+}
+_OF_TOKENS = {"starts_high", "no_context", "above_band", "plateau", "data_repeats", "loss_rising"}
 EXPLAINS: dict[str, set[str]] = {  # where one stands, those that follow from it are not said as well
     "lr_zero": {"not_learning", "no_context", "plateau"},
     "starts_high": {"not_learning", "no_context", "clipped_always", "gradients_explode"},
+    "margin_negative": {"not_learning"},
     "not_learning": {"no_context", "plateau", "above_band", "clipped_always", "sample_degenerate", "data_repeats"},
     "no_context": {"plateau", "above_band", "clipped_always", "data_repeats", "sample_degenerate"},
     "too_good": {"plateau", "overfitting", "data_repeats", "sample_degenerate", "gradients_vanish"},
@@ -84,6 +92,9 @@ class Detector:
 
     def __init__(self, facts: Facts, said_before: Mapping[str, int] | None = None) -> None:
         self.history = History(facts)
+        self.each_block = EACH_BLOCK
+        if facts.objective == "dpo":
+            self.each_block = {name: rule for name, rule in EACH_BLOCK.items() if name not in _OF_TOKENS} | OF_PAIRS
         self.up: dict[str, Standing] = {}
         self.down_at: dict[str, int] = {}
         self.said_before = dict(said_before or {})  # cause -> the last step at which it was said, then lost in a kill
@@ -93,7 +104,7 @@ class Detector:
     def step(self, step: int, values: Mapping[str, float | None]) -> list[FlagChange]:
         """After an optimizer step."""
         if self.history.add(step, values):
-            return self._look(EACH_STEP) + self._look(EACH_BLOCK)
+            return self._look(EACH_STEP) + self._look(self.each_block)
         low, spiking = self.history.low_rates >= learning.LR_STEPS, self.history.spiking
         if (low and "lr_zero" not in self.up) or (spiking and "loss_spike" not in self.up):
             return self._look(EACH_STEP)
@@ -101,7 +112,7 @@ class Detector:
 
     def validated(self, step: int, loss: float | None) -> list[FlagChange]:
         self.history.validated(step, loss)
-        return self._look(EACH_BLOCK) if self.history.blocks else []
+        return self._look(self.each_block) if self.history.blocks else []
 
     def sampled(self, step: int, repeat: float | None) -> list[FlagChange]:
         self.history.sampled(step, repeat)

@@ -36,13 +36,15 @@ class Facts:
     device: str = "cpu"
     from_scratch: bool = True
     chat: bool = False
+    objective: str = "sft"  # or dpo: a loss of pairs
     unigram_nats: float | None = None  # what counting tokens achieves
     floor_nats: float | None = None  # what nobody can beat, and
     floor_error: float = 0.0
 
     @property
     def chance(self) -> float:
-        return math.log(self.vocab_size)
+        """The loss of knowing nothing: of tokens, of the better of two answers."""
+        return math.log(2 if self.objective == "dpo" else self.vocab_size)
 
     @property
     def block(self) -> int:
@@ -69,6 +71,10 @@ class Block:
     tokens_per_s: float
     ram_gb: float
     epoch: float
+    margin: float = math.nan  # of preference pairs: the mean reward of the chosen answer less that of the rejected one
+    accuracy: float = math.nan  # pairs whose chosen answer has the higher reward
+    logp_chosen: float = math.nan
+    logp_rejected: float = math.nan
 
     @property
     def error(self) -> float:
@@ -209,6 +215,10 @@ def _block(facts: Facts, step: int, rows: list[Mapping[str, float | None]], loss
         tokens_per_s=_middle(column("train/tok_per_sec")),
         ram_gb=ram,
         epoch=_last(column("train/epoch")),
+        margin=_middle(column("train/reward_margin")),
+        accuracy=_mean(column("train/reward_accuracy")),
+        logp_chosen=_middle(column("train/logp_chosen")),
+        logp_rejected=_middle(column("train/logp_rejected")),
     )
 
 
