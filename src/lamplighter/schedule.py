@@ -26,19 +26,23 @@ def expected_losses(parameters: float, vocabulary: float) -> list[tuple[float, f
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up, then cosine or constant. Steps count from 1."""
+    """Warm-up, then cosine, constant, or constant and at last a straight line down (wsd). Steps count from 1."""
 
     peak: float
     steps: int
     warmup: int
     shape: str
     floor_ratio: float
+    decay: int = 0  # of wsd: the last steps, in which it falls
 
     def lr_at(self, step: int) -> float:
         if step <= self.warmup:
             return self.peak * step / self.warmup
         if self.shape == "constant" or self.steps <= self.warmup:
             return self.peak
+        if self.shape == "wsd":
+            left = min(1.0, max(0, self.steps - step) / max(1, self.decay))
+            return self.peak * (self.floor_ratio + (1 - self.floor_ratio) * left)
         progress = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
         return self.peak * (self.floor_ratio + (1 - self.floor_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
@@ -46,4 +50,6 @@ class Schedule:
 def schedule(section: Train, steps: int) -> Schedule:
     """5 % warm-up (at most 2,000 steps) unless a number is given."""
     warmup = section.warmup_steps if section.warmup_steps is not None else min(2000, max(1, round(0.05 * steps)))
-    return Schedule(section.lr, steps, warmup, section.schedule, section.min_lr_ratio)
+    return Schedule(
+        section.lr, steps, warmup, section.schedule, section.min_lr_ratio, round(section.decay_ratio * steps)
+    )

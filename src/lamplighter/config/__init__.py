@@ -12,11 +12,13 @@ from lamplighter.config.recorded import (
     carry_over,
     drift,
     dump,
+    dump_for_mirror,
     load_dump,
     read_dump,
     shown,
     to_give_again,
     with_check,
+    with_secrets_of,
 )
 from lamplighter.config.resolve import Resolved, parse_overrides, preset_names, resolve, with_change
 from lamplighter.config.schema import (
@@ -28,6 +30,7 @@ from lamplighter.config.schema import (
     Budget,
     Data,
     Eval,
+    Launch,
     Lora,
     Model,
     OptimizerKind,
@@ -50,6 +53,7 @@ __all__ = [
     "Budget",
     "Data",
     "Eval",
+    "Launch",
     "Lora",
     "Model",
     "OptimizerKind",
@@ -64,6 +68,7 @@ __all__ = [
     "carry_over",
     "drift",
     "dump",
+    "dump_for_mirror",
     "fields",
     "load_dump",
     "parse_overrides",
@@ -75,4 +80,5 @@ __all__ = [
     "validated",
     "with_change",
     "with_check",
+    "with_secrets_of",
 ]

@@ -12,6 +12,7 @@ from lamplighter.config.schema import SECTIONS, fields
 from lamplighter.errors import LampError, UsageError
 
 _ELSEWHERE = {
+    "fsdp": "train.shard", "fully_shard": "train.shard", "zero_stage": "train.shard",
     "max_seq_length": "data.seq_len", "max_length": "data.seq_len", "block_size": "data.seq_len",
     "seq_length": "data.seq_len", "context_length": "data.seq_len", "max_seq_len": "data.seq_len",
     "learning_rate": "train.lr", "max_steps": "train.steps", "max_iters": "train.steps", "num_steps": "train.steps",
@@ -41,7 +42,8 @@ _ELSEWHERE = {
     "optim": "train.optimizer", "lora_r": "lora.r", "lora_rank": "lora.r", "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout", "target_modules": "lora.targets", "lora_target": "lora.targets",
     "lora_target_modules": "lora.targets", "load_in_8bit": "lora.base_dtype", "load_in_4bit": "lora.base_dtype",
-    "use_lora": "lora.r", "adapter": "lora.r",
+    "use_lora": "lora.r", "adapter": "lora.r", "beta": "train.dpo_beta", "rl_beta": "train.dpo_beta",
+    "pref_beta": "train.dpo_beta", "rl": "train.objective", "loss_type": "train.objective", "stage": "train.objective",
 }  # fmt: skip
 
 

@@ -17,15 +17,18 @@ from lamplighter.config.resolve import Resolved, flat, reaches_out, read_yaml, v
 from lamplighter.config.schema import LENGTH, MAY_CHANGE, NO_MATTER, ROUNDING, Run
 from lamplighter.errors import BadConfig
 from lamplighter.rundir import VERSIONS
-from lamplighter.safe_text import MASK, mask
+from lamplighter.safe_text import MASK, mask, mask_address, mask_record
 
 _CHECK = "# check: "
 
 
 def dump(resolved: Resolved) -> str:
-    """The run as YAML, each value with where it came from."""
+    """The run as YAML, each value with where it came from. No child needs the keys to the mirror: they stay out of the folder."""
     import yaml
 
+    save = resolved.run.save
+    if save.mirror is not None:
+        resolved = replace(resolved, run=replace(resolved.run, save=replace(save, mirror=mask_address(save.mirror))))
     lines = [f"# preset: {resolved.preset}"] if resolved.preset else []
     lines += [f"{name}: {number}" for name, number in VERSIONS.items()]
     for section, values in asdict(resolved.run).items():
@@ -42,6 +45,24 @@ def shown(resolved: Resolved) -> str:
     if care.notify and (host := re.match(r"https?://([^/?#\s]*@)?([^/?#\s]*)", care.notify)):
         care = replace(care, notify=f"{host[0].partition('://')[0]}://{host[2]}/{MASK}")
     return mask(dump(replace(resolved, run=replace(resolved.run, watch=care))))
+
+
+def dump_for_mirror(path: Path) -> str:
+    """A run's config.yaml for another place: as it is, but without a secret."""
+    before = read_dump(path)
+    care, save = replace(before.run.watch, notify=None), replace(before.run.save, mirror=None)
+    preset = re.match(r"# preset: (.+)", read_back.read_whole(path).decode())
+    run = replace(before.run, watch=care, save=save)
+    return with_check(shown(Resolved(run, before.origin, preset[1] if preset else None)))
+
+
+def with_secrets_of(before: Recorded, now: Run) -> Run | None:
+    """What `dump_for_mirror` wrote, with the secrets that are given again; None where it lacks none of them."""
+    then, given = flat(before.run), flat(now)
+    masked = {
+        name: given[name] for name, value in then.items() if MASK in str(value) and mask_record(given[name]) == value
+    }
+    return validate({**then, **masked}, before.origin) if masked else None
 
 
 def with_check(text: str) -> str:
@@ -106,12 +127,13 @@ def carry_over(resolved: Resolved, before: Recorded) -> tuple[Resolved, list[str
     """At resume, what the user does not give comes from the run's own config.yaml, never from a newer default.
 
     A preset (or --test) counts as given, but not its newer numbers: where the run has a value of the same preset, that
-    stays. Code, commands and addresses are never taken from a folder: those the user gives again. Also in words, what
+    stays. What was derived is not given. Code, commands and addresses are never taken from a folder: those the user gives again. Also in words, what
     was kept although it is not what the command alone would mean.
     """
     now, then = flat(resolved.run), flat(before.run)
     ours = {name for name, origin in resolved.origin.items() if origin == "--test" or origin.startswith("preset ")}
     given = {name for name in resolved.origin if name not in ours or before.origin.get(name) != resolved.origin[name]}
+    given -= {name for name, origin in resolved.origin.items() if origin.startswith("derived")}
     given |= set(LENGTH) if given & set(LENGTH) else set()
     kept = {name: then[name] for name in now if name not in given and not reaches_out(name, then[name])}
     changed = {name: value for name, value in kept.items() if value != now[name]}

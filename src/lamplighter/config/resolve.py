@@ -11,10 +11,11 @@ import shlex
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from lamplighter import read_back
 from lamplighter.config import schema
+from lamplighter.config.recipe import derived
 from lamplighter.config.schema import LENGTH, SECTIONS, Run, fields, validated
 from lamplighter.errors import BadConfig, InputMissing, LampError, UsageError
 from lamplighter.rundir import FORMAT, VERSIONS
@@ -250,6 +251,8 @@ def _from_words(name: str, words: list[str]) -> Any:
             except (yaml.YAMLError, ValueError) as error:
                 why = " ".join(str(error).split())
                 raise UsageError(f"--{name} is not a list", why, f"without brackets: --{name} A B") from error
+        if get_origin(get_args(info.annotation)[0]) is Literal:  # names of ours, none of which has a comma
+            return [one for word in words for one in word.replace(",", " ").split()]
         return words
     word = words[-1]
     if word.lower() in ("none", "null") and type(None) in get_args(info.annotation):
@@ -285,6 +288,8 @@ def resolve(
             values[name], origin[name] = value, where
     for name, words in (overrides or {}).items():
         values[name], origin[name] = _from_words(name, words), "command line"
+    for name, (value, why) in derived(values).items():
+        values[name], origin[name] = value, f"derived: {why}"
     _one_length(values, origin)
     run = validate(values, origin)
     _refuse_hub_name(run.model.init_from, origin.get("model.init_from", "default"))
@@ -299,7 +304,7 @@ def reaches_out(name: str, value: Any) -> bool:
         )  # URL, dataset:, source:
     if name == "track.to":
         return any(one in ("wandb", "trackio") for one in (value if isinstance(value, list) else [value]))
-    return (name in ("data.source", "watch.notify") and value is not None) or (
+    return (name in ("data.source", "watch.notify", "save.mirror") and value is not None) or (
         name == "model.family" and ":" in str(value)
     )
 
@@ -319,7 +324,7 @@ def _to_be_named(name: str, where: str) -> BadConfig:
 
 def _refuse_masked(name: str, value: object, where: str) -> None:
     """A file out of --print-config has no secrets in it: the place of one is not a value."""
-    if name in ("data.paths", "watch.notify") and MASK in str(value):
+    if name in ("data.paths", "watch.notify", "save.mirror") and MASK in str(value):
         why = f"{MASK} stands in the place of a password or a token, which --print-config leaves out"
         raise BadConfig(f"{name}: a secret is missing ({where})", why, "put it back into the file")
 
@@ -337,7 +342,7 @@ def _refuse_hub_name(given: str | None, where: str) -> None:
 
 def _one_length(values: dict[str, Any], origin: dict[str, str]) -> None:
     """steps and epochs exclude each other: the one from the higher layer wins; without either, 2,000 steps."""
-    rank = {"default": 0, "preset": 1, "file": 2, "command line": 3}
+    rank = {"default": 0, "derived": 0, "preset": 1, "file": 2, "command line": 3}
     given = {n: rank.get(origin[n].split(" ")[0] if origin[n].startswith("preset") else origin[n], 2)
              for n in ("train.steps", "train.epochs") if values.get(n) is not None}  # fmt: skip
     if len(given) == 2 and len(set(given.values())) == 2:
@@ -420,6 +425,7 @@ def _small(run: Run, origin: dict[str, str], preset: str | None) -> Resolved:
         "eval.windows": 8,
         "eval.sample_every_steps": 10,
         "eval.sample_tokens": min(run.eval.sample_tokens, 30),
+        "eval.limit": min(run.eval.limit or 20, 20) if run.eval.tasks else run.eval.limit,
     }
     values = flat(run)
     changed = {name: "--test" for name, value in small.items() if values[name] != value}

@@ -9,10 +9,12 @@ at every start of `lamp` (decision 018).
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+from lamplighter.model.shape import FAMILIES
 
 if TYPE_CHECKING:
     from pydantic_core import SchemaValidator
@@ -103,14 +105,15 @@ class TokenizerSection:
 class Model:
     """The network."""
 
-    family: str = _value("gpt2", 'gpt2, llama, or a model of your own, "module:name"')
+    family: str = _value("gpt2", 'gpt2, llama, qwen3, or a model of your own, "module:name"')
     layers: int = _value(6, "transformer blocks", ge=1, le=1000)
     width: int = _value(384, "model width", ge=8, le=65_536)
     heads: int = _value(6, "attention heads", "width must be a multiple of heads", ge=1, le=1024)
-    kv_heads: int | None = _value(None, "key/value heads (llama); none = heads", ge=1)
+    kv_heads: int | None = _value(None, "key/value heads (llama, qwen3); none = heads", ge=1)
     mlp_width: int | None = _value(
-        None, "hidden width of the MLP; none = 4 x width (gpt2), about 8/3 x width (llama)", ge=8
+        None, "hidden width of the MLP; none = 4 x width (gpt2), about 8/3 x width (llama, qwen3)", ge=8
     )
+    tie_embeddings: bool = _value(True, "the last matrix is the embedding of the tokens, or one of its own")
     dropout: float = _value(0.0, "dropout rate", "0.1 is usual for small data", ge=0, lt=0.9)
     init_from: str | None = _value(
         None, "start from the weights and shape of this Hugging Face folder, or of org/name on the hub"
@@ -153,16 +156,21 @@ class OptimizerKind:
     state_bytes: int  # kept from step to step
     moved_bytes: int  # read and written by one step, clipping included
     split: Literal["element", "block", "matrix"]  # the smallest part that a rank can update by itself
+    hidden_bytes: int | None = None  # kept of a matrix inside the blocks, where that is something else
+    orthogonalises: bool = False  # those matrices, by Newton-Schulz steps: products that the plan counts
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Of a save, and of the copy in memory that an asynchronous save is written from."""
-        return WEIGHT_BYTES + self.state_bytes
+    def state(self, trained: int, hidden: int = 0) -> int:
+        """Bytes for so many parameters, `hidden` of them in matrices inside the blocks."""
+        each = self.state_bytes if self.hidden_bytes is None else self.hidden_bytes
+        return self.state_bytes * (trained - hidden) + each * hidden
 
-    @property
-    def training_bytes(self) -> int:
-        """Held on the device while training, besides activations."""
-        return WEIGHT_BYTES + GRADIENT_BYTES + self.state_bytes
+    def checkpoint(self, trained: int, hidden: int = 0) -> int:
+        """Bytes of a save, and of the copy in memory that an asynchronous save is written from."""
+        return WEIGHT_BYTES * trained + self.state(trained, hidden)
+
+    def training(self, trained: int, hidden: int = 0) -> int:
+        """Bytes held on the device while training, besides activations."""
+        return (WEIGHT_BYTES + GRADIENT_BYTES) * trained + self.state(trained, hidden)
 
 
 # A new optimizer is its own file and one line here (tests/unit/test_optim.py compares the bytes with its real state).
@@ -170,6 +178,7 @@ OPTIMIZERS = {
     kind.name: kind
     for kind in (
         OptimizerKind("adamw", "lamplighter.train.optimizers:adamw", 8, 36, "element"),
+        OptimizerKind("muon", "lamplighter.train.muon:muon", 8, 44, "matrix", hidden_bytes=4, orthogonalises=True),
     )
 }  # fmt: skip
 
@@ -178,6 +187,12 @@ OPTIMIZERS = {
 class Train:
     """How the model learns. Steps are optimizer steps, everywhere."""
 
+    objective: Literal["sft", "dpo"] = _value(
+        "sft",
+        "what is learned: sft, the next token (of text, or of answers); dpo, to prefer the chosen of two answers (rows with prompt,"
+        " chosen, rejected)",
+    )
+    dpo_beta: float = _value(0.1, "of dpo: how strongly it is held to the model that it began from", gt=0, le=100)
     steps: int | None = _value(None, "optimizer steps; or give train.epochs", ge=1, le=10**12)
     epochs: float | None = _value(None, "passes over the data; or give train.steps", gt=0, le=10_000)
     batch_size: int = _value(16, "sequences per optimizer step, over all devices", ge=1, le=1_000_000)
@@ -194,11 +209,24 @@ class Train:
         ge=1,
         le=1024,
     )
+    reduction: Literal["tree", "native"] = _value(
+        "tree",
+        "how ranks add up gradients: in the order of one tree, the same bits on any number of ranks; or natively, in the order of"
+        " torch's all_reduce, the same bits on the same number of ranks only",
+    )
+    shard: Literal["auto", "none", "full"] = _value(
+        "auto",
+        "none: every rank holds the whole model; full: weights, gradients and optimizer are divided among the ranks (FSDP2);"
+        " auto: divided where one device cannot hold the whole; the bits are the same",
+    )
     optimizer: str = _value("adamw", f"one of: {', '.join(OPTIMIZERS)}", choices=OPTIMIZERS)
     lr: float = _value(3e-4, "peak learning rate", "3e-4 is usual for 100M parameters, 1e-3 for 1M", gt=0, le=1)
     min_lr_ratio: float = _value(0.1, "final rate as a share of the peak (cosine)", ge=0, le=1)
     warmup_steps: int | None = _value(None, "optimizer steps of warm-up; none = 5 % of the run, at most 2,000", ge=0)
-    schedule: Literal["cosine", "constant"] = _value("cosine", "after warm-up")
+    schedule: Literal["cosine", "constant", "wsd"] = _value(
+        "cosine", "after warm-up; wsd is constant, then falls in a straight line"
+    )
+    decay_ratio: float = _value(0.4, "the share of the steps in which wsd falls", "0.2 to 0.5 is usual", gt=0, le=1)
     weight_decay: float = _value(0.1, "on matrices only", ge=0, le=10)
     beta1: float = _value(0.9, "AdamW", ge=0, lt=1)
     beta2: float = _value(0.95, "AdamW", ge=0, lt=1)
@@ -239,6 +267,14 @@ class Save:
     staged: Literal["auto"] | bool = _value(
         "auto", "write beside the steps, from a copy in memory; auto = where memory allows"
     )
+    memory: Literal["auto"] | bool = _value(
+        "auto", "keep the newest step in memory that outlives the process (Linux); auto = where two copies fit"
+    )
+    mirror: str | None = _value(
+        None,
+        "a folder or an fsspec URL (s3://bucket/runs ...) to which finished checkpoints are copied; resumed from there",
+    )
+    mirror_wait_s: float = _value(300.0, "how long the end of a run waits for the last copy to save.mirror", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,16 +316,48 @@ class Watch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The processes of a run."""
+
+    spare: Literal["auto"] | int = _value(
+        "auto",
+        "processes that stand by, ready to take the place of one that dies; auto: one, for runs of over five minutes where memory"
+        " allows it",
+        ge=0,
+        le=8,
+    )
+    nodes: int = _value(1, "machines that share out a step; the same command on each", ge=1, le=1024)
+    rendezvous: str | None = _value(None, "HOST:PORT where the nodes meet: node 0 is the one that has this address")
+    node: int | None = _value(None, "which node this is, from 0; none = by address and order of arrival", ge=0, le=1023)
+    wait_s: float = _value(600.0, "how long nodes wait for each other at the start", gt=0)
+    secret: str | None = _value(
+        None, "a file with the secret of the nodes; none = LAMP_SECRET, or a file in the run's folder if all see it"
+    )
+
+    def __post_init__(self) -> None:
+        if self.nodes > 1 and self.rendezvous is not None:
+            host, _, port = self.rendezvous.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"launch.rendezvous is HOST:PORT, and not {self.rendezvous}")
+        if self.node is not None and self.node >= self.nodes:
+            raise ValueError(f"launch.node {self.node}: they count from 0, and launch.nodes is {self.nodes}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Budget:
     """What the run may cost; counted over all attempts."""
 
     usd: float | None = _value(None, "stop, saved, before so many dollars are spent", gt=0)
-    usd_per_hour: float | None = _value(None, "price of the machine", gt=0)
+    usd_per_hour: float | None = _value(None, "price of the machine; of each node, where there are several", gt=0)
     hours: float | None = _value(None, "stop, saved, before so many hours have passed", gt=0)
 
     def __post_init__(self) -> None:
         if self.usd is not None and self.usd_per_hour is None:
             raise ValueError("budget.usd needs budget.usd_per_hour to be counted")
+
+    def of_nodes(self, count: int) -> "Budget":
+        """The same for so many machines: the price is that of one."""
+        return replace(self, usd_per_hour=self.usd_per_hour * count) if self.usd_per_hour and count > 1 else self
 
     def spent_usd(self, spent_s: float) -> float:
         return spent_s / 3600 * (self.usd_per_hour or 0.0)
@@ -340,6 +408,7 @@ class Run:
     save: Save = Save()
     eval: Eval = Eval()
     watch: Watch = Watch()
+    launch: Launch = Launch()
     budget: Budget = Budget()
     track: Track = Track()
 
@@ -356,16 +425,22 @@ class Run:
             raise ValueError(f"model.width {model.width} is not a multiple of model.heads {model.heads}")
         if model.kv_heads is not None and model.heads % model.kv_heads:
             raise ValueError(f"model.heads {model.heads} is not a multiple of model.kv_heads {model.kv_heads}")
-        if model.family not in ("gpt2", "llama") and ":" not in model.family:
+        if model.family not in FAMILIES and ":" not in model.family:
             import difflib
 
-            near = difflib.get_close_matches(model.family, ["gpt2", "llama"], 1, 0.3)
+            near = difflib.get_close_matches(model.family, FAMILIES, 1, 0.3)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f'model.family {model.family!r} is not gpt2, llama or "module:name"{hint}')
+            raise ValueError(f'model.family {model.family!r} is not {", ".join(FAMILIES)} or "module:name"{hint}')
         if self.lora.r is None and self.lora != Lora():
             raise ValueError("the lora section is given without lora.r, which switches it on")
         if self.lora.r is not None and model.init_from is None:
             raise ValueError("lora.r needs model.init_from: adapters on a model that has learned nothing learn nothing")
+        if train.objective == "dpo" and model.init_from is None:
+            raise ValueError(
+                "train.objective dpo needs model.init_from: it is measured against the model that it begins from"
+            )
+        if train.objective != "dpo" and train.dpo_beta != Train().dpo_beta:
+            raise ValueError("train.dpo_beta is given without train.objective dpo")
         if data.stream and train.epochs is not None:
             raise ValueError(
                 "a stream has no known length: give train.steps or data.max_chunks instead of train.epochs"
@@ -391,14 +466,19 @@ SECTIONS: dict[str, Any] = {
     "save": Save,
     "eval": Eval,
     "watch": Watch,
+    "launch": Launch,
     "budget": Budget,
     "track": Track,
 }
-MAY_CHANGE = ("save", "eval", "watch", "budget", "track")  # at resume; train.steps too, with a warning
+MAY_CHANGE = ("save", "eval", "watch", "launch", "budget", "track")  # at resume; train.steps too, with a warning
 LENGTH = ("train.steps", "train.epochs")
-ROUNDING = ("train.micro_batch", "train.tree")  # the same result but for rounding: may change, and that is said
+ROUNDING = (
+    "train.micro_batch",
+    "train.tree",
+    "train.reduction",
+)  # the same result but for rounding: may change, and that is said
 NO_MATTER = ("data.cache", "data.workers", "data.retry_s", "data.max_chunks", "train.recompute", "train.exact",
-             "train.ranks", *LENGTH)  # fmt: skip
+             "train.ranks", "train.shard", *LENGTH)  # fmt: skip
 
 # What became of the fields of older runs, so that their config.yaml is understood: whoever renames, removes or adds a
 # field of a run puts a line here (and a test beside it).
@@ -408,6 +488,12 @@ ADDED: dict[str, Any] = {
     "train.optimizer": "adamw",
     "train.tree": 1,
     "train.ranks": "auto",
+    "train.shard": "auto",
+    "train.reduction": "tree",
+    "model.tie_embeddings": True,
+    "train.decay_ratio": 0.4,
+    "train.objective": "sft",
+    "train.dpo_beta": 0.1,
 }  # name now -> how runs behaved before it existed
 
 

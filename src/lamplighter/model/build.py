@@ -11,7 +11,7 @@ import re
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
@@ -30,6 +30,7 @@ from lamplighter.model.families import (
 from lamplighter.model.lora import SETTINGS, apply_lora, merge, section_of
 from lamplighter.model.shape import (
     OWN_TYPE,
+    Family,
     NotOurs,
     Shape,
     count_parameters,
@@ -46,6 +47,11 @@ _SMALL = 1 << 20
 _LARGE = 200_000_000  # parameters, that take longer to draw than a device without numbers to load
 _OWN_ROOM = 8  # an embedding of one's own may be smaller than vocab_size x width, but not by much more than this
 _OWN_SIZES = ("vocab_size", "positions", "layers", "width", "heads")  # what the user's own function is called with
+
+
+def is_hidden(name: str, parameter: torch.Tensor) -> bool:
+    """A matrix of one of the numbered blocks: no embedding, no head."""
+    return parameter.dim() == 2 and any(part.isdecimal() for part in name.split("."))
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,11 @@ class Built:
     def trained(self) -> int:
         """Parameters that training changes."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    @property
+    def hidden(self) -> int:
+        """Those of them in matrices inside the blocks."""
+        return sum(p.numel() for name, p in self.model.named_parameters() if p.requires_grad and is_hidden(name, p))
 
     @property
     def takes_segments(self) -> bool:
@@ -98,7 +109,7 @@ def build(
         return _own(section.family, arguments)
     try:
         shape = Shape(
-            family=cast(Literal["gpt2", "llama"], section.family),
+            family=cast(Family, section.family),
             vocab_size=vocab_size,
             positions=positions,
             layers=section.layers,
@@ -107,6 +118,7 @@ def build(
             kv_heads=section.kv_heads or 0,
             mlp_width=section.mlp_width or 0,
             dropout=section.dropout,
+            tie_embeddings=section.tie_embeddings,
             bos_token_id=end_of_text,
             eos_token_id=end_of_text,
         )
@@ -274,7 +286,7 @@ def _shape(folder: Path, config: dict[str, Any]) -> Shape | None:
         raise BadConfig(
             f"{folder}/config.json is not that of a model which can be built here",
             str(error),
-            "use the whole folder of a GPT-2 or Llama model, as transformers saves it",
+            "use the whole folder of the model, as transformers saves it",
         ) from error
 
 

@@ -1,7 +1,7 @@
 """The last matrix and the loss in one, a chunk of rows at a time: the logits of a whole batch never exist.
 
 In:  the last layer's output, the [V, C] matrix of the head, the targets.
-Out: the sum of cross entropy, and both gradients.
+Out: the sum of cross entropy, and both gradients; or the cross entropy of each target.
 
 Why. A batch of 8 x 256 tokens and 30,000 words has 245 MB of logits. Plain cross entropy holds three tensors of that size (the
 logits, their log-softmax, its gradient) and has them mapped anew in every step.
@@ -19,6 +19,7 @@ kernels are made for (50,257 is odd); those words get no probability and no grad
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from lamplighter.model import shape
 
+_LEAST_ROWS = 128  # of single losses: each chunk adds to the whole gradient of the matrix
 _STRIP_WORDS = 1024  # of the matrix's gradient, converted together
 
 
@@ -75,6 +77,31 @@ def chunked_loss(
     with torch.autocast(device, enabled=False):
         loss: Tensor = _ChunkedLoss.apply(x_NC, weight_VC, targets_N, settings)  # type: ignore[no-untyped-call]
     return loss
+
+
+def token_nats(
+    x_BTC: Tensor,
+    weight_VC: Tensor,
+    targets_BT: Tensor,
+    *,
+    buffers: LossBuffers,
+    counted: Counted | None = None,
+) -> Tensor:
+    """The cross entropy of each target >= 0, [N] in float32, in their order, for a loss that is no sum over tokens.
+
+    What each token's gradient is multiplied by is not known before all losses are there, so the backward pass works every chunk of
+    logits out again.
+    """
+    x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
+    places = _places(targets_N) if counted is None else counted.places
+    if places is not None:
+        x_NC, targets_N = x_NC.index_select(0, places), targets_N.index_select(0, places)
+    device = x_NC.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_NC.dtype
+    settings = _Settings(1.0, dtype, buffers)
+    with torch.autocast(device, enabled=False):
+        nats_N: Tensor = _TokenNats.apply(x_NC, weight_VC, targets_N, settings)  # type: ignore[no-untyped-call]
+    return nats_N
 
 
 def _places(targets_N: Tensor) -> Tensor | None:
@@ -128,6 +155,47 @@ class _ChunkedLoss(torch.autograd.Function):
         elif float(upstream) != 1.0:
             dx_NC, dweight_VC = (None if part is None else part * upstream for part in (dx_NC, dweight_VC))
         return dx_NC, dweight_VC, None, None
+
+
+class _TokenNats(torch.autograd.Function):
+    """Losses in the forward pass, gradients in the backward pass, each a chunk of logits at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, settings: _Settings) -> Tensor:
+        ctx.settings = settings
+        ctx.save_for_backward(x_NC, weight_VC, targets_N)
+        nats_N1 = torch.empty(len(x_NC), 1, dtype=torch.float32, device=x_NC.device)
+        weight = _widened(weight_VC, settings.dtype)
+        for rows, strip_SV in _strips(x_NC, weight, len(weight_VC), settings):
+            nats_N1[rows] = _to_gradient(strip_SV, targets_N[rows, None], settings.buffers, wanted=False, scale=None)
+        return nats_N1.squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
+        x_NC, weight_VC, targets_N = ctx.saved_tensors
+        settings, (wants_x, wants_weight) = ctx.settings, ctx.needs_input_grad[:2]
+        weight = _widened(weight_VC, settings.dtype)
+        dx_NC = torch.zeros_like(x_NC) if wants_x else None
+        dweight_VC = torch.zeros_like(weight, dtype=weight_VC.dtype) if wants_weight else None
+        for rows, strip_SV in _strips(x_NC, weight, len(weight_VC), settings):
+            _to_gradient(strip_SV, targets_N[rows, None], settings.buffers, wanted=True, scale=upstream_N[rows, None])
+            if dx_NC is not None:
+                dx_NC[rows] = strip_SV @ weight
+            if dweight_VC is not None:
+                _add_product(dweight_VC, strip_SV, x_NC[rows].to(settings.dtype), 1.0, first=False)
+        return dx_NC, None if dweight_VC is None else dweight_VC[: len(weight_VC)], None, None
+
+
+def _strips(x_NC: Tensor, weight: Tensor, words: int, settings: _Settings) -> Iterator[tuple[slice, Tensor]]:
+    """The logits of so many rows at a time, in a buffer that the next ones overwrite."""
+    rows = min(max(_LEAST_ROWS, shape.block_rows(words, x_NC.device.type)), max(1, len(x_NC)))
+    for start in range(0, len(x_NC), rows):
+        here = slice(start, min(start + rows, len(x_NC)))
+        chunk_RV = settings.buffers.take(rows, weight, settings.dtype)[: here.stop - start]
+        torch.mm(x_NC[here].to(settings.dtype), weight.t(), out=chunk_RV)
+        chunk_RV[:, words:] = float("-inf")
+        yield here, chunk_RV
 
 
 def _widened(weight_VC: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from lamplighter.model.cpu import decode_linear, decode_linear_t
 from lamplighter.model.families import FromTransformers
 from lamplighter.model.recompute import RecomputedForward
 from lamplighter.model.row_cache import RowCache
-from lamplighter.model.transformer import GPT2Layer, KVCache, LlamaLayer, Transformer, rotary_cos_sin
+from lamplighter.model.transformer import GPT2Layer, KVCache, LlamaAttention, LlamaLayer, Transformer, rotary_cos_sin
 
 _LIKELY = 512  # how many of the likeliest tokens are looked at before all are sorted for top_p
 
@@ -248,6 +248,7 @@ class LlamaWeights(NamedTuple):
 
     norm_1: Tensor
     qkv: tuple[Tensor, ...]  # one, where they lie one behind the other (lay_out), else three
+    qk_norm: Tensor | None  # qwen3: of each head of queries, then of keys
     o: Tensor
     norm_2: Tensor
     gate_up: tuple[Tensor, ...]  # the same, one or two
@@ -325,6 +326,8 @@ class Decoder:
             normed_BC = rms_norm(x_BC, part.norm_1, shape.norm_eps)
             qkv = _side_by_side(normed_BC, part.qkv).view(heads)
             qk = qkv[:, :turned]  # rotated together
+            if part.qk_norm is not None:
+                qk = part.qk_norm * functional.rms_norm(qk.float(), heads[2:], None, shape.norm_eps).type_as(qk)
             first, second = qk.chunk(2, dim=-1)
             qk = (qk * cos_D + torch.cat((second, first), dim=-1) * sin_D).type_as(x_BC)
             kv_B2KD = torch.stack((qk[:, shape.heads :], qkv[:, turned:]), dim=1)
@@ -368,9 +371,18 @@ def _llama_weights(layer: nn.Module) -> LlamaWeights:
     assert isinstance(layer, LlamaLayer)
     qkv, gate_up = (_joined([part.weight.detach() for part in parts]) for parts in _used_together(layer))
     return LlamaWeights(
-        layer.input_layernorm.weight.detach(), qkv, layer.self_attn.o_proj.weight.detach(),
+        layer.input_layernorm.weight.detach(), qkv, _qk_norm(layer.self_attn), layer.self_attn.o_proj.weight.detach(),
         layer.post_attention_layernorm.weight.detach(), gate_up, layer.mlp.down_proj.weight.detach(),
     )  # fmt: skip
+
+
+def _qk_norm(attn: LlamaAttention) -> Tensor | None:
+    """A row for each head."""
+    if attn.q_norm is None or attn.k_norm is None:
+        return None
+    q_heads, k_heads = (part.out_features // attn.head_width for part in (attn.q_proj, attn.k_proj))
+    q_norm, k_norm = attn.q_norm.weight.detach(), attn.k_norm.weight.detach()
+    return torch.cat((q_norm.expand(q_heads, -1), k_norm.expand(k_heads, -1)))
 
 
 def _used_together(layer: LlamaLayer) -> tuple[tuple[nn.Linear, ...], tuple[nn.Linear, ...]]:
@@ -402,7 +414,7 @@ def lay_out(model: nn.Module) -> None:
 
     A step is then fewer and larger products. Not for a model that is trained: its optimizer knows where its weights are.
     """
-    if not isinstance(model, Transformer) or not can_decode(model) or model.shape.family != "llama":
+    if not isinstance(model, Transformer) or not can_decode(model) or model.shape.family == "gpt2":
         return
     for layer in model.model.layers:
         assert isinstance(layer, LlamaLayer)

@@ -4,16 +4,18 @@ In:  sizes chosen by a run, or the content of a config.json.
 Out: a checked Shape, the config.json content for it, parameter and FLOP counts. No torch: plans are made without it.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
-Family = Literal["gpt2", "llama"]
+Family = Literal["gpt2", "llama", "qwen3"]
+FAMILIES: tuple[str, ...] = get_args(Family)  # built here; others by transformers, or by code of one's own
+
 
 OWN_TYPE = "lamplighter-own"  # model_type in the config.json of a model by the user's own code
 
 
 class NotOurs(ValueError):
-    """A config.json that asks for something that the two families here do not compute; transformers may."""
+    """A config.json that asks for something that the families here do not compute; transformers may."""
 
 
 _LARGEST_SIZE = 1 << 40  # no size of a model; beyond it arithmetic itself gets slow
@@ -24,7 +26,8 @@ _LLAMA_MLP_MULTIPLE = 64  # matrix units like round sizes; 8/3 of the width is r
 class Shape:
     """The sizes of one model. A zero for kv_heads or mlp_width stands for the family's usual value.
 
-    `dropout` is the family's own: embeddings, attention and residuals for gpt2; attention alone for llama.
+    `dropout` is the family's own: embeddings, attention and residuals for gpt2; attention alone for the others. qwen3 is llama with
+    queries and keys that are normalised in each head.
     """
 
     family: Family
@@ -34,17 +37,17 @@ class Shape:
     width: int
     heads: int
     kv_heads: int = 0  # 0: as many as heads
-    mlp_width: int = 0  # 0: 4 x width (gpt2); 8/3 x width, rounded up to a multiple of 64 (llama)
+    mlp_width: int = 0  # 0: 4 x width (gpt2); 8/3 x width, rounded up to a multiple of 64 (the others)
     dropout: float = 0.0
     norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0  # llama only
+    rope_theta: float = 10_000.0  # not of gpt2
     tie_embeddings: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        if self.family not in ("gpt2", "llama"):
-            raise ValueError(f"model family {self.family!r} is not known here; the built-in ones are gpt2 and llama")
+        if self.family not in FAMILIES:
+            raise ValueError(f"model family {self.family!r} is not known here; built in are {', '.join(FAMILIES)}")
         # A frozen dataclass is filled in once, here; after this every number is the real one.
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "mlp_width", self.mlp_width or _usual_mlp_width(self.family, self.width))
@@ -76,10 +79,12 @@ def _check_heads(shape: Shape) -> None:
     if shape.heads % shape.kv_heads:
         raise ValueError(f"heads {shape.heads} must be a multiple of kv_heads {shape.kv_heads}")
     if shape.family == "gpt2" and shape.kv_heads != shape.heads:
-        raise ValueError(f"kv_heads {shape.kv_heads}: gpt2 has one per head ({shape.heads}); llama can share them")
-    if shape.family == "llama" and shape.head_width % 2:
         raise ValueError(
-            f"width / heads is {shape.head_width}, but llama turns pairs of numbers by position: it must be even"
+            f"kv_heads {shape.kv_heads}: gpt2 has one per head ({shape.heads}); llama and qwen3 can share them"
+        )
+    if shape.family != "gpt2" and shape.head_width % 2:
+        raise ValueError(
+            f"width / heads is {shape.head_width}, but {shape.family} turns pairs of numbers by position: it must be even"
         )
 
 
@@ -107,7 +112,14 @@ def count_parameters(shape: Shape) -> int:
         norms = (2 * shape.layers + 1) * 2 * width  # weight and bias
         return embeddings + positions + layers + shape.layers * biases_per_layer + norms + head
     norms = (2 * shape.layers + 1) * width  # weight alone
+    if shape.family == "qwen3":
+        norms += 2 * shape.layers * shape.head_width
     return embeddings + layers + norms + head
+
+
+def block_parameters(shape: Shape) -> int:
+    """Of one block, with its norms and biases."""
+    return count_parameters(replace(shape, layers=2)) - count_parameters(replace(shape, layers=1))
 
 
 def matmul_parameters_per_layer(shape: Shape) -> int:
@@ -117,6 +129,20 @@ def matmul_parameters_per_layer(shape: Shape) -> int:
         return 4 * width * width + 2 * width * mlp_width
     kv_width = shape.kv_heads * shape.head_width
     return 2 * width * width + 2 * width * kv_width + 3 * width * mlp_width
+
+
+def hidden_parameters(shape: Shape) -> int:
+    """Of all matrices inside the blocks."""
+    return shape.layers * matmul_parameters_per_layer(shape)
+
+
+def orthogonalising_flops(shape: Shape) -> float:
+    """Of the five Newton-Schulz steps that Muon takes with every matrix of the blocks, once for each optimizer step.
+
+    A step of a matrix with m rows and n columns, m the smaller: two products with n and one of m x m.
+    """
+    sizes = (sorted(size) for size in block_linears(shape).values())
+    return 5.0 * shape.layers * sum(4.0 * m * m * n + 2.0 * m**3 for m, n in sizes)
 
 
 def block_linears(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -191,7 +217,7 @@ def flops_per_token(shape: Shape, seq_len: int) -> float:
 
 def shape_to_hf(shape: Shape) -> dict[str, Any]:
     """The content of a config.json that AutoModelForCausalLM.from_pretrained opens."""
-    written = _gpt2_to_hf(shape) if shape.family == "gpt2" else _llama_to_hf(shape)
+    written = {"gpt2": _gpt2_to_hf, "llama": _llama_to_hf, "qwen3": _qwen3_to_hf}[shape.family](shape)
     return written | {
         "vocab_size": shape.vocab_size,
         "initializer_range": 0.02,
@@ -242,6 +268,11 @@ def _llama_to_hf(shape: Shape) -> dict[str, Any]:
     }
 
 
+def _qwen3_to_hf(shape: Shape) -> dict[str, Any]:
+    same = {name: value for name, value in _llama_to_hf(shape).items() if name != "mlp_bias"}
+    return same | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
+
+
 def shape_from_hf(config: dict[str, Any]) -> Shape:
     """Read a config.json. A field that asks for something we do not compute is a ValueError that names it."""
     _refuse_unless(config, "quantization_config", None)
@@ -249,11 +280,11 @@ def shape_from_hf(config: dict[str, Any]) -> Shape:
     try:
         if family == "gpt2":
             return _gpt2_from_hf(config)
-        if family == "llama":
-            return _llama_from_hf(config)
+        if family == "llama" or family == "qwen3":
+            return _llama_from_hf(config, family)
     except (TypeError, AttributeError, OverflowError) as error:  # text, a list or null where a number belongs
         raise ValueError(f"config.json: a field holds the wrong kind of value: {error}") from error
-    raise NotOurs(f"config.json: model_type {family!r} is not supported; gpt2 and llama are")
+    raise NotOurs(f"config.json: model_type {family!r} is not supported; {', '.join(FAMILIES)} are")
 
 
 def approximate_shape(config: dict[str, Any]) -> Shape:
@@ -310,16 +341,19 @@ def _gpt2_from_hf(config: dict[str, Any]) -> Shape:
     )
 
 
-def _llama_from_hf(config: dict[str, Any]) -> Shape:
+def _llama_from_hf(config: dict[str, Any], family: Literal["llama", "qwen3"]) -> Shape:
     _refuse_unless(config, "hidden_act", "silu", "swish")
     _refuse_unless(config, "attention_bias", False)
     _refuse_unless(config, "mlp_bias", False)
+    _refuse_unless(config, "use_sliding_window", False)
+    if any(kind != "full_attention" for kind in config.get("layer_types") or []):
+        raise NotOurs("config.json: layer_types other than full_attention are not supported")
     width, heads = required(config, "hidden_size"), required(config, "num_attention_heads")
-    head_width = config.get("head_dim")
+    head_width = config.get("head_dim", 128 if family == "qwen3" else None)
     if head_width is not None and head_width * heads != width:
         raise NotOurs(f"config.json: head_dim {head_width} x {heads} heads is not hidden_size {width}: unsupported")
     return Shape(
-        family="llama",
+        family=family,
         vocab_size=required(config, "vocab_size"),
         positions=required(config, "max_position_embeddings"),
         layers=required(config, "num_hidden_layers"),

@@ -1,4 +1,4 @@
-"""The network: GPT-2 and Llama, with Hugging Face's own names and layouts, so nothing is converted on the way to disk.
+"""The network: GPT-2, Llama and Qwen3, with Hugging Face's own names and layouts, so nothing is converted on the way to disk.
 
 In:  a Shape; token ids.
 Out: logits, or the next-token loss.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lamplighter.model import cpu
-from lamplighter.model.chunked_loss import Counted, LossBuffers, chunked_loss
+from lamplighter.model.chunked_loss import Counted, LossBuffers, chunked_loss, token_nats
 from lamplighter.model.shape import Shape
 from lamplighter.model.varlen import VarlenRows, attend_varlen
 
@@ -129,9 +129,10 @@ def attend(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, 
     return mixed_BHTD.transpose(1, 2).flatten(2)
 
 
-def _split_heads(x_BTC: Tensor, head_width: int) -> Tensor:
+def _split_heads(x_BTC: Tensor, head_width: int, norm: nn.Module | None = None) -> Tensor:
     B, T, C = x_BTC.shape
-    return x_BTC.view(B, T, C // head_width, head_width).transpose(1, 2)
+    x_BTHD = x_BTC.view(B, T, C // head_width, head_width)
+    return (x_BTHD if norm is None else norm(x_BTHD)).transpose(1, 2)
 
 
 # --- GPT-2 ---------------------------------------------------------------------------------------------------------
@@ -209,16 +210,16 @@ class GPT2Body(nn.Module):
         return normed_BTC
 
 
-# --- Llama ---------------------------------------------------------------------------------------------------------
+# --- Llama, and Qwen3: the same with queries and keys that are normalised ------------------------------------------------
 
 
 class RMSNorm(nn.Module):
     """Hugging Face's arithmetic: the norm in float32, then back to the input's type, then the weight."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.eps = shape.norm_eps
-        self.weight = nn.Parameter(torch.ones(shape.width))
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.weight * functional.rms_norm(x_BTC.float(), self.weight.shape, None, self.eps).type_as(x_BTC)
@@ -250,10 +251,13 @@ class LlamaAttention(nn.Module):
         self.k_proj = nn.Linear(shape.width, kv_width, bias=False)
         self.v_proj = nn.Linear(shape.width, kv_width, bias=False)
         self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
+        normalises = shape.family == "qwen3"
+        self.q_norm = RMSNorm(shape.head_width, shape.norm_eps) if normalises else None
+        self.k_norm = RMSNorm(shape.head_width, shape.norm_eps) if normalises else None
 
     def forward(self, x_BTC: Tensor, context: AttentionContext, rotary: RotaryCosSin) -> Tensor:
-        q_BHTD = _apply_rotary(_split_heads(self.q_proj(x_BTC), self.head_width), rotary)
-        k_BHTD = _apply_rotary(_split_heads(self.k_proj(x_BTC), self.head_width), rotary)
+        q_BHTD = _apply_rotary(_split_heads(self.q_proj(x_BTC), self.head_width, self.q_norm), rotary)
+        k_BHTD = _apply_rotary(_split_heads(self.k_proj(x_BTC), self.head_width, self.k_norm), rotary)
         v_BHTD = _split_heads(self.v_proj(x_BTC), self.head_width)
         if context.cache is not None:
             k_BHTD, v_BHTD = context.cache.extend(self.layer, k_BHTD, v_BHTD)
@@ -279,8 +283,8 @@ class LlamaLayer(nn.Module):
         super().__init__()
         self.self_attn = LlamaAttention(shape, layer)
         self.mlp = LlamaMLP(shape)
-        self.input_layernorm = RMSNorm(shape)
-        self.post_attention_layernorm = RMSNorm(shape)
+        self.input_layernorm = RMSNorm(shape.width, shape.norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_eps)
 
     def forward(self, x_BTC: Tensor, context: AttentionContext, rotary: RotaryCosSin) -> Tensor:
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), context, rotary)
@@ -294,7 +298,7 @@ class LlamaBody(nn.Module):
         self.head_width, self.theta = shape.head_width, shape.rope_theta
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.width)
         self.layers = nn.ModuleList(LlamaLayer(shape, layer) for layer in range(shape.layers))
-        self.norm = RMSNorm(shape)
+        self.norm = RMSNorm(shape.width, shape.norm_eps)
 
     def forward(self, ids_BT: Tensor, context: AttentionContext) -> Tensor:
         x_BTC: Tensor = self.embed_tokens(ids_BT)
@@ -305,11 +309,11 @@ class LlamaBody(nn.Module):
         return normed_BTC
 
 
-# --- both ----------------------------------------------------------------------------------------------------------
+# --- all ----------------------------------------------------------------------------------------------------------
 
 
 class Transformer(nn.Module):
-    """Either family. A tied head has no parameter of its own: it is the embedding, so every tensor exists once.
+    """Any of the families. A tied head has no parameter of its own: it is the embedding, so every tensor exists once.
 
     A new one holds numbers nobody chose: init_weights or load_weights comes next.
     """
@@ -335,8 +339,10 @@ class Transformer(nn.Module):
         scale: float | Tensor = 1.0,
         counted: Counted | None = None,
         varlen: VarlenRows | None = None,
+        each: bool = False,
     ) -> Tensor:
-        """Logits [B, T, V], or [B, 1, V] with last_only; with targets_BT their loss instead: scale x the sum of nats.
+        """Logits [B, T, V], or [B, 1, V] with last_only; with targets_BT their loss instead: scale x the sum of nats, or
+        the nats of `each` counted target.
 
         With a cache, ids_BT continue what it holds. With segments_BT (an integer per token), tokens look only at
         tokens of the same segment, and each segment counts its positions from zero: packed documents stay apart;
@@ -350,6 +356,8 @@ class Transformer(nn.Module):
             cache.position += ids_BT.shape[1]
         if targets_BT is not None:
             head = self.head_weight()
+            if each:
+                return token_nats(x_BTC, head, targets_BT, buffers=self.loss_buffers, counted=counted)
             return chunked_loss(x_BTC, head, targets_BT, scale, buffers=self.loss_buffers, counted=counted)
         return functional.linear(x_BTC[:, -1:] if last_only else x_BTC, self.head_weight())
 
@@ -398,3 +406,26 @@ def token_loss(
         return loss
     logits_BTV = model(ids_BT) if segments_BT is None else model(ids_BT, segments_BT=segments_BT)
     return next_token_loss(logits_BTV, targets_BT) * scale
+
+
+def token_losses(
+    model: nn.Module,
+    ids_BT: Tensor,
+    targets_BT: Tensor,
+    segments_BT: Tensor | None = None,
+    *,
+    whole: bool = False,
+    counted: Counted | None = None,
+    varlen: VarlenRows | None = None,
+) -> Tensor:
+    """The cross entropy of each target >= 0, in their order, [N] in float32."""
+    if isinstance(model, Transformer) and not whole:
+        nats: Tensor = model(
+            ids_BT, segments_BT=segments_BT, targets_BT=targets_BT, counted=counted, varlen=varlen, each=True
+        )
+        return nats
+    logits_BTV = model(ids_BT) if segments_BT is None else model(ids_BT, segments_BT=segments_BT)
+    flat_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
+    if counted is not None and counted.places is not None:
+        flat_NV, targets_N = flat_NV.index_select(0, counted.places), targets_N.index_select(0, counted.places)
+    return functional.cross_entropy(flat_NV.float(), targets_N, reduction="none")
