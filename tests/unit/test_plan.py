@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lamplighter.config import Budget, drift, resolve
+from lamplighter.config import Budget, Lora, drift, resolve
 from lamplighter.errors import UsageError
 from lamplighter.gpus import TABLE, Device, Rates, find, of_card
 from lamplighter.model.shape import Shape
@@ -39,6 +39,25 @@ def test_a_run_that_fits_goes() -> None:
         60_000 * 36 * 512 * (6 * (12 * 12 * 768**2 + 30_000 * 768) + 12 * 12 * 768 * 512)
     )
     assert plan.hours == pytest.approx(plan.flops / (312e12 * 0.4) / 3600)
+
+
+@pytest.mark.parametrize("device", [CPU, find("a100-80gb"), replace(find("a100-80gb"), count=4)])
+def test_the_reference_pass_of_pairs_is_counted_once(device: Device) -> None:
+    text = Text(900_000, "counted", True, val_tokens=100_000, padding=0.2)
+    plain = replace(SLM, steps=50, dtype="fp32", text=text, lora=Lora(r=8))
+    pairs = replace(plain, pairs=True)
+    assert pairs.reference_positions == 1_250_000 and plain.reference_positions == 0
+    sft, dpo, longer = (make(job, device) for job in (plain, pairs, replace(pairs, steps=500)))
+    assert sft.reference_s == 0 and dpo.reference_s == longer.reference_s > 0 and sft.step_s == dpo.step_s
+    assert dpo.hours == pytest.approx(sft.hours + dpo.reference_s / 3600) and dpo.mfu == sft.mfu
+    assert any("reference" in line and "1.25 M positions, once" in line for line in tell(dpo))
+    assert not any("reference" in line for line in tell(sft)) and as_json(dpo)["reference_s"] == dpo.reference_s
+    one_rank = replace(device, count=1)
+    full = replace(pairs, lora=Lora(), optimizer=replace(pairs.optimizer, moved_bytes=0))
+    epoch_s = step_seconds(full, one_rank) / pairs.step_tokens * pairs.reference_positions
+    assert dpo.reference_s == pytest.approx(epoch_s / 3, rel=0.01), "a forward pass is a third of training in full"
+    tried = make(pairs, device, measured=Measured(10 * sft.step_s, 1.0, 18, 3, "fp32"))
+    assert tried.reference_s > dpo.reference_s, "as the measured steps say"
 
 
 def test_what_cannot_be_is_refused_with_the_arithmetic() -> None:
@@ -247,13 +266,6 @@ def test_the_table_of_devices() -> None:
         with pytest.raises(UsageError) as caught:
             find(bad)
         assert caught.value.next
-
-
-def test_several_devices_are_not_planned_yet() -> None:
-    with pytest.raises(UsageError) as caught:
-        find("a10:2")
-    assert "not planned yet" in caught.value.why and "2 times as much" in caught.value.why
-    assert caught.value.next == "lamp plan --on a10"
 
 
 def test_a_step_on_a_gpu_has_a_floor_that_no_small_work_gets_below() -> None:

@@ -54,10 +54,18 @@ def compare_layer(family: str, dtype: str, dropout: float, packed: bool, length:
 CASES = [(0.0, False), (0.1, False), (0.0, True)]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
 @pytest.mark.parametrize(("dropout", "packed"), CASES)
 def test_a_layer_keeps_what_is_written_down(family: str, dropout: float, packed: bool) -> None:
     compare_layer(family, "fp32", dropout, packed)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_a_qwen3_normalises_is_counted(dtype: str) -> None:
+    small = Shape("qwen3", V, T, 1, 64, 4, kv_heads=2)
+    real = (kept_bytes(replace(small, layers=3), dtype) - kept_bytes(small, dtype)) / 2
+    copies = 2 * matmul_parameters_per_layer(small) if dtype == "bf16" else 0
+    assert real == pytest.approx(B * T * layer_bytes(small, dtype, True, False, T) + copies, rel=0.02)
 
 
 def test_keys_and_values_that_heads_share_are_kept_for_each() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from lamplighter import gpus
+from lamplighter.config import Train
 from lamplighter.errors import BadConfig, UsageError
 from lamplighter.gpus import Device, Rates
 from lamplighter.procs import cgroup, nvml, procfs
@@ -68,9 +69,9 @@ def _limit_room() -> Room | None:
     return Room(min(known), "ulimit") if known else None
 
 
-def _this_cpu(threads: int | None = None) -> Device:
-    """This machine's processor: memory that is free now, a matrix product and a stream of numbers that are measured."""
-    share = min(1.0, threads / usable_cores()) if threads else 1.0
+def _this_cpu(threads: int | None = None, ranks: int = 1) -> Device:
+    """What a rank has of this machine's processor: memory that is free now, a matrix product and a stream of numbers, measured."""
+    share = min(1 / ranks, threads / usable_cores()) if threads else 1 / ranks
     a = np.ones((_GEMM, _GEMM), np.float32)
     gemm_s = _best(lambda: a @ a, _GEMM_S, usable_cores())
     return cpu(Rates(share * 2 * _GEMM**3 / gemm_s, share * stream_rate()))
@@ -102,24 +103,45 @@ def _best(act: Callable[[], object], budget_s: float, threads: int) -> float:
 
 
 def _this_gpu() -> Device | None:
-    """The first GPU of this machine; None where there is none."""
+    """The GPUs of this machine, taken to be like the first; None where there is none."""
     if not (cards := nvml.cards_here()):
         return None
     name, memory_gib = cards[0]
     if (known := gpus.of_card(name)) is None:
         why = f"the table has {', '.join(gpus.TABLE)}; a card of another name is measured, not guessed"
         raise BadConfig(f"the speed of this machine's GPU ({name}) is not known on paper", why, "lamp plan --measure")
-    return replace(known, memory_gib=memory_gib, host_gib=host_room().gib)
+    return replace(known, memory_gib=memory_gib, host_gib=host_room().gib, count=len(cards))
 
 
-def choose(name: str | None, mfu: float | None, threads: int | None = None, kind: str = "auto") -> Device:
-    """The device of --on, else this machine's GPU, else its processor; --mfu as it is stated."""
-    device = gpus.find(name) if name else (_this_gpu() if kind != "cpu" else None) or _this_cpu(threads)
+def choose(name: str | None, mfu: float | None, train: Train) -> Device:
+    """The devices of --on, else this machine's GPUs, else its processor; as many as train.ranks says, where --on does not; --mfu
+    as it is stated.
+    """
+    device = _wanted(name, train)
     if mfu is None:
         return device
     if not 0 < mfu <= 1:
         raise UsageError(f"--mfu {mfu} is no share of the peak", "it is above 0 and at most 1", "--mfu 0.4")
     return replace(device, mfu=mfu, rates=None)
+
+
+def _wanted(name: str | None, train: Train) -> Device:
+    ranks = None if train.ranks == "auto" else train.ranks
+    if name:
+        device = gpus.find(name)
+        return device if ":" in name else replace(device, count=ranks or 1)
+    here = _this_gpu() if train.device != "cpu" else None
+    if here is None:
+        return for_ranks(_this_cpu(train.threads, ranks or 1), ranks or 1)
+    if ranks and ranks > here.count:
+        raise BadConfig(f"{ranks} ranks, and this machine has {here.count} GPUs", "a rank needs one of its own", f"--train.ranks {here.count}")  # fmt: skip
+    return replace(here, count=ranks or here.count)
+
+
+def for_ranks(cpu: Device, ranks: int) -> Device:
+    """What each of several ranks has of one processor's memory."""
+    total = cpu.total_gib / ranks if cpu.total_gib else None
+    return replace(cpu, memory_gib=cpu.memory_gib / ranks, total_gib=total, count=ranks)
 
 
 def free_disk(folder: Path) -> int | None:

@@ -11,11 +11,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from lamplighter.gpus import Device
+from lamplighter.config.recipe import misfits
+from lamplighter.gpus import ONE_MACHINE, Device
+from lamplighter.leaves import leaf_size
 from lamplighter.model.shape import count_parameters
-from lamplighter.plan.job import Job, Measured
+from lamplighter.plan.job import Job, Measured, on_devices
 from lamplighter.plan.memory import GIB, Memory, host_gib, memory
-from lamplighter.plan.speed import as_hours, least_hours, step_seconds, total_flops
+from lamplighter.plan.ranks import idle, reduction, share, without_idle
+from lamplighter.plan.speed import as_hours, least_hours, reference_seconds, step_seconds, total_flops
 from lamplighter.rundir import dollars
 
 _SPARE = 0.92  # of the memory that may be planned for
@@ -43,6 +46,7 @@ class Plan:
     flops: float
     step_s: float
     disk_bytes: int
+    reference_s: float = 0.0  # of preference pairs: the pass before the first step
     free_disk: int | None = None
     measured: Measured | None = None
     largest: int | None = None  # the largest micro-batch that fits, where it was looked for
@@ -58,17 +62,26 @@ class Plan:
         return self.job.params
 
     @property
-    def hours(self) -> float:
+    def training_hours(self) -> float:
         return self.step_s * self.job.steps / 3600
+
+    @property
+    def hours(self) -> float:
+        """With what comes before the first step."""
+        return self.training_hours + self.reference_s / 3600
 
     @property
     def usd(self) -> float | None:
         return self.hours * self.job.budget.usd_per_hour if self.job.budget.usd_per_hour is not None else None
 
     @property
+    def tokens_per_s(self) -> float:
+        return self.job.step_tokens / self.step_s if self.step_s else 0.0
+
+    @property
     def mfu(self) -> float:
         """That the time stands for."""
-        return self.flops / (self.hours * 3600 * self.device.peak(self.job.dtype)) if self.hours else 0.0
+        return self.flops / (self.training_hours * 3600 * self.device.peak(self.job.dtype)) if self.hours else 0.0
 
     @property
     def usable_gib(self) -> float:
@@ -84,7 +97,7 @@ class Plan:
 
 
 def checkpoint_bytes(job: Job) -> int:
-    return job.optimizer.checkpoint_bytes * job.trained
+    return job.optimizer.checkpoint(job.trained, job.hidden)
 
 
 def cache_bytes(job: Job) -> int:
@@ -96,7 +109,11 @@ def cache_bytes(job: Job) -> int:
 
 def make(job: Job, device: Device, free_disk: int | None = None, measured: Measured | None = None) -> Plan:
     """All figures and the reasons against."""
-    step_s = measured.step_s if measured is not None and measured.fits else step_seconds(job, device)
+    job = placed(job, device)
+    step_s, reference_s = step_seconds(job, device), reference_seconds(job, device)
+    if measured and measured.fits:
+        found_s = _measured_seconds(job, device, measured)
+        step_s, reference_s = found_s, reference_s * found_s / step_s
     disk = checkpoint_bytes(job) * (job.save.keep + 2) + cache_bytes(job)
     plan = Plan(
         job,
@@ -105,10 +122,27 @@ def make(job: Job, device: Device, free_disk: int | None = None, measured: Measu
         total_flops(job),
         step_s,
         disk_bytes=disk,
+        reference_s=reference_s,
         free_disk=free_disk,
         measured=measured,
     )
     return replace(plan, reasons=tuple(_against(plan)))
+
+
+def _measured_seconds(job: Job, device: Device, measured: Measured) -> float:
+    """One process has made whole steps; of several GPUs each does its part of one. Ranks of a processor share its cores."""
+    part = 1.0 if device.is_cpu else share(job, device.count).rows / job.batch_size
+    return measured.step_s * part + reduction(job, device).seconds
+
+
+def placed(job: Job, device: Device) -> Job:
+    """Replicated or sharded: train.shard auto is replicated where that fits."""
+    whole = replace(job, sharded=False)
+    if device.count == 1 or job.shard == "none":
+        return whole
+    if job.shard == "auto" and (job.optimizer.split == "matrix" or _has_room(whole, device)):
+        return whole
+    return replace(job, sharded=True)
 
 
 def _against(plan: Plan) -> Iterator[str]:
@@ -128,6 +162,8 @@ def _misfits(plan: Plan) -> Iterator[str]:
         )
     if job.seq_len > shape.positions:
         yield f"length: data.seq_len {job.seq_len:,} is longer than the {shape.positions:,} positions of the model"
+    if job.sharded and job.optimizer.split == "matrix":
+        yield f"train.shard full: {job.optimizer.name} moves whole matrices, which no rank holds; train.shard none, or adamw"
 
 
 def _memory_against(plan: Plan) -> Iterator[str]:
@@ -194,6 +230,7 @@ class _Option:
     settings: str
     what: str
     job: Job
+    device: Device | None = None  # where it is another number of them
 
 
 def completed(plan: Plan) -> Plan:
@@ -204,7 +241,7 @@ def completed(plan: Plan) -> Plan:
 def _changes(plan: Plan) -> Iterator[Change]:
     found = 0
     for option in _options(plan.job, plan.device):
-        made = make(option.job, plan.device, plan.free_disk)
+        made = make(option.job, option.device or plan.device, plan.free_disk)
         if made.go and found < _MOST_CHANGES:
             found += 1
             yield Change(option.settings, option.what, made.hours, made.usd, made.memory.peak_gib)
@@ -214,6 +251,7 @@ def _options(job: Job, device: Device) -> Iterator[_Option]:
     """Ordered by what they change: nothing of the result, then the length of the run, then the model."""
     for_memory = list(_for_memory(job, device))
     yield from for_memory
+    yield from _other_devices(job, device)
     if not _fits(job, device):
         yield from _adapters(job, device)
     for base in [_Option("", "", job), *for_memory[:1]]:
@@ -227,6 +265,10 @@ def _options(job: Job, device: Device) -> Iterator[_Option]:
 
 
 def _fits(job: Job, device: Device) -> bool:
+    return _has_room(placed(job, device), device)
+
+
+def _has_room(job: Job, device: Device) -> bool:
     return memory(job, device).peak_gib <= device.memory_gib * _SPARE
 
 
@@ -234,8 +276,8 @@ def largest_micro_batch(job: Job, device: Device) -> int | None:
     """On paper; None where not even one row fits. Smaller pieces are more of them, and the tree that adds up their gradients
     takes memory too: so from the largest sizes down, those of one number of pieces after another.
     """
-    high = job.batch_size
-    for pieces in range(1, job.tree + 1):
+    high = leaf_size(job.batch_size, device.count)  # larger ones would leave devices idle
+    for pieces in range(math.ceil(job.batch_size / high), job.tree + 1):
         low = math.ceil(job.batch_size / pieces) if pieces < job.tree else 1
         found = _largest_between(job, device, low, high)
         if found is not None:
@@ -263,7 +305,7 @@ def lighter(job: Job, device: Device) -> list[tuple[str, float]]:
     """
     options: list[tuple[str, Job]] = []
     if job.micro_batch > 1:
-        half = _even(job.micro_batch // 2, job.batch_size)
+        half = _even(job.micro_batch // 2, job, device)
         options.append((f"--train.micro_batch {half}", replace(job, micro_batch=half)))
     if not job.recompute and not job.own_params:
         options.append(("--train.recompute true", replace(job, recompute=True)))
@@ -283,15 +325,15 @@ def _for_memory(job: Job, device: Device) -> Iterator[_Option]:
             yield _Option(blocks.strip(), "logits a few rows at a time", job)
             return
     if (size := largest_micro_batch(job, device)) is not None:
-        size = _even(size, job.batch_size)
+        size = _even(size, job, device)
         words = f"micro-batch {size}, the same batch of {job.batch_size}"
         yield _Option(f"{blocks}--train.micro_batch {size}", words, replace(job, micro_batch=size))
-    elif job.tree > 1 and (size := largest_micro_batch(replace(job, tree=1), device)) is not None:
-        size = _even(size, job.batch_size)
+    elif device.count == 1 and job.tree > 1 and (size := largest_micro_batch(replace(job, tree=1), device)) is not None:
+        size = _even(size, job, device)
         words = f"micro-batch {size}, gradients added one after another (not the same bits on another number of ranks)"
         plain = replace(job, tree=1, micro_batch=size)
         yield _Option(f"{blocks}--train.tree 1 --train.micro_batch {size}", words, plain)
-    if job.nodes > 1 and _fits(plain := replace(job, tree=1), device):
+    if device.count == 1 and job.nodes > 1 and _fits(plain := replace(job, tree=1), device):
         words = "gradients added one after another (other bits on several ranks)"
         yield _Option(f"{blocks}--train.tree 1", words, plain)
     if job.recompute or job.own_params:
@@ -302,9 +344,25 @@ def _for_memory(job: Job, device: Device) -> Iterator[_Option]:
     if _fits(again, device):
         yield _Option(f"{blocks}--train.recompute true", words, again)
     elif (size := largest_micro_batch(again, device)) is not None:
-        size = _even(size, job.batch_size)
+        size = _even(size, job, device)
         settings = f"{blocks}--train.recompute true --train.micro_batch {size}"
         yield _Option(settings, f"{words}, micro-batch {size}", replace(again, micro_batch=size))
+
+
+def _other_devices(job: Job, device: Device) -> Iterator[_Option]:
+    """Sharded instead of replicated; where devices are rented by the piece, the fewest of them with which it goes."""
+    if device.count > 1 and job.shard == "none":
+        yield _Option("--train.shard full", "weights, gradients and optimizer divided", replace(job, shard="full"))
+    if not device.is_elsewhere:
+        return
+    for count in (1, 2, 4, ONE_MACHINE):
+        other = replace(device, count=count)
+        moved = on_devices(job, device, other)
+        if count != device.count and make(moved, other).go:
+            words = "sharded" if placed(moved, other).sharded else "replicated"
+            few = "fewer" if count < device.count else "more"
+            yield _Option(f"--on {device.name}:{count}", f"{few} devices, {words}", moved, other)
+            return
 
 
 _LORA_R = 16
@@ -325,13 +383,17 @@ def _adapters(job: Job, device: Device) -> Iterator[_Option]:
         yield _Option(settings.strip(), words, replace(job, lora=lora))
 
 
-def _even(size: int, batch_size: int) -> int:
-    """The smallest piece that needs no more pieces: 5 of 16 are four pieces, and so are 4."""
-    return math.ceil(batch_size / math.ceil(batch_size / size))
+def _even(size: int, job: Job, device: Device) -> int:
+    """The smallest piece that needs no more rounds: 5 of 16 are four pieces, and so are 4; on 8 devices 6 of 64 are two rounds,
+    and so are 4.
+    """
+    at_once = min(device.count, job.tree, job.batch_size)
+    rounds = math.ceil(job.batch_size / size / at_once)
+    return math.ceil(job.batch_size / (rounds * at_once))
 
 
 def _fewer_steps(job: Job, device: Device) -> Iterator[_Option]:
-    took, limit = step_seconds(job, device) * job.steps / 3600, job.limit_hours
+    took, limit = step_seconds(job, device) * job.steps / 3600, job.limit_hours - reference_seconds(job, device) / 3600
     steps = int(job.steps * limit / took * 0.98) if took and limit < math.inf else 0
     if 1 <= steps < job.steps:
         yield _Option(f"--train.steps {steps}", f"{steps / job.steps:.1%} of the steps", replace(job, steps=steps))
@@ -390,7 +452,26 @@ class Check:
 
 
 def check(plan: Plan) -> list[Check]:
-    return [*_rate(plan), *_saves(plan), *_validation(plan), *_data(plan), *_vocabulary(plan), *_size(plan)]
+    return [
+        *_ranks(plan),
+        *_rate(plan),
+        *_recipe(plan),
+        *_saves(plan),
+        *_validation(plan),
+        *_data(plan),
+        *_vocabulary(plan),
+        *_size(plan),
+    ]
+
+
+def _ranks(plan: Plan) -> Iterator[Check]:
+    job, count = plan.job, plan.device.count
+    if lazy := idle(job, count):
+        of = f"a step has {job.accumulation} micro-batches" + (f" in {job.tree} parts (train.tree)" if job.tree < job.accumulation else "")  # fmt: skip
+        yield Check("ranks", f"{lazy} of {count} stay idle: {of}; for a new run {without_idle(job, count)}", True)
+    if count > ONE_MACHINE and not plan.device.is_cpu:
+        words = f"{count} devices are more than one machine has: the network between machines is not counted"
+        yield Check("link", f"{words}, only {plan.device.link}", True)
 
 
 def warnings(plan: Plan) -> list[str]:
@@ -415,6 +496,18 @@ def _rate(plan: Plan) -> Iterator[Check]:
     last = rate.lr_at(job.steps)
     how = f"{rate.shape}, from {rate.peak:.2e} to {last:.2e} at step {job.steps:,}, which is the last"
     yield Check("schedule", how if rate.shape != "constant" else f"constant at {rate.peak:.2e}: it never falls")
+
+
+def _recipe(plan: Plan) -> Iterator[Check]:
+    """Batch, rate and steps that do not fit each other."""
+    job = plan.job
+    if job.rate is None or job.pretrained:
+        return
+    found = misfits(
+        optimizer=job.optimizer.name, lr=job.rate.peak, batch_size=job.batch_size, flops_per_token=job.flops_per_token,
+        steps=job.steps, step_tokens=job.step_tokens,
+    )  # fmt: skip
+    yield from (Check("recipe", words, True) for words in found)
 
 
 def _saves(plan: Plan) -> Iterator[Check]:

@@ -7,22 +7,26 @@ Out: a Job; the shape of the model and the size of the vocabulary as the setting
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lamplighter.config import OPTIMIZERS, WEIGHT_BYTES, Budget, Eval, Lora, OptimizerKind, Run, Save
 from lamplighter.errors import BadConfig
 from lamplighter.gpus import Device
+from lamplighter.leaves import leaf_size
 from lamplighter.model.shape import (
+    FAMILIES,
     NotOurs,
     Shape,
     approximate_shape,
     count_parameters,
     flops_per_token,
     frozen_bytes,
+    hidden_parameters,
     lora_parameters,
     matmul_parameters_per_layer,
+    orthogonalising_flops,
     shape_from_hf,
 )
 from lamplighter.model.stored import stored_numbers
@@ -83,6 +87,11 @@ class Job:
     steps: int
     dtype: str = "fp32"
     tree: int = 1  # parts that gradients of micro-batches are summed by: train.tree
+    shard: str = (
+        "auto"  # none: the whole model on every device; full: FSDP2, a unit for each block; auto: none where it fits
+    )
+    sharded: bool = False  # as it was chosen for a device (plan/estimate.py)
+    leaf_given: bool = True  # train.micro_batch; else it follows from the number of devices
     recompute: bool = False
     whole_logits: bool = False  # train.loss whole, or a model of one's own
     segments: bool = False  # packed examples, kept apart by a mask
@@ -92,6 +101,7 @@ class Job:
     tokenizer_vocab: int | None = None
     counted_params: int | None = None  # of another family: as its files hold them
     pretrained: bool = False  # it begins from a model that exists
+    pairs: bool = False  # train.objective dpo: a reference pass comes before the first step
     lora: Lora = field(default_factory=Lora)
     optimizer: OptimizerKind = OPTIMIZERS["adamw"]
     rate: Schedule | None = None
@@ -109,6 +119,21 @@ class Job:
     def trained(self) -> int:
         """What has gradients and optimizer state, and is saved."""
         return self.params if self.lora.r is None else lora_parameters(self.shape, self.lora.r, self.lora.targets)
+
+    @property
+    def hidden(self) -> int:
+        """Those of them in matrices inside the blocks, as far as paper goes."""
+        if self.own_params:
+            return 0
+        if self.lora.r is not None:
+            return self.trained
+        return min(self.trained, hidden_parameters(self.shape))
+
+    @property
+    def optimizer_flops(self) -> float:
+        """Of the products that the optimizer makes in a step."""
+        counts = self.optimizer.orthogonalises and not self.own_params and self.lora.r is None
+        return orthogonalising_flops(self.shape) if counts else 0.0
 
     @property
     def weight_bytes(self) -> int:
@@ -138,6 +163,13 @@ class Job:
         return round(self.steps * self.step_tokens)
 
     @property
+    def reference_positions(self) -> float:
+        """Of preference pairs: what the reference model goes over once, both sides of the data with their padding."""
+        if not self.pairs or self.text is None:
+            return 0.0
+        return (self.text.tokens + (self.text.val_tokens or 0)) / (1 - self.text.padding)
+
+    @property
     def accumulation(self) -> int:
         return math.ceil(self.batch_size / self.micro_batch)
 
@@ -159,29 +191,33 @@ class Job:
         return self.budget.left_s(self.spent_s) / 3600
 
 
-def job_of(run: Run, shape: Shape, steps: int, dtype: str, text: Text | None = None, **more: Any) -> Job:
+def job_of(
+    run: Run, shape: Shape, steps: int, dtype: str, text: Text | None = None, *, ranks: int = 1, **more: Any
+) -> Job:
     """What a resolved run asks for."""
     train = run.train
     return Job(
         shape=shape,
         seq_len=run.data.seq_len,
         batch_size=train.batch_size,
-        micro_batch=train.micro_batch or train.batch_size,
+        micro_batch=train.micro_batch or leaf_size(train.batch_size, ranks),
+        leaf_given=train.micro_batch is not None,
         steps=steps,
         dtype=dtype,
         tree=train.tree,
+        shard=train.shard,
         recompute=train.recompute,
         whole_logits=train.loss == "whole" or bool(more.get("own_params")),
         text=text,
         optimizer=train.optimizer_kind,
         pretrained=run.model.init_from is not None,
+        pairs=train.objective == "dpo",
         lora=run.lora,
         counted_params=_counted(run),
         rate=schedule(train, steps),
         save=run.save,
         eval=run.eval,
-        budget=run.budget,
-        **more,
+        **{"budget": run.budget, **more},
     )
 
 
@@ -210,10 +246,10 @@ def shape_of(run: Run, vocab_size: int | None = None) -> Shape:
             return approximate_shape(config) if _is_other_family(config) else shape_from_hf(config)
         except (ValueError, KeyError) as error:
             raise BadConfig(
-                f"{model.init_from}/config.json", str(error), "use the whole folder of a GPT-2 or Llama model"
+                f"{model.init_from}/config.json", str(error), "use the whole folder of the model"
             ) from error
     sizes: dict[str, Any] = {"kv_heads": model.kv_heads or 0, "mlp_width": model.mlp_width or 0}
-    family = model.family if model.family in ("gpt2", "llama") else "gpt2"
+    family = model.family if model.family in FAMILIES else "gpt2"
     try:
         return Shape(
             family,  # type: ignore[arg-type]
@@ -223,6 +259,7 @@ def shape_of(run: Run, vocab_size: int | None = None) -> Shape:
             width=model.width,
             heads=model.heads,
             dropout=model.dropout,
+            tie_embeddings=model.tie_embeddings,
             **sizes,
         )
     except ValueError as error:
@@ -230,7 +267,7 @@ def shape_of(run: Run, vocab_size: int | None = None) -> Shape:
 
 
 def is_own(run: Run) -> bool:
-    return run.model.init_from is None and run.model.family not in ("gpt2", "llama")
+    return run.model.init_from is None and run.model.family not in FAMILIES
 
 
 def _is_other_family(config: dict[str, Any]) -> bool:
@@ -313,4 +350,22 @@ def job_on(run: Run, device: Device, known: Known) -> Job:
         own_params=known.own_params,
         segments=known.segments,
         row_tokens=known.row_tokens,
+        ranks=device.count,
+        budget=_budget_for(run.budget, device),
     )
+
+
+def _budget_for(budget: Budget, device: Device) -> Budget:
+    """Of devices that are rented by the piece, each costs budget.usd_per_hour; a machine that is here has one price."""
+    if budget.usd_per_hour is None or not device.is_elsewhere:
+        return budget
+    return replace(budget, usd_per_hour=budget.usd_per_hour * device.count)
+
+
+def on_devices(job: Job, was: Device, now: Device) -> Job:
+    """The same run on another number of devices: with its share of the batch where that was not given, and its price."""
+    size = job.micro_batch if job.leaf_given else leaf_size(job.batch_size, now.count)
+    price = job.budget.usd_per_hour
+    if price is not None:
+        price *= now.count / was.count
+    return replace(job, micro_batch=size, budget=replace(job.budget, usd_per_hour=price))

@@ -4,12 +4,16 @@ In:  a Job, a Device.
 Out: a Memory, part by part; its peak, and the least that is sure.
 
 What one layer keeps of one token for the backward pass, as this package's own transformer does it (C width, M width of the
-MLP, H heads, T length; counted with torch's hooks, see tests/unit/test_plan_memory.py): gpt2 8C + 2M numbers, llama 10C + 4M; bf16
+MLP, H heads, T length; counted with torch's hooks, see tests/unit/test_plan_memory.py): gpt2 8C + 2M numbers, llama 10C + 4M, qwen3 4C more; bf16
 keeps the residual stream in fp32. With train.recompute a layer keeps its input alone, and one layer at a time is whole.
 Logits as a whole: 12 bytes a number (log-softmax, its gradient, the gradient of the logits; in fp32 also under bf16). In blocks
 (train.loss, model/chunked_loss.py): one block, and the gradients of the head, which are ready before the backward pass. Gradients and
 activations are not at their largest together, unless gradients of an earlier micro-batch are being added up. The tree that sums
 them (train.tree, train/gradients.py) holds one more set of gradients for each of its levels.
+
+On several devices: replicated, each holds all of this, and for the reduction a few more sets of gradients (plan/ranks.py).
+Sharded, each holds its part of weights, gradients and optimizer, and gathered for a while the embedding and head, the block that is
+computed and the one after it; 16-bit copies of all weights are kept for the backward pass unless blocks are computed again.
 """
 
 from __future__ import annotations
@@ -22,16 +26,24 @@ from lamplighter.model.shape import (
     BLOCK_ATTENTION_TOKENS,
     BLOCK_QUERIES,
     Shape,
+    block_linears,
+    block_parameters,
     block_rows,
     keeps_probabilities,
     matmul_parameters_per_layer,
 )
 from lamplighter.plan.job import Job
+from lamplighter.plan.ranks import kept_sets, kept_sums, reduction_sets, rows_of_nodes
 
 GIB = 1 << 30
 _GPU_OWN_GIB = 0.8  # context, kernels and the allocator's spare
+_GAP_BYTES = 32 << 20  # glibc's largest threshold for memory of its own (M_MMAP_THRESHOLD)
 _HOST_OWN_GIB = 0.30  # Python and torch
-_HOLES = {"gpt2": 1.22, "llama": 1.42}  # on a CPU the allocator keeps holes between what lives: activations and logits
+_HOLES = {
+    "gpt2": 1.22,
+    "llama": 1.42,
+    "qwen3": 1.42,
+}  # on a CPU the allocator keeps holes between what lives: activations and logits
 LOGIT_BYTES = 12
 
 
@@ -54,12 +66,15 @@ class Memory:
     staging_here: bool  # on a CPU the copy lies in the same memory
     holes: float = 1.0
     sums: int = 0  # gradients of earlier micro-batches, in the tree that adds them up
+    reduction: int = 0  # sets of gradients while ranks add them up: in place of activations
+    buffers: int = 0  # of the reduction, where they stay from step to step
+    gathered: int = 0  # sharded: whole weights of a few units, and the gradients of one on their way
     loading: int = 0  # while it is opened: other families are wide before their frozen matrices are narrowed
 
     @property
     def fixed(self) -> int:
         here = self.staging if self.staging_here else 0
-        return self.weights + self.optimizer + self.cast + self.sums + self.own + here
+        return self.weights + self.optimizer + self.cast + self.sums + self.buffers + self.gathered + self.own + here
 
     def _peak(self, holes: float) -> int:
         """Gradients grow while activations shrink; only earlier micro-batches leave theirs lying about.
@@ -72,7 +87,9 @@ class Memory:
         at_logits = int(holes * (self.activations + self.held)) + left
         at_last_layer = int(holes * (self.activations + self.layer)) + kept
         at_end = self.gradients + self.embedding + int(holes * self.layer)
-        return self.fixed + max(at_logits, at_last_layer, at_end)
+        # activations and 16-bit copies are gone; sums and buffers are part of it
+        at_reduction = self.reduction - self.sums - self.buffers - self.cast
+        return self.fixed + max(at_logits, at_last_layer, at_end, at_reduction)
 
     @property
     def peak(self) -> int:
@@ -104,6 +121,9 @@ def layer_bytes(shape: Shape, dtype: str, on_cpu: bool = True, segments: bool = 
     else:
         kept = 40 * C + 16 * M if dtype == "fp32" else 34 * C + 8 * M
         noise = 0
+    if shape.family == "qwen3":  # what is normalised and what comes of it, of queries and keys
+        normed = C + shape.kv_heads * shape.head_width
+        kept += (8 * normed if dtype == "fp32" else 6 * normed - 8 * C) + 4 * (H + shape.kv_heads)
     kept += 16  # norms
     if not by_blocks:
         kept += 4 * H  # the sums of attention
@@ -119,8 +139,10 @@ def layer_bytes(shape: Shape, dtype: str, on_cpu: bool = True, segments: bool = 
 
 
 def memory(job: Job, device: Device) -> Memory:
-    """Bytes on one device; every device holds the whole model and its own micro-batch."""
+    """Bytes on one device: of the whole model or its part of it, and its own micro-batch."""
     shape, on_cpu = job.shape, device.is_cpu
+    parts = device.count if job.sharded else 1
+    gradients = GRADIENT_BYTES * job.trained
     tokens = job.micro_batch * job.seq_len
     each = 0 if job.own_params else tokens * layer_bytes(shape, job.dtype, on_cpu, job.segments, job.seq_len)
     copies = 2 * matmul_parameters_per_layer(shape) if job.dtype != "fp32" else 0
@@ -134,12 +156,15 @@ def memory(job: Job, device: Device) -> Memory:
         loading = WEIGHT_BYTES * job.params if job.counted_params else 0  # ours are narrowed as they are read
     else:
         loading = 0
+    if job.sharded and on_cpu:
+        loading = max(loading, job.weight_bytes)  # every rank builds it whole before it keeps its part
     own = int((_HOST_OWN_GIB if on_cpu else _GPU_OWN_GIB) * GIB)
-    cast = head + (0 if job.recompute else shape.layers * copies)
+    widened = _widened(job, on_cpu)
+    cast = head + widened + (0 if job.recompute else shape.layers * copies)
     return Memory(
-        weights=job.weight_bytes,
-        gradients=GRADIENT_BYTES * job.trained,
-        optimizer=job.optimizer.state_bytes * job.trained,
+        weights=job.weight_bytes // parts,
+        gradients=gradients // (1 if job.accumulation > job.nodes else parts),  # whole while several leaves are added
+        optimizer=job.optimizer.state(job.trained, job.hidden) // parts,
         cast=cast,
         activations=0 if job.own_params else kept + ends,
         layer=each + copies if job.recompute else 0,
@@ -148,12 +173,44 @@ def memory(job: Job, device: Device) -> Memory:
         own=own,
         embedding=4 * shape.vocab_size * shape.width if job.lora.r is None else 0,
         gradients_meanwhile=job.accumulation > job.nodes,
-        sums=GRADIENT_BYTES * job.trained * (job.nodes.bit_length() - 1),
-        staging=job.optimizer.checkpoint_bytes * job.trained,
+        sums=_sharded_sums(job, parts, gradients) if job.sharded else gradients * kept_sums(job, device.count),
+        reduction=3 * gradients // parts if job.sharded else int(gradients * reduction_sets(job, device.count)),
+        buffers=int(gradients * kept_sets(job, device.count)) if on_cpu and not job.sharded else 0,
+        gathered=_gathered(job) if job.sharded else 0,
+        staging=job.optimizer.checkpoint(job.trained, job.hidden) // parts,
         staging_here=on_cpu,
         holes=_HOLES[shape.family] if on_cpu else 1.0,
         loading=loading + own if loading and on_cpu else 0,
     )
+
+
+def _widened(job: Job, on_cpu: bool) -> int:
+    """Of a frozen base that is narrower than fp32 arithmetic: a matrix in fp32 and its product, for as long as they are needed.
+
+    On a CPU the C library takes what is under 32 MiB from the place between the activations, where the gaps stay: as if every
+    layer kept its own.
+    """
+    if job.lora.r is None or job.lora.base_dtype == "fp32" or job.dtype != "fp32":
+        return 0
+    sizes = [WEIGHT_BYTES * rows * columns for rows, columns in block_linears(job.shape).values()]
+    gaps = sum(size for size in sizes if size <= _GAP_BYTES) if on_cpu else 0
+    return job.shape.layers * gaps + 2 * max(sizes)
+
+
+def _sharded_sums(job: Job, parts: int, gradients: int) -> int:
+    """One of a rank's rows for each level of the tree above a row of base nodes."""
+    return (rows_of_nodes(job, parts) - 1).bit_length() * gradients // parts
+
+
+def _gathered(job: Job) -> int:
+    """Whole at once: what is outside the blocks, two blocks, and twice the gradients of the largest unit on their way."""
+    if job.own_params:  # what it is made of is not known on paper
+        return job.weight_bytes + 2 * GRADIENT_BYTES * job.trained
+    share = job.weight_bytes / job.params  # a frozen base may be narrower
+    block = block_parameters(job.shape)
+    ends = max(0, job.params - job.shape.layers * block)
+    flying = GRADIENT_BYTES * job.trained / job.params * max(block, ends)
+    return int(share * (ends + 2 * block) + 2 * flying)
 
 
 def _held_logits(job: Job, on_cpu: bool) -> int:
@@ -168,7 +225,9 @@ def _held_logits(job: Job, on_cpu: bool) -> int:
 
 
 def host_gib(job: Job, device: Device) -> float:
-    """Memory of the machine around a GPU: the copy that a save stages, and Python. Mapped text is the kernel's to drop."""
+    """Memory of the machine around its GPUs: the copy that a save stages (rank 0's, or a part on each), and Python for each rank.
+    Mapped text is the kernel's to drop.
+    """
     if device.is_cpu:
         return memory(job, device).peak_gib
-    return job.optimizer.checkpoint_bytes * job.trained / GIB + _HOST_OWN_GIB * 4
+    return job.optimizer.checkpoint(job.trained, job.hidden) / GIB + _HOST_OWN_GIB * 4 * device.count

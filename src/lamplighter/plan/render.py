@@ -7,22 +7,24 @@ Out: the page or JSON and the exit code; a few lines for the start of a run. No 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lamplighter import gpus
+from lamplighter.braille import curve
 from lamplighter.config import Run, preset_names, resolve
 from lamplighter.errors import DONE, RefusedByPlan
 from lamplighter.gpus import Device
 from lamplighter.model.shape import matmul_parameters_per_layer
 from lamplighter.plan import devices
 from lamplighter.plan.estimate import Plan, cache_bytes, check, checkpoint_bytes, completed, lighter, make, warnings
-from lamplighter.plan.job import Known, job_on
-from lamplighter.plan.memory import GIB, LOGIT_BYTES, host_gib
-from lamplighter.plan.speed import as_hours, is_launch_bound, recompute_flops, span
-from lamplighter.rundir import dollars
+from lamplighter.plan.job import Job, Known, job_on
+from lamplighter.plan.memory import GIB, LOGIT_BYTES, host_gib, memory
+from lamplighter.plan.ranks import idle, reduction, share
+from lamplighter.plan.speed import as_hours, compute_seconds, is_launch_bound, recompute_flops, span
+from lamplighter.rundir import dollars, human_bytes
 
 _WHAT_IF = ("t4", "l4", "a10", "rtx3090", "rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100-80gb")
 _PRESETS_ON = "a100-80gb"
@@ -49,7 +51,7 @@ def page(run: Run, request: PlanRequest, known: Known | None = None) -> tuple[st
     """What to say, and the exit code."""
     known = known or Known()
     room = devices.free_disk(Path(request.runs_dir)) if not request.on else None  # elsewhere there are other disks
-    device = known.device or devices.choose(request.on, request.mfu, run.train.threads, run.train.device)
+    device = known.device or devices.choose(request.on, request.mfu, run.train)
     found = _plan_of(run, device, room, known)
     code = DONE if found.go else RefusedByPlan.code
     if request.as_json:
@@ -65,7 +67,7 @@ def page(run: Run, request: PlanRequest, known: Known | None = None) -> tuple[st
 
 def estimate_of(run: Run, runs_dir: str) -> str:
     """Time and money of a run on this machine, in a few words; BadConfig where paper does not say."""
-    device = devices.choose(None, None, run.train.threads, run.train.device)
+    device = devices.choose(None, None, run.train)
     found = _plan_of(run, device, devices.free_disk(Path(runs_dir)), Known())
     money = f", {dollars(found.usd)}" if found.usd is not None else ""
     verdict = "" if found.go else f"; the plan says no: {'; '.join(found.reasons)}"
@@ -88,7 +90,10 @@ def _in_a_dtype_of(run: Run, device: Device) -> Run:
 def _what_if(run: Run, request: PlanRequest, known: Known) -> list[tuple[str, Plan]]:
     """The same run on other devices, and the presets on one of them."""
     on_paper = replace(known, measured=None, largest=None, device=None)
-    others = (_named(name, request) for name in _WHAT_IF)
+    kind, _, count = (request.on or "").lower().partition(":")
+    many = f":{count}" if count else ""
+    counts = [f"{kind}:{one}" for one in (1, 2, 4, 8)] if count else []
+    others = (_named(name, request) for name in (*counts, *(f"{name}{many}" for name in _WHAT_IF)))
     rows = [("this run", make(job_on(_in_a_dtype_of(run, d), d, on_paper), d)) for d in others]
     device = _named(_PRESETS_ON, request)
     for name in preset_names():
@@ -114,6 +119,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "device": str(plan.device),
         "dtype": job.dtype,
         "params": plan.params,
+        "hidden": plan.job.hidden,
+        "vocab_size": job.shape.vocab_size,
         "tokens": job.tokens,
         "tokens_per_param": job.tokens / plan.params,
         "data_tokens": job.text.tokens if job.text else None,
@@ -124,6 +131,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "flops": plan.flops,
         "flops_per_token": job.flops_per_token,
         "step_s": plan.step_s,
+        "reference_s": plan.reference_s,
+        "tokens_per_s": plan.tokens_per_s,
         "mfu": plan.mfu,
         "hours": plan.hours,
         "usd": plan.usd,
@@ -133,6 +142,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for name, value in asdict(parts).items()
             if type(value) is int and value and name != "logits"
         },
+        **_ranks_json(plan),
         "memory_there_gib": plan.device.memory_gib,
         "logits_gib": parts.logits / GIB,  # as a whole; what is there at once:
         "logits_held_gib": parts.held / GIB,
@@ -150,6 +160,26 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "warnings": warnings(plan),
         "changes": [asdict(change) for change in plan.changes],
     }
+
+
+def _ranks_json(plan: Plan) -> dict[str, Any]:
+    """Of several devices: how they share a step, and what that costs."""
+    job, device = plan.job, plan.device
+    traffic = reduction(job, device)
+    return {
+        "devices": device.count,
+        "idle": idle(job, device.count),
+        "shard": "full" if job.sharded else "none",
+        "memory_by_shard_gib": {name: memory(way, device).peak_gib for name, way in _ways(plan)},
+        "link": str(device.link) if device.count > 1 else None,
+        "link_bytes_per_step": traffic.bytes,
+        "reduction_s": traffic.seconds,
+    }
+
+
+def _ways(plan: Plan) -> list[tuple[str, Job]]:
+    whole = [("none", replace(plan.job, sharded=False))]
+    return [*whole, ("full", replace(plan.job, sharded=True))] if plan.device.count > 1 else whole
 
 
 # ---------------------------------------------------------------- in words
@@ -215,24 +245,63 @@ def _time_words(plan: Plan) -> str:
     job, device, found = plan.job, plan.device, plan.measured
     steps = f"{job.steps:,} x {span(plan.step_s / 3600)}"
     if found is not None and found.fits:
-        return f"{steps} = {span(plan.hours)}, measured over {found.steps} real steps; {plan.mfu:.0%} of the peak"
+        return (
+            f"{steps} = {span(plan.training_hours)}, measured over {found.steps} real steps; {plan.mfu:.0%} of the peak"
+        )
     if device.rates is not None and not job.own_params:
         rates = f"{_large(device.rates.gemm_flops)}FLOP/s and {device.rates.bytes_per_s / 1e9:.1f} GB/s"
-        return f"{steps} = {span(plan.hours)}, from what was measured here ({rates}); {plan.mfu:.0%} of the peak"
+        return (
+            f"{steps} = {span(plan.training_hours)}, from what was measured here ({rates}); {plan.mfu:.0%} of the peak"
+        )
     work = _large(plan.flops + recompute_flops(job))
+    if device.count > 1:
+        part, slow = share(job, device.count), "launching" if is_launch_bound(job, device) else "work"
+        parts = f"{span(compute_seconds(job, device) / 3600)} {slow} ({part.rows} of {job.batch_size} rows) + {span(reduction(job, device).seconds / 3600)} reduction"
+        return f"{steps} = {span(plan.training_hours)}: {parts}; {plan.mfu:.0%} of the peak of all"
     if is_launch_bound(job, device):
-        return f"{steps} = {span(plan.hours)}: launching a step takes longer than its work of {work}FLOP; a larger batch is free"
-    return f"{work} / ({_large(device.peak(job.dtype))}FLOP/s x {device.mfu:.0%}) = {span(plan.hours)}"
+        return f"{steps} = {span(plan.training_hours)}: launching a step takes longer than its work of {work}FLOP; a larger batch is free"
+    return f"{work} / ({_large(device.peak(job.dtype))}FLOP/s x {device.mfu:.0%}) = {span(plan.training_hours)}"
 
 
 def _time(plan: Plan) -> list[str]:
-    job, lines = plan.job, [_line("time", _time_words(plan))]
+    job, lines = plan.job, [_line("time", _time_words(plan)), _line("", f"{plan.tokens_per_s:,.0f} tokens/s")]
+    if plan.reference_s:
+        lines.append(_line("reference", _reference_words(plan)))
+    if plan.device.count > 1:
+        lines.append(_line("reduction", _reduction_words(plan)))
     if plan.usd is not None:
         of = f" of {dollars(job.budget.usd)}" if job.budget.usd is not None else ""
         lines.append(
-            _line("money", f"{as_hours(plan.hours)} x ${job.budget.usd_per_hour:g}/h = {dollars(plan.usd)}{of}")
+            _line(
+                "money",
+                f"{as_hours(plan.hours)} x ${job.budget.usd_per_hour:g}/h{_each(plan)} = {dollars(plan.usd)}{of}",
+            )
         )
     return lines
+
+
+def _reference_words(plan: Plan) -> str:
+    pass_s = plan.reference_s
+    return (
+        f"a forward pass over {_large(plan.job.reference_positions)} positions, once before the first step = {span(pass_s / 3600)};"
+        f" {span(plan.hours)} in all"
+    )
+
+
+def _each(plan: Plan) -> str:
+    """The price of several is that of one, so many times; a run counts the price of its machine."""
+    count, price = plan.device.count, plan.job.budget.usd_per_hour
+    if price is None or count == 1 or not plan.device.is_elsewhere:
+        return ""
+    return f" ({count} x ${price / count:g}; for lamp train on that machine --budget.usd_per_hour {price:g})"
+
+
+def _reduction_words(plan: Plan) -> str:
+    traffic = reduction(plan.job, plan.device)
+    return (
+        f"{human_bytes(traffic.bytes)} each way of a device and step ({traffic.words}) = {span(traffic.seconds / 3600)},"
+        f" {traffic.seconds / plan.step_s:.0%} of a step; no overlap is counted"
+    )
 
 
 # ---------------------------------------------------------------- memory and disk
@@ -241,7 +310,7 @@ def _time(plan: Plan) -> list[str]:
 def _memory(plan: Plan) -> list[str]:
     m, job, device = plan.memory, plan.job, plan.device
     named = [("weights", m.weights), ("gradients", m.gradients), ("their sums", m.sums), (job.optimizer.name, m.optimizer), (f"{job.dtype} copies", m.cast),
-             ("activations", m.activations), ("one layer", m.layer), ("logits", m.held),
+             ("gathered", m.gathered), ("activations", m.activations), ("one layer", m.layer), ("logits", m.held),
              ("copy for a save", m.staging if m.staging_here else 0), ("the rest", m.own)]  # fmt: skip
     sums = " + ".join(f"{name} {size / GIB:.2f}" for name, size in named if size)
     note = "" if m.gradients_meanwhile else "; gradients and activations are not at their largest together"
@@ -256,13 +325,17 @@ def _memory(plan: Plan) -> list[str]:
         _line("", f"micro-batch {job.micro_batch} x {job.seq_len} = {tokens:,} tokens, {job.accumulation} a step"),
         _line("logits", f"{tokens:,} x {job.shape.vocab_size:,} x {LOGIT_BYTES} bytes = {m.logits / GIB:.2f} GiB as a whole{held}"),
     ]  # fmt: skip
+    if device.count > 1:
+        lines[2:2] = _shard_lines(plan)
     if job.own_params:
         lines.append(_line("", "activations of a model of your own are not known on paper: --measure tries it"))
     if not device.is_cpu:
         here = f" of {device.host_gib:.1f}" if device.host_gib is not None else ""
         need = host_gib(job, device)
         lines.append(
-            _line("host RAM", f"{need:.1f}{here} GiB, {m.staging / GIB:.2f} of it the copy that a save stages")
+            _line(
+                "host RAM", f"{need:.1f}{here} GiB, {checkpoint_bytes(job) / GIB:.2f} of it the copy that a save stages"
+            )
         )
     lines.append(_line("", "the token cache is mapped: it takes no memory of its own"))
     if plan.measured is not None and plan.measured.fits:
@@ -273,6 +346,20 @@ def _memory(plan: Plan) -> list[str]:
     if plan.largest is not None:
         lines.append(_line("micro-batch", _largest(plan, plan.largest)))
     return lines
+
+
+def _shard_lines(plan: Plan) -> list[str]:
+    """What each device holds either way, and which is planned."""
+    job, device = plan.job, plan.device
+    sizes = {name: memory(way, device) for name, way in _ways(plan)}
+    buffers = (
+        f", {sizes['none'].reduction / GIB:.2f} of it at a time for the reduction" if sizes["none"].reduction else ""
+    )
+    why = f"train.shard {job.shard}" + ("" if job.shard != "auto" else ": replicated does not fit" if job.sharded else ": it fits")  # fmt: skip
+    return [
+        _line("on each", f"replicated {sizes['none'].peak_gib:.2f} GiB{buffers}; sharded {sizes['full'].peak_gib:.2f} GiB"),
+        _line("", f"{'sharded' if job.sharded else 'replicated'} is planned ({why})"),
+    ]  # fmt: skip
 
 
 def _largest(plan: Plan, largest: int) -> str:
@@ -327,6 +414,7 @@ def short(plan: Plan) -> list[str]:
     step = f"batch {job.batch_size} = {job.accumulation} x micro-batch {job.micro_batch}"
     parts = f"activations {m.activations / GIB:.2f}, logits {m.held / GIB:.2f}, copy for a save {m.staging / GIB:.2f}"
     money = f", {dollars(plan.usd)}" if plan.usd is not None else ""
+    each = (" on each, sharded" if job.sharded else " on each, replicated") if plan.device.count > 1 else ""
     cost = plan.between_saves_h
     crash = dollars(cost * job.budget.usd_per_hour) if job.budget.usd_per_hour is not None else span(cost)
     return [
@@ -334,7 +422,8 @@ def short(plan: Plan) -> list[str]:
         + (f"; {job.trained:,} are trained" if job.lora.r is not None else ""),
         f"{job.steps:,} steps of {job.step_tokens:,.0f} tokens{epochs}; {step}, {job.row_tokens or job.seq_len:g} tokens each",
         f"about {span(plan.hours)}{money}: {_time_words(plan)}",
-        f"memory: at most {m.peak_gib:.2f} of {plan.device.memory_gib:.1f} GiB ({parts})",
+        f"memory: at most {m.peak_gib:.2f} of {plan.device.memory_gib:.1f} GiB{each} ({parts})",
+        *([f"reduction: {_reduction_words(plan)}"] if plan.device.count > 1 else []),
         f"disk: {plan.disk_bytes / GIB:.2f} GiB; a crash can cost {crash}",
     ]
 
@@ -342,36 +431,22 @@ def short(plan: Plan) -> list[str]:
 def table(plans: list[tuple[str, Plan]]) -> list[str]:
     """What if: one line each."""
     lines = [
-        f"{'':<14}{'device':<16}{'parameters':>14}{'memory GiB':>12}{'of':>7}{'logits':>8}{'time':>12}{'usd':>10}  verdict"
+        f"{'':<14}{'device':<18}{'parameters':>14}{'memory GiB':>12}{'of':>7}{'logits':>8}{'time':>12}{'usd':>10}  verdict"
     ]
     for name, plan in plans:
         usd = "-" if plan.usd is None else dollars(plan.usd)[1:]
         why = "go" if plan.go else "no: " + ", ".join(r.split(":")[0] for r in plan.reasons)
         lines.append(
-            f"{name:<14}{plan.device!s:<16}{plan.params:>14,}{plan.memory.peak_gib:>12.1f}{plan.device.memory_gib:>7.1f}"
+            f"{name:<14}{plan.device!s:<18}{plan.params:>14,}{plan.memory.peak_gib:>12.1f}{plan.device.memory_gib:>7.1f}"
             f"{plan.memory.held / GIB:>8.1f}{span(plan.hours):>12}{usd:>10}  {why}"
         )
     return lines
 
 
 _CURVE_WIDE, _CURVE_HIGH = 56, 4  # in characters; each is 2 x 4 dots
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character, by column and row
 
 
 # ---------------------------------------------------------------- curves of characters
-
-
-def curve(values: Sequence[float], top: float, high: int = _CURVE_HIGH) -> list[str]:
-    """Two values to a character, `top` at the upper edge."""
-    wide = -(-len(values) // 2)
-    cells = [[0] * wide for _ in range(high)]
-    last: int | None = None
-    for x, value in enumerate(values):
-        y = min(4 * high - 1, max(0, round((1 - value / top) * (4 * high - 1)) if top > 0 else 4 * high - 1))
-        for row in range(min(y, last if last is not None else y), max(y, last if last is not None else y) + 1):
-            cells[row // 4][x // 2] |= _DOTS[x % 2][row % 4]
-        last = y
-    return ["".join(chr(0x2800 + cell) for cell in row) for row in cells]
 
 
 def draw(plan: Plan) -> list[str]:
@@ -395,7 +470,7 @@ def _sampled(at: Callable[[int], float], steps: int) -> list[float]:
 
 
 def _picture(name: str, values: list[float], top: float, most: str, steps: int) -> list[str]:
-    rows = curve(values, top)
+    rows = curve(values, top, _CURVE_HIGH)
     marks = [most, *[""] * (len(rows) - 2), "0"]
     names = [name, *[""] * (len(rows) - 1)]
     lines = [f"  {n:<13}{mark:>9} ┤{row}" for n, mark, row in zip(names, marks, rows, strict=True)]

@@ -6,10 +6,14 @@ Out: FLOPs, seconds of a step, the least that can be hoped for, and hours in wor
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from lamplighter.config import Lora
 from lamplighter.gpus import Device, Rates
 from lamplighter.model.shape import matmul_parameters_per_layer
 from lamplighter.plan.job import Job
 from lamplighter.plan.memory import layer_bytes
+from lamplighter.plan.ranks import reduction, share
 
 _BEST_GPU_MFU, _BEST_CPU_MFU = 0.6, 0.8  # nobody does better: what needs more than this cannot be
 
@@ -41,15 +45,36 @@ def recompute_flops(job: Job) -> float:
     return shape.layers * (2.0 * matmul_parameters_per_layer(shape) + 4.0 * shape.width * job.seq_len) * job.tokens
 
 
+def reference_flops(job: Job) -> float:
+    """Of preference pairs: one forward pass of the model as it begins over all pairs, a third of training on them in full."""
+    return replace(job, lora=Lora()).flops_per_token / 3 * job.reference_positions
+
+
+def reference_seconds(job: Job, device: Device) -> float:
+    """One rank makes it, and the others wait."""
+    if not job.reference_positions:
+        return 0.0
+    if device.rates is not None:
+        return cpu_forward_seconds(job, device.rates) / job.step_tokens * job.reference_positions
+    return reference_flops(job) / (device.peak(job.dtype) / device.count * device.mfu)
+
+
 def step_seconds(job: Job, device: Device) -> float:
-    """One optimizer step."""
+    """One optimizer step: what the busiest device computes, then the reduction."""
+    return compute_seconds(job, device) + reduction(job, device).seconds
+
+
+def compute_seconds(job: Job, device: Device) -> float:
     if device.rates is not None and not job.own_params:
-        return cpu_step_seconds(job, device.rates)
+        return cpu_step_seconds(replace(job, batch_size=share(job, device.count).rows), device.rates)
     return max(_work_seconds(job, device), launch_seconds(job, device))
 
 
 def _work_seconds(job: Job, device: Device) -> float:
-    return (total_flops(job) + recompute_flops(job)) / job.steps / (device.peak(job.dtype) * device.mfu)
+    """Of the device that has the most rows."""
+    part = share(job, device.count).rows / job.batch_size
+    each = device.peak(job.dtype) / device.count * device.mfu
+    return ((total_flops(job) + recompute_flops(job)) / job.steps * part + job.optimizer_flops) / each
 
 
 def launch_seconds(job: Job, device: Device) -> float:
@@ -57,7 +82,7 @@ def launch_seconds(job: Job, device: Device) -> float:
     if device.is_cpu:
         return 0.0
     layers = 0 if job.own_params else job.shape.layers  # what a model of one's own is made of is not known on paper
-    return job.accumulation * layers * _LAUNCH_LAYER_S + _LAUNCH_STEP_S
+    return share(job, device.count).leaves * layers * _LAUNCH_LAYER_S + _LAUNCH_STEP_S
 
 
 def is_launch_bound(job: Job, device: Device) -> bool:
@@ -68,7 +93,17 @@ def is_launch_bound(job: Job, device: Device) -> bool:
 def least_hours(job: Job, device: Device) -> float:
     """At the best MFU that could be hoped for."""
     best = _BEST_CPU_MFU if device.is_cpu else _BEST_GPU_MFU
-    return (total_flops(job) + recompute_flops(job)) / (device.peak(job.dtype) * best) / 3600
+    flops = total_flops(job) + recompute_flops(job) + reference_flops(job) * device.count
+    return flops / (device.peak(job.dtype) * best) / 3600
+
+
+def cpu_forward_seconds(job: Job, rates: Rates) -> float:
+    """Of as many tokens as a step has: a third of training on them in full, without the optimizer."""
+    plain = replace(job, lora=Lora(), recompute=False)
+    whole = cpu_step_seconds(plain, rates) - plain.trained * plain.optimizer.moved_bytes / rates.bytes_per_s
+    narrow = job.lora.r is not None and job.lora.base_dtype != "fp32"
+    matrices = job.shape.layers * matmul_parameters_per_layer(job.shape)
+    return whole / 3 + (8.0 * matrices * job.accumulation / rates.bytes_per_s if narrow else 0.0)
 
 
 def cpu_step_seconds(job: Job, rates: Rates) -> float:
@@ -87,7 +122,7 @@ def cpu_step_seconds(job: Job, rates: Rates) -> float:
     if job.lora.r is not None and job.lora.base_dtype != "fp32":  # each matrix is widened for each pass of each piece
         moved += 8.0 * matrices * job.accumulation * (3 if job.recompute else 2)
     return (
-        products / (rates.gemm_flops * _GEMM_SHARE)
+        (products + job.optimizer_flops) / (rates.gemm_flops * _GEMM_SHARE)
         + attention / (rates.gemm_flops * _ATTENTION_SHARE)
         + moved / rates.bytes_per_s
         + job.accumulation * shape.layers * _LAYER_S
