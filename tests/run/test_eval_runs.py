@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 import eval_data
+from lamplighter.commands.eval_of_run import Evaluations
+from lamplighter.config.schema import Eval
 from lamplighter.evaluate import tasks
 from lamplighter.evaluate.items import Task
+from lamplighter.procs import lock
 from lamplighter.rundir import RunDir, read_lines
 from running import LONG, TINY, Command, Finished, lamp, real, shared, start_lamp, wait_for
 from serving import ask, serving
@@ -118,6 +126,44 @@ def test_the_shared_halves_are_equal_to_lm_eval_on_a_real_model(here: Command, t
         compare(folder, tmp_path / "runs" / ".evaluations" / folder.name, task)
 
 
+@LONG
+def test_every_item_of_the_shared_halves_is_equal_to_lm_eval(here: Command, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:  # fmt: skip
+    """All 1,500 of HellaSwag, 2,577 of LAMBADA and 1,847 of MMLU with five solved examples, on a small real model."""
+    folder, data = real("models", "stories260K_hf_llama"), real("eval")
+    names = ("hellaswag", "lambada", "mmlu")
+    done = here("eval", str(folder), "--data", str(data), "--tasks", ",".join(names), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    counted = {}
+    for name in names:
+        task = tasks.open_task(name, data, tasks.Shots())
+        counted[name] = len(task.items), compare(folder, tmp_path / "runs" / ".evaluations" / folder.name, task)
+    record_property("items and near ties", counted)
+    assert [items for items, _ in counted.values()] == [1500, 2577, 1847]
+    assert all(close < 0.01 * items for items, close in counted.values()), counted
+
+
+def test_a_tokenizer_of_gpt2_puts_nothing_before_a_text_as_in_lm_eval(here: Command, tmp_path: Path) -> None:
+    """Its first and its last token are one and the same: where lm-eval has none, there is none, and a text by itself begins after it."""
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    folder, data = tmp_path / "gpt2", eval_data.make(tmp_path / "data")
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=256)).save_pretrained(folder)
+    end = "<|endoftext|>"
+    PreTrainedTokenizerFast(tokenizer_file=str(shared("tokenizers", "gpt2", "tokenizer.json")), bos_token=end, eos_token=end, unk_token=end).save_pretrained(folder)  # fmt: skip
+    done = here("eval", str(folder), "--data", str(data), "--tasks", "hellaswag,lambada,notes", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    place = tmp_path / "runs" / ".evaluations" / "gpt2"
+    for name in ("hellaswag", "lambada"):
+        compare(folder, place, tasks.open_task(name, data, tasks.Shots()))
+    from lm_eval.api.instance import Instance
+
+    text = (data / "notes" / "test.txt").read_text()
+    [theirs] = lm_eval_model(folder).loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], disable_tqdm=True)  # fmt: skip
+    rows = items_of(place, "notes").values()
+    assert sum(row["nats"][0] for row in rows) == pytest.approx(theirs, abs=NEAR * len(rows))
+
+
 def test_generation_pairs_period_and_the_runs_own_text(run: RunDir, here: Command, tmp_path: Path) -> None:
     data = eval_data.make(tmp_path / "data")
     done = here("eval", "r", "--data", str(data), "--tasks", "held-back,copying,rouge,period", "--json", cwd=tmp_path)
@@ -128,7 +174,9 @@ def test_generation_pairs_period_and_the_runs_own_text(run: RunDir, here: Comman
     assert {"rouge1", "rougeL", "exact_match", "repetition", "distinct_2"} <= names
     assert len(copying["examples"]) == 4
     assert {one["name"]: one["value"] for one in rouge["scores"]}["rouge1"] == pytest.approx((2 / 3 + 8 / 12) / 2)
-    assert {"texts_with_anachronisms", "facts"} <= {one["name"] for one in period["scores"]}
+    named = {one["name"] for one in period["scores"]}
+    assert {"texts_with_anachronisms", "facts"} <= named
+    assert ("dates_that_fit" in named) != ("names a year, so there is no score" in done.stderr)
     assert "not above chance" in here("eval", "r", "--tasks", "period", cwd=tmp_path).stdout
 
 
@@ -227,29 +275,56 @@ def test_a_task_of_lm_eval_runs_on_our_model(run: RunDir, here: Command, tmp_pat
     assert json.loads(done.stdout)[0]["scores"][0]["stderr"] > 0
 
 
-def test_checkpoints_are_evaluated_after_the_training_by_eval_tasks(tmp_path: Path) -> None:
-    words = ["train", "--run", "r", *TINY, "--train.steps", "3", "--eval.tasks", "held-back"]
-    done = lamp(*words, cwd=tmp_path)
+def test_a_finished_run_goes_on_with_the_evaluations_that_it_lacks(run: RunDir, here: Command, tmp_path: Path) -> None:
+    """As one does whose parent was killed in them; what has its results is not evaluated again."""
+    data = eval_data.make(tmp_path / "data")
+    asked = ("--tasks", "piqa", "--data", str(data))
+    assert here("eval", "r", "--checkpoint", "2", *asked, cwd=tmp_path).returncode == 0
+    words = ("train", "--run", "r", *WORDS, "--eval.tasks", "piqa", "--eval.data", str(data))
+    done = here(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-    run = RunDir(tmp_path / "runs" / "r")
-    assert {record["step"] for record in results(run, "held-back")} == {3}
-    assert done.stdout.count("evaluated checkpoint-") == 1
+    assert "evaluated checkpoint-3" in done.stdout and "checkpoint-2 in" not in done.stdout
+    assert [record["step"] for record in results(run, "piqa")] == [2, 3]
+    assert "evaluated" not in here(*words, cwd=tmp_path).stdout
 
 
-def test_the_death_of_an_evaluation_leaves_the_run_alone(tmp_path: Path) -> None:
-    words = [
-        "train",
-        "--run",
-        "r",
-        *TINY,
-        "--train.steps",
-        "4",
-        "--eval.tasks",
-        "nothing-of-ours",
-        "--eval.data",
-        str(tmp_path),
-    ]
-    done = lamp(*words, "--eval.while_training", "true", cwd=tmp_path)
+def test_an_evaluation_dies_with_the_parent_of_its_run(run: RunDir, tmp_path: Path) -> None:
+    """Where it lived on, the same command would start a second one of the same checkpoint."""
+    code = "import sys; from lamplighter.commands.eval_of_run import *; from lamplighter.config.schema import Eval; Evaluations(RunDir(Path(sys.argv[1])), Eval(tasks='held-back'), print).finish()"  # fmt: skip
+    parent = subprocess.Popen([sys.executable, "-c", f"from pathlib import Path; {code}", str(run.path)])
+    log = run.path / "evaluations" / "output.log"
+    wait_for(lambda: log.exists() and b"lamp eval" in log.read_bytes(), 60, parent)
+    [evaluation] = [one.pid for one in psutil.Process(parent.pid).children()]
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not psutil.pid_exists(evaluation) or psutil.Process(evaluation).status() == psutil.STATUS_ZOMBIE)
+    assert not results(run, "held-back")
+
+
+def test_where_an_evaluation_is_stands_in_the_line_of_its_run(run: RunDir) -> None:
+    evaluations = Evaluations(run, Eval(tasks="held-back"), print)
+    assert evaluations._last_words() == ""
+    (run.path / "evaluations").mkdir()
+    (run.path / "evaluations" / "output.log").write_bytes(b"20:00:00  held-back \x1b[2J 3 items of 9 items\n")
+    assert evaluations._last_words() == " \u00b7 held-back \\x1b[2J 3 items of 9 items"
+
+
+def test_two_evaluations_do_not_write_the_same_items(run: RunDir, here: Command, tmp_path: Path) -> None:
+    data = eval_data.make(tmp_path / "data")
+    words = ("eval", "r", "--tasks", "piqa", "--data", str(data), "--checkpoint", "3")
+    assert here(*words, cwd=tmp_path).returncode == 0
+    [items] = (run.path / "evaluations" / "items").glob("piqa-*")
+    held = lock.hold(items)
+    assert held is not None
+    done = here(*words, cwd=tmp_path)
+    assert done.returncode == 69 and "another lamp eval writes" in done.stderr
+    os.close(held)
+    assert here(*words, cwd=tmp_path).returncode == 0
+
+
+def test_the_death_of_an_evaluation_leaves_the_run_alone(here: Command, tmp_path: Path) -> None:
+    words = ["train", "--run", "r", *TINY, "--train.steps", "4", "--eval.tasks", "nothing-of-ours", "--eval.data", str(tmp_path)]  # fmt: skip
+    done = here(*words, "--eval.while_training", "true", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "WARNING  evaluation of checkpoint-4 ended with 66" in done.stdout
     assert "finished r" in done.stdout
@@ -299,8 +374,6 @@ def test_without_memory_it_is_refused_in_words(run: RunDir, here: Command, tmp_p
 
 
 def test_people_choose_blindly_and_go_on_where_they_were(run: RunDir, here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    import io
-
     (tmp_path / "asked.txt").write_text("The fog\nMy dear Aunt\nAt dusk\n")
     words = ("eval", "r", str(run.checkpoint(2)), "--human", "--prompts", "asked.txt", "--json")
     monkeypatch.setattr("sys.stdin", io.StringIO("x\n1\nq\n"))
@@ -314,15 +387,21 @@ def test_people_choose_blindly_and_go_on_where_they_were(run: RunDir, here: Comm
     low, high = json.loads(done.stdout)["interval"]
     assert low < score["value"] < high
     assert len(results(run, "human-vs")) == 1
+    os.utime(run.checkpoint(2) / "manifest.json", ns=(1, 1))  # other weights under the same name: other texts
+    monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
+    done = here(*words, cwd=tmp_path)
+    assert (done.returncode, "[1 of 3]" in done.stderr) == (75, True), done.stderr
     told = here("compare", "r", "r", cwd=tmp_path)
     assert "human-vs-checkpoint-2 win_rate" in told.stdout, told.stdout + told.stderr
-    assert f"({low:.3f} to {high:.3f})" in told.stdout
+    assert f"({low:.3f} to {high:.3f}, n 3)" in told.stdout
+    told = here("compare", "r", "r", "--runs-dir", str(tmp_path / "runs"), cwd=tmp_path)
+    assert f"next: lamp dash --runs-dir {tmp_path / 'runs'} shows" in told.stdout
     from lamplighter.export import model_card
 
     assert f"(95 %: {low:.3f} to {high:.3f})" in model_card._evaluation(run, 3)
 
 
-def test_people_choose_on_the_page(run: RunDir, tmp_path: Path) -> None:
+def test_people_choose_on_the_page(run: RunDir, here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     if not Path("/usr/bin/chromium").exists():
         assert os.environ.get("CI") != "true", "CI must have Chromium"
         pytest.skip("there is no Chromium here")
@@ -330,6 +409,10 @@ def test_people_choose_on_the_page(run: RunDir, tmp_path: Path) -> None:
 
     (tmp_path / "asked.txt").write_text("The <b>fog</b>\nMy dear Aunt\n")
     words = ("eval", "r", str(run.checkpoint(2)), "--human", "--page", "--prompts", "asked.txt")
+    monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
+    assert (
+        here(*words[:4], *words[5:], cwd=tmp_path).returncode == 75
+    )  # the texts are written here: that process needs no torch
     process = start_lamp(*words, cwd=tmp_path)
     wait_for(lambda: "http://127.0.0.1:" in (tmp_path / "out.txt").read_text(), 60, process)
     [address] = re.findall(r"http://127\.0\.0\.1:\S+", (tmp_path / "out.txt").read_text())[:1]

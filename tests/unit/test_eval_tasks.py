@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 import eval_data
+from lamplighter import report
+from lamplighter.commands.eval import _say_items
+from lamplighter.commands.eval_of_run import cost_words
 from lamplighter.errors import BadData, InputMissing, UsageError
 from lamplighter.evaluate import generation, tasks
 from lamplighter.evaluate.evaluation import choice_scores, tokens_of
 from lamplighter.evaluate.items import Task, TaskItem
 from lamplighter.evaluate.period import LONDON, Period, open_period, read_period
-from lamplighter.evaluate.scores import TaskScore, exponential, mean_score, ratio_score, wilson
+from lamplighter.evaluate.scores import TaskScore, _at_least, exponential, mean_score, ratio_score, wilson
+from lamplighter.rundir import RunDir
 from running import real
 
 NO_SHOTS = tasks.Shots(None)
@@ -62,20 +67,38 @@ def test_mmlu_shows_solved_examples_of_the_subject_in_either_form_of_the_files(t
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("hellaswag/val.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 7}\n', "item 1 is not of this task"),
+        ("hellaswag/val.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 7}\n', "line 1 is not of this task"),
+        ("hellaswag/val.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 1}\n\n{"ctx": "a", "endings": "abcd", "label": 1}', "line 3 .*endings is no list of texts"),
+        ("hellaswag/val.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 1.5}', "line 1 .*label is no whole number"),
+        ("hellaswag/val.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": true}', "line 1 .*label is no whole number"),
+        ("hellaswag/val.jsonl", '{"ctx": "a", "endings": ["", "", "", ""], "label": 1}', "line 1 .*endings is no list of texts"),
+        ("hellaswag/val.jsonl", '{"ctx": "a", "endings": ["[a]", "[b]"], "label": 1}', "line 1 .*choices are empty"),
+        ("piqa/valid.jsonl", '{"goal": 5, "sol1": "a", "sol2": "b", "label": 1}', "line 1 .*goal is no text"),
+        ("copying/items.jsonl", '{"prompt": 5, "reference": "a"}', "line 1 .*prompt is no text"),
+        ("copying/items.jsonl", '{"prompt": "", "reference": ""}', "line 1 .*reference is empty"),
         ("hellaswag/val.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 1}\n{"ctx"\n', "line 2 is not JSON"),
         ("hellaswag/val.jsonl", "", "holds no items"),
-        ("lambada/test.jsonl", '{"text": "word"}\n', "item 1 is not of this task"),
+        ("lambada/test.jsonl", '{"text": "word"}\n', "line 1 is not of this task"),
         ("mmlu/test/geese_test.csv", "q,a,b,c,d,F\n", "question 1 is damaged"),
         ("mmlu/test/geese_test.csv", "", "holds no question"),
         ("boxes/task.yaml", "prompt: [", "is no YAML"),
         ("boxes/task.yaml", "colour: red", "describes no task"),
-        ("boxes/items.csv", "ask,first,second,right\na,b,c,9\n", "item 1 is not of this task"),
+        ("boxes/items.csv", "ask,first,second,right\na,b,c,9\n", "line 2 is not of this task"),
+        ("boxes/items.csv", 'ask,first,second,right\na,b,c,1\na,"b,c,1\nd,e,f,1\n', "is no CSV.*line 3"),
+        ("boxes/task.yaml", 'choices: [first, second]\nprompt: "Q: {ask.__class__} A:"\nanswer: right', "line 2: prompt cannot be filled"),
+        ("boxes/task.yaml", 'prompt: "Q: {ask[0]} A:"\nchoices: [first, second]\nanswer: right', "line 1: prompt cannot be filled"),
+        ("boxes/task.yaml", 'prompt: "{ask}"\nreference: first\nmax_tokens: many', "line 3: max_tokens cannot be used"),
         ("rouge/target.txt", "one line\n", "do not go together"),
         ("notes/test.txt", " \n", "is empty"),
         ("period/period.yaml", "from: 1840\nto: 1830\nprompts: [a]", "names no period"),
         ("period/words.csv", "wort,seit\n", "is empty"),
         ("period/facts.jsonl", '{"prompt": "a", "right": "b", "wrong": []}\n', "line 1 is no fact"),
+        ("period/facts.jsonl", '{"prompt": "a", "right": "b", "wrong": "bc"}\n', "line 1 is no fact"),
+        ("period/facts.jsonl", '\n{"prompt": "a", "right": "b", "wrong": ["c", "b"]}\n', "line 2 is no fact.*right and wrong at once"),
+        ("period/facts.jsonl", '{"prompt": 5, "right": "b", "wrong": ["c"]}\n', "line 1 is no fact.*prompt is no text"),
+        ("period/words.csv", "word,from,to\nfog,1100,\nwig,1900,1800\n", "line 3 is of no word list.*from 1900 to 1800"),
+        ("period/words.csv", 'word,from,to\n"fog,1100,\n', "is of no word list"),
+        ("period/period.yaml", "from: 1830\nto: 1837\ntexts: -1\nprompts: [a]", "line 3: texts cannot be used"),
         ("arc_easy/test.jsonl", b"\xff\xfe\n", "is not UTF-8"),
     ],
 )  # fmt: skip
@@ -84,8 +107,9 @@ def test_a_broken_file_is_an_error_and_never_a_score(
 ) -> None:
     root = eval_data.make(tmp_path)
     (root / file).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(BadData, match=said):
+    with pytest.raises(BadData) as caught:
         opened(root, file.split("/")[0])
+    assert re.search(said, f"{caught.value.what}: {caught.value.why}")
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -103,8 +127,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_a_description_cannot_reach_beyond_the_fields_of_a_row(tmp_path: Path) -> None:
     root = eval_data.make(tmp_path)
-    (root / "boxes" / "task.yaml").write_text('prompt: "{ask.__class__} {0} {ask}"\nchoices: [first, second]\nanswer: right\nfirst_answer: 1\n')  # fmt: skip
-    with pytest.raises(BadData, match="item 1"):  # {0} is no field
+    (root / "boxes" / "task.yaml").write_text('prompt: "{0} {ask}"\nchoices: [first, second]\nanswer: right\nfirst_answer: 1\n')  # fmt: skip
+    with pytest.raises(BadData, match="line 2"):  # {0} is no field
         opened(root, "boxes")
 
 
@@ -124,6 +148,22 @@ def test_scores_have_the_error_of_the_sample_and_a_word_about_chance() -> None:
     assert TaskScore("perplexity", 1.7e27, 3.2e27, 8).words() == "1.70e+27 ± 3.20e+27 (n 8)"
 
 
+@pytest.mark.parametrize(
+    ("hits", "n", "chance", "said"),
+    [(0, 4, 0.25, "not above chance"), (4, 4, 0.25, "above chance"), (2, 2, 0.25, "too few items to tell"), (1, 1, 0.5, "too few items to tell"),
+     (0, 12, 0.25, "not above chance"), (0, 13, 0.25, "below chance"), (5, 10, 0.25, "not above chance"), (6, 10, 0.25, "above chance"),
+     (8.5, 9, 0.5, "above chance"), (7.5, 9, 0.5, "not above chance"), (0.5, 9, 0.5, "below chance"),
+     (2616, 10_042, 0.25, "above chance"), (2590, 10_042, 0.25, "not above chance"), (2400, 10_042, 0.25, "below chance")],
+)  # fmt: skip
+def test_chance_is_judged_exactly_however_few_there_are(hits: float, n: int, chance: float, said: str) -> None:
+    assert TaskScore("acc", hits / n, 0.0, n, chance).verdict == said
+
+
+def test_the_tail_of_guessing_is_the_sum_of_its_terms() -> None:
+    terms = [math.comb(20, k) * 0.25**k * 0.75 ** (20 - k) for k in range(9, 21)]
+    assert _at_least(9, 20, 0.25) == pytest.approx(sum(terms), rel=1e-9)
+
+
 def test_answers_of_several_lengths_are_ranked_by_both_measures() -> None:
     items = (TaskItem("a", (" b", " long one"), 1, "", (1, 8)), TaskItem("a", (" b", " c"), 0, "", (1, 1)))
     task = Task("t", "choice", items, Path("t"), "", "")
@@ -140,6 +180,18 @@ def test_what_a_group_begins_with_is_read_once() -> None:
     assert tokens_of(Task("t", "choice", tuple(alone), Path(), "", "")) == (whole // 4, 0)
     assert tokens_of(Task("t", "choice", tuple(asked), Path(), "", "")) == ((len(shots) + 60) // 4, 0)
     assert tokens_of(Task("t", "generate", tuple(made), Path(), "", "", {"max_tokens": 7})) == (15 // 4, 21)
+
+
+def test_texts_that_a_limit_leaves_whole_are_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, said = eval_data.make(tmp_path), list[str]()
+    monkeypatch.setattr(report, "note", said.append)
+    both: list[Task | str] = [tasks.limited(opened(root, name), 3) for name in ("hellaswag", "notes")]
+    _say_items(["held-back", *both], 3)
+    assert said == ["items: hellaswag 3, notes 1", "--limit counts items: held-back, notes are texts, and read whole"]
+    said.clear()
+    _say_items(["held-back", *both], None)
+    _say_items([both[0], "lm-eval:piqa"], 3)
+    assert said == ["items: hellaswag 3, notes 1", "items: hellaswag 3"]
 
 
 def test_the_interval_of_a_share_holds_for_few() -> None:
@@ -199,4 +251,16 @@ def test_a_score_is_kept_as_the_folder_promises() -> None:
     score = TaskScore("acc", 0.5, 0.1, 10, 0.25)
     record = score.record()
     assert TaskScore.of(record) == score
-    assert json.loads(json.dumps(record)) == {"name": "acc", "value": 0.5, "stderr": 0.1, "n": 10, "chance": 0.25, "higher_is_better": True, "verdict": "above chance"}  # fmt: skip
+    assert json.loads(json.dumps(record)) == {"name": "acc", "value": 0.5, "stderr": 0.1, "n": 10, "chance": 0.25, "higher_is_better": True, "verdict": "not above chance"}  # fmt: skip
+
+
+def test_what_evaluations_beside_the_training_cost_is_measured_from_its_steps(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    rows = [
+        {"step": n, "t": 1000.0 + n, "train/loss": 1.0, "train/dt_ms": 130.0 if 10 <= n < 20 else 100.0}
+        for n in range(1, 40)
+    ]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = cost_words(run, [(1010.0, 1019.5)])
+    assert "1 in 10 s" in told and "130.0 ms meanwhile and 100.0 ms otherwise (+30%)" in told
+    assert "too few steps" in cost_words(run, [(5000.0, 5001.0)])

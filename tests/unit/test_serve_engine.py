@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import os
 import threading
 import time
 import weakref
@@ -18,6 +20,7 @@ from test_sample import LLAMA, a_model
 from lamplighter import report
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.model.build import Built
+from lamplighter.procs.procfs import pid_start
 from lamplighter.rundir import write_manifest
 from lamplighter.serve import app
 from lamplighter.serve import engine as engines
@@ -151,3 +154,57 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"host", b"127.0.0.1")], "query_string": b""}  # fmt: skip
     asyncio.run(asyncio.wait_for(app.make_app(Bridge(-1, 4), 10.0)(scope, nothing, take), 20))
     assert sent[0]["status"] == 408 and b"did not arrive" in sent[1]["body"]
+
+
+def a_bridge(most: int) -> Bridge:
+    """Before a child that is this process, and says what the test makes it say."""
+    facts = {"model": "m", "name": "m", "pid": os.getpid(), "pid_start": pid_start(os.getpid())}
+    return Bridge(-1, most, facts)
+
+
+def asked_of(bridge: Bridge, body: dict[str, Any], said: list[dict[str, Any]], leaves: bool) -> list[Any]:
+    """The answer to one request, whose text is `said`; the client leaves then, or waits for the end."""
+    sent: list[Any] = []
+
+    async def ask() -> None:
+        gone, first = asyncio.Event(), [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> Any:
+            if first:
+                return first.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"host", b"127.0.0.1")], "query_string": b""}  # fmt: skip
+        task = asyncio.create_task(app.make_app(bridge, 10.0)(scope, receive, send))
+        while not bridge.waiting and not task.done():
+            await asyncio.sleep(0.001)
+        for one in said:
+            bridge._hear({"key": 1, **one})
+        while leaves and not any(message.get("body") for message in sent):
+            await asyncio.sleep(0.001)
+        if leaves:
+            gone.set()
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(ask())
+    return sent
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_client_that_leaves_its_stream_is_counted(leaves: bool) -> None:
+    bridge = a_bridge(4)
+    said = [{"text": "a", "tokens": 1}, *([] if leaves else [{"text": "b", "end": "stop"}])]
+    sent = asked_of(bridge, {"prompt": "x", "stream": True}, said, leaves)
+    assert sent[0]["status"] == 200 and not bridge.waiting
+    assert f"lamp_serve_gone_total {int(leaves)}\n" in app._prometheus(bridge)
+
+
+def test_more_texts_than_there_ever_is_room_for_are_a_mistake_and_no_load() -> None:
+    bridge = a_bridge(3)
+    sent = asked_of(bridge, {"prompt": "x", "n": 4}, [], leaves=False)
+    assert sent[0]["status"] == 400 and json.loads(sent[1]["body"])["error"]["param"] == "n"
+    assert not bridge.waiting and not bridge.counts["refused"]

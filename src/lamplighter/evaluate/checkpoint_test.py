@@ -131,8 +131,10 @@ def red_flags(figures: Sequence[Mapping[str, Any]]) -> list[str]:
         found.append(f"gibberish: it is as unsure as {mean('entropy'):.0%} of guessing, token by token")
     if mean("words") < 3:
         found.append(f"very short: {mean('words'):.1f} words on average")
-    if all(one["unfinished"] for one in figures) and any(one["ended"] for one in figures):
-        found.append("no text ends with a whole sentence, though some were ended by the model")
+    ended = [one for one in figures if one["ended"]]  # what was cut at the limit could not end its sentence
+    unfinished = sum(one["unfinished"] for one in ended)
+    if 2 * unfinished > len(ended):
+        found.append(f"unfinished sentences: {unfinished} of the {len(ended)} texts that the model ended by itself stop within one")  # fmt: skip
     return found
 
 

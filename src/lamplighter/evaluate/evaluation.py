@@ -65,10 +65,13 @@ def evaluate(candidate: Candidate, task: Task, manner: Manner) -> dict[str, Any]
     name = log_name(task.name, candidate.subject, asked)
     log = ItemLog(manner.folder / "items" / f"{name}.jsonl", asked)
     began = time.monotonic()
-    if known := log.open():
-        report.note(f"{task.name}: {known:,} items were done before, they are kept")
     work = {"choice": _likelihoods, "last_word": _likelihoods, "text": _texts, "generate": _written, "pairs": _pairs, "period": _period_items}  # fmt: skip
-    work[task.kind](candidate, task, manner, log)
+    try:
+        if known := log.open():
+            report.note(f"{task.name}: {known:,} items were done before, they are kept")
+        work[task.kind](candidate, task, manner, log)
+    finally:
+        log.close()
     conclude = {"choice": choice_scores, "last_word": _last_words, "text": _losses, "generate": _averages, "pairs": _averages, "period": _period_scores}  # fmt: skip
     scores = conclude[task.kind](task, log.done)
     more = _examples(task, log.done)
@@ -296,6 +299,8 @@ def _period_scores(task: Task, done: Mapping[int, Mapping[str, Any]]) -> list[Ta
     dated = [one for one in seen if one["years"]]
     if dated:
         scores.append(mean_score("dates_that_fit", [one["years_that_fit"] / len(one["years"]) for one in dated]))
+    else:
+        report.note(f"{task.name}: none of the {len(seen)} texts names a year, so there is no score of dates that fit")
     texts = [done[n]["text"] for n, item in enumerate(task.items) if item.group == "prompt"]
     scores += generation.average([generation.variety(text) for text in texts])
     if any(item.group == "fact" for item in task.items):

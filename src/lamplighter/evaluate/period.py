@@ -61,12 +61,21 @@ def open_period(name: str, path: Path) -> Task:
     prompts = found.get("prompts")
     if not isinstance(prompts, list) or not prompts or not all(isinstance(one, str) for one in prompts):
         raise BadData(f"{description} has no prompts", "a list of texts to be continued", "see docs/evaluation.md")
-    texts = int(found.get("texts", 4))
+    texts, most = (_count(description, found, name, usual) for name, usual in (("texts", 4), ("max_tokens", 80)))
     items = [TaskItem(prompt, (), group="prompt") for prompt in prompts for _ in range(texts)]
     items += _facts(facts) if facts.is_file() else []
     files = [one for one in (description, path / "words.csv", facts) if one.is_file()]
-    settings = {"from": found["from"], "to": found["to"], "max_tokens": int(found.get("max_tokens", 80))}
+    settings = {"from": found["from"], "to": found["to"], "max_tokens": most}
     return Task(name, "period", tuple(items), path, sha256_of(files), "{prompt}; facts: {prompt} | {answer}", settings)
+
+
+def _count(path: Path, found: dict[str, Any], name: str, usual: int) -> int:
+    value = found.get(name, usual)
+    if type(value) is not int or value < 1:
+        line = next((n for n, text in enumerate(_text(path).split("\n"), 1) if name in text), 1)
+        why = f"it is {str(value)[:40]!r}, and must be a whole number of 1 or more"
+        raise BadData(f"{path}, line {line}: {name} cannot be used", why, f"{name}: {usual}")
+    return value
 
 
 def read_period(path: Path) -> Period:
@@ -75,13 +84,20 @@ def read_period(path: Path) -> Period:
     begin, end = found.get("from"), found.get("to")
     if type(begin) is not int or type(end) is not int or begin > end:
         raise BadData(f"{path}/period.yaml names no period", "from and to are years", "from: 1830, to: 1837")
-    words = path / "words.csv"
+    words, line = path / "words.csv", 1
+    rows, listed = csv.DictReader(io.StringIO(_text(words)), strict=True), dict[str, tuple[int | None, int | None]]()
     try:
-        rows = list(csv.DictReader(io.StringIO(_text(words)), strict=True))
-        listed = {" ".join(words_of(row["word"])): (_year(row.get("from")), _year(row.get("to"))) for row in rows}
-    except (KeyError, ValueError, AttributeError, csv.Error) as error:
+        for row in rows:
+            line = rows.line_num
+            since, until = _year(row.get("from")), _year(row.get("to"))
+            if since is not None and until is not None and since > until:
+                raise ValueError(f"{row['word']!r} is in use from {since} to {until}")
+            listed[" ".join(words_of(row["word"]))] = since, until
+    except (KeyError, ValueError, AttributeError, TypeError, csv.Error) as error:
         why = f"{type(error).__name__}: {error}"
-        raise BadData(f"{words} is no word list", why, "its columns are word,from,to; years may be empty") from error
+        raise BadData(
+            f"{words}, line {line} is of no word list", why, "its columns are word,from,to; years may be empty"
+        ) from error
     if not listed:
         raise BadData(f"{words} is empty", "no word can be out of its time", "columns word,from,to")
     return Period(begin, end, listed)
@@ -94,19 +110,30 @@ def _facts(path: Path) -> list[TaskItem]:
             continue
         try:
             row = json.loads(line)
-            answers = [str(row["right"]), *map(str, row["wrong"])]
-            if len(answers) < 2:
-                raise ValueError("there is nothing wrong to choose")
+            if not isinstance(row["wrong"], list) or not row["wrong"]:
+                raise ValueError("wrong is no list with something wrong to choose")
+            answers = [_answer(one) for one in (row["right"], *row["wrong"])]
+            if answers[0] in answers[1:]:
+                raise ValueError(f"{answers[0]!r} is right and wrong at once")
+            if not isinstance(row["prompt"], str):
+                raise ValueError(f"prompt is no text but {str(row['prompt'])[:40]!r}")
         except (ValueError, KeyError, TypeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise BadData(
                 f"{path}, line {number} is no fact", why, 'it needs "prompt", "right" and "wrong": [...]'
             ) from error
         lengths = tuple(map(len, answers))
-        prompt = str(row["prompt"])
+        prompt = row["prompt"]
         between = "" if prompt[-1:].isspace() else " "
         found.append(TaskItem(prompt, tuple(between + one for one in answers), 0, "fact", lengths))
     return found
+
+
+def _answer(found: object) -> str:
+    """A text, or a number such as a year."""
+    if isinstance(found, bool) or not isinstance(found, str | int) or not str(found).strip():
+        raise ValueError(f"an answer is {str(found)[:40]!r}, and no text")
+    return str(found)
 
 
 def _year(text: str | None) -> int | None:

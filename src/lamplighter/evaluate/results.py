@@ -7,6 +7,7 @@ Out: evaluations/NAME.json, created whole; evaluations/items/NAME.jsonl, appende
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from typing import Any
 
 import xxhash
 
-from lamplighter.errors import CannotWrite
+from lamplighter.errors import AlreadyRunning, CannotWrite
 from lamplighter.evaluate.items import Task
 from lamplighter.evaluate.scores import TaskScore
+from lamplighter.procs import lock
 from lamplighter.rundir import LineFile, cannot_write, hash_file, read_lines, read_record, write_json
 
 FORMAT = 1
@@ -52,23 +54,42 @@ class ItemLog:
     asked: Mapping[str, Any]
     done: dict[int, dict[str, Any]] = field(default_factory=dict)
     _file: LineFile | None = None
+    _lock: int | None = None
 
     def open(self) -> int:
-        """How many items were done by an earlier start."""
+        """How many items were done by an earlier start; one evaluation writes them at a time."""
+        self._take()
         lines = read_lines(self.path)
         first = next(lines, None)
         if first is not None and first.get("asked") == json.loads(json.dumps(self.asked)):
             self.done = {line["item"]: line for line in lines if isinstance(line.get("item"), int)}
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             if first is not None and not self.done:  # of other data or settings under the same name
                 self.path.unlink()
+                self.close()
+                self._take()
             self._file = LineFile(self.path)
             if not self.done:
                 self._write({"asked": self.asked})
         except OSError as error:
             raise cannot_write(self.path, error) from error
         return len(self.done)
+
+    def _take(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = lock.hold(self.path)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        if self._lock is None:
+            raise AlreadyRunning(f"another lamp eval writes {self.path.name}", "it is the same task of the same weights", "wait for it; what it has done is kept")  # fmt: skip
+
+    def close(self) -> None:
+        """Let the next one in."""
+        for fd in (self._lock, self._file.fd if self._file is not None else None):
+            if fd is not None:
+                os.close(fd)
+        self._lock = self._file = None
 
     def add(self, item: int, **found: Any) -> None:
         record = {"item": item, **found}

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_ONE_SIDED_95 = 1.645
 _TWO_SIDED_95 = 1.96
+_TAIL = 0.025  # of guessing, on each side: together 95 %
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,19 @@ class TaskScore:
 
     @property
     def verdict(self) -> str:
-        """Against guessing, at 95 % (one-sided); empty where guessing has no level."""
-        if self.chance is None or self.stderr is None or not self.higher_is_better:
+        """Against guessing, by the exact binomial test (two-sided, 95 %); empty where guessing has no level.
+
+        Not by the standard error, which is 0 where all of a few items came out alike.
+        """
+        if self.chance is None or not self.higher_is_better or not 0 < self.chance < 1:
             return ""
-        margin = _ONE_SIDED_95 * self.stderr
-        if self.value - margin > self.chance:
+        if min(self.chance, 1 - self.chance) ** self.n > _TAIL:  # whatever had come out, guessing could have done it
+            return "too few items to tell"
+        hits = round(self.value * self.n, 6)  # a draw of two models is half a hit: it counts for neither side
+        if _at_least(math.floor(hits), self.n, self.chance) <= _TAIL:
             return "above chance"
-        return "below chance" if self.value + margin < self.chance else "not above chance"
+        missed = self.n - math.ceil(hits)
+        return "below chance" if _at_least(missed, self.n, 1 - self.chance) <= _TAIL else "not above chance"
 
     def words(self) -> str:
         error = "" if self.stderr is None else f" ± {shown(self.stderr)}"
@@ -55,6 +61,12 @@ class TaskScore:
 def shown(value: float) -> str:
     """Four decimals; a perplexity of a model that knows nothing has many digits that say nothing."""
     return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.2e}"
+
+
+def _at_least(hits: int, n: int, share: float) -> float:
+    """How probable so many hits or more are by guessing. (By logarithms: the terms themselves are too large and too small.)"""
+    right, wrong, all_ = math.log(share), math.log1p(-share), math.lgamma(n + 1)
+    return math.fsum(math.exp(all_ - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * right + (n - k) * wrong) for k in range(hits, n + 1))  # fmt: skip
 
 
 def mean_score(

@@ -105,21 +105,33 @@ def _read(path: Path) -> str:
         raise BadData(f"{path} is not UTF-8", str(error), "save it as UTF-8") from error
 
 
-def _rows(path: Path) -> list[Row]:
-    """The records of a JSONL, JSON or CSV file (with a header)."""
+def _rows(path: Path) -> list[tuple[str, Row]]:
+    """The records of a JSONL, JSON or CSV file (with a header), each with where it stands: its line, in JSON its number."""
     text = _read(path)
     if path.suffix == ".csv":
-        found: list[Row] = list(csv.DictReader(io.StringIO(text), strict=True))
+        found: list[tuple[str, Any]] = list(_csv_of(text, path))
     elif path.suffix == ".json":
-        found = _json_of(text, path, 1)
+        listed = _json_of(text, path, 1)
+        found = [(f"item {n}", row) for n, row in enumerate(listed, 1)] if isinstance(listed, list) else []
     else:
-        found = [_json_of(line, path, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not isinstance(found, list) or not found:
+        lines = enumerate(text.split("\n"), 1)
+        found = [(f"line {n}", _json_of(line, path, n)) for n, line in lines if line.strip()]
+    if not found:
         raise BadData(f"{path} holds no items", "a list of records is needed", "see docs/evaluation.md")
-    for number, row in enumerate(found, 1):
+    for place, row in found:
         if not isinstance(row, Mapping):
-            raise BadData(f"{path}, item {number} is no record", f"it is {str(row)[:40]!r}", "see docs/evaluation.md")
+            raise BadData(f"{path}, {place} is no record", f"it is {str(row)[:40]!r}", "see docs/evaluation.md")
     return found
+
+
+def _csv_of(text: str, path: Path) -> Iterator[tuple[str, Row]]:
+    rows, line = csv.DictReader(io.StringIO(text), strict=True), 1
+    try:
+        for row in rows:
+            yield f"line {rows.line_num}", row
+            line = rows.line_num + 1
+    except csv.Error as error:  # an unclosed quote is met at the end of the file: the row that it is in began here
+        raise BadData(f"{path} is no CSV", f"the row from line {line} on: {error}", "close its quotes") from error
 
 
 def _json_of(text: str, path: Path, line: int) -> Any:
@@ -133,19 +145,52 @@ def _items(path: Path, make: Callable[[Row], TaskItem], *endings: str) -> tuple[
     """Every record of every file as an item; a record that does not fit is named."""
     files, found = _files(path, *endings), []
     for file in files:
-        for number, row in enumerate(_rows(file), 1):
+        for place, row in _rows(file):
             try:
                 found.append(make(row))
             except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
                 why = f"{type(error).__name__}: {error}; its fields are {', '.join(map(str, row))}"
-                raise BadData(f"{file}, item {number} is not of this task", why[:240], "docs/evaluation.md") from error
+                raise BadData(f"{file}, {place} is not of this task", why[:240], "docs/evaluation.md") from error
     return tuple(found), sha256_of(files)
+
+
+def _string(row: Row, name: str) -> str:
+    """A text, and nothing that could be made one: a number or a list in its place is a mistake in the file."""
+    found = row[name]
+    if not isinstance(found, str):
+        raise ValueError(f"{name} is no text but {str(found)[:40]!r}")
+    return found
+
+
+def _strings(found: object, name: str) -> list[str]:
+    """A list of texts that are not empty. (A text is no list of its characters.)"""
+    if not isinstance(found, list) or not all(isinstance(one, str) and one.strip() for one in found):
+        raise ValueError(f"{name} is no list of texts but {str(found)[:60]!r}")
+    return found
+
+
+def _whole(found: object, name: str) -> int:
+    """A whole number, or the digits of one."""
+    if isinstance(found, str) and found.strip().isdecimal():
+        return int(found)
+    if type(found) is not int:
+        raise ValueError(f"{name} is no whole number but {str(found)[:40]!r}")
+    return found
+
+
+def _plain(found: object, name: str) -> str:
+    """What may stand in a prompt or be a choice: a text or a number."""
+    if isinstance(found, bool) or not isinstance(found, str | int | float):
+        raise ValueError(f"{name} is neither a text nor a number but {str(found)[:40]!r}")
+    return str(found)
 
 
 def _choice(context: str, choices: Sequence[str], gold: int, group: str = "") -> TaskItem:
     """An item whose answers follow the context after one space, as lm-eval's do."""
     if len(choices) < 2 or not 0 <= gold < len(choices):
         raise ValueError(f"answer {gold} of {len(choices)} choices")
+    if not any(one.strip() for one in choices):
+        raise ValueError("all of its choices are empty")
     return TaskItem(context, tuple(f" {one}" for one in choices), gold, group, tuple(len(one) for one in choices))
 
 
@@ -159,13 +204,14 @@ def _plain_wikihow(text: str) -> str:
 
 
 def _in_one(row: Row) -> str:
-    return f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    return f"{_string(row, 'activity_label')}: {_string(row, 'ctx_a')} {_string(row, 'ctx_b').capitalize()}"
 
 
 def _hellaswag(name: str, path: Path, shots: Shots) -> Task:
     def item(row: Row) -> TaskItem:
-        whole = row["ctx"] if "ctx_a" not in row else _in_one(row)
-        return _choice(_plain_wikihow(whole), [_plain_wikihow(one) for one in row["endings"]], int(row["label"]))
+        whole = _string(row, "ctx") if "ctx_a" not in row else _in_one(row)
+        endings = [_plain_wikihow(one) for one in _strings(row["endings"], "endings")]
+        return _choice(_plain_wikihow(whole), endings, _whole(row["label"], "label"))
 
     items, digest = _items(path, item, ".jsonl", ".json")
     return Task(name, "choice", items, path, digest, "{activity_label}: {ctx} | {ending}", {"num_fewshot": 0})
@@ -173,7 +219,7 @@ def _hellaswag(name: str, path: Path, shots: Shots) -> Task:
 
 def _lambada(name: str, path: Path, shots: Shots) -> Task:
     def item(row: Row) -> TaskItem:
-        words = row["text"].split(" ")
+        words = _string(row, "text").split(" ")
         if len(words) < 2:
             raise ValueError("a text of one word has no last word to guess")
         return TaskItem(" ".join(words[:-1]), (f" {words[-1]}",))
@@ -186,12 +232,14 @@ def _arc(name: str, path: Path, shots: Shots) -> Task:
     def item(row: Row) -> TaskItem:
         question, choices = row["question"], row["choices"]
         if isinstance(question, Mapping):  # as AllenAI's own files have it
-            question, choices = question["stem"], question["choices"]
+            row = {**row, "question": question["stem"]}
+            choices = question["choices"]
         if isinstance(choices, Mapping):
             texts, labels = list(choices["text"]), list(choices["label"])
         else:
             texts, labels = [one["text"] for one in choices], [one["label"] for one in choices]
-        return _choice(f"Question: {question}\nAnswer:", texts, labels.index(row["answerKey"]))
+        asked = _string(row, "question")
+        return _choice(f"Question: {asked}\nAnswer:", _strings(texts, "choices"), labels.index(row["answerKey"]))
 
     items, digest = _items(path, item, ".jsonl", ".json")
     return Task(name, "choice", items, path, digest, "Question: {question}\\nAnswer: | {choice}", {"num_fewshot": 0})
@@ -199,7 +247,8 @@ def _arc(name: str, path: Path, shots: Shots) -> Task:
 
 def _piqa(name: str, path: Path, shots: Shots) -> Task:
     def item(row: Row) -> TaskItem:
-        return _choice(f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], int(row["label"]))
+        choices = [_string(row, "sol1"), _string(row, "sol2")]
+        return _choice(f"Question: {_string(row, 'goal')}\nAnswer:", choices, _whole(row["label"], "label"))
 
     items, digest = _items(path, item, ".jsonl", ".json", ".csv")
     return Task(name, "choice", items, path, digest, "Question: {goal}\\nAnswer: | {sol}", {"num_fewshot": 0})
@@ -277,23 +326,44 @@ def _described(name: str, path: Path, description: Path, shots: Shots) -> Task:
     if not isinstance(found, dict) or "prompt" not in found or found.keys() - known:
         why = f"it may hold {', '.join(sorted(known))}, and must hold prompt"
         raise BadData(f"{description} describes no task", why, "see docs/evaluation.md")
-    prompt = str(found["prompt"])
+    prompt, numbers = found["prompt"], {"max_tokens": found.get("max_tokens", 64), "first_answer": found.get("first_answer", 0)}  # fmt: skip
+    _refuse_misdescribed(prompt, numbers, description)
     if "reference" in found:
-        items, digest = _items(path, lambda row: TaskItem(_filled(prompt, row), (), reference=str(row[found["reference"]])))  # fmt: skip
-        return Task(name, "generate", items, path, digest, prompt, {"max_tokens": int(found.get("max_tokens", 64))})
+        items, digest = _items(path, lambda row: _to_write(_filled(prompt, row), row, found["reference"]))
+        return Task(name, "generate", items, path, digest, prompt, {"max_tokens": numbers["max_tokens"]})
 
     def item(row: Row) -> TaskItem:
         choices = _choices_of(row, found.get("choices", "choices"))
-        gold = _gold(row[found.get("answer", "answer")], choices, int(found.get("first_answer", 0)))
+        gold = _gold(row[found.get("answer", "answer")], choices, numbers["first_answer"])
         return _choice(_filled(prompt, row), choices, gold, str(row.get(found.get("group", ""), "")))
 
     items, digest = _items(path, item)
     return Task(name, "choice", items, path, digest, prompt, {"num_fewshot": 0})
 
 
+def _refuse_misdescribed(prompt: object, numbers: Mapping[str, object], description: Path) -> None:
+    """A prompt that names more than fields would be asked as it stands there, and scored."""
+    for name, number in numbers.items():
+        least = 1 if name == "max_tokens" else 0
+        if type(number) is not int or number < least:
+            why = f"it is {str(number)[:40]!r}, and must be a whole number of {least} or more"
+            raise BadData(f"{description}, line {_line_with(description, name)}: {name} cannot be used", why, "see docs/evaluation.md")  # fmt: skip
+    if not isinstance(prompt, str):
+        line = _line_with(description, "prompt")
+        raise BadData(f"{description}, line {line}: prompt is no text", f"it is {str(prompt)[:40]!r}", "quote it")
+    if beyond := re.search(r"\{\s*\w*\s*[.\[!:][^{}]*\}", prompt):
+        why = f"{beyond[0][:60]} is more than the name of a field: attributes, indices and formats are not filled in"
+        raise BadData(f"{description}, line {_line_with(description, beyond[0])}: prompt cannot be filled", why, "{field}")  # fmt: skip
+
+
+def _line_with(path: Path, words: str) -> int:
+    """The first line with these words, 1 where they are spread over several."""
+    return next((n for n, line in enumerate(_read(path).split("\n"), 1) if words in line), 1)
+
+
 def _filled(prompt: str, row: Row) -> str:
     """`{field}` by its value, and nothing else: no attributes, no formats."""
-    return re.sub(r"\{(\w+)\}", lambda found: str(row[found[1]]), prompt)
+    return re.sub(r"\{(\w+)\}", lambda found: _plain(row[found[1]], found[1]), prompt)
 
 
 def _choices_of(row: Row, names: object) -> list[str]:
@@ -303,12 +373,12 @@ def _choices_of(row: Row, names: object) -> list[str]:
         found = json.loads(found)  # a list in a column of a CSV
     if not isinstance(found, list):
         raise ValueError("its choices are no list")
-    return [str(one) for one in found]
+    return [_plain(one, "a choice") for one in found]
 
 
 def _gold(answer: object, choices: Sequence[str], first: int) -> int:
     """A number (from `first` on), a letter, or the answer itself."""
-    text = str(answer).strip()
+    text = _plain(answer, "its answer").strip()
     if text in choices:
         return list(choices).index(text)
     if text.lstrip("-").isdecimal():
@@ -320,7 +390,7 @@ def _gold(answer: object, choices: Sequence[str], first: int) -> int:
 
 def _guessed(name: str, path: Path, shots: Shots) -> Task:
     """Files without a description, by the names of their fields."""
-    fields = set(_rows(_files(path)[0])[0])
+    fields = set(_rows(_files(path)[0])[0][1])
     for task, needed in (("hellaswag", {"ctx", "endings", "label"}), ("piqa", {"goal", "sol1", "sol2", "label"}),
                          ("arc", {"question", "choices", "answerKey"}), ("lambada", {"text"})):  # fmt: skip
         if needed <= fields:
@@ -330,7 +400,9 @@ def _guessed(name: str, path: Path, shots: Shots) -> Task:
 
             def item(row: Row, question: str = question) -> TaskItem:
                 choices = _choices_of(row, "choices")
-                return _choice(f"Question: {row[question]}\nAnswer:", choices, _gold(row["answer"], choices, 0))
+                return _choice(
+                    f"Question: {_string(row, question)}\nAnswer:", choices, _gold(row["answer"], choices, 0)
+                )
 
             items, digest = _items(path, item)
             return Task(name, "choice", items, path, digest, f"Question: {{{question}}}\\nAnswer: | {{choice}}")
@@ -342,8 +414,15 @@ def _guessed(name: str, path: Path, shots: Shots) -> Task:
 
 
 def _written(name: str, path: Path, reference: str) -> Task:
-    items, digest = _items(path, lambda row: TaskItem(str(row["prompt"]), (), reference=str(row[reference])))
+    items, digest = _items(path, lambda row: _to_write(_string(row, "prompt"), row, reference))
     return Task(name, "generate", items, path, digest, "{prompt}", {"max_tokens": 64})
+
+
+def _to_write(prompt: str, row: Row, reference: str) -> TaskItem:
+    expected = _plain(row[reference], reference)
+    if not expected.strip():
+        raise ValueError(f"{reference} is empty: there is nothing to compare with")
+    return TaskItem(prompt, (), reference=expected)
 
 
 # ---------------------------------------------------------------- text and pairs
@@ -366,7 +445,7 @@ def _rouge(name: str, path: Path, shots: Shots) -> Task:
     """Lines of prediction*.txt beside those of target*.txt; or rows with prompt and reference, to be written first."""
     predictions, targets = sorted(path.glob("prediction*.txt")), sorted(path.glob("target*.txt"))
     if not predictions and not targets:
-        fields = set(_rows(_files(path)[0])[0])
+        fields = set(_rows(_files(path)[0])[0][1])
         reference = next((one for one in ("reference", "target", "answer", "output", "summary") if one in fields), "")
         return _written(name, path, reference)
     if len(predictions) != len(targets):

@@ -181,7 +181,7 @@ class _Texts:
 
 async def _events(texts: _Texts, first: tuple[int, str, list[dict[str, Any]]]) -> AsyncIterator[str]:
     """Server-sent events: pieces as they come, [DONE] at the end; a client that leaves ends the work."""
-    wanted, name, begun = texts.wanted, texts.name, set[int]()
+    wanted, name, begun, is_whole = texts.wanted, texts.name, set[int](), False
     try:
         piece: tuple[int, str, list[dict[str, Any]]] | None = first
         while piece is not None:
@@ -195,10 +195,13 @@ async def _events(texts: _Texts, first: tuple[int, str, list[dict[str, Any]]]) -
             piece = None if texts.ended else await texts.next(None)
         if wanted.usage_in_stream:
             yield _line(protocol.usage_chunk(name, wanted, texts.written))
+        is_whole = True
         yield "data: [DONE]\n\n"
     except ApiError as error:  # too late for a status: the error is the last event
+        is_whole = True
         yield _line(error.body())
     finally:
+        texts.bridge.counts["gone"] += not is_whole  # cancelled or closed: the client has left
         texts.drop()
 
 

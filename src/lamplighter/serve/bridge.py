@@ -55,7 +55,12 @@ class Bridge:
         return "ok" if self.is_ready else "restarting" if self.facts else "loading"
 
     def add(self, texts: list[Asked]) -> tuple[list[int], asyncio.Queue[dict[str, Any]]]:
-        """Take these texts, all or none: their numbers, and the queue of what happens to them. 429 where there is no room."""
+        """Take these texts, all or none: their numbers, and the queue of what happens to them. 429 where there is no room now,
+        400 where there never is.
+        """
+        if len(texts) > self.most:
+            why = f"{len(texts)} texts were asked for, and this server holds {self.most} at a time (--max-batch and --max-queue)"  # fmt: skip
+            raise ApiError(400, why, code="too_many_texts", param="n")
         loop, queue, numbers = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]](), []
         with self._lock:
             if len(self.waiting) + len(texts) > self.most:

@@ -17,6 +17,12 @@ MOST_CHOICES = 16
 _MOST_STOPS = 16
 _MOST_LOGPROBS = 20
 _NOT_SUPPORTED = ("tools", "tool_choice", "functions", "function_call", "logit_bias", "suffix", "best_of", "response_format", "audio", "modalities")  # fmt: skip
+_PASSED_OVER = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")  # change no text  # fmt: skip
+_KNOWN = {
+    *_NOT_SUPPORTED, *_PASSED_OVER, "model", "prompt", "messages", "stream", "stream_options", "echo", "n", "seed", "stop",
+    "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logprobs", "top_logprobs",
+}  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -76,6 +82,9 @@ def parse(body: object, chat: bool) -> Wanted:
             raise ApiError(400, f"{name} is not supported; repetition_penalty is", param=name, code="unsupported")
     if body.get("echo"):
         raise ApiError(400, "echo is not supported by this server", param="echo", code="unsupported")
+    for name in body:
+        if name not in _KNOWN and body[name] is not None:  # min_p of another server would change every text
+            raise ApiError(400, f"{name[:60]!r} is no field that this server knows", param=name[:60], code="unknown_parameter")  # fmt: skip
     count = _whole(body, "n", 1, 1, MOST_CHOICES)
     seed = body.get("seed")
     seed = secrets.randbits(31) if seed is None else _whole(body, "seed", 0, -(2**63), 2**63 - 1)
