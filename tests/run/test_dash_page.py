@@ -27,11 +27,11 @@ from lamplighter.errors import InputMissing
 from lamplighter.procs.lock import hold
 from lamplighter.rundir import RunDir, read_last_lines, read_status
 from running import LAMP, clean_env, wait_for, write_model
-from tracked import write_cards, write_killed_run
+from tracked import write_cards, write_evaluation, write_killed_run
 
 CHROMIUM = Path("/usr/bin/chromium")
 HOSTILE = '<img src=x onerror="window.hacked=1">'
-WIDTHS = (390, 900, 1600)
+WIDTHS = (380, 1000, 1600)
 
 
 @dataclass
@@ -69,7 +69,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Look]:
     """Finished, damaged and hostile runs, one with a verdict and its stacks, and a live one that takes its time."""
     folder = tmp_path_factory.mktemp("dash")
     runs = folder / "runs"
-    write_killed_run(runs / "first")
+    write_evaluation(write_killed_run(runs / "first"), 40)  # beside one of step 100
     write_cards(write_killed_run(runs / "second", steps=300, kills=2), cards=4)
     long = RunDir(runs / "long")
     long.create()
@@ -88,6 +88,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Look]:
         silent = write_killed_run(runs / name, steps=40, kills=1)
         silent.status.write_text(json.dumps({"state": "running", "step": 40, "steps": 90, "t": 1.7e9, "format": 1}))
         silent.lock.touch()
+    told = json.loads((runs / "dead" / "status.json").read_text())
+    (runs / "dead" / "status.json").write_text(json.dumps({**told, "durable_step": 40, "mirrored_step": 30}))
+    write_killed_run(folder / "archive" / "first", steps=60, kills=1)
     held = hold(runs / "quiet" / "lock")
     assert held is not None
     slow = write_model(folder, "time.sleep(0.05)")
@@ -98,7 +101,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Look]:
         live = subprocess.Popen([*LAMP, *words], cwd=folder, stdout=out, stderr=out, env=clean_env())
     log = folder / "dash.txt"
     with open(log, "w") as out:
-        server = subprocess.Popen([*LAMP, "dash", "--port", "0"], cwd=folder, stdout=out, stderr=out, env=clean_env())
+        server = subprocess.Popen(
+            [*LAMP, "dash", "--runs-dir", "runs", "--runs-dir", "archive", "--port", "0"],
+            cwd=folder,
+            stdout=out,
+            stderr=out,
+            env=clean_env(),
+        )
     try:
         found = wait_for(lambda: re.search(r"open (http://\S+)", log.read_text()), process=server)
         assert "ssh -L" in log.read_text()
@@ -205,17 +214,31 @@ def test_a_run_that_says_nothing_is_stale_and_a_dead_one_never_looks_live(look: 
     page.wait_for_selector("#step")
     assert badge.inner_text() == "stale" and age.inner_text().endswith("stale")
     assert page.locator("#do-stop").is_enabled()
+    status = RunDir(look.folder / "runs" / "quiet").status
+    told = json.loads(status.read_text())
+    now, left = page.locator(".tile").first, page.locator(".tile", has_text="Time left")
+    assert "no word" in now.inner_text() and "–" in left.inner_text()
+    status.write_text(json.dumps({**told, "stall": "stuck: process 7 is stopped by a signal", "phase": "train", "eta_s": 99.0, "t": time.time()}))  # fmt: skip
+    _until(page, "document.querySelector('.tile').textContent.includes('process 7 is stopped')")
+    assert "stalled" in now.inner_text() and "–" in left.inner_text()
+    status.write_text(json.dumps(told))
     look.open(f"#/run/{_key('dead')}")
     _until(page, "document.querySelector('h1')?.textContent === 'dead'")
     assert badge.inner_text() == "lost" and "This run is dead" in page.locator("#part-flags").inner_text()
     assert all(page.locator(f"#do-{kind}").is_disabled() for kind in ("why", "save", "stop"))
     assert "old" in age.inner_text()
+    mirrored = page.locator(".tile", has_text="Mirrored to step").inner_text()
+    assert "30" in mirrored and "10 steps behind" in mirrored
     look.open()
     page.wait_for_selector("tbody tr")
     words = {name: page.locator("tbody tr", has=page.get_by_role("link", name=name, exact=True)).inner_text() for name in ("quiet", "dead")}  # fmt: skip
     assert "stale" in words["quiet"] and "lost" in words["dead"] and "live" not in words["quiet"] + words["dead"]
     happened = look.open(f"#/run/{_key('first')}").locator("#part-time li")
     happened.first.wait_for()
+    scores = page.locator("#part-scores tbody tr").all_inner_texts()
+    assert len(scores) == 1 and "100" in scores[0] and "0.31 (40)" in scores[0], (
+        "the newest, and before it the older one"
+    )
     times = happened.locator(".when").all_inner_texts()
     assert len(times) == 2 and "stuck: deadlock" in happened.first.inner_text(), "newest first"
 
@@ -238,6 +261,25 @@ def test_runs_are_listed_sorted_searched_and_drawn_over_each_other(look: Look) -
     page.wait_for_selector("#compared")
     assert "Recommendation" in page.locator("main").inner_text()
     _until(page, "[...window.lampView.shared.charts][0].curves.length === 2")
+
+
+def test_runs_of_one_name_in_two_folders_are_told_apart(look: Look) -> None:
+    page = look.open()
+    page.wait_for_selector("tbody tr:nth-child(5)")
+    both = page.locator("tbody tr", has=page.get_by_role("link", name="first", exact=True))
+    assert sorted(one.locator(".soft").first.inner_text().strip() for one in both.all()) == ["archive", "runs"]
+    look.open(f"#/compare/{_key('first')}|{_key('first').replace('0', '1', 1)}")
+    page.wait_for_selector("#compared")
+    legend = page.locator(".legend").first.inner_text()
+    assert "first (runs)" in legend and "first (archive)" in legend
+    assert "first (archive)" in page.locator("#compared thead").first.inner_text()
+
+
+def test_an_axis_has_two_numbers_at_least(look: Look) -> None:
+    """At the width of a phone too, where there is room for three."""
+    page = look.open()
+    code = "async () => { const { ticks } = await import('/page/chart.js'); return [[1, 399], [1, 343], [0, 1], [600, 880000], [0.3, 0.301]].map(([low, high]) => ticks(low, high, 3).length); }"
+    assert all(2 <= count <= 8 for count in page.evaluate(code)), page.evaluate(code)
 
 
 def test_a_verdict_is_shown_with_its_stack_and_hostile_words_are_inert(look: Look) -> None:
@@ -296,6 +338,10 @@ def test_nothing_jumps_and_nothing_is_cut_off(look: Look, width: int) -> None:
         page.wait_for_timeout(300)
         assert page.evaluate("window.shift") < 0.1, where
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), where
+        cut = "[...document.querySelectorAll('.tile b')].filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.textContent)"
+        assert page.evaluate(cut) == [], "the main value of a tile"
+        thin = "[...document.querySelectorAll('.scroll td.name')].filter((one) => one.clientWidth < 80).map((one) => one.textContent)"
+        assert page.evaluate(thin) == [], "a first column that breaks letter by letter"
 
 
 def test_the_cards_are_seen_with_what_slowed_them_down_and_what_the_driver_told(look: Look) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,8 @@ from lamplighter.dash.server_answers import points_of, rounded
 from lamplighter.rundir import RunDir
 from lamplighter.watch.curves import CurveSketch
 from lamplighter.watch.environment import changes, gather, record
+from lamplighter.watch.trackers.follower import Follower
+from lamplighter.watch.trackers.writers import Setting
 from tracked import expected, write_evaluation, write_killed_run
 from tracked import record as step_record
 
@@ -120,7 +124,38 @@ def test_a_damaged_run_is_shown_as_such_and_harms_no_other(tmp_path: Path) -> No
     told = facts.describe(where, bad, series)
     assert series.damaged == 3 and told["config_problem"] and not told["checkpoints"][0]["valid"]
     assert panels_of(series, told)[0]["id"] == "loss"
+    assert told["events_problem"] == "no line of events.jsonl is an event"
+    assert not facts.describe(where, good, RunSeries(good))["events_problem"]
     assert "bad" in report_page.build(bad) and "good" in report_page.build(good)
+
+
+def test_the_loss_panel_names_the_vocabulary_that_the_model_has(tmp_path: Path) -> None:
+    """tokenizer.vocab_size is what was asked for: bytes have 257 tokens, and a small text gives fewer pieces."""
+    run, where = write_killed_run(tmp_path / "r", steps=20, kills=0), RunsDir(0, tmp_path)
+    series = RunSeries(run)
+    series.update()
+
+    def normal() -> str:
+        return str(panels_of(series, facts.describe(where, run, series))[0]["normal"])
+
+    assert "ln(vocabulary)" not in normal(), "nothing says it"
+    run.checkpoint(20).mkdir(parents=True)
+    (run.checkpoint(20) / "config.json").write_text('{"vocab_size": 257}')
+    assert "ln(vocabulary) = 5.55 " in normal()
+    (run.path / "plan.json").write_text('{"vocab_size": 1000}')
+    assert "ln(vocabulary) = 6.91 " in normal()
+
+
+def test_how_far_a_tracker_is_stands_in_its_own_file(tmp_path: Path) -> None:
+    """status.json is as the run's parent left it; `lamp track` has sent the rest since."""
+    run = write_killed_run(tmp_path / "r", steps=20, kills=0)
+    status = json.loads(run.status.read_text())
+    left = [{"to": name, "step": 3, "lag": 17, "problem": "", "url": ""} for name in ("csv", "wandb")]
+    run.status.write_text(json.dumps({**status, "track": left}))
+    for done in Follower(run, "csv", Setting("r", run.path / "track" / "csv"), print).follow(until_end=False):
+        assert done
+    told = {one["to"]: one["lag"] for one in facts.row(RunsDir(0, tmp_path), run)["track"]}
+    assert told == {"csv": 0, "wandb": 17}
 
 
 def test_nothing_outside_of_the_runs_dir_is_reached(tmp_path: Path) -> None:
@@ -134,7 +169,20 @@ def test_nothing_outside_of_the_runs_dir_is_reached(tmp_path: Path) -> None:
     (inside.stacks / "fine.txt").write_text("a stack \x1b[31m token=abc")
     dirs = [RunsDir(0, tmp_path / "runs")]
     assert facts.find(dirs, "0/r") is not None
-    for key in ("0/..", "0/../else", "0/.", "0/", "1/r", "r", "0/link", "0/r/../../else", "0/r\0", "/etc", "0//etc"):
+    for key in (
+        "0/..",
+        "0/../else",
+        "0/.",
+        "0/",
+        "1/r",
+        "r",
+        "0/link",
+        "0/r/../../else",
+        "0/r\0",
+        "/etc",
+        "0//etc",
+        "0/" + "a" * 5000,
+    ):
         assert facts.find(dirs, key) is None, key
     assert [row["name"] for row in facts.rows(dirs)] == ["r"]
     assert facts.read_inside(inside, "stacks", "leads-out.txt") is None
@@ -213,9 +261,39 @@ def test_within_the_noise_two_runs_are_not_distinguishable() -> None:
     assert (
         "not distinguishable" in _says(*near)["Recommendation"] and "cheaper one, b" in _says(*near)["Recommendation"]
     )
-    assert next(row for row in table(near, True) if row["name"] == "validation loss")["best"] is None
+    assert next(row for row in table(near, True) if row["name"] == "validation loss")["best"] == []
     assert _says(*far)["Recommendation"].startswith("a, checkpoint-90")
-    assert next(row for row in table(far, True) if row["name"] == "validation loss")["best"] == 0
+    assert next(row for row in table(far, True) if row["name"] == "validation loss")["best"] == [0]
+
+
+def test_equal_runs_have_no_winner_and_a_tiny_difference_of_unknown_noise_neither() -> None:
+    unknown = {"val_error": math.nan, "train_error": math.nan}
+    for other in (2.3066, 2.3067):
+        told = _says(_summary("a", 2.3066, **unknown), _summary("copy", other, **unknown))["Recommendation"]
+        assert "not distinguishable" in told and "neither is recommended" in told, told
+    assert "neither" in _says(_summary("a", 2.3066), _summary("copy", 2.3066))["Recommendation"]
+    apart = _says(_summary("a", 2.0, **unknown), _summary("b", 2.5, **unknown))["Recommendation"]
+    assert apart.startswith("a, checkpoint-90") and "noise is not known" in apart
+
+
+def test_all_that_are_best_are_marked_also_where_one_lacks_a_validation() -> None:
+    lacking = {"val_loss": math.nan, "best_val": math.nan, "val_error": math.nan}
+    rows = {row["name"]: row for row in table((_summary("a", 2.0), _summary("b", 2.0), _summary("c", 3.0), _summary("d", 2.0, **lacking)), True)}  # fmt: skip
+    assert rows["validation loss"]["best"] == [0, 1] and rows["validation loss"]["difference"] == "2.0000 to 3.0000"
+    assert rows["parameters"]["difference"] == "the same" and rows["time"]["best"] == []
+    two = {row["name"]: row for row in table((_summary("a", 2.0), _summary("d", 2.0, **lacking)), True)}
+    assert two["validation loss"]["best"] == [] and two["validation loss"]["difference"] == ""
+
+
+def test_which_one_learns_faster_is_said_only_beyond_the_noise() -> None:
+    tokens, wobble = np.arange(1.0, 1001.0), np.random.default_rng(0).normal(0, 0.01, 2000)
+    slow, again = (1 + 4 * np.exp(-tokens / 300) + wobble[at : at + 1000] for at in (0, 1000))
+    fast = 1 + 4 * np.exp(-tokens / 100) + wobble[1000:]
+    alike = _says(_summary("a", 2.0, curve=(tokens, slow)), _summary("b", 2.0, curve=(tokens, again)))["Convergence"]
+    assert "not distinguishable" in alike and "fewer" not in alike
+    told = _says(_summary("a", 2.0, curve=(tokens, slow)), _summary("b", 2.0, curve=(tokens, fast)))["Convergence"]
+    assert "b needs" in told and 2.0 < float(told.split("b needs ")[1].split()[0]) < 4.0, told
+    assert "tokens than a" in told
 
 
 def test_overfitting_is_told_from_a_model_that_is_too_large() -> None:
@@ -225,10 +303,15 @@ def test_overfitting_is_told_from_a_model_that_is_too_large() -> None:
     assert "5.0 times the parameters" in large and "0.2 per parameter" in large and "by heart" not in large
 
 
+def test_a_difference_that_is_not_shown_has_no_direction() -> None:
+    text = _says(_summary("a", 2.0, train_loss=2.0003), _summary("b", 2.2, train_loss=2.1))["Generalisation"]
+    assert "a: validation is as training." in text and "b: validation is 0.100 above training." in text
+
+
 def test_losses_of_different_tokenizers_are_never_compared() -> None:
     rows = {row["name"]: row for row in table((_summary("a", 2.0, bpb=0.9), _summary("b", 1.0, bpb=1.2)), False)}
-    assert "not comparable" in rows["validation loss"]["difference"] and rows["validation loss"]["best"] is None
-    assert rows["bits per byte"]["best"] == 0
+    assert "not comparable" in rows["validation loss"]["difference"] and rows["validation loss"]["best"] == []
+    assert rows["bits per byte"]["best"] == [0]
     assert _says(_summary("a", 2.0, bpb=0.9), _summary("b", 1.0, bpb=1.2), same=False)["Recommendation"].startswith(
         "a: bits per byte"
     )
@@ -246,6 +329,30 @@ def test_two_folders_are_compared_as_they_are(tmp_path: Path) -> None:
         "steps",
     }
     assert all(one["text"] for one in told["says"])
+    same_name = write_killed_run(tmp_path / "other" / "a", steps=200, kills=3)
+    names = compare([(first, cache), (same_name, cache)])["names"]
+    assert names == [f"a ({tmp_path})", f"a ({tmp_path / 'other'})"], "which of them is in which folder"
+
+
+def test_a_damaged_run_is_compared_with_a_word_on_what_is_damaged(tmp_path: Path) -> None:
+    good, bad = (
+        write_killed_run(tmp_path / "good", steps=40, kills=1),
+        write_killed_run(tmp_path / "bad", steps=40, kills=1),
+    )
+    cache = SeriesCache()
+    whole = compare([(good, cache), (bad, cache)])
+    assert next(one["name"] for one in whole["says"]) == "Convergence" and not whole["unread_settings"]
+    bad.status.write_text('{"state": "fini')
+    bad.config.write_text("train: [1")
+    bad.metrics.write_text("garbage\n\x00\n" + bad.metrics.read_text())
+    (bad.checkpoint(5) / "training").mkdir(parents=True)
+    cache = SeriesCache()
+    told = compare([(good, cache), (bad, cache)])
+    assert told["unread_settings"] == ["bad"] and told["states"][1]["state"] == "damaged"
+    damage = told["says"][0]
+    assert damage["name"] == "Damage" and damage["text"].startswith("bad: ") and "good" not in damage["text"]
+    for word in ("status.json", "config.yaml cannot be read", "2 lines of metrics.jsonl", "checkpoint-5"):
+        assert word in damage["text"], damage["text"]
 
 
 # ---------------------------------------------------------------- surroundings
@@ -272,6 +379,25 @@ def test_the_environment_of_each_attempt_is_kept_without_secrets(
     assert changes({**now, "packages": {"torch": "1"}}, now) == ["torch 1 -> 2"]
     (run.path / "environment.json").write_text('{"attempts": [3, {"packages": 7}]}')
     assert any("numpy" in one for one in record(run, 3, tmp_path))
+
+
+def test_a_watched_command_has_the_surroundings_of_its_own_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamplighter.watch.environment._git", lambda _: {})
+    place = tmp_path / "venv"
+    (place / "bin").mkdir(parents=True)
+    (place / "bin" / "python3").symlink_to(sys.executable)
+    (place / "pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.9.2\n")
+    (place / "lib" / "python3.9" / "site-packages" / "torch-1.2.3.dist-info").mkdir(parents=True)
+    (place / "bin" / "launch").write_text(f"#!{place / 'bin' / 'python3'}\nimport x\n")
+    (place / "bin" / "launch").chmod(0o755)
+    for words in ([str(place / "bin" / "python3"), "x.py"], [str(place / "bin" / "launch")]):
+        told = gather(tmp_path, words)
+        assert (told["python"], told["packages"]) == ("3.9.2", {"torch": "1.2.3"}), words
+    ours = gather(tmp_path, [sys.executable, "x.py"])
+    assert ours["python"] == platform.python_version() and ours["packages"]["numpy"]
+    assert gather(tmp_path, ["sleep", "1"])["packages"] == {}, "no Python, and nothing of ours in its place"
 
 
 def test_models_that_are_no_runs_are_listed_with_their_scores(tmp_path: Path) -> None:
@@ -314,9 +440,44 @@ def test_evaluations_are_compared_by_their_errors_and_only_on_the_same_items(tmp
         keep(run, "other", value, 0.01, sha=run)
     runs = [RunDir(tmp_path / name) for name in ("one", "two")]
     rows = {row["name"]: row for row in evaluation_rows(runs, same=True)}
-    assert rows["t acc"]["words"] == ["0.5000 ± 0.0100", "0.6000 ± 0.0100"]
-    assert (rows["t acc"]["best"], rows["t loss"]["best"], rows["t rouge"]["best"]) == (1, 0, None)
+    assert rows["t acc"]["words"] == ["0.5000 ± 0.0100 (n 9)", "0.6000 ± 0.0100 (n 9)"]
+    assert (rows["t acc"]["best"], rows["t loss"]["best"], rows["t rouge"]["best"]) == ([1], [0], [])
     assert rows["t rouge"]["difference"] == "+0.1000 (not distinguishable)"
     assert rows["t other"]["difference"] == "not comparable: other data"
     apart = {row["name"]: row for row in evaluation_rows(runs, same=False)}
-    assert apart["t loss"]["difference"] == "not comparable: other tokenizers" and apart["t acc"]["best"] == 1
+    assert apart["t loss"]["difference"] == "not comparable: other tokenizers" and apart["t acc"]["best"] == [1]
+
+
+def test_the_fullest_result_is_compared_and_not_a_few_items_that_were_tried_later(tmp_path: Path) -> None:
+    folder = tmp_path / "evaluations"
+    folder.mkdir()
+    kept = (("human-vs-b", 0.75, 40, 1.0), ("human-vs-b", 1.0, 2, 2.0), ("t", 0.34, 1500, 1.0), ("t", 0.35, 1500, 2.0), ("t", 1.0, 3, 3.0))  # fmt: skip
+    for at, (task, value, n, t) in enumerate(kept):
+        score = {"name": "acc", "value": value, "stderr": 0.01, "n": n, "chance": 0.25, "higher_is_better": True}
+        more = {"interval": [0.6, 0.86]} if task != "t" else {}
+        record = {"format": 1, "task": task, "step": at, "t": t, "scores": [score], "data": {"sha256": "a", "items": n}}
+        (folder / f"{task}-{at}.json").write_text(json.dumps({**record, **more}))
+    rows = {row["name"]: row["words"] for row in evaluation_rows([RunDir(tmp_path)], same=True)}
+    assert rows == {"human-vs-b acc": ["0.750 (0.600 to 0.860, n 40)"], "t acc": ["0.3500 ± 0.0100 (n 1,500)"]}
+
+
+def test_a_run_on_pairs_has_panels_of_its_rewards(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "r")
+    run.create()
+    run.events.touch()
+    lines = [
+        {"step": n, "attempt": 1, "t": 1.7e9 + n, "train/loss": 0.69 - n / 100, "train/reward_margin": n / 10,
+         "train/reward_chosen": n / 20, "train/reward_rejected": -n / 20, "train/reward_accuracy": n / 20,
+         "train/logp_chosen": -30.0, "train/logp_rejected": -30.0 - n}
+        for n in range(20)
+    ]  # fmt: skip
+    run.metrics.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    series = RunSeries(run)
+    series.update()
+    panels = {one["id"]: one for one in panels_of(series, {"config": {"train": {"objective": "dpo"}}})}
+    assert {"margin", "rewards", "preferred", "logps"} <= panels.keys()
+    assert "ln 2 = 0.693" in panels["loss"]["normal"] and panels["margin"]["curves"] == ["train/reward_margin"]
+    assert panels["margin"]["seen"].startswith("From 0 to 1.9") and all(panels[one]["normal"] for one in panels)
+    assert panels["preferred"]["seen"].startswith("From 0 to 95 "), "in percent"
+    plain = panels_of(_write_steps(RunDir(tmp_path / "s"), 5, {}), {})
+    assert not {"margin", "rewards", "preferred", "logps"} & {one["id"] for one in plain}

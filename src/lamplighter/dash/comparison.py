@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from lamplighter.watch.status import duration, large
 _SURE = 2.0  # standard errors
 _NORMAL = 1.4826  # from a median distance to a standard deviation
 _SPIKE = 8.0  # median distances
+_TINY = 0.005  # as a share: where the noise is not known, less than this is no difference
+_CHEAPER = 0.95  # of the time of the other one
 
 
 @dataclass(frozen=True)
@@ -167,25 +169,54 @@ def _smooth(series: RunSeries) -> tuple[Floats, Floats]:
 def compare(runs: Sequence[tuple[RunDir, SeriesCache]]) -> dict[str, Any]:
     """The table, the differences, the sentences."""
     with np.errstate(over="ignore", invalid="ignore"):  # of a damaged run, numbers that no double can square
-        found = [summarise(run, cache.of(run)) for run, cache in runs]
+        found = _told_apart([summarise(run, cache.of(run)) for run, cache in runs], [run for run, _ in runs])
     same = len({one.tokenizer for one in found}) == 1
+    states = [_state(run, cache.of(run)) for run, cache in runs]
+    hurt = [
+        f"{one.name}: {'; '.join(state['damage'])}" for one, state in zip(found, states, strict=True) if state["damage"]
+    ]
     folders = [run for run, _ in runs]
     return {
         "names": [one.name for one in found],
-        "states": [_state(run, cache.of(run)) for run, cache in runs],
+        "states": states,
         "same_tokenizer": same,
         "rows": [*table(found, same), *evaluation_rows(folders, same)],
-        "says": conclusions(found, same),
+        "says": [
+            *({"name": "Damage", "text": f"{'. '.join(hurt)}. What is said below leaves that out."} for _ in hurt[:1]),
+            *conclusions(found, same),
+        ],
+        "unread_settings": [one.name for one, run in zip(found, folders, strict=True) if facts.read_config(run)[1]],
         "config": _differences([facts.read_config(run)[0] for run in folders]),
         "environment": _differences([_environment(run) for run in folders]),
     }
+
+
+def _told_apart(found: Sequence[Summary], runs: Sequence[RunDir]) -> list[Summary]:
+    """Runs of several folders may have one name: then each says which folder it is in."""
+    names = [one.name for one in found]
+    return [replace(one, name=f"{one.name} ({clean(str(run.path.parent))})") if names.count(one.name) > 1 else one
+            for one, run in zip(found, runs, strict=True)]  # fmt: skip
 
 
 def _state(run: RunDir, series: RunSeries) -> dict[str, Any]:
     """Whether it goes on, and how old its newest point is."""
     told = facts.row(facts.RunsDir(0, run.path.parent), run)
     newest = series.newest_t or facts.changed_at(run)
-    return {"state": told["state"], "live": told["live"], "age_s": max(0.0, time.time() - newest)}
+    damage = _damage(told["damage"], run, series)
+    return {"state": told["state"], "live": told["live"], "age_s": max(0.0, time.time() - newest), "damage": damage}
+
+
+def _damage(status: str, run: RunDir, series: RunSeries) -> list[str]:
+    """What of the folder cannot be read, in words."""
+    problem = facts.read_config(run)[1]
+    invalid = [one["name"] for one in facts.checkpoints(run, series) if not one["valid"]]
+    lines = f"{series.damaged} line{'s' * (series.damaged != 1)} of metrics.jsonl cannot be read"
+    return [
+        *([status] if status else []),
+        *([f"config.yaml cannot be read ({problem})"] if problem else []),
+        *([lines] if series.damaged else []),
+        *([f"not valid: {', '.join(invalid[:5])}"] if invalid else []),
+    ]
 
 
 def _environment(run: RunDir) -> dict[str, Any]:
@@ -238,20 +269,32 @@ def table(found: Sequence[Summary], same: bool) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "name": title,
             "words": [_word(value, form) for value in values],
-            "best": None,
+            "best": [],
             "difference": "",
         }
         known = [value for value in values if not math.isnan(value)]
         if not comparable:
             row["difference"] = "not comparable: other tokenizers"
-        elif len(known) == len(values) > 1:
-            row["difference"] = _difference(values, form)
-            if better and len(set(known)) > 1 and not _tie(found, name):
-                row["best"] = values.index(min(known) if better == "low" else max(known))
-            elif better and _tie(found, name) and len(set(known)) > 1:
+        elif len(known) > 1:
+            row["difference"] = _difference(known, form) if len(known) == len(values) or len(known) > 2 else ""
+            best = _best(found, name, values, better) if better else []
+            if len(best) < len(known):
+                row["best"] = best
+            elif len(set(known)) > 1:
                 row["difference"] += " (not distinguishable)"
         rows.append(row)
     return rows
+
+
+def _best(found: Sequence[Summary], name: str, values: Sequence[float], better: str) -> list[int]:
+    """All that are as good as the best one: the same, or for a loss not to be told from it."""
+    known = [value for value in values if not math.isnan(value)]
+    best = values.index(min(known) if better == "low" else max(known))
+    return [
+        i
+        for i, value in enumerate(values)
+        if i == best or (not math.isnan(value) and (value == values[best] or _tie([found[best], found[i]], name)))
+    ]
 
 
 _MOST_SCORES = 60  # MMLU alone has 57 subjects
@@ -260,16 +303,18 @@ _BY_TOKENS = ("loss", "perplexity")  # per token
 
 
 def evaluation_rows(runs: Sequence[RunDir], same: bool) -> list[dict[str, Any]]:
-    """The newest value of every score that one of the runs has; the better one where the difference is beyond chance."""
-    newest: list[dict[tuple[str, str], dict[str, Any]]] = []
+    """The fullest result of every score that one of the runs has, the newest among equals; the better one where the difference
+    is beyond chance. (Not simply the newest: a few items tried with --limit say less than all of them did before.)
+    """
+    fullest: list[dict[tuple[str, str], dict[str, Any]]] = []
     for run in runs:
-        ordered = sorted(facts.evaluations(run), key=lambda one: (one["step"] or 0.0, one["t"]))
-        newest.append({(one["task"], one["name"]): one for one in ordered})
-    names = list(dict.fromkeys(name for one in newest for name in one))
+        ordered = sorted(facts.evaluations(run), key=lambda one: (one["items"], one["step"] or 0.0, one["t"]))
+        fullest.append({(one["task"], one["name"]): one for one in ordered})
+    names = list(dict.fromkeys(name for one in fullest for name in one))
     rows = []
     for task, name in [one for one in names if "/" not in one[1]][:_MOST_SCORES]:  # not by subject
-        mine = [one.get((task, name)) for one in newest]
-        row: dict[str, Any] = {"name": f"{task} {name}", "words": [_score_words(one) for one in mine], "best": None, "difference": ""}  # fmt: skip
+        mine = [one.get((task, name)) for one in fullest]
+        row: dict[str, Any] = {"name": f"{task} {name}", "words": [_score_words(one) for one in mine], "best": [], "difference": ""}  # fmt: skip
         known = [one for one in mine if one is not None]
         if len({one["data"] for one in known}) > 1:
             row["difference"] = "not comparable: other data"
@@ -280,7 +325,7 @@ def evaluation_rows(runs: Sequence[RunDir], same: bool) -> list[dict[str, Any]]:
             row["difference"] = f"{second['value'] - first['value']:+.4f}"
             margin = _TWO_SIDED_95 * math.hypot(first["stderr"] or 0.0, second["stderr"] or 0.0)
             if first["stderr"] is not None and abs(second["value"] - first["value"]) > margin:
-                row["best"] = int((second["value"] > first["value"]) == first["higher_is_better"])
+                row["best"] = [int((second["value"] > first["value"]) == first["higher_is_better"])]
             else:
                 row["difference"] += " (not distinguishable)"
         rows.append(row)
@@ -290,10 +335,11 @@ def evaluation_rows(runs: Sequence[RunDir], same: bool) -> list[dict[str, Any]]:
 def _score_words(one: Mapping[str, Any] | None) -> str:
     if one is None:
         return "-"
+    count = "" if one["n"] is None else f"n {one['n']:,.0f}"
     if one["interval"]:
-        return f"{one['value']:.3f} ({one['interval'][0]:.3f} to {one['interval'][1]:.3f})"
+        return f"{one['value']:.3f} ({one['interval'][0]:.3f} to {one['interval'][1]:.3f}{count and ', '}{count})"
     error = "" if one["stderr"] is None else f" ± {one['stderr']:.4f}"
-    return f"{one['value']:.4f}{error}"
+    return f"{one['value']:.4f}{error}{count and f' ({count})'}"
 
 
 def _word(value: float, form: str) -> str:
@@ -307,11 +353,12 @@ def _word(value: float, form: str) -> str:
 
 
 def _difference(values: Sequence[float], form: str) -> str:
-    if len(values) != 2:
-        return f"{_word(min(values), form)} to {_word(max(values), form)}"
-    first, second = values
-    if math.isclose(first, second, rel_tol=1e-9):
+    if math.isclose(min(values), max(values), rel_tol=1e-9):
         return "the same"
+    if len(values) != 2:
+        low, high = _word(min(values), form), _word(max(values), form)
+        return f"{low} to {high}" if low != high else "about the same"
+    first, second = values
     share = f" ({second / first - 1:+.1%})" if first else ""
     shown = _word(abs(second - first), form)
     return f"{'+' if second >= first else '-'}{shown}{share}"
@@ -337,7 +384,10 @@ def _tie(found: Sequence[Summary], name: str) -> bool:
     first, second = ranked[0], ranked[1]
     scale = first.bpb / first.val_loss if name == "bpb" and first.val_loss else 1.0
     noise = math.hypot(getattr(first, errors[name]), getattr(second, errors[name])) * scale
-    return not abs(getattr(second, value) - getattr(first, value)) > _SURE * noise if not math.isnan(noise) else False
+    apart = abs(float(getattr(second, value)) - float(getattr(first, value)))
+    if not apart:
+        return True
+    return apart <= (_SURE * noise if not math.isnan(noise) else _TINY * abs(float(getattr(first, value))))
 
 
 # ---------------------------------------------------------------- what may be said
@@ -356,20 +406,36 @@ def conclusions(found: Sequence[Summary], same: bool) -> list[dict[str, str]]:
 
 def _convergence(found: Sequence[Summary], same: bool) -> str:
     if not same:
-        return "The tokenizers differ, so a loss per token means something else in each run; only bits per byte are compared."
+        return "The tokenizers differ or are not known, so a loss per token may mean something else in each run; only bits per byte are compared."
     curves = [one for one in found if len(one.curve[1])]
     if len(curves) < 2:
         return "There are not two loss curves to compare."
     target = max(float(np.min(one.curve[1])) for one in curves)
-    reached = []
-    for one in curves:
-        tokens, loss = one.curve
-        reached.append((float(tokens[int(np.argmax(loss <= target))]), one.name))
-    reached.sort()
-    words = ", ".join(f"{name} after {large(tokens)} tokens" for tokens, name in reached)
-    ratio = reached[-1][0] / reached[0][0] if reached[0][0] else math.inf
-    lead = f"{reached[0][1]} needs {ratio:.2f} times fewer" if ratio > 1.02 else "they need equally many"
+    reached = sorted(curves, key=lambda one: _reached(one, target))
+    first, last = reached[0], reached[-1]
+    words = ", ".join(f"{one.name} after {large(_reached(one, target))} tokens" for one in reached)
+    noise = _SURE * max(_wobble(one) for one in curves)
+    lead = "that is not distinguishable within the noise of the losses"
+    if _reached(first, target - noise) < _reached(last, target + noise):
+        lead = f"{first.name} needs {_reached(last, target) / max(1.0, _reached(first, target)):.2f} times fewer tokens than {last.name}"
     return f"A training loss of {target:.3f}, which all of them reach, was reached by {words}: {lead}."
+
+
+def _reached(one: Summary, target: float) -> float:
+    """After how many tokens."""
+    tokens, loss = one.curve
+    below = loss <= target
+    return float(tokens[int(np.argmax(below))]) if np.any(below) else math.inf
+
+
+def _wobble(one: Summary) -> float:
+    """How much the averaged loss still moves up and down beside its trend, over the newer half."""
+    tail = one.curve[1][len(one.curve[1]) // 2 :]
+    if len(tail) < 8:
+        return 0.0
+    width = max(3, len(tail) // 8)
+    trend = np.convolve(tail, np.ones(width) / width, mode="valid")
+    return float(_NORMAL * np.median(np.abs(tail[width // 2 : width // 2 + len(trend)] - trend)))
 
 
 def _generalisation(found: Sequence[Summary], same: bool) -> str:
@@ -378,11 +444,7 @@ def _generalisation(found: Sequence[Summary], same: bool) -> str:
         if math.isnan(one.val_loss):
             sentences.append(f"{one.name} has no validation.")
             continue
-        gap = (
-            f"{one.name}: validation is {abs(one.gap):.3f} {'above' if one.gap >= 0 else 'below'} training"
-            if not math.isnan(one.gap)
-            else f"{one.name}: validation {one.val_loss:.3f}"
-        )
+        gap = f"{one.name}: {_gap_words(one)}"
         if one.rose > 0.01:
             gap += f", and rose by {one.rose:.1%} since step {one.best_step}: it learns the text by heart (overfitting); use checkpoint-{one.best_step}"
         sentences.append(gap + ".")
@@ -402,11 +464,19 @@ def _generalisation(found: Sequence[Summary], same: bool) -> str:
     return " ".join(sentences)
 
 
+def _gap_words(one: Summary) -> str:
+    if math.isnan(one.gap):
+        return f"validation {one.val_loss:.3f}"
+    if abs(one.gap) < 0.0005:  # what is shown of a loss
+        return "validation is as training"
+    return f"validation is {abs(one.gap):.3f} {'above' if one.gap > 0 else 'below'} training"
+
+
 def _efficiency(found: Sequence[Summary]) -> str:
     parts = []
     for one in found:
         words = [f"{one.tokens_per_s:,.0f} tokens/s" if not math.isnan(one.tokens_per_s) else ""]
-        words.append(f"MFU {one.mfu:.0%}" if not math.isnan(one.mfu) else "")
+        words.append(f"MFU {one.mfu:.1%}" if not math.isnan(one.mfu) else "")
         words.append(f"{duration(one.wall_s)}" if not math.isnan(one.wall_s) else "")
         words.append(f"${one.usd:.4f}" if not math.isnan(one.usd) else "")
         parts.append(f"{one.name}: {', '.join(word for word in words if word) or 'not measured'}")
@@ -432,10 +502,12 @@ def _recommendation(found: Sequence[Summary], same: bool) -> str:
     best, second = ranked[0], ranked[1]
     words = "best validation loss" if same else "bits per byte"
     if _tie([best, second], measure):
-        cheap = min([best, second], key=lambda one: one.wall_s if not math.isnan(one.wall_s) else math.inf)
+        cheap, dear = sorted([best, second], key=lambda one: one.wall_s if not math.isnan(one.wall_s) else math.inf)
+        cheaper = cheap.wall_s < _CHEAPER * dear.wall_s
+        take = f"take the cheaper one, {cheap.name}; or run" if cheaper else "neither is recommended; to know more, run"
         return (
             f"{best.name} and {second.name} are not distinguishable by {words} ({getattr(best, measure):.4f} and {getattr(second, measure):.4f}):"
-            f" take the cheaper one, {cheap.name}; or run both again with another train.seed."
+            f" {take} both again with another train.seed."
         )
     unsure = (
         " (the noise is not known: fewer than four validations)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import stat
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from lamplighter.schedule import expected_losses
 from lamplighter.watch import time_report
 from lamplighter.watch.status import standing_flags
 from lamplighter.watch.trackers.follower import read_evaluation
+from lamplighter.watch.trackers.following import tracking
 
 STALE_S = 10.0
 _MOST_EVENTS = 400
@@ -61,8 +63,11 @@ def find(dirs: Iterable[RunsDir], key: str) -> RunDir | None:
     for one in dirs:
         if place == str(one.number) and name and name not in (".", "..") and "/" not in name and "\0" not in name:
             path = one.path / name
-            if path.is_dir() and path.resolve().parent == one.path.resolve():
-                return RunDir(path)
+            try:
+                if path.is_dir() and path.resolve().parent == one.path.resolve():
+                    return RunDir(path)
+            except OSError:  # a name that no file system takes
+                return None
     return None
 
 
@@ -87,7 +92,7 @@ def row(where: RunsDir, run: RunDir) -> dict[str, Any]:
     if status["damage"]:
         state = "damaged"
     numbers = ("step", "steps", "tokens", "tokens_per_s", "loss", "val_loss", "best_val_loss", "usd", "durable_step", "spent_s", "eta_s",
-               "attempt", "end_usd")  # fmt: skip
+               "attempt", "end_usd", "mirrored_step")  # fmt: skip
     return {
         "id": f"{where.number}/{run.name}",
         "name": clean(run.name),
@@ -103,7 +108,7 @@ def row(where: RunsDir, run: RunDir) -> dict[str, Any]:
         "flags": list(standing_flags(status)),
         "age_s": max(0.0, time.time() - changed_at(run)),
         "stale": live and time.time() - number(status.get("t")) > STALE_S,
-        "track": mask_record(status.get("track") or []),
+        "track": mask_record(tracking(run, int(finite(status.get("step")) or 0), status.get("track") or [], live)),
         **{name: finite(status.get(name)) for name in numbers},
     }
 
@@ -143,6 +148,7 @@ def describe(where: RunsDir, run: RunDir, series: RunSeries) -> dict[str, Any]:
         "damaged_lines": series.damaged,
         "config": config,
         "config_problem": config_problem,
+        "events_problem": _events_problem(run) if not events else "",
         "usd_per_hour": price,
         "budget": {name: finite(value) for name, value in config.get("budget", {}).items()},
         "phases": _phases(events),
@@ -155,12 +161,24 @@ def describe(where: RunsDir, run: RunDir, series: RunSeries) -> dict[str, Any]:
         "plan": _plan(plan, told, times, series),
         "floor": floor,
         "band": band(plan, config, told["steps"]),
+        "vocab_size": vocab_size(plan, run),
         "evaluations": evaluations(run),
         "environment": mask_record(read_record(run.path / "environment.json")),
         "metrics": sorted([*series.columns, *series.scores]),
         "parameters": finite(plan.get("params")),
         "command": _command(run),
     }
+
+
+def _events_problem(run: RunDir) -> str:
+    """Why nothing is known of what happened, where there is something that should say it."""
+    try:
+        found = run.events.lstat()
+    except OSError:  # a run that has only begun
+        return ""
+    if not stat.S_ISREG(found.st_mode):
+        return "events.jsonl is no file"
+    return "no line of events.jsonl is an event" if found.st_size else ""
 
 
 def _command(run: RunDir) -> str:
@@ -337,8 +355,15 @@ def band(plan: Mapping[str, Any], config: Mapping[str, Any], steps: float | None
     """The loss that is expected at shares of the run, where the sizes are those that it was measured for (docs/redflags.md)."""
     if not steps or config.get("model", {}).get("init_from") or config.get("data", {}).get("format") == "chat":
         return []
-    vocabulary = finite(config.get("tokenizer", {}).get("vocab_size")) or 0.0
+    vocabulary = finite(plan.get("vocab_size")) or finite(config.get("tokenizer", {}).get("vocab_size")) or 0.0
     return [[share * steps, loss] for share, loss in expected_losses(finite(plan.get("params")) or 0.0, vocabulary)]
+
+
+def vocab_size(plan: Mapping[str, Any], run: RunDir) -> float | None:
+    """Of the model, which may have fewer tokens than `tokenizer.vocab_size` asks for; None where nothing says it."""
+    newest = newest_first(run.checkpoints)[:1]
+    held = read_record(newest[0] / "config.json").get("vocab_size") if newest else None
+    return finite(plan.get("vocab_size")) or finite(held)
 
 
 def evaluations(run: RunDir) -> list[dict[str, Any]]:
@@ -348,12 +373,14 @@ def evaluations(run: RunDir) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("*.json"))[:500] if folder.is_dir() else ():
         values = read_evaluation(path)
         record = read_record(path) if values is not None else {}
-        for one in record.get("scores", []):
-            if isinstance(one, dict) and finite(one.get("value")) is not None:
+        listed = [one for one in record.get("scores", []) if isinstance(one, dict)]
+        items = max((finite(one.get("n")) or 0.0 for one in listed), default=0.0)
+        for one in listed:
+            if finite(one.get("value")) is not None:
                 found.append({"task": clean(str(record.get("task")))[:80], "step": finite(record.get("step")), "name": clean(str(one.get("name")))[:80],
                               "verdict": clean(str(one.get("verdict") or ""))[:40], "t": finite(record.get("t")) or 0.0,
                               "higher_is_better": one.get("higher_is_better") is not False, "interval": _interval(record.get("interval")), "data": _data_mark(record),
-                              **{name: finite(one.get(name)) for name in ("value", "stderr", "n", "chance")}})  # fmt: skip
+                              "items": items, **{name: finite(one.get(name)) for name in ("value", "stderr", "n", "chance")}})  # fmt: skip
     return found
 
 

@@ -49,7 +49,7 @@ PANELS = (
                  "Even and near its highest. Shaded: slowed down by heat, hardware or the power limit.", ("throttled",)),
     MachinePanel("rank_step", "Steps by rank", "rank", "train/iter", "steps",
                  "All ranks on one line: a rank that stays behind holds up all the others.", ("rank_stuck",)),
-    MachinePanel("rank_coll", "In a collective", "rank", "sys/in_collective", "% of the looks",
+    MachinePanel("rank_coll", "In a collective", "rank", "sys/in_collective", "% of the time",
                  "Even over the ranks. The rank that is there least is the one that the others wait for.", (), 100.0),
     MachinePanel("rank_wait", "Data wait by rank", "rank", "sys/data_wait", "% of the time",
                  "Near zero: the next batch is ready before it is wanted.", ("data_wait",), 100.0),

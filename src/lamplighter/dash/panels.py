@@ -33,6 +33,10 @@ class Panel:
 PANELS = (
     Panel("loss", "Loss", ("train/loss", "eval/val_loss"), "nats per token",
           ("not_learning", "no_context", "above_band", "too_good", "loss_rising", "loss_spike", "plateau", "overfitting", "gap_grows", "starts_high")),
+    Panel("margin", "Reward margin", ("train/reward_margin", "eval/reward_margin"), "chosen - rejected", ("margin_negative",)),
+    Panel("rewards", "Rewards", ("train/reward_chosen", "train/reward_rejected", "eval/reward_chosen", "eval/reward_rejected"), "beta x (log p - reference)", ("chosen_falls",)),
+    Panel("preferred", "Pairs as in the data", ("train/reward_accuracy", "eval/reward_accuracy"), "% of the pairs", (), 100.0),
+    Panel("logps", "Log-probability of the answers", ("train/logp_chosen", "train/logp_rejected", "eval/logp_chosen", "eval/logp_rejected"), "nats an answer", ()),
     Panel("mfu", "MFU", ("train/mfu",), "% of the peak", (), 100.0),
     Panel("lr", "Learning rate", ("train/lr",), "", ("lr_zero",)),
     Panel("iter", "Iterations", ("train/iter",), "steps by the clock", (), by="wall"),
@@ -98,11 +102,13 @@ def _seen(panel: Panel, series: RunSeries, y: Floats) -> str:
 def _normal(panel: str, facts: Mapping[str, Any], y: Floats) -> str:
     config = facts.get("config") or {}
     train, steps = config.get("train", {}), facts.get("steps") or 0
-    floor, vocabulary = facts.get("floor"), config.get("tokenizer", {}).get("vocab_size")
+    floor, vocabulary = facts.get("floor"), facts.get("vocab_size")
+    if panel == "loss" and train.get("objective") == "dpo":
+        return f"Of preference pairs: it begins at ln 2 = {math.log(2):.3f}, where both answers are alike, and falls as the margin grows. Validation stays above training; a gap that grows means that pairs are learned by heart."
     if panel == "loss":
         begin = (
             f"A new model begins near ln(vocabulary) = {math.log(vocabulary):.2f} and falls fast at first, then slowly. "
-            if isinstance(vocabulary, int) and vocabulary > 1
+            if vocabulary and vocabulary > 1 and not config.get("model", {}).get("init_from")
             else ""
         )
         bound = f"It cannot go below {floor:.3f} on this text (its entropy). " if isinstance(floor, float) else ""
@@ -113,6 +119,10 @@ def _normal(panel: str, facts: Mapping[str, Any], y: Floats) -> str:
         shape += f"in {warm} steps" if warm is not None else "in the first 5 % of the run (at most 2,000 steps)"
         return f"Rises {shape}, then {'falls along a cosine' if train.get('schedule') != 'constant' else 'stays'} to step {int(steps)}. A low rate at the start is warm-up."
     texts = {
+        "margin": "Zero at the first step (the model is its own reference), then it grows; validation a little below training. A margin that stays below zero: the answers may be the wrong way round.",
+        "rewards": "Both begin at zero. Chosen rises or stays near zero, rejected falls. Often both fall a little; if chosen falls far, the model unlearns the good answers too: a lower rate, or a higher train.dpo_beta.",
+        "preferred": "Begins near zero (a tie counts as wrong) or 50 %, then rises; 60 to 90 % is usual. Nearly 100 % from the first steps on: something beside the answers tells the pairs apart, such as their length.",
+        "logps": "Summed over an answer, so long answers are lower. Rejected falls; chosen should stay about where it began.",
         "mfu": "30 to 50 % is good on a GPU, 10 to 70 % on a CPU; it is 6 x parameters + attention, divided by what the device can do.",
         "iter": "A straight line: as many steps in each minute. A flat stretch is a save, a validation, a pause or a restart.",
         "dt": "Even, with single peaks where a checkpoint is saved or validated. The first step is slower.",

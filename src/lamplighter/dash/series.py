@@ -7,7 +7,6 @@ Out: numpy columns (the last value of each step and name); at most so many point
 from __future__ import annotations
 
 import math
-import os
 import sys
 from array import array
 from collections import OrderedDict
@@ -19,9 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lamplighter import read_back
 from lamplighter.dash.system_series import SystemSeries
-from lamplighter.rundir import RunDir, parse_record
+from lamplighter.rundir import RunDir, Tail, parse_record
 
 MOST_POINTS = 4000  # of one panel
 _MOST_NAMES = 64  # of one run: a folder of somebody else must not fill the memory
@@ -38,10 +36,10 @@ class RunSeries:
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.system = SystemSeries(run)
+        self.tail = Tail(run.metrics)
         self._forget()
 
     def _forget(self) -> None:
-        self.offset, self.part, self.place = 0, b"", (0, 0)
         self.damaged = 0  # lines that are no records
         self.steps, self.times, self.attempts = array("d"), array("d"), array("d")
         self.columns: dict[str, array[float]] = {}
@@ -64,22 +62,12 @@ class RunSeries:
     def update(self) -> int:
         """Read what is new; how many records that were."""
         self.system.update()
-        found = 0
-        try:
-            with read_back.open_file(self.run.metrics) as file:
-                facts = os.fstat(file.fileno())
-                if (facts.st_dev, facts.st_ino) != self.place or facts.st_size < self.offset:
-                    self._forget()  # another file: the run began anew
-                    self.place = (facts.st_dev, facts.st_ino)
-                file.seek(self.offset)
-                while data := file.read(_READ_BYTES):
-                    self.offset += len(data)
-                    *whole, self.part = (self.part + data).split(b"\n")
-                    if len(self.part) > read_back.LINE_BYTES:
-                        self.part = b""
-                    found += self._take_many(whole)
-        except OSError:  # not there yet, or no file: no records
-            return 0
+        found, before = 0, self.tail.replaced
+        for lines in self.tail.blocks(_READ_BYTES):
+            if self.tail.replaced != before:
+                self._forget()  # another file: the run began anew
+                before = self.tail.replaced
+            found += self._take_many(lines)
         self.version += bool(found)
         return found
 
@@ -264,7 +252,8 @@ def _plain_numbers(values: Sequence[Any]) -> Floats | None:
         found = np.array(values, dtype=np.float64)
     except OverflowError:  # a whole number of 400 digits
         return None
-    return found if np.isfinite(found).sum() == len(values) - values.count(None) else None
+    missing = values.count(None) if type(None) in kinds else 0
+    return found if np.isfinite(found).sum() == len(values) - missing else None
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float] | None:

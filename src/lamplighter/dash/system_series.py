@@ -7,7 +7,6 @@ Out: columns of each member ("gpu0", "rank1"), bounded: a series that grows too 
 from __future__ import annotations
 
 import math
-import os
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,8 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lamplighter import read_back
-from lamplighter.rundir import RunDir, number, parse_record
+from lamplighter.rundir import RunDir, Tail, number, parse_record
 from lamplighter.safe_text import clean
 
 _MOST_MEMBERS, _MOST_NAMES, _MOST_ROWS, _MOST_PERIODS = 72, 16, 200_000, 500
@@ -71,11 +69,10 @@ class SystemSeries:
     """All of a run, up to where its file has been read."""
 
     def __init__(self, run: RunDir) -> None:
-        self.run = run
+        self.tail = Tail(run.system)
         self._forget()
 
     def _forget(self) -> None:
-        self.offset, self.part, self.place = 0, b"", (0, 0)
         self.members: dict[str, MemberSeries] = {}
         self.damaged = 0
 
@@ -88,23 +85,14 @@ class SystemSeries:
         return min((one.times[0] for one in self.members.values() if one.times), default=0.0)
 
     def update(self) -> None:
-        """Read what is new."""
-        try:
-            with read_back.open_file(self.run.system) as file:
-                facts = os.fstat(file.fileno())
-                if (facts.st_dev, facts.st_ino) != self.place or facts.st_size < self.offset:
-                    self._forget()
-                    self.place = (facts.st_dev, facts.st_ino)
-                file.seek(self.offset)
-                while data := file.read(_READ_BYTES):
-                    self.offset += len(data)
-                    *whole, self.part = (self.part + data).split(b"\n")
-                    if len(self.part) > read_back.LINE_BYTES:
-                        self.part = b""
-                    for line in filter(None, whole):
-                        self._take(parse_record(line))
-        except OSError:  # none is written where there is neither a card nor a rank
-            return
+        """Read what is new; no file is written where there is neither a card nor a rank."""
+        before = self.tail.replaced
+        for lines in self.tail.blocks(_READ_BYTES):
+            if self.tail.replaced != before:
+                self._forget()
+                before = self.tail.replaced
+            for line in filter(None, lines):
+                self._take(parse_record(line))
 
     def _take(self, record: Mapping[str, Any] | None) -> None:
         kind = next((one for one in ("gpu", "rank") if record is not None and type(record.get(one)) is int), None)

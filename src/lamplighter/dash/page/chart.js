@@ -36,7 +36,7 @@ export class Chart {
     if (range) [x0, x1] = range;
     const log = this.shared.log && this.options.log !== false, scale = this.options.scale || 1;
     const shown = this.shared.smooth > 0 ? this.smooth() : this.curves;
-    for (const { x, y } of [...this.curves, ...shown]) {
+    for (const { x, y } of shown === this.curves ? shown : [...this.curves, ...shown]) {
       const from = Math.max(0, lower(x, x0)), to = Math.min(x.length, lower(x, x1) + 1);
       let low = Infinity, high = -Infinity;
       for (let i = from; i < to; i++) {
@@ -121,17 +121,20 @@ export class Chart {
     const { x0, x1, log, scale } = this.at;
     const from = Math.max(0, lower(x, x0) - 1), to = Math.min(x.length, lower(x, x1) + 2);
     const columns = this.size.width - LEFT - RIGHT, many = to - from > 3 * columns;
+    const wide = columns / (x1 - x0), { y0, y1 } = this.at, high0 = this.size.height - TOP - BOTTOM, tall = high0 / (log ? Math.log(y1 / y0) : y1 - y0);
     pen.beginPath();
     let open = false, column = -1, low = 0, high = 0, last = 0;
     const flush = () => { if (column >= 0) { const at = LEFT + column; if (!open) pen.moveTo(at, low); else pen.lineTo(at, low); pen.lineTo(at, high); pen.lineTo(at, last); open = true; column = -1; } };
     for (let i = from; i < to; i++) {
       const v = y[i] * scale;
       if (v !== v || (log && v <= 0)) { if (many) flush(); open = false; continue; }
-      const a = this.px(x[i]), b = this.py(v);
+      const a = LEFT + (x[i] - x0) * wide, b = TOP + high0 - (log ? Math.log(v / y0) : v - y0) * tall; // px and py, without a call for each point
       if (!many) { if (open) pen.lineTo(a, b); else pen.moveTo(a, b); open = true; continue; }
       const c = Math.round(a - LEFT);
       if (c !== column) { flush(); column = c; low = high = b; }
-      low = Math.min(low, b); high = Math.max(high, b); last = b;
+      if (b < low) low = b;
+      if (b > high) high = b;
+      last = b;
     }
     flush();
     pen.stroke();
@@ -286,9 +289,10 @@ function nearest(x, value) {
   return at === x.length || value - x[at - 1] < x[at] - value ? at - 1 : at;
 }
 
-function ticks(low, high, count) {
-  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].find((one) => one * power >= rough) * power, found = [];
+export function ticks(low, high, count) {
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough)), steps = [0.5, 1, 2, 5, 10].map((one) => one * power), found = [];
+  let step = steps.find((one) => one >= rough);
+  if (high - low < 2 * step) step = steps[steps.indexOf(step) - 1]; // one number alone says nothing of a scale
   for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9 && found.length < 50; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : Number(at.toPrecision(12)));
   return found;
 }

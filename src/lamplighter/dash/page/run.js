@@ -63,18 +63,25 @@ export function showRun(main, source, id, go, confirm, toast) {
   function tiles() {
     const run = state.told, phases = run.phases, since = phases.since && run.live ? Date.now() / 1000 + source.skew - phases.since : null;
     const tile = (name, value, more = "") => el("div", { className: "tile" }, el("span", {}, name), el("b", { title: String(value) }, value), el("span", { title: String(more) }, more || " "));
+    const held = run.live && (run.stall || run.stale); // then neither a phase nor a time left means anything
     const watched = run.verb === "watch", some = (known, made) => (known || !watched ? [made] : []); // of a command that is not ours, what it tells
     const bar = run.steps ? el("progress", { max: run.steps, value: run.step || 0 }) : null;
     const open = Math.max(0, (run.step || 0) - (run.durable_step || 0)), safe = !run.step ? "" : open ? `${short(open)} steps not saved yet` : "all is saved";
     const of = run.budget?.usd ? ` of ${money(run.budget.usd)}` : "";
     parts.tiles.replaceChildren(
-      tile("Now", run.live ? phases.current || run.phase || "starting" : run.state, !run.live ? run.outcome : watched ? run.now : `for ${duration(since)}${phases.usual_s ? `, last time ${duration(phases.usual_s)}` : ""}`),
+      held ? tile("Now", run.stall ? "stalled" : "no word", run.stall || "status.json is not written any more") : tile("Now", run.live ? phases.current || run.phase || "starting" : run.state, !run.live ? run.outcome : watched ? run.now : `for ${duration(since)}${phases.usual_s ? `, last time ${duration(phases.usual_s)}` : ""}`),
       el("div", { className: "tile" }, el("span", {}, "Step"), el("b", { id: "step" }, short(run.step) + (run.steps ? ` / ${short(run.steps)}` : "")), bar || el("span", {}, " ")),
-      tile("Time left", run.live ? duration(run.eta_s) : "–", `spent ${duration(run.spent_s)}`),
+      tile("Time left", run.live && !held ? duration(run.eta_s) : "–", `spent ${duration(run.spent_s)}`),
       ...some(run.loss !== null, tile("Loss", short(run.loss), "of the last step")), ...some(run.val_loss !== null, tile("Validation", short(run.val_loss), run.best_val_loss !== null ? `best ${short(run.best_val_loss)}` : "")),
       ...some(run.tokens_per_s !== null, tile("Tokens/s", short(run.tokens_per_s), `${short(run.tokens)} tokens`)), ...some(run.usd_per_hour, tile("Cost", run.usd_per_hour ? money(run.usd) + of : "–", !run.usd_per_hour ? "no price is set" : run.live && run.end_usd ? `${money(run.end_usd)} at the end` : `${money(run.usd_per_hour)} an hour`)),
-      ...some(false, tile("Safe to step", short(run.durable_step), safe)), ...trackers(run.track),
+      ...some(false, tile("Safe to step", short(run.durable_step), safe)), ...mirrored(run, tile), ...trackers(run.track),
       ...(run.attempt > 1 ? [tile("Attempt", short(run.attempt), run.ledger.redone_steps ? `${short(run.ledger.redone_steps)} steps redone` : "no step twice")] : []));
+  }
+
+  // The step that is safe on another machine or disk as well, of a run that has such a copy.
+  function mirrored(run, tile) {
+    const behind = Math.max(0, (run.durable_step || 0) - (run.mirrored_step || 0));
+    return run.mirrored_step === null || run.mirrored_step === undefined ? [] : [tile("Mirrored to step", short(run.mirrored_step), behind ? `${short(behind)} steps behind what is safe here` : "as far as what is safe here")];
   }
 
   // The one that is furthest behind, or in trouble.
@@ -89,6 +96,7 @@ export function showRun(main, source, id, go, confirm, toast) {
     const run = state.told, standing = run.flags.map((cause) => [...run.timeline].reverse().find((one) => one.cause === cause)).filter(Boolean), cards = [];
     if (run.damage) cards.push(note("This run is damaged", run.damage, "what can be read is shown; lamp checkpoints RUN says what is safe"));
     if (run.damaged_lines) cards.push(note("Damaged lines", `${run.damaged_lines === 1 ? "A line of metrics.jsonl is no record and is" : `${run.damaged_lines} lines of metrics.jsonl are no records and are`} left out`, "a killed writer tears at most one"));
+    if (run.events_problem) cards.push(note("What happened is not known", run.events_problem, ""));
     if (run.config_problem) cards.push(note("The settings cannot be read", run.config_problem, ""));
     if (!run.live && run.state === "lost") cards.push(note("This run is dead", "its parent was killed: nobody wrote the end", `step ${short(run.durable_step)} is safe; run the same command again`));
     if (run.stall && run.live) cards.push(note("Stalled", run.stall, "Why? shows every stack"));
@@ -141,7 +149,7 @@ export function showRun(main, source, id, go, confirm, toast) {
       if (panel.id === "loss" && state.told.band.length && shared.x === "step") marks.push({ line: state.told.band, label: "expected" });
       chart.options.empty = "no numbers here";
       chart.set(curves, { marks, moments: moments[panel.by || shared.x], bands: panel.bands });
-      const ends = (panel.group ? curves : curves.slice(0, 1)).filter(({ y }) => y.length).map(({ y }) => y[y.length - 1] * (panel.scale || 1)).filter((one) => one === one).sort((a, b) => a - b);
+      const ends = (panel.group ? curves : curves.slice(0, 1)).map(({ y }) => y.findLast((one) => one === one) * (panel.scale || 1)).filter((one) => one === one).sort((a, b) => a - b);
       value.textContent = [...new Set([ends[0], ends[ends.length - 1]].filter((one) => one !== undefined).map((one) => short(one)))].join(" to ");
       legend.replaceChildren(...(curves.length > 1 ? curves.map((curve) => el("span", {}, el("i", { style: { "border-color": curve.colour } }), curve.label)) : []));
     }
@@ -164,9 +172,9 @@ export function showRun(main, source, id, go, confirm, toast) {
     fill("time", run.timeline, () => timeline(run.timeline));
     fill("ledger", [run.ledger, run.usd_per_hour], () => ledger(run.ledger, run.usd_per_hour));
     fill("plan", run.plan, () => table("The plan, and what came true", ["", "planned", "seen", ""], run.plan.map(planned)));
-    fill("checkpoints", run.checkpoints, () => table("Checkpoints", ["checkpoint", "loss", "validation", "size", "saved", ""], run.checkpoints.map(checkpoint)));
+    fill("checkpoints", run.checkpoints, () => table("Checkpoints", ["checkpoint", "files", "loss", "validation", "size", "saved", run.checkpoints.some((one) => !one.valid) ? "what is wrong" : ""], run.checkpoints.map(checkpoint)));
     fill("samples", run.samples, () => samples(run.samples));
-    fill("scores", run.evaluations, () => table("Evaluations", ["task", "score", "step", "value", "items", "chance", ""], run.evaluations.map(evaluation)));
+    fill("scores", run.evaluations, () => table("Evaluations", ["task", "score", "value", "step", "items", "chance", "", "checkpoints before"], scored(run.evaluations)));
     const filled = (value) => Object.keys(value).length > 0;
     fill("settings", [run.command, run.config, run.environment], () => [
       run.command && el("p", {}, el("span", { className: "soft" }, "Command "), el("code", {}, run.command)),
@@ -178,8 +186,15 @@ export function showRun(main, source, id, go, confirm, toast) {
   const unit = (value, name) => (value === null ? "–" : name === "$" ? money(value) : name === "s" ? duration(value) : `${short(value)} ${name}`);
   const difference = ({ seen, planned }) => (seen !== null && planned ? `${seen >= planned ? "+" : ""}${((100 * seen) / planned - 100).toFixed(0)} %` : "");
   const planned = (one) => [one.name, unit(one.planned, one.unit), unit(one.seen, one.unit), difference(one)];
-  const checkpoint = (one) => [one.name + (one.best ? " ★ best" : ""), short(one.loss), short(one.val_loss), bytes(one.bytes), clock(one.t), one.valid ? "valid" : "invalid: " + one.reason];
-  const evaluation = (one) => [one.task, one.name, short(one.step), short(one.value) + (one.stderr ? ` ± ${short(one.stderr, 2)}` : ""), short(one.n), short(one.chance), one.interval ? `95 %: ${short(one.interval[0])} to ${short(one.interval[1])}` : one.verdict];
+  const checkpoint = (one) => [one.name + (one.best ? " ★ best" : ""), one.valid ? "valid" : "invalid", short(one.loss), short(one.val_loss), bytes(one.bytes), clock(one.t), one.valid ? "" : one.reason];
+  // A line for each score: of the newest checkpoint, and behind it how it was before.
+  function scored(all) {
+    const found = new Map(), key = (one) => `${one.task}\n${one.name}`;
+    for (const one of [...all].sort((a, b) => (a.step || 0) - (b.step || 0) || a.t - b.t)) found.set(key(one), [...(found.get(key(one)) || []), one]);
+    return [...found.values()].map((of) => evaluation(of));
+  }
+  const before = (of) => of.slice(-6, -1).map((one) => `${short(one.value)} (${short(one.step)})`).join(", ");
+  const evaluation = (of, one = of[of.length - 1]) => [one.task, one.name, short(one.value) + (one.stderr ? ` ± ${short(one.stderr, 2)}` : ""), short(one.step), short(one.n), short(one.chance), one.interval ? `95 %: ${short(one.interval[0])} to ${short(one.interval[1])}` : one.verdict, before(of)];
 
   function table(title, heads, rows) {
     if (!rows.length) return [];
@@ -197,7 +212,7 @@ export function showRun(main, source, id, go, confirm, toast) {
       state.events.set(key, item);
       return item;
     });
-    return [el("h2", {}, "What happened"), el("ol", { className: "time" }, items)];
+    return [el("h2", {}, "What happened"), el("ol", { className: "time", tabIndex: 0, "aria-label": "What happened" }, items)];
   }
 
   const event = (one) => el("li", {},
@@ -216,6 +231,7 @@ export function showRun(main, source, id, go, confirm, toast) {
   }
 
   function ledger({ wall_s, parts: spent, unexplained_s }, price) {
+    if (!spent.length) return [];
     const palette = colours(), sum = (list) => list.reduce((all, one) => all + one.seconds, 0), all = Math.max(wall_s, sum(spent)) || 1;
     const rows = spent.slice(0, palette.length), rest = spent.slice(palette.length); // no colour twice
     if (rest.length) rows.push({ name: `${rest.length} more`, seconds: sum(rest) });

@@ -113,11 +113,16 @@ export function showRuns(main, source, go) {
     }
   }
 
+  function called(id) { // of two that have the same name, in which folder
+    const run = state.rows.find((one) => one.id === id);
+    return state.rows.some((one) => one.id !== id && one.name === run.name) ? `${run.name} (${run.dir})` : run.name;
+  }
+
   async function redrawOnce() {
     const ids = [...state.chosen].filter((id) => state.rows.some((run) => run.id === id));
     const told = ids.length ? await source.series(ids, plots.map(({ name }) => name), shared.x, shared.range) : {};
     if (state.closed) return; // somebody looks at something else by now
-    const palette = colours(), named = ids.map((id, i) => ({ id, colour: palette[i % palette.length], label: state.rows.find((run) => run.id === id)?.name || id }));
+    const palette = colours(), named = ids.map((id, i) => ({ id, colour: palette[i % palette.length], label: called(id) }));
     const seen = new Set();
     for (const { name, chart } of plots) {
       const drawn = named.filter(({ id }) => told[id]?.curves[name]);

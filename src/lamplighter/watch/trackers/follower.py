@@ -23,18 +23,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lamplighter import read_back
+from lamplighter import read_back, report
 from lamplighter.errors import InputMissing, LampError
 from lamplighter.procs.lock import hold
-from lamplighter.rundir import RunDir, is_running, parse_record, write_atomic
+from lamplighter.rundir import RunDir, Tail, is_running, parse_record, write_atomic
 from lamplighter.safe_text import clean, mask, mask_record
 from lamplighter.watch.trackers.history import Branch, RunHistory, TrackerEntry
-from lamplighter.watch.trackers.writers import Setting, Writer, open_writer
+from lamplighter.watch.trackers.writers import Setting, Writer, is_gone, open_writer
 
 _EVERY_S = 1.0
 _SELDOM_S = {
-    "wandb": 5.0
-}  # a row of W&B's wakes two processes, so that rows in bursts cost a third; its own page is renewed less often
+    "wandb": 10.0,
+    "trackio": 5.0,
+}  # rows in bursts cost a third: one of W&B's wakes two processes, of trackio's a database
 _PAUSES_S = (5.0, 20.0, 60.0, 300.0)  # before a tracker that failed is tried again
 _LINES_AT_ONCE = 20_000
 _BATCH_S = 3.0  # then what was sent is marked as safe, for which some trackers take a second
@@ -95,15 +96,28 @@ class Follower:
         self.path = state_path(run, tracker)
         self.path.parent.mkdir(exist_ok=True)
         self.now = replace(read_state(run, tracker), problem="", done=False)
+        if self._is_gone():
+            self.say(f"{tracker}: what was written of {run.name} before is no longer there: it is written again")
+            self.now = TrackerState(tracker)
         self.asked_to_end = threading.Event()
         self.writing = threading.Lock()
         self.complete = False  # everything was sent
         self.more = False
         self._forget()
 
+    def _is_gone(self) -> bool:
+        """A file of an earlier follower was removed: what it had marked as sent is nowhere."""
+        opened = [int(one) for one in self.now.ids if one.isdecimal()] if self.now.lines or self.now.events else []
+        return any(
+            is_gone(self.tracker, replace(self.setting, branch=one), self.now.marks.get(str(one)) or {})
+            for one in opened
+            if one < self.now.branch or str(one) in self.now.marks  # else opened, and killed before its first mark
+        )
+
     def _forget(self) -> None:
         """Begin from what the tracker has for sure."""
         self.history = RunHistory()
+        self.damaged = 0  # lines of metrics.jsonl that are no records
         self.sent = copy.deepcopy(self.now)
         self.writer: Writer | None = None
         self.metrics = _LineReader(self.run.metrics, 0)
@@ -118,6 +132,7 @@ class Follower:
 
     def _fold(self, line: bytes) -> list[Branch | TrackerEntry]:
         record = parse_record(line)
+        self.damaged += record is None and bool(line.strip())
         return self.history.take(record) if record is not None else []
 
     # ---------------------------------------------------------------- life
@@ -189,7 +204,10 @@ class Follower:
             )
             self._doing(f"opening {self.tracker}")
             self._save(self.sent.ids)
-            self.writer = open_writer(self.tracker, setting, mark)
+            with report.phase(
+                f"open {self.tracker}"
+            ):  # W&B alone may take ten seconds; said where `lamp track` looks on
+                self.writer = open_writer(self.tracker, setting, mark)
             self._doing("")
             if not self.now.marks.get(branch):
                 self._describe(self.writer)
@@ -267,10 +285,13 @@ class Follower:
         self._write()
 
     def _finish(self) -> None:
+        if self.damaged:
+            lines = f"{self.damaged} line{'s' * (self.damaged != 1)} of metrics.jsonl"
+            self.say(f"{self.tracker}: {lines} cannot be read and {'is' if self.damaged == 1 else 'are'} left out")
         if self.writer is not None:
             with contextlib.suppress(OSError):  # a run that has not ended has none yet
-                report = read_back.read_whole(self.run.report, read_back.SMALL_BYTES).decode("utf-8", "replace")
-                self.writer.tell("report", self.sent.step, f"the report of {self.run.name}", report[:_MOST_TEXT])
+                text = read_back.read_whole(self.run.report, read_back.SMALL_BYTES).decode("utf-8", "replace")
+                self.writer.tell("report", self.sent.step, f"the report of {self.run.name}", text[:_MOST_TEXT])
             self._doing(f"closing {self.tracker}")
             self.sent.marks[str(self.sent.branch)] = self.writer.mark()
             self.writer.close()
@@ -323,32 +344,19 @@ class _LineReader(Iterator[tuple[bytes, int]]):
     """Whole lines from a place on, each with the place behind it; asked again after its end, it goes on with what is new."""
 
     def __init__(self, path: Path, start: int) -> None:
-        self.path, self.at = path, start
+        self.tail, self.at = Tail(path, start=start), start
         self.waiting: list[bytes] = []
-        self.part = b""
-        self.read_to = start
 
     def __next__(self) -> tuple[bytes, int]:
         if not self.waiting:
-            self._read()
+            before = self.tail.replaced
+            self.waiting = next(self.tail.blocks(), [])[::-1]
+            self.at = self.at if self.tail.replaced == before else 0
         if not self.waiting:
             raise StopIteration
         line = self.waiting.pop()
         self.at += len(line) + 1
         return line, self.at
-
-    def _read(self) -> None:
-        try:
-            with read_back.open_file(self.path) as file:
-                file.seek(self.read_to)
-                data = file.read(1 << 20)
-        except OSError:  # not there yet
-            return
-        self.read_to += len(data)
-        *whole, self.part = (self.part + data).split(b"\n")
-        if len(self.part) > read_back.LINE_BYTES:  # a line without an end is none of ours
-            self.part = b""
-        self.waiting = whole[::-1]
 
 
 def read_evaluation(path: Path) -> tuple[int, float, dict[str, float]] | None:

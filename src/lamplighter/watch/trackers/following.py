@@ -12,14 +12,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from lamplighter.config import Track
 from lamplighter.rundir import RunDir
 from lamplighter.watch.trackers.follower import TrackerState, read_state
-from lamplighter.watch.trackers.writers import Setting
+from lamplighter.watch.trackers.writers import TRACKERS, Setting
 
 SILENT_S = 20.0  # so long may a tracker take for one answer before that is said
 _LAST_S = 15.0  # for what is still to be sent when the run has ended
@@ -92,16 +92,7 @@ class Following:
 
     def status(self, step: int) -> list[dict[str, Any]]:
         """For status.json: each with its lag in steps."""
-        return [
-            {
-                "to": tracker,
-                "step": now.step,
-                "lag": max(0, step - now.step),
-                "problem": now.problem or _silence(now),
-                "url": now.url,
-            }
-            for tracker, now in self.progress.items()
-        ]
+        return [_standing(now, step, live=True) for now in self.progress.values()]
 
     def close(self, step: int) -> None:
         """The last words go out, for some seconds; one that hangs is ended, and said how to send the rest."""
@@ -122,9 +113,8 @@ class Following:
             with contextlib.suppress(OSError):  # it has just ended
                 process.kill()
             process.wait()
-        late = [tracker for tracker in self.processes if not read_state(self.run, tracker).done]
-        for tracker in late:
-            now = read_state(self.run, tracker)
+        self.progress |= {tracker: read_state(self.run, tracker) for tracker in self.processes}
+        for tracker, now in ((tracker, now) for tracker, now in self.progress.items() if not now.done):
             self.say(
                 f"{tracker} has what was up to step {now.step} of {step}; the rest: lamp track {self.run.address} --to {tracker}",
                 "bold yellow",
@@ -133,6 +123,23 @@ class Following:
     def _is_hung(self, tracker: str) -> bool:
         now = read_state(self.run, tracker)
         return bool(now.doing) and time.time() - now.since > _HUNG_S
+
+
+def _standing(now: TrackerState, step: int, live: bool) -> dict[str, Any]:
+    problem = now.problem or (_silence(now) if live else "")
+    lag = 0 if now.done else max(0, step - now.step)
+    return {"to": now.tracker, "step": now.step, "lag": lag, "problem": problem, "url": now.url}
+
+
+def tracking(run: RunDir, step: int, told: Sequence[Any], live: bool) -> list[dict[str, Any]]:
+    """How far every tracker of a run is, by its own file: `lamp track` may have gone on where the run's parent left off.
+
+    `told`: what status.json says of them, which counts where a follower has left no file.
+    """
+    known = {one["to"]: one for one in told if isinstance(one, dict) and isinstance(one.get("to"), str)}
+    folder = run.path / "track"
+    there = [name for name in TRACKERS if (folder / f"{name}.json").is_file()] if folder.is_dir() else []
+    return list((known | {name: _standing(read_state(run, name), step, live) for name in there}).values())
 
 
 def _silence(now: TrackerState) -> str:

@@ -24,6 +24,7 @@ from lamplighter.watch.trackers.history import TrackerEntry
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "csv")
 _FLUSH_S = 60.0
+_STORED_S = 20.0  # for trackio to store what it was given
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,27 @@ def open_writer(to: str, setting: Setting, mark: Mapping[str, Any]) -> Writer:
             f"pip install 'lamplighter[track]', then: lamp track RUN --to {to}",
         ) from error
     return writer
+
+
+def is_gone(to: str, setting: Setting, mark: Mapping[str, Any]) -> bool:
+    """Whether files that a follower has marked as written are no longer there, or shorter. Only of those that write into the run's folder."""
+    folder = setting.folder / setting.title
+    if to == "csv":
+        wanted = {f"{name}.csv": mark.get(name) for name in ("metrics", "texts")}
+    elif to == "tensorboard":
+        wanted = dict(mark.get("files") or {})
+    else:
+        return False
+    if not any(wanted.values()):  # its mark is not kept any more: the folder must be there
+        return not folder.is_dir()
+    return any(isinstance(size, int) and _size(folder / name) < size for name, size in wanted.items())
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):  # that is the answer
+        return -1
 
 
 # ---------------------------------------------------------------- CSV
@@ -257,7 +279,8 @@ class WeightsAndBiases:
             self.run.summary[kind] = text[:20_000]
 
     def mark(self) -> dict[str, Any]:
-        return {"url": str(self.run.url or ""), "rows": self.rows}
+        url = "" if self.run.offline else self.run.url  # offline, W&B warns of the question
+        return {"url": str(url or ""), "rows": self.rows}
 
     def close(self) -> None:
         self.run.finish()
@@ -271,11 +294,13 @@ class Trackio:
 
     def __init__(self, setting: Setting, mark: Mapping[str, Any]) -> None:
         import trackio
+        from trackio.sqlite_storage import SQLiteStorage
 
         self.trackio: Any = trackio
         self.project = setting.project or os.environ.get("TRACKIO_PROJECT") or "lamplighter"
         self.title = setting.title
         group = setting.group or (setting.run_name if setting.branch > 1 else None)
+        self.database = Path(SQLiteStorage.get_project_db_path(self.project))
         self.run: Any = trackio.init(
             project=self.project,
             name=self.title,
@@ -286,26 +311,39 @@ class Trackio:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
+        # A space of the hub or a server has no database here, and drops by its own log id what it has; a failed write is only warned of.
+        self.readable = bool(getattr(self.run, "_is_local", True)) and getattr(self.run, "_storage_mode", "") != "jsonl"
+        if self.readable:
+            self.database.parent.mkdir(
+                parents=True, exist_ok=True
+            )  # fails at once, with the reason, where nothing can be stored
         self.since = int(mark.get("step") or 0)
+        self.read_to = max((row[0] for row in self._rows("SELECT max(id) FROM metrics") if row[0]), default=0)
         self.there = self._stored() if mark.get("open") else set()
         self.sent: set[tuple[int, str]] = set()
 
     def _stored(self) -> set[tuple[int, str]]:
         """What its database has from the last mark on: of a follower that was killed after sending and before marking."""
-        rows = self._rows("SELECT step, metrics FROM metrics WHERE run_name = ? AND step >= ?", self.since)
+        rows = self._rows("SELECT step, metrics FROM metrics WHERE run_name = ? AND step >= ?", self.title, self.since)
         return {(step, name) for step, metrics in rows for name in json.loads(metrics)}
 
-    def _has(self, step: int) -> bool:
-        return bool(self._rows("SELECT 1, 1 FROM metrics WHERE run_name = ? AND step = ? LIMIT 1", step))
+    def _arrived(self) -> set[tuple[int, str]]:
+        """What it has of ours since the last look, by the number of the row: neither names nor steps of runs are indexed there."""
+        rows = self._rows("SELECT id, run_name, step, metrics FROM metrics WHERE id > ? ORDER BY id", self.read_to)
+        self.read_to = rows[-1][0] if rows else self.read_to
+        return {(step, name) for _, run, step, metrics in rows if run == self.title for name in json.loads(metrics)}
 
-    def _rows(self, query: str, step: int) -> list[tuple[int, Any]]:
+    def _rows(self, query: str, *values: object) -> list[Any]:
         import sqlite3
 
-        path = Path(self.trackio.TRACKIO_DIR) / f"{self.project}.db"
+        if not self.readable:
+            return []
         try:
-            with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)) as database:
-                return database.execute(query, (self.title, step)).fetchall()
-        except sqlite3.Error:  # a space of the hub has no database here: it drops what it has by its own log id
+            with contextlib.closing(
+                sqlite3.connect(f"{self.database.as_uri()}?mode=ro", uri=True, timeout=5)
+            ) as database:
+                return database.execute(query, values).fetchall()
+        except sqlite3.Error:  # not made yet, or not to be read: then nothing has arrived, which `mark` says
             return []
 
     def log(self, entry: TrackerEntry) -> None:
@@ -320,17 +358,17 @@ class Trackio:
             self.run.alert(title=title, text=text)
         elif (max(step, 0), kind) not in self.there:  # a sample, a checkpoint, the plan, the report
             self.run.log({kind: self.trackio.Markdown(f"### {title}\n\n{_as_block(text)}")}, step=max(step, 0))
+            self.sent.add((max(step, 0), kind))
 
     def mark(self) -> dict[str, Any]:
-        """Its sender writes every half second: wait until the last of ours is there."""
-        deadline = time.monotonic() + 20.0
-        while self.sent and time.monotonic() < deadline:
-            if self._has(max(step for step, _ in self.sent)):  # all that went before it is read only then
-                before, self.since = self.since, min(step for step, _ in self.sent)
-                self.sent -= self._stored()
-                self.since = before
+        """Its sender writes every half second: wait until the last of ours is there. OSError where it does not come."""
+        deadline = time.monotonic() + _STORED_S
+        while self.readable and self.sent:
+            self.sent -= self._arrived()
+            if self.sent and time.monotonic() > deadline:
+                raise OSError(f"{len(self.sent):,} values are not in {self.database} after {_STORED_S:.0f} s")
             if self.sent:
-                time.sleep(0.1)
+                time.sleep(0.2)
         self.sent.clear()
         return {"step": self.since, "open": True}
 
